@@ -68,7 +68,7 @@ class Accesses:
         alike = self.runs.alike(again, {})
         shapes = own, *pairs_of(own, self.dependencies.further)
         every = *dims, *rules_of(dims, self.dependencies.further)
-        return key, Cluster(name, subgraph, again, every, switches, shapes, {}, members=members, alike=alike)
+        return key, Cluster(name, subgraph, again, every, switches, shapes, members=members, alike=alike)
 
     def _access_again(self, casts: list[Node], accesses: set[Access]) -> dict[str, Subgraph]:
         """What recomputation adds: casts and gathers that the backward body does not have anyway.

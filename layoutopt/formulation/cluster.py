@@ -9,7 +9,6 @@ from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.space.elsewhere import written
 from layoutopt.space.kind import Choice
 from mesh_tf_core.ir.blocks import Node
-from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.subgraph import Access
 from mesh_tf_core.tracing.graph import Graph
@@ -31,8 +30,6 @@ class Cluster:
       given, left: choices of `cuts.PendingSum` -> operands, or outputs, whose sum waits if they are made.
       totalled: outputs whose sum the update's total takes, with those of other clusters.
       saves: recomputation changes what it saves; else it only runs again.
-      early: outputs that others read before the update: a sum of them neither waits further nor travels with
-        other messages.
       follows: a choice of `given` -> that of the addition that makes another operand of its own: the sum of
         both waits over the same axes, or here none does.
       multiplicity: how many equal clusters the graph has; of a meeting of replicas, in a step of theirs.
@@ -45,7 +42,6 @@ class Cluster:
     dims: tuple[str, ...]
     switches: tuple[str, ...]
     shapes: tuple[tuple[str, ...], ...]
-    early: Mapping[str, Tensor]
     totalled: frozenset[int] = frozenset()
     given: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     left: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

@@ -27,10 +27,9 @@ from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
-from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.nodes import plan_of
-from mesh_tf_core.lower.subgraph import made_by_loop
+from mesh_tf_core.lower.subgraph import made_by
 
 
 def clusters(dependencies: Dependencies) -> list[Cluster]:
@@ -61,6 +60,8 @@ class _Builder:
         inside = {node.index for node in nodes}
         position: dict[int, int] = {}
         parts: list[Hashable] = []
+        texts = dict.fromkeys(text for node in nodes for text in self.runs.texts.get(node.index, ()))
+        read_then = {text: self.runs.early(nodes, text) for text in texts}
         for node in nodes:
             types = []
             for i in (*node.inputs, *node.outputs):
@@ -85,7 +86,13 @@ class _Builder:
             totalled = tuple(o in self.dependencies.totalled for o in node.outputs)
             apart = node.index if node.index in self.dependencies.cut or self._read_by_cut(node) else -1
             # Prices know the phase: whether a result stays, what a collective may overlap, when casts run.
-            again = self.runs.texts.get(node.index), tuple(self.runs.kept.get(o) for o in node.outputs)
+            again = (
+                tuple(
+                    (text, *(t in read_then[text] for o in node.outputs for t in self.dependencies.leads_to(o)))
+                    for text in self.runs.texts.get(node.index, ())
+                ),
+                tuple(self.runs.kept.get(o) for o in node.outputs),
+            )
             how = (switches, node.phase, kernel, anyway, totalled, apart, again)
             parts.append((_bare(node), tuple(types), times, leaves, early, what, *how))
         if any(isinstance(n.op, Scan) for n in nodes):
@@ -117,16 +124,15 @@ class _Builder:
         saved = [block.dim.name for block in self._savers(node) if block.dim is not None]
         updated = self._updated(node)
         made = [
-            t for o in self._own(node) for t in self.dependencies.leads_to(o) if t in self.graph.gradient_of
+            t
+            for o in made_by(node, self.graph)
+            for t in self.dependencies.leads_to(o)
+            if t in self.graph.gradient_of
         ]
         variables = [self.graph.variables[self.graph.gradient_of[t]] for t in made]
         own = [] if updated is None else [updated]
         again = self.runs.remat.get(node.index, ())
         return changing(Touched(again, saved, [*own, *variables], node.op.crosses[:1], own))
-
-    def _own(self, node: Node) -> tuple[int, ...]:
-        """What a node computes itself: what else a loop gives, its body's nodes make."""
-        return node.outputs if node.body is None else made_by_loop(node, self.graph)
 
     def _savers(self, node: Node) -> list[Block]:
         """The loops that save, for backward, what a node computes, or what its own body does."""
@@ -141,43 +147,41 @@ class _Builder:
 
     def cluster(self, nodes: list[Node], multiplicity: int) -> Cluster:
         inside = {node.index for node in nodes}
-        early: dict[str, Tensor] = {}
-        for node in nodes:
-            for o in self._own(node):
-                for t in self.dependencies.leads_to(o):
-                    if self.dependencies.early(t, inside):
-                        early[f"%{t}"] = self.graph.tensor(t)
+        leading = (
+            t for n in nodes for o in made_by(n, self.graph) for t in self.dependencies.leads_to(o)
+        )
+        early = frozenset(t for t in leading if self.dependencies.early(t, inside))
         first = nodes[0]
         name = f"{first.scope or 'model'}/{first.op.name}" + (
             f" ({first.phase})" if first.phase != "forward" else ""
         )
-        subgraph = subgraph_of(self.dependencies, nodes)
+        subgraph = replace(subgraph_of(self.dependencies, nodes), early=early)
         again: dict[str, list[int]] = defaultdict(list)
         moved = frozenset(t for node in nodes for t in self.runs.moved_anyway(node))
         by = {t: how for node in nodes for t, how in self.runs.moved_by(node).items()}
         for node in nodes:
             for text in self.runs.texts.get(node.index, ()):
                 again[text].append(node.index)
-        parts = {numbers: frozenset(numbers) for numbers in map(tuple, again.values())}
-        second = {
-            numbers: Subgraph(
-                found,
+        different: dict[Subgraph, Subgraph] = {}
+        runs = {}
+        for text, numbers in again.items():
+            found = Subgraph(
+                frozenset(numbers),
                 subgraph.blocks,
                 again=True,
+                early=self.runs.early(nodes, text),
                 moved=moved,
                 moved_by=tuple(by.items()),
                 unread=self.dependencies.unread,
             )
-            for numbers, found in parts.items()
-        }
-        runs = {text: second[tuple(numbers)] for text, numbers in again.items()}
+            # What is worked out of a subgraph is remembered in it.
+            runs[text] = different.setdefault(found, found)
         kept = {o: self.runs.kept[o] for node in nodes for o in node.outputs if o in self.runs.kept}
         return Cluster(
             name,
             subgraph,
             runs,
             *self._dims(nodes, subgraph),
-            early,
             self.dependencies.totalled.intersection(o for node in nodes for o in node.outputs),
             *self._cut(inside),
             multiplicity,
@@ -212,12 +216,12 @@ class _Builder:
         switches: dict[str, None] = {}
         for node in nodes:
             switches.update(dict.fromkeys(self._switches(node)))
-            for i in (*node.inputs, *self._own(node)):
+            for i in (*node.inputs, *made_by(node, self.graph)):
                 types[self.graph.tensor(i).type] = None
             updated = self._updated(node)
             if updated is not None:
                 types[updated.type] = None
-            for o in self._own(node):
+            for o in made_by(node, self.graph):
                 # Where a gradient is delivered depends on all dimensions of its variable.
                 for t in self.dependencies.leads_to(o):
                     if t in self.graph.gradient_of:

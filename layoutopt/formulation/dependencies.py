@@ -10,7 +10,7 @@ from costmodels.kernels.fusion import fusion
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.program import Loop, Program
 from mesh_tf_core.ir.structure import Assign, Read
-from mesh_tf_core.lower.nodes import moved_dims, pass_of, renamed_saves, repeated, updated, weights
+from mesh_tf_core.lower.nodes import moved_dims, pass_of, repeated, updated, weights
 from mesh_tf_core.lower.subgraph import Access
 from mesh_tf_core.lower.sums import into_totals, waiting_nodes
 from mesh_tf_core.lower.uses import Readers
@@ -116,30 +116,13 @@ class Dependencies:
     def _gathers(self) -> None:
         """Joins operations of a block that may move one dimension of the same tensor, for they need all of it
         or call it otherwise: it is moved once for all of them (weights once for each pass)."""
-        again = self._renamed_again()
         for tensor, readers in self.readers.items():
             first: dict[Hashable, int] = {}
-            for node in readers if len(readers) > 1 or tensor in again else ():
+            for node in readers if len(readers) > 1 else ():
                 way = pass_of(node.phase) if tensor in self.owner else ""
                 for name in moved_dims(node, tensor, self.graph, self.further):
                     key = self.block_of[node.index].id, way, name
                     self._join(first.setdefault(key, node.index), node.index)
-            for node in (n for other in again.get(tensor, ()) for n in self.readers[other]):
-                for index in first.values():
-                    self._join(index, node.index)
-                first.setdefault("", node.index)
-
-    def _renamed_again(self) -> dict[int, list[int]]:
-        """Parts of saved tensors that backward may rename again (`renamed_saves`) -> what it makes."""
-        found: dict[int, list[int]] = defaultdict(list)
-        for block in self.graph.blocks if self.further else ():
-            if block.forward is not None:
-                saved = {o: i for i, o in block.forward.saved.items()}
-                parts = {saved.get(outer): inner for outer, inner in block.sliced}
-                for tensor, node in renamed_saves(block.forward, self.further).items():
-                    if tensor in parts and node.inputs[0] in parts:
-                        found[parts[node.inputs[0]]].append(parts[tensor])
-        return found
 
     # -- sums that may wait ----------------------------------------------------------------------------------
 

@@ -101,7 +101,7 @@ class Makers:
         subgraph = Subgraph(frozenset({node.index}), frozenset(blocks))
         further = [(n, written(n)) for n in dims if n in self.dependencies.further]
         every, shapes = (*dims, *(rule for _, rule in further)), (dims, *further)
-        return Cluster(node.op.name, subgraph, {}, every, (), shapes, {}, members=((node.index,),))
+        return Cluster(node.op.name, subgraph, {}, every, (), shapes, members=((node.index,),))
 
     def _gathered(self) -> Iterator[tuple[tuple[int, int], Source]]:
         body = {n.body.id: n.index for n in self.nodes.values() if n.body is not None}

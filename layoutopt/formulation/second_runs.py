@@ -12,13 +12,14 @@ from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.structure import Connection
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.kept import Recomputed
-from mesh_tf_core.lower.nodes import moved_dims, plan_of, renamed_saves
+from mesh_tf_core.lower.nodes import moved_dims, plan_of
 from mesh_tf_core.lower.rematerialization import (
     keep_sets,
     rematerialization,
     running_again,
     stands_beside_backward,
 )
+from mesh_tf_core.lower.subgraph import made_by
 
 
 class SecondRuns:
@@ -57,6 +58,33 @@ class SecondRuns:
                 for tensor in kept:
                     self.kept[tensor] = (*self.kept.get(tensor, ()), text)
 
+    def early(self, nodes: Sequence[Node], text: str) -> frozenset[int]:
+        """Of what some nodes make when they run again, what others read then: backward, where the loop would
+        have saved it, and nodes that run again too."""
+        again, dependencies = self.again[text], self.dependencies
+        inside, unread = {node.index for node in nodes}, dependencies.unread
+        found: set[int] = set()
+        for node in nodes if again.intersection(inside) else ():
+            for t in (t for o in made_by(node, self.graph) for t in dependencies.leads_to(o)):
+                block, outer = self.graph.blocks[self.graph.tensor(t).block], self._runs_again(t, text)
+                if outer is None:
+                    continue
+                saved = block is outer and t in block.saved and block.saved[t] not in unread
+                goes_on = block is not outer and t in dependencies.leaving
+                others = (r.index for r in dependencies.readers[t] if r.index not in inside)
+                if saved or goes_on or t in dependencies.sliced or not again.isdisjoint(others):
+                    found.add(t)
+        return frozenset(found)
+
+    def _runs_again(self, tensor: int, text: str) -> Block | None:
+        """The loop in which a tensor is, of those that a text is about."""
+        dim, block = Recomputed.parse(text).dim, self.graph.blocks[self.graph.tensor(tensor).block]
+        while block.dim is None or block.dim.name != dim or not stands_beside_backward(block, self.graph):
+            if block.parent is None:
+                return None
+            block = self.graph.blocks[block.parent]
+        return block
+
     def moved_anyway(self, node: Node) -> set[int]:
         """Operands that a node moves which may run again, and that backward moves alike: once for both."""
         found: set[int] = set()
@@ -88,8 +116,6 @@ class SecondRuns:
                         for r in self.dependencies.readers[twin]
                         if self._in(r, block) and not isinstance(r.op, Connection)
                     ]
-                    renamed = renamed_saves(home, self.further).values()
-                    plans += [plan_of(n, self.graph) for n in renamed if n.inputs == (tensor,)]
                     found[tensor] = tuple(dict.fromkeys((p.dims, p.regrouped) for p in plans))
         return found
 

@@ -286,8 +286,9 @@ class Tabler:
         found: tuple[ItemisedCost | None, tuple[Waiting, ...], tuple[tuple[Axes, str], ...]] = (None, (), ())
         program: Program | None = None
         try:
+            results = subgraph.returned(self.graph)
             program = lower(
-                self.graph, naming.mesh, oracle.layout, cluster.early, options, subgraph, oracle, cut=cut
+                self.graph, naming.mesh, oracle.layout, results, options, subgraph, oracle, cut=cut
             )
             cost = self.cache.templates.itemised(program, subgraph.again)
             found = cost, waiting(program), totalled(program, cluster.totalled)

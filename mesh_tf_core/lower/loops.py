@@ -140,13 +140,11 @@ class Loops(Saving):
 
     def _sliced(self, block: Block) -> list[Sliced]:
         """Parts of stacked values; with recomputation, saved values are computed anew instead."""
-        self._rename_again(block)
-        given = [(outer, inner) for outer, inner in block.sliced if inner not in self.low.renamed]
         if self.low.subgraph is not None:
             env, reads = self.low.env, self.low.subgraph.reads(block)
             return [
                 self._part(self.low.value_of(outer), inner)
-                for outer, inner in given
+                for outer, inner in block.sliced
                 if outer in env or inner in reads
             ]
         forward = block.forward
@@ -154,7 +152,7 @@ class Loops(Saving):
         then = self._stands_for(block)
         pairs = []
         again: list[tuple[int, int]] = []
-        for outer, inner in given:
+        for outer, inner in block.sliced:
             tensor = saved.get(then.get(outer, outer))
             if tensor is not None and forward and self.remat.again(forward):
                 again.append((tensor, inner))

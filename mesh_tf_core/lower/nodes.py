@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.program import Origin
@@ -164,19 +164,6 @@ def check_context(graph: Graph, context: Mapping[str, str]) -> None:
             raise UserError(
                 f"context {name}={form}: no fused attention has keys along {name!r}; found {keys}"
             )
-
-
-def renamed_saves(block: Block, further: Collection[str]) -> dict[int, Node]:
-    """Of what a loop saves: what calls one of some dimensions of another saved tensor otherwise, and the
-    node that does so. Where a rule for elsewhere splits that dimension it would be saved whole: backward
-    renames it again instead."""
-    return {
-        node.outputs[0]: node
-        for node in block.nodes
-        if any(old in further or new in further for old, new in node.op.renames)
-        and node.inputs[0] in block.saved
-        and node.outputs[0] in block.saved
-    }
 
 
 def plan_of(node: Node, graph: Graph) -> Plan:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from mesh_tf_core.errors import LayoutError
-from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.layout import Axes, Layout, check_disjoint
@@ -26,7 +25,7 @@ from mesh_tf_core.ir.program import (
 )
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.ir.values import Splits
-from mesh_tf_core.lower.nodes import pass_of, plan_of, repeated, weights
+from mesh_tf_core.lower.nodes import pass_of, repeated, weights
 from mesh_tf_core.lower.offload import Offload
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.storage import Stages, narrow_reads
@@ -44,7 +43,6 @@ class Placing:
       env: tensor -> value.
       moved, converted: what was made of a value by other splits, or by an operation that `converts`. Weights
         are moved once for forward and once more for backward (FSDP), so that nobody keeps them in between.
-      renamed: tensor -> of what it is made when it is first read, and by which node.
       masters: a variable's tensor, or a part of it -> its master copy as it is stored, where `env` has the
         half of it.
     """
@@ -73,7 +71,6 @@ class Placing:
         self.moved: dict[tuple[int, Splits, str], int] = {}
         self._weights = weights(graph)
         self.converted: dict[tuple[int, Op], int] = {}
-        self.renamed: dict[int, tuple[int, Node]] = {}
         self.masters: dict[int, int] = {}
 
     def _lay_out(self, layout: Layout) -> None:
@@ -159,17 +156,8 @@ class Placing:
         """The value of a tensor; one that nobody computes here (see `Subgraph`) is taken as given."""
         value = self.env.get(tensor)
         if value is None:
-            again = self.renamed.get(tensor)
-            value = self.env[tensor] = self._given(tensor) if again is None else self._renamed(*again)
+            value = self.env[tensor] = self._given(tensor)
         return value
-
-    def _renamed(self, source: int, node: Node) -> int:
-        """What a node that renames makes of another tensor, for whoever reads it now."""
-        between, plan = self.layout, plan_of(node, self.graph)
-        self._lay_out(between.around(plan.dims, plan.regrouped))
-        (out,) = node.op.lower(self, [self.to_natural(self.value_of(source))], plan.types)
-        self._lay_out(between)
-        return self.to_natural(out)
 
     def _given(self, tensor: int) -> int:
         assert self.subgraph is not None, f"tensor %{tensor} is used before it is computed"

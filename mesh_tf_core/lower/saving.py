@@ -1,5 +1,5 @@
 """What loops save for their backward, and how that has it again: stacks of saved values, what is kept for
-second runs, on the devices or on their hosts, and what is renamed anew."""
+second runs, on the devices or on their hosts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,8 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import Origin, Result, Sliced
-from mesh_tf_core.lower.nodes import renamed_saves
 from mesh_tf_core.lower.placing import Placing
-from mesh_tf_core.lower.rematerialization import (
-    NOTHING,
-    leading_to,
-    rematerialization,
-    stands_beside_backward,
-)
+from mesh_tf_core.lower.rematerialization import NOTHING, leading_to, rematerialization
 from mesh_tf_core.lower.subgraph import Pairs
 from mesh_tf_core.tracing.residuals import several
 
@@ -83,28 +77,7 @@ class Saving:
     def _saves(self, block: Block, saved: Pairs) -> list[tuple[int, int]]:
         if not saved or self.remat.again(block) or self._saves_later(block):
             return []
-        renamed = self._renamed(block)
-        return [(i, o) for i, o in saved if not self.remat.unsaved(i) and i not in renamed]
-
-    def _renamed(self, block: Block) -> dict[int, Node]:
-        """What a loop does not save for a rule for elsewhere (`renamed_saves`): nothing, where the one around
-        it saves it once more."""
-        layout = self.low.oracle.layout
-        further = {name for name, _ in layout.elsewhere}
-        if not further or self.remat.again(block) or self.remat.of_body(block):
-            return {}
-        if not stands_beside_backward(block, self.low.graph):
-            return {}
-        return {
-            tensor: node
-            for tensor, node in renamed_saves(block, further).items()
-            if self._splits_further(self.low.graph.tensor(node.inputs[0]).shape, further)
-        }
-
-    def _splits_further(self, shape: Shape, names: set[str]) -> bool:
-        """Whether rules for elsewhere split a value of this shape."""
-        layout, ordered = self.low.oracle.layout, sorted(names)
-        return layout.around(shape.names).axes_of(ordered) != layout.axes_of(ordered)
+        return [(i, o) for i, o in saved if not self.remat.unsaved(i)]
 
     def _saves_later(self, block: Block) -> bool:
         """Whether a loop is inside of one that is recomputed: what it saves the first time nobody reads. (The
@@ -198,18 +171,6 @@ class Saving:
             elif t in stacks:
                 pairs.append(self._part(self.low.value_of(stacks[t]), t))
         return pairs
-
-    def _rename_again(self, block: Block) -> None:
-        """Notes what a backward body makes anew of what is saved."""
-        forward = block.forward
-        renamed = self._renamed(forward) if forward else {}
-        if not renamed or forward is None:
-            return
-        saved, then = {o: i for i, o in forward.saved.items()}, self._stands_for(block)
-        parts = {saved.get(then.get(outer, outer)): inner for outer, inner in block.sliced}
-        for tensor, node in renamed.items():
-            if tensor in parts and node.inputs[0] in parts:
-                self.low.renamed[parts[tensor]] = parts[node.inputs[0]], node
 
     # -- stacks and their parts ------------------------------------------------------------------------------
 

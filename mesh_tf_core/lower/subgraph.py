@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower.nodes import Plan
 from mesh_tf_core.tracing.graph import Graph
 
@@ -23,6 +24,8 @@ class Subgraph:
       natural: (block, phase, tensor): also bring a tensor into its natural sharding at the end of a block, as
         its readers of this phase would.
       again: it is what runs a second time when a loop is recomputed.
+      early: tensors that what is not lowered here reads too, before the update: a sum of them neither waits
+        further nor travels with other messages.
       moved: tensors that what is not lowered here moves as these nodes do, so that they find them moved.
       moved_by: tensors that others may move too, and of each of these all its dimensions and those that it
         regroups: where a layout has rules for elsewhere, it says who does.
@@ -34,6 +37,7 @@ class Subgraph:
     blocks: frozenset[int]
     natural: frozenset[Access] = frozenset()
     again: bool = False
+    early: frozenset[int] = frozenset()
     moved: frozenset[int] = frozenset()
     moved_by: tuple[tuple[int, tuple[tuple[frozenset[str], frozenset[str]], ...]], ...] = ()
     unread: frozenset[int] = frozenset()
@@ -42,6 +46,10 @@ class Subgraph:
     _visits: dict[int, list[Node]] = field(default_factory=dict, compare=False, repr=False)
     _reads: dict[int, frozenset[int]] = field(default_factory=dict, compare=False, repr=False)
     _made: dict[int, tuple[Pairs, Pairs, Pairs]] = field(default_factory=dict, compare=False, repr=False)
+
+    def returned(self, graph: Graph) -> dict[str, Tensor]:
+        """`early`, as results of a program."""
+        return {f"%{t}": graph.tensor(t) for t in sorted(self.early)}
 
     def within(self, block: Block) -> list[Node]:
         """The nodes of a block to lower, and the loops to enter."""
@@ -84,6 +92,11 @@ class Subgraph:
     def computes(self, tensor: int, scan: Node, graph: Graph) -> bool:
         """Whether a kept node computes a tensor in the body of `scan`."""
         return _source(tensor, scan, graph) in self.nodes
+
+
+def made_by(node: Node, graph: Graph) -> tuple[int, ...]:
+    """What a node computes itself: what else a loop gives, its body's nodes make."""
+    return node.outputs if node.body is None else made_by_loop(node, graph)
 
 
 def made_by_loop(scan: Node, graph: Graph) -> tuple[int, ...]:

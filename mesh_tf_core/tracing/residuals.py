@@ -56,7 +56,7 @@ class Residuals(Builder):
 
     def _residual(self, block: Block, level: int, x: Tensor) -> Tensor:
         """A forward-body value inside the backward body: sliced from a variable, computed anew if that is
-        free, or saved."""
+        free, or saved. What is only called otherwise is saved once, under its first name."""
         forward = block.forward
         assert forward is not None
         if x.id in block.captured:
@@ -65,7 +65,7 @@ class Residuals(Builder):
         if x.id == forward.index:
             assert block.index is not None
             found = self.tensors[block.index]
-        elif outer is None and self.is_free(x, forward):
+        elif outer is None and (self.is_free(x, forward) or self._renames(x)):
             found = self._rebuild(block, level, x)
         else:
             if outer is None:
@@ -89,6 +89,11 @@ class Residuals(Builder):
         inner = self.new_tensor(TensorType(Shape([part, *rest]) if part else rest, outer.dtype), block)
         block.sliced.append((outer.id, inner.id))
         return inner
+
+    def _renames(self, x: Tensor) -> bool:
+        """Whether x is another tensor under other names."""
+        node = self.producer.get(x.id)
+        return node is not None and bool(node.op.renames)
 
     def is_free(self, x: Tensor, forward: Block) -> bool:
         """Whether x follows, by element-wise work alone, from variables, the index and values from

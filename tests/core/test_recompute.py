@@ -11,7 +11,9 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.liveness import memory
+from examples import transformer_lm
 from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.ir.program import Loop
 from mesh_tf_core.lower.verify import verify
 from tests.marks import by_day
 
@@ -48,6 +50,17 @@ def model(dtype: str = "float64") -> mtf.Model:
 
     y = mtf.scan(group, x, mtf.Dim("groups", 3))
     return mtf.Model(mtf.reduce_sum(mtf.square(y.cast("float64"))), mtf.SGD(0.001))
+
+
+@pytest.mark.parametrize("again", ["", "layers:keep=products+others"])
+def test_what_has_two_names_is_saved_once(again: str) -> None:
+    """Self-attention calls the positions of its input otherwise where these are keys."""
+    small = transformer_lm.model(layers=2, d_model=8, d_kv=4, heads=2, d_ff=16, vocab=16, batch=2, length=4)
+    program = small.lower(mtf.Mesh("x:2"), mtf.Layout("batch:x"), mtf.Options(recompute={again} - {""}))
+    loops = [i for i, _ in program.walk() if isinstance(i, Loop) and i.origin.phase == "forward"]
+    stacks = [program.values[s.outer].shape.names for loop in loops for s in loop.stacked]
+    assert ("layers", "batch", "length", "d_model") in stacks
+    assert ("layers", "batch", "memory_length", "d_model") not in stacks
 
 
 def run(recompute: frozenset[str], mesh: str, layout: str, dtype: str = "float64", **options: Any) -> Any:

@@ -41,7 +41,7 @@ def anew(
     graph = model.training_step(decided.microbatches).graph
     layout, options = decided.read(chosen)
     try:
-        program = lower(graph, mesh, layout, cluster.early, options, cluster.subgraph)
+        program = lower(graph, mesh, layout, cluster.subgraph.returned(graph), options, cluster.subgraph)
     except mtf.LayoutError:
         return None
     seconds, small = prices.seconds(program), {}
@@ -53,7 +53,8 @@ def anew(
             seconds -= prices.message_seconds(instr.axes, 4, late=True)
             small.update({Key((a,), "float32", late=True): () for a in instr.axes})
     for dim in sorted(options.recompute & cluster.again.keys()):
-        again = lower(graph, mesh, layout, cluster.early, options, cluster.again[dim])
+        second = cluster.again[dim]
+        again = lower(graph, mesh, layout, second.returned(graph), options, second)
         seconds += prices.seconds(again, again=True)
     return Entry(max(seconds, 0.0), small)
 

@@ -213,6 +213,11 @@ SHARED: dict[str, tuple[Callable[[], mtf.Model], str, mtf.Options]] = {
         "router:x",
         mtf.Options(recompute=frozenset({"layers"})),
     ),
+    "what backward alone reads of a second run": (
+        lambda: experts(**SMALL),
+        "length:x",
+        mtf.Options(recompute=frozenset({"layers"})),
+    ),
     "positions of two lengths": (lambda: translator(**SMALL), "positions:x+y", mtf.Options()),
 }
 """What several operations share, or none needs: model, layout and options that show it."""
