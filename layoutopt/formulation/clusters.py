@@ -68,11 +68,8 @@ class _Builder:
                 position.setdefault(i, len(position))
                 types.append((position[i], self.graph.tensor(i).type))
             leaves = tuple(self._leaves(o) for o in node.outputs)
-            early = tuple(
-                self.dependencies.early(t, inside)
-                for o in node.outputs
-                for t in self.dependencies.leads_to(o)
-            )
+            leading = [t for o in node.outputs for t in self.dependencies.leads_to(o)]
+            early = tuple(self.dependencies.early(t, inside) for t in leading)
             what = (
                 node.op.variable.slot_of is None if isinstance(node.op, Assign) else isinstance(node.op, Scan)
             )
@@ -86,14 +83,12 @@ class _Builder:
             totalled = tuple(o in self.dependencies.totalled for o in node.outputs)
             apart = node.index if node.index in self.dependencies.cut or self._read_by_cut(node) else -1
             # Prices know the phase: whether a result stays, what a collective may overlap, when casts run.
-            again = (
-                tuple(
-                    (text, *(t in read_then[text] for o in node.outputs for t in self.dependencies.leads_to(o)))
-                    for text in self.runs.texts.get(node.index, ())
-                ),
-                tuple(self.runs.kept.get(o) for o in node.outputs),
+            again = tuple(
+                (text, *(t in read_then[text] for t in leading))
+                for text in self.runs.texts.get(node.index, ())
             )
-            how = (switches, node.phase, kernel, anyway, totalled, apart, again)
+            kept = tuple(self.runs.kept.get(o) for o in node.outputs)
+            how = (switches, node.phase, kernel, anyway, totalled, apart, again, kept)
             parts.append((_bare(node), tuple(types), times, leaves, early, what, *how))
         if any(isinstance(n.op, Scan) for n in nodes):
             parts.append(nodes[0].index)
@@ -147,9 +142,7 @@ class _Builder:
 
     def cluster(self, nodes: list[Node], multiplicity: int) -> Cluster:
         inside = {node.index for node in nodes}
-        leading = (
-            t for n in nodes for o in made_by(n, self.graph) for t in self.dependencies.leads_to(o)
-        )
+        leading = (t for n in nodes for o in made_by(n, self.graph) for t in self.dependencies.leads_to(o))
         early = frozenset(t for t in leading if self.dependencies.early(t, inside))
         first = nodes[0]
         name = f"{first.scope or 'model'}/{first.op.name}" + (
