@@ -16,16 +16,15 @@ import json
 import statistics
 import time
 from datetime import date
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import mesh_tf_core as mtf
-from examples.text import batches
-from examples.transformer_lm import model as transformer
+from benchmarks import small_lm
+from benchmarks.small_lm import BATCH
 
 ROOT = Path(__file__).resolve().parent.parent
-BATCH, LENGTH, VOCAB, WIDTH, LAYERS, HEADS = 16, 64, 128, 64, 2, 4
+HEADS, LAYERS = 4, 2
 SEEDS, EVALUATED = 3, 32
 MEANS, PAPER = (1.0, 0.0), (0.7, 0.9)
 """Rate and momentum of the outer step."""
@@ -33,37 +32,21 @@ CASES = ((1, 1, MEANS), (2, 30, MEANS), (2, 30, PAPER), (2, 10, MEANS), (2, 100,
 """Replicas, their period, and how they meet; the first is synchronous."""
 
 
-def build(batch: int) -> mtf.Model:
-    return transformer(
-        layers=LAYERS,
-        heads=HEADS,
-        d_kv=WIDTH // HEADS,
-        d_model=WIDTH,
-        d_ff=4 * WIDTH,
-        vocab=VOCAB,
-        batch=batch,
-        length=LENGTH,
-        learning_rate=5e-3,
-        warmup=64,
-        clip_norm=1.0,
-    )
-
-
 def trained(replicas: int, period: int, outer: tuple[float, float], seed: int, steps: int) -> dict[str, Any]:
     """One run; `replicas` 1 is synchronous."""
     own = BATCH // replicas
     options = mtf.Options(diloco=mtf.DiLoCo("sites", period, *outer) if replicas > 1 else None)
-    trainer = mtf.Trainer(build(own), f"sites:{replicas}", "", options, engine="local")
+    model = small_lm.build(HEADS, LAYERS, own)
+    trainer = mtf.Trainer(model, f"sites:{replicas}", "", options, engine="local")
     began = time.process_time()
-    history = trainer.fit(batches(own, LENGTH, VOCAB, seed=seed), steps)
-    held_out = islice(batches(own, LENGTH, VOCAB, "held-out"), EVALUATED * replicas)
+    history = trainer.fit(small_lm.training(own, seed), steps)
     row = {
         "replicas": replicas,
         "period": period,
         "outer": outer,
         "seed": seed,
         "curve": [round(statistics.fmean(r["loss"] for r in part), 4) for part in _tenths(history)],
-        "held_out": trainer.evaluate(held_out)["loss"],
+        "held_out": trainer.evaluate(small_lm.held_out(EVALUATED * replicas, own))["loss"],
         "cpu_seconds": time.process_time() - began,
     }
     trainer.engine.close()

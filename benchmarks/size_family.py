@@ -22,18 +22,16 @@ import platform
 import time
 from collections.abc import Iterator
 from datetime import date
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import mesh_tf_core as mtf
-from examples.text import batches
-from examples.transformer_lm import model as transformer
+from benchmarks import small_lm
+from benchmarks.small_lm import BATCH, LENGTH
 from layoutopt.sizing.family import counted
 from layoutopt.sizing.fitting import fit
 
 ROOT = Path(__file__).resolve().parent.parent
-BATCH, LENGTH, VOCAB, HEAD = 16, 64, 128, 16
 FITTED = ((2, 2), (2, 3), (3, 2), (3, 3))
 HELD_OUT = (4, 3)
 """Heads and layers."""
@@ -44,29 +42,11 @@ EVALUATED = 24
 """Batches that the loss is measured on."""
 
 
-def build(heads: int, layers: int) -> mtf.Model:
-    width = HEAD * heads
-    return transformer(
-        layers=layers,
-        heads=heads,
-        d_kv=HEAD,
-        d_model=width,
-        d_ff=4 * width,
-        vocab=VOCAB,
-        batch=BATCH,
-        length=LENGTH,
-        learning_rate=5e-3,
-        warmup=64,
-        clip_norm=1.0,
-    )
-
-
 def trained(heads: int, layers: int, seed: int, tokens: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     """One run, evaluated after each number of tokens."""
-    model = build(heads, layers)
+    model = small_lm.build(heads, layers)
     trainer = mtf.Trainer(model, "data:1", engine="local")
-    data = batches(BATCH, LENGTH, VOCAB, seed=seed)
-    held_out = list(islice(batches(BATCH, LENGTH, VOCAB, "held-out"), EVALUATED))
+    data, held_out = small_lm.training(seed=seed), small_lm.held_out(EVALUATED)
     size, began = counted(model), time.process_time()
     for number in tokens:
         trainer.fit(data, number // (BATCH * LENGTH), keep=False)
