@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from layoutopt.cli.terminal import facts, table
-from layoutopt.plan.size_results import PAYS
-from layoutopt.plan.units import bytes_text, count, digits, layout_text, mesh_option, seconds_text, share_text
+from layoutopt.plan.units import (
+    bytes_text,
+    digits,
+    layout_text,
+    mesh_option,
+    number,
+    plural,
+    seconds_text,
+    share_text,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from layoutopt.cli.terminal import Terminal
-    from layoutopt.plan.size_results import LawInfo, SizedCandidate, SizeResult, Sweep
+    from layoutopt.plan.size_results import LawInfo, SizedCandidate, SizeResult
 
-GOALS = {
-    "budget": "{:.3g} FLOP",
-    "loss": "a loss of {:g}",
-    "money": "{:,.0f} to spend",
-    "tokens": "{:.3g} tokens",
-    "days": "{:g} days",
-}
 MOST = 40
 """Rows of the table."""
 
@@ -35,33 +35,12 @@ def show(terminal: Terminal, found: SizeResult) -> None:
         terminal.show(f"{name}: {words}")
 
 
-def asked_text(found: SizeResult) -> str:
-    """The question in words."""
-    said = [GOALS[name].format(found.question[name]) for name in GOALS if name in found.question]
-    if "devices" in found.question:
-        said.append(f"{', '.join(f'{n:,}' for n in found.question['devices'])} devices")
-    return ", ".join(said)
-
-
 def law_text(law: LawInfo) -> str:
-    """A law's name, its constants with what is known of their errors, and its source."""
-    parts = []
-    for name, value in law.constants.items():
-        text = f"{name} {value:.4g}"
-        if name in law.intervals:
-            low, high = law.intervals[name]
-            text += f" ({low:.4g} to {high:.4g})"
-        parts.append(text)
+    """A law's name, its constants, and its source."""
+    parts = [f"{name} {law.constant(name, 4)}" for name in law.constants]
     if law.exponents is not None:
         parts.append("N ~ C^{:.3g}, D ~ C^{:.3g}".format(*law.exponents))
     return f"{law.name}: {', '.join(parts)}; {law.source}"
-
-
-def number(value: float | None, significant: int = 3) -> str:
-    """Any number in three digits: 1.87 T, 12.3."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    return count(value).replace("\u00a0", " ") if abs(value) >= 1e4 else digits(value, significant)
 
 
 def loss_text(each: SizedCandidate) -> str:
@@ -82,13 +61,13 @@ def changed(each: SizedCandidate) -> str:
 def _answer(found: SizeResult, best: SizedCandidate) -> list[tuple[str, str]]:
     per = (best.tokens or 0) / max(best.parameters, 1)
     rows = [
-        ("asked", asked_text(found)),
+        ("asked", found.asked()),
         ("train", f"{found.model}, {best.parameters:,} parameters ({changed(best)})"),
         ("on", f"{number(best.tokens)} tokens, {digits(per)} a parameter: {best.flops:.3g} FLOP"),
         ("loss", f"{loss_text(best)} nats per token"),
         (
             "with",
-            f"{best.devices:,} devices of {best.hardware}, mesh {mesh_option(best.mesh)}, "
+            f"{plural(best.devices, 'device')} of {best.hardware}, mesh {mesh_option(best.mesh)}, "
             f"{layout_text(best.layout) or 'nothing split'}"
             + (f"; {best.in_short()}" if best.in_short() else ""),
         ),
@@ -98,15 +77,10 @@ def _answer(found: SizeResult, best: SizedCandidate) -> list[tuple[str, str]]:
             f"{number(best.tokens_per_second)} tokens/s, {bytes_text(best.peak_memory_bytes)} a device, "
             f"{best.status}",
         ),
-        ("takes", f"{number(best.days)} days, {number(best.chip_hours)} chip-hours" + _money(best)),
+        ("takes", f"{best.lasts()}, {best.costs()}"),
     ]
     if found.flat is not None:
-        rows.append(
-            (
-                "flat",
-                f"{count(found.flat.low)} to {count(found.flat.high)} parameters within {found.flat.within}",
-            )
-        )
+        rows.append(("flat", found.flat.in_words()))
     if found.optimum is not None:
         o = found.optimum
         rows.append(
@@ -117,11 +91,9 @@ def _answer(found: SizeResult, best: SizedCandidate) -> list[tuple[str, str]]:
             )
         )
     rows.append(("law", law_text(found.law)))
+    if family := found.family():
+        rows.insert(2, ("sizes", f"differ in {family}; all else is as given"))
     return rows
-
-
-def _money(each: SizedCandidate) -> str:
-    return "" if each.money is None else f", {each.money:,.0f} to pay"
 
 
 def _rows(found: SizeResult) -> Table:
@@ -154,22 +126,12 @@ def _rows(found: SizeResult) -> Table:
     return table(title, [*columns, ""], rows, (0, 1, 2, 4, 6, 7, 8, 9), strong=strong)
 
 
-def sweep_text(sweep: Sweep) -> str:
-    """From how many devices on a size fits, and up to how many more of them pay."""
-    pays = f"up to {sweep.searched_to:,}, as far as was searched, more of them pay"
-    if sweep.pays_to is not None:
-        pays = f"above {sweep.pays_to:,} a token costs over {PAYS - 1:.0%} more than the least"
-    return f"fits from {sweep.fits_from:,} devices; {pays}"
-
-
 def _remarks(found: SizeResult) -> list[tuple[str, str]]:
-    said = [(sweep.hardware, sweep_text(sweep)) for sweep in found.sweeps]
+    said = [(sweep.hardware, sweep.in_words()) for sweep in found.sweeps]
     batch, critical = found.best.batch_tokens, found.critical_batch_tokens
     if critical:
         said.append(
             ("batch", f"{batch:,} tokens; the critical batch is about {critical:,.0f} (Kaplan et al. 2020)")
         )
-    said += [
-        ("cannot", f"{count(u.parameters)} on {u.devices:,} {u.hardware}: {u.reason}") for u in found.unfit
-    ]
+    said += [("cannot", unfit.in_words()) for unfit in found.unfit]
     return said + [("note", note) for note in found.notes]

@@ -9,9 +9,19 @@ from pydantic import Field
 from layoutopt.plan.decided import Decided
 from layoutopt.plan.fields import Data, Figure, Flag, Names
 from layoutopt.plan.results import Result
+from layoutopt.plan.training import lasts, money_text
+from layoutopt.plan.units import count, number, plural, rounded
 
 PAYS = 1.25
 """Times the least cost of a token that are still worth the time."""
+GOALS = {
+    "budget": "{:.3g} FLOP",
+    "loss": "a loss of {:g}",
+    "money": "{:,.0f} to spend",
+    "tokens": "{:.3g} tokens",
+    "days": "{:g} days",
+}
+"""What may be given, in words."""
 
 
 class SizedCandidate(Decided):
@@ -52,6 +62,15 @@ class SizedCandidate(Decided):
     beyond: Names = Field(default_factory=list)
     frontier: Flag = False
 
+    def lasts(self) -> str:
+        """How long training takes."""
+        return lasts(86_400 * (self.days or 0.0))
+
+    def costs(self) -> str:
+        """Chip-hours, and money where prices are known."""
+        hours = f"{number(self.chip_hours)} chip-hours"
+        return hours if self.money is None else f"{hours}, {money_text(self.money)} to pay"
+
 
 class Beaten(Data):
     """A size on some devices that was not searched: another candidate is better than the best that it could
@@ -79,6 +98,9 @@ class Unfit(Data):
     devices: int
     reason: str
 
+    def in_words(self) -> str:
+        return f"{count(self.parameters)} on {self.devices:,} {self.hardware}: {self.reason}"
+
 
 class LawInfo(Data):
     """The law, its constants, and where they are from.
@@ -104,6 +126,15 @@ class LawInfo(Data):
     told: dict[str, Any] = Field(default_factory=dict)
     sources: Names = Field(default_factory=list)
 
+    def constant(self, name: str, significant: int) -> str:
+        """A constant, with what is known of its error."""
+        text = f"{self.constants[name]:.{significant}g}"
+        if name in self.errors:
+            text += f" ± {self.errors[name]:g}"
+        if name in self.intervals:
+            text += " ({:.4g} to {:.4g})".format(*self.intervals[name])
+        return text
+
 
 class Optimum(Data):
     """The least loss by the law alone for the FLOPs of the answer, at 6 a parameter and token."""
@@ -121,6 +152,12 @@ class Flat(Data):
     low: int
     high: int
 
+    def in_words(self) -> str:
+        if self.low == self.high:
+            return f"no other candidate is within {self.within}"
+        low, high = rounded(count(self.low)), rounded(count(self.high))
+        return f"{low} to {high} parameters are within {self.within}"
+
 
 class Sweep(Data):
     """The answer's size on one machine.
@@ -136,6 +173,12 @@ class Sweep(Data):
     pays_to: int | None
     searched_to: int
 
+    def in_words(self) -> str:
+        pays = f"up to {self.searched_to:,}, as far as was searched, more of them pay"
+        if self.pays_to is not None:
+            pays = f"above {self.pays_to:,} a token costs over {PAYS - 1:.0%} more than the least"
+        return f"fits from {plural(self.fits_from, 'device')}; {pays}"
+
 
 class Course(Data):
     """The loss of one size as it is trained: FLOPs and loss, in order."""
@@ -148,6 +191,7 @@ class SizeResult(Result):
     """`size`.
 
     Attributes:
+      scaled: hyperparameters in which sizes differ, with their powers of a common factor.
       courses: of some of the sizes that were searched; `least`: the least loss by the law at some FLOPs.
     """
 
@@ -157,6 +201,7 @@ class SizeResult(Result):
     law: LawInfo
     best: SizedCandidate
     candidates: list[SizedCandidate]
+    scaled: dict[str, float] = Field(default_factory=dict)
     beaten: list[Beaten] = Field(default_factory=list)
     unfit: list[Unfit] = Field(default_factory=list)
     optimum: Optimum | None = None
@@ -166,3 +211,18 @@ class SizeResult(Result):
     least: list[tuple[float, float]] = Field(default_factory=list)
     courses: list[Course] = Field(default_factory=list)
     notes: Names = Field(default_factory=list)
+
+    def family(self) -> str:
+        """In what its sizes differ, in words; '' of one size."""
+        known = {each.parameters for each in self.candidates} | {each.parameters for each in self.beaten}
+        if len(known) < 2:
+            return ""
+        powers = ("" if power == 1 else f"^{power:g}" for power in self.scaled.values())
+        return ", ".join(f"{name}{power}" for name, power in zip(self.scaled, powers, strict=True))
+
+    def asked(self) -> str:
+        """The question in words."""
+        said = [text.format(self.question[name]) for name, text in GOALS.items() if name in self.question]
+        if "devices" in self.question:
+            said.append(f"{', '.join(f'{n:,}' for n in self.question['devices'])} devices")
+        return ", ".join(said)

@@ -27,14 +27,24 @@ class Training(Data):
     def words(self) -> str:
         """'300 B tokens take 18 h 45 min: 1,203 chip-hours, 5,053 at 4.2 each'."""
         hours = f"{self.chip_hours:,.0f}" if self.chip_hours >= 10 else f"{self.chip_hours:.3g}"
-        days = self.seconds / 24 / HOUR
-        lasts = f"{days:,.1f} days" if days >= 2 else duration_text(self.seconds)
-        takes = f"{rounded(count(self.tokens))} tokens take {lasts}" if self.tokens else "an hour"
+        takes = "an hour"
+        if self.tokens:
+            takes = f"{rounded(count(self.tokens))} tokens take {lasts(self.seconds)}"
         found = f"{takes}: {hours} chip-hours"
         if self.money is None:
             return found
-        money = f"{self.money:,.0f}" if self.money >= 1000 else f"{self.money:.4g}"
-        return f"{found}, {money} at {self.price:g} each"
+        return f"{found}, {money_text(self.money)} at {self.price:g} each"
+
+
+def lasts(seconds: float) -> str:
+    """How long training takes: '12.5 days', '18 h 45 min'."""
+    days = seconds / 24 / HOUR
+    return f"{days:,.1f} days" if days >= 2 else duration_text(seconds)
+
+
+def money_text(money: float) -> str:
+    """Money in whatever it is counted: '5,053', '4.173'."""
+    return f"{money:,.0f}" if money >= 1000 else f"{money:.4g}"
 
 
 def training(rate: float | None, chips: float, tokens: float | None, price: float | None) -> Training:

@@ -68,6 +68,13 @@ def count(value: float) -> str:
     return _scaled(value, 1000.0, _COUNT) if abs(value) >= 1e4 else f"{value:,.0f}"
 
 
+def number(value: float | None) -> str:
+    """Any number in three digits: 1.87 T, 12.3, 0.0163; '–' for none."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    return count(value) if abs(value) >= 1e4 else digits(value)
+
+
 def flops(value: float) -> str:
     """Floating-point operations: 4.56 TFLOP."""
     return _scaled(value, 1000.0, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))

@@ -13,7 +13,7 @@ searched all the same: they say how flat it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from layoutopt.plan.size_results import PAYS, Unfit
@@ -32,7 +32,7 @@ MOST_SWEPT, STOPS = 1024, 2.0
 looked at."""
 AROUND = 6.0
 """Sizes that are searched: the law's optimum, so many times smaller and larger."""
-DOUBLINGS = 4
+DOUBLINGS, ROUNDS = 4, 4
 Tell = Callable[[int, int, str], None]
 """tell(searches done, of about so many, what is looked at)."""
 
@@ -109,8 +109,7 @@ class Answering:
 
     def run(self) -> Row:
         """Searches, and gives the best row."""
-        candidates = self.candidates()
-        explicit = self.question.devices
+        candidates, explicit = self.candidates(), self.question.devices
         self.planned = len(candidates) * len(self.machines) * max(len(explicit), 1)
         for candidate in candidates:
             for machine in self._promising(candidate):
@@ -123,9 +122,25 @@ class Answering:
                         self._one(candidate, machine)
         self._complete_flat()
         best = self._best_size().candidate
-        if not explicit:
+        return self._chosen(best) if explicit else self._on_its_devices(best, candidates)
+
+    def _on_its_devices(self, best: Candidate, candidates: Sequence[Candidate]) -> Row:
+        """The answer with the devices that suit it. Where what a size comes to depends on them, all sizes are
+        compared there again: on many devices small ones lose more."""
+        for _ in range(ROUNDS):
             self._sweep(best)
-        return self._chosen([r for r in self.rows if r.candidate is best])
+            chosen = self._chosen(best)
+            if self.question.goal not in ("loss", "money"):
+                break
+            for candidate in candidates:
+                if not self._never(candidate):
+                    self._add(candidate, chosen.timing.machine, chosen.timing.devices)
+            here = self._timely(r for r in self.rows if r.place == chosen.place)
+            before, best = best, self._best_of(here).candidate
+            if best is before:
+                break
+        self._complete_flat(chosen)
+        return chosen
 
     def _promising(self, candidate: Candidate) -> list[Machine]:
         """The machines, those first that may be the fastest: the others may be beaten then."""
@@ -155,12 +170,12 @@ class Answering:
         self.beaten.append(row)
         return True
 
-    def _complete_flat(self) -> None:
-        """Searches what is nearly as good as the best on its devices, should that have been elsewhere when it
-        was beaten."""
+    def _complete_flat(self, row: Row | None = None) -> None:
+        """Searches what is nearly as good as the best (or as a row) on its devices, should that have been
+        elsewhere when it was beaten."""
         by_cost = self.question.goal == "loss"
         while self.rows and not self.timer.clock.over:
-            best = self._best_of(self._timely(self.rows) or self.rows)
+            best = row or self._best_of(self._timely(self.rows) or self.rows)
             close = [r for r in self.beaten if r.place == best.place and r.near(best, by_cost)]
             if not close:
                 break
@@ -168,19 +183,12 @@ class Answering:
 
     def _add(self, candidate: Candidate, machine: Machine, devices: int, sure: bool = False) -> Row | None:
         """Searches one; the row, unless it cannot answer, or (if not `sure`) cannot be on the frontier."""
-        known = next(
-            (
-                r
-                for r in self.rows
-                if (r.candidate, r.timing.machine, r.timing.devices) == (candidate, machine, devices)
-            ),
-            None,
-        )
-        if known is not None:
-            return known
+        where = machine.name, devices
+        for row in self.rows:
+            if row.candidate is candidate and row.place == where:
+                return row
         if not sure and self._hopeless(candidate, machine, devices):
             return None
-        where = machine.name, devices
         self.beaten = [r for r in self.beaten if not (r.candidate is candidate and r.place == where)]
         if self.tell is not None:
             what = f"{count(candidate.size.total)} parameters on {devices:,} {machine.name}"
@@ -287,7 +295,7 @@ class Answering:
             )
         return self._best_of(timely)
 
-    def _timely(self, rows: Sequence[Row]) -> list[Row]:
+    def _timely(self, rows: Iterable[Row]) -> list[Row]:
         return [r for r in rows if r.days <= self.question.deadline * (1 + SAME)]
 
     def _best_of(self, rows: Sequence[Row]) -> Row:
@@ -305,9 +313,9 @@ class Answering:
             f"{near.devices:,} {near.hardware}: {near.reason}"
         )
 
-    def _chosen(self, rows: Sequence[Row]) -> Row:
+    def _chosen(self, size: Candidate) -> Row:
         """Of one size."""
-        question = self.question
+        question, rows = self.question, [r for r in self.rows if r.candidate is size]
         timely = self._timely(rows)
         if question.goal == "days":
             return min(timely, key=lambda r: (r.loss, r.cost))

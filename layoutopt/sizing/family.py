@@ -103,28 +103,34 @@ class Family:
     """
 
     def __init__(self, build: Build, hparams: Mapping[str, Any], rule: str = "both") -> None:
-        self.build, self.hparams = build, dict(hparams)
-        self.powers = powers_of(rule, self.hparams)
+        self.build, self.hparams, self.rule = build, dict(hparams), rule
         self._known: dict[tuple[tuple[str, Any], ...], Candidate] = {}
+
+    @cached_property
+    def powers(self) -> dict[str, float]:
+        """Hyperparameter -> power of the factor; UserError if the rule does not say."""
+        return powers_of(self.rule, self.hparams)
 
     @cached_property
     def own(self) -> Candidate:
         """The user's size."""
-        return self.at(1.0)
+        return self._made({})
 
     def at(self, factor: float, deeper: float = 1.0) -> Candidate:
         """The size of a factor, whose depth is so many times what the rule says; equal hyperparameters are
         one candidate."""
-        hparams = self.scaled(factor, deeper)
-        key = tuple(sorted(hparams.items()))
+        return self._made(self.scaled(factor, deeper))
+
+    def _made(self, hparams: Mapping[str, Any]) -> Candidate:
+        changed = {n: v for n, v in hparams.items() if v != self.hparams[n]}
+        key = tuple(sorted(changed.items()))
         if key not in self._known:
-            model = self.build(**{**self.hparams, **hparams})
+            model = self.build(**{**self.hparams, **changed})
             if model.tokens is None:
                 raise UserError(
                     f"model {model.name!r} names no tokens, and laws are of tokens; give it "
                     "token_dims, as mtf.Model(..., token_dims=(batch, length))"
                 )
-            changed = {n: v for n, v in hparams.items() if v != self.hparams[n]}
             self._known[key] = Candidate(changed, model, counted(model))
         return self._known[key]
 
@@ -197,16 +203,28 @@ def powers_of(rule: str, hparams: Mapping[str, Any]) -> dict[str, float]:
       UserError: no such rule, or hyperparameters that are not there, or nothing that is known to be a size.
     """
     sizes = {n for n, v in hparams.items() if isinstance(v, int) and not isinstance(v, bool) and v > 0}
+    if not sizes:
+        raise UserError(
+            f"--scale {rule}: this model has no hyperparameters that are whole numbers, so there are no "
+            "other sizes of it; give it some, as model(layers=6, d_model=256), or ask of this size alone "
+            "with --tokens"
+        )
     if rule in RULES:
-        depth = [n for n in DEPTH if n in sizes] if rule != "width" else []
-        width = [n for n in (*HEADS, *WIDTH) if n in sizes] if rule != "depth" else []
-        if rule == "depth" and not depth:
-            raise UserError(f"--scale depth: no hyperparameter is a known depth; {_named(sizes)}")
-        if rule == "width" and not width:
-            raise UserError(f"--scale width: no hyperparameter is a known width; {_named(sizes)}")
-        if not depth and not width:
-            raise UserError(f"--scale both: no hyperparameter is a known depth or width; {_named(sizes)}")
-        return dict.fromkeys((*depth, *width), 1.0)
+        known = {"depth": DEPTH, "width": (*HEADS, *WIDTH)}
+        wanted = {
+            what: [n for n in names if n in sizes] for what, names in known.items() if rule in (what, "both")
+        }
+        missing = [what for what, names in wanted.items() if not names]
+        if missing:
+            alone = next((what for what, names in wanted.items() if names), "")
+            only = (
+                f"write --scale {alone} if {', '.join(wanted[alone])} shall grow alone, or " if alone else ""
+            )
+            raise UserError(
+                f"--scale {rule}: no hyperparameter is a known {' or '.join(missing)}; {only}name them with "
+                f'powers, as --scale "layers:1;d_model:1"; sizes are: {", ".join(sorted(sizes))}'
+            )
+        return dict.fromkeys((n for names in wanted.values() for n in names), 1.0)
     powers = {}
     for part in filter(None, (part.strip() for part in rule.split(";"))):
         name, colon, text = part.partition(":")
@@ -225,10 +243,6 @@ def powers_of(rule: str, hparams: Mapping[str, Any]) -> dict[str, float]:
     if not powers:
         raise UserError(f"--scale {rule!r}: write {', '.join(RULES)}, or powers by name")
     return powers
-
-
-def _named(sizes: set[str]) -> str:
-    return f'name them with powers, as --scale "layers:1;d_model:1"; sizes are: {", ".join(sorted(sizes))}'
 
 
 def rounded_to(value: float, step: int) -> int:

@@ -85,7 +85,7 @@ def fit(runs: Any, name: str = "own", source: str = "own runs", resamples: int =
     Raises:
       UserError: too few runs, or too few different ones, or values that are not positive.
     """
-    n, d, loss = (np.asarray(runs[c], dtype=np.float64) for c in COLUMNS)
+    n, d, loss = (_column(runs, name, source) for name in COLUMNS)
     for column, values in zip(COLUMNS, (n, d, loss), strict=True):
         if not (np.isfinite(values) & (values > 0)).all():
             raise UserError(f"{source}: column {column!r} must hold positive numbers; leave out other runs")
@@ -115,6 +115,22 @@ def fit(runs: Any, name: str = "own", source: str = "own runs", resamples: int =
         residuals=residuals,
         points=tuple(zip(n.tolist(), d.tolist(), loss.tolist(), strict=True)),
     )
+
+
+def _column(runs: Any, name: str, source: str) -> Floats:
+    """float64 [runs]; UserError if it is none."""
+    try:
+        known = [*map(str, runs.keys())]
+    except AttributeError:
+        raise UserError(f"runs {runs!r}: give a CSV file, or a frame with columns N, D and loss") from None
+    if name not in known:
+        raise UserError(f"{source}: has no column {name!r}; {known_names(name, known)}")
+    try:
+        return np.asarray(runs[name], dtype=np.float64)
+    except (TypeError, ValueError):
+        raise UserError(
+            f"{source}: column {name!r} must hold positive numbers; leave out other runs"
+        ) from None
 
 
 def _centres(n: Floats, d: Floats) -> tuple[float, float]:

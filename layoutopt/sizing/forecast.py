@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from layoutopt.plan.units import count
@@ -27,6 +28,18 @@ SMALLEST, LARGEST = 1.0, 1e30
 """Tokens that are looked at."""
 WORK = 60.0
 """Decimal digits of the FLOPs that are looked at."""
+MOST = 1e40
+"""No quantity that is asked about is as large."""
+
+
+def is_positive(value: Any) -> bool:
+    """Whether a user's value is a positive number."""
+    return isinstance(value, Real) and 0 < float(value) < MOST
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is a whole number of at least one."""
+    return isinstance(value, Integral) and int(value) >= 1
 
 
 @dataclass(frozen=True)
@@ -64,12 +77,12 @@ class Forecast:
             raise UserError(
                 f"--pretrained {self.pretrained}: no law is known; {known_names(self.pretrained, known)}"
             )
-        if self.unique is not None and not 0 < self.unique < math.inf:
+        if self.unique is not None and not is_positive(self.unique):
             raise UserError(f"--unique {self.unique!r}: needs a positive number of tokens")
-        if not 0 < self.characters < 1e6:
+        if not is_positive(self.characters):
             raise UserError(f"--characters {self.characters!r}: needs a positive number of a token's")
-        if self.replicas is not None and self.replicas < 1:
-            raise UserError(f"--replicas {self.replicas}: needs at least 1")
+        if self.replicas is not None and not is_count(self.replicas):
+            raise UserError(f"--replicas {self.replicas}: needs a whole number of at least 1")
 
     def loss(self, size: Size, tokens: float) -> float:
         """Nats per token after `tokens`, seen once or again."""

@@ -191,6 +191,6 @@ def published(name: str) -> Law:
 
 
 def critical_batch(loss: float) -> float:
-    """Tokens of a batch above which more of them save few steps: Kaplan et al. 2020, equation 1.4."""
+    """Tokens of a batch above which more of them save few steps: Kaplan et al. 2020, equation 5.3."""
     c = data()["critical_batch"]["constants"]
     return float(c["B"] / loss ** (1 / c["alpha"]))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from layoutopt.sizing.family import Candidate
-from layoutopt.sizing.forecast import Forecast
+from layoutopt.sizing.forecast import Forecast, is_count, is_positive
 from layoutopt.sizing.timing import Machine, Timing
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import MOST_DEVICES
@@ -47,13 +47,13 @@ class Question:
             )
         for name in (*given, *(["days"] if self.days is not None else [])):
             value = getattr(self, name)
-            if not 0 < value < 1e40:
+            if not is_positive(value):
                 raise UserError(f"--{name} {value!r}: needs a positive number")
-        if not 0 <= self.served < 1e40:
+        if self.served != 0 and not is_positive(self.served):
             raise UserError(f"--inference {self.served!r}: needs a number of tokens")
         for number in self.devices:
-            if not 1 <= number <= MOST_DEVICES:
-                raise UserError(f"--devices {number}: needs 1 to {MOST_DEVICES:,}")
+            if not is_count(number) or number > MOST_DEVICES:
+                raise UserError(f"--devices {number}: needs a whole number, 1 to {MOST_DEVICES:,}")
 
     @property
     def goal(self) -> str:

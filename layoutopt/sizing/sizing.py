@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,15 +14,16 @@ from layoutopt.plan.build import Plan
 from layoutopt.plan.size_results import LawInfo, SizedCandidate, SizeResult
 from layoutopt.sizing import summary
 from layoutopt.sizing.answer import Answering, Tell
-from layoutopt.sizing.family import Family
+from layoutopt.sizing.family import RULES, Family
 from layoutopt.sizing.fitting import FittedLaw, fit, read_runs
-from layoutopt.sizing.forecast import CHARACTERS, Forecast
+from layoutopt.sizing.forecast import CHARACTERS, Forecast, is_count, is_positive
 from layoutopt.sizing.laws import critical_batch, data, published
 from layoutopt.sizing.question import Question
 from layoutopt.sizing.rows import Row, frontier
 from layoutopt.sizing.timing import Machine, Timer
 from layoutopt.space.kind import GATHER
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.mesh import MOST_DEVICES
 from mesh_tf_core.model import Model
 
 if TYPE_CHECKING:
@@ -127,13 +127,8 @@ def size(
       LimitError: nothing was searched in time.
       UserError: wrong input.
     """
-    question = Question(budget, loss, money, tokens, days, _numbers(devices), float(inference))
-    if not 1 <= candidates <= MOST_CANDIDATES:
-        raise UserError(f"--candidates {candidates}: needs 1 to {MOST_CANDIDATES}")
-    if sizes is not None and not 0 < sizes[0] <= sizes[1] < 1e20:
-        raise UserError(
-            f"--sizes {sizes[0]:g}:{sizes[1]:g}: write the fewest and the most parameters, as 1B:20B"
-        )
+    question = Question(budget, loss, money, tokens, days, _numbers(devices), inference)
+    _check(candidates, sizes, memory, scale)
     if runs is not None and law:
         raise UserError("--law and --fit: a law is published or fitted; leave one of them out")
     machines = machines_of(hardware, price, memory)
@@ -154,21 +149,34 @@ def size(
     return Sizing(_result(answering, best), best.timing.plan, best.candidate.model)
 
 
+def _check(candidates: Any, sizes: Any, memory: Any, scale: Any) -> None:
+    """Refuses arguments of the wrong kind, whatever their annotations say."""
+    if not is_count(candidates) or candidates > MOST_CANDIDATES:
+        raise UserError(f"--candidates {candidates!r}: needs a whole number, 1 to {MOST_CANDIDATES}")
+    if sizes is not None and not (len(sizes) == 2 and all(map(is_positive, sizes)) and sizes[0] <= sizes[1]):
+        said = ":".join(f"{each:g}" if is_positive(each) else repr(each) for each in sizes)
+        raise UserError(f"--sizes {said}: write the fewest and the most parameters, as 1B:20B")
+    if memory is not None and not is_positive(memory):
+        raise UserError(f"memory {memory!r}: needs a positive number of bytes")
+    if not isinstance(scale, str):
+        raise UserError(f"--scale {scale!r}: write {', '.join(RULES)}, or powers by name")
+
+
 def machines_of(
     hardware: str | Hardware | Sequence[str | Hardware],
     price: float | Mapping[str, float] | None,
     memory: float | None = None,
 ) -> list[Machine]:
     """The machines of a question, each once, with their prices."""
-    asked = [hardware] if isinstance(hardware, str | Hardware) else list(hardware)
-    loaded = [load_hardware(h) if isinstance(h, str) else h for h in asked]
+    asked = [*hardware] if isinstance(hardware, list | tuple) else [hardware]
+    loaded = [*map(_loaded, asked)]
     names = [machine.name for machine in loaded]
     prices = price if isinstance(price, Mapping) else dict.fromkeys(names, price)
     for name, value in prices.items():
         if name not in names:
-            raise UserError(f"--price {name}={value:g}: no such --hardware here; {known_names(name, names)}")
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"--price {name}={value:g}: needs a positive number")
+            raise UserError(f"--price {name}={value}: no such --hardware here; {known_names(name, names)}")
+        if value is not None and not is_positive(value):
+            raise UserError(f"--price {name}={value!r}: needs a positive number")
     found = {
         h.name: Machine(h.name, h, h.usable_memory_bytes if memory is None else memory, prices.get(h.name))
         for h in loaded
@@ -178,16 +186,24 @@ def machines_of(
     return [*found.values()]
 
 
-def _numbers(devices: int | Sequence[int]) -> tuple[int, ...]:
-    return tuple(sorted({devices} if isinstance(devices, int) else {*devices}))
+def _loaded(hardware: Any) -> Hardware:
+    if not isinstance(hardware, str | Hardware):
+        raise UserError(f"hardware {hardware!r}: give a preset's name, a file, or a Hardware")
+    return load_hardware(hardware) if isinstance(hardware, str) else hardware
+
+
+def _numbers(devices: Any) -> tuple[int, ...]:
+    if is_count(devices):
+        return (int(devices),)
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise UserError(f"--devices {devices!r}: needs whole numbers, 1 to {MOST_DEVICES:,}")
+    return tuple(devices)
 
 
 def _law(name: str, runs: Any) -> Any:
     if runs is None:
         return published(name or data()["default"])
-    if isinstance(runs, str | Path):
-        return fit(read_runs(runs), source=str(runs))
-    return fit(runs)
+    return fit(read_runs(runs), source=str(runs)) if isinstance(runs, str | Path) else fit(runs)
 
 
 def _all_hparams(model: Callable[..., Model], hparams: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -237,6 +253,7 @@ def _result(answering: Answering, best: Row) -> SizeResult:
         law=law_info(forecast),
         best=answer,
         candidates=[told[id(r)] for r in rows],
+        scaled={} if question.goal == "tokens" else answering.family.powers,
         beaten=[*map(summary.beaten, answering.beaten)],
         unfit=answering.unfit,
         optimum=summary.optimum(answering, best),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from layoutopt.plan.decided import Decided
@@ -19,9 +20,12 @@ def flat(answering: Answering, best: Row) -> Flat | None:
     """Sizes that are nearly as good on the same devices."""
     if answering.question.goal == "tokens":
         return None
-    same = [r for r in answering.rows if r.place == best.place]
-    if len(same) < 3:  # with a deadline, each is on devices of its own
-        same = [r for r in answering.rows if r.timing.machine is best.timing.machine]
+    if answering.question.goal == "budget" and math.isinf(answering.question.deadline):
+        same = [*answering.rows, *answering.beaten]  # the loss of a size is the same everywhere
+    else:
+        same = [r for r in answering.rows if r.place == best.place]
+        if len(same) < 3:  # with a deadline, each is on devices of its own
+            same = [r for r in answering.rows if r.timing.machine is best.timing.machine]
     by_cost = answering.question.goal == "loss"
     within = f"{NEAR_COST - 1:.0%} more cost" if by_cost else f"{NEAR_LOSS} nats per token"
     sizes = [r.candidate.size.total for r in (*same, best) if r.near(best, by_cost)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from layoutopt.plan.size_results import SizedCandidate, SizeResult
-from layoutopt.plan.units import count, digits, plural, rounded
+from layoutopt.plan.units import count, digits, number, plural, rounded
 from reports.figures.scales import log_steps, padded
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, label, settings, ticks
 from reports.theme import AXES, LIGHT
@@ -75,10 +75,7 @@ def find_loss_compute(found: SizeResult) -> str:
     """What the best size reaches, and how flat that is."""
     best = found.best
     text = f"{rounded(count(best.parameters))} parameters reach {best.loss:.3f} with {best.flops:.2g} FLOP"
-    if found.flat is None or found.flat.low == found.flat.high:
-        return text
-    low, high = rounded(count(found.flat.low)), rounded(count(found.flat.high))
-    return f"{text}; {low} to {high} are within {found.flat.within}"
+    return text if found.flat is None else f"{text}; {found.flat.in_words()}"
 
 
 def tell_loss_compute(found: SizeResult) -> str:
@@ -106,7 +103,7 @@ def time_money(found: SizeResult, title: str = "") -> Figure:
         x, y = log_steps(*ax.get_xlim(), 5), log_steps(*ax.get_ylim(), 5)
         x = x if len(x) > 1 else [min(days), max(days)]
         ticks(ax, "x", x, [_days(v) for v in x], grid=False)
-        ticks(ax, "y", y, [rounded(count(v)) if v >= 1e4 else rounded(digits(v)) for v in y])
+        ticks(ax, "y", y, [rounded(number(v)) for v in y])
         for i, name in enumerate(names):
             own = sorted((r for r in rows if r.hardware == name), key=lambda r: r.devices)
             points = [(r.days or 0.0, _cost(r, priced)) for r in own]
@@ -146,18 +143,12 @@ def _days(value: float) -> str:
 def find_time_money(found: SizeResult) -> str:
     """Where it trains, for how long, for how much."""
     best = found.best
-    cost = (
-        f"{count(best.chip_hours or 0)} chip-hours" if best.money is None else f"{count(best.money)} to pay"
-    )
-    lasts = f"{digits(best.days or 0)} days" if (best.days or 0) >= 1 else _days(best.days or 0)
-    return f"{plural(best.devices, 'device')} of {best.hardware}: {lasts}, {cost}"
+    return f"{plural(best.devices, 'device')} of {best.hardware}: {best.lasts()}, {best.costs()}"
 
 
 def tell_time_money(found: SizeResult) -> str:
     """Every number of devices in words."""
     told = []
     for r in of_best(found):
-        cost = f"{count(r.chip_hours or 0)} chip-hours"
-        cost += "" if r.money is None else f", {count(r.money)} to pay"
-        told.append(f"{r.devices:,} {r.hardware}: {digits(r.days or 0)} days, {cost}")
+        told.append(f"{r.devices:,} {r.hardware}: {r.lasts()}, {r.costs()}")
     return f"Time against cost of the best size. {'; '.join(told)}. A circle marks the answer."

@@ -6,8 +6,8 @@ import datetime
 from pathlib import Path
 from typing import Any
 
-from layoutopt.plan.size_results import PAYS, SizedCandidate, SizeResult
-from layoutopt.plan.units import count, digits, memory, mesh_text, percent, rounded, shorten
+from layoutopt.plan.size_results import SizedCandidate, SizeResult
+from layoutopt.plan.units import count, digits, memory, mesh_text, number, percent, rounded, shorten
 from mesh_tf_core.files import write_file
 from reports.figures import size as figures
 from reports.page.answers import Answer
@@ -46,11 +46,10 @@ def write_size_report(found: SizeResult, path: str | Path) -> None:
 
 def _context(found: SizeResult, written: str) -> dict[str, Any]:
     heading = shorten(found.model, 160)
-    asked = ", ".join(f"{name} {_said(value)}" for name, value in found.question.items())
     return {
         "title": f"{shorten(heading, 80)} · layoutopt size",
         "heading": heading,
-        "subject": f"Which size, which chips, how many, how long: {asked}",
+        "subject": f"Which size, which chips, how many, how long: {found.asked()}",
         "answers": _answers(found),
         "sections": _sections(found),
         "style": style(),
@@ -58,26 +57,19 @@ def _context(found: SizeResult, written: str) -> dict[str, Any]:
     }
 
 
-def _said(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(_said, value))
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
 def _answers(found: SizeResult) -> tuple[Answer, ...]:
     best = found.best
     interval = ""
     if best.loss_interval is not None and None not in best.loss_interval:
         interval = " to ".join(f"{x:.3f}" for x in best.loss_interval)
-    cost = f"{count(best.chip_hours or 0)} chip-hours"
     return (
         Answer("Which size", rounded(count(best.parameters)), f"on {count(best.tokens or 0)} tokens"),
         Answer("What loss", f"{best.loss:.3f}", interval or "nats per token", "warn" if best.beyond else ""),
         Answer("Which chips", f"{best.devices:,} × {best.hardware}", f"{mesh_text(best.mesh)}, {_mfu(best)}"),
         Answer(
             "How long",
-            f"{digits(best.days or 0)} days",
-            cost if best.money is None else f"{cost}, {count(best.money)} to pay",
+            best.lasts(),
+            best.costs(),
         ),
         Answer(
             "How sure",
@@ -106,11 +98,7 @@ def _sections(found: SizeResult) -> list[Section]:
             figure_svg(
                 figures.time_money(found), "size-time", "Time against cost", figures.tell_time_money(found)
             ),
-            notes=tuple(
-                f"{s.hardware} fits from {s.fits_from:,} devices"
-                + (f"; above {s.pays_to:,} a token costs over {PAYS - 1:.0%} more" if s.pays_to else "")
-                for s in found.sweeps
-            ),
+            notes=tuple(f"{sweep.hardware} {sweep.in_words()}" for sweep in found.sweeps),
         )
         sections.append(_section("time", "Time against cost", time))
     sections.append(_section("candidates", "Candidates", Block(grid=_candidates(found))))
@@ -137,31 +125,26 @@ def _candidates(found: SizeResult) -> Grid:
 
 def _row(found: SizeResult, c: SizedCandidate) -> list[Cell]:
     changed = ", ".join(f"{n} {v}" for n, v in c.hparams.items())
-    hours = f"{count(c.chip_hours or 0)} chip-hours"
+    hours = f"{number(c.chip_hours)} chip-hours"
     return [
         Cell(rounded(count(c.parameters)), changed, strong=c == found.best),
         Cell(count(c.tokens or 0)),
         Cell(f"{c.loss:.4f}", "frontier" if c.frontier else ""),
         Cell(f"{c.devices:,} × {c.hardware}", f"{mesh_text(c.mesh)}; {memory(c.peak_memory_bytes)}"),
         Cell(f"{digits(c.step_seconds or 0)} s", _mfu(c)),
-        Cell(digits(c.days or 0)),
-        Cell(hours if c.money is None else count(c.money), "" if c.money is None else hours),
+        Cell(number(c.days)),
+        Cell(hours if c.money is None else number(c.money), "" if c.money is None else hours),
     ]
 
 
 def _law(found: SizeResult) -> Block:
     law = found.law
-    pairs = [("Law", law.name), ("Source", law.source), ("It counts", f"{law.counts} parameters")]
-    for name, value in law.constants.items():
-        text = f"{value:.6g}"
-        if name in law.errors:
-            text += f" ± {law.errors[name]:g}"
-        if name in law.intervals:
-            text += " ({:.4g} to {:.4g})".format(*law.intervals[name])
-        pairs.append((name, text))
+    pairs = [("Sizes differ in", family)] if (family := found.family()) else []
+    pairs += [("Law", law.name), ("Source", law.source), ("It counts", f"{law.counts} parameters")]
+    pairs += [(name, law.constant(name, 6)) for name in law.constants]
     if law.exponents is not None:
         pairs.append(("Exponents of the compute", "N {:.3g}, D {:.3g}".format(*law.exponents)))
     pairs += [(f"Runs: {name}", f"{count(low)} to {count(high)}") for name, (low, high) in law.ranges.items()]
     notes = (*filter(None, [law.note]), *law.sources, *found.notes)
-    unfit = [f"{count(u.parameters)} on {u.devices:,} {u.hardware} cannot: {u.reason}" for u in found.unfit]
+    unfit = [f"Cannot: {each.in_words()}" for each in found.unfit]
     return Block(grid=record(pairs, "The law"), notes=(*notes, *unfit))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import layoutopt
+import mesh_tf_core as mtf
 from examples.moe_lm import model as mixture
 from examples.transformer_lm import llama3_8b
 from examples.transformer_lm import model as transformer
@@ -23,21 +24,25 @@ from layoutopt.sizing.laws import published
 from layoutopt.sizing.question import Question
 from layoutopt.sizing.sizing import Sizing, machines_of
 from layoutopt.sizing.timing import Timer
+from mesh_tf_core import layers as nn
 from mesh_tf_core.errors import InfeasibleError, UserError
 from mesh_tf_core.model import Model
 
-TINY = {
-    "layers": 2,
-    "d_model": 64,
-    "d_kv": 16,
-    "heads": 4,
-    "d_ff": 256,
-    "batch": 8,
-    "length": 32,
-    "vocab": 64,
-}
+TINY = {"layers": 2, "d_model": 64, "d_ff": 256, "batch": 8, "length": 32, "vocab": 64}
 LARGER = {**TINY, "d_model": 512, "d_ff": 2048, "batch": 64, "length": 256}
 ASKED: dict[str, Any] = {"hardware": "tpu-v5e", "max_axes": 1}
+
+
+def words(layers: int, d_model: int, d_ff: int, batch: int, length: int, vocab: int) -> Model:
+    """A language model without attention: its searches are short."""
+    b, s, v = mtf.Dim("batch", batch), mtf.Dim("length", length), mtf.Dim("vocab", vocab)
+    g, forward = mtf.Graph("words"), nn.FeedForward(mtf.Dim("d_ff", d_ff))
+    tokens, targets = g.input("tokens", [b, s]), g.input("targets", [b, s])
+    embedding = nn.Embedding(v, mtf.Dim("d_model", d_model), "float32")
+    table = embedding.table(g)
+    x = mtf.scan(lambda x: x + forward(x), embedding(table, tokens), mtf.Dim("layers", layers))
+    loss = mtf.reduce_mean(mtf.softmax_cross_entropy(embedding.logits(x, table), targets, v))
+    return mtf.Model(loss, name="words", token_dims=(b, s))
 
 
 def family(build: Any, rule: str = "both", **hparams: Any) -> Family:
@@ -61,7 +66,7 @@ def test_a_size_is_counted_on_the_model_that_is_built() -> None:
 
 
 def test_learned_positions_are_no_parameters_of_the_layers() -> None:
-    model = transformer(**TINY)
+    model = transformer(d_model=64, d_ff=256, heads=2, length=32, vocab=64)
     size = counted(model)
     assert size.total == model.parameters
     assert size.total - size.non_embedding == 2 * 64 * 64 + 32 * 64
@@ -100,7 +105,7 @@ def test_experts_keep_their_number() -> None:
 )
 def test_a_rule_that_is_none_is_refused(rule: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        family(transformer, rule)
+        family(transformer, rule).scaled(2.0)
 
 
 def test_a_model_without_known_sizes_asks_for_powers() -> None:
@@ -109,6 +114,20 @@ def test_a_model_without_known_sizes_asks_for_powers() -> None:
     ):
         powers_of("both", {"units": 12, "rate": 0.1, "tied": True})
     assert powers_of("units:1", {"units": 12}) == {"units": 1.0}
+    with pytest.raises(UserError, match="no hyperparameters that are whole numbers"):
+        powers_of("both", {"size": "small", "rate": 0.1})
+
+
+def test_depth_does_not_grow_alone_where_the_width_has_another_name() -> None:
+    """Nor the width; both were asked for."""
+    hparams = {"layers": 6, "channels": 256}
+    with pytest.raises(UserError, match="no hyperparameter is a known width; write --scale depth if layers"):
+        powers_of("both", hparams)
+    assert powers_of("depth", hparams) == {"layers": 1.0}
+    with pytest.raises(
+        UserError, match="known depth; write --scale width if heads, d_model shall grow alone"
+    ):
+        powers_of("both", {"blocks": 6, "heads": 4, "d_model": 256})
 
 
 def test_numbers_of_heads_keep_three_binary_digits() -> None:
@@ -141,7 +160,7 @@ BUDGET: dict[str, Any] = {"budget": 1e15, "devices": 2, "candidates": 3, "price"
 
 @pytest.fixture(scope="module")
 def budget() -> Sizing:
-    return layoutopt.size(transformer, TINY, every=True, **BUDGET, **ASKED)
+    return layoutopt.size(words, TINY, every=True, **BUDGET, **ASKED)
 
 
 def test_the_best_under_a_budget_has_the_least_loss(budget: Sizing) -> None:
@@ -149,7 +168,7 @@ def test_the_best_under_a_budget_has_the_least_loss(budget: Sizing) -> None:
     frame = budget.candidates
     assert len(frame) == 3 and budget.best.loss == frame["loss"].min()
     for each in budget.data.candidates:
-        model = transformer(**{**TINY, **each.hparams})
+        model = words(**{**TINY, **each.hparams})
         assert (each.parameters, each.non_embedding) == (model.parameters, counted(model).non_embedding)
         flops = sum(unsplit_flops(model).values()) / model.tokens  # type: ignore[operator]
         assert each.tokens * flops == pytest.approx(1e15)
@@ -185,8 +204,8 @@ SIZES = (6e4, 2e6)
 def test_what_was_not_searched_is_beaten_and_changes_nothing(given: dict[str, float]) -> None:
     """The answer and the frontier are those of all searches, and no layout is faster than the bound."""
     asked = {**ASKED, **given, "devices": 2, "candidates": 3, "hardware": ["tpu-v5e", "tpu-v5p"]}
-    every = layoutopt.size(transformer, TINY, sizes=SIZES, every=True, **asked).data
-    found = layoutopt.size(transformer, TINY, sizes=SIZES, **asked).data
+    every = layoutopt.size(words, TINY, sizes=SIZES, every=True, **asked).data
+    found = layoutopt.size(words, TINY, sizes=SIZES, **asked).data
     assert found.beaten and not every.beaten
     assert len(found.candidates) + len(found.beaten) == len(every.candidates)
     assert (found.best, found.flat) == (every.best, every.flat)
@@ -203,7 +222,7 @@ def test_what_was_not_searched_is_beaten_and_changes_nothing(given: dict[str, fl
 def test_what_is_searched_after_all_is_no_longer_beaten() -> None:
     question, law = Question(budget=1e15, devices=(2,)), Forecast(published("kaplan"))
     machines = machines_of("tpu-v5e", None)
-    answering = Answering(question, law, family(transformer, **TINY), machines, Timer(1, Clock(None)), 1)
+    answering = Answering(question, law, family(words, **TINY), machines, Timer(1, Clock(None)), 1)
     row = answering._add(answering.family.own, machines[0], 2)
     assert row is not None
     answering.rows, answering.beaten = [], [row]
@@ -213,9 +232,9 @@ def test_what_is_searched_after_all_is_no_longer_beaten() -> None:
 
 def test_layouts_may_choose_what_a_search_may() -> None:
     asked: dict[str, Any] = {"tokens": 1e9, "devices": 2, **ASKED}
-    assert layoutopt.size(transformer, TINY, recompute=[True], **asked).best.recompute == ["layers"]
+    assert layoutopt.size(words, TINY, recompute=[True], **asked).best.recompute == ["layers"]
     with pytest.raises(UserError, match="--elsewhere nowhere: no operation has this dimension"):
-        layoutopt.size(transformer, TINY, elsewhere=("nowhere",), **asked)
+        layoutopt.size(words, TINY, elsewhere=("nowhere",), **asked)
 
 
 def test_the_question_turned_round_has_the_same_answer(budget: Sizing) -> None:
@@ -223,17 +242,17 @@ def test_the_question_turned_round_has_the_same_answer(budget: Sizing) -> None:
     size = float(budget.best.parameters)
     asked: dict[str, Any] = {"devices": 2, "sizes": (size, size), "candidates": 1, "law": "kaplan", **ASKED}
     own = {**TINY, **budget.best.hparams}
-    by_loss = layoutopt.size(transformer, own, loss=budget.best.loss, **asked)
+    by_loss = layoutopt.size(words, own, loss=budget.best.loss, **asked)
     assert by_loss.best.flops == pytest.approx(1e15, rel=1e-6)
-    by_days = layoutopt.size(transformer, own, days=budget.best.days, **asked)
+    by_days = layoutopt.size(words, own, days=budget.best.days, **asked)
     assert by_days.best.tokens == pytest.approx(budget.best.tokens)
-    by_money = layoutopt.size(transformer, own, money=budget.best.money, price=2.0, **asked)
+    by_money = layoutopt.size(words, own, money=budget.best.money, price=2.0, **asked)
     assert by_money.best.tokens == pytest.approx(budget.best.tokens)
 
 
 def test_for_a_given_size_chips_are_looked_for() -> None:
-    found = layoutopt.size(transformer, TINY, tokens=1e9, hardware=["tpu-v5e", "tpu-v5p"], max_axes=1)
-    assert {c.parameters for c in found.data.candidates} == {transformer(**TINY).parameters}
+    found = layoutopt.size(words, TINY, tokens=1e9, hardware=["tpu-v5e", "tpu-v5p"], max_axes=1)
+    assert {c.parameters for c in found.data.candidates} == {words(**TINY).parameters}
     assert all(c.tokens == 1e9 for c in found.data.candidates)
     assert [s.hardware for s in found.data.sweeps] == ["tpu-v5e", "tpu-v5p"]
     for sweep in found.data.sweeps:
@@ -243,15 +262,31 @@ def test_for_a_given_size_chips_are_looked_for() -> None:
     assert found.best.devices <= max(s.pays_to or 0 for s in found.data.sweeps)
 
 
+def test_a_given_size_needs_no_family() -> None:
+    found = layoutopt.size(lambda: words(**TINY), tokens=1e9, devices=2, **ASKED)
+    assert found.best.hparams == {} and found.data.scaled == {} and found.data.family() == ""
+
+
+def test_sizes_are_compared_on_the_devices_that_suit_the_best() -> None:
+    """Not only on the usual number, where small ones lose more."""
+    found = layoutopt.size(words, TINY, money=1e-3, price=1.0, candidates=3, sizes=SIZES, **ASKED).data
+    best = found.best
+    here = [c for c in (*found.candidates, *found.beaten) if c.devices == best.devices]
+    assert best.devices < 64 and len({c.parameters for c in here}) == 3
+    assert best.loss == min(c.loss or 0.0 for c in found.candidates if c.devices == best.devices)
+    near = [c.parameters for c in here if (c.loss or 0.0) <= (best.loss or 0.0) + 0.01]
+    assert found.flat is not None and (found.flat.low, found.flat.high) == (min(near), max(near))
+
+
 def test_a_deadline_is_met_by_the_cheapest() -> None:
     asked = {"tokens": 1e9, "devices": (1, 2), **ASKED}
-    free = layoutopt.size(transformer, LARGER, **asked)
+    free = layoutopt.size(words, LARGER, **asked)
     days = {c.devices: float(c.days or 0.0) for c in free.data.candidates}
     assert days[1] > days[2]
-    found = layoutopt.size(transformer, LARGER, days=days[2] * 1.01, **asked)
+    found = layoutopt.size(words, LARGER, days=days[2] * 1.01, **asked)
     assert found.best.devices == 2
     with pytest.raises(InfeasibleError, match=r"--days .*: the soonest that was found takes"):
-        layoutopt.size(transformer, LARGER, days=days[2] / 2, **asked)
+        layoutopt.size(words, LARGER, days=days[2] / 2, **asked)
 
 
 @pytest.mark.parametrize(
@@ -262,25 +297,41 @@ def test_a_deadline_is_met_by_the_cheapest() -> None:
         ({"days": 3}, "what is given?"),
         ({"money": 1e6}, "--money: what is a chip-hour of tpu-v5e"),
         ({"budget": float("nan")}, "--budget nan: needs a positive number"),
-        ({"budget": 1e20, "devices": 0}, "--devices 0: needs 1"),
+        ({"budget": 1e20, "devices": 0}, "--devices 0: needs whole numbers, 1 to"),
+        ({"budget": 1e20, "devices": "64"}, "--devices '64': needs whole numbers"),
+        ({"budget": 1e20, "devices": [2.5]}, "--devices 2.5: needs a whole number"),
+        ({"budget": "1e20"}, "--budget '1e20': needs a positive number"),
+        ({"budget": 1e20, "candidates": 2.5}, "--candidates 2.5"),
+        ({"budget": 1e20, "sizes": (1e6,)}, "--sizes 1e+06: write the fewest and the most"),
+        ({"budget": 1e20, "price": "4"}, "--price tpu-v5e='4': needs a positive number"),
+        ({"budget": 1e20, "unique": "1B"}, "--unique '1B': needs a positive number"),
+        ({"budget": 1e20, "replicas": 1.5}, "--replicas 1.5: needs a whole number"),
+        ({"budget": 1e20, "inference": "1T"}, "--inference '1T': needs a number"),
+        ({"budget": 1e20, "memory": "16GiB"}, "memory '16GiB': needs a positive number of bytes"),
+        ({"budget": 1e20, "characters": "four"}, "--characters 'four': needs a positive number"),
+        ({"budget": 1e20, "hardware": 3}, "hardware 3: give a preset's name"),
+        ({"budget": 1e20, "hardware": []}, "--hardware is missing"),
+        ({"budget": 1e20, "scale": None}, "--scale None: write both, depth, width"),
+        ({"budget": 1e20, "runs": 3}, "runs 3: give a CSV file, or a frame"),
+        ({"budget": 1e20, "runs": {"N": [1.0]}}, "own runs: has no column 'D'"),
         ({"budget": 1e20, "candidates": 0}, "--candidates 0"),
         ({"budget": 1e20, "law": "chinchilla"}, "--law chinchilla: no such law"),
-        ({"budget": 1e20, "price": {"h100": 3.0}}, "--price h100=3: no such --hardware here"),
+        ({"budget": 1e20, "price": {"h100": 3.0}}, "--price h100=3.0: no such --hardware here"),
         ({"budget": 1e20, "sizes": (2.0, 1.0)}, "--sizes 2:1"),
         ({"budget": 1e20, "replicas": 0}, "--replicas 0"),
     ],
 )
 def test_wrong_questions_are_one_line(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as error:
-        layoutopt.size(transformer, TINY, **{**ASKED, **asked})
+        layoutopt.size(words, TINY, **{**ASKED, **asked})
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
 def test_what_no_size_can_reach_is_proven() -> None:
     with pytest.raises(InfeasibleError, match=r"--loss 1.8: no size comes to it by the law 'besiroglu'"):
-        layoutopt.size(transformer, TINY, loss=1.8, devices=2, **ASKED)
+        layoutopt.size(words, TINY, loss=1.8, devices=2, **ASKED)
     with pytest.raises(InfeasibleError, match="less than one step"):
-        layoutopt.size(transformer, TINY, tokens=10, devices=2, **ASKED)
+        layoutopt.size(words, TINY, tokens=10, devices=2, **ASKED)
 
 
 def test_a_model_without_tokens_is_refused() -> None:
