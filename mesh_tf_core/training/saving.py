@@ -59,7 +59,7 @@ class Saver:
         if cluster is None:
             write = lambda: checkpoint.write(directory, step, pieces, extra)  # noqa: E731
         else:
-            together = _Together(cluster, cluster.topic("checkpoint"), directory)
+            together = _Together(cluster, cluster.store.topic("checkpoint"), directory)
             write = lambda: together.write(step, pieces, extra)  # noqa: E731
 
         def run() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.jax import cluster as clusters
-from mesh_tf_core.engines.jax import meeting, watch
+from mesh_tf_core.engines.jax import meeting, store, watch
 from mesh_tf_core.engines.jax.cluster import Cluster
 
 N = 3
@@ -64,7 +64,7 @@ class Job:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store, self.told = Store(), list[str]()
         self.members: list[Cluster] = []
-        monkeypatch.setattr(meeting, "join", lambda place, timeout: (self.store, place.process, N))
+        monkeypatch.setattr(meeting, "join", lambda place, _: (store.Store(self.store), place.process, N))
         for name in ("leave", "drop"):
             monkeypatch.setattr(meeting, name, lambda: None)
         monkeypatch.setattr(clusters.atexit, "register", lambda call: None)
@@ -90,7 +90,8 @@ class Job:
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    monkeypatch.setattr(clusters, "BEAT", 0.05)
+    for module in (clusters, store):
+        monkeypatch.setattr(module, "BEAT", 0.05)
     monkeypatch.setattr(watch, "SILENCE", 1.0)
     monkeypatch.setattr(clusters, "GRACE", 1.0)
     made = Job(monkeypatch)
@@ -126,7 +127,9 @@ def test_values_go_round(job: Job) -> None:
 def test_who_counts_others_otherwise_is_named(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {2: N - 1}
     monkeypatch.setattr(
-        meeting, "join", lambda place, _: (job.store, place.process, counts.get(place.process, N))
+        meeting,
+        "join",
+        lambda place, _: (store.Store(job.store), place.process, counts.get(place.process, N)),
     )
     for one in (made := [Cluster("127.0.0.1:1", N, i) for i in range(N)]):
         job.members.append(one)
@@ -174,6 +177,22 @@ def test_a_silent_service_is_worker_0(job: Job) -> None:
     (first, *_) = job.join(1, 0, 2)
     job.store.silent = True
     assert failure(first).startswith("worker 0 (") and "has not answered" in first.failure
+
+
+def test_while_the_service_is_silent_nobody_else_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last sign of a process is older than the last answer, which brought none of it."""
+    now = [0.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    own = watch.Watch([0, 1], timeout=SOON)
+    for now[0], number in ((0.0, 1), (0.9, 1), (1.8, 2)):
+        own.hears({0: [now[0], "step", 0.0, 0, True], 1: [number // 2, "step", 0.0, 0, True]})
+    own.hears({})
+    now[0] = 2.5
+    own.hears({})
+    now[0] = 12.2
+    assert own.missing(str) == ""
+    now[0] = 12.6
+    assert own.missing(str) == "0 was lost: the service that it started has not answered for 10 s"
 
 
 def test_one_that_lives_but_does_not_come_is_named(job: Job) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,18 @@ def test_measured_numbers_of_the_cost_model_name_their_command() -> None:
     source = re.compile(r"`(?:layoutopt|python|benchmarks)[ /.]|\b(?:19|20)\d\d\b")
     found = text_of(ROOT / "docs" / "cost_model.md").split("\n\n")
     assert [p for p in found if number.search(p) and not source.search(p)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_complete_files_parse(page: Path) -> None:
+    """What a reader copies into a file is one."""
+    yaml = pytest.importorskip("yaml")
+    whole = page.read_text(encoding="utf-8")
+    for kind, content in re.findall(r"^```(\w+)\n(.*?)^```$", whole, re.MULTILINE | re.DOTALL):
+        if kind == "yaml":
+            assert all(part["kind"] for part in yaml.safe_load_all(content))
+        elif kind == "bash":
+            done = subprocess.run(["bash", "-n"], input=content, capture_output=True, text=True, check=False)
+            assert (done.returncode, done.stderr) == (0, "")
+        elif kind == "python":
+            ast.parse(content)

@@ -21,14 +21,13 @@ from typing import Any, Self
 
 from mesh_tf_core.engines.jax import home as jax_home
 from mesh_tf_core.engines.jax import meeting, watch
+from mesh_tf_core.engines.jax.store import BEAT, NOW, Store, tried
 from mesh_tf_core.engines.jax.watch import Watch
 from mesh_tf_core.errors import ClusterError, UserError
 
-BEAT = 1.0
-"""Seconds between two signs of life."""
 GRACE = 3.0
 """Seconds that a process has to end by itself once the job has failed."""
-ROOT = "layoutopt"
+OUTSIDE = "this process is not part of the job: it has not joined, or has left"
 
 
 def said(text: str) -> None:
@@ -79,11 +78,9 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         self.hosts: tuple[str, ...] = ()
         self.failure = ""
         self._devices = 0
-        self._client: Any = None
+        self._store: Store | None = None
         self._watch = Watch((), self.timeout)
         self._rounds = 0
-        self._topics = 0
-        self._posts: list[list[str]] = []
         self._before_end: list[Callable[[], object]] = []
         self._changed = threading.Condition()
         self._asks = self._stopping = False
@@ -97,7 +94,14 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
 
     @property
     def joined(self) -> bool:
-        return self._client is not None
+        return self._store is not None
+
+    @property
+    def store(self) -> Store:
+        """What all processes write and read; ClusterError if this one has not joined."""
+        if self._store is None:
+            raise ClusterError(OUTSIDE)
+        return self._store
 
     # -- coming and going ------------------------------------------------------------------------------------
 
@@ -111,7 +115,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         """
         if self.joined:
             return
-        self._client, self.index, self.processes = meeting.join(self.place, self.start_timeout)
+        self._store, self.index, self.processes = meeting.join(self.place, self.start_timeout)
         self._watch = Watch([i for i in range(self.processes) if i != self.index], self.timeout)
         for run, name in ((self._beat, "signs of life"), (self._judge, "others' signs of life")):
             threading.Thread(target=run, name=name, daemon=True).start()
@@ -199,10 +203,10 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         """
         number, self._rounds = self._rounds, self._rounds + 1
         with self.doing(what, patient):
-            self._put(f"round/{number}/{self.index}", json.dumps(value))
-            found = [self._wanted(f"round/{number}/{i}") for i in range(self.processes)]
+            self.store.put(f"round/{number}/{self.index}", json.dumps(value))
+            found = [self.fetch(f"round/{number}/{i}") for i in range(self.processes)]
             if number:  # everybody has read it before coming here
-                self._try(lambda: self._client.key_value_delete(f"{ROOT}/round/{number - 1}/{self.index}"))
+                self.store.drop(f"round/{number - 1}/{self.index}")
         return found
 
     def share(self, what: str, make: Callable[[], Any]) -> Any:
@@ -227,29 +231,21 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             parts.append(f"device {first}" if first == last else f"devices {first} to {last}")
         return f"worker {index} ({', '.join(parts)})" if parts else f"worker {index}"
 
-    def topic(self, what: str) -> str:
-        """A new name under which threads of this job's processes post, the same in all. All must ask
-        for it in the same order, each when it is done with the one before."""
-        self._posts.append([])
-        if len(self._posts) > 2:  # all are done with the last but one: this process has heard all of the last
-            for key in self._posts.pop(0):
-                self._try(partial(self._client.key_value_delete, f"{ROOT}/{key}"))
-        self._topics += 1
-        return f"{what} {self._topics}"
-
     def post(self, key: str, value: Any) -> None:
         """Leaves what JSON holds for the others to `fetch`; in any thread."""
         self.check()
-        self._posts[-1].append(key)
         try:
-            self._put(key, json.dumps(value))
+            self.store.post(key, value)
         except RuntimeError:
             self.explain(key)
             raise
 
     def fetch(self, key: str) -> Any:
         """What another process posts, once it has; in any thread."""
-        return self._wanted(key)
+        while True:
+            self.check()
+            if (text := self.store.wanted(key)) is not None:
+                return json.loads(text)
 
     @contextlib.contextmanager
     def doing(self, what: str, patient: bool = False) -> Iterator[None]:
@@ -266,7 +262,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
     def check(self) -> None:
         """Raises ClusterError if the job has failed, or this process is no part of it."""
         if not self.joined or self._ended.is_set():
-            raise ClusterError("this process is not part of the job: it has not joined, or has left")
+            raise ClusterError(OUTSIDE)
         if self.failure:
             raise ClusterError(self.failure)
 
@@ -307,7 +303,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             number += 1
             state = [number, *self._watch.own.told()]
             asks = self._asks and not self._stopping
-            found = self._try(lambda state=state, asks=asks: self._exchanged(state, asks))  # type: ignore[misc]
+            found = tried(lambda state=state, asks=asks: self._exchanged(state, asks))  # type: ignore[misc]
             if found is not None:
                 self._heard(found)
             self._ended.wait(BEAT / 10 if self._stopping and self._last is None else self._pace)
@@ -318,18 +314,17 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         return BEAT * max(1.0, min(3.0, self.processes / 128))
 
     def _exchanged(self, state: list[Any], asks: bool) -> dict[str, str]:
-        self._put(f"now/{self.index}", json.dumps(state))
+        self.store.put(f"{NOW}/{self.index}", json.dumps(state))
         if asks:
-            self._put("now/stop", "1")
-        read = self._client.key_value_dir_get(f"{ROOT}/now/")
-        return {key.removeprefix(f"{ROOT}/now/"): value for key, value in read}
+            self.store.put(f"{NOW}/stop", "1")
+        return self.store.under(NOW)
 
     def _heard(self, found: dict[str, str]) -> None:
         self._watch.hears({int(key): json.loads(state) for key, state in found.items() if key.isdigit()})
         if "stop" in found and not self._stopping:
             with self._changed:
                 self._stopping, begun = True, self._begun
-            self._try(lambda: self._put(f"now/begun {self.index}", str(begun)))
+            tried(lambda: self.store.put(f"{NOW}/begun {self.index}", str(begun)))
         last = [int(value) for key, value in found.items() if key.startswith("begun ")]
         if self._last is None and len(last) == self.processes:
             with self._changed:
@@ -352,7 +347,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
 
     def _report(self, text: str) -> None:
         """Tells everybody that this process fails, and gives them the time to hear it."""
-        self._try(lambda: self._put("now/failure", f"{self.name(self.index)} failed: {text}", False))
+        tried(lambda: self.store.put(f"{NOW}/failure", f"{self.name(self.index)} failed: {text}", False))
 
     def _fail(self, text: str) -> None:
         """Ends what waits for others, then the process if need be."""
@@ -361,35 +356,14 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
                 return
             self.failure = text
             self._changed.notify_all()
-        telling = threading.Thread(target=lambda: self._try(lambda: self._put("now/failure", text, False)))
-        telling.daemon = True
-        telling.start()
+        tell = partial(self.store.put, f"{NOW}/failure", text, False)
+        threading.Thread(target=tried, args=(tell,), name="telling", daemon=True).start()
         threading.Thread(target=self._end, args=(text,), name="end of the job", daemon=True).start()
 
     def _end(self, text: str) -> None:
         if not self._ended.wait(GRACE):
             self.tell(text)
             os._exit(ClusterError.exit_code)
-
-    # -- JAX's key-value store -------------------------------------------------------------------------------
-
-    def _put(self, key: str, value: str, again: bool = True) -> None:
-        self._client.key_value_set(f"{ROOT}/{key}", value, allow_overwrite=again)
-
-    def _wanted(self, key: str) -> Any:
-        """A value that another process writes, once it is there."""
-        while True:
-            self.check()
-            text = self._try(lambda: self._client.blocking_key_value_get(f"{ROOT}/{key}", int(BEAT * 1000)))
-            if text is not None:
-                return json.loads(text)
-
-    def _try(self, call: Callable[[], Any]) -> Any:
-        """None where the service refuses or does not answer: `_judge` finds out why."""
-        try:
-            return call()
-        except RuntimeError:
-            return None
 
 
 def _text(error: BaseException) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 from mesh_tf_core.engines.jax import coordinator
 from mesh_tf_core.engines.jax import home as jax_home
 from mesh_tf_core.engines.jax.coordinator import HEARTBEAT
+from mesh_tf_core.engines.jax.store import Store
 from mesh_tf_core.errors import ClusterError, UserError
 
 ADDRESS, PROCESSES, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
@@ -79,9 +80,8 @@ def _number(name: str) -> int | None:
     return int(text)
 
 
-def join(place: Place, timeout: float) -> tuple[Any, int, int]:
-    """Meets the other processes; JAX's client of the key-value store, this process's number, and how many
-    there are.
+def join(place: Place, timeout: float) -> tuple[Store, int, int]:
+    """Meets the other processes; the key-value store, this process's number, and how many there are.
 
     What listens then: the coordinator at its own address, and in every process the collectives of CPU devices
     at the address by which it reaches the coordinator. On one machine that is loopback.
@@ -167,7 +167,7 @@ def join(place: Place, timeout: float) -> tuple[Any, int, int]:
     own[0] = _own_address(state.coordinator_address)
     gloo = _jax.make_gloo_tcp_collectives
     _jax.make_gloo_tcp_collectives = lambda distributed_client: gloo(distributed_client, hostname=own[0])
-    return state.client, state.process_id, state.num_processes
+    return Store(state.client), state.process_id, state.num_processes
 
 
 def _take_number(coordinator: str, process: int, processes: int) -> None:

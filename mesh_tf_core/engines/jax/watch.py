@@ -83,7 +83,7 @@ class Watch:
             doing, lasting = heard.doing.what, now - heard.doing.since
             if lasting >= SILENCE:
                 doing += f" for {lasting:.0f} s"
-            if now - heard.at > SILENCE:
+            if self._answered - heard.at > SILENCE:  # while nobody answers, nobody can be heard
                 return (
                     f"{name(i)} was lost: no sign of life for {SILENCE:.0f} s, its process ended, is "
                     f"frozen or cut off (last heard: {doing})"
