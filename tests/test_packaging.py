@@ -134,6 +134,13 @@ def test_every_direct_dependency_is_pinned() -> None:
     assert names - {name.lower() for name in pins()} == {"layoutopt"}
 
 
+def test_the_extra_tpu_has_what_jax_needs_on_one() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    own = {re.split(r"[=<>]", each)[0] for each in project["optional-dependencies"]["tpu"]}
+    asked = [each for each in metadata.requires("jax") or [] if 'extra == "tpu"' in each]
+    assert {re.split(r"[=<>;]", each)[0] for each in asked} <= own
+
+
 def test_installed_version_is_the_printed_one() -> None:
     done = subprocess.run([COMMAND, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == metadata.version("layoutopt")
