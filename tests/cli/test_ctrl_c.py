@@ -1,4 +1,4 @@
-"""Ctrl-C, and once more while large layers are stepped through and written: the command ends, what is saved is
+"""Ctrl-C, and once more while large layers are stepped through and written: it ends, and what is saved is
 whole."""
 
 from __future__ import annotations

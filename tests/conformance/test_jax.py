@@ -1,4 +1,4 @@
-"""Every operation on the JAX engine under layouts: a sample of them by day, under every kind of layout by night,
+"""Every operation on the JAX engine under layouts: a sample of them by day, every kind of layout by night,
 in one process and in several."""
 
 from __future__ import annotations
