@@ -211,7 +211,7 @@ def further() -> dict[str, Any]:
     return found
 
 
-BY_DAY = ("scanned transformer", "own derivatives"), ("tensor parallel", "stage 2 in parts")
+BY_DAY = ("recurrence", "own derivatives"), ("tensor parallel", "stage 2 in parts")
 """Models whose values are placed, and training steps, that take little time together."""
 
 
