@@ -13,7 +13,7 @@ off it. No reader knows any single operation: what it must know, the contract sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Protocol
 
@@ -102,6 +102,12 @@ class Emitter(Protocol):
 
     def placed(self, id: int, splits: Splits) -> int:
         """The value with other splits."""
+        ...
+
+    def repeated(
+        self, dim: Dim, state: Sequence[int], body: Callable[[int, list[int]], Sequence[int]]
+    ) -> list[int]:
+        """A loop: what `body` makes, again and again, of the number of an iteration and the state."""
         ...
 
     def without(self, id: int, whole: Iterable[str]) -> int:

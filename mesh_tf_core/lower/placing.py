@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from mesh_tf_core.errors import LayoutError
-from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.layout import Axes, Layout, check_disjoint
 from mesh_tf_core.ir.mesh import Mesh
@@ -15,6 +15,7 @@ from mesh_tf_core.ir.program import (
     AllGather,
     AllReduce,
     AllToAll,
+    Carry,
     HostLoad,
     HostStore,
     Instr,
@@ -22,6 +23,7 @@ from mesh_tf_core.ir.program import (
     Origin,
     Slice,
     Value,
+    make_loop,
 )
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.ir.values import Splits
@@ -249,6 +251,26 @@ class Placing:
         return self.placed(
             id, tuple(() if n in whole else s for n, s in zip(v.shape.names, v.splits, strict=True))
         )
+
+    def repeated(
+        self, dim: Dim, state: Sequence[int], body: Callable[[int, list[int]], Sequence[int]]
+    ) -> list[int]:
+        """A loop that is in no graph: what it makes of some state, each iteration of its number and of what
+        the one before left. Sums that are pending stay so."""
+        code, self.code = self.code, []
+        moved = self.moved, self.converted
+        self.moved, self.converted = {}, {}
+
+        def another(id: int) -> int:
+            return self.like(self.values[id], self.values[id].splits, self.values[id].partial)
+
+        number, enter = self.new(TensorType(Shape(()), "int32"), ()), [another(i) for i in state]
+        leave, final = body(number, enter), [another(i) for i in state]
+        inside, self.code = tuple(self.code), code
+        self.moved, self.converted = moved
+        carried = tuple(Carry(*c) for c in zip(state, enter, leave, final, strict=True))
+        self.emit(make_loop(self.origin, dim, False, number, carried, (), (), (), inside))
+        return final
 
     def joined(self, id: int, axes: Axes, combine: str) -> int:
         """All-reduces a value."""

@@ -98,7 +98,7 @@ class _Verifier:
             kinds = {(values[i].shape, values[i].dtype, values[i].splits) for i in c}
             if len(kinds) != 1:
                 raise ProgramError(f"{loop.text()}: the carry %{c.init} changes its type or placement")
-            if values[c.leave].partial:
+            if len({values[i].partial for i in c}) != 1:
                 raise ProgramError(f"{loop.text()}: the carry %{c.leave} is passed on unreduced")
             if c.leave not in self.defined:
                 raise ProgramError(f"{loop.text()}: the carry %{c.leave} is not computed")
@@ -172,7 +172,7 @@ class _Verifier:
         if isinstance(instr.op, Total):
             self.total(instr, instr.op)
             return
-        partial = {self.of(i).partial for i in instr.inputs}
+        partial = {self.of(i).partial for i in instr.inputs if not self.is_number(i, instr)}
         if any(partial):
             if not (instr.op.linear or rounds(instr.op, self.of(instr.outputs[0]).dtype)):
                 raise ProgramError(f"{instr.text()}: takes a pending sum but is not linear")
@@ -183,6 +183,12 @@ class _Verifier:
             self.one_owner(instr, side)
         if not instr.op.regroups:
             self.role(instr, set().union(*partial))
+
+    def is_number(self, id: int, instr: Local) -> bool:
+        """Whether an operand of a linear operation is no term, but a number that all devices have."""
+        v = self.of(id)
+        whole = v.dtype == "int32" and not len(v.shape) and not v.partial
+        return instr.op.linear and whole and self.of(instr.outputs[0]).dtype != "int32"
 
     def total(self, instr: Local, op: Total) -> None:
         """Each device counts its share of what those that its result is added to have, too."""

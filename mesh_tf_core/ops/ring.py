@@ -1,13 +1,15 @@
 """Attention on a ring of devices: what is sent round, and what each device makes of it in its turns.
 
 The positions are two dimensions, the piece (`_ring`, split) and the place in it: attention of a device's own
-pieces is attention with one more dimension that queries and keys share. `ops.context` has the mathematics.
+pieces is attention with one more dimension that queries and keys share. All turns but the last are one loop,
+however many devices there are. `ops.context` has the mathematics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.dims import Dim, Shape
@@ -15,10 +17,32 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.op import Emitter, Op, TensorType
 from mesh_tf_core.ir.program import Local, Permute
 from mesh_tf_core.ops.attending import AnyAttention
-from mesh_tf_core.ops.ring_steps import AddPart, ChoosePart, JoinParts, LaterRows
+from mesh_tf_core.ops.basic import Cast
+from mesh_tf_core.ops.ring_steps import AddPart, ChoosePart, JoinParts, LaterRows, RingStep
 from mesh_tf_core.ops.shape import Concat, Reshape, SliceDim
 
 RING, ZIGZAG, ALL_TO_ALL = "ring", "zigzag", "all_to_all"
+Parts = list[list[int]]
+"""The pieces of positions that a device works on, one or two, each with some values."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of a ring, or one of a loop of turns.
+
+    Attributes:
+      step: how many places keys have come round, in the first of a loop.
+      number: the value that counts those of a loop.
+      last: nothing is sent on.
+    """
+
+    step: int
+    number: int | None = None
+    last: bool = False
+
+
+Turned = Callable[[Parts, Parts, Turn], Parts]
+"""What a turn makes of the keys that came and of some state."""
 
 
 def refused(op: AnyAttention, form: str, why: str, instead: str) -> LayoutError:
@@ -177,9 +201,54 @@ class Ring:
 
     # -- round the ring --------------------------------------------------------------------------------------
 
+    @property
+    def alike(self) -> int:
+        """How many turns, the first ones, are one body of a loop: all but the last, which sends nothing on,
+        and but those of which a window shows a part."""
+        size = self.op.length.size // self.count
+        whole = self.op.window // size - 1 if self.op.window else self.turns
+        found = min(whole, self.turns - 1)
+        return found if found > 1 else 0
+
     def round(self, keys: Sequence[int]) -> list[int]:
         """Keys and values, and what else has their positions, of the device before."""
         return [self.sent(x) if n in self.keys else x for n, x in enumerate(keys)]
+
+    def around(self, rows: Parts, begun: Callable[[], Parts], turn: Turned) -> Parts:
+        """What is left of some state after the last turn.
+
+        Args:
+          begun: the state that a device's own keys make; `turn`: that of other keys, a state, and the turn.
+        """
+        coming = [self.round(each) for each in rows] if self.turns else []
+        state, first = begun(), 1
+        if self.alike:
+            coming, state = self.looped(coming, state, turn)
+            first += self.alike
+        for step in range(first, self.turns + 1):
+            keys, last = coming, step == self.turns
+            coming = keys if last else [self.round(each) for each in keys]
+            state = turn(keys, state, Turn(step, last=last))
+        return state
+
+    def looped(self, coming: Parts, state: Parts, turn: Turned) -> tuple[Parts, Parts]:
+        """What comes next, and the state, after the turns that are alike."""
+        going = [x for each in coming for n, x in enumerate(each) if n in self.keys]
+
+        def parted(ids: Sequence[int]) -> tuple[Parts, Parts]:
+            given = iter(ids)
+            keys = [[next(given) if n in self.keys else x for n, x in enumerate(each)] for each in coming]
+            return keys, [[next(given) for _ in each] for each in state]
+
+        def body(number: int, ids: Sequence[int]) -> list[int]:
+            keys, before = parted(ids)
+            more = [self.round(each) for each in keys]
+            after = turn(keys, before, Turn(1, number))
+            sent = [x for each in more for n, x in enumerate(each) if n in self.keys]
+            return [*sent, *(x for each in after for x in each)]
+
+        turns = Dim(f"{self.ring.name}_turns", self.alike)
+        return parted(self.low.repeated(turns, [*going, *(x for each in state for x in each)], body))
 
     def met(self, rows: Sequence[int], keys: Sequence[int]) -> list[int]:
         """Operands: queries of some, keys of others."""
@@ -210,95 +279,113 @@ class Ring:
         )
         return self.local(op, *operands)
 
-    def chosen(self, step: int, one: Sequence[int], other: Sequence[int]) -> list[int]:
+    def step(self, kind: type[RingStep], turn: Turn | None, *operands: int, **fields: Any) -> list[int]:
+        """What a step makes that depends on the turn; None: of all devices alike."""
+        if turn is None:
+            return self.local(kind(self.ring.name, **fields), *operands)
+        number = () if turn.number is None else (turn.number,)
+        return self.local(kind(self.ring.name, turn.step, bool(number), **fields), *operands, *number)
+
+    def chosen(self, turn: Turn, one: Sequence[int], other: Sequence[int]) -> list[int]:
         """Of two pieces of the operands, the earlier on devices that keys have come to without passing the
         end of the ring, and on others the later."""
-        choose = ChoosePart(self.ring.name, step)
-        return [x if x == y else self.local(choose, x, y)[0] for x, y in zip(one, other, strict=True)]
+        pairs = zip(one, other, strict=True)
+        return [x if x == y else self.step(ChoosePart, turn, x, y)[0] for x, y in pairs]
 
     def dtype(self, last: bool) -> str:
         """Of sums over keys that a device keeps: wide until the last is in."""
         own = self.low.values[self.query].dtype
         return own if last or own == "float64" else "float32"
 
+    def wide(self, id: int) -> int:
+        """Such a sum as a loop carries it."""
+        if not self.alike or self.low.values[id].dtype == self.dtype(False):
+            return id
+        return self.local(Cast(self.dtype(False)), id)[0]
+
     def join(
         self,
         one: Sequence[int],
         other: Sequence[int],
         last: bool = False,
-        step: int = 0,
+        turn: Turn | None = None,
         before: bool = False,
     ) -> list[int]:
-        op = JoinParts(self.ring.name, step, before, self.dtype(last))
-        return self.local(op, *one, *other)
+        return self.step(JoinParts, turn, *one, *other, before=before, dtype=self.dtype(last))
 
     def attention(self, parts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Result and log-sum-exp, each in one or two pieces."""
-        rows = keys = [list(xs) for xs in zip(*parts, strict=True)]
-        coming = [self.round(each) for each in keys] if self.turns else []
-        found = [self.part(own, first=True, own=True) for own in rows]
-        if self.form == ZIGZAG:
-            found[1] = self.join(found[1], self.part(self.met(rows[1], keys[0])))
-        for step in range(1, self.turns + 1):
-            keys, last = coming, step == self.turns
-            coming = keys if last else [self.round(each) for each in keys]
+        rows = [list(xs) for xs in zip(*parts, strict=True)]
+
+        def begun() -> Parts:
+            found = [self.part(own, first=True, own=True) for own in rows]
+            if self.form == ZIGZAG:
+                found[1] = self.join(found[1], self.part(self.met(rows[1], rows[0])))
+            return [[self.wide(out), lse] for out, lse in found]
+
+        def turned(keys: Parts, found: Parts, turn: Turn) -> Parts:
             if self.form == RING:
-                new = self.part(self.met(rows[0], keys[0]), step=step)
-                found = [self.join(found[0], new, last, step if self.op.causal else 0)]
-                continue
-            found[1] = self.join(found[1], self.part(self.met(rows[1], keys[0])))
-            new = self.part(self.chosen(step, *map(self.met, rows, keys)))
-            found = [self.join(x, new, last, step, at == 1) for at, x in enumerate(found)]
-        return [[*xs] for xs in zip(*found, strict=True)]
+                new = self.part(self.met(rows[0], keys[0]), step=turn.step)
+                return [self.join(found[0], new, turn.last, turn if self.op.causal else None)]
+            later = self.join(found[1], self.part(self.met(rows[1], keys[0])))
+            new = self.part(self.chosen(turn, *map(self.met, rows, keys)))
+            pairs = enumerate((found[0], later))
+            return [self.join(x, new, turn.last, turn, at == 1) for at, x in pairs]
+
+        return [[*xs] for xs in zip(*self.around(rows, begun, turned), strict=True)]
 
     def gradient(self, parts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Gradients of query, key and value, each in one or two pieces."""
-        rows = keys = [list(xs) for xs in zip(*parts, strict=True)]
-        coming = [self.round(each) for each in keys] if self.turns else []
-        after = [self.later(each, 0) for each in rows]
-        made = [self.part(own, first=True, own=True) for own in rows]
-        queries, found = [each[0] for each in made], [each[1:] for each in made]
+        """Gradients of query, key and value, each in one or two pieces: the first in what a device keeps, the
+        others in what goes round."""
+        rows, after = [list(xs) for xs in zip(*parts, strict=True)], list[list[int]]()
 
-        def earlier() -> None:
+        def earlier(queries: list[int], found: Parts, keys: Parts) -> None:
             """Of the later queries with the earlier keys."""
             new = self.part(self.met(after[1], keys[0]))
             queries[1], found[0] = self.add(queries[1], new[0]), self.added(found[0], new[1:])
 
-        if self.form == ZIGZAG:
-            earlier()
-        for step in range(1, self.turns + 1):
-            keys, last = coming, step == self.turns
-            coming = keys if last else [self.round(each) for each in keys]
-            found = [[self.sent(x) for x in each] for each in found]
+        def begun() -> Parts:
+            after.extend(self.later(each, None) for each in rows)
+            made = [self.part(own, first=True, own=True) for own in rows]
+            queries, found = [each[0] for each in made], [each[1:] for each in made]
+            if self.form == ZIGZAG:
+                earlier(queries, found, rows)
+            return [[self.wide(x) for x in queries], *found]
+
+        def turned(keys: Parts, state: Parts, turn: Turn) -> Parts:
+            queries, *found = state
+            queries, found = [*queries], [[self.sent(x) for x in each] for each in found]
             if self.form == RING:
-                rest = self.later(rows[0], step) if self.op.causal else after[0]
-                new = self.part(self.met(rest, keys[0]), step=step)
-                queries, found = [self.add(queries[0], new[0], last)], [self.added(found[0], new[1:])]
-                continue
-            earlier()
-            new = self.part(self.chosen(step, *map(self.met, after, keys)))
-            queries = [self.add(x, new[0], last, step, at == 1) for at, x in enumerate(queries)]
-            found = [self.added(xs, new[1:], step, at == 1) for at, xs in enumerate(found)]
+                rest = self.later(rows[0], turn) if self.op.causal else after[0]
+                new = self.part(self.met(rest, keys[0]), step=turn.step)
+                return [[self.add(queries[0], new[0], turn.last)], self.added(found[0], new[1:])]
+            earlier(queries, found, keys)
+            new = self.part(self.chosen(turn, *map(self.met, after, keys)))
+            sums = [self.add(x, new[0], turn.last, turn, at == 1) for at, x in enumerate(queries)]
+            return [sums, *(self.added(xs, new[1:], turn, at == 1) for at, xs in enumerate(found))]
+
+        queries, *found = self.around(rows, begun, turned)
         if self.turns:
             back = -self.turns if self.turns + 1 < self.count else 1
             found = [[self.sent(x, back) for x in each] for each in found]
         home = [[summed(self.low, x) for x in each] for each in found]
         return [queries, *([*xs] for xs in zip(*home, strict=True))]
 
-    def later(self, rows: Sequence[int], step: int) -> list[int]:
+    def later(self, rows: Sequence[int], turn: Turn | None) -> list[int]:
         """Rows as keys that are not the first ones take them."""
         lse = 4 + len(self.op.extras)
-        if not step and not self.op.extras:
+        if turn is None and not self.op.extras:
             return [*rows]
-        op = LaterRows(self.ring.name, step)
-        return [self.local(op, x)[0] if n == lse else x for n, x in enumerate(rows)]
+        return [self.step(LaterRows, turn, x)[0] if n == lse else x for n, x in enumerate(rows)]
 
-    def add(self, total: int, term: int, last: bool = False, step: int = 0, before: bool = False) -> int:
-        return self.local(AddPart(self.ring.name, step, before, self.dtype(last)), total, term)[0]
+    def add(
+        self, total: int, term: int, last: bool = False, turn: Turn | None = None, before: bool = False
+    ) -> int:
+        return self.step(AddPart, turn, total, term, before=before, dtype=self.dtype(last))[0]
 
     def added(
-        self, totals: Sequence[int], terms: Sequence[int], step: int = 0, before: bool = False
+        self, totals: Sequence[int], terms: Sequence[int], turn: Turn | None = None, before: bool = False
     ) -> list[int]:
         """Gradients of keys and values on their way: in their own dtype, as sums over devices are."""
-        op = AddPart(self.ring.name, step, before, self.dtype(True))
-        return [self.local(op, *pair)[0] for pair in zip(totals, terms, strict=True)]
+        pairs, dtype = zip(totals, terms, strict=True), self.dtype(True)
+        return [self.step(AddPart, turn, *pair, before=before, dtype=dtype)[0] for pair in pairs]

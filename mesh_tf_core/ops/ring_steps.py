@@ -20,33 +20,39 @@ _DONE = 1e30
 
 
 @dataclass(frozen=True)
-class _Step(Op, abstract=True):
-    """Attributes:
-    ring: the dimension that counts the pieces.
-    step: how many places what it takes has come round.
-    before: it is of devices that it has come to round the end of the ring, else of the others.
+class RingStep(Op, abstract=True):
+    """What depends on how far keys have come.
+
+    Attributes:
+      ring: the dimension that counts the pieces.
+      step: how many places what it takes has come round.
+      counted: so many more as the last operand says, an int32 scalar.
+      before: it is of devices that it has come to round the end of the ring, else of the others.
     """
 
     ring: str
     step: int = 0
+    counted: bool = False
     before: bool = False
 
     def roles(self, *inputs: TensorType) -> Roles:
         return all_parallel(*inputs)
 
-    def counts(self, k: Kernel, at: At) -> Any:
+    def counts(self, k: Kernel, at: At, slices: Sequence[Any]) -> Any:
         """Bool scalar: whether this device is one of those; None if all are."""
         if not self.step:
             return None
-        number = k.scalar(at.shard(self.ring), "int32")
-        return k.binary("lt" if self.before else "ge", number, k.scalar(self.step, "int32"))
+        number, step = k.scalar(at.shard(self.ring), "int32"), k.scalar(self.step, "int32")
+        if self.counted:
+            step = k.binary("add", step, slices[-1])
+        return k.binary("lt" if self.before else "ge", number, step)
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         raise UserError("steps of a ring are made by lowering and have no gradient of their own")
 
 
 @dataclass(frozen=True)
-class JoinParts(_Step):
+class JoinParts(RingStep):
     """Attention to more keys: (result, log-sum-exp) of some and of others -> of both.
 
     Attributes:
@@ -59,8 +65,8 @@ class JoinParts(_Step):
         return TensorType(inputs[0].shape, self.dtype), inputs[1]
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        one, low, other, more = slices
-        wide, counts = at.inputs[1].dtype, self.counts(k, at)
+        one, low, other, more = slices[:4]
+        wide, counts = at.inputs[1].dtype, self.counts(k, at, slices)
         seen = k.binary("gt", more, k.scalar(NOTHING_SEEN, wide))
         seen = seen if counts is None else k.binary("and", seen, counts)
         # A row that sees nothing stays as its first part has it.
@@ -83,7 +89,7 @@ class JoinParts(_Step):
 
 
 @dataclass(frozen=True)
-class AddPart(_Step):
+class AddPart(RingStep):
     """A sum and one more term, on the devices that the term is for.
 
     Attributes:
@@ -98,8 +104,8 @@ class AddPart(_Step):
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         wide = "float64" if self.dtype == "float64" else "float32"
-        total, term = (k.cast(x, wide) for x in slices)
-        counts = self.counts(k, at)
+        total, term = (k.cast(x, wide) for x in slices[:2])
+        counts = self.counts(k, at, slices)
         if counts is not None:
             term = k.where(counts, term, k.scalar(0.0, wide))
         return k.cast(k.binary("add", total, term), self.dtype)
@@ -109,25 +115,25 @@ class AddPart(_Step):
 
 
 @dataclass(frozen=True)
-class ChoosePart(_Step):
+class ChoosePart(RingStep):
     """The first of two operands on devices that `step` says, or (no step) on every second; else the other."""
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return inputs[0]
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        counts = self.counts(k, at)
+        counts = self.counts(k, at, slices)
         if counts is None:
             number = k.scalar(at.shard(self.ring), "int32")
             counts = k.binary("eq", k.binary("mod", number, k.scalar(2, "int32")), k.scalar(0, "int32"))
-        return k.where(counts, *slices)
+        return k.where(counts, *slices[:2])
 
     def flops(self, *local: TensorType) -> float:
         return float(local[0].shape.size)
 
 
 @dataclass(frozen=True)
-class LaterRows(_Step):
+class LaterRows(RingStep):
     """The log-sum-exp of rows as keys that are not the first ones take it: rows that see nothing, and those
     of devices that the keys are hidden from, give them no weight."""
 
@@ -135,7 +141,7 @@ class LaterRows(_Step):
         return inputs[0]
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        (lse,), wide, counts = slices, at.inputs[0].dtype, self.counts(k, at)
+        lse, wide, counts = slices[0], at.inputs[0].dtype, self.counts(k, at, slices)
         seen = k.binary("gt", lse, k.scalar(NOTHING_SEEN, wide))
         return k.where(seen if counts is None else k.binary("and", seen, counts), lse, k.scalar(_DONE, wide))
 

@@ -374,11 +374,15 @@ def _once_more(self: Any, id: int, shift: int = 1, pairs: Any = ()) -> int:
     return _SENT(self, id, shift if pairs or shift > 0 else shift + 1, pairs)
 
 
-_SENT = ring.Ring.sent
+_SENT, _STEP = ring.Ring.sent, ring.Ring.step
+
+
+def _first(self: Any, kind: Any, turn: Any, *operands: int, **fields: Any) -> list[int]:
+    return _STEP(self, kind, turn and replace(turn, number=None), *operands, **fields)
 
 
 def _unjoined(self: Any, k: Any, at: At, *slices: Any) -> Any:
-    one, low, other, _ = slices
+    one, low, other = slices[:3]
     return k.cast(k.binary("add", one, other), self.dtype), low
 
 
@@ -390,6 +394,7 @@ ROUND: dict[str, tuple[type, str, Any, str]] = {
     "all devices count": (ring_steps.AddPart, "counts", lambda *_: None, "attention, zigzag"),
     "pieces stay": (ring.Ring, "homes", lambda self, odd: (), "attention, zigzag"),
     "sums are not taken": (ring, "summed", lambda low, id: id, "attention, ring"),  # type: ignore[dict-item]
+    "all turns of a loop are the first": (ring.Ring, "step", _first, "attention, zigzag"),
     "gradients go round once more": (ring.Ring, "sent", _once_more, "attention, ring of a window"),
 }
 
@@ -398,4 +403,4 @@ ROUND: dict[str, tuple[type, str, Any, str]] = {
 def test_context(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, wrong, sample = ROUND[fault]
     monkeypatch.setattr(where, name, wrong)
-    caught(sample, mesh="x:2;y:2" if fault.startswith(("sums", "gradients")) else "x:2")
+    caught(sample, mesh="x:2;y:2" if fault.startswith(("sums", "gradients", "all turns")) else "x:2")
