@@ -3,16 +3,17 @@
   gradient    sums of gradients that only the update of variables reads: the rest of backward runs meanwhile
   parameter   gathers of variables that are stored split, before their use or after their update: the layer
               before, or the next step's forward, runs meanwhile
-  ring        gradients that go round while a device makes those of its turn (`mesh_tf_core.ops.context`)
+  ring        what goes round while a device attends in its turn (`mesh_tf_core.ops.context`)
   activation  everything else: what follows waits for it
 The hidden part of a collective is a fraction of its own time, so prices of collectives add up, as the search
 needs; that there is enough compute to hide it under is not checked here. A class that a file does not name is
 exposed. Local to what a collective's value is made from and read by, so parts of a program have its classes.
 
 Of a ring it is known what runs meanwhile: the attention of one operation, lowered as one, so nothing of other
-parts of the program. It hides as much as it takes, shared between the messages by their bytes. Only gradients
-of keys and values are known to be sent so: the TPU compiler begins to send them before a turn's kernel and
-waits behind it; keys and values it sent before all kernels (v5p:2x2x1, one layer of 512 tokens, 2026-11-23).
+parts of the program. It hides as much as it takes, shared between the messages by their bytes. In the loop of
+turns and around it the TPU compiler begins to send keys, values and their gradients before the kernels of a
+turn and waits behind them (v5e:2x4, one layer of 16,384 tokens, 2026-11-23). Nothing hides what is brought home
+at the end.
 
 So it is of what loops keep on the hosts. An iteration's state is stored while its products run, and the part
 of the next one is loaded meanwhile: the TPU compiler begins both as an iteration begins, and takes the first
@@ -56,11 +57,9 @@ class Beside:
 
 
 def beside(program: Program) -> dict[int, Beside]:
-    """The messages of rings that something runs beside, by the value that they make: terms of sums, beside
-    the attention of their operation up to the next ones."""
+    """The messages of rings that something runs beside, by the value that they make: the attention of their
+    operation up to the next ones."""
     found: dict[int, Beside] = {}
-    locals = [i for i, _ in program.walk() if isinstance(i, Local)]
-    added = {value for instr in locals if instr.op.linear for value in instr.inputs}
     sent: list[Permute] = []
     kernels: list[Local] = []
 
@@ -74,7 +73,7 @@ def beside(program: Program) -> dict[int, Beside]:
         kernels.clear()
 
     for instr, _ in program.walk():
-        goes_round = isinstance(instr, Permute) and instr.wrap and instr.outputs[0] in added
+        goes_round = isinstance(instr, Permute) and instr.wrap
         if sent and (instr.origin != sent[0].origin or (goes_round and kernels)):
             ends()
         if isinstance(instr, Permute) and goes_round:

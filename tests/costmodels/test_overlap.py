@@ -11,7 +11,8 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from costmodels.hardware.numbers import Number
-from costmodels.pricing.overlap import ACTIVATION, CLASSES, GRADIENT, PARAMETER
+from costmodels.pricing.items import Sent
+from costmodels.pricing.overlap import ACTIVATION, CLASSES, GRADIENT, PARAMETER, RING
 from costmodels.pricing.pricer import Cost, price, pricer
 from layoutopt.evaluator import evaluate
 from layoutopt.formulation.extract import extract
@@ -100,3 +101,19 @@ def test_the_tables_add_up_when_classes_are_hidden(name: str) -> None:
             evaluation.cost.step_seconds, rel=1e-9
         )
         compared += 1
+
+
+def test_what_goes_round_a_ring_hides_beside_its_turns() -> None:
+    """Keys and values three times, forward and backward; their gradients three times, and home, when no
+    turn is left."""
+    model = EXAMPLES["transformer"]()
+    options = mtf.Options(context=frozenset({("memory_length", "ring")}))
+    layout = mtf.Layout("length:data+model;memory_length:data+model")
+    lines = price(model.lower(MESH, layout, options), hiding(gradient=0.5)).lines
+    layers = next(b.dim.size for b in model.graph.blocks if b.dim is not None and b.dim.name == "layers")
+    sent = [x for x in lines if x.is_communication and x.name == "permute"]
+    assert sum(x.times for x in sent if x.purpose == RING) == layers * 3 * (2 + 2 + 2)
+    assert sum(x.times for x in sent if x.purpose != RING) == layers * 2
+    round = [x.item for x in sent if isinstance(x.item, Sent) and x.item.under]
+    assert {(len(item.under), item.share) for item in round} == {(1, 1 / 2), (1, 1 / 4)}
+    assert max(x.seconds for x in sent) > max(x.exposed for x in sent if x.purpose == RING)
