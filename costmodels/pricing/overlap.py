@@ -12,8 +12,8 @@ exposed. Local to what a collective's value is made from and read by, so parts o
 Of a ring it is known what runs meanwhile: the attention of one operation, lowered as one, so nothing of other
 parts of the program. It hides as much as it takes, shared between the messages by their bytes. In the loop of
 turns and around it the TPU compiler begins to send keys, values and their gradients before the kernels of a
-turn and waits behind them (v5e:2x4, one layer of 16,384 tokens, 2026-11-23). Nothing hides what is brought home
-at the end.
+turn and waits behind them (v5e:2x4, one layer of 16,384 tokens, 2026-11-23). Nothing hides what is
+brought home at the end.
 
 So it is of what loops keep on the hosts. An iteration's state is stored while its products run, and the part
 of the next one is loaded meanwhile: the TPU compiler begins both as an iteration begins, and takes the first
@@ -58,10 +58,11 @@ class Beside:
 
 def beside(program: Program) -> dict[int, Beside]:
     """The messages of rings that something runs beside, by the value that they make: the attention of their
-    operation up to the next ones."""
+    operation up to the next ones, or to what they bring."""
     found: dict[int, Beside] = {}
     sent: list[Permute] = []
     kernels: list[Local] = []
+    brought: set[int] = set()
 
     def ends() -> None:
         sizes = [program.values[i.outputs[0]].local_bytes(program.mesh) for i in sent]
@@ -69,17 +70,30 @@ def beside(program: Program) -> dict[int, Beside]:
             shares = (size / sum(sizes) for size in sizes)
             each = (Beside(i, tuple(kernels), share) for i, share in zip(sent, shares, strict=True))
             found.update((b.instr.outputs[0], b) for b in each)
-        sent.clear()
-        kernels.clear()
+        for known in (sent, kernels, brought):
+            known.clear()
 
-    for instr, _ in program.walk():
-        goes_round = isinstance(instr, Permute) and instr.wrap
-        if sent and (instr.origin != sent[0].origin or (goes_round and kernels)):
-            ends()
-        if isinstance(instr, Permute) and goes_round:
-            sent.append(instr)
-        elif sent and isinstance(instr, Local) and instr.op.kind == "attention":
-            kernels.append(instr)
+    def block(code: Sequence[Instr]) -> None:
+        for instr in code:
+            if isinstance(instr, Permute) and instr.wrap:
+                if kernels or (sent and instr.origin != sent[0].origin):
+                    ends()
+                sent.append(instr)
+                brought.update(instr.outputs)
+            elif isinstance(instr, Loop):
+                ends()
+                block(instr.body)
+                ends()
+            elif isinstance(instr, Local) and sent:
+                attends = instr.op.kind == "attention" and instr.origin == sent[0].origin
+                if attends and brought.isdisjoint(instr.inputs):
+                    kernels.append(instr)
+                elif attends or instr.origin != sent[0].origin:
+                    ends()
+                elif not brought.isdisjoint(instr.inputs):
+                    brought.update(instr.outputs)
+
+    block(program.code)
     ends()
     return found
 
