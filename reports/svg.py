@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 from xml.sax.saxutils import escape, quoteattr
@@ -18,6 +18,8 @@ from reports.theme import LIGHT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from reports.figures.sheet import Tips
 
 TOKENS = {value: f"var(--{name})" for name, value in LIGHT.items()}
 NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
@@ -35,6 +37,7 @@ def figure_svg(figure: Figure, name: str, title: str, description: str) -> str:
     """
     root = ET.fromstring(_file(figure))
     used = _referenced(root)
+    _tip(root, getattr(figure, "tips", {}))
     names = {identifier: f"{name}-{position}" for position, identifier in enumerate(sorted(used))}
     width, height = root.get("viewBox", "0 0 1 1").split()[2:]
     body = "".join(_element(child, names) for child in root if _tag(child) != "metadata")
@@ -44,6 +47,19 @@ def figure_svg(figure: Figure, name: str, title: str, description: str) -> str:
         f'<title id="{name}-t">{escape(title)}</title>'
         f'<desc id="{name}-d">{escape(description)}</desc>{body}</svg>'
     )
+
+
+def _tip(root: ET.Element, tips: Mapping[str, Tips]) -> None:
+    """Puts what is said of marks under the pointer where the page's script finds it."""
+    for group in root.iter():
+        found = tips.get(group.get("id", ""))
+        if found is None:
+            continue
+        marks = [each for each in group.iter() if _tag(each) == "use"] or [group]
+        for mark, text in zip(marks, found.texts, strict=False):
+            mark.set("data-tip", text)
+        if found.near:
+            group.set("data-near", "")
 
 
 def _file(figure: Figure) -> bytes:
@@ -98,6 +114,8 @@ def _attributes(element: ET.Element, names: dict[str, str]) -> Iterator[tuple[st
             yield key, _resolved(value, names)
         elif key == "fill":
             yield "style", f"fill:{TOKENS.get(value, value)}"
+        elif key.startswith("data-"):
+            yield key, value
         elif key == "transform" and NO_TURN.match(value):
             continue
         elif key == "transform" and value.startswith("translate"):

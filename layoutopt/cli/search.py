@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import typer
 
 from layoutopt.cli.advice import after_search
+from layoutopt.cli.again import command_line
 from layoutopt.cli.allowed import USUAL, AllowedOptions, MaxAxesOption, listed
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
@@ -217,7 +218,9 @@ def search(
             show_repairs(terminal, found)
             raise refusal(error, diagnosis, found, as_json) from None
         named = with_settings(hardware, set_hardware or ())
-        question = where_of(kept.plan).model_copy(update={"hardware": named})
+        question = where_of(kept.plan).model_copy(
+            update={"hardware": named, "command": command_line(typed, {})}
+        )
         cost = training_cost(
             kept.plan.predicted, machine, kept.plan.mesh.devices, count, prices.get(machine.name)
         )

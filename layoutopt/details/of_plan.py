@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,10 +17,12 @@ if TYPE_CHECKING:
     from mesh_tf_core import Mesh, Model, Program
     from mesh_tf_core.ir.initializers import Variable as InitialValue
     from mesh_tf_core.ir.layout import Axes
-    from mesh_tf_core.ir.values import Value
+    from mesh_tf_core.ir.values import Origin, Value
 
 NOTHING: Mapping[str, str] = {}
 MOST_POINTS = 2000
+LONGEST = 160
+"""Characters of a line of code."""
 
 
 def with_details(
@@ -43,6 +47,11 @@ def with_details(
     evaluator = Evaluator(model, hardware)
     found = evaluator(plan.mesh, plan.layout, plan.options)
     calibration = calibration_details(hardware)
+    stages = model.stages(plan.mesh, plan.layout)
+    graph = model.training_step(plan.options.microbatches, stages).graph
+    nodes = {node.index: model.graph.places.get(node.path, "") for node, _ in graph.walk()}
+    places = {node: nodes[node] for node in {x.origin.node for x in found.cost.lines} & nodes.keys()}
+    shown = _shown(places.values(), source)
     return plan.with_details(
         source=source,
         source_sha256=dict(hashes),
@@ -51,9 +60,10 @@ def with_details(
         dims={name: max(sizes) for name, sizes in model.graph.dims().items()},
         variables=tuple(_variables(found.program)),
         inputs=tuple(_inputs(found.program)),
-        lines=tuple(_line(x) for x in found.cost.lines),
+        lines=tuple(_line(x, shown.get(places.get(x.origin.node, ""), "")) for x in found.cost.lines),
+        sources=_code(shown),
         by_kind={"answer": _shares(found.cost), **_alternatives(plan, evaluator)},
-        memory=_memory(found.memory, limit),
+        memory=_memory(found.memory, found.cost, limit),
         **({"applies": True} if isinstance(model, AppliesPlans) else {}),
         **({"calibration": calibration} if calibration is not None else {}),
     )
@@ -86,7 +96,31 @@ def _held(mesh: Mesh, name: str, of: InitialValue | Value, splits: Sequence[Axes
     )
 
 
-def _line(x: Line) -> PricedLine:
+def _shown(places: Iterable[str], source: str) -> dict[str, str]:
+    """Places in the code, by what is shown of them: files by their path from the model file's folder, or by
+    their name alone."""
+    home = Path(source.rpartition(":")[0] or source).resolve().parent
+    found = {}
+    for place in filter(None, places):
+        path = Path(place.rpartition(":")[0])
+        name = path.relative_to(home) if path.is_relative_to(home) else path.name
+        found[place] = f"{name}:{place.rpartition(':')[2]}"
+    return found
+
+
+def _code(shown: Mapping[str, str]) -> dict[str, str]:
+    """The lines of code at these places, as far as they can be read."""
+    import linecache
+
+    found = {}
+    for place, name in shown.items():
+        file, _, number = place.rpartition(":")
+        if text := linecache.getline(file, int(number)).strip():
+            found[name] = text[:LONGEST]
+    return found
+
+
+def _line(x: Line, place: str) -> PricedLine:
     from layoutopt.plan.details import PricedLine
 
     return PricedLine(
@@ -103,6 +137,7 @@ def _line(x: Line) -> PricedLine:
         axes=tuple(x.axes),
         sent_bytes=x.sent,
         communication=x.is_communication,
+        place=place,
     )
 
 
@@ -135,16 +170,30 @@ def _alternatives(plan: Plan, evaluator: Evaluator) -> dict[str, Shares]:
     return found
 
 
-def _memory(held: Memory, limit: int) -> MemoryTimeline:
+def _memory(held: Memory, cost: Cost, limit: int) -> MemoryTimeline:
     """The timeline, thinned to its local peaks where it is long."""
     from layoutopt.plan.details import Held, MemoryTimeline, Point
 
+    # What an instruction adds to the step passes where it is first seen; kernels of several have one line.
+    adds: defaultdict[Origin, float] = defaultdict(float)
+    for line in cost.lines:
+        adds[line.origin] += line.exposed * line.times
+    spent = [adds.pop(p.origin, 0.0) for p in held.points]
     step = max(1, -(-len(held.points) // MOST_POINTS))
-    kept = [max(held.points[i : i + step], key=lambda p: p.bytes) for i in range(0, len(held.points), step)]
+    points = []
+    for i in range(0, len(held.points), step):
+        p = max(held.points[i : i + step], key=lambda p: p.bytes)
+        points.append(
+            Point(
+                name=p.name,
+                scope=p.origin.scope,
+                phase=p.origin.phase,
+                bytes=p.bytes,
+                seconds=sum(spent[i : i + step]),
+            )
+        )
     return MemoryTimeline(
-        points=tuple(
-            Point(name=p.name, scope=p.origin.scope, phase=p.origin.phase, bytes=p.bytes) for p in kept
-        ),
+        points=tuple(points),
         holdings=tuple(
             Held(what=h.what, bytes=h.bytes, scope=h.origin.scope if h.origin else "") for h in held.holdings
         ),

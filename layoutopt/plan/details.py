@@ -42,6 +42,7 @@ class Searched(Data):
       pipeline: dimensions of layers that could be stages.
       offload: what could lie in the hosts' memory.
       diloco: how replicas meet, and along which axis.
+      command: the command line that was typed, if one was.
     """
 
     hardware: str | None = None
@@ -59,6 +60,7 @@ class Searched(Data):
     pipeline: tuple[str, ...] | None = None
     offload: tuple[str, ...] | None = None
     diloco: str | None = None
+    command: str = ""
 
 
 class Number(Data):
@@ -132,6 +134,7 @@ class PricedLine(Data):
 
     Attributes:
       node: the operation of the graph that it comes from; a collective belongs to its node's computation.
+      place: where the model writes it, as 'model.py:87'.
     """
 
     op: str
@@ -147,6 +150,7 @@ class PricedLine(Data):
     axes: Axes = ()
     sent_bytes: AsGiven = 0.0
     communication: Flag = False
+    place: str = ""
 
 
 class Shares(Data):
@@ -159,12 +163,17 @@ class Shares(Data):
 
 
 class Point(Data):
-    """Memory held while one instruction runs."""
+    """Memory held while one instruction runs.
+
+    Attributes:
+      seconds: of the step that pass there; of a loop's, all iterations together.
+    """
 
     name: str = ""
     scope: str = ""
     phase: str = ""
     bytes: AsGiven
+    seconds: AsGiven = 0.0
 
 
 class Held(Data):
@@ -310,7 +319,7 @@ class Details(Data):
       dims: dimension to size.
       variables: every variable as it is stored; inputs: every input as devices hold it.
       applies: the model is another library's program, whose own arrays only the model knows.
-      lines: the priced instructions of the answer.
+      lines: the priced instructions of the answer; sources: the lines of code at their places.
       by_kind: seconds by kind of work, of the answer (named so) and every alternative.
       memory: the timeline of the answer, and what is held at its peak.
       calibration: every measurement of a calibrated profile beside its fit.
@@ -328,6 +337,7 @@ class Details(Data):
     inputs: tuple[Variable, ...] = ()
     applies: Flag = False
     lines: tuple[PricedLine, ...] = ()
+    sources: dict[str, str] = Field(default_factory=dict)
     by_kind: dict[str, Shares] = Field(default_factory=dict)
     memory: MemoryTimeline | None = None
     calibration: Calibration | None = None

@@ -40,6 +40,7 @@ class Copy:
         self.new = Graph(graph.name)
         self.new.variables.update(graph.variables)
         self.new.unsplit.update(graph.unsplit)
+        self.new.places = graph.places
         self.number: Tensor | None = None
         self.tensors: dict[int, Tensor] = {}
         self.blocks: dict[int, Block] = {}

@@ -24,6 +24,7 @@ from mesh_tf_core.ops.binary import binary
 from mesh_tf_core.ops.random import FoldIn
 from mesh_tf_core.ops.shape import Reshape
 from mesh_tf_core.ops.unary import unary
+from mesh_tf_core.tracing.places import caller
 from mesh_tf_core.tracing.residuals import Residuals
 
 T = TypeVar("T")
@@ -38,6 +39,8 @@ class Graph(Residuals):
       version: another number after every change.
       count: how many nodes there are, those of loops too; they are numbered in the order in which they came.
       unsplit: dimensions that no search splits, with the reason.
+      places: where the model writes an operation, 'file:line' by its path; `place` says it for those of
+        another library's program.
     """
 
     def __init__(self, name: str = "model") -> None:
@@ -49,6 +52,8 @@ class Graph(Residuals):
         self.inputs: dict[str, Tensor] = {}
         self.gradient_of: dict[int, str] = {}
         self.unsplit: dict[str, str] = {}
+        self.places: dict[str, str] = {}
+        self.place: str | None = None
         self.gradient_functions: list[Callable[..., Any]] = []
         self.version = 0
         self._remembered: dict[Hashable, Any] = {}
@@ -169,6 +174,8 @@ class Graph(Residuals):
             self._named or self._name(op),
         )
         self.count += 1
+        if self._phase == "forward" and node.path not in self.places:
+            self.places[node.path] = caller() if self.place is None else self.place
         self.block.nodes.append(node)
         for x in outs:
             self.producer[x.id] = node

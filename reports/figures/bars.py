@@ -14,10 +14,11 @@ THICK = 13.0
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of a bar: its length in the data's unit and its colour."""
+    """A stretch of a bar: its length in the data's unit, its colour, and what it is in words."""
 
     size: float
     token: str
+    tip: str = ""
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Bar:
       value: in words, right above the bar's end of the row.
       note: in words beside the name, in the colour `note_token`.
       faint: drawn hatched, because the row is no possible choice.
+      limit: a value that this bar alone is held against.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Bar:
     note_token: str = "muted"
     bold: bool = False
     faint: bool = False
+    limit: float | None = None
 
     @property
     def total(self) -> float:
@@ -68,6 +71,8 @@ class Bars:
         top = y + limit_room
         for position, row in enumerate(self.rows):
             self._row(sheet, top + ROW * position, row)
+            if row.limit is not None:
+                self._mark(sheet, self._x(row.limit), top + ROW * position + 18)
         if self.limit:
             self._limit(sheet, y, top)
         return sheet
@@ -99,26 +104,30 @@ class Bars:
         for part in row.parts:
             left, right = self._x(start), self._x(start + part.size)
             if right > left:
-                sheet.rect(
-                    left, y, max(right - left - 0.75, 0.5), THICK, part.token, "////" if row.faint else ""
-                )
+                width, hatch = max(right - left - 0.75, 0.5), "////" if row.faint else ""
+                tip = f"{shorten(row.name, 60)}: {part.tip}" if part.tip else ""
+                sheet.rect(left, y, width, THICK, part.token, hatch, tip)
             start += part.size
         if start > self.high * 1.001:
-            tip = WIDTH - MARGIN
+            end = WIDTH - MARGIN
             for shift in (14, 8):
                 sheet.line(
-                    [(tip - shift, y - 1), (tip - shift + 5, y + THICK / 2), (tip - shift, y + THICK + 1)],
+                    [(end - shift, y - 1), (end - shift + 5, y + THICK / 2), (end - shift, y + THICK + 1)],
                     "page",
                     2,
                 )
 
+    @staticmethod
+    def _mark(sheet: Sheet, x: float, bar: float) -> None:
+        """A limit across a bar."""
+        sheet.line([(x, bar), (x, bar + THICK)], "page", 4.5)
+        sheet.line([(x, bar - 3), (x, bar + THICK + 3)], "bad", 1.75)
+
     def _limit(self, sheet: Sheet, y: float, top: float) -> None:
         value, words = self.limit or (0.0, "")
         x = self._x(value)
-        for position in range(len(self.rows)):
-            bar = top + ROW * position + 18
-            sheet.line([(x, bar), (x, bar + THICK)], "page", 4.5)
-            sheet.line([(x, bar - 3), (x, bar + THICK + 3)], "bad", 1.75)
+        for position in range(len(self.rows) if value <= self.high else 0):
+            self._mark(sheet, x, top + ROW * position + 18)
         width = text_width(words, SMALL)
         align, at = ("right", x) if x > width else ("left", x)
         sheet.text(at, y + 11, words, "bad", SMALL, align)

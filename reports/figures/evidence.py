@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from layoutopt.plan.evidence import Calibration, Measured, Sample, Validation
 from layoutopt.plan.schema import PlanFile
@@ -49,7 +49,7 @@ def draw_predicted_measured(plan: PlanFile, title: str = "") -> Figure:
         ends, [v * (1 - BAND) for v in ends], [v * (1 + BAND) for v in ends], color=LIGHT["grid"], linewidth=0
     )
     ax.plot(ends, ends, color=LIGHT["muted"], linewidth=1)
-    ax.plot(
+    (marks,) = ax.plot(
         [r.measured_seconds for r in rows],
         [r.predicted_seconds for r in rows],
         "o",
@@ -58,11 +58,17 @@ def draw_predicted_measured(plan: PlanFile, title: str = "") -> Figure:
         alpha=0.85,
         clip_on=False,
     )
+    sheet.tip(marks, *map(_said, rows))
     _mark_chosen(ax, plan, rows)
     sheet.rect(230, 2, 10, 10, "grid")
     sheet.text(245, 11, f"within {percent(BAND)} of measured", "muted", SMALL)
     sheet.text(60 + SQUARE, SQUARE + 64, "measured step time", "muted", SMALL, "right")
     return sheet.figure
+
+
+def _said(row: Measured) -> str:
+    layout = shorten(row.layout, 80) or "replicated"
+    return f"{layout}: {seconds(row.predicted_seconds)} predicted, {seconds(row.measured_seconds)} measured"
 
 
 def _mark_chosen(ax: Axes, plan: PlanFile, rows: Sequence[Measured]) -> None:
@@ -126,7 +132,8 @@ def draw_calibration(plan: PlanFile, title: str = "") -> Figure:
             SMALL,
             "right",
         )
-        _residuals(sheet.axes(58, top + 24, WIDTH - 78, PANEL - 48), samples)
+        dots = _residuals(sheet.axes(58, top + 24, WIDTH - 78, PANEL - 48), samples)
+        sheet.tip(dots, *(f"{seconds(s.measured_seconds)}: {signed_percent(s.residual)}" for s in samples))
     return sheet.figure
 
 
@@ -138,7 +145,8 @@ def _groups(plan: PlanFile) -> list[tuple[str, list[Sample]]]:
     return sorted(found.items(), key=lambda g: (not g[1][0].held_out, -len(g[1])))[:MOST_PANELS]
 
 
-def _residuals(ax: Axes, samples: Sequence[Sample]) -> None:
+def _residuals(ax: Axes, samples: Sequence[Sample]) -> Any:
+    """Draws the errors; gives the dots."""
     sizes = [max(s.size, 1.0) for s in samples]
     reach = max(0.1, max(abs(s.residual) for s in samples)) * 1.15
     ax.set_xscale("log")
@@ -149,7 +157,10 @@ def _residuals(ax: Axes, samples: Sequence[Sample]) -> None:
     shown = log_steps(min(sizes), max(sizes), 5)
     ticks(ax, "x", shown, [_size(v) for v in shown], grid=False)
     ax.plot(ax.get_xlim(), [0, 0], color=LIGHT["muted"], linewidth=1)
-    ax.plot(sizes, [s.residual for s in samples], "o", color=LIGHT["compute"], markersize=5, clip_on=False)
+    (dots,) = ax.plot(
+        sizes, [s.residual for s in samples], "o", color=LIGHT["compute"], markersize=5, clip_on=False
+    )
+    return dots
 
 
 def _size(value: float) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from layoutopt.plan.details import MemoryTimeline
 from layoutopt.plan.schema import PlanFile
-from layoutopt.plan.units import memory, percent, rounded, shorten, some
+from layoutopt.plan.units import memory, percent, rounded, seconds, shorten, some, times
 from reports.figures.bars import Bar, Bars, Part, cut_scale
-from reports.figures.scales import byte_steps
+from reports.figures.scales import byte_steps, round_steps
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, label, text_width, ticks
 from reports.theme import LIGHT
 from reports.views.choices import Ranked, ranked
-from reports.views.timeline import holdings_at_peak, phases, stretched, thinned
+from reports.views.timeline import holdings_at_peak, phases, placed, thinned, total_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 MOST_LAYOUTS = 10
 MOST_HOLDINGS = 5
+TOLD = 100
+"""Points of the timeline that say their values under the pointer."""
 PLOT = 190.0
 
 
@@ -31,7 +34,8 @@ def draw_memory_by_layout(plan: PlanFile, title: str = "") -> Figure:
     high = cut_scale(peaks, plan.predicted.peak_memory_bytes)
     if limit and limit < 8 * high:
         high = min(max(high, limit * 1.02), max(limit * 1.6, plan.predicted.peak_memory_bytes))
-    shown = (limit, f"limit {memory(limit)}") if limit and limit <= high else None
+    beyond = ", beyond the scale" if limit and limit > high else ""
+    shown = (limit, f"limit {memory(limit)}{beyond}") if limit else None
     return Bars([_memory_bar(r, limit) for r in rows], high or 1.0, shown).draw(title).figure
 
 
@@ -40,16 +44,13 @@ def _memory_bar(row: Ranked, limit: float | None) -> Bar:
     name = "This plan" if row.is_answer else row.names
     if predicted is None:
         return Bar(name, "", note="no price", faint=True)
-    over = limit is not None and predicted.peak_memory_bytes > limit
+    peak = predicted.peak_memory_bytes
+    over = limit is not None and peak > limit
     return Bar(
         name=name,
-        value=memory(predicted.peak_memory_bytes),
-        parts=(Part(predicted.peak_memory_bytes, "bad" if over else "memory"),),
-        note=f"{memory(predicted.peak_memory_bytes - limit)} too much"
-        if over and limit
-        else "same layout"
-        if row.twin
-        else "",
+        value=memory(peak),
+        parts=(Part(peak, "bad" if over else "memory", memory(peak)),),
+        note=f"{memory(peak - limit)} too much" if over and limit else "same layout" if row.twin else "",
         note_token="bad" if over else "muted",
         bold=row.is_answer,
         faint=over and not row.is_answer,
@@ -87,10 +88,11 @@ def draw_memory_timeline(plan: PlanFile, title: str = "") -> Figure:
     """Bytes held while the program runs, the variables at the bottom, and the tensors at the peak."""
     found = plan.details.memory or MemoryTimeline()
     holdings = holdings_at_peak(found)[:MOST_HOLDINGS]
-    sheet = Sheet(PLOT + 66 + (26 + 31 * len(holdings) if holdings else 0), title)
+    room = 80 if total_seconds(found) else 66
+    sheet = Sheet(PLOT + room + (26 + 31 * len(holdings) if holdings else 0), title)
     _timeline(sheet, found, plan.memory_limit)
     if holdings:
-        _holdings(sheet, found, PLOT + 82)
+        _holdings(sheet, found, PLOT + room + 16)
     return sheet.figure
 
 
@@ -99,23 +101,37 @@ def _timeline(sheet: Sheet, found: MemoryTimeline, limit: float | None) -> None:
     peak = found.points[found.peak].bytes
     shows_limit = limit is not None and limit <= 1.9 * peak
     high = max(peak, limit if limit and shows_limit else 0.0) * 1.14 or 1.0
-    steps = [s for s in byte_steps(high, 4) if s <= high]
+    steps, place = [s for s in byte_steps(high, 4) if s <= high], placed(found)
     ax.set_ylim(0, high)
     ax.set_xlim(0, 1)
     ticks(ax, "y", steps, [rounded(memory(s)) if s else "0" for s in steps])
-    ticks(ax, "x", [], [], grid=False)
-    place = stretched(found)
+    whole = total_seconds(found)
+    at_times = round_steps(whole, 4) if whole else []
+    ticks(ax, "x", [t / whole for t in at_times], [rounded(seconds(t)) for t in at_times], grid=False)
     x, y = zip(*((place(i + 0.5), held) for i, held in thinned(found)), strict=True)
     x, at = (0.0, *x[1:-1], 1.0) if len(x) > 1 else x, place(found.peak + 0.5)
+    few = thinned(found, TOLD)
+    (marks,) = ax.plot(
+        [place(i + 0.5) for i, _ in few],
+        [held for _, held in few],
+        "o",
+        color=LIGHT["memory"],
+        alpha=0,
+        clip_on=False,
+    )
+    sheet.tip(marks, *(_said(found, i, place(i + 0.5) * whole) for i, _ in few), near=True)
     ax.fill_between(x, 0, y, step="mid", color=LIGHT["memory"], linewidth=0, clip_on=False)
     if found.variables:
         ax.fill_between(
             [x[0], x[-1]], 0, found.variables, color=LIGHT["variables"], linewidth=0, clip_on=False
         )
+    if limit and not shows_limit:
+        words = f"limit {memory(limit)}, {times(limit / peak)} the peak" if peak else f"limit {memory(limit)}"
+        label(ax, 1, high, words, "bad", (0, 2), "right")
     if shows_limit and limit:
         ax.plot(ax.get_xlim(), [limit, limit], color=LIGHT["bad"], linewidth=1.75, clip_on=False)
         label(ax, 0, limit, f"limit {memory(limit)}", "bad", (2, 4))
-    _phases(ax, found, high)
+    _phases(ax, found, high, place, 30 if whole else 16)
     ax.plot([at] * 2, [0, peak], color=LIGHT["memory"], linewidth=1.25, zorder=0.9)
     ax.plot([at], [peak], "o", color=LIGHT["ink"], markersize=6, clip_on=False)
     right = at > 0.55
@@ -135,16 +151,25 @@ def _timeline(sheet: Sheet, found: MemoryTimeline, limit: float | None) -> None:
     sheet.key(13, keys)
 
 
-def _phases(ax: Axes, found: MemoryTimeline, high: float) -> None:
+def _said(found: MemoryTimeline, position: int, second: float) -> str:
+    """What is held while one instruction runs."""
+    p = found.points[position]
+    where = "/".join(filter(None, (p.scope, p.name)))
+    when = f" after {seconds(second)}" if second else ""
+    return f"{memory(p.bytes)}{when}: {shorten(where, 60)}{f' ({shorten(p.phase, 20)})' if p.phase else ''}"
+
+
+def _phases(
+    ax: Axes, found: MemoryTimeline, high: float, place: Callable[[float], float], below: float
+) -> None:
     """Names of the phases in the middle of their stretch of the axis, and lines between them."""
-    place = stretched(found)
     for phase in phases(found):
         start, end = place(phase.start), place(phase.end)
         if phase.start:
             ax.plot([start] * 2, [-high * 0.12, high], color=LIGHT["rule"], linewidth=1.0, clip_on=False)
         room = int((end - start) * (WIDTH - 60) / (0.61 * SMALL))
         if room >= min(len(phase.name), 4):
-            label(ax, (start + end) / 2, 0, shorten(phase.name, room), "muted", (0, -16), "center")
+            label(ax, (start + end) / 2, 0, shorten(phase.name, room), "muted", (0, -below), "center")
 
 
 def _holdings(sheet: Sheet, found: MemoryTimeline, y: float) -> None:

@@ -68,7 +68,7 @@ def tell_matrix(plan: PlanFile) -> str:
 
 
 def draw_pieces(plan: PlanFile, title: str = "") -> Figure:
-    """A box for each variable; its dark corner is the part that one device holds."""
+    """A box for each variable; its filled corner is the part that one device holds."""
     rows = grouped(plan)[:MOST_VARIABLES]
     sheet = Sheet(46 * len(rows) + 2, title)
     for position, variable in enumerate(rows):

@@ -9,7 +9,7 @@ from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import against, letter, memory, mesh_text, seconds
 from reports.figures.bars import Bar, Bars, Part
 from reports.figures.sheet import settings
-from reports.figures.time import UNFIT, key_of
+from reports.figures.time import UNFIT, key_of, time_parts
 from reports.plan import one_model
 from reports.reader import PlanLike, plan_of
 
@@ -26,7 +26,8 @@ def plans_time(plans: Sequence[PlanLike], title: str = "Step time of each plan")
 
 
 def _name(plan: PlanFile, position: int) -> str:
-    return f"{letter(position)}  {mesh_text(plan.mesh)}"
+    hardware = f", {plan.hardware}" if plan.hardware else ""
+    return f"{letter(position)}  {mesh_text(plan.mesh)}{hardware}"
 
 
 def _time(first: PlanFile, plan: PlanFile, position: int) -> Bar:
@@ -36,11 +37,7 @@ def _time(first: PlanFile, plan: PlanFile, position: int) -> Bar:
     return Bar(
         name=_name(plan, position),
         value=said,
-        parts=(
-            Part(p.compute_seconds - p.hidden_seconds, "compute"),
-            Part(p.hidden_seconds, "hidden"),
-            Part(p.exposed_communication_seconds, "exposed"),
-        ),
+        parts=time_parts(p),
         note=UNFIT if plan.fits is False else "",
         note_token="bad",
         faint=plan.fits is False,
@@ -58,24 +55,26 @@ def tell_plans_time(plans: Sequence[PlanFile]) -> str:
 
 
 def plans_memory(plans: Sequence[PlanLike], title: str = "Peak memory of each plan") -> Figure:
-    """One bar per plan; the limit is drawn where all plans have the same."""
+    """One bar per plan, each against what its own devices have."""
     found = [plan_of(p) for p in plans]
     limits = {p.memory_limit for p in found}
     limit = found[0].memory_limit if len(limits) == 1 else None
     with settings():
-        rows = [_memory(p, i) for i, p in enumerate(found)]
-        high = max(r.total for r in rows) or 1.0
-        shown = (limit, f"limit {memory(limit)}") if limit and limit < 4 * high else None
-        return Bars(rows, max(high, limit * 1.02 if limit and shown else 0.0), shown).draw(title).figure
+        high = max(x for p in found for x in (p.predicted.peak_memory_bytes, p.memory_limit or 0.0)) or 1.0
+        rows = [_memory(p, i, limit is None) for i, p in enumerate(found)]
+        shown = (limit, f"limit {memory(limit)}") if limit else None
+        return Bars(rows, high * 1.02, shown).draw(title).figure
 
 
-def _memory(plan: PlanFile, position: int) -> Bar:
+def _memory(plan: PlanFile, position: int, own: bool) -> Bar:
+    """`own`: its limit is not that of all."""
     peak, limit = plan.predicted.peak_memory_bytes, plan.memory_limit
     over = plan.fits is False and limit is not None
     return Bar(
         name=_name(plan, position),
-        value=memory(peak),
-        parts=(Part(peak, "bad" if over else "memory"),),
+        value=f"{memory(peak)} of {memory(limit)}" if limit and own else memory(peak),
+        parts=(Part(peak, "bad" if over else "memory", memory(peak)),),
+        limit=limit if own else None,
         note=f"{memory(peak - limit)} too much" if over and limit is not None else "",
         note_token="bad",
         faint=over,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from reports.theme import LIGHT
@@ -52,6 +53,14 @@ def text_width(text: str, size: float = BODY) -> float:
     return size * (0.61 * (len(text) - wide) + 1.05 * wide)
 
 
+@dataclass(frozen=True)
+class Tips:
+    """What is said of the marks of one artist; `near`: of the nearest one, wherever the pointer is."""
+
+    texts: tuple[str, ...]
+    near: bool = False
+
+
 class Sheet:
     """A figure of `WIDTH` × `height` pixels; y grows downwards. A title adds room above y = 0."""
 
@@ -64,6 +73,8 @@ class Sheet:
         self.height = height
         self.figure: Figure = Figure(figsize=(WIDTH / 72, (height + self.head) / 72), facecolor=LIGHT["page"])
         FigureCanvasAgg(self.figure)
+        self.tips: dict[str, Tips] = {}
+        vars(self.figure)["tips"] = self.tips  # for `reports.svg`
         self.plane: Axes = self.figure.add_axes((0, 0, 1, 1))
         self.plane.set_axis_off()
         self.plane.set_xlim(0, WIDTH)
@@ -95,7 +106,16 @@ class Sheet:
             clip_on=False,
         )
 
-    def rects(self, boxes: Iterable[tuple[float, float, float, float]], token: str, hatch: str = "") -> None:
+    def tip(self, artist: Any, *texts: str, near: bool = False) -> None:
+        """What pages say of a mark under the pointer, or of each of a line's; `near`: of the nearest one
+        anywhere over the figure."""
+        name = f"tip{len(self.tips)}"
+        artist.set_gid(name)
+        self.tips[name] = Tips(texts, near)
+
+    def rects(
+        self, boxes: Iterable[tuple[float, float, float, float]], token: str, hatch: str = "", tip: str = ""
+    ) -> None:
         """Filled boxes (left, top, width, height), one path for all of them."""
         from matplotlib.patches import PathPatch
         from matplotlib.path import Path
@@ -110,10 +130,14 @@ class Sheet:
             if hatch:
                 patch.set(hatch=hatch, edgecolor=LIGHT["page"])
             self.plane.add_patch(patch)
+            if tip:
+                self.tip(patch, tip)
 
-    def rect(self, x: float, y: float, width: float, height: float, token: str, hatch: str = "") -> None:
+    def rect(
+        self, x: float, y: float, width: float, height: float, token: str, hatch: str = "", tip: str = ""
+    ) -> None:
         """One filled box."""
-        self.rects([(x, y, width, height)], token, hatch)
+        self.rects([(x, y, width, height)], token, hatch, tip)
 
     def frame(
         self, x: float, y: float, width: float, height: float, token: str, thickness: float = 1.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from layoutopt.plan.details import Shares
-from layoutopt.plan.schema import PlanFile
+from layoutopt.plan.schema import PlanFile, Predicted
 from layoutopt.plan.units import percent, plural, seconds, shorten, times
 from reports.figures.bars import Bar, Bars, Part, cut_scale
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet
@@ -44,6 +44,14 @@ def key_of(bars: Sequence[Bar]) -> list[tuple[str, str]]:
     return [(token, words) for token, words in KEY if token in shown]
 
 
+def time_parts(p: Predicted) -> tuple[Part, ...]:
+    """What a step is made of."""
+    sizes = (p.compute_seconds - p.hidden_seconds, p.hidden_seconds, p.exposed_communication_seconds)
+    return tuple(
+        Part(size, token, f"{seconds(size)} {words}") for size, (token, words) in zip(sizes, KEY, strict=True)
+    )
+
+
 def _time_bar(row: Ranked) -> Bar:
     predicted = row.choice.predicted
     name = "This plan" if row.is_answer else row.names
@@ -55,11 +63,7 @@ def _time_bar(row: Ranked) -> Bar:
     return Bar(
         name=name,
         value=value,
-        parts=(
-            Part(predicted.compute_seconds - predicted.hidden_seconds, "compute"),
-            Part(predicted.hidden_seconds, "hidden"),
-            Part(predicted.exposed_communication_seconds, "exposed"),
-        ),
+        parts=time_parts(predicted),
         note="" if row.choice.feasible and not row.twin else TWIN if row.choice.feasible else UNFIT,
         note_token="muted" if row.choice.feasible else "bad",
         bold=row.is_answer,
@@ -135,7 +139,8 @@ def draw_time_by_kind(plan: PlanFile, title: str = "") -> Figure:
             if value:
                 token = "exposed" if is_collective(kind) else "compute"
                 length = max((width - 12) * min(value / high, 1.0), 0.75)
-                sheet.rect(x, y + 16, length, 9, token, "////" if name in unfit(plan) else "")
+                hatch = "////" if name in unfit(plan) else ""
+                sheet.rect(x, y + 16, length, 9, token, hatch, f"{words}: {seconds(value)}")
                 if value > high:
                     sheet.text(x + length + 1, y + 24, "›", "muted", SMALL, bold=True)
     for c in range(len(columns)):

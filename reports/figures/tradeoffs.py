@@ -50,7 +50,10 @@ def draw_frontier(plan: PlanFile, title: str = "") -> Figure:
         right = max(right, limit)
     _range(ax, right * 1.08, max(steps_) * 1.12)
     ax.plot(peaks, steps_, color=LIGHT["compute"], linewidth=1.75, drawstyle="steps-post", clip_on=False)
-    ax.plot(peaks, steps_, "o", color=LIGHT["compute"], markersize=5, clip_on=False)
+    (marks,) = ax.plot(peaks, steps_, "o", color=LIGHT["compute"], markersize=5, clip_on=False)
+    sheet.tip(
+        marks, *(f"{seconds(s)} with {memory(m)}" for s, m in zip(steps_, peaks, strict=True)), near=True
+    )
     for i, point in enumerate(points):
         if point.knee and not point.is_answer:
             ax.plot(
@@ -173,7 +176,7 @@ def draw_sensitivity(plan: PlanFile, title: str = "") -> Figure:
             size=SMALL,
         )
         ax = sheet.axes(58, top + 34, WIDTH - 78, PANEL - 56)
-        _panel(ax, one, letters)
+        _panel(sheet, ax, one, letters)
     return sheet.figure
 
 
@@ -197,7 +200,7 @@ def layout_letters(plan: PlanFile) -> dict[str, str]:
     return {name: LETTERS[i % 26] * (1 + i // 26) for i, name in enumerate(names)}
 
 
-def _panel(ax: Axes, one: Curve, letters: dict[str, str]) -> None:
+def _panel(sheet: Sheet, ax: Axes, one: Curve, letters: dict[str, str]) -> None:
     done = [(t.value, t.step_seconds, t) for t in one.trials if t.step_seconds is not None and t.value > 0]
     values = [t.value for t in one.trials if t.value > 0] or [1.0]
     ax.set_xscale("log")
@@ -217,7 +220,7 @@ def _panel(ax: Axes, one: Curve, letters: dict[str, str]) -> None:
     if one.factor == "devices" and len(done) > 1:
         ax.plot([v for v, _, _ in done], ideal, color=LIGHT["other"], linewidth=1, linestyle=(0, (4, 3)))
         label(ax, done[-1][0], ideal[-1], "ideal", "muted", (-16, -11), "right")
-    ax.plot(
+    (marks,) = ax.plot(
         [v for v, _, _ in done],
         [s for _, s, _ in done],
         "-o",
@@ -226,6 +229,7 @@ def _panel(ax: Axes, one: Curve, letters: dict[str, str]) -> None:
         markersize=5,
         clip_on=False,
     )
+    sheet.tip(marks, *(f"{factor_value(one.factor, v)}: {seconds(s)}" for v, s, _ in done))
     before = None
     for value, step, trial in done:
         if trial.layout and trial.layout != before:

@@ -29,6 +29,8 @@ class Cell:
       state: 'good', 'warn', 'bad' or ''.
       span: columns that it fills.
       code: its text is to be typed.
+      value: the number behind the text, by which the column is sorted.
+      more: lines that are folded away; between backquotes stands code.
     """
 
     text: str = ""
@@ -42,6 +44,8 @@ class Cell:
     state: str = ""
     span: int = 1
     code: bool = False
+    value: float | None = None
+    more: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class Grid:
       wide: a comparison of plans, whose rows become blocks of one cell per plan on a telephone.
       compact: narrow enough to stay a table on a telephone.
       folded: the whole table is folded away under these words.
+      fixed: its rows have an order that no reader changes.
     """
 
     caption: str
@@ -85,6 +90,12 @@ class Grid:
     wide: bool = False
     compact: bool = False
     folded: str = ""
+    fixed: bool = False
+
+    @property
+    def sorts(self) -> bool:
+        """Whether readers may sort it by its columns."""
+        return not (self.fixed or self.wide) and len(self.rows) > 2
 
     @property
     def style(self) -> str:
@@ -102,6 +113,21 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class Control:
+    """A slider over what was searched as one factor changes.
+
+    Attributes:
+      trials: what is said at each place of it.
+      start: the place of things as they are.
+    """
+
+    id: str
+    words: str
+    trials: tuple[str, ...]
+    start: int
+
+
+@dataclass(frozen=True)
 class Block:
     """One figure or table (or both) of one plan.
 
@@ -110,6 +136,7 @@ class Block:
       svg: safe markup made by `reports.svg`.
       missing: the command that adds the data.
       notes: short remarks below.
+      controls: sliders above the table.
     """
 
     finding: str = ""
@@ -117,6 +144,7 @@ class Block:
     grid: Grid | None = None
     missing: str = ""
     notes: tuple[str, ...] = ()
+    controls: tuple[Control, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import (
-    count,
-    flops,
     layout_text,
     memory,
     mesh_text,
@@ -28,12 +26,15 @@ from reports.views.choices import Ranked, frontier, ranked
 from reports.views.dims import dimension_rows
 from reports.views.timeline import holdings_at_peak
 from reports.views.variables import grouped, shape_text, split_text
-from reports.views.work import Work, collective_name, work
 
 MOST = 300
 """Rows of a table on the page; the CSV files have them all."""
 LONGEST = 400
 """Characters of a layout beside others; the plan's own is written in full at the end."""
+
+
+TYPED = ("Mesh", "Layout", "Command")
+"""Facts that readers type elsewhere."""
 
 
 def axes(plan: PlanFile) -> Grid:
@@ -44,16 +45,21 @@ def axes(plan: PlanFile) -> Grid:
         rows.append(
             [
                 Cell(chips=(Chip(axis, axis_token(axis, plan.mesh)),), sub=lies_on(plan, axis)),
-                Cell(f"{size:,}"),
+                Cell(f"{size:,}", value=size),
                 Cell(some(dims_on(plan, axis), 24, 80) or "nothing"),
-                Cell(traffic(alone) if alone else "–"),
+                Cell(traffic(alone) if alone else "–", value=alone),
             ]
         )
     for key, sent in plan.predicted.communication_bytes_per_device.items():
         if key not in plan.mesh and sent:
             parts = key.split("+")
             rows.append(
-                [Cell(chips=chips(parts, list(plan.mesh))), Cell("–"), Cell("together"), Cell(traffic(sent))]
+                [
+                    Cell(chips=chips(parts, list(plan.mesh))),
+                    Cell("–"),
+                    Cell("together"),
+                    Cell(traffic(sent), value=sent),
+                ]
             )
     head = (
         Column("Axis", lead=True),
@@ -71,10 +77,8 @@ def matrix(plan: PlanFile) -> Grid:
     rows = []
     for r in found[:MOST]:
         marks = [Cell("split", fill=axis_token(a, names)) if a in r.axes else Cell() for a in names]
-        size = f"{r.size:,}" if r.size else "–"
-        rows.append(
-            [Cell(r.name, strong=bool(r.axes)), Cell(size), *marks, Cell(f"{r.piece:,}" if r.piece else "–")]
-        )
+        size, piece = (Cell(f"{n:,}", value=n) if n else Cell("–") for n in (r.size, r.piece))
+        rows.append([Cell(r.name, strong=bool(r.axes)), size, *marks, piece])
     head = (
         Column("Dimension", lead=True),
         Column("Size", True),
@@ -106,7 +110,11 @@ def variables(plan: PlanFile) -> Grid:
                 Cell(v.name, f"{alike}{v.kind}, {v.dtype}", strong=True),
                 Cell(shape_text(v), split_text(v)),
                 Cell(local),
-                Cell(memory(v.local_bytes * v.alike), f"of {memory(v.bytes * v.alike)}"),
+                Cell(
+                    memory(v.local_bytes * v.alike),
+                    f"of {memory(v.bytes * v.alike)}",
+                    value=v.local_bytes * v.alike,
+                ),
             ]
         )
     head = (
@@ -160,9 +168,9 @@ def _layout(plan: PlanFile, r: Ranked) -> list[Cell]:
     ratio = times(r.ratio) if r.ratio is not None and not (r.is_answer or r.twin) else ""
     return [
         name,
-        Cell(seconds(p.step_seconds), ratio),
-        Cell(seconds(p.exposed_communication_seconds)),
-        Cell(memory(p.peak_memory_bytes), state="bad" if over else ""),
+        Cell(seconds(p.step_seconds), ratio, value=p.step_seconds),
+        Cell(seconds(p.exposed_communication_seconds), value=p.exposed_communication_seconds),
+        Cell(memory(p.peak_memory_bytes), state="bad" if over else "", value=p.peak_memory_bytes),
         fits,
     ]
 
@@ -173,7 +181,11 @@ def holdings(plan: PlanFile) -> Grid:
     held = holdings_at_peak(found) if found else ()
     peak = found.points[found.peak].bytes if found and found.points else 0.0
     rows = [
-        [Cell(h.name, h.scope), Cell(memory(h.bytes)), Cell(percent(h.bytes / peak) if peak else "–")]
+        [
+            Cell(h.name, h.scope),
+            Cell(memory(h.bytes), value=h.bytes),
+            Cell(percent(h.bytes / peak) if peak else "–", value=h.bytes),
+        ]
         for h in held[:MOST]
     ]
     head = (Column("Held at the peak", lead=True), Column("Bytes", True), Column("Share", True))
@@ -202,8 +214,12 @@ def frontier_points(plan: PlanFile) -> Grid:
         rows.append(
             [
                 Cell(shorten(text, LONGEST), "; ".join(x for x in (where, f.choice.in_short()) if x)),
-                Cell(memory(f.predicted.peak_memory_bytes)),
-                Cell(seconds(f.predicted.step_seconds), "" if f.is_answer else against),
+                Cell(memory(f.predicted.peak_memory_bytes), value=f.predicted.peak_memory_bytes),
+                Cell(
+                    seconds(f.predicted.step_seconds),
+                    "" if f.is_answer else against,
+                    value=f.predicted.step_seconds,
+                ),
                 Cell(marks, strong=True),
             ]
         )
@@ -240,45 +256,6 @@ def curve_layouts(plan: PlanFile) -> Grid:
     )
 
 
-def operations(plan: PlanFile) -> Grid:
-    """Operations by what they add to the step, with the collectives that each causes."""
-    found = [w for w in work(plan) if w.seconds > 0]
-    longest = found[0].seconds if found else 1.0
-    total = plan.predicted.step_seconds or sum(w.seconds for w in found) or 1.0
-    rows = [_operation(w, longest, total) for w in found[:60]]
-    head = (
-        Column("Operation", lead=True, share="28%"),
-        Column("Adds to the step", True),
-        Column("Work"),
-        Column("Collectives"),
-    )
-    return Grid(
-        "Most expensive operations",
-        head,
-        rows,
-        shown=12,
-        more=len(found) - len(rows),
-        more_in="operations.csv",
-    )
-
-
-def _operation(w: Work, longest: float, total: float) -> list[Cell]:
-    said = [
-        f"{collective_name(c.kind)} over {'+'.join(c.axes) or 'no axis'}: {traffic(c.sent)}, "
-        f"{seconds(c.exposed)} exposed of {seconds(c.seconds)}"
-        for c in w.collectives.values()
-    ]
-    runs = f"{count(w.runs)} runs" if w.runs > 1 else ""
-    busy = ", ".join(x for x in (runs, flops(w.flops) if w.flops else "") if x)
-    bars = ((w.compute / longest, "compute"), (w.exposed / longest, "exposed"))
-    return [
-        Cell(w.name, w.phase, strong=True),
-        Cell(seconds(w.seconds), percent(w.seconds / total), bars=bars),
-        Cell(busy or "–"),
-        Cell("; ".join(said) or "–"),
-    ]
-
-
 def measured(plan: PlanFile) -> Grid:
     """Layouts by measured time."""
     found = (
@@ -289,11 +266,12 @@ def measured(plan: PlanFile) -> Grid:
     rows = [
         [
             Cell(r.layout.replace(";", "; ") or "replicated"),
-            Cell(seconds(r.predicted_seconds)),
-            Cell(seconds(r.measured_seconds)),
-            Cell(signed_percent(r.predicted_seconds / r.measured_seconds - 1)),
+            Cell(seconds(r.predicted_seconds), value=r.predicted_seconds),
+            Cell(seconds(r.measured_seconds), value=r.measured_seconds),
+            Cell(signed_percent(error), value=error),
         ]
         for r in found[:MOST]
+        for error in (r.predicted_seconds / r.measured_seconds - 1,)
     ]
     head = (
         Column("Layout", lead=True),
@@ -344,8 +322,9 @@ def numbers(plan: PlanFile) -> Grid:
 
 def record(pairs: Sequence[tuple[str, str]], caption: str) -> Grid:
     """Names and values."""
-    rows = [[Cell(name, strong=True), Cell(value)] for name, value in pairs if value]
-    return Grid(caption, (Column("What", lead=True, share="13em"), Column("Value")), rows, shown=99)
+    rows = [[Cell(name, strong=True), Cell(value, code=name in TYPED)] for name, value in pairs if value]
+    head = (Column("What", lead=True, share="13em"), Column("Value"))
+    return Grid(caption, head, rows, shown=99, fixed=True)
 
 
 def repairs(plan: PlanFile) -> Grid:
@@ -353,9 +332,13 @@ def repairs(plan: PlanFile) -> Grid:
     rows = [
         [
             Cell(each.change, each.note, strong=True),
-            Cell(seconds(each.step_seconds), "" if each.proven else "not proven"),
-            Cell(percent(each.mfu) if each.mfu is not None else "–"),
-            Cell(memory(each.peak_memory_bytes), f"of {memory(each.memory_bytes)}"),
+            Cell(seconds(each.step_seconds), "" if each.proven else "not proven", value=each.step_seconds),
+            Cell(percent(each.mfu) if each.mfu is not None else "–", value=each.mfu),
+            Cell(
+                memory(each.peak_memory_bytes),
+                f"of {memory(each.memory_bytes)}",
+                value=each.peak_memory_bytes,
+            ),
             Cell(shorten(each.layout, LONGEST) or "replicated", each.decided),
             Cell(each.command, code=True),
         ]

@@ -15,8 +15,8 @@ LEADS = {
         "that is not is whole on every device."
     ),
     "pieces": (
-        "The box is the whole variable (its width is the last dimension); the dark part is what one "
-        "device holds."
+        "The box is the whole variable (its width is the last dimension); the filled part is what "
+        "one device holds."
     ),
     "time": (
         "Compute, the part of compute behind which communication is hidden, and exposed communication "
@@ -24,8 +24,8 @@ LEADS = {
         " than the scale."
     ),
     "memory": (
-        "What a device holds at its fullest moment, by layout, and instruction by instruction for this "
-        "plan. The axis counts instructions, not time; a phase of few is drawn wider than its share."
+        "What a device holds at its fullest moment, by layout, and through the step of this plan, with the "
+        "iterations of a loop together. The red line is what a device has."
     ),
     "frontier": (
         "Layouts that no other layout beats in time and memory both. At a knee, more memory begins to "

@@ -1,8 +1,10 @@
-"""Plans to one page of HTML that needs nothing but itself: no network, no script, no file beside it."""
+"""Plans to one page of HTML that needs nothing but itself: no network, no file beside it."""
 
 from __future__ import annotations
 
+import base64
 import datetime
+import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layoutopt.plan.schema import PlanFile
-from layoutopt.plan.units import letter, mesh_text, plural, shorten
+from layoutopt.plan.units import layout_text, letter, mesh_option, mesh_text, plural, shorten
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.files import write_file
 from reports import theme
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
+LONGEST = 1200
+"""Characters of what the first screen shows to be copied."""
 MOST = 12
 """Plans that can be told apart side by side."""
 
@@ -88,6 +92,7 @@ def _context(plans: list[PlanFile], written: str) -> dict[str, Any]:
         "subject": subject(first) if one else f"{plural(len(plans), 'plan')} side by side",
         "uses": axis_uses(first),
         "answers": answers(first),
+        "typed": _typed(first),
         "verdict": compare.verdict(plans),
         "plans": []
         if len(names) == 1
@@ -99,8 +104,17 @@ def _context(plans: list[PlanFile], written: str) -> dict[str, Any]:
         "facts": None if one else compare.facts(plans),
         "sections": sections(plans),
         "style": style(),
+        **script(),
         "written": written,
     }
+
+
+def _typed(plan: PlanFile) -> list[tuple[str, str]]:
+    """What readers take from the page to type it elsewhere."""
+    command = plan.details.search.command if plan.details.search else ""
+    rules = layout_text(plan.layout)
+    said = [("Mesh", mesh_option(plan.mesh)), ("Layout", rules), ("Command", command)]
+    return [(name, text) for name, text in said if text and len(text) <= LONGEST]
 
 
 @cache
@@ -128,6 +142,16 @@ def style() -> Markup:
     light = f":root{{color-scheme:light;{theme.css(theme.LIGHT)}}}"
     dark = f":root{{color-scheme:dark;{theme.css(theme.DARK)}}}"
     return Markup(f"{light}@media screen and (prefers-color-scheme:dark){{{dark}}}{sheet}")
+
+
+@cache
+def script() -> Mapping[str, Markup]:
+    """The page's one script, and its hash, by which browsers run it and no other."""
+    from markupsafe import Markup
+
+    text = resources.files("reports").joinpath("templates/report.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return {"script": Markup(text), "script_hash": Markup(digest)}
 
 
 def _code(text: str) -> Markup:

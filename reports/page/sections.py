@@ -19,7 +19,7 @@ from layoutopt.plan.units import (
 )
 from reports import figures
 from reports.figures import Chart
-from reports.page import compare, grids
+from reports.page import compare, grids, opened
 from reports.page.answers import considered_words, robust_words
 from reports.page.cells import Block, Grid, Panel, Section
 from reports.page.leads import LEADS
@@ -148,11 +148,12 @@ def _sensitivity(plan: PlanFile, name: str) -> tuple[Block, ...]:
     block = _chart(figures.sensitivity, plan, name, grids.curve_layouts(plan))
     robust = plan.details.robustness
     said = robust_words(robust) if robust is not None else ""
-    return (replace(block, notes=(f"This plan is {said}.",) if said else ()),)
+    notes = (f"This plan is {said}.",) if said else ()
+    return (replace(block, notes=notes, controls=opened.controls(plan, name)),)
 
 
 def _operations(plan: PlanFile, name: str) -> tuple[Block, ...]:
-    return (_table(figures.operations, plan, grids.operations),)
+    return (_table(figures.operations, plan, opened.operations),)
 
 
 def _evidence(plan: PlanFile, name: str) -> tuple[Block, ...]:
@@ -209,6 +210,7 @@ def _record(plan: PlanFile, name: str) -> tuple[Block, ...]:
         ("Mesh", mesh_option(plan.mesh)),
         ("Layout", shorten(layout_text(plan.layout), LONGEST) or "replicated"),
         *((name.capitalize(), words) for name, words in plan.listed().items()),
+        ("Command", plan.details.search.command if plan.details.search else ""),
         *solver,
     ]
     return (Block(grid=grids.record(pairs, "The plan"), notes=tuple(plan.notes)),)

@@ -13,7 +13,7 @@ from reports.figures import size as figures
 from reports.page.answers import Answer
 from reports.page.cells import Block, Cell, Column, Grid, Panel, Section
 from reports.page.grids import record
-from reports.page.render import environment, style
+from reports.page.render import environment, script, style
 from reports.svg import figure_svg
 
 LEADS = {
@@ -53,6 +53,7 @@ def _context(found: SizeResult, written: str) -> dict[str, Any]:
         "answers": _answers(found),
         "sections": _sections(found),
         "style": style(),
+        **script(),
         "written": written,
     }
 

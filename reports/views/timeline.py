@@ -80,6 +80,25 @@ def phases(memory: MemoryTimeline) -> tuple[Phase, ...]:
     return tuple(p for p in merged if p.name)
 
 
+def total_seconds(memory: MemoryTimeline) -> float:
+    """Seconds of the step that the instructions take; 0 where the plan does not say."""
+    return sum(p.seconds for p in memory.points)
+
+
+def placed(memory: MemoryTimeline) -> Callable[[float], float]:
+    """Position in the program -> place on an axis from 0 to 1: of time, where the plan has it."""
+    whole = total_seconds(memory)
+    if not whole:
+        return stretched(memory)
+    begins = [0.0, *accumulate(p.seconds / whole for p in memory.points)]
+
+    def place(position: float) -> float:
+        i = min(int(position), len(memory.points) - 1)
+        return min(begins[i] + (position - i) * (begins[i + 1] - begins[i]), 1.0)
+
+    return place
+
+
 def stretched(memory: MemoryTimeline) -> Callable[[float], float]:
     """Position in the program -> place on an axis from 0 to 1 on which every phase has room for its name.
 

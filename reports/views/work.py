@@ -24,7 +24,7 @@ class Collective:
 
 @dataclass
 class Work:
-    """An operation in one phase, totals of a step on one device."""
+    """An operation in one phase, totals of a step on one device; `place`: where the model writes it."""
 
     op: str
     scope: str
@@ -36,6 +36,7 @@ class Work:
     flops: float = 0.0
     bytes: float = 0.0
     collectives: dict[tuple[str, tuple[str, ...]], Collective] = field(default_factory=dict)
+    place: str = ""
 
     @property
     def seconds(self) -> float:
@@ -60,6 +61,7 @@ def work(plan: PlanFile) -> tuple[Work, ...]:
 
 def _add(to: Work, line: PricedLine) -> None:
     seconds, exposed = line.times * line.seconds, line.times * line.exposed_seconds
+    to.place = to.place or line.place
     if not line.communication:
         to.runs += line.times
         to.compute += seconds

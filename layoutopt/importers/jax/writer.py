@@ -321,6 +321,7 @@ class Writer:
         if handler is None:
             refuse(e, "the importer has no rule for it", _INSTEAD.get(e.prim, _OTHERWISE))
         before = self.graph.count
+        self.graph.place = e.where
         with nullcontext() if e.body is not None else self.graph.scope(scope_of(e)):
             if e.prim != "scan" and any(isinstance(self.value(x), Keys) for x in e.ins) and _gives_keys(e):
                 self.table[KEY](self, e)
