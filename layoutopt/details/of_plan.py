@@ -99,7 +99,7 @@ def _held(mesh: Mesh, name: str, of: InitialValue | Value, splits: Sequence[Axes
 def _shown(places: Iterable[str], source: str) -> dict[str, str]:
     """Places in the code, by what is shown of them: files by their path from the model file's folder, or by
     their name alone."""
-    home = Path(source.rpartition(":")[0] or source).resolve().parent
+    home = Path(source.rpartition(":")[0] or source).resolve().parent if source else Path.cwd()
     found = {}
     for place in filter(None, places):
         path = Path(place.rpartition(":")[0])

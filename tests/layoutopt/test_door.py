@@ -68,7 +68,16 @@ def test_a_plan_has_a_frame_a_card_a_page_and_figures(plan: Plan, tmp_path: Path
     html = plan.report(page)
     assert page.read_text(encoding="utf-8") == html
     assert "Most expensive operations" in html and "Not in this plan: `layoutopt search" not in html
-    assert not plan.data.details.lines and plan.full().data.details.lines
+    details = plan.full().data.details
+    assert not plan.data.details.lines and details.lines
+    # Each operation says where the model writes it, backward as forward; time passes where it is spent.
+    written = {x.place for x in details.lines if x.op == "einsum"}
+    assert written and written <= details.sources.keys()
+    assert {Path(place).name.partition(":")[0] for place in written} == {"mlp.py"}
+    assert all("einsum" in details.sources[place] for place in written)
+    assert all(x.place for x in details.lines if x.phase != "update")
+    spent = sum(point.seconds for point in details.memory.points)
+    assert spent == pytest.approx(plan.predicted.step_seconds)
     drawn = reports.figures.memory_timeline(plan)
     assert drawn.axes or drawn.artists or drawn.texts or drawn.lines or drawn.patches
     assert len(reports.tables.operations(plan)) > 0

@@ -1,5 +1,5 @@
-"""The page in a browser (chromium on the PATH): it fits telephones and desktops, light and dark; readers sort,
-copy, open and move what they see; it prints on few sheets."""
+"""The page in a browser (chromium on the PATH): it fits telephones and desktops, light and dark; readers
+sort, copy, open and move what they see; it prints on few sheets."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH"),
 ]
 MOST_SHEETS = 12
+QUIETLY = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
+    *("--disable-background-networking", "--enable-logging=stderr", "--v=0"),
+)
 POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
 
 
@@ -31,9 +35,7 @@ def chromium(folder: Path, html: str, *words: str) -> str:
     page.write_text(html, encoding="utf-8")
     assert CHROMIUM is not None
     done = subprocess.run(
-        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-        + ["--disable-background-networking", f"--user-data-dir={folder / 'profile'}"]
-        + ["--enable-logging=stderr", "--v=0", *words, page.as_uri()],
+        [CHROMIUM, *QUIETLY, f"--user-data-dir={folder / 'profile'}", *words, page.as_uri()],
         capture_output=True,
         text=True,
         check=False,

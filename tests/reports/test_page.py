@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -331,3 +332,32 @@ def test_refused(plans: list[dict[str, Any]], said: str) -> None:
 def test_notes_of_the_plan_are_shown() -> None:
     plan = sample.plain_plan() | {"notes": ["the tables sum to 1 s and `lower` says 1.1 s"]}
     assert "<code>lower</code> says 1.1 s" in reports.report_html([plan])
+
+
+def test_what_readers_point_at_open_and_copy() -> None:
+    plan = sample.full_plan()
+    plan["details"]["search"] = {"command": "layoutopt search model.py --devices 512"}
+    line = next(x for x in plan["details"]["lines"] if not x.get("communication"))
+    line["place"], plan["details"]["sources"] = "model.py:87", {"model.py:87": "y = attend(x)  # `<b>`"}
+    html = reports.report_html([plan])
+    page = Page(html)
+    tips = [str(a["data-tip"]).replace("\u00a0", " ") for _, a in page.elements if "data-tip" in a]
+    assert "This plan: 297 ms compute" in tips and "1×: 412 ms" in tips
+    assert "model.py:87: y = attend(x) # '<b>'" in page.text.replace("  ", " ")
+    said = hero(html)
+    assert "Mesh data:16;model:32" in said and "Command layoutopt search model.py --devices 512" in said
+    sorted_by = [float(str(a["data-v"])) for a in page.of("td") if "data-v" in a]
+    assert plan["predicted"]["step_seconds"] in sorted_by
+    (bandwidth, *_) = [a for a in page.of("div") if a.get("class") == "whatif"]
+    first, *_ = json.loads(str(bandwidth["data-trials"]))
+    assert first.replace("\u00a0", " ").startswith("0.25×: 634 ms a step (+54 %), best by a: batch:data")
+
+
+def test_every_bar_of_a_comparison_names_its_hardware() -> None:
+    plans = [sample.full_plan(), sample.full_plan()]
+    plans[1]["hardware"] = "tpu-v3"
+    plans[1]["details"]["memory"]["limit"] = 14 * sample.GIB
+    page = Page(reports.report_html(plans))
+    text = page.text.replace("\u00a0", " ")
+    assert text.count("A data 16 × model 32, tpu-v2") >= 2 and text.count("B data 16 × model 32, tpu-v3") >= 2
+    assert "6.12 GiB of 6.96 GiB" in text and "6.12 GiB of 14.0 GiB" in text

@@ -12,7 +12,7 @@ from layoutopt.plan.details import MemoryTimeline, Point
 from reports.reader import plan_of
 from reports.views.choices import best_alternative, frontier, ranked
 from reports.views.dims import dimension_rows
-from reports.views.timeline import LEAST, phases, stretched, thinned
+from reports.views.timeline import LEAST, phases, placed, stretched, thinned, total_seconds
 from reports.views.variables import grouped, split_text, totals
 from reports.views.work import shares, work
 from tests.reports import sample
@@ -179,3 +179,11 @@ def test_every_phase_has_room_for_its_name() -> None:
 def test_too_many_phases_keep_their_shares() -> None:
     place = stretched(phased(100, 100, 100, 100, 600))
     assert place(300) == pytest.approx(0.3)
+
+
+def test_instructions_lie_on_the_axis_where_the_step_is() -> None:
+    points = tuple(Point(name=f"p{i}", bytes=1.0, seconds=s) for i, s in enumerate((1.0, 0.0, 3.0)))
+    place = placed(MemoryTimeline(points=points))
+    assert [place(i) for i in (0, 0.5, 1, 2, 2.5, 3)] == [0, 0.125, 0.25, 0.25, 0.625, 1]
+    unknown = MemoryTimeline(points=tuple(p.model_copy(update={"seconds": 0.0}) for p in points))
+    assert total_seconds(unknown) == 0 and placed(unknown)(1.5) == 0.5
