@@ -27,8 +27,11 @@ from mesh_tf_core.files import read_file
 Floats = npt.NDArray[np.float64]
 DELTA = 1e-3
 RESAMPLES, SHARE = 200, 0.95
-LEAST, KINDS = 6, 3
-"""Runs, and different sizes and numbers of tokens among them, that five constants need at least."""
+LEAST, KINDS, FALL = 6, 3, 1e-3
+"""Runs, different sizes and numbers of tokens among them, and the part of the loss by which it falls from the
+fewest to the most of these, that five constants need at least."""
+SMALLEST, LARGEST = 1e-30, 1e40
+"""Of what is fitted."""
 EXPONENTS, FLOORS = (0.2, 0.5, 1.0), (0.3, 0.6, 0.9)
 """Where the search of the constants begins; floors are parts of the least loss."""
 POLISHED = 8
@@ -87,7 +90,7 @@ def fit(runs: Any, name: str = "own", source: str = "own runs", resamples: int =
     """
     n, d, loss = (_column(runs, name, source) for name in COLUMNS)
     for column, values in zip(COLUMNS, (n, d, loss), strict=True):
-        if not (np.isfinite(values) & (values > 0)).all():
+        if not ((values > SMALLEST) & (values < LARGEST)).all():
             raise UserError(f"{source}: column {column!r} must hold positive numbers; leave out other runs")
     sizes, lengths = len(np.unique(n)), len(np.unique(d))
     if len(loss) < LEAST or sizes < KINDS or lengths < KINDS:
@@ -96,12 +99,19 @@ def fit(runs: Any, name: str = "own", source: str = "own runs", resamples: int =
             f"five constants and needs at least {LEAST} runs of {KINDS} sizes and {KINDS} numbers of tokens"
         )
     found = _best(n, d, loss, _starts(n, d, loss))
+    constants = dict(zip(("E", "A", "B", "alpha", "beta"), _constants(found, n, d), strict=True))
+    for column, values, factor, power in (("N", n, "A", "alpha"), ("D", d, "B", "beta")):
+        ends = constants[factor] * np.array([values.min(), values.max()]) ** -constants[power]
+        if not ends[0] - ends[1] > FALL * loss.min():
+            raise UserError(
+                f"{source}: from the least {column} to the most the loss falls by less than {FALL:.1%}, so "
+                f"these runs do not say what more of it is worth; add runs whose {column} differs more"
+            )
     rng, samples = np.random.default_rng(0), list[Floats]()
     while len(samples) < resamples:
         chosen = rng.integers(0, len(loss), len(loss))
         if len(np.unique(n[chosen])) >= KINDS and len(np.unique(d[chosen])) >= KINDS:
             samples.append(_best(n[chosen], d[chosen], loss[chosen], [found], (n, d)))
-    constants = dict(zip(("E", "A", "B", "alpha", "beta"), _constants(found, n, d), strict=True))
     ranges = (float(n.min()), float(n.max())), (float(d.min()), float(d.max()))
     residuals = np.log(loss) - _log_loss(found, n, d, (n, d))
     return FittedLaw(
@@ -194,7 +204,7 @@ def _best(
         return np.stack([a, b, e, -a * by_n, -b * by_d], axis=1)
 
     top = math.log(loss.min())
-    low, high = [-20.0, -20.0, top - 20, 0.0, 0.0], [top + 10, top + 10, top, 4.0, 4.0]
+    low, high = [top - 20, top - 20, top - 20, 0.0, 0.0], [top + 10, top + 10, top, 4.0, 4.0]
     options: dict[str, Any] = {"ftol": 1e-12, "xtol": 1e-12, "gtol": 1e-14, "max_nfev": 400}
 
     def lost(x: Floats) -> float:

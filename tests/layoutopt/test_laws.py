@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -246,6 +247,16 @@ def test_runs_that_make_no_law_are_refused_in_one_line(tmp_path: Path, text: str
     with pytest.raises(UserError) as error:
         fit(read_runs(path), source=str(path))
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("what", "loss"), [("N", lambda n, d: 3.0), ("N", lambda n, d: 1.5 + 800 / d**0.33)])
+def test_runs_whose_loss_does_not_fall_make_no_law(what: str, loss: Callable[[float, float], float]) -> None:
+    pairs = [(n, d) for n in (1e6, 1e7, 1e8) for d in (1e8, 1e9, 1e10)]
+    runs = {"N": [n for n, _ in pairs], "D": [d for _, d in pairs], "loss": [loss(*pair) for pair in pairs]}
+    with pytest.raises(
+        UserError, match=f"from the least {what} to the most the loss falls by less than 0.1%"
+    ):
+        fit(runs, resamples=1)
 
 
 def test_columns_may_have_their_long_names_and_comments(tmp_path: Path) -> None:
