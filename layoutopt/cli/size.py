@@ -181,12 +181,15 @@ def size(
             memory=limit,
             max_axes=max_axes,
             time_limit=clock,
+            keep_best=True,
             on_progress=lambda done, total, what: bar.update(done, what, max(total, done + 1)),
             **allowed.asked(),
             **asked,
         )
     plan = found.plan.with_details(source=model, source_sha256=loaded.hashes())
     with terminal.saved(out, plan.save, "the plan"):
+        if found.stopped:
+            terminal.say("stopped: this is the best so far")
         terminal.result(found.data)
         if not as_json:
             from layoutopt.cli.size_tables import show
@@ -194,6 +197,8 @@ def size(
             show(terminal, found.data)
         if report is not None:
             write_report(terminal, found.data, report)
+    if found.stopped:
+        raise KeyboardInterrupt  # all that was found is saved
     if out is not None:
         sets = _sets(settings or (), found.best.hparams)
         chips = next(

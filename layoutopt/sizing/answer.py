@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from layoutopt.plan.size_results import PAYS, Unfit
+from layoutopt.plan.training import lasts
 from layoutopt.plan.units import count, digits
 from layoutopt.sizing.family import Candidate, Family
 from layoutopt.sizing.forecast import Forecast, Size
@@ -33,6 +34,7 @@ looked at."""
 AROUND = 6.0
 """Sizes that are searched: the law's optimum, so many times smaller and larger."""
 DOUBLINGS, ROUNDS = 4, 4
+_UNSEARCHED = "not all sizes were searched in the time given; raise --time-limit"
 Tell = Callable[[int, int, str], None]
 """tell(searches done, of about so many, what is looked at)."""
 
@@ -47,7 +49,7 @@ class Answering:
       every: search also what cannot be on the frontier.
       rows, unfit: what was searched.
       beaten: what was not, at the bounds that are beaten.
-      missing: sizes for which there was no time.
+      missing: sizes for which there was no time; stopped: Ctrl-C ended it.
     """
 
     question: Question
@@ -63,6 +65,7 @@ class Answering:
     unfit: list[Unfit] = field(default_factory=list)
     beaten: list[Row] = field(default_factory=list)
     missing: int = 0
+    stopped: bool = False
     planned: int = 0
 
     # -- which sizes ---------------------------------------------------------------------------------------
@@ -107,9 +110,23 @@ class Answering:
 
     # -- where they are searched ---------------------------------------------------------------------------
 
-    def run(self) -> Row:
-        """Searches, and gives the best row."""
-        candidates, explicit = self.candidates(), self.question.devices
+    def run(self, keep_best: bool = False) -> Row:
+        """Searches, and gives the best row; `keep_best`: Ctrl-C ends that with the best of what is known."""
+        candidates = self.candidates()
+        try:
+            self._look(candidates)
+            return self._answer(candidates)
+        except KeyboardInterrupt:
+            if not keep_best or not self.rows:
+                raise
+        self.stopped = True
+        self.timer.clock.hurry()
+        self.missing = max(0, self.planned - self._done)
+        return self._answer(candidates)
+
+    def _look(self, candidates: Sequence[Candidate]) -> None:
+        """Searches the sizes where they are compared."""
+        explicit = self.question.devices
         self.planned = len(candidates) * len(self.machines) * max(len(explicit), 1)
         for candidate in candidates:
             for machine in self._promising(candidate):
@@ -121,8 +138,15 @@ class Answering:
                     else:
                         self._one(candidate, machine)
         self._complete_flat()
+
+    @property
+    def _done(self) -> int:
+        """Searches."""
+        return len(self.rows) + len(self.unfit) + len(self.beaten)
+
+    def _answer(self, candidates: Sequence[Candidate]) -> Row:
         best = self._best_size().candidate
-        return self._chosen(best) if explicit else self._on_its_devices(best, candidates)
+        return self._chosen(best) if self.question.devices else self._on_its_devices(best, candidates)
 
     def _on_its_devices(self, best: Candidate, candidates: Sequence[Candidate]) -> Row:
         """The answer with the devices that suit it. Where what a size comes to depends on them, all sizes are
@@ -192,7 +216,7 @@ class Answering:
         self.beaten = [r for r in self.beaten if not (r.candidate is candidate and r.place == where)]
         if self.tell is not None:
             what = f"{count(candidate.size.total)} parameters on {devices:,} {machine.name}"
-            self.tell(len(self.rows) + len(self.unfit) + len(self.beaten), self.planned, what)
+            self.tell(self._done, self.planned, what)
         question = self.question
         reason, timing = "", None
         if question.goal not in ("days", "money"):
@@ -286,12 +310,15 @@ class Answering:
         if not self.rows:
             raise self._nothing()
         timely = self._timely(self.rows)
+        if not timely and self.missing:
+            raise LimitError(f"{_UNSEARCHED}: none ends within {self.question.deadline:g} days")
         if not timely:
             soonest = min(self.rows, key=lambda r: r.days)
             place = f"{soonest.timing.devices:,} devices of {soonest.timing.machine.name}"
             raise InfeasibleError(
-                f"--days {self.question.deadline:g}: the soonest that was found takes {soonest.days:.3g}, "
-                f"{count(soonest.candidate.size.total)} parameters on {place}; give more of one of them"
+                f"--days {self.question.deadline:g}: the soonest that was found takes "
+                f"{lasts(DAY * soonest.days)}, {count(soonest.candidate.size.total)} parameters on {place}; "
+                "give more of one of them"
             )
         return self._best_of(timely)
 
@@ -307,6 +334,8 @@ class Answering:
     def _nothing(self) -> Exception:
         if self.missing and not self.unfit:
             return LimitError("no size was searched in the time given; raise --time-limit")
+        if self.missing:
+            return LimitError(f"{_UNSEARCHED}: {len(self.unfit)} were, and cannot answer")
         near = self.unfit[0]
         return InfeasibleError(
             f"none of {len(self.unfit)} candidates can answer; {count(near.parameters)} parameters on "

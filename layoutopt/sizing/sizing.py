@@ -41,11 +41,13 @@ class Sizing:
       data: what `layoutopt size --json` prints.
       plan: the best layout of the best size.
       model: the best size, built.
+      stopped: Ctrl-C ended it: it is the best of what was searched.
     """
 
     data: SizeResult
     plan: Plan = field(repr=False)
     model: Model = field(repr=False)
+    stopped: bool = False
 
     @property
     def best(self) -> SizedCandidate:
@@ -100,6 +102,7 @@ def size(
     pipeline: Sequence[str] = (),
     time_limit: float | Clock | None = None,
     on_progress: Tell | None = None,
+    keep_best: bool = False,
 ) -> Sizing:
     """Which size of a model to train, on which chips, on how many, for how long.
 
@@ -121,6 +124,7 @@ def size(
       replicas: of DiLoCo.
       inference: tokens that the model is to make afterwards, at the same cost per FLOP.
       recompute, context, elsewhere, pipeline: what layouts may choose, as in `search`.
+      keep_best: Ctrl-C is not raised, but ends it with the best so far.
 
     Raises:
       InfeasibleError: nothing can answer.
@@ -140,13 +144,13 @@ def size(
                 )
     forecast = Forecast(_law(law, runs), unique, pretrained, characters, replicas)
     family = Family(model, _all_hparams(model, hparams), scale)
-    clock = time_limit if isinstance(time_limit, Clock) else Clock(time_limit)
+    clock = time_limit.again() if isinstance(time_limit, Clock) else Clock(time_limit)
     allowed = {"recompute": recompute, "context": context, "elsewhere": elsewhere, "pipeline": pipeline}
     timer = Timer(max_axes, clock, allowed)
     answering = Answering(question, forecast, family, machines, timer, candidates, sizes, every, on_progress)
-    best = answering.run()
+    best = answering.run(keep_best)
     assert best.timing.plan is not None
-    return Sizing(_result(answering, best), best.timing.plan, best.candidate.model)
+    return Sizing(_result(answering, best), best.timing.plan, best.candidate.model, answering.stopped)
 
 
 def _check(candidates: Any, sizes: Any, memory: Any, scale: Any) -> None:
@@ -295,7 +299,8 @@ def _notes(answering: Answering, best: Row, answer: SizedCandidate, batch: float
             "searches them too"
         )
     if answering.missing:
-        notes.append(f"no time was left for {answering.missing} searches")
+        why = "stopped" if answering.stopped else "the time was over"
+        notes.append(f"{why} before {answering.missing} of {answering.planned} searches")
     if question.served:
         notes.append(
             f"{question.served:.3g} tokens are to be made afterwards, each at a third of a trained one's "

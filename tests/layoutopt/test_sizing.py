@@ -25,7 +25,7 @@ from layoutopt.sizing.question import Question
 from layoutopt.sizing.sizing import Sizing, machines_of
 from layoutopt.sizing.timing import Timer
 from mesh_tf_core import layers as nn
-from mesh_tf_core.errors import InfeasibleError, UserError
+from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.model import Model
 
 TINY = {"layers": 2, "d_model": 64, "d_ff": 256, "batch": 8, "length": 32, "vocab": 64}
@@ -228,6 +228,36 @@ def test_what_is_searched_after_all_is_no_longer_beaten() -> None:
     answering.rows, answering.beaten = [], [row]
     again = answering._add(row.candidate, machines[0], 2, sure=True)
     assert again is not None and answering.rows == [again] and answering.beaten == []
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
+    """From the second search on there is no time, or Ctrl-C comes."""
+    real, done = timing.search, list[Plan]()
+
+    def search(model: Model, **asked: Any) -> Plan:
+        if done:
+            raise error
+        done.append(real(model, **asked))
+        return done[0]
+
+    monkeypatch.setattr(timing, "search", search)
+
+
+def test_ctrl_c_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended(monkeypatch, KeyboardInterrupt)
+    found = layoutopt.size(words, TINY, every=True, keep_best=True, **BUDGET, **ASKED)
+    assert found.stopped and len(found.data.candidates) == 1
+    assert any(note.startswith("stopped before 2 of 3 searches") for note in found.data.notes)
+    with pytest.raises(KeyboardInterrupt):
+        layoutopt.size(words, TINY, every=True, **BUDGET, **ASKED)
+
+
+def test_what_was_not_searched_in_time_is_not_called_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended(monkeypatch, LimitError)
+    with pytest.raises(LimitError, match=r"not all sizes were searched .*: none ends within 1e-09 days"):
+        layoutopt.size(words, TINY, every=True, days=1e-9, **BUDGET, **ASKED)
+    with pytest.raises(LimitError, match="no size was searched in the time given"):
+        layoutopt.size(words, TINY, every=True, **BUDGET, **ASKED)
 
 
 def test_layouts_may_choose_what_a_search_may() -> None:
