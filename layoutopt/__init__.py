@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from layoutopt.importers.huggingface import from_huggingface
     from layoutopt.importers.jax.model import from_jax
     from layoutopt.plan.build import Plan, load_plan
+    from layoutopt.replicas import choose_replicas
     from layoutopt.sizing.sizing import size
 
     __version__: str
 
 __all__ = [
     "Plan",
+    "choose_replicas",
     "cost",
     "explain",
     "from_huggingface",
@@ -38,6 +40,7 @@ def __getattr__(name: str) -> Any:
 
     homes = {
         "search": "layoutopt.api",
+        "choose_replicas": "layoutopt.replicas",
         **dict.fromkeys(("cost", "explain", "validate", "verify"), "layoutopt.door"),
         "from_huggingface": "layoutopt.importers.huggingface",
         "from_jax": "layoutopt.importers.jax.model",

@@ -87,7 +87,7 @@ class Priced(Shown):
     def __repr__(self) -> str:
         p, program = self.predicted, self.evaluation.program
         return (
-            f"Priced({program.layout} on {program.mesh}: {seconds_text(p.step_seconds)} a step, "
+            f"Priced({self.evaluation.layout} on {program.mesh}: {seconds_text(p.step_seconds)} a step, "
             f"{used_text(p.peak_memory_bytes, self.limit)}{'' if self.fits else ', does not fit'})"
         )
 
@@ -256,7 +256,7 @@ def verify(priced: Plan | Priced, topology: str) -> Verified:
     machine = load_hardware(generation(topology).hardware)
     if isinstance(priced, Priced):
         of = priced.evaluation
-        model, mesh, layout = of.model, of.program.mesh, of.program.layout
+        model, mesh, layout = of.model, of.program.mesh, of.layout
     else:
         model, mesh, layout = _model_of(priced), priced.mesh, priced.layout
     options, own = priced.options, getattr(model, "step_on", None)

@@ -25,6 +25,7 @@ from layoutopt.plan.schema import Predicted
 from layoutopt.plan.units import seconds_text, share_text, size_text
 from layoutopt.space.decisions import Decisions
 from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
@@ -84,6 +85,12 @@ class Evaluation:
             for axis, sent in self.replicas.outer.communication_bytes().items():
                 found[axis] = found.get(axis, 0.0) + sent / self.replicas.period
         return found
+
+    @property
+    def layout(self) -> Layout:
+        """The program's layout as a user writes it."""
+        rules = {name: axes for name, axes in self.program.layout.written.items() if name != REPLICA}
+        return Layout(rules, {path: dict(found) for path, found in self.program.layout.refined})
 
     @property
     def pipeline(self) -> Mapping[str, int]:

@@ -169,13 +169,13 @@ def _show(
     from layoutopt.plan.trade_names import trade_names
 
     price, held = found.cost, found.memory
-    said = decided(options, found.program.layout, found.pipeline)
-    forms = trade_names(loaded.model, found.program.mesh, found.program.layout, said)
+    said = decided(options, found.layout, found.pipeline)
+    forms = trade_names(loaded.model, found.program.mesh, found.layout, said)
     peak = held.points[held.at].origin if held.points else None
     rows = [
         ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
         ("mesh", f"{found.program.mesh} ({found.program.mesh.devices} devices)"),
-        ("layout", layout_text(found.program.layout.plain)),
+        ("layout", layout_text(found.layout.plain)),
         ("parallel", forms_text(forms)),
         *((name, words) for name, words in said.listed().items() if words),
         ("hardware", f"{machine.name}{'' if machine.calibrated else ' (not calibrated)'}: {machine.device}"),

@@ -31,6 +31,7 @@ from layoutopt.cli.plans import (
 )
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.terminal import Terminal, facts
+from layoutopt.cli.ways import compared_on_links, show_turning, show_ways, with_turning
 from layoutopt.clock import Clock
 from layoutopt.details.of_machine import sure
 from layoutopt.plan.units import bytes_text, seconds_text, share_text, some
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from layoutopt.analysis.explain import Answer, Difference
     from layoutopt.evaluator import Evaluation
     from layoutopt.plan.results import Against, ExplainResult, Worth
+    from layoutopt.plan.ways import Turning
 
 EXAMPLES = examples(
     "layoutopt explain plan.json",
@@ -117,8 +119,10 @@ def explain(
     proof = checked_proof(terminal, found, evaluation, said, own) if check else None
     answers = _searched(terminal, found, list(pin or ()), features, clock.part(1 / (1 + sensitivity)))
     changed = changed_conditions(terminal, found, clock) if sensitivity else None
-    with terminal.saved(out, with_found(found.plan, changed, proof).save, "the plan"):
-        _tell(terminal, found, said, evaluation, other, answers, changed, proof)
+    turning = compared_on_links(terminal, found, clock, sensitivity)
+    told = with_found(with_turning(found.plan, turning), changed, proof)
+    with terminal.saved(out, told.save, "the plan"):
+        _tell(terminal, found, said, evaluation, other, answers, changed, proof, turning)
     if proof is not None and proof.faster is not None:
         raise UserError(f"--check: the plan's proof is {proof}")
 
@@ -189,7 +193,7 @@ def _alike(found: Planned, other: Evaluation) -> Evaluation | None:
     if options == Options():
         return None
     try:
-        return evaluate(model, mesh, other.program.layout, found.hardware, options)
+        return evaluate(model, mesh, other.layout, found.hardware, options)
     except LayoutError:
         return None
 
@@ -226,6 +230,7 @@ def _tell(
     answers: dict[str, list[Answer]],
     changed: Changed | None,
     proof: Certificate | None,
+    turning: Turning | None,
 ) -> None:
     from layoutopt.analysis.explain import differences
 
@@ -234,6 +239,8 @@ def _tell(
     more = changed.details() if changed else {}
     if proof is not None:
         more["proof"] = proven(proof)
+    if turning is not None:
+        more["turning"] = turning
     terminal.result(_result(found, said, evaluation, other, rows, answers, more))
     if terminal.as_json:
         return
@@ -261,6 +268,8 @@ def _tell(
         terminal.show("", overlap)
     if changed is not None:
         changed.show(terminal)
+    show_ways(terminal, found.plan)
+    show_turning(terminal, turning)
     for note in found.loaded.model.notes(found.plan.options):
         terminal.show("", f"note: {note}")
 
@@ -350,7 +359,7 @@ def _beside(found: Planned, other: Evaluation, rows: list[Difference]) -> Agains
 
     alike = _alike(found, other)
     return Against(
-        layout=str(other.program.layout),
+        layout=str(other.layout),
         step_seconds=other.cost.step_seconds,
         step_seconds_with_the_plans_options=alike.cost.step_seconds if alike else None,
         peak_bytes=other.memory.peak,

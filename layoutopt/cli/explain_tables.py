@@ -86,7 +86,7 @@ def show_against(
     columns = ("operation", "phase", "on", "the plan", "the other", "saved")
     terminal.show("", table("Where the two differ", columns, cells, (3, 4, 5), total=True))
     terminal.show(
-        f"{layout_text(other.program.layout)}: {seconds_text(theirs)} a step, "
+        f"{layout_text(other.layout)}: {seconds_text(theirs)} a step, "
         f"{bytes_text(other.memory.peak)} of memory; the plan: {bytes_text(evaluation.memory.peak)}"
     )
 

@@ -142,7 +142,7 @@ def _show(
                     "mesh",
                     f"{trainer.mesh} ({trainer.mesh.devices} devices of {session.where})",
                 ),
-                ("layout", layout_text(predicted.program.layout)),
+                ("layout", layout_text(predicted.layout)),
                 (
                     "step",
                     f"{seconds_text(step)} measured, the median of {len(seconds)} "

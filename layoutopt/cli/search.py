@@ -47,10 +47,13 @@ from layoutopt.cli.training_cost import (
     read_tokens,
     training_cost,
 )
+from layoutopt.cli.ways import AcceptLossOption, Shares, WaysOption, is_choice, show_ways
 from layoutopt.clock import Clock
 from layoutopt.plan.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from costmodels.hardware import Hardware
     from layoutopt.analysis.infeasible import Diagnosis
     from layoutopt.models.loading import Loaded
@@ -134,6 +137,8 @@ def search(
     orders: Annotated[
         Orders, typer.Option(help="A split over several axes: in the order of the mesh, or in every order.")
     ] = Orders.MESH,
+    diloco: WaysOption = None,
+    accept_loss: AcceptLossOption = None,
     top: Annotated[int, typer.Option(metavar="K", help="List the K best layouts.")] = 1,
     refine: Annotated[
         bool,
@@ -159,6 +164,7 @@ def search(
     """Find the best layout of a model, prove it, and show it with its alternatives."""
     clock = time_limited(time_limit)  # of all that this command does
     from costmodels.hardware import with_settings
+    from layoutopt import choose_replicas
     from layoutopt import search as find
     from layoutopt.models.loading import load_model
     from mesh_tf_core.errors import InfeasibleError
@@ -186,25 +192,30 @@ def search(
         "hardware": machine,
         "memory": None if memory is None else limit,
     }
+    ways = _ways(diloco or (), accept_loss, where, asked)
     shown = bytes_text if objective is Objective.MEMORY else seconds_text
     with _Kept(terminal, out) as kept:
         try:
             with Bounds(terminal, f"searching {loaded.model.name}", shown) as bounds:
-                kept.plan = find(
-                    loaded.model,
-                    objective=objective.value,
-                    top=top,
-                    time_limit=clock,
-                    refine=refine,
-                    orders=orders.value,
-                    on_progress=bounds.show,
-                    on_better=lambda words, seconds, peak: terminal.say(
+                more: dict[str, Any] = {
+                    "objective": objective.value,
+                    "top": top,
+                    "time_limit": clock,
+                    "refine": refine,
+                    "orders": orders.value,
+                    "on_progress": bounds.show,
+                    "on_better": lambda words, seconds, peak: terminal.say(
                         f"so far {seconds_text(seconds)}, {bytes_text(peak)}: {words}"
                     ),
-                    keep_best=True,
-                    **where,
-                    **asked,
-                )
+                    "keep_best": True,
+                }
+                if ways:
+                    shares = Shares(model, settings or (), loaded)
+                    more |= {"ways": ways, "accept_loss": accept_loss, "told": terminal.say}
+                    kept.plan = choose_replicas(shares, **where, **asked, **more)
+                    loaded = shares.of(kept.plan)
+                else:
+                    kept.plan = find(loaded.model, **where, **asked, **more)
         except InfeasibleError as error:
             diagnosis = _diagnosed(terminal, clock, loaded.model, {**where, **asked}, error)
             found = repairs_of(diagnosis, {**where, **asked}, typed)
@@ -237,6 +248,7 @@ def search(
             terminal.result(plan.data)
             if not as_json:
                 show_plan(terminal, plan, limit, machine)
+                show_ways(terminal, plan)
             if report is not None:
                 from layoutopt.cli.report import write_report
 
@@ -244,7 +256,7 @@ def search(
         if full.stopped:
             raise KeyboardInterrupt  # all that was found is saved
     if out is not None:
-        terminal.say(after_search(kept.plan, out, loaded, settings or (), machine))
+        terminal.say(after_search(kept.plan, out, loaded, [*(settings or ()), *_shared(kept.plan)], machine))
 
 
 class _Kept:
@@ -303,6 +315,32 @@ def _diagnosed(
         more |= {} if error.nearest is None else {"least": error.nearest.solver.bound}
         clock.within(DETAILED, lambda: found.append(diagnose(find, model, asked, **more)))
     return found[-1]
+
+
+def _ways(
+    said: Sequence[str], accept: float | None, where: dict[str, Any], asked: dict[str, Any]
+) -> list[str]:
+    """The ways to compare; a single one that meets rarely is part of what is asked of the search."""
+    from mesh_tf_core.errors import UserError
+
+    ways = [way.strip() for way in said]
+    if not is_choice(ways):
+        if accept is not None:
+            raise UserError("--accept-loss chooses among ways: name several, as --diloco free")
+        asked["diloco"] = ways[0] if ways else None
+        return []
+    if where["mesh"] is None:
+        raise UserError("--diloco names a mesh axis: give the mesh with --mesh instead of --devices")
+    del where["devices"], where["max_axes"]
+    return ways
+
+
+def _shared(plan: Plan) -> list[str]:
+    """Settings of a replica's model that are not those of the whole."""
+    found = plan.data.details.ways
+    if found is None or plan.options.diloco is None:
+        return []
+    return [f"{n}={v}" for n, v in found.compared[0].hparams.items()]
 
 
 def _stages(text: str) -> list[str]:

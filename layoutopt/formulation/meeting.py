@@ -1,9 +1,9 @@
 """What replicas do when they meet, beside the step of each (`mesh_tf_core.tracing.replicas`).
 
-A step with replicas is the step of one, on the other axes of the mesh, and a 1/H of a meeting. The meeting is
-a graph of its own over the same decisions, so its clusters stand beside those of the step, each 1/H times, and
-what replicas keep to meet is held at every point of the step. That the step of a replica costs what the step
-does where nothing is split over the axis, and holds the same, tests/layoutopt/test_search_replicas.py holds.
+A step with replicas is the step of one, on the other axes of the mesh, and a 1/H of a meeting. The meeting
+is a graph of its own over the same decisions, so its clusters stand beside those of the step, each 1/H times,
+and what replicas keep to meet is held at every point of the step. A replica's step costs and holds what the
+step does where nothing is split over the axis (tests/layoutopt/test_search_replicas.py).
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from layoutopt.plan.fields import (
     wrong,
 )
 from layoutopt.plan.known import Known
+from layoutopt.plan.ways import Ways
 
 
 class Searched(Data):
@@ -325,6 +326,7 @@ class Details(Data):
       calibration: every measurement of a calibrated profile beside its fit.
       conflict, repairs: of a plan that does not fit, as none does: the conditions that cannot hold together,
         and what would help.
+      ways: to synchronise, of which this is the fastest.
     """
 
     source: str = ""
@@ -347,3 +349,4 @@ class Details(Data):
     validation: Validation | None = None
     conflict: Texts = ()
     repairs: tuple[Repair, ...] = ()
+    ways: Ways | None = None

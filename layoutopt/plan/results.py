@@ -17,6 +17,7 @@ from layoutopt.plan.evidence import Validation
 from layoutopt.plan.fields import Data, Figure, Flag, Size
 from layoutopt.plan.schema import ModelInfo, Predicted
 from layoutopt.plan.training import Training
+from layoutopt.plan.ways import Turning
 
 Layout = dict[str, list[str]]
 """Dimension to mesh axes."""
@@ -238,7 +239,7 @@ class Against(Data):
 
 
 class ExplainResult(Result):
-    """`explain`: the last four are there if they were asked for."""
+    """`explain`: the last five are there if they were asked for, `turning` of a plan of several ways."""
 
     command = "explain"
     layout: Layout
@@ -253,6 +254,7 @@ class ExplainResult(Result):
     sensitivity: tuple[Curve, ...] = ()
     robustness: Robustness | None = None
     proof: Proof | None = None
+    turning: Turning | None = None
 
 
 class LowerResult(Refined, LayoutResult):

@@ -17,7 +17,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from layoutopt.plan.units import count
-from layoutopt.sizing.laws import FLOPS, Law, data
+from layoutopt.sizing.laws import FLOPS, Law, data, replicas_loss
 from mesh_tf_core.errors import UserError, known_names
 
 CHARACTERS = 4.0
@@ -116,13 +116,7 @@ class Forecast:
 
     def divergence(self, size: Size) -> float:
         """Equation (3)."""
-        if self.replicas is None:
-            return 1.0
-        said = data()["replicas"]
-        own, joint = said["data_parallel"], said["joint"]
-        n = size.total
-        apart = joint["A"] * n ** joint["alpha"] * self.replicas ** joint["beta"]
-        return float(apart / (own["A"] * n ** own["alpha"]))
+        return 1.0 if self.replicas is None else replicas_loss(size.total, self.replicas)
 
     def batch(self, size: Size) -> float | None:
         """Tokens of the batch that suits the replicas."""

@@ -194,3 +194,12 @@ def critical_batch(loss: float) -> float:
     """Tokens of a batch above which more of them save few steps: Kaplan et al. 2020, equation 5.3."""
     c = data()["critical_batch"]["constants"]
     return float(c["B"] / loss ** (1 / c["alpha"]))
+
+
+def replicas_loss(parameters: float, replicas: int) -> float:
+    """The loss of replicas that synchronise rarely (DiLoCo) over that of data-parallel training, both of this
+    size: Charles et al. 2025, tables 7 and 10."""
+    said = data()["replicas"]
+    own, joint = said["data_parallel"], said["joint"]
+    apart = joint["A"] * parameters ** joint["alpha"] * replicas ** joint["beta"]
+    return float(apart / (own["A"] * parameters ** own["alpha"]))

@@ -1,0 +1,151 @@
+"""Where it starts to pay that an axis synchronises rarely: the ways that a search compared, as the link
+between replicas becomes faster or slower.
+
+Either the layouts that the search found are priced on every link, or every way is searched anew there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from costmodels.hardware import Hardware
+from costmodels.hardware.vary import NETWORK, varied
+from costmodels.network.topology import Placement, place
+from costmodels.pricing.pricer import pricer
+from layoutopt.analysis.explain import Asked
+from layoutopt.clock import UNLIMITED, Clock
+from layoutopt.evaluator import Evaluation, evaluate
+from layoutopt.plan.build import options_of
+from layoutopt.plan.schema import Predicted
+from layoutopt.plan.ways import AtLink, Turning, Way
+from mesh_tf_core.errors import InfeasibleError, LimitError
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.model import Model
+from mesh_tf_core.tracing.replicas import DiLoCo
+
+FACTORS = tuple(4.0**power for power in range(-4, 5))
+"""Of the link's bandwidth, where layouts are only priced anew."""
+SEARCHED = (1 / 16, 1 / 4, 1.0, 4.0, 16.0)
+"""Of it, where they are searched anew."""
+HALVINGS = 12
+LINKS = {
+    "slice": ("topology.network_bandwidth",),
+    "network": ("topology.nic_bandwidth", "topology.node_egress"),
+}
+"""Level of a placement -> the numbers that say how fast it is."""
+
+
+def link_times(hardware: Hardware, mesh: Mesh, axis: str, times: float) -> Hardware:
+    """The hardware with the link of an axis times as fast; where that is like all others, with all."""
+    placed = place(hardware, mesh)
+    paths = next((paths for level, paths in LINKS.items() if placed.factor(axis, level) > 1), NETWORK)
+    return varied(hardware, lambda path, _: times if path.startswith(paths) else 1.0)
+
+
+def gigabits(placed: Placement, axis: str) -> float:
+    """Gbit/s between a replica and the others: of all its devices together."""
+    return 8e-9 * placed.route((axis,)).levels[-1].rate * placed.mesh.devices / placed.mesh.size(axis)
+
+
+def turning(
+    ways: Sequence[Way],
+    build: Callable[[Way], Model],
+    hardware: Hardware,
+    factors: Sequence[float] = FACTORS,
+) -> Turning | None:
+    """How the layouts of some ways compare on other links, the link of the fastest that synchronises rarely;
+    None if there is none beside the synchronous one.
+
+    Args:
+      build: the model of a way.
+    """
+    rare = _rare(ways)
+    if rare is None:
+        return None
+    axis, mesh = DiLoCo.parse(rare.diloco).axis, Mesh(rare.mesh)
+    known = {way.name: _evaluated(way, build(way), hardware) for way in ways if way.step_seconds is not None}
+
+    def at(times: float) -> AtLink:
+        machine = link_times(hardware, mesh, axis, times)
+        found = {name: replace(each, prices=pricer(machine, mesh)).predicted for name, each in known.items()}
+        return _point(found, times, gigabits(place(machine, mesh), axis))
+
+    points = tuple(map(at, factors))
+    return Turning(axis=axis, at=points, turns=_turns(points, at))
+
+
+def searched(
+    ways: Sequence[Way],
+    build: Callable[[Way], Model],
+    hardware: Hardware,
+    asked: Asked,
+    limit: float,
+    clock: Clock = UNLIMITED,
+    factors: Sequence[float] = SEARCHED,
+) -> Turning | None:
+    """The same with the best layouts on every link; ways for which there was no time are left out there.
+
+    Args:
+      asked: what else was asked of the searches.
+      limit: bytes that a device may hold.
+    """
+    from layoutopt import search
+
+    rare = _rare(ways)
+    if rare is None:
+        return None
+    axis, mesh = DiLoCo.parse(rare.diloco).axis, Mesh(rare.mesh)
+    known = [(way, build(way)) for way in ways if way.step_seconds is not None]
+    left = itertools.count(len(factors) * len(known), -1)
+    points = []
+    for times in factors:
+        machine = link_times(hardware, mesh, axis, times)
+        found: dict[str, Predicted] = {}
+        for way, model in known:
+            own = clock.part(1 / next(left))
+            rules = {**asked.with_pins(None), "diloco": way.diloco or None, "time_limit": own.rest}
+            with suppress(LimitError, InfeasibleError):
+                plan = search(model, mesh=mesh, hardware=machine, memory=limit, alternatives=False, **rules)
+                found[way.name] = plan.predicted
+        points.append(_point(found, times, gigabits(place(machine, mesh), axis)))
+    known_ends = (
+        math.sqrt(a.gigabits * b.gigabits) for a, b in itertools.pairwise(points) if a.pays != b.pays
+    )
+    return Turning(axis=axis, at=tuple(points), turns=tuple(known_ends), searched=True)
+
+
+def _point(found: Mapping[str, Predicted], times: float, rate: float) -> AtLink:
+    seconds = {name: p.step_seconds for name, p in found.items()}
+    mfu = {name: p.mfu for name, p in found.items() if p.mfu is not None}
+    return AtLink(times=times, gigabits=rate, seconds=seconds, mfu=mfu)
+
+
+def _rare(ways: Sequence[Way]) -> Way | None:
+    """The fastest way that synchronises rarely, if the synchronous one is there too."""
+    priced = [way for way in ways if way.step_seconds is not None]
+    if not any(not way.diloco for way in priced):
+        return None
+    return min((w for w in priced if w.diloco), key=lambda w: w.step_seconds or math.inf, default=None)
+
+
+def _evaluated(way: Way, model: Model, hardware: Hardware) -> Evaluation:
+    return evaluate(model, Mesh(way.mesh), Layout(way.layout, way.refined), hardware, options_of(way))
+
+
+def _turns(points: Sequence[AtLink], at: Callable[[float], AtLink]) -> tuple[float, ...]:
+    """Gigabits at which the fastest way begins, or ends, to meet rarely."""
+    found = []
+    for low, high in itertools.pairwise(points):
+        if low.pays == high.pays:
+            continue
+        before = low.pays
+        for _ in range(HALVINGS):
+            middle = at(math.sqrt(low.times * high.times))
+            low, high = (middle, high) if middle.pays == before else (low, middle)
+        found.append(math.sqrt(low.gigabits * high.gigabits))
+    return tuple(found)

@@ -1,0 +1,160 @@
+"""Ways to synchronise on the command line: `search --diloco` with several, and `explain` of what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from layoutopt.cli.plans import asked_of
+from layoutopt.cli.terminal import Terminal, table
+from layoutopt.plan.units import bytes_text, seconds_text, share_text, signed_percent
+
+if TYPE_CHECKING:
+    from layoutopt.cli.plans import Planned
+    from layoutopt.clock import Clock
+    from layoutopt.models.loading import Loaded
+    from layoutopt.plan.build import Plan
+    from layoutopt.plan.ways import AtLink, Turning, Way
+    from mesh_tf_core.model import Model
+
+WaysOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--diloco",
+        metavar="WAY",
+        help="Replicas along an axis that meet rarely, as sites:period=30, each with the model's batch; "
+        "several ways to compare (again for more; never; free: never, and every axis between nodes or "
+        "slices): then replicas share the batch.",
+        show_default="all devices meet in every step",
+    ),
+]
+AcceptLossOption = Annotated[
+    float | None,
+    typer.Option(
+        "--accept-loss",
+        metavar="SHARE",
+        help="With several --diloco: leave out what loses more than this by the published law, as 0.02.",
+        show_default=False,
+    ),
+]
+
+
+class Shares:
+    """The model of one of n replicas, as `choose_replicas` asks for it, built of a file anew.
+
+    Attributes:
+      loaded: by n.
+    """
+
+    def __init__(self, source: str, settings: Sequence[str], whole: Loaded) -> None:
+        self.source, self.settings, self.loaded = source, settings, {1: whole}
+
+    def __call__(self, count: int) -> Model:
+        from layoutopt.models.loading import load_model
+        from mesh_tf_core.errors import UserError
+
+        if count not in self.loaded:
+            batch = self.loaded[1].hparams.get("batch")
+            if not isinstance(batch, int) or batch % count:
+                said = f"its batch {batch} does not divide" if isinstance(batch, int) else "it has none"
+                raise UserError(
+                    f"--diloco: {count} replicas share the hyperparameter 'batch' of {self.source}, and "
+                    f"{said}; set another one (--set batch=...), or name one way"
+                )
+            self.loaded[count] = load_model(self.source, [*self.settings, f"batch={batch // count}"])
+        return self.loaded[count].model
+
+    def of(self, plan: Plan) -> Loaded:
+        """What a plan is for."""
+        rare = plan.options.diloco
+        return self.loaded[1 if rare is None else plan.mesh.size(rare.axis)]
+
+
+def is_choice(ways: Sequence[str]) -> bool:
+    """Whether ways are to be compared: one way that meets rarely is searched as it is."""
+    return len(ways) > 1 or any(way in ("never", "free") for way in ways)
+
+
+def show_ways(terminal: Terminal, plan: Plan) -> None:
+    """All ways, the fastest first."""
+    found = plan.data.details.ways
+    if found is None:
+        return
+    rows = [
+        (
+            way.name,
+            seconds_text(way.step_seconds) if way.step_seconds is not None else way.reason,
+            "" if way.mfu is None else share_text(way.mfu, 1),
+            "" if way.rare_bytes is None else bytes_text(way.rare_bytes),
+            "" if way.peak_memory_bytes is None else bytes_text(way.peak_memory_bytes),
+            signed_percent(way.loss) if way.loss is not None else "not known" if way.diloco else "",
+            "yes" if way.status == "OPTIMAL" else "no" if way.status else "",
+        )
+        for way in found.compared
+    ]
+    columns = ("replicas", "step", "MFU", "over the axis", "memory", "loss by the law", "proven")
+    terminal.show(
+        "", table("Ways to synchronise, on the same examples", columns, rows, (2, 3, 4, 5), strong=0)
+    )
+    law = "Loss by the law of Charles et al. 2025 (2503.09799) at H = 30 and 20 tokens a parameter, not ours."
+    terminal.show(law)
+
+
+def compared_on_links(terminal: Terminal, found: Planned, clock: Clock, anew: bool) -> Turning | None:
+    """How the ways of a plan's search compare on other links.
+
+    Args:
+      anew: every way is searched again on each.
+    """
+    from layoutopt.analysis.turning import searched, turning
+    from layoutopt.models.loading import load_model
+
+    plan, ways = found.plan, found.plan.data.details.ways
+    if ways is None:
+        return None
+    own = plan.data.model.hparams
+
+    def build(way: Way) -> Model:
+        if way.hparams == ways.compared[0].hparams:
+            return found.loaded.model
+        return load_model(found.loaded.source, {**own, **way.hparams}).model
+
+    with terminal.waiting("pricing the ways to synchronise on other links"):
+        if not anew:
+            return turning(ways.compared, build, found.hardware)
+        return searched(ways.compared, build, found.hardware, asked_of(plan), found.limit, clock)
+
+
+def with_turning(plan: Plan, found: Turning | None) -> Plan:
+    """The plan with it among its details."""
+    ways = plan.data.details.ways
+    if ways is None or found is None:
+        return plan
+    return plan.with_details(ways=ways.model_copy(update={"turning": found}))
+
+
+def show_turning(terminal: Terminal, found: Turning | None) -> None:
+    """A column for every way, a row for every link."""
+    if found is None:
+        return
+    names = list(dict.fromkeys(name for point in found.at for name in point.seconds))
+    rows = [
+        (
+            f"{point.gigabits:.3g}",
+            f"{point.times:g}×",
+            *(_cell(point, name) for name in names),
+        )
+        for point in found.at
+    ]
+    title = f"Where it pays that {found.axis!r} synchronises rarely: {found.words}"
+    columns = ("Gbit/s", "of this link", *names)
+    terminal.show("", table(title, columns, rows, range(len(columns))))
+
+
+def _cell(point: AtLink, name: str) -> str:
+    if name not in point.seconds:
+        return "not known"
+    mfu = f" ({share_text(point.mfu[name], 1)} MFU)" if name in point.mfu else ""
+    return f"{seconds_text(point.seconds[name])}{mfu}"

@@ -1,0 +1,107 @@
+"""Ways to synchronise that were compared: never rarely, or along which axis, and how often."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from pydantic import Field
+
+from layoutopt.plan.decided import Decided
+from layoutopt.plan.fields import Amount, Data, Flag, Names, Size, Whole
+
+SYNCHRONOUS = "synchronous"
+"""The name of the way in which all devices meet in every step."""
+
+
+class Way(Decided):
+    """The best layout of one way.
+
+    Attributes:
+      replicas: how many share the examples of a step; 1 if all devices meet in every step.
+      hparams: hyperparameters of a replica's model that are not those of the whole.
+      step_seconds, mfu, peak_memory_bytes: none where the way has no plan; `reason` says why.
+      rare_bytes: what a device sends over the axis that synchronises rarely, in a step.
+      status: what is proven of the layout.
+      loss: by how much, relatively, the published law says that replicas lose; None: it says nothing of this.
+    """
+
+    name: str = SYNCHRONOUS
+    replicas: Size = 1
+    hparams: dict[str, Any] = Field(default_factory=dict)
+    mesh: dict[str, Size] = Field(default_factory=dict)
+    layout: dict[str, Names] = Field(default_factory=dict)
+    step_seconds: Amount | None = None
+    mfu: Amount | None = None
+    peak_memory_bytes: Whole | None = None
+    rare_bytes: Amount | None = None
+    status: str = ""
+    loss: float | None = None
+    reason: str = ""
+
+
+class AtLink(Data):
+    """One bandwidth of the link.
+
+    Attributes:
+      times: what the hardware says; gigabits: per second, between a replica and the others.
+      seconds, mfu: of a step, by the name of a way.
+    """
+
+    times: Amount
+    gigabits: Amount
+    seconds: dict[str, Amount]
+    mfu: dict[str, Amount] = Field(default_factory=dict)
+
+    @property
+    def pays(self) -> bool:
+        """Whether the fastest way meets rarely."""
+        return min(self.seconds, key=self.seconds.__getitem__, default=SYNCHRONOUS) != SYNCHRONOUS
+
+
+class Turning(Data):
+    """How ways compare as the link between replicas changes.
+
+    Attributes:
+      axis: that the link is of.
+      at: rising bandwidths.
+      turns: gigabits per second at which the fastest way becomes another one, of those that meet rarely and
+        the synchronous one.
+      searched: every way was searched anew at each; else its best layout here is priced there.
+    """
+
+    axis: str
+    at: tuple[AtLink, ...]
+    turns: tuple[Amount, ...] = ()
+    searched: Flag = False
+
+    @property
+    def words(self) -> str:
+        """In a sentence: 'it pays from 9.1 to 250 Gbit/s between a replica and the others'."""
+        if not self.at:
+            return "there was no time to know"
+        low, high = self.at[0].gigabits, self.at[-1].gigabits
+        ends = [None, *self.turns] if self.at[0].pays else [*self.turns]
+        spans = []
+        for start, end in itertools.zip_longest(ends[::2], ends[1::2]):
+            if start is None and end is None:
+                spans.append(f"from {low:.3g} to {high:.3g}")
+            elif end is None:
+                spans.append(f"above {start:.3g}")
+            else:
+                spans.append(f"below {end:.3g}" if start is None else f"from {start:.3g} to {end:.3g}")
+        where = " and ".join(spans) or f"nowhere from {low:.3g} to {high:.3g}"
+        whose = "" if self.searched else ", with these layouts"
+        return f"it pays {where} Gbit/s between a replica and the others{whose}"
+
+
+class Ways(Data):
+    """The ways that were compared, the fastest that is accepted first.
+
+    Attributes:
+      accepted: relative loss that the user accepts; None: any.
+    """
+
+    compared: tuple[Way, ...]
+    accepted: Amount | None = None
+    turning: Turning | None = None

@@ -1,0 +1,134 @@
+"""Ways to synchronise compared: the fastest that is accepted, what the law says of each, where it turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.hardware import Hardware, load_hardware, with_settings
+from layoutopt import Plan, choose_replicas, search
+from layoutopt.analysis.turning import link_times, turning
+from layoutopt.plan.ways import SYNCHRONOUS, AtLink, Turning, Way
+from tests.core.test_replicas import model
+
+MESH, ROWS = "sites:2;data:8", 1 << 20
+FEW: dict[str, Any] = {"storage": ["layout", "zero3"], "recompute": [False], "microbatches": [1]}
+WAYS = ("never", "sites:period=30", "sites:period=300")
+
+
+def build(count: int) -> mtf.Model:
+    made = model(mtf.Adam(1e-2), rows=ROWS // count, dtype="float32")
+    made.hparams = {"batch": ROWS // count, "other": 1}
+    return made
+
+
+@pytest.fixture(scope="module")
+def machine() -> Hardware:
+    """Two nodes whose messages take no time to start, but long to arrive."""
+    slow = ["nic_bandwidth=0.00001GB/s", "node_egress=0.0001GB/s"]
+    return load_hardware(with_settings("h100", slow))
+
+
+@pytest.fixture(scope="module")
+def chosen(machine: Hardware) -> Plan:
+    return choose_replicas(build, MESH, WAYS, machine, **FEW)
+
+
+def test_the_fastest_way_is_the_plan(chosen: Plan, machine: Hardware) -> None:
+    ways = chosen.data.details.ways
+    assert ways is not None and [w.status for w in ways.compared] == ["OPTIMAL"] * 3
+    wanted = {
+        diloco: search(build(2 if diloco else 1), mesh=MESH, hardware=machine, diloco=diloco, **FEW)
+        for diloco in (None, *WAYS[1:])
+    }
+    found = {w.diloco: w.step_seconds for w in ways.compared}
+    for diloco, plan in wanted.items():
+        said = str(mtf.DiLoCo.parse(diloco)) if diloco else ""
+        assert found[said] == pytest.approx(plan.predicted.step_seconds, rel=1e-9)
+    assert ways.compared[0].step_seconds == min(p.predicted.step_seconds for p in wanted.values())
+    assert chosen.predicted.step_seconds == ways.compared[0].step_seconds
+    assert chosen.data.diloco == ways.compared[0].diloco
+    assert chosen.data.solver is not None and chosen.data.solver.status == "OPTIMAL"
+    assert {w.name: w.hparams for w in ways.compared} == {
+        SYNCHRONOUS: {"batch": ROWS},
+        "sites, every 30 steps": {"batch": ROWS // 2},
+        "sites, every 300 steps": {"batch": ROWS // 2},
+    }
+
+
+def test_what_the_law_says_decides(machine: Hardware) -> None:
+    """19.226 N^-0.0985 2^0.0116 / (18.129 N^-0.0953) - 1 at 128 parameters; nothing beyond 30 steps."""
+    plan = choose_replicas(build, MESH, WAYS, machine, accept_loss=0.0, **FEW)
+    ways = plan.data.details.ways
+    assert ways is not None and plan.options.diloco is None
+    law = 19.226 * 128**-0.0985 * 2**0.0116 / (18.129 * 128**-0.0953) - 1
+    found = {w.name: w for w in ways.compared}
+    assert found["sites, every 30 steps"].loss == pytest.approx(law)
+    assert found["sites, every 30 steps"].reason.startswith("not accepted: +")
+    assert found["sites, every 300 steps"].reason == "not accepted: no law beyond H = 30"
+    with pytest.raises(mtf.UserError, match="no way is left"):
+        choose_replicas(build, MESH, WAYS[1:], machine, accept_loss=0.0, **FEW)
+
+
+def test_free_is_every_axis_between_nodes(machine: Hardware) -> None:
+    plan = choose_replicas(build, MESH, ["free"], machine, **FEW)
+    ways = plan.data.details.ways
+    assert ways is not None
+    assert {w.name for w in ways.compared} == {SYNCHRONOUS, "sites, every 30 steps"}
+
+
+def test_where_it_turns(chosen: Plan, machine: Hardware) -> None:
+    ways = chosen.data.details.ways
+    assert ways is not None
+
+    def its(way: Way) -> mtf.Model:
+        return build(way.replicas)
+
+    found = turning(ways.compared, its, machine, tuple(4.0**n for n in range(-2, 12, 2)))
+    assert found is not None and len(found.turns) == 1
+    base = found.at[1]
+    assert base.times == 1 and base.seconds[chosen.data.details.ways.compared[0].name] == pytest.approx(
+        chosen.predicted.step_seconds
+    )
+    times = found.turns[0] / base.gigabits
+    there = turning(ways.compared, its, machine, (times,))
+    assert there is not None
+    rare = min(s for name, s in there.at[0].seconds.items() if name != SYNCHRONOUS)
+    assert rare == pytest.approx(there.at[0].seconds[SYNCHRONOUS], rel=1e-2)
+    faster = link_times(machine, mtf.Mesh(MESH), "sites", 2.0).topology
+    assert faster.nic_bandwidth.value == 2 * machine.topology.nic_bandwidth.value  # type: ignore[union-attr]
+    assert faster.node_bandwidth == machine.topology.node_bandwidth  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("pays", "turns", "words"),
+    [
+        ((0, 0, 0), (), "nowhere from 1 to 100"),
+        ((1, 1, 1), (), "from 1 to 100"),
+        ((1, 0, 0), (3,), "below 3"),
+        ((0, 1, 0), (3, 30), "from 3 to 30"),
+        ((0, 0, 1), (30,), "above 30"),
+        ((1, 0, 1), (3, 30), "below 3 and above 30"),
+    ],
+)
+def test_its_words(pays: tuple[int, ...], turns: tuple[float, ...], words: str) -> None:
+    at = [
+        AtLink(times=1, gigabits=rate, seconds={SYNCHRONOUS: 1.0, "sites": 0.5 if p else 2.0})
+        for rate, p in zip((1, 10, 100), pays, strict=True)
+    ]
+    said = Turning(axis="sites", at=tuple(at), turns=turns, searched=True).words
+    assert said == f"it pays {words} Gbit/s between a replica and the others"
+
+
+def test_errors(machine: Hardware) -> None:
+    with pytest.raises(mtf.UserError, match="build it with its share"):
+        choose_replicas(lambda _: build(1), MESH, WAYS[:2], machine, **FEW)
+    with pytest.raises(mtf.UserError, match="--accept-loss -1: needs a share of at least 0"):
+        choose_replicas(build, MESH, WAYS, machine, accept_loss=-1, **FEW)
+    plan = choose_replicas(
+        lambda n: model(mtf.SGD(0.1), rows=9, dtype="float32"), MESH, WAYS[:2], machine, **FEW
+    )
+    ways = plan.data.details.ways
+    assert ways is not None and ways.compared[1].reason == "9 examples do not divide over 2 replicas"
