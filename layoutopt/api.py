@@ -92,7 +92,7 @@ def search(
         "zigzag" and "all_to_all".
       pipeline: dimensions of layers that mesh axes may split into stages, which the microbatches go through.
       offload: what may lie in the hosts' memory, where the hardware file knows the link: of "optimizer" (its
-        state).
+        state) and "activations" (what loops save for their second runs).
       diloco: an axis of the mesh along which replicas lie that meet rarely, as "sites:period=30": each is the
         model, on the other axes, with batches of its own (`choose_replicas` compares such plans).
       keep_best: Ctrl-C is not raised, but ends the search with the best layout so far, which is not proven;

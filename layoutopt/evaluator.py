@@ -6,7 +6,7 @@ solver.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -15,6 +15,7 @@ from costmodels.kernels.fused import Fused
 from costmodels.kernels.refused import sentences
 from costmodels.liveness import Memory, memory
 from costmodels.pricing.items import HOST
+from costmodels.pricing.overlap import PRODUCTS
 from costmodels.pricing.pricer import Cost, Pricer, pricer
 from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
 from costmodels.waiting import waiting
@@ -32,6 +33,7 @@ from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.replicas import ReplicaPrograms
 from mesh_tf_core.model import Model
+from mesh_tf_core.ops.ticks import Schedule
 
 DEFAULT = Options()
 ONE_DEVICE = Mesh("all:1")
@@ -168,6 +170,12 @@ class Evaluation:
                 f"{seconds_text(total)}: loads and stores one after the other, beside them the products of "
                 "loops alone"
             )
+        if self.program.host_bytes and machine.host_memory_bytes is None and not machine.is_host:
+            yield (
+                f"how much memory the hosts of {machine.name} have is not known, so whether "
+                f"{size_text(self.program.host_bytes)} for each device fit there is not checked; say it with "
+                "--set-hardware host_memory=64GB"
+            )
 
     @cached_property
     def waits(self) -> tuple[str, ...]:
@@ -219,11 +227,22 @@ def unsplit_flops(model: Model) -> Mapping[str, float]:
     return model.step_graph.remembered("model_flops", lambda: model_flops(unsplit(model)))
 
 
-def computed_alone(model: Model, hardware: Hardware) -> float:
+def computed_alone(model: Model, hardware: Hardware, loops: Collection[str] | None = None) -> float:
     """Seconds that one device computes on a step: no layout takes less than a device's share of them, as far
-    as pieces never cost less than their share of the whole; else 0."""
+    as pieces never cost less than their share of the whole; else 0.
+
+    Args:
+      loops: only products in loops over these dimensions, before the update.
+    """
     prices = pricer(hardware, ONE_DEVICE)
-    return Evaluation(model, unsplit(model), prices).cost.compute_seconds if prices.pieces_cost_more else 0.0
+    if not prices.pieces_cost_more:
+        return 0.0
+    cost = Evaluation(model, unsplit(model), prices).cost
+    if loops is None:
+        return cost.compute_seconds
+    inside = {n.index for b in model.step_graph.blocks if b.dim and b.dim.name in loops for n, _ in b.walk()}
+    products = (x for x in cost.lines if x.kind in PRODUCTS and x.origin.phase != "update")
+    return sum(x.seconds * x.times for x in products if x.origin.node in inside)
 
 
 def evaluate(
@@ -259,11 +278,25 @@ class Evaluator:
         self._known: dict[Hashable, Evaluation | str] = {}
         self._prices: dict[Mesh, Pricer] = {}
         self._table_prices: TablePrices | None = None
+        self._computed: dict[Collection[str] | None, float] = {}
 
     def prices(self, mesh: Mesh) -> Pricer:
         if mesh not in self._prices:
             self._prices[mesh] = pricer(self.hardware, mesh)
         return self._prices[mesh]
+
+    def least(self, mesh: Mesh, decided: Decisions) -> float:
+        """Seconds that no layout takes less than: a device computes its share, and stages of pipelines that
+        of their products in every tick."""
+        parts = decided.microbatches
+        waits = ((dim, Schedule(parts, n).ticks / parts - 1) for dim, n in decided.stages_on(mesh).items())
+        more = max((self._alone(frozenset({dim})) * share for dim, share in waits), default=0.0)
+        return (self._alone() + more) / mesh.devices
+
+    def _alone(self, loops: frozenset[str] | None = None) -> float:
+        if loops not in self._computed:
+            self._computed[loops] = computed_alone(self.model, self.hardware, loops)
+        return self._computed[loops]
 
     def near(self, mesh: Mesh) -> Axes:
         """Its axes inside nodes or slices, where others lie between them."""

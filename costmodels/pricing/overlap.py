@@ -45,6 +45,8 @@ from mesh_tf_core.ir.program import (
 GRADIENT, PARAMETER, ACTIVATION = "gradient", "parameter", "activation"
 CLASSES = (GRADIENT, PARAMETER, ACTIVATION)
 RING = "ring"
+PRODUCTS = ("matmul", "attention")
+"""Kinds of operations that hide what moves meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +107,7 @@ def beside_loops(program: Program) -> dict[int, Beside]:
         moved = [i for i in loop.body if isinstance(i, Transfer)] if isinstance(loop, Loop) else []
         if not moved or not isinstance(loop, Loop):
             continue
-        kernels = tuple(i for i in loop.body if isinstance(i, Local) and i.op.kind in ("matmul", "attention"))
+        kernels = tuple(i for i in loop.body if isinstance(i, Local) and i.op.kind in PRODUCTS)
         sizes = [program.values[i.outputs[0]].local_bytes(program.mesh) for i in moved]
         often = (loop.dim.size - 1) / loop.dim.size
         for instr, size in zip(moved, sizes, strict=True):

@@ -62,6 +62,12 @@ class Instance:
     values: tuple[Placed, ...]
     collective: Collective | None
 
+    @property
+    def beside_loop(self) -> bool:
+        """Whether it moves what a loop keeps between device and host, beside the products of its body."""
+        unit = self.template.unit
+        return isinstance(unit, Beside) and isinstance(unit.instr, Transfer)
+
     def items(
         self, itemiser: Itemiser, piece: Callable[[Placed], TensorType], mesh: Mesh
     ) -> tuple[Item, ...]:

@@ -158,14 +158,14 @@ def _ruled(evaluator: Evaluator, subproblem: Subproblem, seconds: float, limit: 
     rows = list(search.rows)
     seen: set[Choices] = set()
     for choices in known.below(seconds):
+        if search.refused(choices):
+            continue
         decided = choices[: len(search.extraction.names)]
         if decided in seen:
             continue
         if len(seen) == MOST:
             return ruled
         seen.add(decided)
-        if search.beyond_hosts(choices):
-            continue
         if not _overfull(rows, choices, limit) and search.evaluate(choices).memory.peak <= limit:
             evaluation = search.evaluate(choices)
             if evaluation.cost.step_seconds < seconds:

@@ -4,6 +4,7 @@ Variables
   x_d       for every decision d (see `decisions`): which of its options is chosen
   y_k       for every group k = (axes, dtype) of small gradient messages: whether any message of it is sent
   z_a       for every mesh axis a: whether any part of the norm of all gradients is summed over it
+  w_l       for every loop l that may keep something on the hosts: how long it waits for their link, in steps
 
 Objective
   (1) sum_c m_c T_c(x)       time of cluster c with multiplicity m_c                     `_time_terms`
@@ -15,6 +16,7 @@ Constraints
   (5) sum_v bytes_v(x) over the values alive at point t <= memory, for every point t that can be the peak
                                                                                             `memory_constraints`
   (6) sum_c m_c H_c(x) <= host memory, where some choice keeps more on the hosts            `host_memory`
+  (7) what loops keep there moves while their products run, or w_l says how long loop l waits `host_link`
 An option of x_d with which every layout is slower than one that is known leaves its domain       `fixing`
 """
 
@@ -30,7 +32,9 @@ import numpy as np
 from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.cuts import MOST_LOWERED, PendingSum, most_cells
+from layoutopt.formulation.host_link import HostLink, Waits
 from layoutopt.formulation.host_memory import host_row
+from layoutopt.formulation.index import Index
 from layoutopt.formulation.meeting import meeting
 from layoutopt.formulation.memory_constraints import MemoryConstraints
 from layoutopt.formulation.natural_memory import NaturalMemory
@@ -41,6 +45,7 @@ from layoutopt.space.decisions import Decisions
 from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import Choice
 from layoutopt.space.offload import Offload
+from layoutopt.space.recompute import HOST, Recompute
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.layout import AT, Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -54,12 +59,13 @@ class Extraction:
     """A model's problem on one mesh, and the way back from choices to layouts.
 
     Attributes:
-      names: variable i of the problem is the decision `names[i]`; message groups follow.
+      names: variable i of the problem is the decision `names[i]`; message groups follow, then `waits`.
       tables: the priced clusters.
-      problem: variables, times, and the row of the hosts' memory where that may be too small.
+      problem: variables, times, and rows of what lies on the hosts.
       memory: the rows of the devices' memory.
       unsplit: dimensions that stay whole here though they need not, for else a table would be too large; the
         problem's bounds are then none on what was asked.
+      waits: what loops wait for the host link: the last variables.
     """
 
     mesh: Mesh
@@ -70,6 +76,7 @@ class Extraction:
     problem: Problem
     memory: MemoryConstraints | NaturalMemory
     unsplit: tuple[str, ...] = ()
+    waits: tuple[Waits, ...] = ()
 
     def read(self, choices: Sequence[int]) -> tuple[Layout, Options]:
         """The layout and options of the solver's choices."""
@@ -87,7 +94,8 @@ class Extraction:
             return None
         sent = {key for entry in entries for key in entry.small}
         picked = (every[n].index(wanted[n]) for n in self.names)
-        return (*picked, *(int(k in sent) for k in self.groups))
+        found = (*picked, *(int(k in sent) for k in self.groups))
+        return (*found, *(each.step(found) for each in self.waits))
 
     def _entries(self, wanted: dict[str, Choice], sums: Sequence[str]) -> list[Entry] | None:
         """Each table's entry of the choices wanted, with those pending sums that lowering lets wait: they are
@@ -246,35 +254,32 @@ class Draft:
         rows = memory or MemoryConstraints(
             self.context, decided, names, self.tables, self.tabler, self.meeting
         )
-        problem = replace(self._problem(terms, groups), rows=self._host_rows(index))
+        problem, waits = self._problem(terms, groups), self._waits(index)
+        for each in waits:
+            problem = each.into(problem)
+        problem = replace(problem, rows=(*problem.rows, *self._host_rows(index)))
         tables, unsplit = tuple(self.tables), tuple(self.unsplit)
-        return Extraction(self.mesh, decided, names, tables, groups, problem, rows, unsplit)
+        return Extraction(self.mesh, decided, names, tables, groups, problem, rows, unsplit, waits)
 
-    def _host_rows(self, index: Index) -> tuple[Row, ...]:
-        limit = self.pricer.hardware.host_memory_bytes
-        if limit is None or not self.decided.of(Offload):
+    @property
+    def _keeps(self) -> bool:
+        """Whether loops may keep something on the hosts."""
+        return any(HOST in choice for n in self.decided.of(Recompute) for choice in self.decided.options[n])
+
+    def _waits(self, index: Index) -> tuple[Waits, ...]:
+        if not self._keeps:
             return ()
-        row = host_row(self.tables, index.scope, index.rows, limit)
-        return () if row is None else (row,)
+        return HostLink(self.context.dependencies, self.pricer, index).waits(self.tables)
+
+    def _host_rows(self, index: Index) -> Iterable[Row]:
+        limit = self.pricer.hardware.host_memory_bytes
+        if limit is None or not (self._keeps or self.decided.of(Offload)):
+            return ()
+        return host_row(self.tables, index, limit)
 
 
 def _groups(tables: Sequence[Table]) -> tuple[Key, ...]:
     return tuple(dict.fromkeys(k for t in tables for e in t.entries.values() for k in e.small))
-
-
-class Index:
-    """Numbers of decisions and of their options."""
-
-    def __init__(self, names: Sequence[str], decided: Decisions) -> None:
-        self.number = {n: i for i, n in enumerate(names)}
-        self.place = {n: {c: j for j, c in enumerate(decided.options[n])} for n in names}
-
-    def rows(self, names: Sequence[str], assignments: Iterable[Sequence[Choice]]) -> list[list[int]]:
-        places = [self.place[n] for n in names]
-        return [[place[c] for place, c in zip(places, a, strict=True)] for a in assignments]
-
-    def scope(self, names: Sequence[str]) -> tuple[int, ...]:
-        return tuple(self.number[n] for n in names)
 
 
 def _named(key: Key) -> str:

@@ -8,30 +8,18 @@ has there (`Program.host_bytes`), and forbids a layout if and only if the hardwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from layoutopt.formulation.tables import Assignment, Table
+from layoutopt.formulation.index import Index
+from layoutopt.formulation.tables import Table
 from layoutopt.problem import Entry, Row, Sparse
 from mesh_tf_core.ir.program import Program
 
-Numbered = Callable[[Sequence[str], Iterable[Assignment]], list[list[int]]]
-"""Assignments of the decisions that are named, each in the numbers of its options."""
-NAME = "host memory"
 
-
-def host_row(
-    tables: Sequence[Table],
-    scope: Callable[[Sequence[str]], tuple[int, ...]],
-    numbered: Numbered,
-    limit: float,
-) -> Row | None:
-    """The row; None if no choice keeps more than `limit` bytes there.
-
-    Args:
-      scope, numbered: numbers of decisions, and of their options (`extract.Index`).
-    """
+def host_row(tables: Sequence[Table], index: Index, limit: float) -> Iterator[Row]:
+    """The row; none if no choice keeps more than `limit` bytes there."""
     entries, most = [], 0.0
     known: dict[int, int] = {}
 
@@ -46,8 +34,7 @@ def host_row(
         each = [held(e.lowered[0].program) if e.lowered else 0 for e in table.entries.values()]
         values = table.cluster.multiplicity * np.array(each, float)
         if values.any():
-            listed = np.array(numbered(table.names, table.entries), np.int64)
-            shape = len(values), len(table.names)
-            entries.append(Entry(scope(table.names), Sparse(listed.reshape(shape), values)))
+            entries.append(Entry(index.scope(table.names), Sparse(index.listed(table), values)))
             most += values.max()
-    return Row(NAME, limit, tuple(entries)) if most > limit else None
+    if most > limit:
+        yield Row("host memory", limit, tuple(entries))

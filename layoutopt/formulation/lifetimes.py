@@ -295,7 +295,9 @@ class ClusterMemory:
         return False
 
     def _size(self, value: int | None) -> int:
-        return 0 if value is None else held_bytes(self._value(value), self.mesh, self.tiles)
+        if value is None or self._value(value).host:
+            return 0
+        return held_bytes(self._value(value), self.mesh, self.tiles)
 
     def _value(self, value: int) -> Value:
         return self.program.values[value]

@@ -26,6 +26,7 @@ from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import Table, Tabler
 from layoutopt.problem import Entry, Row, Sparse
 from layoutopt.space.decisions import Decisions
+from layoutopt.space.recompute import again_in
 from layoutopt.space.recompute import chosen as chosen_of
 
 
@@ -49,7 +50,7 @@ class MemoryConstraints:
     ) -> None:
         self.context, self.dependencies = context, context.dependencies
         self.decided, self.names = decided, tuple(names)
-        self.always = decided.read({})[1].recompute
+        self.always = again_in(decided.read({})[1])
         self.fuses = tabler.pricer.itemiser.fuses
         self._bytes = _Bytes(context, decided, self.names, tables, tabler)
         self.met = Counter[Entry]()

@@ -20,6 +20,7 @@ from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import assignments
 from layoutopt.problem import Entry, Row, Sparse
 from layoutopt.space.decisions import Decisions
+from layoutopt.space.recompute import again_in
 from mesh_tf_core.ir.liveness import Held, Liveness
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Instr, Loop, Program
@@ -30,7 +31,7 @@ class NaturalMemory:
 
     def __init__(self, context: SharedContext, mesh: Mesh, decided: Decisions, names: Sequence[str]) -> None:
         self.dependencies, self.mesh, self.decided, self.names = context.dependencies, mesh, decided, names
-        self.always = decided.read({})[1].recompute
+        self.always = again_in(decided.read({})[1])
         self._program = context.program(self.always)
         self._rows: tuple[Row, ...] | None = None
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.space.kind import Choice
-from layoutopt.space.recompute import chosen
+from layoutopt.space.recompute import ON_HOSTS, chosen
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.structure import Connection
 from mesh_tf_core.lower import Subgraph
@@ -139,8 +139,10 @@ class SecondRuns:
                 continue
             for keep in ((), *keep_sets(self.graph, block.dim.name)):
                 text = str(Recomputed(block.dim.name, keep))
-                name, choice = chosen(text)
-                what = name, runs.get(text), tuple(t for t, texts in kept.items() if text in texts)
-                if first.setdefault(what, choice) != choice:
-                    found[name][choice] = first[what]
+                own = tuple(t for t, texts in kept.items() if text in texts)
+                for there in ("", ON_HOSTS):
+                    name, choice = chosen(text + there)
+                    what = name, runs.get(text), own, there if own else ""
+                    if first.setdefault(what, choice) != choice:
+                        found[name][choice] = first[what]
         return found

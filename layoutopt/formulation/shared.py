@@ -14,6 +14,7 @@ from layoutopt.formulation.makers import Makers
 from layoutopt.formulation.memory_points import Points
 from layoutopt.formulation.tables import Tabler
 from layoutopt.space.decisions import Decisions
+from layoutopt.space.recompute import options_of
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
@@ -87,7 +88,7 @@ class SharedContext:
         """The step on one device, or one for each stage, where these loops run again; on others it differs in
         its mesh only."""
         if again not in self._programs:
-            options = Options(recompute=again, microbatches=self.microbatches)
+            options = Options(microbatches=self.microbatches, **options_of(again))
             mesh = Mesh([(dim, n) for dim, n in self.stages.items()]) if self.stages else ONE
             layout = Layout({dim: (dim,) for dim in self.stages})
             self._programs[again] = self.model.lower(mesh, layout, options, check=False)

@@ -290,7 +290,8 @@ class Tabler:
             program = lower(
                 self.graph, naming.mesh, oracle.layout, results, options, subgraph, oracle, cut=cut
             )
-            cost = self.cache.templates.itemised(program, subgraph.again)
+            every = self.cache.templates.itemised(program, subgraph.again)
+            cost = tuple([each for each in every if not each[0].beside_loop])  # rows see to these
             found = cost, waiting(program), totalled(program, cluster.totalled)
         except LayoutError:
             pass

@@ -11,10 +11,11 @@ stages run k M + P - 1 times, each for at least 1/k as long, so that of a bound 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from layoutopt.evaluator import Evaluator
 from layoutopt.optimize.fixing import SLACK, OptionCosts
 from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblem import Found, SubproblemSearch
@@ -74,6 +75,13 @@ class Pieces:
             for name in costs.keys() & set(of.decided.free):
                 options[name] = tuple(o for o in options[name] if part * costs[name].get(o, math.inf) <= most)
         return replace(of, decided=of.decided.within(options)) if all(options.values()) else None
+
+
+def compute_at_least(candidates: Iterable[Candidate], evaluator: Evaluator) -> None:
+    """Bounds problems before anything of them is made: nothing waits less than not at all."""
+    for each in candidates:
+        least = evaluator.least(each.subproblem.mesh, each.subproblem.decided)
+        each.bound = max(each.bound, least)
 
 
 Known = TypeVar("Known")

@@ -29,7 +29,7 @@ from layoutopt.formulation.extract import Extraction
 from layoutopt.formulation.memory_points import Key
 from layoutopt.problem import Entry, Row, Sparse
 from layoutopt.space.elsewhere import written
-from layoutopt.space.recompute import Recompute
+from layoutopt.space.recompute import Recompute, again_in
 from layoutopt.space.storage import storage_class
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.program import Collective, Instr, Program, Slice
@@ -48,7 +48,7 @@ def lazy_cut(found: Extraction, choices: Sequence[int], judged: Evaluation, met:
     entries: tuple[Entry, ...] = ()
     most = float(judged.memory.peak + met)
     excess, decided = most, frozenset(names)
-    again = found.read(choices)[1].recompute
+    again = again_in(found.read(choices)[1])
     peak = judged.memory.points[judged.memory.at]
     known = found.memory.point(again, peak.origin.node, peak.origin.phase, choices)
     if known is not None:

@@ -35,7 +35,7 @@ def lean(search: SubproblemSearch, pinned: Mapping[str, Choice], clock: Clock = 
     while row is not None:
         entries = tuple(Term(e.scope, e.table, "bytes") for e in row.entries)
         choices = eliminate(replace(problem, terms=(*legal, *entries))).best()
-        if choices is None or search.beyond_hosts(choices):
+        if choices is None or search.refused(choices):
             return best
         evaluation = search.evaluate(choices)
         if best is None or evaluation.memory.peak < best.peak:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 
 from layoutopt.evaluator import Evaluation
 from layoutopt.formulation.extract import count_layouts
-from layoutopt.optimize.candidates import Candidate, Pieces
+from layoutopt.optimize.candidates import Candidate, Pieces, compute_at_least
 from layoutopt.optimize.fixing import OptionCosts, faster, option_costs
 from layoutopt.optimize.least_memory import leanest, least_memory, too_much
 from layoutopt.optimize.merging import merged
@@ -203,6 +203,7 @@ class Search:
     def _fastest(self, limit: float) -> Found | None:
         """The fastest layout that holds at most `limit` bytes; sets `bound` and `proven`."""
         request, pool = self.request, self.pool
+        compute_at_least(self.candidates, request.evaluator)
         order = sorted(self.candidates, key=lambda p: p.bound)
         if request.clock.limit is not None and not pool.fitting(limit):
             order = [*self.candidates[-1:], *order]  # what fits most likely, to have something early

@@ -37,6 +37,7 @@ from layoutopt.problem import (
 )
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
+from layoutopt.space.recompute import again_in
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -156,7 +157,7 @@ class SubproblemSearch:
         if choices is None:
             return None
         choices = canonical(problem, self.extraction, choices)
-        if self.beyond_hosts(choices):
+        if self.refused(choices):
             return None
         # Rows take longer to make than one layout to evaluate, unless they are needed anyway.
         if self._evaluator.tight and self._too_large(choices, limit):
@@ -172,8 +173,8 @@ class SubproblemSearch:
         layout, options = self.extraction.read(choices)
         return Outcome(Found(self.mesh, layout, options, evaluation, solution), bound, True)
 
-    def beyond_hosts(self, choices: tuple[int, ...]) -> bool:
-        """Whether the hosts have no room for what they are to keep."""
+    def refused(self, choices: tuple[int, ...]) -> bool:
+        """Whether the hosts have no room for what they are to keep, or their link no time to move it."""
         return any(row.use(choices) > row.limit for row in self.extraction.problem.rows)
 
     def _too_large(self, choices: tuple[int, ...], limit: float) -> bool:
@@ -202,9 +203,9 @@ class SubproblemSearch:
           excluded: solver's choices that may not be the answer.
           pinned: decisions that are taken already.
           tries: answers that are evaluated before the limit is lowered (default: the smaller the tables, the
-            more).
+            more, and besides as many as there are sets of loops that run again).
         """
-        found = self._fastest(limit, upper, clock, listener, excluded, pinned, tries or self._tries())
+        found = self._fastest(limit, upper, clock, listener, excluded, pinned, tries)
         return replace(found, bound=0.0, proven=False) if self.extraction.unsplit else found
 
     def _fastest(
@@ -215,17 +216,17 @@ class SubproblemSearch:
         listener: Listener | None,
         excluded: tuple[tuple[int, ...], ...],
         pinned: Mapping[str, Choice] | None,
-        tries: int,
+        most: int | None,
     ) -> Outcome:
         if not excluded and (found := self._roomy(limit, listener, pinned or {})) is not None:
             return found
-        bound, share = 0.0, 1.0
+        bound, share, tries, attempt = 0.0, 1.0, most or self._tries(), 0
         sums = self.extraction.decided.of(PendingSum)
         own = [i for i, name in enumerate(self.extraction.names) if name not in sums]
         banned = [{i: choices[i] for i in own} for choices in excluded]
-        for attempt in range(tries + ATTEMPTS[0]):
+        while attempt < tries + ATTEMPTS[0]:
             exact = attempt < tries
-            if attempt and clock.over:
+            if self.evaluations and clock.over:
                 break
             part = (attempt - tries + 1) / ATTEMPTS[0]
             rows_limit = limit + ROUNDING if exact else limit * (1 - part * (1 - share))
@@ -247,7 +248,8 @@ class SubproblemSearch:
             go_on(solution)
             counted = max(row.use(choices) for row in self.rows)
             share = min(share, counted / evaluation.memory.peak)
-            self.learn(choices)
+            other = self.learn(choices)
+            attempt += not (exact and other and most is None)  # there are few sets of loops
         return Outcome(None, bound, False)
 
     def _tries(self) -> int:
@@ -263,14 +265,16 @@ class SubproblemSearch:
             terms.append(Term((self.extraction.names.index(name),), table, f"pin {name}"))
         return replace(problem, terms=(*problem.terms, *terms))
 
-    def learn(self, choices: tuple[int, ...]) -> None:
-        """Adds the rows of the loops that run again under some choices, or a row of what they need more."""
-        again = self.extraction.read(choices)[1].recompute - self.extraction.memory.always
+    def learn(self, choices: tuple[int, ...]) -> bool:
+        """Adds the rows of the loops that run again under some choices, or a row of what they need more;
+        whether these loops were not known yet."""
+        again = again_in(self.extraction.read(choices)[1]) - self.extraction.memory.always
         if again not in self.again:
             self.again.append(again)
-        else:
-            row = self._cut(choices)
-            self.cuts[row.name] = row
+            return True
+        row = self._cut(choices)
+        self.cuts[row.name] = row
+        return False
 
     def _cut(self, choices: tuple[int, ...]) -> Row:
         """The row of choices that do not fit: of the step of one replica, where there are several."""

@@ -6,6 +6,7 @@ Every decision has a name and a finite list of options, each a tuple of words; `
   "storage of <class>"       (), ("zero1",), ("zero2",), ("zero3",)                          `storage`
   "recompute <dim>"          (), ("on",): the loop over <dim> is recomputed in backward   `recompute`
                              ("on", "products"): but for what it keeps
+                             ("on", "products", "host"): and that on the hosts          `recompute`
   "offload of <class>"       (), ("optimizer",): what lies in the hosts' memory              `offload`
   "context of <dim>"         (), ("ring",), ("zigzag",), ("all_to_all",): of keys along <dim>  `context`
   "number of microbatches"   one number in each subproblem                                   `microbatches`

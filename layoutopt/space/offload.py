@@ -1,7 +1,7 @@
 """What lies in the hosts' memory between its uses (see `mesh_tf_core.lower.offload`).
 
-Variables of the same dimensions are one class, and one decision. Only asked for: it takes time over the host
-link, and helps where memory is short.
+Variables of the same dimensions are one class, and one decision; what loops save is an option of whether they
+run again (`recompute`). Only asked for: it takes time over the host link, and helps where memory is short.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.offload import ACTIVATIONS, OPTIMIZER
+from mesh_tf_core.lower.offload import ACTIVATIONS, KINDS, OPTIMIZER
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -32,13 +32,13 @@ class Offload(Decision):
     @classmethod
     def check(cls, allowed: Allowed) -> None:
         for kind in allowed.offload:
-            if kind == ACTIVATIONS:
-                raise UserError(
-                    f"search does not decide --offload {kind}; give it to cost, train and the others, or "
-                    f"search with --offload {OPTIMIZER}"
-                )
-            if kind != OPTIMIZER:
-                raise UserError(f"offload {kind!r}: {known_names(kind, (OPTIMIZER,))}")
+            if kind not in KINDS:
+                raise UserError(f"offload {kind!r}: {known_names(kind, KINDS)}")
+        if ACTIVATIONS in allowed.offload and not any(allowed.recompute):
+            raise UserError(
+                f"--offload {ACTIVATIONS}: what loops save for a second run may lie on the hosts, and none "
+                "may run again; allow it (--recompute auto or selective)"
+            )
 
     @classmethod
     def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:

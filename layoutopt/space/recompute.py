@@ -3,7 +3,7 @@ their bodies compute, and what of it they keep (`mesh_tf_core.lower.kept`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -13,17 +13,23 @@ from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.kept import Recomputed
+from mesh_tf_core.lower.offload import ACTIVATIONS
 from mesh_tf_core.lower.rematerialization import keep_sets, recomputable
 from mesh_tf_core.tracing.graph import Graph
 
 ON: Choice = ("on",)
 SELECTIVE = "selective"
 """Every set of kinds that may be kept (`keep_sets`)."""
+HOST = "host"
+"""Last among the words of a choice: what is kept lies on the hosts (`mesh_tf_core.lower.offload`)."""
+ON_HOSTS = " on the hosts"
+"""Behind what says a loop and what it keeps (`kept.Recomputed`), the same in a text."""
 
 
 @dataclass(frozen=True)
 class Recompute(Decision):
-    """The loops over one dimension: () saves, ("on",) recomputes, ("on", "products") but for what is kept."""
+    """The loops over one dimension: () saves, ("on",) recomputes, ("on", "products") but for what is kept,
+    ("on", "products", "host") and keeps that on the hosts."""
 
     prefix = "recompute "
     features = (
@@ -50,15 +56,18 @@ class Recompute(Decision):
         whole = [ON for again in allowed.recompute if again is True]
         for dim in recomputable(graph):
             kept = keep_sets(graph, dim) if SELECTIVE in allowed.recompute else ()
-            yield cls(dim, (*plain, *((*ON, *keep) for keep in kept), *whole) or (ON,))
+            some = [(*ON, *keep) for keep in kept]
+            there = [(*each, HOST) for each in (*some, *whole)] if ACTIVATIONS in allowed.offload else []
+            yield cls(dim, (*plain, *some, *there, *whole) or (ON,))
 
     def apply(self, choice: Choice, to: Chosen) -> None:
         if choice:
-            text = str(Recomputed(self.subject, choice[1:]))
+            text, pairs = _said(self.subject, choice)
             to.options["recompute"] = to.options.get("recompute", frozenset()) | {text}
+            to.options["offload"] = to.options.get("offload", frozenset()) | pairs
 
     def read(self, layout: Layout, options: Options) -> Choice:
-        return next((c for text in options.recompute for d, c in [chosen(text)] if d == self.name), ())
+        return next((c for text in again_in(options) for d, c in [chosen(text)] if d == self.name), ())
 
     @classmethod
     def changing(cls, touched: Touched) -> list[str]:
@@ -74,9 +83,31 @@ class Recompute(Decision):
 
 
 def chosen(text: str) -> tuple[str, Choice]:
-    """The decision about some loops, and the option that `kept.Recomputed` says in words."""
-    asked = Recomputed.parse(text)
-    return recompute_name(asked.dim), (*ON, *asked.keep)
+    """The decision about some loops, and the option that a text of `again_in` says."""
+    said, there, _ = text.partition(ON_HOSTS)
+    asked = Recomputed.parse(said)
+    return recompute_name(asked.dim), (*ON, *asked.keep, *([HOST] if there else []))
+
+
+def again_in(options: Options) -> frozenset[str]:
+    """The loops that run again, what they keep, and whether on the hosts: a text of each."""
+    there = {name for kind, name in options.offload if kind == ACTIVATIONS}
+    return frozenset(text + ON_HOSTS * (Recomputed.parse(text).dim in there) for text in options.recompute)
+
+
+def options_of(texts: Iterable[str]) -> dict[str, Any]:
+    """The fields of `Options` that texts of `again_in` say."""
+    found = Chosen()
+    for text in texts:
+        name, choice = chosen(text)
+        Recompute(name.removeprefix(Recompute.prefix), (choice,)).apply(choice, found)
+    return found.options
+
+
+def _said(dim: str, choice: Choice) -> tuple[str, set[tuple[str, str]]]:
+    """The text about the loops over a dimension, and what of them lies on the hosts."""
+    keep = tuple(word for word in choice[1:] if word != HOST)
+    return str(Recomputed(dim, keep)), {(ACTIVATIONS, dim)} if HOST in choice else set()
 
 
 def recompute_name(dim: str) -> str:

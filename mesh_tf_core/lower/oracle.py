@@ -121,7 +121,7 @@ class Oracle:
 
     def keeps_on_host(self, dim: str) -> bool:
         """Whether what loops over a dimension keep for their second runs lies in the hosts' memory."""
-        return bool(self.offload) and bool(self._ask("host", ACTIVATIONS, dim))
+        return bool(self._ask("host", ACTIVATIONS, dim))
 
     def half(self, variable: Variable) -> str | None:
         """The dtype in which a variable is gathered as a step begins, if its master copy alone is stored

@@ -16,7 +16,7 @@ from costmodels.hardware import load_hardware
 from costmodels.pricing.pricer import pricer
 from examples.moe_lm import model as experts
 from layoutopt import search
-from layoutopt.evaluator import Evaluation, evaluate
+from layoutopt.evaluator import Evaluation, Evaluator, evaluate
 from layoutopt.formulation.extract import extract
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.problem import evaluate as value_of
@@ -38,6 +38,8 @@ def compare(model: mtf.Model, on: str, parts: int, hardware: str, axes: str, cou
     decided = decisions(graph, mesh, Allowed(microbatches=(parts,), stages=stages, **more))
     prices = pricer(machine, mesh)
     found, compared = extract(model, mesh, decided, prices), 0
+    least = Evaluator(model, machine).least(mesh, decided)
+    assert bool(least) is prices.pieces_cost_more
     while compared < count:
         layout, options = decided.read(some_choices(decided, rng))
         choices = found.choices(layout, options)
@@ -49,6 +51,7 @@ def compare(model: mtf.Model, on: str, parts: int, hardware: str, axes: str, cou
         assert choices is not None, f"{layout} is legal, but the tables refuse it"
         objective = value_of(found.problem, choices).objective
         assert objective == pytest.approx(evaluation.cost.step_seconds, rel=PRICE), (layout, options)
+        assert least <= evaluation.cost.step_seconds * ROUNDING, (layout, options)
         rows = found.memory.rows() + found.memory.rows(options.recompute)
         counted = max(row.use(choices) for row in rows)
         assert 0.8 * evaluation.memory.peak <= counted <= evaluation.memory.peak * ROUNDING, (layout, options)

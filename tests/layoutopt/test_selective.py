@@ -10,8 +10,10 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.pricing.pricer import pricer
+from layoutopt import search
 from layoutopt.evaluator import evaluate
 from layoutopt.formulation.extract import Extraction, extract
+from layoutopt.optimize import subproblem
 from layoutopt.problem import evaluate as value_of
 from layoutopt.space.decisions import decisions
 from layoutopt.space.kind import Allowed
@@ -88,3 +90,15 @@ def test_the_rows_of_what_is_kept_reach_the_peak() -> None:
         other = found.choices(layout, mtf.Options(recompute=frozenset({"layers"})))
         assert other is not None
         assert max(row.use(other) for row in found.memory.rows(again)) <= peak
+
+
+def test_every_set_that_is_too_large_is_seen_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only second runs that keep nothing fit: the search learns what each set that loops could keep needs,
+    however few answers it may try, and proves the rest."""
+    monkeypatch.setattr(subproblem, "CELLS", 0)
+    model, mesh, machine = EXAMPLES["transformer with fused attention"](), mtf.Mesh("one:1"), "tpu-v5e"
+    plain = mtf.Options(recompute=frozenset({"layers"}))
+    peak = evaluate(model, mesh, mtf.Layout(""), load_hardware(machine), plain).memory.peak
+    asked = {"recompute": EVERY, "microbatches": (1,), "storage": ("layout",), "alternatives": False}
+    plan = search(model, mesh, hardware=machine, memory=peak, **asked)  # type: ignore[arg-type]
+    assert plan.options.recompute == {"layers"} and plan.solver.status == "OPTIMAL"

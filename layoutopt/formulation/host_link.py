@@ -1,0 +1,174 @@
+"""Rows of the host link: what loops keep on the hosts moves while the products of their bodies run.
+
+A body of n iterations hides its transfers but for what takes longer than its products, those of one iteration
+apart (`costmodels.pricing.overlap.beside_loops`). So the step waits n w seconds, where
+
+    sum_c m_c (L_c(x) - (1 - 1/n) P_c(x)) <= w
+
+L_c: seconds of the transfers of cluster c in one iteration, P_c: of its products; both read off the cluster
+as it was lowered for its price, without its transfers. There is a row for a loop in forward, which stores,
+and one for its backward, which loads the same bytes again and runs the products of second runs too. w is a
+variable of the problem, in steps; each costs what the one before it is, so that no layout costs more than its
+program.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from costmodels.kernels.quantities import of_local
+from costmodels.pricing.items import Computed
+from costmodels.pricing.overlap import PRODUCTS
+from costmodels.pricing.pricer import Pricer
+from layoutopt.formulation.cluster import Cluster
+from layoutopt.formulation.dependencies import Dependencies
+from layoutopt.formulation.index import Index
+from layoutopt.formulation.lowering_cache import LoweredCluster
+from layoutopt.formulation.tables import Table
+from layoutopt.problem import Entry, Problem, Row, Sparse, Term, Variable
+from mesh_tf_core.ir.dtypes import TensorType
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.program import HostStore, Local, Loop, Program
+from mesh_tf_core.ir.values import local_type
+
+WHOLE = 1e12
+"""Rows count whole units of this part of a second: solvers take whole numbers as they are."""
+STEPS, FINEST = 32, 1e-3
+"""Of what a loop may wait, and the first of them as a part of the most."""
+Way = tuple[int, bool]
+"""A loop by the block of its forward, and whether its backward is meant."""
+
+
+@dataclass(frozen=True)
+class Waits:
+    """What one loop waits.
+
+    Attributes:
+      steps: of its variable: `WHOLE` units in one iteration, of all that it may keep there.
+      runs: how many iterations there are in a step.
+      row: without its variable.
+    """
+
+    name: str
+    steps: np.ndarray
+    runs: float
+    row: Row
+
+    def into(self, problem: Problem) -> Problem:
+        """A problem with its variable, the last one."""
+        v, least = len(problem.variables), np.concatenate([[0.0, 0.0], self.steps[1:-1]])
+        entry = Entry((v,), -self.steps)
+        return replace(
+            problem,
+            variables=(*problem.variables, Variable(self.name, len(self.steps))),
+            terms=(*problem.terms, Term((v,), self.runs * least / WHOLE, self.name)),
+            rows=(*problem.rows, replace(self.row, entries=(*self.row.entries, entry))),
+        )
+
+    def step(self, choices: Sequence[int]) -> int:
+        """The first step with which choices of all else keep the row."""
+        kept = self.row.use(choices) - self.steps <= self.row.limit
+        return int(kept.argmax()) if kept.any() else len(kept) - 1
+
+
+class HostLink:
+    """Finds what the loops of one problem wait."""
+
+    def __init__(self, dependencies: Dependencies, prices: Pricer, index: Index) -> None:
+        self.dependencies, self.prices, self.index = dependencies, prices, index
+        self._loop = {n.body.id: n.index for n, _ in dependencies.graph.walk() if n.body is not None}
+        self._body = {n.index: n.body for n, _ in dependencies.graph.walk() if n.body is not None}
+        self._known: dict[tuple[int, Mesh], dict[tuple[int, float], float]] = {}
+
+    def waits(self, tables: Sequence[Table]) -> tuple[Waits, ...]:
+        """For each loop that may keep something on the hosts, and for its backward."""
+        entries: dict[Way, list[Entry]] = defaultdict(list)
+        runs: dict[Way, float] = {}
+        for table in tables:
+            of_way: dict[Way, np.ndarray] = {}
+            for i, entry in enumerate(table.entries.values()):
+                for way, seconds, often in self._of(table.cluster, entry.lowered, entry.mesh):
+                    of_way.setdefault(way, np.zeros(len(table.entries)))[i] += seconds
+                    runs.update({way: often} if often else {})
+            for way, found in of_way.items():
+                values = np.rint(WHOLE * found)
+                table_of = Sparse(self.index.listed(table), values)
+                entries[way].append(Entry(self.index.scope(table.names), table_of))
+        return tuple(self._wait(way, entries[way], often) for way, often in sorted(runs.items()))
+
+    def _wait(self, way: Way, entries: Sequence[Entry], runs: float) -> Waits:
+        block, backward = way
+        name = f"host link of block {block}{' in backward' * backward}"
+        most = sum(_most(entry) for entry in entries)
+        steps = np.concatenate([[0.0], np.rint(np.geomspace(FINEST * most, most, STEPS))])
+        # Each entry is rounded.
+        return Waits(name, steps, runs, Row(name, float(len(entries)), tuple(entries)))
+
+    def _of(
+        self, cluster: Cluster, lowered: Sequence[LoweredCluster], mesh: Mesh | None
+    ) -> Iterator[tuple[Way, float, float]]:
+        """What a cluster adds to rows under one assignment: seconds, and of transfers how often they run."""
+        for again, part in enumerate(lowered):
+            assert part.program is not None and mesh is not None
+            for (loop, runs), seconds in self._seconds(part.program, mesh).items():
+                for own, times in self._alike(cluster, loop).items():
+                    block = self._body[own]
+                    assert block.dim is not None
+                    often = (block.dim.size - 1) / block.dim.size
+                    first, late = block.forward or block, block.forward is not None or again > 0
+                    if runs:
+                        yield (first.id, False), times * seconds, runs
+                        yield (first.id, True), times * seconds, runs
+                    else:
+                        yield (first.id, late), -often * times * seconds, 0.0
+
+    def _seconds(self, program: Program, mesh: Mesh) -> dict[tuple[int, float], float]:
+        """Of one iteration of each loop of a program: of what it stores on hosts, with how often it runs, and
+        of its products (0)."""
+        key = id(program), mesh
+        if key not in self._known:
+            found: dict[tuple[int, float], float] = defaultdict(float)
+            local, find = partial(_piece, program, mesh), program.values.__getitem__
+            loops = ((each, times) for each, times in program.expected() if isinstance(each, Loop))
+            for loop, instr, times in ((each, i, times) for each, times in loops for i in each.body):
+                if isinstance(instr, HostStore):
+                    (item,) = self.prices.itemiser.items(instr, None, find, local, mesh)
+                    found[loop.origin.node, times * loop.times] += self.prices.seconds_of(item)[0]
+                elif isinstance(instr, Local) and instr.op.kind in PRODUCTS:
+                    product = Computed(of_local(instr, local), 0.0)
+                    found[loop.origin.node, 0.0] += self.prices.seconds_of(product)[0]
+            self._known[key] = found
+        return self._known[key]
+
+    def _alike(self, cluster: Cluster, loop: int) -> Mapping[int, int]:
+        """The loops in which the members of a cluster are, as the first one in a loop: how many in each."""
+        first = cluster.members[0] if cluster.members else ()
+        if loop in first:
+            return Counter(member[first.index(loop)] for member in cluster.members)
+        if not first:
+            return {loop: 1}
+        depth = self._around(first[0]).index(loop)
+        return Counter(self._around(member[0])[depth] for member in cluster.members)
+
+    def _around(self, node: int) -> list[int]:
+        """The loops that a node is in, the innermost first."""
+        found, block = list[int](), self.dependencies.block_of[node]
+        while block.parent is not None:
+            found.append(self._loop[block.id])
+            block = self.dependencies.graph.blocks[block.parent]
+        return found
+
+
+def _piece(program: Program, mesh: Mesh, value: int) -> TensorType:
+    v = program.values[value]
+    return local_type(v.shape, v.dtype, v.splits, mesh)
+
+
+def _most(entry: Entry) -> float:
+    assert isinstance(entry.table, Sparse)
+    return float(entry.table.values.max(initial=0.0))
