@@ -137,6 +137,25 @@ CASES = (
         "keeps each layer's input and attention's output in the host's memory, here inputs on the chip; "
         "sorts tokens by experts, where products send them here (37 s of the step), and drops none",
     ),
+    Case(
+        "DeepSeek-V3's sizes, 2,048 H100",
+        v3,
+        {"batch": 16384, "length": 4096, "capacity_factor": 1.0},
+        "h100",
+        2048,
+        "data:256;model:8",
+        "data:32;expert:64",
+        "batch:data+expert;expert_batch:data;experts:expert",
+        3,
+        "layers",
+        2,
+        1e12 / (180e3 * 3600 / 2048),
+        "DeepSeek-AI 2024, arXiv 2412.19437, sections 1 and 3: 180 thousand GPU hours for 10^12 tokens on "
+        "2,048 H800, taken for this batch (theirs grows to 15,360 sequences)",
+        "multiplies in float8, has 16 pipeline stages of unequal layers that run both ways (DualPipe), and "
+        "splits the optimizer's state alone; priced is its split of experts over 64 GPUs, all else stored "
+        "split, in bfloat16",
+    ),
 )
 
 

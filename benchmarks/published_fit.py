@@ -17,7 +17,7 @@ import numpy as np
 from scipy.optimize import minimize
 
 from benchmarks.published_gpu import COMPILED, LAUNCHED
-from benchmarks.published_rows import Prices, Run, peak
+from benchmarks.published_rows import Prices, Run, copied_bytes, peak
 from benchmarks.published_tpu import TPU
 from costmodels import Hardware
 from costmodels.hardware import Cluster
@@ -83,7 +83,9 @@ class Priced:
             kernels.append((*worked, moved, found.launch_seconds, x.times))
         held = peak(hardware, program)
         limit = hardware.usable_memory_bytes
-        return Priced(run, cost.step_seconds, held, limit, np.array(kernels), sent, launches)
+        rate = hardware.chip.memory_bandwidth.value * shipped[EFFICIENCY]
+        seconds = cost.step_seconds + (copied_bytes(program) / rate if run.buffers else 0.0)
+        return Priced(run, seconds, held, limit, np.array(kernels), sent, launches)
 
 
 def constants(hardware: Hardware) -> dict[str, float]:

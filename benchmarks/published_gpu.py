@@ -43,7 +43,8 @@ def common() -> Iterator[Run]:
 def common_run(table: str, row: Mapping[str, str]) -> Run:
     """A row of these columns, priced in bfloat16.
 
-    torchtitan adds gradients up in float32 (`mixed_precision_reduce`), and compiles where a row says so
+    torchtitan adds gradients up in float32 (`mixed_precision_reduce`), gathers by FSDP2, and compiles where a
+    row says so
     (`compile = false` in train_configs/llama2_13b.toml, llama3_8b.toml and llama3_405b.toml).
     """
     ways = {name: int(row[name] or 1) for name in ("dp", "fsdp", "cp", "tp", "pp")}
@@ -98,6 +99,7 @@ def common_run(table: str, row: Mapping[str, str]) -> Run:
         assumed="" in (row["recompute"], row["attention"]),
         keeps=keep or "",
         compiled=not torch or "torch.compile" in row["framework"],
+        buffers=torch,
         gib=float(row["memory_gib"]) if row["memory_gib"] else None,
     )
 

@@ -17,7 +17,9 @@ import mesh_tf_core as mtf
 from costmodels import Hardware, load_hardware
 from costmodels.liveness import memory
 from costmodels.pricing.lines import Cost
+from costmodels.pricing.overlap import GRADIENT, PARAMETER, classes
 from costmodels.pricing.pricer import Pricer, pricer
+from mesh_tf_core.ir.program import AllGather, ReduceScatter
 
 DATA = Path(__file__).parent / "data"
 
@@ -42,6 +44,7 @@ class Run:
       assumed: its recomputation or its attention is not stated by the source.
       keeps: what its layers keep though they run again; "" where all or nothing does.
       compiled: kernels are made of several operations; else each operation is one.
+      buffers: it is PyTorch's FSDP2 (`copied_bytes`).
       gib: peak memory of a device as published; None: not published.
     """
 
@@ -57,6 +60,7 @@ class Run:
     assumed: bool = False
     keeps: str = ""
     compiled: bool = True
+    buffers: bool = False
     gib: float | None = None
 
     @property
@@ -85,6 +89,24 @@ class Prices:
             self.known[key] = pricer(run.machine, program)
         prices = self.known[key]
         return prices.hardware, prices.cost(program)
+
+
+def copied_bytes(program: mtf.Program) -> float:
+    """Bytes of a device's memory that PyTorch's FSDP2 reads and writes in a step besides what the program
+    says: between kernels it copies gathered parameters out of one buffer for a block, and gradients,
+    converted, into one (pytorch/pytorch torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py,
+    `foreach_all_gather_copy_out`, `foreach_reduce_scatter_copy_in`, both on the stream of the kernels)."""
+    purposes, found = classes(program), 0.0
+    for instr, times in program.walk():
+        if isinstance(instr, AllGather) and purposes[instr.outputs[0]] == PARAMETER:
+            found += times * 2 * sum(_local(program, i) for i in instr.outputs)
+        elif isinstance(instr, ReduceScatter) and purposes[instr.outputs[0]] == GRADIENT:
+            found += times * 1.5 * sum(_local(program, i) for i in instr.inputs)
+    return found
+
+
+def _local(program: mtf.Program, value: int) -> int:
+    return program.values[value].local_bytes(program.mesh)
 
 
 def peak(hardware: Hardware, program: mtf.Program) -> int:

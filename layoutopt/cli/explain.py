@@ -10,7 +10,7 @@ import typer
 
 from layoutopt.cli.changed import Changed, changed_conditions, proven, with_found
 from layoutopt.cli.cost_tables import overlap_table
-from layoutopt.cli.explain_tables import rules_text_of, show_against, worth_table
+from layoutopt.cli.explain_tables import kept_steps, kept_table, rules_text_of, show_against, worth_table
 from layoutopt.cli.options import (
     JsonOption,
     QuietOption,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from costmodels.liveness import Memory
     from layoutopt.analysis.certificate import Certificate
     from layoutopt.analysis.explain import Answer, Difference
+    from layoutopt.analysis.keeping import Keeping
     from layoutopt.evaluator import Evaluation
     from layoutopt.plan.results import Against, ExplainResult, Worth
     from layoutopt.plan.ways import Turning
@@ -98,6 +99,7 @@ def explain(
 ) -> None:
     """Say why a plan's layout and not another: what each split is worth, what binds, what a pin costs."""
     from layoutopt.analysis.explain import disagreements, forbidden
+    from layoutopt.analysis.keeping import keepings
     from layoutopt.evaluator import evaluate
     from mesh_tf_core.errors import UserError
 
@@ -118,11 +120,12 @@ def explain(
     own = clock.part(1 / (1 + check + sensitivity))
     proof = checked_proof(terminal, found, evaluation, said, own) if check else None
     answers = _searched(terminal, found, list(pin or ()), features, clock.part(1 / (1 + sensitivity)))
+    kept = keepings(found.loaded.model, its.mesh, its.layout, its.options, found.hardware)
     changed = changed_conditions(terminal, found, clock) if sensitivity else None
     turning = compared_on_links(terminal, found, clock, sensitivity)
     told = with_found(with_turning(found.plan, turning), changed, proof)
     with terminal.saved(out, told.save, "the plan"):
-        _tell(terminal, found, said, evaluation, other, answers, changed, proof, turning)
+        _tell(terminal, found, said, evaluation, other, answers, kept, changed, proof, turning)
     if proof is not None and proof.faster is not None:
         raise UserError(f"--check: the plan's proof is {proof}")
 
@@ -228,6 +231,7 @@ def _tell(
     evaluation: Evaluation,
     other: Evaluation | None,
     answers: dict[str, list[Answer]],
+    kept: list[Keeping],
     changed: Changed | None,
     proof: Certificate | None,
     turning: Turning | None,
@@ -241,6 +245,7 @@ def _tell(
         more["proof"] = proven(proof)
     if turning is not None:
         more["turning"] = turning
+    more["kept"] = kept_steps(found.limit, kept)
     terminal.result(_result(found, said, evaluation, other, rows, answers, more))
     if terminal.as_json:
         return
@@ -259,6 +264,8 @@ def _tell(
     if answers["decisions"]:
         title = "What each decision is worth"
         terminal.show("", worth_table(title, evaluation, memory, answers["decisions"], "without it"))
+    if kept:
+        terminal.show("", kept_table(evaluation, found.limit, kept))
     if other is not None:
         show_against(terminal, evaluation, other, rows)
         if (alike := _alike(found, other)) is not None:

@@ -15,7 +15,9 @@ from layoutopt.plan.units import bytes_text, seconds_text, share_text
 
 if TYPE_CHECKING:
     from layoutopt.analysis.explain import Answer, Difference
+    from layoutopt.analysis.keeping import Keeping
     from layoutopt.evaluator import Evaluation
+    from layoutopt.plan.results import KeptStep
 
 MOST = 15
 """Rows of numbers that differ."""
@@ -61,6 +63,41 @@ def worth_table(title: str, evaluation: Evaluation, memory: bool, answers: list[
         proven = "yes" if a.proven else "no"
         rows.append((a.condition, text(value), costs, rules_text_of(a.layout), proven))
     return table(title, columns, rows, (1, 2))
+
+
+def kept_table(evaluation: Evaluation, limit: int, found: list[Keeping]) -> Table:
+    """What the step comes to if recomputed loops keep more, or less."""
+    step = evaluation.cost.step_seconds
+    rows = [
+        (
+            k.dim,
+            k.change,
+            seconds_text(k.seconds),
+            _signed(k.seconds - step),
+            bytes_text(k.peak),
+            "yes" if k.peak <= limit else "no",
+        )
+        for k in found
+    ]
+    columns = ("loop", "keeps", "step", "more", "memory", "fits")
+    return table("What layers keep when they run again", columns, rows, (2, 3, 4))
+
+
+def kept_steps(limit: int, found: list[Keeping]) -> tuple[KeptStep, ...]:
+    """The same as a result."""
+    from layoutopt.plan.results import KeptStep
+
+    return tuple(
+        KeptStep(
+            loop=k.dim,
+            change=k.change,
+            recompute=k.recompute,
+            step_seconds=k.seconds,
+            peak_bytes=k.peak,
+            fits=k.peak <= limit,
+        )
+        for k in found
+    )
 
 
 def show_against(

@@ -238,8 +238,21 @@ class Against(Data):
     differences: list[OperationDifference]
 
 
+class KeptStep(Data):
+    """The step if the loops over one dimension keep something else when they run again; `recompute` says how
+    that is asked for, "" that they do not."""
+
+    loop: str
+    change: str
+    recompute: str
+    step_seconds: float
+    peak_bytes: int
+    fits: Flag
+
+
 class ExplainResult(Result):
-    """`explain`: the last five are there if they were asked for, `turning` of a plan of several ways."""
+    """`explain`: the last five are there if they were asked for, `kept` where loops run again, `turning` of a
+    plan of several ways."""
 
     command = "explain"
     layout: Layout
@@ -250,6 +263,7 @@ class ExplainResult(Result):
     splits: list[Worth]
     pins: list[Worth]
     against: Against | None
+    kept: tuple[KeptStep, ...] = ()
     decisions: tuple[Worth, ...] = ()
     sensitivity: tuple[Curve, ...] = ()
     robustness: Robustness | None = None

@@ -178,14 +178,14 @@ def check_kept(texts: Iterable[str], loops: Set[str], blocks: Iterable[Block], g
         here = [b for b in blocks if b.dim is not None and b.dim.name == asked.dim]
         for word in asked.keep:
             if not any(kept_values((word,), block, graph) for block in here):
-                there = dict.fromkeys(word for block in here for word in _words(block, graph))
+                there = dict.fromkeys(word for block in here for word in words_of(block, graph))
                 raise UserError(
                     f"recompute {text!r}: a loop over {asked.dim!r} makes nothing that {word!r} is; "
                     f"{known_names(word, there)}"
                 )
 
 
-def _words(block: Block, graph: Graph) -> Iterator[str]:
+def words_of(block: Block, graph: Graph) -> Iterator[str]:
     """What may be said of a body; of names the single words."""
     made = {*block.saved, *(o for node in block.nodes for o in node.outputs)}
     kinds = {kind_of(t, block, graph) for t in made}

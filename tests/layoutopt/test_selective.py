@@ -79,8 +79,14 @@ def test_what_is_decided() -> None:
 
 def test_the_rows_of_what_is_kept_reach_the_peak() -> None:
     name, mesh, on = "transformer with fused attention", mtf.Mesh("data:2;model:2"), "tpu-v3"
-    found, layout = extraction(name, mesh, 1, on), mtf.Layout("batch:data;d_ff:model;heads:model")
-    for keep in ("outputs", "products", "products+attention"):
+    found, gathers = extraction(name, mesh, 1, on), mtf.Layout("d_kv:model")
+    tensor = mtf.Layout("batch:data;d_ff:model;heads:model")
+    for keep, layout in (
+        ("outputs", tensor),
+        ("products", tensor),
+        ("products+attention", tensor),
+        ("products+others", gathers),
+    ):
         again = frozenset({f"layers:keep={keep}"})
         options = mtf.Options(recompute=again)
         choices = found.choices(layout, options)

@@ -1,0 +1,74 @@
+"""What the values that layers keep are worth when they run again in backward: the plan's step with one of
+them more, or less, and all else as it is.
+
+Each is the whole program, lowered and priced. Of words that keep the same values the first of `kept.words_of`
+is asked about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from costmodels.hardware import Hardware
+from costmodels.pricing.pricer import pricer
+from layoutopt.evaluator import evaluate
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.kept import Recomputed, words_of
+from mesh_tf_core.lower.rematerialization import has_backward, rematerialization
+from mesh_tf_core.model import Model
+from mesh_tf_core.tracing.graph import Graph
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """The step if the loops over one dimension keep something else.
+
+    Attributes:
+      dim: that dimension.
+      change: what is other than in the plan.
+      recompute: how it is asked for; "" if nothing runs again.
+    """
+
+    dim: str
+    change: str
+    recompute: str
+    seconds: float
+    peak: int
+
+
+def keepings(model: Model, mesh: Mesh, layout: Layout, options: Options, hardware: Hardware) -> list[Keeping]:
+    """Every change of one kind, or name, of value that loops keep; the fastest first."""
+    graph = model.training_step(options.microbatches).graph
+    prices, found = pricer(hardware, mesh), list[Keeping]()
+    for text in sorted(options.recompute):
+        others = options.recompute - {text}
+        for change, again in _changes(Recomputed.parse(text), graph):
+            instead = replace(options, recompute=others | ({again} - {""}))
+            step = evaluate(model, mesh, layout, hardware, instead, prices)
+            dim = Recomputed.parse(text).dim
+            found.append(Keeping(dim, change, again, step.cost.step_seconds, step.memory.peak))
+    return sorted(found, key=lambda k: (k.seconds, k.peak))
+
+
+def _changes(asked: Recomputed, graph: Graph) -> Iterator[tuple[str, str]]:
+    """What may be said of some loops instead, and what then is other."""
+    blocks = [b for b in graph.blocks if b.dim is not None and b.dim.name == asked.dim]
+    blocks = [b for b in blocks if has_backward(b, graph)]
+
+    def kept(text: str) -> tuple[frozenset[int], ...]:
+        return tuple(map(rematerialization(graph, frozenset({text})).kept, blocks))
+
+    yield "nothing runs again", ""
+    seen = {kept(str(asked))}
+    words = dict.fromkeys(word for block in blocks for word in words_of(block, graph))
+    changes = [(f"without {word}", set(asked.keep) - {word}) for word in asked.keep]
+    changes += [("nothing is kept", set())] if len(asked.keep) > 1 else []
+    changes += [(f"with {word}", {*asked.keep, word}) for word in words if word not in asked.keep]
+    for change, keep in changes:
+        text = str(Recomputed.parse(f"{asked.dim}:keep={'+'.join(sorted(keep))}" if keep else asked.dim))
+        if (values := kept(text)) not in seen:
+            seen.add(values)
+            yield change, text

@@ -1,0 +1,32 @@
+"""What the values that layers keep are worth."""
+
+from __future__ import annotations
+
+import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
+from layoutopt.analysis.keeping import keepings
+from layoutopt.evaluator import evaluate
+from tests.layoutopt.models import EXAMPLES
+
+ASKED = "layers:keep=attention+products"
+
+
+def test_each_kind_and_name_is_taken_away_or_added() -> None:
+    model, machine = EXAMPLES["transformer with fused attention"](), load_hardware("tpu-v4")
+    mesh, layout = mtf.Mesh("data:2;model:2"), mtf.Layout("batch:data;heads:model;d_ff:model")
+    found = keepings(model, mesh, layout, mtf.Options(recompute=frozenset({ASKED})), machine)
+    by = {k.change: k for k in found}
+    assert by["without attention"].recompute == "layers:keep=products"
+    assert by["without products"].recompute == "layers:keep=attention"
+    assert by["nothing is kept"].recompute == "layers" and by["nothing runs again"].recompute == ""
+    # Of products, by whatever name, nothing more can be kept.
+    assert "with outputs" not in by and "with wi" not in by
+    assert "with feed_forward_norm" in by
+    own = evaluate(model, mesh, layout, machine, mtf.Options(recompute=frozenset({ASKED})))
+    assert by["nothing is kept"].seconds > by["without attention"].seconds > own.cost.step_seconds
+    assert by["nothing is kept"].peak < by["without attention"].peak < own.memory.peak
+    assert found == sorted(found, key=lambda k: k.seconds)
+    for k in found:
+        options = mtf.Options(recompute=frozenset({k.recompute} - {""}))
+        again = evaluate(model, mesh, layout, machine, options)
+        assert (k.seconds, k.peak) == (again.cost.step_seconds, again.memory.peak)
