@@ -11,7 +11,7 @@ stages run k M + P - 1 times, each for at least 1/k as long, so that of a bound 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -77,9 +77,10 @@ class Pieces:
         return replace(of, decided=of.decided.within(options)) if all(options.values()) else None
 
 
-def compute_at_least(candidates: Iterable[Candidate], evaluator: Evaluator) -> None:
-    """Bounds problems before anything of them is made: nothing waits less than not at all."""
-    for each in candidates:
+def compute_at_least(candidates: Sequence[Candidate], evaluator: Evaluator) -> None:
+    """Bounds problems before anything of them is made, where there are several: nothing waits less than not
+    at all."""
+    for each in candidates if len(candidates) > 1 else ():
         least = evaluator.least(each.subproblem.mesh, each.subproblem.decided)
         each.bound = max(each.bound, least)
 
