@@ -44,10 +44,11 @@ format: install
 docs: install
 	$(BIN)/pdoc --docformat google --output-directory build/api $(PUBLIC)
 
-# The outputs that the tutorials show, and README's pictures, made anew on this machine (quiet, chromium on the PATH).
+# The outputs that the tutorials and the notebook show, and README's pictures, made anew on this machine (quiet, chromium on the PATH).
 outputs: install
 	$(BIN)/python tests/docs/console.py docs/tutorial.md --write
 	$(BIN)/python tests/docs/console.py docs/jax_tutorial.md --write
+	$(BIN)/python tests/docs/notebooks.py examples/first_steps.ipynb --write
 	docs/pictures.sh
 
 demo: install

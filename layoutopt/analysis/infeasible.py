@@ -4,8 +4,8 @@ What was asked is a set of conditions: the pins, the prohibitions, the memory, a
 and microbatches that were allowed. Those are dropped one after the other as long as still nothing fits (a
 deletion filter, Chinneck and Dravnieks 1991): what remains cannot hold together, and every smaller set of it
 can. Then single changes are searched: dropping one of them, more microbatches, attention and sequences that
-hold less, twice the devices and so on until something fits, hardware with more memory. Where none helps, all
-conditions but the memory are dropped together, and the devices are doubled again.
+hold less, more and more devices until something fits, a smaller and smaller batch, hardware with more memory.
+Where none helps, all conditions but the memory are dropped together, and there are more devices again.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from mesh_tf_core.model import Model
 
 PARSED = {"pins": parse_rules, "forbid": parse_forbid}
 MORE_PARTS = (16, 32, 64, 128)
-TIMES = (2, 4, 8, 16, 32, 64)
-"""As many devices that are looked at."""
+MOST_TIMES = 64
+"""As many devices are looked at."""
+SMALLER = (2, 4, 8, 16, 32)
+"""Parts of a batch that are looked at."""
 MACHINES = 3
 """Other pieces of hardware that are looked at."""
 PATIENCE = 20.0
@@ -38,6 +40,8 @@ PATIENCE = 20.0
 MEMORY = "memory"
 Asked = Mapping[str, Any]
 """Arguments of `layoutopt.search`."""
+Smaller = Callable[[int], tuple[str, Model] | None]
+"""Parts of the batch -> what is changed, in words, and the model so; None if there is none."""
 Change = tuple[str, dict[str, Any]]
 """In words, as options of `search`, and the arguments under it."""
 
@@ -51,6 +55,7 @@ class Repair:
       asked: the arguments of `layoutopt.search` under it.
       limit: bytes that a device may hold there.
       note: what is known of a smaller change.
+      parts: a step learns from 1/parts as much as was asked.
     """
 
     change: str
@@ -58,6 +63,7 @@ class Repair:
     plan: Plan
     limit: float
     note: str = ""
+    parts: int = 1
 
     @property
     def seconds(self) -> float:
@@ -104,7 +110,12 @@ class Diagnosis:
 
 
 def diagnose(
-    find: Callable[..., Plan], model: Model, asked: Asked, seconds: float = 120.0, least: float = 0.0
+    find: Callable[..., Plan],
+    model: Model,
+    asked: Asked,
+    seconds: float = 120.0,
+    least: float = 0.0,
+    smaller: Smaller | None = None,
 ) -> Diagnosis:
     """Searches for the conflict and the repairs of a question that is proven to have no answer.
 
@@ -113,8 +124,9 @@ def diagnose(
       asked: its arguments besides the model.
       seconds: stops looking for more after so many.
       least: bytes that no layout needs less than.
+      smaller: the model with a batch of 1/parts as much.
     """
-    return _Diagnosing(find, model, asked, time.monotonic() + seconds).diagnosis(least)
+    return _Diagnosing(find, model, asked, time.monotonic() + seconds, smaller).diagnosis(least)
 
 
 @dataclass
@@ -126,8 +138,16 @@ class _Trial:
 
 
 class _Diagnosing:
-    def __init__(self, find: Callable[..., Plan], model: Model, asked: Asked, deadline: float) -> None:
+    def __init__(
+        self,
+        find: Callable[..., Plan],
+        model: Model,
+        asked: Asked,
+        deadline: float,
+        smaller: Smaller | None = None,
+    ) -> None:
         self.find, self.model, self.asked, self.deadline = find, model, dict(asked), deadline
+        self.smaller = smaller
         self.repairs: list[Repair] = []
 
     def diagnosis(self, least: float) -> Diagnosis:
@@ -146,6 +166,7 @@ class _Diagnosing:
             if name != memory:
                 self._try(f"without {name}", self._dropped([name]))
         self._look(self.asked, least=least)
+        self._less()
         for change, asked in self._machines():
             self._try(change, asked)
         names = [name for name in self._conditions() if name != memory]
@@ -153,7 +174,7 @@ class _Diagnosing:
             words, free = f"without {', '.join(names)}", self._dropped(names)
             self._try(words, free)
             self._look(free, f"{words}, and ")
-        repairs = sorted(self.repairs, key=lambda r: r.seconds)
+        repairs = sorted(self.repairs, key=lambda r: r.seconds * r.parts)
         return Diagnosis(tuple(needed), tuple(repairs), minimal)
 
     # -- what was asked --------------------------------------------------------------------------------------
@@ -207,6 +228,22 @@ class _Diagnosing:
             sure = asked.get("devices") and all(trial.none for trial in trials)
             small = f"{wider[0][1]['devices']} are too few" if sure else ""
 
+    def _less(self) -> None:
+        """Tries a batch of half as much and so on, until something fits."""
+        small = ""
+        for parts in SMALLER if self.smaller is not None else ():
+            made = self.smaller(parts) if self.smaller is not None else None
+            if made is None:
+                return
+            change, model = made
+            notes = ", ".join(filter(None, (f"steps of 1/{parts} of the batch", small)))
+            trial = self._trial(self.asked, model)
+            if trial.plan is not None:
+                found = Repair(change, self.asked, trial.plan, self._limit(self.asked), notes, parts)
+                self.repairs.append(found)
+                return
+            small = f"1/{parts} is too much" if trial.none else ""
+
     def _changes(self, asked: Asked) -> Iterator[Change]:
         parts = tuple(asked.get("microbatches", USUAL))
         if self.model.batch_dim is not None:
@@ -222,8 +259,9 @@ class _Diagnosing:
             yield f"--elsewhere {long}", {**asked, "elsewhere": (long,)}
 
     def _larger(self, asked: Asked, least: float) -> Iterator[list[Change]]:
-        """More and more devices, at least so many times as many: of a given mesh, along each axis."""
-        for times in (t for t in TIMES if t >= least):
+        """More and more devices, at least so many times as many: of a given mesh, along each axis. Twice as
+        many and so on, and between them what divides the batch."""
+        for times in (t for t in range(2, MOST_TIMES + 1) if t >= least and self._divides(asked, t)):
             if asked.get("devices"):
                 more = times * int(asked["devices"])
                 yield [(f"--devices {more}", {**asked, "devices": more})]
@@ -234,6 +272,17 @@ class _Diagnosing:
                     Mesh([(a, n * times if a == axis else n) for a, n in mesh.axes]) for axis in mesh.names
                 ]
                 yield [(f'--mesh "{each}"', {**asked, "mesh": each}) for each in wider]
+
+    def _divides(self, asked: Asked, times: int) -> bool:
+        """Whether so many times as many devices are a power of two as many, or can share the batch evenly."""
+        if times & (times - 1) == 0:
+            return True
+        name, mesh = self.model.batch_dim, asked.get("mesh")
+        if name is None:
+            return False
+        mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
+        count = int(asked.get("devices") or 0) or (1 if mesh is None else mesh.devices)
+        return all(size % (count * times) == 0 for size in self.model.graph.dims()[name])
 
     def _machines(self) -> Iterator[Change]:
         """Hardware with more memory, of the same maker first, the least first; none where the user said how
@@ -247,13 +296,13 @@ class _Diagnosing:
         for machine in larger[:MACHINES]:
             yield f"--hardware {machine.name}", {**self.asked, "hardware": machine}
 
-    def _trial(self, asked: dict[str, Any]) -> _Trial:
+    def _trial(self, asked: Asked, model: Model | None = None) -> _Trial:
         left = min(PATIENCE, self.deadline - time.monotonic())
         if left <= 0:
             return _Trial(None, False)
         given = {**asked, "time_limit": left, "on_progress": None, "alternatives": False}
         try:
-            return _Trial(self.find(self.model, **given), False)
+            return _Trial(self.find(model or self.model, **given), False)
         except InfeasibleError:
             return _Trial(None, True)
         except (LimitError, UserError):

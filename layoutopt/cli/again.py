@@ -13,11 +13,15 @@ LEFT_OUT = {"as_json", "quiet", "report"}
 """Parameters that are about how a result is shown."""
 
 
-def command_line(context: typer.Context, changed: Mapping[str, str | None]) -> str:
+Changed = str | Sequence[str] | None
+"""What an option has now: a value, several, or None where it is left out."""
+
+
+def command_line(context: typer.Context, changed: Mapping[str, Changed]) -> str:
     """The command that runs in `context`, ready for a shell.
 
     Args:
-      changed: option to its value now; None leaves it out.
+      changed: option to what it has now.
     """
     found, left = ["layoutopt", context.info_name or ""], dict(changed)
     for param in context.command.params:
@@ -25,11 +29,15 @@ def command_line(context: typer.Context, changed: Mapping[str, str | None]) -> s
         if name in LEFT_OUT:
             continue
         if option in left:
-            value = left.pop(option)
-            found += [] if value is None else [option, value]
+            found += _words(option, left.pop(option))
             continue
         found += _typed(param, context.params.get(name))
-    return shlex.join([*found, *(word for o, v in left.items() if v is not None for word in (o, v))])
+    return shlex.join([*found, *(word for option, value in left.items() for word in _words(option, value))])
+
+
+def _words(option: str, value: Changed) -> list[str]:
+    values = () if value is None else (value,) if isinstance(value, str) else value
+    return [word for each in values for word in (option, each)]
 
 
 def _typed(param: Any, value: Any) -> Iterator[str]:

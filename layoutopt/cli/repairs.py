@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from layoutopt.cli.again import command_line
+from layoutopt.cli.again import Changed, command_line
 from layoutopt.cli.terminal import Terminal, table
 from layoutopt.plan.units import seconds_text, share_text, used_text
 
 if TYPE_CHECKING:
     import typer
 
-    from layoutopt.analysis.infeasible import Diagnosis
+    from layoutopt.analysis.infeasible import Diagnosis, Smaller
+    from layoutopt.models.loading import Loaded
     from layoutopt.plan.details import Repair
     from mesh_tf_core.errors import InfeasibleError
+    from mesh_tf_core.model import Model
 
 
 def repairs_of(found: Diagnosis, asked: Mapping[str, Any], context: typer.Context) -> tuple[Repair, ...]:
@@ -32,7 +34,9 @@ def repairs_of(found: Diagnosis, asked: Mapping[str, Any], context: typer.Contex
     made = []
     for each in found.repairs:
         now, data = _options(each.asked), each.plan.data
-        changed = {option: value for option, value in now.items() if value != before[option]}
+        changed: dict[str, Changed] = {o: value for o, value in now.items() if value != before[o]}
+        if each.change.startswith("--set "):
+            changed["--set"] = settings_with(context.params.get("settings") or (), each.change)
         if "--hardware" in changed:
             changed["--set-hardware"] = None  # numbers of another machine
         made.append(
@@ -52,6 +56,32 @@ def repairs_of(found: Diagnosis, asked: Mapping[str, Any], context: typer.Contex
             )
         )
     return tuple(made)
+
+
+def smaller_batch(loaded: Loaded) -> Smaller | None:
+    """The models of a file with less in a batch; None where no hyperparameter is the batch's size."""
+    from layoutopt.models.loading import load_model
+
+    name = loaded.model.batch_dim
+    sizes = loaded.model.graph.dims().get(name, set()) if name is not None else set()
+    if len(sizes) != 1 or loaded.hparams.get(str(name)) not in sizes:
+        return None
+    (size,) = sizes
+
+    def made(parts: int) -> tuple[str, Model] | None:
+        if size % parts or size == parts:
+            return None
+        hparams = {**loaded.hparams, str(name): size // parts}
+        return f"--set {name}={size // parts}", load_model(loaded.source, hparams).model
+
+    return made
+
+
+def settings_with(given: Sequence[str], change: str) -> tuple[str, ...]:
+    """`--set`'s values, with one of them otherwise."""
+    new = change.removeprefix("--set ")
+    name = new.partition("=")[0]
+    return (*(text for text in given if text.partition("=")[0].strip() != name), new)
 
 
 def show_repairs(terminal: Terminal, repairs: Sequence[Repair]) -> None:

@@ -37,7 +37,7 @@ from layoutopt.cli.options import (
 from layoutopt.cli.plan_tables import show_plan
 from layoutopt.cli.plans import where_of
 from layoutopt.cli.progress import Bounds
-from layoutopt.cli.repairs import refusal, repairs_of, show_repairs
+from layoutopt.cli.repairs import refusal, repairs_of, show_repairs, smaller_batch
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.training_cost import (
     PriceOption,
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.build import Plan
     from mesh_tf_core.errors import InfeasibleError
-    from mesh_tf_core.model import Model
 
 EXAMPLES = examples(
     'layoutopt search examples/transformer_lm.py --mesh "data:2;model:4" --out plan.json',
@@ -218,7 +217,7 @@ def search(
                 else:
                     kept.plan = find(loaded.model, **where, **asked, **more)
         except InfeasibleError as error:
-            diagnosis = _diagnosed(terminal, clock, loaded.model, {**where, **asked}, error)
+            diagnosis = _diagnosed(terminal, clock, loaded, {**where, **asked}, error)
             found = repairs_of(diagnosis, {**where, **asked}, typed)
             if report is not None and error.nearest is not None:
                 from layoutopt.cli.report import write_report
@@ -304,7 +303,7 @@ def _detailed(
 
 
 def _diagnosed(
-    terminal: Terminal, clock: Clock, model: Model, asked: dict[str, Any], error: InfeasibleError
+    terminal: Terminal, clock: Clock, loaded: Loaded, asked: dict[str, Any], error: InfeasibleError
 ) -> Diagnosis:
     """Why nothing fits, and what would help, as far as that is known in time."""
     from layoutopt import search as find
@@ -312,9 +311,10 @@ def _diagnosed(
 
     found = [Diagnosis((), ())]
     with terminal.waiting("nothing fits; looking for what would help"), suppress(KeyboardInterrupt):
-        more = {} if clock.left is None else {"seconds": clock.left}
+        more: dict[str, Any] = {} if clock.left is None else {"seconds": clock.left}
         more |= {} if error.nearest is None else {"least": error.nearest.solver.bound}
-        clock.within(DETAILED, lambda: found.append(diagnose(find, model, asked, **more)))
+        more |= {"smaller": smaller_batch(loaded)}
+        clock.within(DETAILED, lambda: found.append(diagnose(find, loaded.model, asked, **more)))
     return found[-1]
 
 

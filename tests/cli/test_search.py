@@ -207,7 +207,8 @@ def test_the_mesh_is_searched_too(result: Callable[..., dict[str, Any]]) -> None
     assert found["predicted"]["step_seconds"] <= one_axis["predicted"]["step_seconds"]
 
 
-def test_nothing_fits(refused: Callable[..., str]) -> None:
+def test_nothing_fits(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("layoutopt.analysis.infeasible.PATIENCE", 0.0)  # what would help is tested below
     line = refused(*SMALLEST, "--memory", "5KiB", "--json", code=3)  # with `repairs`, too
     assert "no layout of 'mlp' fits into 5 KiB a device" in line
     assert re.search(r"largest tensors: \S+.* \([\d.]+ [KM]iB\), .*; use more devices or more memory", line)

@@ -10,6 +10,8 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt import search
 from layoutopt.analysis.infeasible import Diagnosis, diagnose
+from layoutopt.cli.repairs import settings_with, smaller_batch
+from layoutopt.models.loading import load_model as loaded
 from layoutopt.plan.build import Plan
 from layoutopt.space.kind import STORED
 from mesh_tf_core.errors import InfeasibleError, LimitError
@@ -123,6 +125,40 @@ def test_devices_are_doubled_until_something_fits(model: mtf.Model, plan: Plan) 
     found = diagnose(find, model, {**PLAIN, "mesh": None, "devices": 4, "memory": 1000.0})
     changes = [str(repair).split(":")[0] for repair in found.repairs]
     assert changes == ["--devices 32 (16 are too few)"]
+
+
+def test_devices_that_divide_the_batch_are_tried_between(model: mtf.Model, plan: Plan) -> None:
+    """Three times as many share a batch of 96 evenly, five times do not."""
+    tried: list[int] = []
+
+    def find(_: mtf.Model, **asked: Any) -> Plan:
+        tried.append(asked["devices"])
+        if asked["devices"] < 24:
+            raise InfeasibleError("nothing fits")
+        return plan
+
+    wide = loaded("examples/mlp.py", ["batch=96"])
+    asked = {**PLAIN, "mesh": None, "devices": 4, "memory": 1000.0}
+    found = diagnose(find, wide.model, asked)
+    assert [str(repair).split(":")[0] for repair in found.repairs] == ["--devices 24 (16 are too few)"]
+    assert [n for n in dict.fromkeys(tried) if n > 4] == [8, 12, 16, 24]
+
+
+def test_a_smaller_batch_is_among_the_repairs(plan: Plan) -> None:
+    """The first that fits, ranked by the time for the same examples."""
+    file = loaded("examples/mlp.py", ["batch=64", "layers=1"])
+
+    def find(model: mtf.Model, **asked: Any) -> Plan:
+        if model.examples > 16:
+            raise InfeasibleError("nothing fits")
+        return plan
+
+    (repair,) = diagnose(find, file.model, {**PLAIN, "memory": 1000.0}, smaller=smaller_batch(file)).repairs
+    assert repair.change == "--set batch=16" and repair.parts == 4
+    assert repair.note == "steps of 1/4 of the batch, 1/2 is too much"
+    assert settings_with(["layers=1", "batch=64"], repair.change) == ("layers=1", "batch=16")
+    odd = loaded("examples/mlp.py", ["batch=63"])
+    assert smaller_batch(odd)(2) is None  # type: ignore[misc]
 
 
 def test_hardware_with_more_memory_is_tried_where_none_was_given(model: mtf.Model, plan: Plan) -> None:
