@@ -1,15 +1,21 @@
 """How long the stages of pipelines wait, of a step's price.
 
-A stage of P works in M of a loop's M + P - 1 ticks (`mesh_tf_core.ops.ticks`): stage s waits in the s first
-ticks and the P - 1 - s last ones, forward and backward, so that all wait equally long.
+A stage of P works in M of M + P - 1 ticks (`mesh_tf_core.ops.ticks`), forward and backward: stage s waits in
+the s first ones and in the P - 1 - s last ones, so that all wait equally long. The ticks may be those of one
+loop, or of several, one after the other (1F1B: some only forward, some only backward).
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
-from costmodels.pricing.lines import Cost
+from costmodels.pricing.lines import Cost, Line
+from costmodels.pricing.overlap import GRADIENT
+from mesh_tf_core.ir.blocks import Block
+from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ops.neighbours import ShiftAlong
 from mesh_tf_core.ops.ticks import Schedule
 from mesh_tf_core.tracing.graph import Graph
 
@@ -36,17 +42,44 @@ def waiting(program: Program, cost: Cost) -> list[Waiting]:
     if not isinstance(graph, Graph) or not any(b.spread for b in graph.blocks):
         return []
     found: dict[str, Waiting] = {}
-    for block in graph.blocks:
-        around = graph.blocks[block.parent] if block.spread and block.parent else None
-        if around is None or around.dim is None or block.dim is None:
-            continue
-        own = {n.index for n, _ in around.walk()} | {n.index for n in graph.nodes if n.body is around}
-        ticks, stages = around.dim.size, block.dim.size
-        # What waits behind the loop runs once.
-        inside = (x for x in cost.lines if x.origin.node in own and x.times >= ticks)
-        schedule = Schedule(ticks - stages + 1, stages)
-        seconds = sum(x.exposed * x.times for x in inside) * schedule.bubble
-        before = found.get(block.dim.name)
-        known = before.seconds if before else 0.0
-        found[block.dim.name] = Waiting(block.dim.name, stages, ticks, stages - 1, known + seconds)
+    for dim, loops in _ticking(graph).items():
+        both = any(len(phases) > 1 for phases in loops.values())
+        passes = [graph.blocks[i].dim.size for i, phases in loops.items() if "forward" in phases]  # type: ignore[union-attr]
+        ticks, seconds = sum(passes) if both else max(passes), 0.0
+        for i in loops:
+            own = _slots(graph, graph.blocks[i], both)
+            times = graph.blocks[i].dim.size  # type: ignore[union-attr]
+            seconds += sum(x.exposed * x.times for x in cost.lines if _stays(x, own, times))
+        bubble = Schedule(ticks - dim.size + 1, dim.size).bubble
+        found[dim.name] = Waiting(dim.name, dim.size, ticks, dim.size - 1, seconds * bubble)
     return list(found.values())
+
+
+def _ticking(graph: Graph) -> dict[Dim, dict[int, set[str]]]:
+    """Stages -> the loops over ticks that they work in, and in which phases there."""
+    found: dict[Dim, dict[int, set[str]]] = {}
+    for node, _ in graph.walk():
+        body = node.body
+        if body is not None and body.spread and body.parent and body.dim is not None:
+            found.setdefault(body.dim, {}).setdefault(body.parent, set()).add(node.phase)
+    return found
+
+
+def _slots(graph: Graph, loop: Block, both: bool) -> set[int]:
+    """The nodes of a loop over ticks that are the stages'; `both`: beside work of all devices together."""
+    if not both:
+        return {n.index for n, _ in loop.walk()} | {n.index for n in graph.nodes if n.body is loop}
+    stages = [n for n in loop.nodes if n.body is not None and n.body.spread]
+    inside = {n.index for each in stages if each.body is not None for n, _ in each.body.walk()}
+    return inside | {
+        n.index for n in loop.nodes if any(n is s for s in stages) or isinstance(n.op, ShiftAlong)
+    }
+
+
+def _stays(line: Line, nodes: Container[int], ticks: int) -> bool:
+    """Whether a line is what stages do in ticks; what waits behind the loop runs once."""
+    return (
+        line.origin.node in nodes
+        and line.times >= ticks
+        and not (line.times == 1 and line.purpose == GRADIENT)
+    )

@@ -29,6 +29,7 @@ from mesh_tf_core.errors import InfeasibleError, UserError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.replicas import DiLoCo
+from mesh_tf_core.ops.ticks import GPIPE
 
 __all__ = ["AUTO", "OBJECTIVES", "Progress", "Standing", "search"]
 MOST_LISTED = 1000
@@ -61,6 +62,7 @@ def search(
     pipeline: Sequence[str] = (),
     offload: Sequence[str] = (),
     diloco: DiLoCo | str | None = None,
+    schedule: Sequence[str] = (GPIPE,),
 ) -> Plan:
     """The best layout of a model, with its proof.
 
@@ -95,6 +97,8 @@ def search(
         state) and "activations" (what loops save for their second runs).
       diloco: an axis of the mesh along which replicas lie that meet rarely, as "sites:period=30": each is the
         model, on the other axes, with batches of its own (`choose_replicas` compares such plans).
+      schedule: when stages go backward: of "gpipe", after all microbatches, and "1f1b", each microbatch as
+        soon as it has gone through them, so that what is in flight grows with the stages.
       keep_best: Ctrl-C is not raised, but ends the search with the best layout so far, which is not proven;
       the plan is then `stopped`.
 
@@ -108,7 +112,7 @@ def search(
     if not isinstance(model, Model):
         raise UserError(f"search: {model!r} is no Model; build one, as a model file's model() does")
     chosen = load_hardware(hardware) if isinstance(hardware, str) else hardware
-    lists = storage, recompute, microbatches, context, elsewhere, pipeline, offload
+    lists = storage, recompute, microbatches, context, elsewhere, pipeline, offload, schedule
     _check(mesh, devices, memory, objective, refine, top, clock.limit, max_axes, pins, forbid, *lists)
     allowed = Allowed(
         parse_rules(pins),
@@ -122,6 +126,7 @@ def search(
         pipeline=tuple(dict.fromkeys(pipeline)),
         offload=tuple(dict.fromkeys(offload)),
         diloco=DiLoCo.parse(diloco) if isinstance(diloco, str) else diloco,
+        schedule=tuple(dict.fromkeys(schedule)),
     )
     if allowed.diloco is not None:
         _check_replicas(mesh, refine, allowed)
@@ -156,6 +161,7 @@ def search(
         pipeline=allowed.pipeline or None,
         offload=allowed.offload or None,
         diloco=None if allowed.diloco is None else str(allowed.diloco),
+        schedule=None if allowed.schedule == (GPIPE,) else allowed.schedule,
     )
 
     def full(plan: Plan) -> Plan:
@@ -227,6 +233,7 @@ def _check(
     elsewhere: Any,
     pipeline: Any,
     offload: Any,
+    schedule: Any,
 ) -> None:
     """Refuses arguments of the wrong kind, whatever their annotations say."""
     if objective not in OBJECTIVES:
@@ -261,6 +268,7 @@ def _check(
         "elsewhere": elsewhere,
         "pipeline": pipeline,
         "offload": offload,
+        "schedule": schedule,
     }
     for name, found in lists.items():
         if isinstance(found, str) or not isinstance(found, Iterable):

@@ -304,7 +304,8 @@ class Evaluator:
 
     def context(self, mesh: Mesh, decided: Decisions) -> SharedContext:
         """What problems with these microbatches and as many stages have in common."""
-        return shared_context(self.model, decided.microbatches, self.further, decided.stages_on(mesh))
+        stages = decided.stages_on(mesh), decided.schedule
+        return shared_context(self.model, decided.microbatches, self.further, *stages)
 
     def table_prices(self, mesh: Mesh, decided: Decisions) -> TablePrices:
         """Of the problem that was asked for last they know what they priced."""

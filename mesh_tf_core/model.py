@@ -20,11 +20,13 @@ from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.kept import Recomputed
 from mesh_tf_core.lower.offload import check_offload
 from mesh_tf_core.lower.replicas import ReplicaPrograms, lower_replicas
+from mesh_tf_core.ops.ticks import GPIPE
 from mesh_tf_core.optimizers import SGD, Optimizer, by_name
 from mesh_tf_core.optimizers.base import apply_updates
 from mesh_tf_core.tracing.gradients import gradients, unwidened
 from mesh_tf_core.tracing.graph import Graph, graph_of
 from mesh_tf_core.tracing.microbatch import accumulate
+from mesh_tf_core.tracing.one_forward_one_backward import one_forward_one_backward
 from mesh_tf_core.tracing.pipeline import layers_of_stage, loop_dims, pipelined
 
 DEFAULT = Options()
@@ -105,16 +107,19 @@ class Model:
         """The graph with gradients and updates."""
         return self.training_step().graph
 
-    def training_step(self, microbatches: int = 1, stages: Mapping[str, int] = NO_STAGES) -> TrainingStep:
+    def training_step(
+        self, microbatches: int = 1, stages: Mapping[str, int] = NO_STAGES, schedule: str = GPIPE
+    ) -> TrainingStep:
         """Forward, backward and update as one graph; with several microbatches, gradients are accumulated
-        over them, or with `stages` (dimension of layers -> their number) they go through a pipeline."""
+        over them, or with `stages` (dimension of layers -> their number) they go through a pipeline, in the
+        order of a schedule (`ops.ticks.SCHEDULES`)."""
         whole = self._whole = self._whole or self._whole_step(self.loss, self.metrics)
         if microbatches == 1 and not stages:
             return whole
-        key = microbatches, *sorted(stages.items())
+        key = microbatches, schedule, *sorted(stages.items())
         version, step = self._others.get(key, (-1, whole))
         if version != whole.graph.version:
-            step = self._pipelined(microbatches, stages) if stages else self._in_parts(microbatches)
+            step = self._pipelined(microbatches, stages, schedule) if stages else self._in_parts(microbatches)
             self._others[key] = whole.graph.version, step
         return step
 
@@ -140,13 +145,25 @@ class Model:
         apply_updates(graph, self.optimizer, pairs)
         return TrainingStep(graph, {"loss": loss, **metrics}, tuple(pairs))
 
-    def _pipelined(self, microbatches: int, stages: Mapping[str, int]) -> TrainingStep:
+    def _pipelined(self, microbatches: int, stages: Mapping[str, int], schedule: str) -> TrainingStep:
         if self.batch_dim is None:
             raise UserError(
                 f"model {self.name!r}: its inputs have no first dimension in common to make microbatches of, "
                 f"so that {' and '.join(stages)} cannot be split"
             )
         whole = self.training_step()
+        if schedule != GPIPE:
+            if len(stages) > 1:
+                raise UserError(
+                    f"schedule {schedule}: one dimension of layers can be stages, found "
+                    f"{' and '.join(stages)}; take the schedule {GPIPE}, or split one of them"
+                )
+            ((dim, count),) = stages.items()
+            return self._added_up(
+                lambda wanted: one_forward_one_backward(
+                    whole.graph, str(self.batch_dim), microbatches, dim, count, wanted
+                )
+            )
         _, found = pipelined(whole.graph, self.batch_dim, microbatches, stages, whole.results)
         return self._whole_step(found["loss"], {n: found[n] for n in self.metrics})
 
@@ -156,8 +173,15 @@ class Model:
             raise UserError(
                 f"model {self.name!r}: its inputs have no first dimension in common to make microbatches of"
             )
-        wanted = {**whole.results, **{f"gradient of {v.name}": g for v, g in whole.gradients}}
-        graph, found = accumulate(whole.graph, self.batch_dim, microbatches, wanted)
+        batch = self.batch_dim
+        return self._added_up(lambda wanted: accumulate(whole.graph, batch, microbatches, wanted))
+
+    def _added_up(
+        self, made: Callable[[Mapping[str, Tensor]], tuple[Graph, dict[str, Tensor]]]
+    ) -> TrainingStep:
+        """The step of a graph that adds up what is wanted of parts of the batch."""
+        whole = self.training_step()
+        graph, found = made({**whole.results, **{f"gradient of {v.name}": g for v, g in whole.gradients}})
         pairs = [(v, found[f"gradient of {v.name}"]) for v, _ in whole.gradients]
         apply_updates(graph, self.optimizer, pairs)
         return TrainingStep(graph, {n: found[n] for n in whole.results}, tuple(pairs))
@@ -172,8 +196,13 @@ class Model:
         if options.diloco is not None:
             return self.replicas(mesh, layout, options, check=check).inner
         stages = self.stages(mesh, layout)
-        step = self.training_step(options.microbatches, stages)
+        step = self.training_step(options.microbatches, stages, options.schedule)
         check_offload(options.offload, step.graph.variables, options.recompute)
+        if options.schedule != GPIPE and not stages:
+            raise UserError(
+                f"schedule {options.schedule}: the layout splits no layers into stages; split the dimension "
+                "of a loop over layers, as layers:pipe, or leave the schedule out"
+            )
         if stages:
             own = {name: layers_of_stage(name) for name in stages}
             again = map(Recomputed.parse, options.recompute)
@@ -190,7 +219,7 @@ class Model:
             raise UserError(
                 "with an axis that synchronises rarely nothing can lie on the hosts; leave --offload out"
             )
-        step = self.training_step(options.microbatches, self.stages(mesh, layout))
+        step = self.training_step(options.microbatches, self.stages(mesh, layout), options.schedule)
         return lower_replicas(step.graph, step.results, mesh, layout, options, check)
 
 

@@ -128,6 +128,7 @@ def certify(
         pipeline=asked.pipeline,
         offload=asked.offload,
         diloco=None if asked.diloco is None else DiLoCo.parse(asked.diloco),
+        schedule=asked.schedule,
     )
     for subproblem in subproblems(model, shapes, allowed, evaluator.near):
         seconds = plan.predicted.step_seconds * (1 - EXACT)
@@ -144,7 +145,8 @@ def certify(
 def _where(subproblem: Subproblem) -> str:
     """The mesh, and what of it is stages."""
     stages = (f" with {dim} over {'+'.join(axes)}" for dim, axes in subproblem.decided.stages.items())
-    return "".join((str(subproblem.mesh), *stages))
+    order = (f" in {subproblem.decided.schedule}",) if subproblem.decided.stages else ()
+    return "".join((str(subproblem.mesh), *stages, *order))
 
 
 def _ruled(evaluator: Evaluator, subproblem: Subproblem, seconds: float, limit: float) -> Ruled:

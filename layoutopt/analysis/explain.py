@@ -26,6 +26,7 @@ from layoutopt.space.microbatches import USUAL
 from layoutopt.space.splits import parse_rules
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError, known_names
 from mesh_tf_core.model import Model
+from mesh_tf_core.ops.ticks import GPIPE
 
 AGREE = 1e-9
 """Relative difference up to which two predictions are the same."""
@@ -108,6 +109,7 @@ class Asked:
     pipeline: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     diloco: str | None = None
+    schedule: tuple[str, ...] = (GPIPE,)
 
     def with_pins(self, more: str | None) -> Mapping[str, Any]:
         """As arguments of a search, with further pins; a dimension that is pinned anew loses its old pin."""

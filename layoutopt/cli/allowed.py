@@ -69,6 +69,14 @@ class AllowedOptions:
             show_default=False,
         ),
     ] = None
+    schedule: Annotated[
+        str,
+        typer.Option(
+            "--schedule",
+            metavar="NAMES",
+            help="When stages may go backward: gpipe, after all microbatches; 1f1b, each at once; of these.",
+        ),
+    ] = "gpipe"
 
     def asked(self) -> dict[str, Any]:
         """They as keywords of `layoutopt.search`."""
@@ -77,6 +85,7 @@ class AllowedOptions:
             "context": listed(self.context),
             "elsewhere": listed(self.elsewhere),
             "pipeline": listed(self.pipeline),
+            "schedule": listed(self.schedule),
         }
 
 

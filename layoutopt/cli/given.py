@@ -78,6 +78,16 @@ class DecisionOptions:
         ),
     ] = None
 
+    schedule: Annotated[
+        str,
+        typer.Option(
+            "--schedule",
+            metavar="NAME",
+            help="When the stages of a pipeline go backward: gpipe, after all microbatches; 1f1b, each "
+            "microbatch at once, so that as many are in flight as there are stages.",
+        ),
+    ] = "gpipe"
+
     def __bool__(self) -> bool:
         return self != UNDECIDED
 
@@ -99,8 +109,8 @@ class DecisionOptions:
         if self:
             raise UserError(
                 f"{layout} says how variables are stored, what is recomputed, how many microbatches there "
-                "are, how attention reaches its keys, which axis synchronises rarely and what lies on the "
-                "hosts; leave these options out"
+                "are, how attention reaches its keys, which axis synchronises rarely, what lies on the "
+                "hosts and the schedule of stages; leave these options out"
             )
         if mesh is not None and read_mesh(mesh) != plan.mesh:
             raise UserError(
@@ -132,6 +142,7 @@ class DecisionOptions:
             frozenset(forms.items()),
             None if self.diloco is None else DiLoCo.parse(self.diloco),
             hosted,
+            self.schedule,
         )
 
 

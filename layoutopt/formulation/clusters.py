@@ -28,7 +28,7 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
 from mesh_tf_core.lower import Subgraph
-from mesh_tf_core.lower.nodes import plan_of
+from mesh_tf_core.lower.nodes import delivered, plan_of
 from mesh_tf_core.lower.subgraph import made_by
 
 
@@ -53,7 +53,7 @@ def clusters(dependencies: Dependencies) -> list[Cluster]:
 class _Builder:
     def __init__(self, dependencies: Dependencies) -> None:
         self.graph, self.dependencies, self.further = dependencies.graph, dependencies, dependencies.further
-        self.runs = SecondRuns(dependencies)
+        self.runs, self.delivered = SecondRuns(dependencies), delivered(dependencies.graph)
 
     def signature(self, nodes: list[Node]) -> Hashable:
         """Equal for clusters with the same operations on the same types, connected and repeated alike."""
@@ -122,9 +122,9 @@ class _Builder:
             t
             for o in made_by(node, self.graph)
             for t in self.dependencies.leads_to(o)
-            if t in self.graph.gradient_of
+            if t in self.delivered
         ]
-        variables = [self.graph.variables[self.graph.gradient_of[t]] for t in made]
+        variables = [self.graph.variables[self.delivered[t]] for t in made]
         own = [] if updated is None else [updated]
         again = self.runs.remat.get(node.index, ())
         return changing(Touched(again, saved, [*own, *variables], node.op.crosses[:1], own))
@@ -217,8 +217,8 @@ class _Builder:
             for o in made_by(node, self.graph):
                 # Where a gradient is delivered depends on all dimensions of its variable.
                 for t in self.dependencies.leads_to(o):
-                    if t in self.graph.gradient_of:
-                        types[self.graph.variables[self.graph.gradient_of[t]].type] = None
+                    if t in self.delivered:
+                        types[self.graph.variables[self.delivered[t]].type] = None
         shapes = dict.fromkeys(t.shape.names for t in types)
         dims = tuple(
             dict.fromkeys((*(n for names in shapes for n in names), *stages_of(self.graph, nodes, subgraph)))

@@ -162,7 +162,11 @@ class Draft:
         self.model, self.mesh, self.decided, self.pricer = model, mesh, decided, pricer
         further = frozenset(name.partition(AT)[0] for name in decided.of(Elsewhere))
         self.context = context or SharedContext(
-            model, decided.microbatches, further=further, stages=decided.stages_on(mesh)
+            model,
+            decided.microbatches,
+            further=further,
+            stages=decided.stages_on(mesh),
+            schedule=decided.schedule,
         )
         if not whole:
             self.context = self.context.bounded(decided)

@@ -20,6 +20,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options
 from mesh_tf_core.model import NO_STAGES, Model
+from mesh_tf_core.ops.ticks import GPIPE
 
 ONE = Mesh([("device", 1)])
 
@@ -34,7 +35,7 @@ class SharedContext:
     Args:
       cut: additions that are priced apart from their operands.
       further: dimensions that may be split further elsewhere.
-      stages: dimensions of layers -> how many stages of a pipeline they are.
+      stages: dimensions of layers -> how many stages of a pipeline they are, in what schedule.
     """
 
     narrow: Mapping[str, str] | None = None
@@ -46,9 +47,10 @@ class SharedContext:
         cut: frozenset[int] = frozenset(),
         further: frozenset[str] = frozenset(),
         stages: Mapping[str, int] = NO_STAGES,
+        schedule: str = GPIPE,
     ) -> None:
-        step = model.training_step(microbatches, stages)
-        self.stages = stages
+        step = model.training_step(microbatches, stages, schedule)
+        self.stages, self.schedule = stages, schedule
         self.model, self.microbatches, self.graph = model, microbatches, step.graph
         self._programs: dict[frozenset[str], Program] = {}
         self._tabler: Tabler | None = None
@@ -81,14 +83,17 @@ class SharedContext:
             return self
         cut = self.cut | large
         if cut not in self._more:
-            self._more[cut] = SharedContext(self.model, self.microbatches, cut, self.further, self.stages)
+            self._more[cut] = SharedContext(
+                self.model, self.microbatches, cut, self.further, self.stages, self.schedule
+            )
         return self._more[cut].bounded(decided)
 
     def program(self, again: frozenset[str] = frozenset()) -> Program:
         """The step on one device, or one for each stage, where these loops run again; on others it differs in
         its mesh only."""
         if again not in self._programs:
-            options = Options(microbatches=self.microbatches, **options_of(again))
+            parts = {"microbatches": self.microbatches, "schedule": self.schedule}
+            options = Options(**parts, **options_of(again))
             mesh = Mesh([(dim, n) for dim, n in self.stages.items()]) if self.stages else ONE
             layout = Layout({dim: (dim,) for dim in self.stages})
             self._programs[again] = self.model.lower(mesh, layout, options, check=False)
@@ -117,10 +122,12 @@ def shared_context(
     microbatches: int = 1,
     further: frozenset[str] = frozenset(),
     stages: Mapping[str, int] = NO_STAGES,
+    schedule: str = GPIPE,
 ) -> SharedContext:
     """That of a step, made once for all searches of its graph: the next one may be for another machine."""
-    step = model.training_step(microbatches, stages)
+    step = model.training_step(microbatches, stages, schedule)
     key = SharedContext, further, tuple(t.id for t in step.results.values())
     return step.graph.remembered(
-        key, lambda: SharedContext(model, microbatches, further=further, stages=stages)
+        key,
+        lambda: SharedContext(model, microbatches, further=further, stages=stages, schedule=schedule),
     )

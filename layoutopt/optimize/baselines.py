@@ -133,10 +133,11 @@ class Pinned(Plans):
         ways = self.model.stages(self.mesh, self.layout)
         stages = {dim: self.layout.axes(dim) for dim in ways}
         try:
-            graph = self.model.training_step(microbatches, ways).graph
+            schedule = allowed.schedule[:1]
+            graph = self.model.training_step(microbatches, ways, *schedule).graph
             pins = {n: self.layout.axes(n) for n in graph.dims() if n not in stages}
-            wanted = replace(allowed, pins=pins, forbid={}, stages=stages, microbatches=(microbatches,))
-            return decisions(graph, self.mesh, wanted)
+            wanted = replace(allowed, pins=pins, forbid={}, microbatches=(microbatches,))
+            return decisions(graph, self.mesh, replace(wanted, stages=stages, schedule=schedule))
         except UserError:
             return None
 

@@ -89,7 +89,7 @@ Known = TypeVar("Known")
 
 
 def _place(of: Subproblem) -> Hashable:
-    return of.mesh, frozenset(of.decided.stages.items())
+    return of.mesh, frozenset(of.decided.stages.items()), of.decided.schedule
 
 
 def _fewer(known: Mapping[Hashable, Mapping[int, Known]], of: Subproblem) -> list[tuple[float, Known]]:

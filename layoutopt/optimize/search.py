@@ -192,6 +192,7 @@ class Search:
 
         parts, stages = best.options.microbatches, best.evaluation.pipeline
         alike = (c.subproblem for c in self.candidates if c.subproblem.microbatches == parts)
+        alike = (s for s in alike if s.decided.schedule == best.options.schedule)
         own = (s.mesh for s in alike if s.decided.stages_on(s.mesh) == stages)
         mesh, layout = merged(best.mesh, best.layout, {mesh.shape: mesh for mesh in own}, evaluate)
         if mesh == best.mesh:
@@ -328,6 +329,7 @@ class Search:
         looked += f" in {parts} microbatches" if parts > 1 else ""
         stages = candidate.subproblem.decided.stages_on(mesh).items()
         looked += "".join(f" through {n} stages of {dim}" for dim, n in stages)
+        looked += f" in {candidate.subproblem.decided.schedule}" if stages else ""
         looked += f", point {len(self.frontier) + 1} of the frontier" if self.frontier else ""
         low = self.bound if self.frontier else min([bound, *bounds])
         request.on_progress(Standing(looked, count - len(others), count, best, min(low, best), left))

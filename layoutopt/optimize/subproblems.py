@@ -20,7 +20,8 @@ from mesh_tf_core.ops.ticks import Schedule
 
 @dataclass(frozen=True)
 class Subproblem:
-    """One mesh shape with one number of microbatches and the same stages: a problem of its own."""
+    """One mesh shape with one number of microbatches and the same stages in one schedule: a problem of its
+    own."""
 
     mesh: Mesh
     decided: Decisions
@@ -45,13 +46,14 @@ class Subproblem:
     @property
     def key(self) -> Hashable:
         """What tells it from others: `key_of` its layouts."""
-        return self.mesh, self.microbatches, frozenset(self.decided.stages.items())
+        decided = self.decided
+        return self.mesh, self.microbatches, frozenset(decided.stages.items()), decided.schedule
 
 
 def key_of(model: Model, mesh: Mesh, layout: Layout, options: Options) -> Hashable:
     """The `Subproblem.key` of the problem that a layout is an answer of."""
     stages = ((dim, layout.axes(dim)) for dim in model.stages(mesh, layout))
-    return mesh, options.microbatches, frozenset(stages)
+    return mesh, options.microbatches, frozenset(stages), options.schedule
 
 
 def subproblems(
@@ -77,7 +79,7 @@ def subproblems(
             for way in ways(model, mesh, allowed):
                 here = replace(way, microbatches=(number,), near=inner)
                 try:
-                    graph = model.training_step(number, count(mesh, way)).graph
+                    graph = model.training_step(number, count(mesh, way), *way.schedule[:1]).graph
                     found = Subproblem(mesh, decisions(graph, mesh, here))
                 except UserError as error:
                     if number == parts[0] and not way.stages:

@@ -34,7 +34,7 @@ class Refined(Data):
     @model_serializer(mode="wrap")
     def _what_is_said(self, made: SerializerFunctionWrapHandler) -> dict[str, Any]:
         found: dict[str, Any] = made(self)
-        for name in ("refined", "context", "pipeline", "diloco", "offload"):
+        for name in ("refined", "context", "pipeline", "schedule", "diloco", "offload"):
             if not found.get(name):
                 found.pop(name, None)
         return found
@@ -52,6 +52,7 @@ class Decided(Refined):
         gathered.
       pipeline: dimension of layers to the number of stages that the layout splits it into; microbatches go
         through them.
+      schedule: when they go backward, if not after all microbatches: "1f1b".
       diloco: the axis that synchronises rarely, and how: "sites:period=30,rate=0.7,momentum=0.9".
       offload: what lies in the hosts' memory ("optimizer": its state), to the variables that it is of.
     """
@@ -61,6 +62,7 @@ class Decided(Refined):
     microbatches: Size = 1
     context: dict[str, str] = Field(default_factory=dict)
     pipeline: dict[str, Size] = Field(default_factory=dict)
+    schedule: str = ""
     diloco: str = ""
     offload: dict[str, Names] = Field(default_factory=dict)
 
@@ -92,7 +94,8 @@ class Decided(Refined):
         return "; ".join(found)
 
     def _pipelines(self) -> list[str]:
-        return [f"{n} stages of {dim}" for dim, n in self.pipeline.items()]
+        order = f" in {self.schedule}" if self.schedule else ""
+        return [f"{n} stages of {dim}{order}" for dim, n in self.pipeline.items()]
 
     def places(self) -> dict[str, dict[str, Names]]:
         """What is `refined` at single places."""

@@ -43,6 +43,7 @@ class Searched(Data):
       pipeline: dimensions of layers that could be stages.
       offload: what could lie in the hosts' memory.
       diloco: how replicas meet, and along which axis.
+      schedule: those of stages that could be chosen; None: gpipe.
       command: the command line that was typed, if one was.
     """
 
@@ -61,6 +62,7 @@ class Searched(Data):
     pipeline: tuple[str, ...] | None = None
     offload: tuple[str, ...] | None = None
     diloco: str | None = None
+    schedule: tuple[str, ...] | None = None
     command: str = ""
 
 

@@ -25,6 +25,7 @@ from layoutopt.space.kind import GATHER
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.mesh import MOST_DEVICES
 from mesh_tf_core.model import Model
+from mesh_tf_core.ops.ticks import GPIPE
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -100,6 +101,7 @@ def size(
     context: Sequence[str] = (GATHER,),
     elsewhere: Sequence[str] = (),
     pipeline: Sequence[str] = (),
+    schedule: Sequence[str] = (GPIPE,),
     time_limit: float | Clock | None = None,
     on_progress: Tell | None = None,
     keep_best: bool = False,
@@ -123,7 +125,7 @@ def size(
       pretrained, characters: on what the models were trained before; characters of a token.
       replicas: of DiLoCo.
       inference: tokens that the model is to make afterwards, at the same cost per FLOP.
-      recompute, context, elsewhere, pipeline: what layouts may choose, as in `search`.
+      recompute, context, elsewhere, pipeline, schedule: what layouts may choose, as in `search`.
       keep_best: Ctrl-C is not raised, but ends it with the best so far.
 
     Raises:
@@ -145,7 +147,8 @@ def size(
     forecast = Forecast(_law(law, runs), unique, pretrained, characters, replicas)
     family = Family(model, _all_hparams(model, hparams), scale)
     clock = time_limit.again() if isinstance(time_limit, Clock) else Clock(time_limit)
-    allowed = {"recompute": recompute, "context": context, "elsewhere": elsewhere, "pipeline": pipeline}
+    allowed = {"recompute": recompute, "context": context, "elsewhere": elsewhere}
+    allowed |= {"pipeline": pipeline, "schedule": schedule}
     timer = Timer(max_axes, clock, allowed)
     answering = Answering(question, forecast, family, machines, timer, candidates, sizes, every, on_progress)
     best = answering.run(keep_best)

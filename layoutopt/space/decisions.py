@@ -10,6 +10,7 @@ Every decision has a name and a finite list of options, each a tuple of words; `
   "offload of <class>"       (), ("optimizer",): what lies in the hosts' memory              `offload`
   "context of <dim>"         (), ("ring",), ("zigzag",), ("all_to_all",): of keys along <dim>  `context`
   "number of microbatches"   one number in each subproblem                                   `microbatches`
+  "schedule"                 (), ("1f1b",): of stages, one in each subproblem                `schedule`
 The mesh's own shape (`mesh_shapes`) is decided outside: each is a subproblem of its own. So are the axes that
 layers lie over (`stages`); a subproblem knows them as the one option of a dimension.
 """
@@ -27,6 +28,7 @@ from layoutopt.space.microbatches import Microbatches
 from layoutopt.space.offload import Offload
 from layoutopt.space.rarely import Rarely
 from layoutopt.space.recompute import Recompute
+from layoutopt.space.schedule import Schedule
 from layoutopt.space.splits import ANYTHING, Split
 from layoutopt.space.stages import Stages
 from layoutopt.space.storage import Storage
@@ -39,6 +41,7 @@ from mesh_tf_core.tracing.replicas import DiLoCo
 KINDS: tuple[type[Decision], ...] = (
     Split,
     Stages,
+    Schedule,
     Elsewhere,
     Storage,
     Offload,
@@ -82,6 +85,11 @@ class Decisions:
     def microbatches(self) -> int:
         """The number of microbatches of this subproblem."""
         return self.read({})[1].microbatches
+
+    @cached_property
+    def schedule(self) -> str:
+        """Of the stages of this subproblem."""
+        return self.read({})[1].schedule
 
     @cached_property
     def stages(self) -> dict[str, Axes]:

@@ -17,6 +17,7 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import STAGES
+from mesh_tf_core.ops.ticks import GPIPE
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.replicas import DiLoCo
 
@@ -42,6 +43,7 @@ class Allowed:
       elsewhere: dimensions that may be split further where mesh axes split nothing else.
       pipeline: dimensions of layers that may lie over mesh axes, as stages of a pipeline.
       stages: those that do, each with its axes.
+      schedule: of pipelines (`mesh_tf_core.ops.ticks.SCHEDULES`); of a subproblem with stages, its only one.
       storage: stages that variables may be stored at, of all axes, or of some ("zero3@data"), or `HYBRID`.
       near: the axes of `HYBRID`; none where all links are alike.
       recompute: whether loops may (both), must or must not run again in backward; "selective": or may
@@ -65,6 +67,7 @@ class Allowed:
     stages: Mapping[str, Axes] = field(default_factory=dict)
     offload: tuple[str, ...] = ()
     diloco: DiLoCo | None = None
+    schedule: tuple[str, ...] = (GPIPE,)
 
     @property
     def apart(self) -> Axes:

@@ -16,6 +16,7 @@ from layoutopt.space.splits import Split, split_options
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
+from mesh_tf_core.ops.ticks import GPIPE
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.pipeline import loop_dims
 
@@ -58,7 +59,8 @@ def ways(model: Model, mesh: Mesh, allowed: Allowed) -> Iterator[Allowed]:
     for chosen in sorted(itertools.product(*options), key=lambda each: sum(map(len, each))):
         stages = {dim: axes for dim, axes in zip(allowed.pipeline, chosen, strict=True) if axes}
         if len({a for axes in stages.values() for a in axes}) == sum(map(len, stages.values())):
-            yield replace(plain, stages=stages)
+            for schedule in allowed.schedule if stages else (GPIPE,):
+                yield replace(plain, stages=stages, schedule=(schedule,))
 
 
 def count(mesh: Mesh, allowed: Allowed) -> dict[str, int]:

@@ -13,6 +13,7 @@ from mesh_tf_core.model import NO_STAGES, Model, TrainingStep
 from mesh_tf_core.ops.basic import Constant
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.reduce import reduce_mean
+from mesh_tf_core.ops.ticks import GPIPE
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -30,7 +31,9 @@ class Decoder(Model):
 
     decoded: Decoded = field(kw_only=True)
 
-    def training_step(self, microbatches: int = 1, stages: Mapping[str, int] = NO_STAGES) -> TrainingStep:
+    def training_step(
+        self, microbatches: int = 1, stages: Mapping[str, int] = NO_STAGES, schedule: str = GPIPE
+    ) -> TrainingStep:
         """The step that decodes, without gradients or updates."""
         if microbatches > 1 or stages:
             what = f"no pipeline over {' and '.join(stages)}" if stages else f"no {microbatches} microbatches"

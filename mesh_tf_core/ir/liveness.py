@@ -13,11 +13,13 @@ As on a device that knows ahead of time what runs:
   (7) what an iteration hands out has been copied at its end; what it adds to a sum is added once it is made
   (8) a stack that only a sum of the loop around reads (`Program.added`) lies in that sum
   (9) what lies in the host's memory takes none of the device's
+  (10) a carry of which an iteration only writes parts (`Op.in_place`) lies in what the loop makes of it
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from mesh_tf_core.ir.program import AllReduce, Instr, Local, Loop, Program, ReadVariable, WriteVariable
@@ -91,12 +93,14 @@ class Liveness:
         return found
 
     def _place(self, instr: Instr) -> None:
-        """Rules (1), (2) and (8)."""
+        """Rules (1), (2), (8) and (10)."""
         free = self._renames and isinstance(instr, Local) and instr.op.free and instr.inputs
         for o in instr.outputs:
             source = instr.inputs[0] if free else self._shared.get(o)
             if source is not None:
                 self._memory[o] = self.memory(source)
+        if isinstance(instr, Loop):
+            self._memory.update((i, self.memory(final)) for i, final in _written(instr))
         if isinstance(instr, ReadVariable):
             self._nowhere.update(instr.outputs)
         elif isinstance(instr, WriteVariable):
@@ -125,6 +129,31 @@ class Liveness:
 
     def _own(self, values: Iterable[int]) -> Memories:
         return tuple(dict.fromkeys(filter(self.has, values)))
+
+
+def _written(loop: Loop) -> Iterator[tuple[int, int]]:
+    """Rule (10): a carry and what becomes of it in an iteration -> its value after the loop."""
+    makers = {i.outputs[0]: i for i in loop.body if isinstance(i, Local) and i.inputs}
+    chains = []
+    for carry in loop.carried:
+        chain, last = [carry.leave], -1
+        while (maker := makers.get(chain[-1])) is not None and (maker.op.free or maker.op.in_place):
+            chain.append(maker.inputs[0])
+            last = len(chain) - 1 if maker.op.in_place and last < 0 else last
+        if last > 0 and chain[-1] == carry.enter:
+            chains.append((carry.final, chain, chain[last:]))
+    if chains:
+        reads = Counter(i for instr in _inside(loop) for i in instr.inputs)
+        for final, chain, before in chains:
+            if all(reads[i] == 1 for i in before):
+                yield from ((i, final) for i in chain)
+
+
+def _inside(loop: Loop) -> Iterator[Instr]:
+    for instr in loop.body:
+        yield instr
+        if isinstance(instr, Loop):
+            yield from _inside(instr)
 
 
 class Held:

@@ -149,7 +149,7 @@ class Op:
     FACTS: ClassVar = {
         "kind": ("matmul", "elementwise", "reduce", "gather", "random", "data", "attention"),
         **dict.fromkeys(("free", "linear", "converts", "divides"), (False, True)),
-        **dict.fromkeys(("regroups", "derives_key", "scales"), (False, True)),
+        **dict.fromkeys(("regroups", "derives_key", "scales", "in_place"), (False, True)),
         **dict.fromkeys(("renames", "crosses", "still"), ((),)),
     }
     """Fact -> the values that it may have."""
@@ -178,6 +178,8 @@ class Op:
     scales: ClassVar[bool] = False
     """True if what it makes only scales tensors for a product, and is divided by again: of a step in parts,
     each part takes its own, and the results differ by rounding."""
+    in_place: ClassVar[bool] = False
+    """True if it writes a part of its first operand, and the rest stays as it is."""
     derives_key: ClassVar[bool] = False
     """True if it makes a random key; more int32 scalars behind its operands make another one."""
 

@@ -28,13 +28,13 @@ from mesh_tf_core.ir.structure import Assign, Connection, Feed, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.lower.loops import Loops
-from mesh_tf_core.lower.nodes import Plan, expansion, gathered, gradient_terms, plan_of
+from mesh_tf_core.lower.nodes import Plan, delivered, expansion, gathered, gradient_terms, plan_of
 from mesh_tf_core.lower.offload import Offload
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.storage import Stages
 from mesh_tf_core.lower.subgraph import Subgraph
-from mesh_tf_core.ops.basic import Cast
+from mesh_tf_core.ops.basic import AddN, Cast
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -78,7 +78,8 @@ class Lowering(Placing):
         saved, self._again = self._again, again or self._again
         self.origin = plan.again if self._again else plan.first
         around = self.layout
-        self._lay_out(self.oracle.view(node.scope) if plan.updates else self.oracle.layout.at(plan.path))
+        owner = node.scope if plan.updates else self._added(node)
+        self._lay_out(self.oracle.layout.at(plan.path) if owner is None else self.oracle.view(owner))
         try:
             self._in_layout(node, plan)
         finally:
@@ -87,6 +88,14 @@ class Lowering(Placing):
             if tensor in self._terms and tensor in self.env:
                 self._scatter(tensor)
         self._again = saved
+
+    def _added(self, node: Node) -> str | None:
+        """The variable whose gradient a node adds up of terms that lie as its state (from stage 2 on)."""
+        terms = delivered(self.graph)
+        if not isinstance(node.op, AddN) or not all(i in terms for i in node.inputs):
+            return None
+        variable = terms.get(node.outputs[0])
+        return variable if variable is not None and self.oracle.stage(variable, 2) else None
 
     def _scatter(self, tensor: int) -> None:
         """Splits a gradient, or a term of one, as its variable's state is (from storage stage 2 on), as soon

@@ -14,6 +14,7 @@ from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.program import Origin
 from mesh_tf_core.ir.structure import Assign, Connection, Read
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.basic import AddN
 from mesh_tf_core.ops.context import FORMS
 from mesh_tf_core.tracing.graph import Graph
 
@@ -86,6 +87,20 @@ def pass_of(phase: str) -> str:
     return "forward" if phase == "forward" else "backward"
 
 
+def delivered(graph: Graph) -> Mapping[int, str]:
+    """Tensors that are a variable's gradient, or of several loops that add up to it what one adds -> the
+    variable."""
+    return graph.remembered(delivered, lambda: _delivered(graph))
+
+
+def _delivered(graph: Graph) -> dict[int, str]:
+    owner = graph.gradient_of
+    sums = [n for n in graph.nodes if isinstance(n.op, AddN) and n.outputs[0] in owner]
+    ends = {o for n in graph.nodes if n.body is not None for o in n.outputs}
+    added = {i: owner[n.outputs[0]] for n in sums if ends.issuperset(n.inputs) for i in n.inputs}
+    return {**added, **owner}
+
+
 def gradient_terms(graph: Graph) -> Mapping[int, str]:
     """Tensors that are a variable's gradient, or that a loop stacks or sums up to one -> the variable. (What
     loops inside of that loop sum up is such a term only when they have ended.)"""
@@ -93,7 +108,7 @@ def gradient_terms(graph: Graph) -> Mapping[int, str]:
 
 
 def _gradient_terms(graph: Graph) -> dict[int, str]:
-    owner = graph.gradient_of
+    owner = delivered(graph)
     ends = ((b, pair) for b in graph.blocks for pair in (*b.stacked, *b.summed))
     terms = {i: owner[o] for b, (i, o) in ends if o in owner and graph.tensor(i).block == b.id}
     return {**terms, **owner}

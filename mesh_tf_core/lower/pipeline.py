@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
+from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
@@ -24,6 +25,7 @@ from mesh_tf_core.lower.subgraph import Subgraph
 from mesh_tf_core.lower.sums import delay_sums
 from mesh_tf_core.lower.uses import compact
 from mesh_tf_core.lower.verify import verify
+from mesh_tf_core.ops.ticks import GPIPE, SCHEDULES
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.replicas import DiLoCo
 
@@ -48,6 +50,7 @@ class Options:
         does not gather them (`ops.context.FORMS`).
       diloco: an axis that synchronises rarely.
       offload: what lies in the hosts' memory, by kind and variable (`lower.offload`).
+      schedule: when the stages of a pipeline go backward (`ops.ticks.SCHEDULES`).
     """
 
     storage: Stages = field(default_factory=dict)
@@ -56,8 +59,11 @@ class Options:
     context: frozenset[tuple[str, str]] = frozenset()
     diloco: DiLoCo | None = None
     offload: Offload = frozenset()
+    schedule: str = GPIPE
 
     def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise UserError(f"schedule {self.schedule!r}: {known_names(self.schedule, SCHEDULES)}")
         if any(":" in text for text in self.recompute):
             object.__setattr__(self, "recompute", written(self.recompute))
 

@@ -137,8 +137,11 @@ def stands_beside_backward(block: Block, graph: Graph) -> bool:
 
 def recomputable(graph: Graph) -> list[str]:
     """Dimensions that a search decides about: of loops that are all in one body with their backward. (What
-    others cost depends on whether the loops around them run again.)"""
-    loops = [b for b in graph.blocks if b.dim is not None and has_backward(b, graph)]
+    others cost depends on whether the loops around them run again. Of a stage that runs again for backward
+    anyway nothing is decided.)"""
+    again = {n.body.id for n, _ in graph.walk() if n.body is not None and n.phase == "recompute"}
+    stages = {b.id for b in graph.blocks if b.id in again and b.parent and graph.blocks[b.parent].spread}
+    loops = [b for b in graph.blocks if b.dim is not None and b.id not in stages and has_backward(b, graph)]
     away = {b.dim for b in loops if not stands_beside_backward(b, graph)}
     return list(dict.fromkeys(b.dim.name for b in loops if b.dim is not None and b.dim not in away))
 

@@ -76,6 +76,7 @@ class DynamicUpdate(Op):
 
     dim: str
     kind: ClassVar[str] = "data"
+    in_place: ClassVar[bool] = True
 
     def roles(self, *inputs: TensorType) -> Roles:
         return Roles(parallel=inputs[0].shape.names)

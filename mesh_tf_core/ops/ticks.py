@@ -19,6 +19,10 @@ from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import listing
 
+GPIPE, ONE_F_ONE_B = "gpipe", "1f1b"
+SCHEDULES = (GPIPE, ONE_F_ONE_B)
+"""When stages go backward: after all microbatches (`tracing.pipeline`), or each microbatch as soon as it has
+gone through all stages (`tracing.one_forward_one_backward`)."""
 WHY = "microbatches come one after the other"
 
 

@@ -70,8 +70,17 @@ class Copy:
         made = self.new.apply(op, *inputs)
         return made if isinstance(made, tuple) else (made,)
 
+    def _phase(self, node: Node) -> str:
+        """The phase of a copy."""
+        return node.phase
+
+    def _number(self, block: Block) -> Tensor:
+        """What numbers the iterations of a copied loop; the body of the copy is being built."""
+        assert block.index is not None
+        return self.new.tensors[block.index]
+
     def _node(self, node: Node) -> None:
-        with self.new.phase(node.phase, node.scope, node.name):
+        with self.new.phase(self._phase(node), node.scope, node.name):
             if node.body is not None:
                 self._scan(node, node.body)
                 return
@@ -110,13 +119,16 @@ class Copy:
         """Copies what connects a loop to its backward."""
 
     def _scan(self, node: Node, body: Block) -> None:
-        init = self._operands(node)
+        self._looped(node, body, self._operands(node))
+
+    def _looped(self, node: Node, body: Block, init: Sequence[Tensor]) -> None:
+        """The copy of a loop that begins with the states `init`."""
         forward = self.blocks.get(body.forward.id) if body.forward else None
         assert body.dim is not None and body.index is not None
-        with self.new.loop(body.dim, body.reverse, forward) as block:
+        (dim,) = self._shape(Shape([body.dim]))
+        with self.new.loop(dim, body.reverse, forward) as block:
             self.blocks[body.id] = block
-            assert block.index is not None
-            self.tensors[body.index] = self.new.tensors[block.index]
+            self.tensors[body.index] = self._number(block)
             block.branch, block.single = body.branch, body.single
             block.sliced = [(self.tensors[o].id, self._inner(block, i).id) for o, i in body.sliced]
             self._body(node, body, block)

@@ -42,10 +42,10 @@ def accumulate(
     Raises:
       UserError: parts of the batch do not give one of `wanted`, with the operation that is why.
     """
-    return _Accumulation(graph, batch, parts).run(wanted)
+    return Accumulation(graph, batch, parts).run(wanted)
 
 
-class _Accumulation(StepCopy, PartCopy):
+class Accumulation(StepCopy, PartCopy):
     """A graph that adds up parts of the batch, under construction.
 
     Attributes:
@@ -58,7 +58,7 @@ class _Accumulation(StepCopy, PartCopy):
         super().__init__(graph, batch, parts)
         self.check_batch(graph.tensors)
         self.kept = [n for n in graph.nodes if n.phase != "update"]
-        self.makers = {o: n for n in self.kept for o in self._made(n)}
+        self.makers = {o: n for n in self.kept for o in self.made_by(n)}
         self.standings = Standings(graph, self.names, self.kept)
         self.fed: dict[int, Tensor] = {}
         self.given: dict[int, Tensor] = {}
@@ -126,11 +126,15 @@ class _Accumulation(StepCopy, PartCopy):
             if tensor in seen or tensor in self.given:
                 continue
             seen.add(tensor)
-            if self.standings.of(tensor).kind is Kind.SUM or self._only_inside(tensor):
+            if self._is_added(tensor):
                 found[tensor] = None
             else:
                 left += sorted(outer_reads(self.old, self.makers[tensor]))
         return list(found)
+
+    def _is_added(self, tensor: int) -> bool:
+        """Whether the parts add up to a tensor itself."""
+        return self.standings.of(tensor).kind is Kind.SUM or self._only_inside(tensor)
 
     def _only_inside(self, tensor: int) -> bool:
         """Whether a loop computes a tensor beside others for which it reads the rows."""
@@ -138,11 +142,11 @@ class _Accumulation(StepCopy, PartCopy):
         if maker is None or maker.body is None:
             return False
         if maker.index not in self._reading:
-            read = outer_reads(self.old, maker, self._is_whole)
+            read = outer_reads(self.old, maker, self.is_whole)
             self._reading[maker.index] = any(self.standings.of(i).kind is not Kind.SAME for i in read)
         return self._reading[maker.index]
 
-    def _is_whole(self, node: Node, operand: int) -> bool:
+    def is_whole(self, node: Node, operand: int) -> bool:
         """Whether an operand, as a node in a loop over the parts reads it, is computed outside: it is made of
         whole sums."""
         made = [] if node.body else [self.standings.of(o) for o in node.outputs]
@@ -157,19 +161,20 @@ class _Accumulation(StepCopy, PartCopy):
         """The nodes that a loop over the parts runs to add up `sums`, in order."""
         wanted, found = set(sums), []
         for node in reversed(self.kept):
-            if not isinstance(node.op, Read | Feed) and not wanted.isdisjoint(self._made(node)):
+            if not isinstance(node.op, Read | Feed) and not wanted.isdisjoint(self.made_by(node)):
                 found.append(node)
-                wanted |= outer_reads(self.old, node, self._is_whole)
+                wanted |= outer_reads(self.old, node, self.is_whole)
         return found[::-1]
 
     def _early(self, sums: Iterable[int]) -> list[int]:
         """The sums that have to be whole before the loop that adds up `sums`."""
         read: set[int] = set()
         for node in self._needed(sums):
-            read |= outer_reads(self.old, node) - outer_reads(self.old, node, self._is_whole)
+            read |= outer_reads(self.old, node) - outer_reads(self.old, node, self.is_whole)
         return self._sums(sorted(read))
 
-    def _made(self, node: Node) -> set[int]:
+    def made_by(self, node: Node) -> set[int]:
+        """What a node makes, and what its loop keeps."""
         return {*node.outputs, *(node.body.saved.values() if node.body else ())}
 
     # -- building --------------------------------------------------------------------------------------------
@@ -206,7 +211,7 @@ class _Accumulation(StepCopy, PartCopy):
             self.blocks, self.tensors, self.number = {}, dict(self.outside), None
             with self.new.at_root():
                 self._node(maker)
-            self.outside.update({o: self.tensors[o] for o in self._made(maker)})
+            self.outside.update({o: self.tensors[o] for o in self.made_by(maker)})
             self.blocks, self.tensors, self.number = inside
         return self.outside[old]
 
@@ -214,7 +219,7 @@ class _Accumulation(StepCopy, PartCopy):
         """The copy of an operand of a node."""
         return (
             self._whole(operand)
-            if self.number is not None and self._is_whole(node, operand)
+            if self.number is not None and self.is_whole(node, operand)
             else self.tensors[operand]
         )
 

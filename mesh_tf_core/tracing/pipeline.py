@@ -82,6 +82,19 @@ def _loop_dims(graph: Graph) -> dict[str, list[Node]]:
     return found
 
 
+def check_stages(graph: Graph, dim: str, count: int) -> None:
+    """UserError if the loops over a dimension cannot be so many stages."""
+    for node in loop_dims(graph)[dim]:
+        size = node.body.dim.size if node.body and node.body.dim else 0
+        if size % count:
+            raise UserError(
+                f"pipeline over {dim!r}: {count} stages do not divide its {size} layers; "
+                f"choose one of {', '.join(str(n) for n in range(2, size + 1) if size % n == 0)}"
+            )
+        if node not in graph.nodes:
+            raise UserError(f"pipeline over {dim!r}: this loop is inside of another; split the outer one")
+
+
 @dataclass
 class _Flow:
     """What goes through the stages with a microbatch.
@@ -105,20 +118,9 @@ class _Pipelines(PartCopy):
         self.part, self.smaller = self.smaller, {}
         self.stages = stages
         for dim, count in stages.items():
-            self._check(dim, count)
+            check_stages(graph, dim, count)
         trained = [v for v in graph.variables.values() if v.trainable]
         self.trained = depends_on(graph, [graph.read(v).id for v in trained])
-
-    def _check(self, dim: str, count: int) -> None:
-        for node in loop_dims(self.old)[dim]:
-            size = node.body.dim.size if node.body and node.body.dim else 0
-            if size % count:
-                raise UserError(
-                    f"pipeline over {dim!r}: {count} stages do not divide its {size} layers; "
-                    f"choose one of {', '.join(str(n) for n in range(2, size + 1) if size % n == 0)}"
-                )
-            if node not in self.old.nodes:
-                raise UserError(f"pipeline over {dim!r}: this loop is inside of another; split the outer one")
 
     def run(self, wanted: Mapping[str, Tensor]) -> tuple[Graph, dict[str, Tensor]]:
         """Copies what leads to the tensors that are wanted, and what the forward pass stores."""

@@ -24,9 +24,9 @@ E, V = mtf.Dim("e", 8), mtf.Dim("vocabulary", 8)
 LAYERS = mtf.Dim("layers", 4)
 
 
-def model(dropout: float = 0.0) -> mtf.Model:
+def model(dropout: float = 0.0, linear: bool = False) -> mtf.Model:
     """Layers that read, besides their state, a mask and what was learned of each example, and that carry and
-    stack losses."""
+    stack losses; `linear`: what they stack is only added to the loss."""
     g = mtf.Graph()
     ids, labels = g.input("ids", [B, L]), g.input("labels", [B, L])
     table = g.variable("table", [V, D], mtf.Normal(0.5), "float64")
@@ -47,29 +47,30 @@ def model(dropout: float = 0.0) -> mtf.Model:
     state, (sizes, norms) = mtf.scan(layer, (x, mtf.zeros(g, [], "float64")), LAYERS)
     h, total = state
     ce = mtf.softmax_cross_entropy(mtf.einsum([h, table], [B, L, V]), labels, V)
-    more = mtf.reduce_sum(mtf.square(sizes)) + mtf.reduce_sum(norms) * 0.01
+    more = mtf.reduce_sum(sizes if linear else mtf.square(sizes)) + mtf.reduce_sum(norms) * 0.01
     loss = mtf.reduce_sum(ce * valid) / mtf.reduce_sum(valid) + total + more
     return mtf.Model(loss, mtf.SGD(0.3), {"total": total})
 
 
-def example() -> Program:
+def example(schedule: str = "gpipe") -> Program:
     """A pipeline beside other splits, for engines."""
-    given = mtf.Options({"wi": 3, "wo": 2}, frozenset({"layers"}), 4)
-    return model(dropout=0.2).lower(
+    given = mtf.Options({"wi": 3, "wo": 2}, frozenset({"layers"}), 4, schedule=schedule)
+    return model(0.2, linear=True).lower(
         mtf.Mesh("pipe:2;t:2"), mtf.Layout("layers:pipe;e:t;vocabulary:t+pipe"), given
     )
 
 
-def batch() -> dict[str, np.ndarray]:
+def batch(program: Program) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(4)
-    return {"ids": rng.integers(0, 6, (8, 3)), "labels": rng.integers(0, 6, (8, 3))}
+    found = {"ids": rng.integers(0, 6, (8, 3)), "labels": rng.integers(0, 6, (8, 3))}
+    return {n: x.reshape(program.values[program.feeds[n]].shape.sizes) for n, x in found.items()}
 
 
 def steps(program: Program, count: int = 2) -> tuple[dict[str, float], dict[str, np.ndarray], Any]:
     """Results of the last step, the variables afterwards, and the engine."""
     engine = LockstepEngine(program)
     for _ in range(count):
-        found = engine.step(batch())
+        found = engine.step(batch(program))
     results = {name: float(x) for name, x in found.items()}
     return results, {name: np.asarray(engine.read(name)) for name in program.variables}, engine
 
@@ -175,19 +176,20 @@ def test_a_trainer_saves_and_evaluates_under_any_layout(plain: mtf.Model, tmp_pa
     def trainer(mesh: str, layout: str, parts: int) -> mtf.Trainer:
         return mtf.Trainer(plain, mesh, layout, options=mtf.Options(microbatches=parts), engine="lockstep")
 
+    data = batch(plain.lower(mtf.Mesh("one:1"), mtf.Layout()))
     piped, one = trainer("pipe:4;t:2", "layers:pipe;e:t", 4), trainer("one:1", "", 1)
     for each in (piped, one):
-        each.step(batch())
-    whole = [one.evaluate([batch()]), piped.evaluate([batch()])]
+        each.step(data)
+    whole = [one.evaluate([data]), piped.evaluate([data])]
     assert whole[1] == pytest.approx(whole[0])
     piped.save(tmp_path)
     others = trainer("pipe:2", "layers:pipe", 2), trainer("pipe:1;t:2", "layers:pipe;e:t", 2)
     for each in (*others, one):
         each.restore(tmp_path)
-    loss = float(one.step(batch())["loss"])
+    loss = float(one.step(data)["loss"])
     for other in others:
-        assert other.evaluate([batch()]) == pytest.approx(whole[0])
-        assert float(other.step(batch())["loss"]) == pytest.approx(loss)
+        assert other.evaluate([data]) == pytest.approx(whole[0])
+        assert float(other.step(data)["loss"]) == pytest.approx(loss)
 
 
 def test_dropout_does_not_depend_on_the_number_of_stages() -> None:

@@ -106,12 +106,16 @@ def half(stage: int) -> None:
         assert engine.communication_bytes == program.communication_bytes()
 
 
-def pipeline() -> None:
+def pipeline(schedule: str = "gpipe") -> None:
     """Layers as stages of a pipeline, beside other splits, stored further and recomputed."""
-    program = test_pipelines.example()
-    engine, oracle = open_engine(program, "jax"), open_engine(program, "lockstep")
+    program = test_pipelines.example(schedule)
+    engine, oracle, batch = (
+        open_engine(program, "jax"),
+        open_engine(program, "lockstep"),
+        test_pipelines.batch(program),
+    )
     for _ in range(2):
-        equal(engine.step(test_pipelines.batch()), oracle.step(test_pipelines.batch()), 1e-10)
+        equal(engine.step(batch), oracle.step(batch), 1e-10)
     for name in program.variables:
         np.testing.assert_allclose(engine.read(name), oracle.read(name), 1e-10, err_msg=name)
     assert engine.communication_bytes == program.communication_bytes()
@@ -232,6 +236,7 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"training {m} {layout}": lambda m=m, n=layout, h=h: training(m, n, h) for m, layout, h in MODELS},
     "loops": loops,
     "pipeline": pipeline,
+    "one_forward_one_backward": lambda: pipeline("1f1b"),
     "replicas": replicas,
     **{f"kept {seed}": lambda seed=seed: kept(seed) for seed in range(8)},
     "sequence, context and hybrid parallelism": jax_layouts.all_at_once,

@@ -19,6 +19,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.op import Op, Roles
 from mesh_tf_core.ir.program import COLLECTIVES, Collective
 from mesh_tf_core.ops.context import FORMS
+from mesh_tf_core.ops.ticks import SCHEDULES
 from tests.core import test_pipelines, test_replicas
 from tests.core.test_offload import lowered as offloaded
 from tests.engines import number_cases
@@ -51,8 +52,10 @@ def test_every_collective_equals_lockstep(mesh, axes):
     assert local.communication_bytes == program.communication_bytes()
 
 
-def test_a_pipeline_equals_lockstep() -> None:
-    program, batch = test_pipelines.example(), test_pipelines.batch()
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_pipeline_equals_lockstep(schedule: str) -> None:
+    program = test_pipelines.example(schedule)
+    batch = test_pipelines.batch(program)
     local, lockstep = both(program)
     for _ in range(2):
         same(local.step(batch), lockstep.step(batch))

@@ -34,8 +34,9 @@ ROUNDING = 1 + 1e-12
 def compare(model: mtf.Model, on: str, parts: int, hardware: str, axes: str, count: int, **more: Any) -> None:
     mesh, machine, rng = mtf.Mesh(on), load_hardware(hardware), random.Random(count)
     stages = {"layers": tuple(axes.split("+"))}
-    graph = model.training_step(parts, {"layers": mesh.group_size(stages["layers"])}).graph
-    decided = decisions(graph, mesh, Allowed(microbatches=(parts,), stages=stages, **more))
+    allowed = Allowed(microbatches=(parts,), stages=stages, **more)
+    counts = {"layers": mesh.group_size(stages["layers"])}
+    decided = decisions(model.training_step(parts, counts, *allowed.schedule).graph, mesh, allowed)
     prices = pricer(machine, mesh)
     found, compared = extract(model, mesh, decided, prices), 0
     least = Evaluator(model, machine).least(mesh, decided)
@@ -65,6 +66,9 @@ CASES: list[tuple[str, str, int, str, str, dict[str, Any]]] = [
     ("transformer", "pipe:2;t:2", 2, "h100", "pipe", {"elsewhere": ("length",)}),
     ("transformer", "t:2;pipe:2", 8, "cpu-local", "pipe", {}),
     ("experts", "pipe:2;t:2", 2, "tpu-v5e", "pipe", {"pins": {"length": ()}}),
+    ("transformer", "a:2;b:2;t:2", 4, "tpu-v3", "a+b", {"schedule": ("1f1b",)}),
+    ("transformer", "t:2;pipe:2", 8, "h100", "pipe", {"schedule": ("1f1b",)}),
+    ("experts", "pipe:2;t:2", 2, "tpu-v5e", "pipe", {"pins": {"length": ()}, "schedule": ("1f1b",)}),
 ]
 
 
@@ -113,6 +117,7 @@ ALLOWED = Allowed(
     microbatches=(1, 8),
     recompute=(False, True),
     pipeline=("layers",),
+    schedule=("gpipe", "1f1b"),
 )
 
 
@@ -137,7 +142,7 @@ def test_the_best_of_all(
 ) -> None:
     model, mesh, found = every
     asked: Mapping[str, Any] = {
-        n: getattr(ALLOWED, n) for n in ("pins", "storage", "microbatches", "recompute", "pipeline")
+        n: getattr(ALLOWED, n) for n in ("pins", "storage", "microbatches", "recompute", "pipeline", "schedule")
     }
     plan = search(model, mesh=mesh, hardware=nodes_of(2), memory=memory, alternatives=False, **asked)
     best = min((e for e in found if e.memory.peak <= memory), key=lambda e: e.cost.step_seconds)

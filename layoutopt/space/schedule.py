@@ -1,0 +1,59 @@
+"""When the stages of a pipeline go backward: after all microbatches (`gpipe`), or each microbatch as soon as
+it has gone through all stages (`1f1b`).
+
+Another schedule is another graph, so that each is a subproblem of its own, where nothing is left to choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
+from mesh_tf_core.ops.ticks import GPIPE, ONE_F_ONE_B, SCHEDULES
+from mesh_tf_core.tracing.graph import Graph
+
+
+@dataclass(frozen=True)
+class Schedule(Decision):
+    """The schedule of a subproblem with stages."""
+
+    features = (
+        Feature(
+            ONE_F_ONE_B,
+            "schedule",
+            lambda schedule: schedule == ONE_F_ONE_B,
+            lambda _, options: options.schedule == ONE_F_ONE_B,
+        ),
+    )
+
+    @classmethod
+    def check(cls, allowed: Allowed) -> None:
+        for schedule in allowed.schedule or ("",):
+            if schedule not in SCHEDULES:
+                raise UserError(f"--schedule {schedule}: {known_names(schedule, SCHEDULES)}")
+
+    @classmethod
+    def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
+        if allowed.stages:
+            (schedule,) = allowed.schedule
+            yield cls("schedule", ((schedule,) if schedule != GPIPE else (),))
+
+    def apply(self, choice: Choice, to: Chosen) -> None:
+        to.options["schedule"] = choice[0] if choice else GPIPE
+
+    def read(self, layout: Layout, options: Options) -> Choice:
+        return (options.schedule,) if options.schedule != GPIPE else ()
+
+    @classmethod
+    def written(cls, options: Options) -> dict[str, Any]:
+        return {"schedule": options.schedule if options.schedule != GPIPE else ""}
+
+    @classmethod
+    def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
+        return {"schedule": said["schedule"] or GPIPE}

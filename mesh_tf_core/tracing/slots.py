@@ -1,0 +1,162 @@
+"""What of a microbatch runs when, where it goes through the stages of a pipeline forward and then backward:
+before the layers, behind them, behind their backward, or once, on sums over all microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence, Set
+from enum import IntEnum
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.tracing.microbatch import Accumulation
+from mesh_tf_core.tracing.standing import Kind, outer_reads
+
+
+class When(IntEnum):
+    """What of a microbatch has to be over before something is known; of two, the later one counts."""
+
+    BEFORE = 0  # nothing
+    HEAD = 1  # forward through the layers
+    AFTER = 2  # backward through them
+    WHOLE = 3  # known outside of the turns only: a sum of what stages do, or of both HEAD and AFTER
+
+
+class Slots:
+    """The nodes that a part of the batch takes, with one loop over layers and one over their gradient.
+
+    Args:
+      copy: knows how tensors stand to the batch.
+      needed: the nodes, in order.
+      forward, backward: those over the layers.
+      sums: what the parts add up to.
+      trained: what depends on variables that are trained.
+      refuse: the error that says why these layers cannot be stages.
+
+    Attributes:
+      known: tensor -> when it is known; `slots`: node -> when it runs.
+      sums: what is added up over the microbatches, from which the rest follows.
+      states: what the layers hand on, as they read it; `passes`: what goes through the stages with it, as the
+        layers read it, and a gradient goes back to it.
+      stays: what each stage makes for itself; `same`: what is the same for all microbatches.
+      sliced: node -> the stacks that layers read their parts of.
+      rows: gradients of `passes`.
+    """
+
+    def __init__(
+        self,
+        copy: Accumulation,
+        needed: Sequence[Node],
+        forward: Node,
+        backward: Node,
+        sums: Iterable[int],
+        trained: Set[int],
+        refuse: Callable[[str], UserError],
+    ) -> None:
+        self.copy, self.old, self.needed = copy, copy.old, needed
+        self.forward, self.backward, self.trained, self.refuse = forward, backward, trained, refuse
+        dim = self._body(forward).dim
+        assert dim is not None
+        self.layers: Dim = dim
+        self.states, self.seeds = forward.inputs, backward.inputs
+        self.known: dict[int, When] = {}
+        self.slots: dict[int, When] = {}
+        self._order()
+        self.sums = self._added(sums)
+        self.rows = tuple(o for _, o in self._body(backward).summed if self._kind(o) is Kind.ROWS)
+        self._read()
+        self._check()
+
+    def _body(self, node: Node) -> Block:
+        assert node.body is not None
+        return node.body
+
+    def _kind(self, tensor: int) -> Kind:
+        return self.copy.standings.of(tensor).kind
+
+    def _when(self, tensor: int) -> When:
+        return self.known.get(tensor, When.BEFORE)
+
+    def _order(self) -> None:
+        saved = {*self._body(self.forward).saved.values()}
+        for node in self.needed:
+            read = outer_reads(self.old, node, self.copy.is_whole) - saved
+            found = {self._when(i) for i in read}
+            when = max(found, default=When.BEFORE)
+            if when is When.AFTER and (When.HEAD in found or self.copy.standings.shared.get(node.index)):
+                when = When.WHOLE  # What it adds up is not there in the same turns.
+            self.slots[node.index] = when
+            self.known.update(dict.fromkeys(self.copy.made_by(node), when))
+            for other, then in ((self.forward, When.HEAD), (self.backward, When.AFTER)):
+                if node is other:
+                    goes = {*node.outputs[: len(node.inputs)]}
+                    goes |= {o for o in node.outputs if self._kind(o) is Kind.ROWS}
+                    self.known.update((o, then if o in goes else When.WHOLE) for o in node.outputs)
+
+    def _added(self, wanted: Iterable[int]) -> list[int]:
+        """The sums that turns make, of which `wanted` are made."""
+        found: dict[int, None] = {}
+        left, seen = list(wanted), set[int]()
+        while left:
+            tensor = left.pop(0)
+            maker = self.copy.makers.get(tensor)
+            if tensor in seen or tensor in self.copy.outside or maker is None:
+                continue
+            seen.add(tensor)
+            stage = maker in (self.forward, self.backward)
+            if not stage and self.slots.get(maker.index) is When.WHOLE:
+                read = sorted(outer_reads(self.old, maker))
+                if any(self._kind(i) in (Kind.ROWS, Kind.MIXED) for i in read):
+                    raise self.refuse(f"{maker.op.describe()} reads what is before and behind the layers")
+                left += [i for i in read if self._kind(i) is Kind.SUM or self._when(i) is not When.BEFORE]
+            else:
+                found[tensor] = None
+        return list(found)
+
+    def _read(self) -> None:
+        numbered = self._numbered()
+        saved = {*self._body(self.forward).saved.values()}
+        self.sliced = {n.index: self._sliced(n, saved) for n in (self.forward, self.backward)}
+        read = self._inside(self.forward) | (self._inside(self.backward) - saved)
+        late = [i for i in (*read, *self.sliced[self.backward.index]) if self._when(i) is not When.BEFORE]
+        if late or any(self._when(i) > When.HEAD for i in self.seeds):
+            raise self.refuse("the gradient of what the layers stack depends on the microbatch")
+        rows = {i for i in read if self._kind(i) is Kind.ROWS}
+        if any(self._kind(i) in (Kind.SUM, Kind.MIXED) for i in read):
+            raise self.refuse("the layers read a sum over the batch that is not whole")
+        if any(self._kind(i) is not Kind.SAME for each in self.sliced.values() for i in each):
+            raise self.refuse("the layers read parts of the batch that are stacked, one for each layer")
+        self.passes = sorted(rows & self.trained)
+        self.stays = sorted((rows - self.trained) | (read & numbered))
+        self.same = sorted(read - rows - numbered)
+
+    def _sliced(self, node: Node, saved: set[int]) -> list[int]:
+        return list(dict.fromkeys(o for o, _ in self._body(node).sliced if o not in saved))
+
+    def _inside(self, node: Node) -> set[int]:
+        """What the nodes of a loop's body read from outside, but for its state and parts of stacks."""
+        body, is_whole = self._body(node), self.copy.is_whole
+        found = set[int]().union(*(outer_reads(self.old, n, is_whole) for n in body.nodes))
+        ends = (*body.carry_out, *(i for i, _ in (*body.stacked, *body.summed)))
+        return found | {i for i in ends if not self.old.tensor(i).block}
+
+    def _numbered(self) -> set[int]:
+        """What is random, of what is the same for all rows: it has the number of the microbatch in it."""
+        found = set[int]()
+        for node in self.needed:
+            if node.op.derives_key or not found.isdisjoint(node.inputs):
+                found.update(o for o in node.outputs if self._kind(o) is Kind.SAME)
+        return found
+
+    def _check(self) -> None:
+        body, refuse = self._body(self.forward), self.refuse
+        inside = [n for n, _ in body.walk()]
+        if any(n.body is not None and n.body.runs is not None for n in inside) or body.runs is not None:
+            raise refuse("its layers have branches or end early, and stages have to do the same things")
+        if body.halves:
+            raise refuse("its layers are reversible")
+        if any(self._kind(o) is Kind.ROWS for _, o in body.stacked):
+            raise refuse("its layers stack something of every example")
+        if any(self.layers in self.old.tensor(o).shape.dims for n in inside for o in n.outputs):
+            raise refuse(f"its layers read all of what has {self.layers.name!r}")

@@ -1,0 +1,197 @@
+"""1F1B gives the numbers of one device, holds what grows with the stages and not with the microbatches, and
+waits as long as its closed form says."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
+from costmodels.liveness import memory
+from costmodels.pricing.pricer import pricer
+from costmodels.waiting import waiting
+from mesh_tf_core.ir.instructions import Instr, Local, Permute
+from mesh_tf_core.ir.program import Program
+from mesh_tf_core.lower.verify import verify
+from mesh_tf_core.ops.dynamic import DynamicSlice
+from mesh_tf_core.ops.ticks import ONE_F_ONE_B, Schedule
+from tests.core.test_pipelines import LAYERS, B, D, E, changed, model, options, same, steps
+
+
+@pytest.fixture(scope="module")
+def plain() -> mtf.Model:
+    return model(linear=True)
+
+
+@pytest.fixture(scope="module")
+def dense(plain: mtf.Model) -> Any:
+    return steps(plain.lower(mtf.Mesh("one:1"), mtf.Layout()))[:2]
+
+
+def lowered(model: mtf.Model, mesh: str, layout: str, parts: int, **given: Any) -> Program:
+    how = options({**given, "microbatches": parts, "schedule": ONE_F_ONE_B})
+    return model.lower(mtf.Mesh(mesh), mtf.Layout(layout), how)
+
+
+FURTHER = {"wi": 3, "wo": 2, "table": 1, "shared": 3}
+CASES: list[tuple[str, str, int, dict[str, Any]]] = [
+    ("pipe:2", "layers:pipe", 4, {}),
+    ("pipe:4", "layers:pipe", 1, {}),
+    ("t:2;pipe:2", "layers:pipe;e:t;vocabulary:pipe+t", 8, {"storage": {"table": 3, "wo": 1}}),
+    ("pipe:2;data:2", "layers:pipe;batch:data", 2, {"recompute": {"layers"}, "storage": FURTHER}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "layout", "parts", "given"), CASES)
+def test_losses_and_variables_are_those_of_one_device(
+    mesh: str, layout: str, parts: int, given: dict[str, Any], plain: mtf.Model, dense: Any
+) -> None:
+    program = lowered(plain, mesh, layout, parts, **given)
+    *found, engine = steps(program)
+    same(found, dense)
+    assert engine.communication_bytes == program.communication_bytes()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(60))
+def test_random_layouts(seed: int, plain: mtf.Model, dense: Any) -> None:
+    rng = random.Random(seed)
+    axes = [("pipe", rng.choice([2, 4])), ("a", 2), *([("b", 2)] if rng.random() < 0.5 else [])]
+    rng.shuffle(axes)
+    rules = {"layers": "pipe"}
+    for dim in ("batch", "e", "d", "vocabulary", "length"):
+        free = [name for name, _ in axes if name != "pipe" or dim == "vocabulary"]
+        chosen = [name for name in free if rng.random() < 0.4]
+        rules.update({dim: "+".join(chosen)} if chosen else {})
+    again = rng.choice([set(), {"layers"}, {"layers:keep=products"}])
+    storage = {name: rng.randrange(4) for name in ("wi", "wo", "table", "shared")}
+    layout = ";".join(f"{dim}:{on}" for dim, on in rules.items())
+    try:
+        mesh = ";".join(f"{name}:{n}" for name, n in axes)
+        program = lowered(plain, mesh, layout, rng.choice([1, 2, 4]), recompute=again, storage=storage)
+    except mtf.LayoutError:
+        pytest.skip("no layout")
+    *found, engine = steps(program)
+    same(found, dense)
+    assert engine.communication_bytes == program.communication_bytes()
+
+
+def test_random_numbers_are_those_of_microbatches_on_one_device() -> None:
+    built = model(dropout=0.3, linear=True)
+    alone = steps(built.lower(mtf.Mesh("one:1"), mtf.Layout(), mtf.Options(microbatches=4)), 1)
+    same(steps(lowered(built, "pipe:4;t:2", "layers:pipe;e:t", 4), 1)[:2], alone[:2])
+
+
+@pytest.mark.parametrize(("stages", "parts"), [(2, 8), (4, 4)])
+def test_stages_work_and_wait_as_the_schedule_says(stages: int, parts: int, plain: mtf.Model) -> None:
+    schedule = Schedule(parts, stages)
+    program = lowered(plain, f"pipe:{stages}", "layers:pipe", parts)
+    done = {"forward": 0, "recompute": 0}
+    sent = {"forward": 0, "backward": 0}
+    for instr, times in program.walk():
+        phase = instr.origin.phase
+        if isinstance(instr, Local) and instr.op.name == "einsum" and phase in done:
+            names = {n for i in (*instr.inputs, *instr.outputs) for n in program.values[i].shape.names}
+            done[phase] += times if "e" in names else 0
+        if isinstance(instr, Permute) and program.values[instr.inputs[0]].shape.names[-1:] == ("d",):
+            sent[phase] += times
+    # Two products for each of a stage's layers in every slot, of which the bubble's are for nothing.
+    useful = 2 * parts * (4 // stages)
+    assert all(1 - useful / n == pytest.approx(schedule.bubble) for n in done.values()), done
+    # The state and what is read of each example; after the last of two stages nobody reads it.
+    assert sent == {"forward": 2 * schedule.ticks, "backward": 2 * (schedule.ticks - (stages == 2))}
+
+
+def test_how_long_stages_wait(plain: mtf.Model) -> None:
+    program = lowered(plain, "pipe:4;t:2", "layers:pipe;e:t", 8)
+    cost = pricer(load_hardware("tpu-v5e"), program.mesh).cost(program)
+    (found,) = waiting(program, cost)
+    assert (found.dim, found.stages, found.ticks, found.waits) == ("layers", 4, 11, 3)
+    assert 0 < found.seconds < cost.step_seconds * 3 / 11
+
+
+def wide(examples: int) -> mtf.Model:
+    """Layers whose states take most of the memory."""
+    g = mtf.Graph()
+    batch, wide, layers = mtf.Dim("batch", examples), mtf.Dim("wide", 4096), mtf.Dim("layers", 4)
+    x = g.input("x", [batch, wide], "float32")
+
+    def layer(h: mtf.Tensor) -> mtf.Tensor:
+        return mtf.tanh(h * g.variable("w", [wide], mtf.ONES))
+
+    return mtf.Model(mtf.reduce_mean(mtf.square(mtf.scan(layer, x, layers))))
+
+
+def test_what_is_in_flight_does_not_grow_with_the_microbatches() -> None:
+    state, peaks = 4096 * 4, {}
+    for schedule in ("gpipe", ONE_F_ONE_B):
+        for parts in (8, 32):
+            how = mtf.Options({}, frozenset({"tick"}), parts, schedule=schedule)
+            program = wide(parts).lower(mtf.Mesh("pipe:4"), mtf.Layout("layers:pipe"), how)
+            fed = sum(program.values[i].local_bytes(program.mesh) for i in program.feeds.values())
+            found = memory(program)
+            peaks[schedule, parts] = found.peak - fed
+    assert peaks[ONE_F_ONE_B, 8] == peaks[ONE_F_ONE_B, 32]
+    assert peaks["gpipe", 32] - peaks["gpipe", 8] >= 24 * state
+    # A ring of 2 P - 1 states is held once.
+    assert [h.bytes for h in found.holdings if "in_flight" in h.what] == [7 * state]
+
+
+FAULTS: dict[str, Any] = {
+    "the state goes the other way": lambda i: (
+        replace(i, shift=-i.shift) if isinstance(i, Permute) and i.origin.phase == "forward" else None
+    ),
+    "gradients go on": lambda i: (
+        replace(i, shift=-i.shift) if isinstance(i, Permute) and i.origin.phase == "backward" else None
+    ),
+    "backward takes what another microbatch left": lambda i: (
+        replace(i, inputs=(i.inputs[0], FAULTY)) if _reads_ring(i) and FAULTY is not None else None
+    ),
+}
+FAULTY: int | None = None
+
+
+def _reads_ring(instr: Instr) -> bool:
+    return isinstance(instr, Local) and instr.op == DynamicSlice("in_flight")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_seen(fault: str, plain: mtf.Model, dense: Any) -> None:
+    global FAULTY
+    program = lowered(plain, "pipe:2", "layers:pipe", 4)
+    # The number of a microbatch, in place of where it lies.
+    slices = (i for i, _ in program.walk() if isinstance(i, Local) and i.origin.phase == "backward")
+    FAULTY = (
+        next(i.inputs[1] for i in slices if i.op == DynamicSlice("microbatch")) if "left" in fault else None
+    )
+    broken = replace(program, code=changed(program.code, FAULTS[fault]))
+    assert broken.code != program.code
+    with pytest.raises(AssertionError):
+        same(steps(verify(broken))[:2], dense)
+
+
+def refused(why: str, built: mtf.Model, layout: str = "layers:pipe") -> None:
+    with pytest.raises(mtf.UserError, match=why) as error:
+        lowered(built, "pipe:2;t:2", layout, 2)
+    assert "\n" not in str(error.value)
+
+
+def test_what_it_cannot_do_is_refused_with_what_to_do(plain: mtf.Model) -> None:
+    refused("splits no layers into stages", plain, "e:t")
+    refused("sums over the whole batch of what the layers make; take the schedule gpipe", model())
+    with pytest.raises(mtf.UserError, match="schedule '1f1n': did you mean '1f1b'"):
+        mtf.Options(schedule="1f1n")
+
+    g = mtf.Graph()
+    x = g.input("x", [B, D], "float64")
+    mixed = mtf.einsum([x, g.variable("in", [D, E], mtf.ONES, "float64")], [B, E])
+
+    def layer(h: mtf.Tensor) -> mtf.Tensor:
+        return h * g.variable("w", [E], mtf.ONES, "float64")
+
+    behind = mtf.scan(layer, mixed, LAYERS) * mtf.tanh(mixed)
+    refused("before and behind the layers", mtf.Model(mtf.reduce_mean(mtf.square(behind))))
