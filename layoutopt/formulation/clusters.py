@@ -119,10 +119,7 @@ class _Builder:
         saved = [block.dim.name for block in self._savers(node) if block.dim is not None]
         updated = self._updated(node)
         made = [
-            t
-            for o in made_by(node, self.graph)
-            for t in self.dependencies.leads_to(o)
-            if t in self.delivered
+            t for o in made_by(node, self.graph) for t in self.dependencies.leads_to(o) if t in self.delivered
         ]
         variables = [self.graph.variables[self.delivered[t]] for t in made]
         own = [] if updated is None else [updated]

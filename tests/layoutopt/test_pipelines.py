@@ -142,7 +142,8 @@ def test_the_best_of_all(
 ) -> None:
     model, mesh, found = every
     asked: Mapping[str, Any] = {
-        n: getattr(ALLOWED, n) for n in ("pins", "storage", "microbatches", "recompute", "pipeline", "schedule")
+        n: getattr(ALLOWED, n)
+        for n in ("pins", "storage", "microbatches", "recompute", "pipeline", "schedule")
     }
     plan = search(model, mesh=mesh, hardware=nodes_of(2), memory=memory, alternatives=False, **asked)
     best = min((e for e in found if e.memory.peak <= memory), key=lambda e: e.cost.step_seconds)
