@@ -92,8 +92,8 @@ class SharedContext:
         """The step on one device, or one for each stage, where these loops run again; on others it differs in
         its mesh only."""
         if again not in self._programs:
-            parts = {"microbatches": self.microbatches, "schedule": self.schedule}
-            options = Options(**parts, **options_of(again))
+            more = options_of(again)
+            options = Options(microbatches=self.microbatches, schedule=self.schedule, **more)
             mesh = Mesh([(dim, n) for dim, n in self.stages.items()]) if self.stages else ONE
             layout = Layout({dim: (dim,) for dim in self.stages})
             self._programs[again] = self.model.lower(mesh, layout, options, check=False)
