@@ -136,7 +136,7 @@ from mesh_tf_core.tracing.scan import scan
 if TYPE_CHECKING:
     from mesh_tf_core.eager import Eager
     from mesh_tf_core.engines import Cluster
-    from mesh_tf_core.training import Source, Trainer
+    from mesh_tf_core.training import Decoupled, Source, Trainer
 
 __all__ = [
     "ONES",
@@ -147,6 +147,7 @@ __all__ = [
     "Cluster",
     "ClusterError",
     "Constant",
+    "Decoupled",
     "DiLoCo",
     "Dim",
     "Eager",
@@ -329,6 +330,8 @@ def __getattr__(name: str) -> Any:
             from mesh_tf_core.eager import Eager as found
         case "Trainer":
             from mesh_tf_core.training import Trainer as found
+        case "Decoupled":
+            from mesh_tf_core.training import Decoupled as found
         case "Source":
             from mesh_tf_core.training import Source as found
         case _:

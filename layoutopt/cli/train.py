@@ -72,6 +72,16 @@ def train(
         int,
         typer.Option(min=0, metavar="K", help="Evaluate on them after every K steps too; 0: only then."),
     ] = 0,
+    meet: Annotated[
+        str | None,
+        typer.Option(
+            "--meet",
+            metavar="dir=DIR,replica=I/N[,period=30,...]",
+            help="Train as one of N jobs that meet rarely in a directory; one that is late or lost stops no "
+            "other (patience=60, staleness=1, rate=0.7, momentum=0.9).",
+            show_default=False,
+        ),
+    ] = None,
     trace: TraceOption = None,
     hardware: HardwareOption = THIS_MACHINE,
     set_hardware: SetHardwareOption = None,
@@ -81,7 +91,10 @@ def train(
     quiet: QuietOption = False,
 ) -> None:
     """Train a model on this machine's mesh, under the best layout or one of yours."""
+    from mesh_tf_core.training.decoupled import Decoupled
+
     run: TrainingRun | None = None
+    meets = None if meet is None else Decoupled.parse(meet)
     if layout == AUTO:
         _refuse_decided(decided)
     with contextlib.ExitStack() as stack:
@@ -104,7 +117,7 @@ def train(
             else:
                 given = decided.read(loaded, mesh, layout, session.plan)
             run = TrainingRun(session, loaded, given, machine, steps, traced, checkpoint)
-            run.train(every, held_out, evaluate_every)
+            run.train(every, held_out, evaluate_every, meets)
             run.evaluate(held_out)
         except KeyboardInterrupt:
             stopped()

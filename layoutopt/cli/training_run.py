@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from layoutopt.plan.results import TrainResult
     from mesh_tf_core import Model
     from mesh_tf_core.training import Trainer
+    from mesh_tf_core.training.decoupled import Decoupled, Met
 
 LINES = 10
 """Messages of progress where there is no terminal to draw a bar on."""
@@ -63,7 +64,7 @@ class TrainingRun:
 
     # -- running ---------------------------------------------------------------------------------------------
 
-    def train(self, every: int, held_out: int, evaluate_every: int) -> None:
+    def train(self, every: int, held_out: int, evaluate_every: int, meet: Decoupled | None = None) -> None:
         """Trains; a signal ends it after the step that runs, and what was learned is saved."""
         trainer = self.trainer = self.session.trainer(self.loaded, self.given)
         checkpoint = self.checkpoint
@@ -102,12 +103,15 @@ class TrainingRun:
                 said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
                 self.terminal.say(f"step {step}/{self.steps}: held-out {said}")
 
+            def told_of(step: int, met: Met) -> None:
+                assert meet is not None
+                self.terminal.say(f"step {step}/{self.steps}: met as {met.words(meet.count)}")
+
             judging = judge if held_out and evaluate_every else None
             data = self.loaded.data(rows=trainer.rows)
             try:
-                trainer.fit(
-                    data, self.steps, checkpoint, every, tell, ended, judging, evaluate_every, keep=False
-                )
+                asked = self.steps, checkpoint, every, tell, ended, judging, evaluate_every
+                trainer.fit(data, *asked, keep=False, meet=meet, on_met=told_of)
             except KeyboardInterrupt:  # the second one, or the data's own
                 if checkpoint is not None and cluster is None and not stopped.is_set():
                     self._save(trainer, checkpoint)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
+from mesh_tf_core.engines import Cluster
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -61,3 +62,14 @@ def installed() -> Search:
         )
     search: Search = found[0].load()
     return search
+
+
+def planned(model: Model, mesh: Mesh, cluster: Cluster | None) -> Planned:
+    """The plan of the best layout; of a cluster's processes one searches it for all."""
+    search = installed()
+    if cluster is None:
+        found = search.best(model, mesh)
+    else:
+        cluster.start(mesh.devices)
+        found = cluster.share("the search", lambda: search.best(model, mesh))
+    return search.read(found)

@@ -28,6 +28,7 @@ import numpy as np
 from mesh_tf_core.engines.pieces import Begin, Piece, region
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.files import sync_names
+from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
 from mesh_tf_core.training import array_files
 from mesh_tf_core.training import manifest as manifests
@@ -65,6 +66,19 @@ class Checkpoint:
     extra: Mapping[str, Any]
     skipped: tuple[str, ...] = ()
     _places: dict[str, dict[str, Place]] = field(default_factory=dict, compare=False, repr=False)
+
+    def check_variables(self, variables: Iterable[Variable]) -> None:
+        """UserError unless it has these variables."""
+        where = str(self.path.parent)
+        for variable in variables:
+            name, shape = variable.name, variable.shape.sizes
+            if name not in self.variables:
+                raise UserError(f"checkpoint {where!r} has no variable {name!r}: it is of another model")
+            if self.variables[name].shape != shape:
+                raise UserError(
+                    f"checkpoint {where!r}: variable {name!r} has shape {self.variables[name].shape} there, "
+                    f"{shape} here; use the same hyperparameters"
+                )
 
     def read(self, name: str) -> Any:
         """A whole variable."""

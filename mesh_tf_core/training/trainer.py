@@ -6,7 +6,6 @@ import collections
 import contextlib
 import itertools
 import json
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,18 +23,18 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.replicas import alone
 from mesh_tf_core.model import Model
 from mesh_tf_core.training import checkpoint as checkpoints
-from mesh_tf_core.training.auto import Planned, installed
+from mesh_tf_core.training.auto import Planned, planned
 from mesh_tf_core.training.batches import fitted
+from mesh_tf_core.training.decoupled import Decoupled, Meetings, Met
 from mesh_tf_core.training.evaluation import NO_MEANS, Evaluation, EvaluationBatches, running_means
+from mesh_tf_core.training.losses import FiniteLoss
 from mesh_tf_core.training.prefetch import Prefetch, Ready
 from mesh_tf_core.training.replicas import Replicas
 from mesh_tf_core.training.saving import Saver
-from mesh_tf_core.training.weights import Loaded, Source, Weights, read_weights, write_weights
+from mesh_tf_core.training.weights import Loaded, Source, Weights, read_weights, write_trained
 
 DEFAULT = Options()
 OnStep = Callable[[int, dict[str, Any], float], None]
-SKIPPED = 20
-"""Steps in a row that a loss scale may leave out before the run is given up."""
 
 
 class Trainer:
@@ -87,7 +86,8 @@ class Trainer:
             mesh = mesh.mesh
         self.mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
         if layout == "auto":
-            layout, options = self._searched()
+            self.plan = planned(model, self.mesh, cluster)
+            layout, options = self.plan.layout, self.plan.options
         self.layout = Layout(layout) if isinstance(layout, str) else layout
         self.options = options
         rare = None if options.diloco is None else model.replicas(self.mesh, self.layout, options)
@@ -105,17 +105,7 @@ class Trainer:
         self.waited = 0.0
         self._saver = Saver(cluster)
         self._evaluation: tuple[Model, bool, Evaluation] | None = None
-        self._skipped = 0
-
-    def _searched(self) -> tuple[Layout, Options]:
-        search = installed()
-        if self.cluster is None:
-            found = search.best(self.model, self.mesh)
-        else:
-            self.cluster.start(self.mesh.devices)
-            found = self.cluster.share("the search", lambda: search.best(self.model, self.mesh))
-        self.plan = search.read(found)
-        return self.plan.layout, self.plan.options
+        self._losses = FiniteLoss(model.optimizer.loss_scale is not None)
 
     def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """One training step; returns the loss and the model's metrics (of before the update) as numbers."""
@@ -183,6 +173,8 @@ class Trainer:
         evaluate: Callable[[int], object] | None = None,
         evaluate_every: int = 100,
         keep: bool = True,
+        meet: Decoupled | None = None,
+        on_met: Callable[[int, Met], object] = lambda *_: None,
     ) -> list[dict[str, Any]]:
         """Trains until `steps` steps are done; returns the results of those done here.
 
@@ -203,33 +195,44 @@ class Trainer:
             trainer may be.
           keep: False returns no results: `on_step` has seen them, and those of a long training take memory,
             a quarter of a KiB a step.
+          meet: how this training, one of several jobs, meets the others; `batches` are those of all, of which
+            it takes its own.
+          on_met: called with (step number, what came of a meeting).
 
         Raises:
           UserError: the loss is not a finite number, the data ended, a checkpoint is of another model, or
             another job writes into the directory.
         """
+        fit = partial(
+            self._fit, batches, steps, every, on_step, stop, evaluate, evaluate_every, keep, meet, on_met
+        )
         if checkpoint is None:
-            return self._fit(batches, steps, None, every, on_step, stop, evaluate, evaluate_every, keep)
+            return fit(None)
         own = checkpoints.owned(checkpoint) if self.engine.is_chief else contextlib.nullcontext("")
         with own as trouble:
             if trouble:
                 warnings.warn(trouble, checkpoints.CheckpointWarning, stacklevel=2)
             if not self.step_number:
                 self.restore(checkpoint)
-            return self._fit(batches, steps, checkpoint, every, on_step, stop, evaluate, evaluate_every, keep)
+            return fit(checkpoint)
 
     def _fit(
         self,
         batches: Iterable[Mapping[str, Any]],
         steps: int,
-        checkpoint: str | Path | None,
         every: int,
         on_step: OnStep | None,
         stop: Callable[[], bool],
         evaluate: Callable[[int], object] | None,
         evaluate_every: int,
         keep: bool,
+        meet: Decoupled | None,
+        on_met: Callable[[int, Met], object],
+        checkpoint: str | Path | None,
     ) -> list[dict[str, Any]]:
+        meetings = None if meet is None else self._meetings(meet)
+        batches = batches if meetings is None else meetings.stream(iter(batches))
+        meets = (lambda step: False) if meetings is None else meetings.due
         saves = (lambda step: step % every == 0) if checkpoint is not None else lambda step: False
         judges = (lambda step: step % evaluate_every == 0) if evaluate is not None else lambda step: False
         history: list[dict[str, Any]] = []
@@ -238,15 +241,19 @@ class Trainer:
         saved = self.step_number
         try:
             with Prefetch(stream, self._prepared, left, stop) as ready:
-                for step, results in self._steps(ready, lambda step: saves(step) or judges(step)):
+                for step, results in self._steps(
+                    ready, lambda step: saves(step) or judges(step) or meets(step)
+                ):
                     now = time.perf_counter()
                     if keep:
                         history.append(results)
-                    self._check_loss(step, results["loss"])
+                    self._losses.check(step, results["loss"])
                     if on_step is not None:
                         on_step(step, results, now - last)
                     last = now
                     self.waited = ready.waited / (now - began)
+                    if meetings is not None and meets(step):
+                        on_met(step, meetings.meet())
                     if checkpoint is not None and (saves(step) or step == steps):
                         self.save(checkpoint, wait=False)
                         saved = step
@@ -264,6 +271,13 @@ class Trainer:
             self._saver.wait()
         return history
 
+    def _meetings(self, meet: Decoupled) -> Meetings:
+        if self.cluster is not None or self._replicas is not None:
+            raise UserError(
+                "meet: each replica is one process's job; leave its cluster's options and --diloco out"
+            )
+        return Meetings(meet, self.engine, self.program)
+
     def _continued(self, stream: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         """The stream from the next step's batch on."""
         if self.position is not None and hasattr(stream, "set_state"):
@@ -271,21 +285,6 @@ class Trainer:
         else:
             collections.deque(itertools.islice(stream, self.step_number), maxlen=0)
         return stream
-
-    def _check_loss(self, step: int, loss: float) -> None:
-        if math.isfinite(loss):
-            self._skipped = 0
-            return
-        self._skipped += 1
-        scaled = self.model.optimizer.loss_scale is not None
-        if scaled and self._skipped < SKIPPED:
-            return
-        tried = f"and in the {SKIPPED - 1} before it, which the loss scale left out" if scaled else ""
-        raise UserError(
-            f"the loss is {loss} in step {step}{f', {tried}' if tried else ''}; try a smaller "
-            "learning rate, a warm-up, clip_norm in the optimizer, or float32 activations, and look at that "
-            "step's batch"
-        )
 
     def evaluate(
         self, batches: EvaluationBatches, model: Model | None = None, ema: bool = False
@@ -356,17 +355,7 @@ class Trainer:
             warnings.warn(
                 f"checkpoint {text}; {found.path.name} is used", checkpoints.CheckpointWarning, stacklevel=2
             )
-        for name, stored in self.program.variables.items():
-            if name not in found.variables:
-                raise UserError(
-                    f"checkpoint {str(directory)!r} has no variable {name!r}: it is of another model"
-                )
-            shape = found.variables[name].shape
-            if shape != stored.variable.shape.sizes:
-                raise UserError(
-                    f"checkpoint {str(directory)!r}: variable {name!r} has shape {shape} there, "
-                    f"{stored.variable.shape.sizes} here; use the same hyperparameters"
-                )
+        found.check_variables(stored.variable for stored in self.program.variables.values())
         reading = contextlib.nullcontext() if self.cluster is None else self.cluster.doing("reading it", True)
         with reading:
             for name in self.program.variables:
@@ -402,13 +391,7 @@ class Trainer:
         """Writes the model's variables, without the optimizer's, to a .npz or .safetensors file; with `ema`,
         running means (`Optimizer.ema`) under the names of those that are trained."""
         means = self._means("save_weights", ema)
-        kept = [s.variable for s in self.program.variables.values() if s.variable.slot_of is None]
-        found = {v.name: means.get(v.name, v) for v in kept if v.name != "step"}
-        if self.engine.is_chief:
-            write_weights(path, found, self.engine.read)
-        else:
-            for variable in found.values():  # whose pieces all processes bring together
-                self.engine.read(variable.name)
+        write_trained(path, self.program, means, self.engine)
 
     def _own_rows(self) -> Any:
         if self.cluster is None or self.model.batch_dim is None or self._replicas is not None:

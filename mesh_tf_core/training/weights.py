@@ -17,9 +17,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from mesh_tf_core.engines import Engine
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.files import write_file
 from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.ir.program import Program
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
 from mesh_tf_core.training import array_files, checkpoint
 
@@ -111,6 +113,21 @@ def write_weights(path: str | Path, variables: Mapping[str, Variable], read: Cal
     if write is None:
         raise UserError(f"save_weights: {str(path)!r} must end in .npz or .safetensors")
     write_file(path, partial(write, variables, read), "the weights")
+
+
+def write_trained(path: str | Path, program: Program, means: Mapping[str, Variable], engine: Engine) -> None:
+    """Writes the variables of a training without the optimizer's; all processes of a job do it together.
+
+    Args:
+      means: trained variable -> what is written in its place.
+    """
+    kept = [s.variable for s in program.variables.values() if s.variable.slot_of is None]
+    found = {v.name: means.get(v.name, v) for v in kept if v.name != "step"}
+    if engine.is_chief:
+        write_weights(path, found, engine.read)
+        return
+    for variable in found.values():  # whose pieces all processes bring together
+        engine.read(variable.name)
 
 
 def _safetensors(variables: Mapping[str, Variable], read: Callable[[str], Any], file: BinaryIO) -> None:

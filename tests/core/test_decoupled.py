@@ -1,0 +1,154 @@
+"""Replicas that are jobs of their own and meet in a directory: together they are DiLoCo, and nobody waits for
+ever for one that is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mesh_tf_core as mtf
+from mesh_tf_core.training.decoupled import Decoupled, Meetings, Met, _write
+from mesh_tf_core.training.trainer import Trainer
+from tests.core.test_replicas import alone, data, model
+
+
+def trainer() -> Trainer:
+    return Trainer(model(mtf.Adam(3e-2)), "data:2", "batch:data", engine="lockstep")
+
+
+def meetings(one: Trainer, where: Path, replica: int = 0) -> Meetings:
+    """Of a replica of two that meets in every step and waits for nobody."""
+    return Meetings(Decoupled(where, replica, 2, 1, patience=0.0), one.engine, one.program)
+
+
+def job(where: Path, replica: int, steps: int, found: dict[int, Any], **more: Any) -> threading.Thread:
+    """A replica of two in a thread of its own."""
+    how = Decoupled(where, replica, 2, 3, **{"patience": 60.0, **more})
+
+    def run() -> None:
+        own, met = trainer(), list[Met]()
+        history = own.fit(data(), steps, meet=how, on_met=lambda _, each: met.append(each))
+        found[replica] = own, [r["loss"] for r in history], met
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_in_time_they_are_replicas_of_one_job(tmp_path: Path) -> None:
+    found: dict[int, Any] = {}
+    threads = [job(tmp_path, replica, 7, found) for replica in range(2)]
+    for thread in threads:
+        thread.join()
+    losses, outer = alone(2, 3, lambda: mtf.Adam(3e-2), 7)
+    np.testing.assert_allclose(np.mean([found[r][1] for r in range(2)], axis=0), losses, rtol=1e-9)
+    for _, _, met in found.values():
+        assert [(m.round, m.present, m.dropped) for m in met] == [(1, (0, 1), False), (2, (0, 1), False)]
+    newest = meetings(found[0][0], tmp_path)
+    assert newest.round == 2
+    state, _ = newest._state(2)
+    for name, value in outer.items():
+        np.testing.assert_allclose(state[name], value, rtol=1e-8)
+
+
+class Lost(Exception):
+    """A replica is killed."""
+
+
+def until(steps: int) -> Iterator[Mapping[str, np.ndarray]]:
+    """Batches of both, that end in a kill."""
+    yield from islice(data(), 2 * steps)
+    raise Lost
+
+
+def test_a_lost_replica_stops_nobody_and_takes_the_newest_state(tmp_path: Path) -> None:
+    """Replica 1 is killed in step 5; the other waits for it once, and goes on. It comes back, and is there
+    again."""
+    found: dict[int, Any] = {}
+    other = job(tmp_path, 0, 15, found, patience=0.5)
+    with pytest.raises(Lost):
+        trainer().fit(until(4), 9, meet=Decoupled(tmp_path, 1, 2, 3, patience=60.0))
+    other.join()
+    rounds = [m.present for m in found[0][2]]
+    assert rounds == [(0, 1), (0,), (0,), (0,), (0,)]
+    own, met = trainer(), list[Met]()
+    history = own.fit(
+        data(), 3, meet=Decoupled(tmp_path, 1, 2, 3, patience=0.1), on_met=lambda _, each: met.append(each)
+    )
+    # What it begins with is the other's last state, not its own first one.
+    fresh = trainer()
+    for name in ("wi", "wo"):
+        fresh.engine.write(name, found[0][0].engine.read(name))
+    batch = next(islice(data(), 1, None))
+    assert history[0]["loss"] == pytest.approx(fresh.step(batch)["loss"], rel=1e-9)
+    assert [(m.round, m.present) for m in met] == [(6, (1,))]
+
+
+def test_what_is_too_old_is_dropped(tmp_path: Path) -> None:
+    late = trainer()
+    slow = meetings(late, tmp_path, 1)
+    quick = trainer()
+    ahead = meetings(quick, tmp_path)
+
+    def trained(one: Trainer) -> None:
+        one.step(next(data(7)))
+
+    trained(late)
+    trained(quick)
+    assert ahead.meet().present == (0,)
+    assert slow.meet() == Met(2, (1,), False)  # one round old: it joins the next one
+    for _ in range(2):
+        trained(quick)
+        ahead.meet()
+    trained(late)
+    before = ahead._state(ahead.round)[0]
+    found = slow.meet()
+    assert found.dropped and found.round == ahead.round
+    np.testing.assert_array_equal(late.engine.read("wi"), before["wi"])
+    assert (
+        found.words(2)
+        == f"round {found.round}, 1 of 2 replicas; what this one did was too old and is dropped"
+    )
+
+
+def test_nobody_reads_half_a_file(tmp_path: Path) -> None:
+    """A file that is being written is no post and no state, and a state that is there stays as it is."""
+    one = trainer()
+    its = meetings(one, tmp_path)
+    (tmp_path / ".round-00000000-replica-1.npz.half").write_bytes(b"PK")
+    (tmp_path / "state-00000001-by-1.npz").write_bytes(b"PK")
+    one.step(next(data()))
+    assert its.meet() == Met(1, (0,), False)
+    said = (tmp_path / "state-00000001.npz").read_bytes()
+    its._put_state(1, {"wi": np.zeros(3)}, (1,))
+    assert (tmp_path / "state-00000001.npz").read_bytes() == said
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("replica=0/2", "say where and as which replica"),
+        ("dir=/x", "say where and as which replica"),
+        ("dir=/x,replica=2/2", "replica 2/2 is none: they are 0/2 to 1/2"),
+        ("dir=/x,replica=0/2,period=0", "the period must be at least one step"),
+        ("dir=/x,replica=0/2,patience=-1", "patience -1 and staleness 1 must be at least 0"),
+        ("dir=/x,replica=0/2,periode=3", "'periode' is unknown; did you mean 'period'"),
+        ("dir=/x,replica=0/2,period=x", "period='x' is no number"),
+    ],
+)
+def test_errors(text: str, error: str) -> None:
+    with pytest.raises(mtf.UserError, match=error):
+        Decoupled.parse(text)
+
+
+def test_states_of_another_model_are_refused(tmp_path: Path) -> None:
+    its = meetings(trainer(), tmp_path)
+    _write(its._place("state-00000000"), {"wi": its._began["wi"]}, {"present": []})
+    with pytest.raises(mtf.UserError, match="has the states of another model: 'wo' is missing"):
+        meetings(trainer(), tmp_path, 1)
