@@ -25,6 +25,7 @@ from layoutopt.space.kind import GATHER, STORED
 from layoutopt.space.microbatches import USUAL
 from layoutopt.space.splits import parse_rules
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError, known_names
+from mesh_tf_core.lower.offload import ACTIVATIONS
 from mesh_tf_core.model import Model
 from mesh_tf_core.ops.ticks import GPIPE
 
@@ -127,6 +128,8 @@ class Asked:
             said = ", ".join(map(str, allowed))
             raise UserError(f"--without {name}: the plan's search allowed nothing else ({said})")
         changed: dict[str, Any] = {feature.field: rest}
+        if not any(changed.get("recompute", self.recompute)):  # what second runs need is not saved either
+            changed["offload"] = tuple(kind for kind in self.offload if kind != ACTIVATIONS)
         return replace(self, **changed)
 
 

@@ -129,12 +129,13 @@ class HostLink:
 
     def _seconds(self, program: Program, mesh: Mesh) -> dict[tuple[int, float], float]:
         """Of one iteration of each loop of a program: of what it stores on hosts, with how often it runs, and
-        of its products (0)."""
+        of its products (0). An operation's own loops hide nothing."""
         key = id(program), mesh
         if key not in self._known:
             found: dict[tuple[int, float], float] = defaultdict(float)
             local, find = partial(_piece, program, mesh), program.values.__getitem__
-            loops = ((each, times) for each, times in program.expected() if isinstance(each, Loop))
+            every = ((each, times) for each, times in program.expected() if isinstance(each, Loop))
+            loops = ((each, times) for each, times in every if each.origin.node in self._body)
             for loop, instr, times in ((each, i, times) for each, times in loops for i in each.body):
                 if isinstance(instr, HostStore):
                     (item,) = self.prices.itemiser.items(instr, None, find, local, mesh)

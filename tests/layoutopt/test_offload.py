@@ -39,7 +39,10 @@ def compare(name: str, on: str, parts: int, hardware: str, count: int) -> list[i
     was on the hosts, and did not wait for the link, or did."""
     model, mesh, machine = EXAMPLES[name](), mtf.Mesh(on), load_hardware(hardware)
     allowed = Allowed(
-        microbatches=(parts,), offload=("optimizer", "activations"), recompute=(False, "selective", True)
+        microbatches=(parts,),
+        offload=("optimizer", "activations"),
+        recompute=(False, "selective", True),
+        context=("gather", "ring"),
     )
     decided = decisions(model.training_step(parts).graph, mesh, allowed)
     found = extract(model, mesh, decided, pricer(machine, mesh))
@@ -182,6 +185,8 @@ def test_what_cannot_be_is_refused(hardware: str, kinds: tuple[str, ...], said: 
 
 def test_it_can_be_forbidden() -> None:
     assert Asked(offload=("optimizer",)).without("offload") == Asked()
+    both = Asked(offload=("optimizer", "activations"))
+    assert both.without("recompute") == Asked(offload=("optimizer",), recompute=(False,))
     with pytest.raises(mtf.UserError, match="--without offload: the plan's search could not choose it"):
         Asked().without("offload")
 

@@ -1,0 +1,205 @@
+"""What each decision is worth: the best step where everything may be chosen, and where one thing may not.
+
+    .venv/bin/python -m benchmarks.forbidden [--only CASE ...] [--page FILE.md]
+
+Every case is a model of 96 layers on 512 devices, on a machine and with a batch where some decision matters.
+It is searched with everything free, then once without each decision that the case is about, as `layoutopt
+explain PLAN --without NAME` does. CPU seconds of the free search are of a process of its own, from its start
+to the plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import layoutopt
+from examples import transformer_lm
+from layoutopt.analysis.explain import Asked
+from layoutopt.plan.build import Plan
+from layoutopt.plan.units import bytes_text, seconds_text
+from mesh_tf_core.errors import InfeasibleError
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "benchmarks" / "results" / "forbidden.json"
+EVERYTHING = Asked(
+    recompute=(False, "selective", True),
+    elsewhere=("length",),
+    context=("gather", "ring", "zigzag", "all_to_all"),
+    pipeline=("layers",),
+    offload=("optimizer", "activations"),
+)
+"""What a search may choose if it is asked to look at all there is."""
+SIZES: dict[str, Any] = {"layers": 96, "d_kv": 128, "dtype": "bfloat16", "optimizer": "adam"}
+GPT3 = {**SIZES, "d_model": 12288, "heads": 96, "d_ff": 49152, "vocab": 51200, "length": 2048}
+SMALLER = {**SIZES, "d_model": 4096, "heads": 32, "d_ff": 16384, "vocab": 32768}
+"""The language model of `benchmarks/search.py`."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A question.
+
+    Attributes:
+      sizes: of `examples/transformer_lm.py`.
+      devices: instead of a mesh, of up to three axes.
+      forbidden: each in turn.
+    """
+
+    name: str
+    sizes: dict[str, Any]
+    hardware: str
+    mesh: str | None = None
+    devices: int | None = None
+    forbidden: tuple[str, ...] = ()
+    asked: Asked = EVERYTHING
+
+
+TORUS = "data:8;model:8;more:8"
+CASES = (
+    Case(
+        "GPT-3 on little memory, TPU v5e",
+        {**GPT3, "batch": 512},
+        "tpu-v5e",
+        TORUS,
+        forbidden=("offload", "selective", "zero"),
+    ),
+    Case(
+        "GPT-3 on a slow network, H100 with 50 GB/s a node",
+        {**GPT3, "batch": 256},
+        "h100, node_egress=50GB/s",
+        "data:8;pipe:8;model:8",
+        forbidden=("pipeline", "microbatches"),
+    ),
+    Case(
+        "long sequences, TPU v5p",
+        {**SMALLER, "length": 131072, "batch": 16},
+        "tpu-v5p",
+        TORUS,
+        forbidden=("context",),
+    ),
+    Case(
+        "GPT-3 with few sequences, TPU v4",
+        {**GPT3, "batch": 64},
+        "tpu-v4",
+        TORUS,
+        forbidden=("sequence", "recompute"),
+    ),
+    Case(
+        "the language model of `benchmarks/search.py`, TPU v4",
+        {**SMALLER, "length": 1024, "batch": 512},
+        "tpu-v4",
+        TORUS,
+        forbidden=("zero",),
+    ),
+)
+HEAD = """\
+This page is written by `python -m benchmarks.forbidden --page docs/forbidden.md`. Every model has 96 layers
+and is searched on 512 devices with everything free: splits, ZeRO over all axes or some, recomputation with
+any set of kinds that are kept, microbatches, sequence parallelism, forms of attention to keys that lie split,
+pipelines, the optimizer's state and saved activations on the hosts. Then the decisions that the case is about
+are forbidden, one at a time, as `layoutopt explain PLAN --without NAME` does.
+"""
+
+
+def solved(case: Case) -> dict[str, Any]:
+    """The best step with everything free, and without each decision."""
+    model = transformer_lm.model(**case.sizes)
+    where: dict[str, Any] = {"mesh": case.mesh, "devices": case.devices, "max_axes": 3}
+    where |= {"hardware": case.hardware, "alternatives": False}
+
+    def best(asked: Asked) -> Plan:
+        return layoutopt.search(model, **where, **asked.with_pins(None))
+
+    plan = best(case.asked)
+    found: dict[str, Any] = {
+        "date": datetime.now(UTC).date().isoformat(),
+        **{k: v for k, v in asdict(case).items() if k not in ("name", "asked", "forbidden")},
+        "parameters": model.parameters,
+        "cpu_seconds": round(time.process_time(), 1),
+        "layouts": plan.solver.layouts_considered,
+        **_of(plan),
+        "without": {},
+    }
+    for name in case.forbidden:
+        began = time.process_time()
+        try:
+            other = _of(best(case.asked.without(name)))
+        except InfeasibleError:
+            other = {"status": "INFEASIBLE"}
+        found["without"][name] = {**other, "cpu_seconds": round(time.process_time() - began, 1)}
+    return found
+
+
+def _of(plan: Plan) -> dict[str, Any]:
+    return {
+        "status": plan.solver.status,
+        "gap": plan.solver.gap,
+        "seconds": plan.predicted.step_seconds,
+        "peak_bytes": plan.predicted.peak_memory_bytes,
+        "plan": f"`{plan.mesh}`: `{plan.layout}`; {plan.data.in_short()}",
+    }
+
+
+def page(results: dict[str, Any]) -> Iterator[str]:
+    """docs/forbidden.md."""
+    yield "# What each decision is worth\n"
+    yield HEAD
+    yield "| model and machine | best with everything free, in CPU seconds | forbidden | then | costs |"
+    yield "|---|---|---|---|---|"
+    for name, found in results.items():
+        first = (
+            f"| {name} | {seconds_text(found['seconds'])}, {_proof(found)} in {found['cpu_seconds']:.0f} s |"
+        )
+        for word, other in found["without"].items():
+            if "seconds" in other:
+                more = other["seconds"] / found["seconds"] - 1
+                then = f"{seconds_text(other['seconds'])}, {_proof(other)} | {max(more, 0):.1%}"
+            else:
+                then = "nothing fits | everything"
+            yield f"{first} {word} | {then} |"
+            first = "| | |"
+    yield ""
+    for name, found in results.items():
+        held, size = bytes_text(found["peak_bytes"]), found["parameters"] / 1e9
+        yield f"- **{name}** ({size:,.0f} B parameters): {found['plan']}; {held} a device."
+
+
+def _proof(found: dict[str, Any]) -> str:
+    return "OPTIMAL" if found["status"] == "OPTIMAL" else f"not proven (gap {found['gap']:.1%})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="*", help="parts of the names of cases")
+    parser.add_argument("--page", type=Path, help="write the page of what is stored there")
+    parser.add_argument("--here", help="search one case in this process, and print what was found")
+    asked = parser.parse_args()
+    if asked.here:
+        print(json.dumps(solved(next(case for case in CASES if case.name == asked.here))))
+        return
+    results = json.loads(OUT.read_text(encoding="utf-8")) if OUT.exists() else {}
+    for case in CASES:
+        if asked.only is None or any(part in case.name for part in asked.only):
+            command = [sys.executable, "-m", "benchmarks.forbidden", "--here", case.name]
+            told = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+            results[case.name] = json.loads(told.splitlines()[-1])
+            print(case.name, json.dumps(results[case.name], indent=1), flush=True)
+            ordered = {c.name: results[c.name] for c in CASES if c.name in results}
+            OUT.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    if asked.page:
+        asked.page.write_text("\n".join(page(results)) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
