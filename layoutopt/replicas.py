@@ -72,7 +72,7 @@ def choose_replicas(
     clock = time_limit if isinstance(time_limit, Clock) else Clock(time_limit)
     whole = build(1)
     found: list[_Found] = []
-    every = [*_ways(ways, mesh, machine)]
+    every = [*ways_of(ways, mesh, machine)]
     for left, rare in zip(range(len(every), 0, -1), every, strict=True):
         told(_name(rare))
         found.append(_searched(build, whole, rare, mesh, accept_loss, machine, clock.part(1 / left), asked))
@@ -114,7 +114,8 @@ def _told_apart(ways: Iterable[Way], whole: Model) -> Iterator[Way]:
         yield way.model_copy(update={"hparams": own})
 
 
-def _ways(said: Sequence[str], mesh: Mesh, machine: Hardware) -> Iterator[DiLoCo | None]:
+def ways_of(said: Sequence[str], mesh: Mesh, machine: Hardware) -> Iterator[DiLoCo | None]:
+    """The different ways that texts mean; None: all devices meet in every step."""
     found: dict[DiLoCo | None, None] = {}
     for text in said:
         if text == NEVER:

@@ -21,7 +21,8 @@ from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.replicas import replica_graphs, rules_about
 from mesh_tf_core.lower.storage import narrow_reads
-from mesh_tf_core.model import NO_STAGES, Model, TrainingStep
+from mesh_tf_core.model import DEFAULT, NO_STAGES, Model, TrainingStep
+from mesh_tf_core.ops.ticks import GPIPE
 from mesh_tf_core.tracing.replicas import DiLoCo
 
 
@@ -31,27 +32,26 @@ class _Meets:
 
     step: TrainingStep
 
-    def training_step(self, microbatches: int = 1, stages: Mapping[str, int] = NO_STAGES) -> TrainingStep:
+    def training_step(
+        self, microbatches: int = 1, stages: Mapping[str, int] = NO_STAGES, schedule: str = GPIPE
+    ) -> TrainingStep:
         return self.step
 
-    def lower(self, mesh: Mesh, layout: Layout, options: Options, *, check: bool = True) -> Program:
+    def lower(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT, *, check: bool = True) -> Program:
         return lower(self.step.graph, mesh, rules_about(layout, self.step.graph), {}, check=check)
 
 
 class Meeting(SharedContext):
-    """A meeting of some replicas after every step of a model.
+    """A meeting of some replicas after a step.
 
     Attributes:
       narrow: see `storage.narrow_reads`; of the step, for a meeting updates what that reads.
       kept: the variables that only the meeting reads.
     """
 
-    def __init__(
-        self, model: Model, microbatches: int, stages: Mapping[str, int], count: int, by: DiLoCo
-    ) -> None:
-        step = model.training_step(microbatches, stages)
+    def __init__(self, step: TrainingStep, stages: Mapping[str, int], count: int, by: DiLoCo) -> None:
         _, _, graph = replica_graphs(step.graph, step.results, count, by)
-        super().__init__(_Meets(TrainingStep(graph, {}, ())), stages=stages)  # type: ignore[arg-type]
+        super().__init__(_Meets(TrainingStep(graph, {}, ())), stages=stages)
         self.period, self.narrow = by.period, narrow_reads(step.graph)
         self.kept = tuple(name for name in graph.variables if name not in step.graph.variables)
         self.clusters = tuple(replace(c, multiplicity=c.multiplicity / by.period) for c in self.clusters)
@@ -68,6 +68,6 @@ def meeting(model: Model, mesh: Mesh, decided: Decisions) -> Meeting | None:
     by = decided.diloco
     if by is None:
         return None
-    number, stages, count = decided.microbatches, decided.stages_on(mesh), mesh.size(by.axis)
-    step = model.training_step(number, stages)
-    return step.graph.remembered((Meeting, count, by), lambda: Meeting(model, number, stages, count, by))
+    stages, count = decided.stages_on(mesh), mesh.size(by.axis)
+    step = model.training_step(decided.microbatches, stages, decided.schedule)
+    return step.graph.remembered((Meeting, count, by), lambda: Meeting(step, stages, count, by))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Protocol
 
 from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.cluster import Cluster
@@ -19,10 +20,20 @@ from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options
-from mesh_tf_core.model import NO_STAGES, Model
+from mesh_tf_core.model import NO_STAGES, Model, TrainingStep
 from mesh_tf_core.ops.ticks import GPIPE
 
 ONE = Mesh([("device", 1)])
+
+
+class Steps(Protocol):
+    """What has steps: a model, or what replicas do when they meet."""
+
+    def training_step(
+        self, microbatches: int = 1, stages: Mapping[str, int] = NO_STAGES, schedule: str = GPIPE
+    ) -> TrainingStep: ...
+
+    def lower(self, mesh: Mesh, layout: Layout, options: Options = ..., *, check: bool = True) -> Program: ...
 
 
 class SharedContext:
@@ -42,7 +53,7 @@ class SharedContext:
 
     def __init__(
         self,
-        model: Model,
+        model: Steps,
         microbatches: int = 1,
         cut: frozenset[int] = frozenset(),
         further: frozenset[str] = frozenset(),

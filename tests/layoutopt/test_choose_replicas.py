@@ -11,6 +11,7 @@ from costmodels.hardware import Hardware, load_hardware, with_settings
 from layoutopt import Plan, choose_replicas, search
 from layoutopt.analysis.turning import link_times, turning
 from layoutopt.plan.ways import SYNCHRONOUS, AtLink, Turning, Way
+from layoutopt.replicas import ways_of
 from tests.core.test_replicas import model
 
 MESH, ROWS = "sites:2;data:8", 1 << 20
@@ -73,10 +74,10 @@ def test_what_the_law_says_decides(machine: Hardware) -> None:
 
 
 def test_free_is_every_axis_between_nodes(machine: Hardware) -> None:
-    plan = choose_replicas(build, MESH, ["free"], machine, **FEW)
-    ways = plan.data.details.ways
-    assert ways is not None
-    assert {w.name for w in ways.compared} == {SYNCHRONOUS, "sites, every 30 steps"}
+    found = [*ways_of(["free", "sites", "never"], mtf.Mesh(MESH), machine)]
+    assert found == [None, mtf.DiLoCo("sites", 30)]
+    inside = [*ways_of(["free"], mtf.Mesh("data:2;model:4"), machine)]
+    assert inside == [None, mtf.DiLoCo("data", 30), mtf.DiLoCo("model", 30)]
 
 
 def test_where_it_turns(chosen: Plan, machine: Hardware) -> None:
