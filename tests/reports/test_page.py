@@ -267,6 +267,15 @@ def test_long_lists_are_folded_not_lost(pages: dict[str, str]) -> None:
     assert len(page.of("details")) >= 1
 
 
+def test_what_is_left_out_names_the_command_that_has_it() -> None:
+    """And no file that may not be there."""
+    plan = sample.plain_plan()
+    plan["layout"] = {f"d{i}": ["data"] for i in range(310)}
+    text = Page(reports.report_html([plan])).text
+    said = "10 more rows: layoutopt report PLAN.json --tables DIR writes them all as dims.csv."
+    assert said in text.replace(" .", ".")
+
+
 def test_differences_are_marked() -> None:
     plans = [sample.full_plan(), sample.full_plan()]
     assert "differs" not in reports.report_html(plans).split("</style>")[1].replace("what differs from", "")
