@@ -180,20 +180,21 @@ def _table(
     strong: int | None = None,
     lean: bool = False,
 ) -> Table:
-    """Leaves out what all rows share, and on a narrow terminal what `cost` can tell; `share` is of the first
-    row's step, or of its memory."""
+    """Leaves out what all rows share, and on a narrow terminal what `cost` can tell; there what is decided
+    stands beside the splits. `share` is of the first row's step, or of its memory."""
+    wide = width >= WIDE
     same_mesh = len({tuple(row.mesh.items()) for row in rows}) == 1
     columns: list[tuple[str, Callable[[_Row], str]]] = [(first, lambda row: row.name)]
     if not same_mesh:
         columns.append(("mesh", lambda row: mesh_option(row.mesh).replace(";", "; ")))
-    columns.append(("splits", lambda row: rules_text(row.layout)))
-    if any(row.decided for row in rows):
+    columns.append(("splits", lambda row: rules_text(row.layout) if wide else _briefly(row)))
+    if wide and any(row.decided for row in rows):
         columns.append(("storage and recompute", lambda row: row.decided))
     texts = len(columns)
     columns.append(("step", _cell(lambda p: seconds_text(p.step_seconds))))
     if not lean:
         columns.append((share, _cell(lambda p: times_text(p.step_seconds, rows[0].seconds))))
-    if width >= WIDE:
+    if wide:
         columns.append(("compute", _cell(lambda p: seconds_text(p.compute_seconds))))
         columns.append(("exposed", _cell(lambda p: seconds_text(p.exposed_communication_seconds))))
         if all(row.predicted is None or row.predicted.mfu is not None for row in rows):
@@ -201,10 +202,16 @@ def _table(
     columns.append(("memory", _cell(lambda p: bytes_text(p.peak_memory_bytes))))
     if lean:
         columns.append((share, _cell(lambda p: times_text(p.peak_memory_bytes, rows[0].bytes))))
-    columns.append(("fits", lambda row: row.fits))
+    numbers = range(texts, len(columns))
+    if wide or any(row.fits != "yes" for row in rows):
+        columns.append(("fits", lambda row: row.fits))
     cells = [[cell(row) for _, cell in columns] for row in rows]
-    numbers = range(texts, len(columns) - 1)
     return table(title, [name for name, _ in columns], cells, numbers, strong=strong)
+
+
+def _briefly(row: _Row) -> str:
+    """A layout with all that is decided beside it."""
+    return "; ".join(filter(None, (layout_text(row.layout).replace(";", "; "), row.decided))) or "replicated"
 
 
 def _cell(text: Callable[[Predicted], str]) -> Callable[[_Row], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import Result
 
+from layoutopt.cli.plan_tables import alternatives_table
 from layoutopt.models.loading import load_model
 from layoutopt.plan.build import load_plan
 from layoutopt.plan.units import seconds_text, share_text, used_text
@@ -140,6 +143,21 @@ def test_a_plan_of_another_model_is_refused(plan_file: Path, refused: Callable[.
     assert f"{plan_file}: the plan was made for another model: layers=2 there, 4 here" in line
     line = refused("cost", LM, *SMALL, "--layout", str(plan_file), "--mesh", "data:8")
     assert f"--mesh 'data:8' is not the mesh of {plan_file}, which is data:2;model:4" in line
+
+
+def test_a_narrow_terminal_has_a_table_too(plan_file: Path) -> None:
+    """With what is decided beside the splits, and without a column of nothing but yes."""
+    plan = load_plan(plan_file)
+    drawn = {}
+    for width in (60, 80, 240):
+        console = Console(width=width, file=io.StringIO(), color_system=None)
+        console.print(alternatives_table(plan, width))
+        drawn[width] = console.file.getvalue()  # type: ignore[attr-defined]
+        assert all(len(line) <= width for line in drawn[width].splitlines())
+    assert "┃ storage and recompute ┃" in drawn[240] and "┃ fits" in drawn[240]
+    assert "┃" in drawn[80] and "recompute" not in drawn[80]
+    for word in plan.data.in_short().replace(";", "; ").split():
+        assert word in drawn[80].split() and word in drawn[60].split()
 
 
 def test_people_see_the_proof_and_the_alternatives(run: Callable[..., Result]) -> None:

@@ -1,8 +1,9 @@
 """The commands of a page of documentation, run in one folder, beside what the page shows of their output.
 
-    python tests/docs/console.py docs/tutorial.md [--write]
+    python tests/docs/console.py docs/tutorial.md [--write] [--predicted]
 
 runs a page and prints all outputs; with `--write` they are put into the page, cut where the page cuts them.
+With `--predicted` it ends before the first command that measures, whose outputs need a quiet machine.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 CUT = "…"
+MEASURES = ("layoutopt train", "layoutopt calibrate", "layoutopt validate", "--validation")
+"""In commands that run steps or measure, or read what these wrote; they take most of the time."""
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -123,11 +126,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("page", type=Path)
     parser.add_argument("--write", action="store_true", help="put the outputs into the page")
+    parser.add_argument("--predicted", action="store_true", help="end before the first that measures")
     args = parser.parse_args()
     page = args.page.read_text(encoding="utf-8")
     parts, end = [], 0
     with tempfile.TemporaryDirectory() as folder:
         for step in steps(page):
+            if args.predicted and any(word in step.source for word in MEASURES):
+                break
             file = re.match(r"# (\w+\.py)\n", step.source)
             if step.kind == "python" and file:
                 (Path(folder) / file[1]).write_text(step.source, encoding="utf-8")
