@@ -80,7 +80,7 @@ def search(
         axes alone as "zero3@data"; "hybrid" is zero3 over the axes inside a node or slice, where there are
         others.
       recompute: whether the bodies of loops may, must or must not run again in backward: of False, True and
-        "selective", which lets them keep some of their values.
+        "selective", which lets them keep some of their values, or sets of your own, as "keep=attention+wi".
       microbatches: numbers of parts that the batch may be split into; those that do not divide it, or into
       which the model cannot be split, are left out.
       orders: whether a split over several axes has these in the order of the mesh ("mesh") or in every order

@@ -31,6 +31,7 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.kept import SETS, Sets
 from mesh_tf_core.lower.replicas import ReplicaPrograms
 from mesh_tf_core.model import Model
 from mesh_tf_core.ops.ticks import Schedule
@@ -267,13 +268,16 @@ class Evaluator:
 
     Args:
       further: dimensions that searches may split further elsewhere.
+      keeps: what loops that run again may keep.
 
     Attributes:
       tight: the fastest layout of some mesh did not fit: those of others may not either.
     """
 
-    def __init__(self, model: Model, hardware: Hardware, further: Iterable[str] = ()) -> None:
-        self.model, self.hardware, self.further = model, hardware, frozenset(further)
+    def __init__(
+        self, model: Model, hardware: Hardware, further: Iterable[str] = (), keeps: Sets = SETS
+    ) -> None:
+        self.model, self.hardware, self.further, self.keeps = model, hardware, frozenset(further), keeps
         self.tight = False
         self._known: dict[Hashable, Evaluation | str] = {}
         self._prices: dict[Mesh, Pricer] = {}
@@ -305,7 +309,7 @@ class Evaluator:
     def context(self, mesh: Mesh, decided: Decisions) -> SharedContext:
         """What problems with these microbatches and as many stages have in common."""
         stages = decided.stages_on(mesh), decided.schedule
-        return shared_context(self.model, decided.microbatches, self.further, *stages)
+        return shared_context(self.model, decided.microbatches, self.further, *stages, self.keeps)
 
     def table_prices(self, mesh: Mesh, decided: Decisions) -> TablePrices:
         """Of the problem that was asked for last they know what they priced."""

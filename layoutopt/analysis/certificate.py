@@ -29,6 +29,7 @@ from layoutopt.plan.build import Plan
 from layoutopt.problem import Choices, Row
 from layoutopt.space.kind import Allowed
 from layoutopt.space.mesh_shapes import meshes
+from layoutopt.space.recompute import kept_sets
 from layoutopt.space.splits import parse_forbid, parse_rules
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.replicas import DiLoCo
@@ -115,7 +116,7 @@ def certify(
     """
     mesh = plan.mesh if devices is None else None
     pieces = Pieces()
-    evaluator = Evaluator(model, hardware, asked.elsewhere)
+    evaluator = Evaluator(model, hardware, asked.elsewhere, kept_sets(asked.recompute))
     shapes = meshes(mesh, devices, max_axes, hardware)
     allowed = Allowed(
         parse_rules(asked.pins),

@@ -43,6 +43,15 @@ class AllowedOptions:
             "for some of their values.",
         ),
     ] = Recompute.AUTO
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            "--keep",
+            metavar="SETS",
+            help="Sets of values that blocks which are recomputed may keep, of your own: wi+attention,q+k+v.",
+            show_default=False,
+        ),
+    ] = None
     context: Annotated[
         str,
         typer.Option(
@@ -81,7 +90,7 @@ class AllowedOptions:
     def asked(self) -> dict[str, Any]:
         """They as keywords of `layoutopt.search`."""
         return {
-            "recompute": list(RECOMPUTE[self.recompute]),
+            "recompute": [*RECOMPUTE[self.recompute], *(f"keep={words}" for words in listed(self.keep))],
             "context": listed(self.context),
             "elsewhere": listed(self.elsewhere),
             "pipeline": listed(self.pipeline),

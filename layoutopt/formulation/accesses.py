@@ -80,7 +80,7 @@ class Accesses:
             forward = backward.forward
             if forward is None or forward.dim is None or not stands_beside_backward(forward, self.graph):
                 continue
-            for keep in ((), *keep_sets(self.graph, forward.dim.name)):
+            for keep in ((), *keep_sets(self.graph, forward.dim.name, self.dependencies.keeps)):
                 text = str(Recomputed(forward.dim.name, keep))
                 nodes, gathers = extra.setdefault(text, (set(), set()))
                 self._extra(text, forward, backward, casts, accesses, nodes, gathers)

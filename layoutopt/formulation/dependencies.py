@@ -10,6 +10,7 @@ from costmodels.kernels.fusion import fusion
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.program import Loop, Program
 from mesh_tf_core.ir.structure import Assign, Read
+from mesh_tf_core.lower.kept import SETS, Sets
 from mesh_tf_core.lower.nodes import moved_dims, pass_of, repeated, updated, weights
 from mesh_tf_core.lower.subgraph import Access
 from mesh_tf_core.lower.sums import into_totals, waiting_nodes
@@ -25,6 +26,7 @@ class Dependencies:
       returned: tensors that a step returns.
       cut: additions that are not joined with what makes their operands.
       further: dimensions that rules for elsewhere may split.
+      keeps: what loops that run again may keep (`kept.Recomputed`).
 
     Attributes:
       live: nodes that the program has, in order.
@@ -49,8 +51,9 @@ class Dependencies:
         returned: Collection[int] = (),
         cut: Set[int] = frozenset(),
         further: Set[str] = frozenset(),
+        keeps: Sets = SETS,
     ) -> None:
-        self.further = further
+        self.further, self.keeps = further, keeps
         self.graph, self.returned, self.fusion = graph, frozenset(returned), fusion(graph)
         live = {instr.origin.node for instr, _ in program.walk()}
         loops = (instr for instr, _ in program.walk() if isinstance(instr, Loop))

@@ -45,7 +45,7 @@ from layoutopt.space.decisions import Decisions
 from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import Choice
 from layoutopt.space.offload import Offload
-from layoutopt.space.recompute import HOST, Recompute
+from layoutopt.space.recompute import HOST, Recompute, sets_in
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.layout import AT, Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -167,6 +167,7 @@ class Draft:
             further=further,
             stages=decided.stages_on(mesh),
             schedule=decided.schedule,
+            keeps=sets_in(decided.every),
         )
         if not whole:
             self.context = self.context.bounded(decided)

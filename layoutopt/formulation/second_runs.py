@@ -45,7 +45,7 @@ class SecondRuns:
             if not stands_beside_backward(block, self.graph) or block.dim is None:
                 continue
             dim = block.dim.name
-            for keep in ((), *keep_sets(self.graph, dim)):
+            for keep in ((), *keep_sets(self.graph, dim, self.dependencies.keeps)):
                 text = str(Recomputed(dim, keep))
                 kept = rematerialization(self.graph, frozenset({text})).kept(
                     block, self.dependencies.unread, live=True
@@ -137,7 +137,7 @@ class SecondRuns:
         for block in self.graph.blocks:
             if not stands_beside_backward(block, self.graph) or block.dim is None:
                 continue
-            for keep in ((), *keep_sets(self.graph, block.dim.name)):
+            for keep in ((), *keep_sets(self.graph, block.dim.name, self.dependencies.keeps)):
                 text = str(Recomputed(block.dim.name, keep))
                 own = tuple(t for t, texts in kept.items() if text in texts)
                 for there in ("", ON_HOSTS):

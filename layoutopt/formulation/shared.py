@@ -20,6 +20,7 @@ from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.kept import SETS, Sets
 from mesh_tf_core.model import NO_STAGES, Model, TrainingStep
 from mesh_tf_core.ops.ticks import GPIPE
 
@@ -47,6 +48,7 @@ class SharedContext:
       cut: additions that are priced apart from their operands.
       further: dimensions that may be split further elsewhere.
       stages: dimensions of layers -> how many stages of a pipeline they are, in what schedule.
+      keeps: what loops that run again may keep (`kept.Recomputed`).
     """
 
     narrow: Mapping[str, str] | None = None
@@ -59,9 +61,11 @@ class SharedContext:
         further: frozenset[str] = frozenset(),
         stages: Mapping[str, int] = NO_STAGES,
         schedule: str = GPIPE,
+        keeps: Sets = SETS,
     ) -> None:
         step = model.training_step(microbatches, stages, schedule)
         self.stages, self.schedule = stages, schedule
+        self._allowed = further, stages, schedule, keeps
         self.model, self.microbatches, self.graph = model, microbatches, step.graph
         self._programs: dict[frozenset[str], Program] = {}
         self._tabler: Tabler | None = None
@@ -69,7 +73,7 @@ class SharedContext:
         self.cut, self.further = cut, further
         self._more: dict[frozenset[int], SharedContext] = {}
         returned = [t.id for t in step.results.values()]
-        self.dependencies = Dependencies(self.graph, self.program(), returned, cut, further)
+        self.dependencies = Dependencies(self.graph, self.program(), returned, cut, further, keeps)
         self.clusters: tuple[Cluster, ...] = tuple(clusters(self.dependencies))
 
     @cached_property
@@ -94,9 +98,7 @@ class SharedContext:
             return self
         cut = self.cut | large
         if cut not in self._more:
-            self._more[cut] = SharedContext(
-                self.model, self.microbatches, cut, self.further, self.stages, self.schedule
-            )
+            self._more[cut] = SharedContext(self.model, self.microbatches, cut, *self._allowed)
         return self._more[cut].bounded(decided)
 
     def program(self, again: frozenset[str] = frozenset()) -> Program:
@@ -134,11 +136,11 @@ def shared_context(
     further: frozenset[str] = frozenset(),
     stages: Mapping[str, int] = NO_STAGES,
     schedule: str = GPIPE,
+    keeps: Sets = SETS,
 ) -> SharedContext:
     """That of a step, made once for all searches of its graph: the next one may be for another machine."""
     step = model.training_step(microbatches, stages, schedule)
-    key = SharedContext, further, tuple(t.id for t in step.results.values())
+    key = SharedContext, further, keeps, tuple(t.id for t in step.results.values())
     return step.graph.remembered(
-        key,
-        lambda: SharedContext(model, microbatches, further=further, stages=stages, schedule=schedule),
+        key, lambda: SharedContext(model, microbatches, frozenset(), further, stages, schedule, keeps)
     )

@@ -11,6 +11,7 @@ from layoutopt.clock import Clock
 from layoutopt.evaluator import Evaluator
 from layoutopt.space.decisions import KINDS
 from layoutopt.space.kind import Allowed
+from layoutopt.space.recompute import kept_sets
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
@@ -81,7 +82,7 @@ class Request:
     @cached_property
     def evaluator(self) -> Evaluator:
         """What answers this question: nothing is evaluated twice."""
-        return Evaluator(self.model, self.hardware, self.allowed.elsewhere)
+        return Evaluator(self.model, self.hardware, self.allowed.elsewhere, kept_sets(self.allowed.recompute))
 
     def meeting(self, options: Options) -> Options:
         """Options with replicas that meet as was asked for."""

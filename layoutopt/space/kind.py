@@ -47,7 +47,7 @@ class Allowed:
       storage: stages that variables may be stored at, of all axes, or of some ("zero3@data"), or `HYBRID`.
       near: the axes of `HYBRID`; none where all links are alike.
       recompute: whether loops may (both), must or must not run again in backward; "selective": or may
-        while they keep some of their values.
+        while they keep some of their values; "keep=attention+wi": these.
       microbatches: numbers of parts of the batch.
       offload: what may lie in the hosts' memory (`mesh_tf_core.lower.offload`).
       diloco: how replicas along an axis meet, where one synchronises rarely.

@@ -12,14 +12,16 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.kept import Recomputed
+from mesh_tf_core.lower.kept import SETS, Recomputed, Sets
 from mesh_tf_core.lower.offload import ACTIVATIONS
-from mesh_tf_core.lower.rematerialization import keep_sets, recomputable
+from mesh_tf_core.lower.rematerialization import check_recompute, keep_sets, recomputable
 from mesh_tf_core.tracing.graph import Graph
 
 ON: Choice = ("on",)
 SELECTIVE = "selective"
-"""Every set of kinds that may be kept (`keep_sets`)."""
+"""Every set of kinds that a search knows may be kept (`kept.SETS`)."""
+KEEP = "keep="
+"""What is allowed begins so where it names a set of its own: "keep=attention+wi"."""
 HOST = "host"
 """Last among the words of a choice: what is kept lies on the hosts (`mesh_tf_core.lower.offload`)."""
 ON_HOSTS = " on the hosts"
@@ -37,7 +39,7 @@ class Recompute(Decision):
         Feature(
             "selective",
             "recompute",
-            lambda again: again == SELECTIVE,
+            lambda again: isinstance(again, str),
             lambda _, options: any(Recomputed.parse(text).keep for text in options.recompute),
         ),
     )
@@ -47,15 +49,18 @@ class Recompute(Decision):
         if not allowed.recompute:
             raise UserError("recompute is empty; allow False, True or both")
         for one in allowed.recompute:
-            if not isinstance(one, bool) and one != SELECTIVE:
-                raise UserError(f"recompute {one!r}: allow False, True or {SELECTIVE!r}")
+            if not isinstance(one, bool) and one != SELECTIVE and not str(one).startswith(KEEP):
+                raise UserError(
+                    f"recompute {one!r}: allow False, True, {SELECTIVE!r} or a set as 'keep=attention+wi'"
+                )
 
     @classmethod
     def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
         plain = [() for again in allowed.recompute if again is False]
         whole = [ON for again in allowed.recompute if again is True]
+        _check_named(graph, allowed.recompute)
         for dim in recomputable(graph):
-            kept = keep_sets(graph, dim) if SELECTIVE in allowed.recompute else ()
+            kept = keep_sets(graph, dim, kept_sets(allowed.recompute))
             some = [(*ON, *keep) for keep in kept]
             there = [(*each, HOST) for each in (*some, *whole)] if ACTIVATIONS in allowed.offload else []
             yield cls(dim, (*plain, *some, *there, *whole) or (ON,))
@@ -80,6 +85,39 @@ class Recompute(Decision):
     @classmethod
     def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
         return {"recompute": frozenset(said["recompute"])}
+
+
+def kept_sets(allowed: Iterable[bool | str]) -> Sets:
+    """What loops that run again may keep, of what is allowed."""
+    found: list[tuple[str, ...]] = []
+    for one in allowed:
+        if isinstance(one, str):
+            found += SETS if one == SELECTIVE else [Recomputed.parse(f"loops:{one}").keep]
+    return tuple(dict.fromkeys(found))
+
+
+def sets_in(decisions: Iterable[Decision]) -> Sets:
+    """The same of decisions, and what a search knows."""
+    options = (choice for d in decisions if isinstance(d, Recompute) for choice in d.options)
+    named = (tuple(word for word in choice[1:] if word != HOST) for choice in options)
+    return tuple(dict.fromkeys((*SETS, *filter(None, named))))
+
+
+def _check_named(graph: Graph, allowed: Iterable[bool | str]) -> None:
+    """UserError for a set that no loop has all of."""
+    loops = recomputable(graph)
+    for one in (a for a in allowed if isinstance(a, str) and a != SELECTIVE):
+        refused = [error for dim in loops if (error := _refused(graph, f"{dim}:{one}"))]
+        if refused and len(refused) == len(loops):
+            raise refused[0]
+
+
+def _refused(graph: Graph, text: str) -> UserError | None:
+    try:
+        check_recompute(graph, [text])
+    except UserError as error:
+        return error
+    return None
 
 
 def chosen(text: str) -> tuple[str, Choice]:

@@ -27,7 +27,8 @@ from mesh_tf_core.tracing.graph import Graph
 
 PRODUCTS, OUTPUTS, ATTENTION, OTHERS = "products", "outputs", "attention", "others"
 KINDS = (PRODUCTS, OUTPUTS, ATTENTION, OTHERS)
-SETS = (
+Sets = tuple[tuple[str, ...], ...]
+SETS: Sets = (
     (OUTPUTS,),
     (ATTENTION,),
     (OUTPUTS, ATTENTION),
@@ -35,7 +36,7 @@ SETS = (
     (PRODUCTS, ATTENTION),
     (PRODUCTS, OTHERS),
 )
-"""What a search decides between. Others are cheap to make and large, so they are kept last."""
+"""What a search decides between if nothing is named. Others are cheap to make and large: kept last."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import compress
 
 from mesh_tf_core.ir.blocks import Block, Node
-from mesh_tf_core.lower.kept import SETS, Recomputed, check_kept, kept_values
+from mesh_tf_core.lower.kept import KINDS, SETS, Recomputed, Sets, check_kept, kept_values
 from mesh_tf_core.tracing.graph import Graph
 
 NOTHING: frozenset[int] = frozenset()
@@ -146,16 +146,19 @@ def recomputable(graph: Graph) -> list[str]:
     return list(dict.fromkeys(b.dim.name for b in loops if b.dim is not None and b.dim not in away))
 
 
-def keep_sets(graph: Graph, dim: str) -> tuple[tuple[str, ...], ...]:
-    """The different sets of `kept.SETS` that loops over a dimension may keep when they run again, but for
-    those that leave no work."""
-    return graph.remembered((keep_sets, dim), lambda: tuple(_keep_sets(graph, dim)))
+def keep_sets(graph: Graph, dim: str, sets: Sets = SETS) -> Sets:
+    """Those of some sets that loops over a dimension may keep when they run again, but for those that leave
+    no work, that keep what an earlier one keeps, or that have a name of nothing there."""
+    return graph.remembered((keep_sets, dim, sets), lambda: tuple(_keep_sets(graph, dim, sets)))
 
 
-def _keep_sets(graph: Graph, dim: str) -> list[tuple[str, ...]]:
+def _keep_sets(graph: Graph, dim: str, sets: Sets) -> list[tuple[str, ...]]:
     blocks = [b for b in graph.blocks if b.dim is not None and b.dim.name == dim and has_backward(b, graph)]
     found: dict[tuple[frozenset[int], ...], tuple[str, ...]] = {}
-    for keep in SETS:
+    for keep in sets:
+        names = [word for word in keep if word not in KINDS]
+        if not all(any(kept_values((name,), b, graph) for b in blocks) for name in names):
+            continue
         remat = rematerialization(graph, frozenset({str(Recomputed(dim, keep))}))
         kept = tuple(map(remat.kept, blocks))
         again = (n for b, k in zip(blocks, kept, strict=True) for n in running_again(b, kept=k))

@@ -7,10 +7,12 @@ import random
 
 import pytest
 
+import layoutopt
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.pricing.pricer import pricer
 from layoutopt import search
+from layoutopt.cli.allowed import AllowedOptions
 from layoutopt.evaluator import evaluate
 from layoutopt.formulation.extract import Extraction, extract
 from layoutopt.optimize import subproblem
@@ -24,16 +26,20 @@ ROUNDING = 1 + 1e-12
 EVERY = (False, "selective", True)
 
 
-def extraction(name: str, mesh: mtf.Mesh, parts: int, hardware: str) -> Extraction:
+def extraction(
+    name: str, mesh: mtf.Mesh, parts: int, hardware: str, allowed: tuple[bool | str, ...] = EVERY
+) -> Extraction:
     model = EXAMPLES[name]()
     graph = model.training_step(parts).graph
-    decided = decisions(graph, mesh, Allowed(microbatches=(parts,), recompute=EVERY))
+    decided = decisions(graph, mesh, Allowed(microbatches=(parts,), recompute=allowed))
     return extract(model, mesh, decided, pricer(load_hardware(hardware), mesh))
 
 
-def compare(name: str, on: str, parts: int, hardware: str, count: int) -> None:
+def compare(
+    name: str, on: str, parts: int, hardware: str, count: int, allowed: tuple[bool | str, ...] = EVERY
+) -> None:
     model, mesh, machine = EXAMPLES[name](), mtf.Mesh(on), load_hardware(hardware)
-    found, rng, compared = extraction(name, mesh, parts, hardware), random.Random(parts), 0
+    found, rng, compared = extraction(name, mesh, parts, hardware, allowed), random.Random(parts), 0
     while compared < count:
         layout, options = found.decided.read(some_choices(found.decided, rng))
         choices = found.choices(layout, options)
@@ -54,6 +60,22 @@ def compare(name: str, on: str, parts: int, hardware: str, count: int) -> None:
 
 def test_a_transformer() -> None:
     compare("transformer with fused attention", "data:2;model:2", 2, "tpu-v3", 8)
+
+
+def test_sets_of_ones_own() -> None:
+    """Names of weights and scopes; what keeps the same as an earlier set is no other option."""
+    named = ("keep=wi+attention", "keep=feed_forward/wi+attention", "keep=k+q")
+    compare("transformer", "x:4", 1, "a100", 4, named)
+    graph = EXAMPLES["transformer"]().step_graph
+    found = decisions(graph, mtf.Mesh("x:2"), Allowed(recompute=(False, *named, True))).options
+    assert found["recompute layers"] == ((), ("on", "attention", "wi"), ("on", "k", "q"), ("on",))
+    with pytest.raises(mtf.UserError, match="makes nothing that 'wy' is") as refused:
+        decisions(graph, mtf.Mesh("x:2"), Allowed(recompute=("keep=wy+attention",)))
+    assert "\n" not in str(refused.value)
+    typed = AllowedOptions(keep="wi+attention, q+k").asked()["recompute"]
+    assert typed == [False, True, "keep=wi+attention", "keep=q+k"]
+    with pytest.raises(mtf.UserError, match="a set as 'keep=attention"):
+        layoutopt.search(EXAMPLES["transformer"](), mesh="x:2", recompute=["sometimes"])
 
 
 @pytest.mark.nightly
