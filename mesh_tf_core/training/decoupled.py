@@ -39,8 +39,11 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.files import write_file
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.tracing.replicas import MOMENTUM
+from mesh_tf_core.training.quantised import BITS, WHOLE, quantised, restored
 
 Arrays = dict[str, np.ndarray]
+CODES, SCALES = "codes", "scales"
+"""Names, below a variable's own, of what stands for it in few bits."""
 ABOUT = "about"
 """The array of a file that says what else is known of it, as JSON."""
 POLL = 0.05
@@ -53,6 +56,7 @@ _SAID: dict[str, Callable[[str], Any]] = {
     "momentum": float,
     "patience": float,
     "staleness": int,
+    "bits": int,
 }
 
 
@@ -67,8 +71,9 @@ class Decoupled:
       learning_rate, momentum: of the outer step.
       patience: seconds that it waits for the others.
       staleness: rounds that what it did may be old when it posts it.
+      bits: of each number that it posts: 32, 8 or 4; what rounding loses is added to what it posts next.
 
-    As text: `dir=/shared/run,replica=1/4,period=30`, and `rate`, `momentum`, `patience`, `staleness`.
+    As text: `dir=/shared/run,replica=1/4,period=30`, and `rate`, `momentum`, `patience`, `staleness`, `bits`.
     """
 
     directory: str | Path
@@ -79,6 +84,7 @@ class Decoupled:
     momentum: float = 0.9
     patience: float = 60.0
     staleness: int = 1
+    bits: int = WHOLE
 
     @classmethod
     def parse(cls, text: str) -> Decoupled:
@@ -111,6 +117,8 @@ class Decoupled:
                 f"meet: replica {self.replica}/{self.count} is none: they are 0/{self.count} to "
                 f"{self.count - 1}/{self.count}"
             )
+        if self.bits not in BITS:
+            raise UserError(f"meet: bits={self.bits}: choose 32, 8 or 4")
         if self.period < 1:
             raise UserError(f"meet: the period must be at least one step, found {self.period}")
         if not (
@@ -130,11 +138,13 @@ class Met:
       round: the state that was taken.
       present: replicas whose work is in it.
       dropped: what this one did is not: it was too old.
+      bytes: that it posted, each time it did, without the file's own.
     """
 
     round: int
     present: tuple[int, ...]
     dropped: bool
+    bytes: int = 0
 
     def words(self, count: int) -> str:
         """'round 3, 3 of 4 replicas'."""
@@ -157,7 +167,7 @@ class Meetings:
         trained = (s.variable for s in program.variables.values() if s.variable.trainable)
         self._shapes = {v.name: v.shape.sizes for v in trained}
         self.names = [*self._shapes]
-        self.round, self._began = -1, Arrays()
+        self.round, self._began, self._lost = -1, Arrays(), Arrays()
         _folder(Path(how.directory))
         if self._newest() < 0:
             began = {name: _wide(engine.read(name)) for name in self.names}
@@ -176,19 +186,47 @@ class Meetings:
     def meet(self) -> Met:
         """Posts what was done since the last meeting, and takes the newest state."""
         came = {name: self._began[name] - _wide(self.engine.read(name)) for name in self.names}
-        since = self.round
+        since, (post, lost) = self.round, self._rounded(came)
+        size = sum(array.nbytes for array in post.values())
         while True:
             open = self._newest()
             if open - since > self.how.staleness:
-                return self._taken(dropped=True)
-            _write(self._post(open, self.how.replica), came, {"since": since})
+                return self._taken(dropped=True, size=size)
+            _write(self._post(open, self.how.replica), post, {"since": since, "bits": self.how.bits})
             self._await(open)
             if self._newest() == open:
                 self._close(open)
             with contextlib.suppress(FileNotFoundError):  # it is long ago
                 if self.how.replica in self._state(open + 1)[1]["present"]:
-                    return self._taken(dropped=False)
+                    self._lost = lost
+                    return self._taken(dropped=False, size=size)
             # Another one closed it just before the post was there: the next round takes it.
+
+    # -- few bits --------------------------------------------------------------------------------------------
+
+    def _rounded(self, came: Arrays) -> tuple[Arrays, Arrays]:
+        """What is posted, and what of it is lost by rounding."""
+        if self.how.bits == WHOLE:
+            return came, {}
+        post, lost = Arrays(), Arrays()
+        for name, array in came.items():
+            whole = array + self._lost[name] if name in self._lost else array
+            codes, scales = quantised(whole, self.how.bits)
+            lost[name] = whole - restored(codes, scales, whole.shape, self.how.bits)
+            post[f"{name}/{CODES}"], post[f"{name}/{SCALES}"] = codes, scales
+        return post, lost
+
+    def _posted(self, round: int, replica: int) -> Arrays:
+        """What a replica posted."""
+        found, about = _read(self._post(round, replica))
+        if about["bits"] == WHOLE:
+            return found
+        return {
+            name: restored(
+                found[f"{name}/{CODES}"], found[f"{name}/{SCALES}"], self._shapes[name], about["bits"]
+            )
+            for name in self.names
+        }
 
     # -- the directory ---------------------------------------------------------------------------------------
 
@@ -232,7 +270,7 @@ class Meetings:
         """Makes the next state of the mean over the posts of a round."""
         state, _ = self._state(open)
         posts = [r for r in range(self.how.count) if self._post(open, r).exists()]
-        came = [_read(self._post(open, replica))[0] for replica in posts]
+        came = [self._posted(open, replica) for replica in posts]
         rate, mu, made = self.how.learning_rate, self.how.momentum, Arrays()
         for name in self.names:
             mean = np.mean([each[name] for each in came], axis=0)
@@ -249,9 +287,9 @@ class Meetings:
             if found and int(found[1]) < closed - 1:
                 path.unlink(missing_ok=True)
 
-    def _taken(self, dropped: bool) -> Met:
+    def _taken(self, dropped: bool, size: int) -> Met:
         present = self._take()
-        return Met(self.round, present, dropped)
+        return Met(self.round, present, dropped, size)
 
     def _take(self) -> tuple[int, ...]:
         """The newest state as the variables; whose work is in it."""

@@ -14,6 +14,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core.training.decoupled import Decoupled, Meetings, Met, _write
+from mesh_tf_core.training.quantised import quantised, restored
 from mesh_tf_core.training.trainer import Trainer
 from tests.core.test_replicas import alone, data, model
 
@@ -102,7 +103,7 @@ def test_what_is_too_old_is_dropped(tmp_path: Path) -> None:
     trained(late)
     trained(quick)
     assert ahead.meet().present == (0,)
-    assert slow.meet() == Met(2, (1,), False)  # one round old: it joins the next one
+    assert slow.meet() == Met(2, (1,), False, 1024)  # one round old: it joins the next one
     for _ in range(2):
         trained(quick)
         ahead.meet()
@@ -124,10 +125,45 @@ def test_nobody_reads_half_a_file(tmp_path: Path) -> None:
     (tmp_path / ".round-00000000-replica-1.npz.half").write_bytes(b"PK")
     (tmp_path / "state-00000001-by-1.npz").write_bytes(b"PK")
     one.step(next(data()))
-    assert its.meet() == Met(1, (0,), False)
+    assert its.meet() == Met(1, (0,), False, 1024)
     said = (tmp_path / "state-00000001.npz").read_bytes()
     its._put_state(1, {"wi": np.zeros(3)}, (1,))
     assert (tmp_path / "state-00000001.npz").read_bytes() == said
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_few_bits_lose_nothing_in_the_long_run(bits: int, tmp_path: Path) -> None:
+    """A post has bits / 8 bytes for each of the 2 x 64 elements and four for each block of 256 of a variable;
+    the errors of all posts but the last add up to nothing."""
+    one = trainer()
+    how = Decoupled(tmp_path, 0, 1, 1, 1.0, 0.0, patience=0.0, bits=bits)
+    its, batches = Meetings(how, one.engine, one.program), data()
+    began, moved = its._began["wi"], np.zeros((2, 4, 8))
+    for _ in range(6):
+        before = np.array(its._began["wi"])
+        one.step(next(batches))
+        moved += before - one.engine.read("wi")
+        met = its.meet()
+        assert met.bytes == 2 * (64 * bits // 8 + 4)
+        scale = np.load(its._post(met.round - 1, 0))["wi/scales"][0]
+        assert np.abs(its._lost["wi"]).max() <= scale / 2 * 1.001
+    np.testing.assert_allclose(began - its._began["wi"] + its._lost["wi"], moved, rtol=1e-5, atol=1e-6)
+
+
+def test_codes() -> None:
+    rng = np.random.default_rng(0)
+    for shape in ((), (3,), (7, 73), (256,), (0, 4)):
+        array = rng.normal(size=shape).astype(np.float32)
+        for bits in (8, 4):
+            codes, scales = quantised(array, bits)
+            assert codes.size == -(-array.size * bits // 8) and scales.size == -(-array.size // 256)
+            found = restored(codes, scales, array.shape, bits)
+            steps = np.repeat(scales, 256)[: array.size].reshape(shape)
+            assert found.shape == shape and (np.abs(found - array) <= steps * 0.5001).all()
+    flat = np.array([0.0, 7.0, -7.0, 3.0], np.float32)
+    np.testing.assert_array_equal(restored(*quantised(flat, 4), (4,), 4), flat)
+    assert quantised(flat, 4)[0].tolist() == [7 << 4, 9 | 3 << 4]
+    assert not restored(*quantised(np.zeros(5), 8), (5,), 8).any()
 
 
 @pytest.mark.parametrize(
@@ -139,6 +175,7 @@ def test_nobody_reads_half_a_file(tmp_path: Path) -> None:
         ("dir=/x,replica=0/2,period=0", "the period must be at least one step"),
         ("dir=/x,replica=0/2,patience=-1", "patience -1 and staleness 1 must be at least 0"),
         ("dir=/x,replica=0/2,periode=3", "'periode' is unknown; did you mean 'period'"),
+        ("dir=/x,replica=0/2,bits=5", "bits=5: choose 32, 8 or 4"),
         ("dir=/x,replica=0/2,period=x", "period='x' is no number"),
     ],
 )
