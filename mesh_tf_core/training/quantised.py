@@ -26,7 +26,7 @@ def quantised(array: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     scales = np.abs(blocks).max(axis=1, initial=0.0) / np.float32(largest)
     steps = np.where(scales > 0, scales, 1)[:, None]
     whole = np.clip(np.rint(blocks / steps), -largest, largest).astype(np.int8).reshape(-1)[: flat.size]
-    codes = whole.view(np.uint8)
+    codes: np.ndarray = whole.view(np.uint8)
     if bits == 4:
         even = np.zeros(-(-flat.size // 2) * 2, np.uint8)
         even[: flat.size] = codes & 15
