@@ -205,7 +205,8 @@ def page(results: dict[str, Any]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|"
     for name, found in results.items():
         solver = found["solver"]
-        gap = "" if solver["status"] == ANSWERED else " in the time given, not proven"
+        left = f" in {solver['wall_seconds']:.0f} s, not proven (gap {share_text(solver['gap'], 1)})"
+        gap = "" if solver["status"] == ANSWERED else left
         tokens = found["tokens"]
         head = f"{name}: {found['parameters'] / 1e9:,.0f} B, {tokens:,} tokens"
         yield _row(head, f"pick, {solver['status']}{gap}", found["pick"])
