@@ -91,9 +91,10 @@ class Answering:
         if question.loss is not None:
             works = [forecast.budget_for(question.loss, question.served)]
             if math.isinf(works[0]):
+                told = " with what it is told" if forecast.facts() else ""
                 raise InfeasibleError(
                     f"--loss {question.loss:g}: no size comes to it by the law {forecast.law.name!r}, whose "
-                    f"least is {digits(forecast.floor, 4)}; ask for more"
+                    f"least is {digits(forecast.least(question.served), 4)}{told}; ask for more"
                 )
         else:
             works = [w for m in self.machines for w in question.work(m, self.dtype)]
@@ -188,8 +189,8 @@ class Answering:
         row = self._row(timing, tokens)
         if row.days > self.question.deadline or not any(known.beats(row) for known in self.rows):
             return False
-        best = self._best_of(self._timely(self.rows) or self.rows)
-        if row.place == best.place and row.near(best, self.question.goal == "loss"):
+        best = self._leading()
+        if row.place == best.place and row.near(best, self.question.by_cost):
             return False
         self.beaten.append(row)
         return True
@@ -197,10 +198,9 @@ class Answering:
     def _complete_flat(self, row: Row | None = None) -> None:
         """Searches what is nearly as good as the best (or as a row) on its devices, should that have been
         elsewhere when it was beaten."""
-        by_cost = self.question.goal == "loss"
         while self.rows and not self.timer.clock.over:
-            best = row or self._best_of(self._timely(self.rows) or self.rows)
-            close = [r for r in self.beaten if r.place == best.place and r.near(best, by_cost)]
+            best = row or self._leading()
+            close = [r for r in self.beaten if r.place == best.place and r.near(best, self.question.by_cost)]
             if not close:
                 break
             self._add(close[0].candidate, close[0].timing.machine, close[0].timing.devices, sure=True)
@@ -322,12 +322,16 @@ class Answering:
             )
         return self._best_of(timely)
 
+    def _leading(self) -> Row:
+        """The best row so far, in time if one is."""
+        return self._best_of(self._timely(self.rows) or self.rows)
+
     def _timely(self, rows: Iterable[Row]) -> list[Row]:
         return [r for r in rows if r.days <= self.question.deadline * (1 + SAME)]
 
     def _best_of(self, rows: Sequence[Row]) -> Row:
         """The cheapest that comes to a loss that is given, else the one of least loss."""
-        if self.question.goal == "loss":
+        if self.question.by_cost:
             return min(rows, key=lambda r: (r.cost, r.days))
         return min(rows, key=lambda r: (r.loss, r.cost))
 

@@ -156,15 +156,14 @@ class Forecast:
         n = math.exp(float(found.x))
         return n, flops / (per * n) - served / 3
 
-    @property
-    def floor(self) -> float:
-        """The loss that nothing goes below."""
-        return self.law.floor
+    def least(self, served: float = 0.0) -> float:
+        """The loss that nothing comes below, whatever is spent."""
+        return self._least(10**WORK, served)
 
     def budget_for(self, loss: float, served: float = 0.0) -> float:
         """C of which this loss is the optimum; inf if there is none."""
         low, high = 1.0, WORK  # of log10 C
-        if self._least(10**high, served) > loss:
+        if self.least(served) > loss:
             return math.inf
         for _ in range(STEPS):
             middle = (low + high) / 2

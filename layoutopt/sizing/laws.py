@@ -68,11 +68,6 @@ class Law(ABC):
     def tokens_to(self, loss: float, parameters: float) -> float:
         """D after which a size has this loss; inf if it never has."""
 
-    @property
-    @abstractmethod
-    def floor(self) -> float:
-        """The loss that no size goes below."""
-
     def optimum(self, flops: float, per: float = FLOPS) -> tuple[float, float]:
         """N and D of the least loss under C = `per` N D."""
         a, b = self.exponents
@@ -109,10 +104,6 @@ class Additive(Law):
         c = self.constants
         return (c["alpha"] * c["A"] / (c["beta"] * c["B"])) ** (1 / (c["alpha"] + c["beta"]))
 
-    @property
-    def floor(self) -> float:
-        return self.constants["E"]
-
     def loss(self, parameters: float, tokens: float) -> float:
         c = self.constants
         return c["E"] + c["A"] / parameters ** c["alpha"] + c["B"] / tokens ** c["beta"]
@@ -138,10 +129,6 @@ class Joint(Law):
     def ratio(self) -> float:
         c, q = self.constants, self._q
         return (q * c["N_c"] ** q / c["D_c"]) ** (1 / (1 + q))
-
-    @property
-    def floor(self) -> float:
-        return 0.0
 
     def loss(self, parameters: float, tokens: float) -> float:
         c = self.constants

@@ -61,6 +61,11 @@ class Question:
         return next((name for name in GOALS if getattr(self, name) is not None), "days")
 
     @property
+    def by_cost(self) -> bool:
+        """Whether sizes are told apart by their cost: all come to the same loss."""
+        return self.loss is not None
+
+    @property
     def deadline(self) -> float:
         """Days in which training has to end; inf: any."""
         return math.inf if self.days is None or self.goal == "days" else self.days

@@ -26,7 +26,7 @@ def flat(answering: Answering, best: Row) -> Flat | None:
         same = [r for r in answering.rows if r.place == best.place]
         if len(same) < 3:  # with a deadline, each is on devices of its own
             same = [r for r in answering.rows if r.timing.machine is best.timing.machine]
-    by_cost = answering.question.goal == "loss"
+    by_cost = answering.question.by_cost
     within = f"{NEAR_COST - 1:.0%} more cost" if by_cost else f"{NEAR_LOSS} nats per token"
     sizes = [r.candidate.size.total for r in (*same, best) if r.near(best, by_cost)]
     return Flat(within=within, low=int(min(sizes)), high=int(max(sizes)))

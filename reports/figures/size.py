@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from layoutopt.plan.size_results import SizedCandidate, SizeResult
-from layoutopt.plan.units import count, digits, number, plural, rounded
+from layoutopt.plan.units import count, number, plural, rounded
 from reports.figures.scales import log_steps, padded
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, label, settings, ticks
 from reports.theme import AXES, LIGHT
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PLOT = 230.0
-HOUR = 24.0
+UNITS = (("days", 1.0), ("hours", 24.0), ("minutes", 1440.0))
+"""Of time, the first that the longest training has two of."""
 FLOPS = 6.0
 """Of a parameter and token, where runs say no FLOPs."""
 
@@ -41,11 +42,11 @@ def loss_compute(found: SizeResult, title: str = "") -> Figure:
         best = found.best
         if best.flops and best.loss:
             _dots(ax, [(best.flops, best.loss)], "exposed", 9)
-            label(ax, best.flops, best.loss, rounded(count(best.parameters)), "ink", (8, 6), bold=True)
-        for course in (found.courses[0], found.courses[-1]) if len(found.courses) > 1 else ():
-            if course.parameters != best.parameters:
-                x, y = course.points[-1]
-                label(ax, x, y, rounded(count(course.parameters or 0)), "muted", (6, -3))
+            label(ax, best.flops, best.loss, rounded(count(best.parameters)), "ink", (-36, -16), bold=True)
+        others = [c for c in found.courses if c.parameters != best.parameters]
+        ends_of = {id(c): c for c in (*others[:1], *others[-1:])}.values()
+        for course, up in zip(sorted(ends_of, key=lambda c: -c.points[-1][1]), (5, -7), strict=False):
+            label(ax, *course.points[-1], rounded(count(course.parameters or 0)), "muted", (6, up))
         sheet.text(WIDTH - MARGIN, PLOT + 62, "FLOP of training", "muted", SMALL, "right")
         return sheet.figure
 
@@ -87,7 +88,7 @@ def tell_loss_compute(found: SizeResult) -> str:
 
 
 def time_money(found: SizeResult, title: str = "") -> Figure:
-    """Days against money (chip-hours where no price is known): the best size over hardware and devices."""
+    """Time against money (chip-hours where no price is known): the best size over hardware and devices."""
     rows = of_best(found)
     priced = all(r.money is not None for r in rows)
     with settings():
@@ -97,16 +98,17 @@ def time_money(found: SizeResult, title: str = "") -> Figure:
         ax = sheet.axes(58, 24, WIDTH - 78, PLOT)
         ax.set_xscale("log")
         ax.set_yscale("log")
-        days, costs = [r.days or 0.0 for r in rows], [_cost(r, priced) for r in rows]
-        ax.set_xlim(*padded(days, 0.1))
+        unit, each = next((u for u in UNITS if max(r.days or 0.0 for r in rows) * u[1] >= 2), UNITS[-1])
+        spent, costs = [each * (r.days or 0.0) for r in rows], [_cost(r, priced) for r in rows]
+        ax.set_xlim(*padded(spent, 0.1))
         ax.set_ylim(*padded(costs, 0.15))
         x, y = log_steps(*ax.get_xlim(), 5), log_steps(*ax.get_ylim(), 5)
-        x = x if len(x) > 1 else [min(days), max(days)]
-        ticks(ax, "x", x, [_days(v) for v in x], grid=False)
+        x = x if len(x) > 1 else [min(spent), max(spent)]
+        ticks(ax, "x", x, [rounded(number(v)) for v in x], grid=False)
         ticks(ax, "y", y, [rounded(number(v)) for v in y])
         for i, name in enumerate(names):
             own = sorted((r for r in rows if r.hardware == name), key=lambda r: r.devices)
-            points = [(r.days or 0.0, _cost(r, priced)) for r in own]
+            points = [(each * (r.days or 0.0), _cost(r, priced)) for r in own]
             token = f"axis{i % AXES}"
             _line(ax, points, token, 1.5)
             _dots(ax, points, token, 5)
@@ -114,14 +116,14 @@ def time_money(found: SizeResult, title: str = "") -> Figure:
                 label(ax, a, b, f"{row.devices:,}", token, (5, 5))
         best = found.best
         ax.plot(
-            [best.days or 0.0],
+            [each * (best.days or 0.0)],
             [_cost(best, priced)],
             "o",
             markersize=11,
             markerfacecolor="none",
             markeredgecolor=LIGHT["ink"],
         )
-        sheet.text(WIDTH - MARGIN, PLOT + 62, "days", "muted", SMALL, "right")
+        sheet.text(WIDTH - MARGIN, PLOT + 62, unit, "muted", SMALL, "right")
         sheet.key(PLOT + 80, [(f"axis{i % AXES}", name) for i, name in enumerate(names)])
         return sheet.figure
 
@@ -134,10 +136,6 @@ def of_best(found: SizeResult) -> list[SizedCandidate]:
 
 def _cost(row: SizedCandidate, priced: bool) -> float:
     return (row.money if priced else row.chip_hours) or 0.0
-
-
-def _days(value: float) -> str:
-    return rounded(digits(value)) if value >= 1 else f"{rounded(digits(value * HOUR))} h"
 
 
 def find_time_money(found: SizeResult) -> str:

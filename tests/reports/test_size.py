@@ -92,6 +92,15 @@ def test_a_drawing_has_a_dot_for_each_candidate_and_run(found: SizeResult) -> No
     assert [len(line.get_xdata()) for line in money.lines if line.get_marker() == "o"] == [2, 1]
 
 
+def test_time_is_in_the_unit_that_its_numbers_are_of(found: SizeResult) -> None:
+    short = [candidate(10**9, n, days=0.04 / n) for n in (1, 2)]
+    data = found.model_dump() | {"candidates": short, "best": short[1]}
+    figure = figures.time_money(SizeResult.model_validate(data))
+    ax = figure.axes[1]
+    assert "minutes" in [text.get_text() for text in figure.axes[0].texts]
+    assert [0.04 * 1440, 0.02 * 1440] in [[*line.get_xdata()] for line in ax.lines]
+
+
 def test_a_long_table_says_what_it_leaves_out_and_keeps_the_frontier(found: SizeResult) -> None:
     many = [candidate((i + 1) * 10**8, 64, frontier=i >= 55) for i in range(60)]
     data = found.model_dump() | {"candidates": many, "best": many[58]}
