@@ -4,5 +4,5 @@
 adds what a law is told besides (data that repeats, pre-training, replicas). `family` makes real models of
 other sizes of the user's own, and `timing` searches the proven layout of each on each machine. `question`
 says how many tokens follow from what is given, `answer` which sizes are searched where and which of them is
-the best; `sizing` is the door.
+the best, by what `rows` say of each; `summary` puts it in plain data, and `sizing` is the door.
 """
