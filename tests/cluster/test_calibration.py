@@ -19,8 +19,7 @@ from tests.costmodels.calibration.test_fit import recorded
 MESH = Mesh("data:2;model:2")
 REALLY = {
     "stores", "binary.same 64x256", "matmul 256x256x256", "permute data 8192",
-    "all_reduce data 8192", "all_reduce model 8192", "all_reduce data+model 8192",
-    "check gelu_grad 64x128",
+    "all_reduce data+model 8192", "check gelu_grad 64x128",
 }  # fmt: skip
 """What is measured; the rest is written down as if it had been, where a group over two processes takes twice
 as long."""
@@ -37,7 +36,7 @@ def test_two_processes_measure_together(tmp_path: Path) -> None:
         assert (code, said, out.exists()) == (137, "", False)
         assert "worker 1 was ended by SIGKILL; the same command goes on from what was measured" in job.log()
     key = json.loads(partial.read_text(encoding="utf-8"))["key"]
-    assert key == {"mesh": str(MESH), "processes": 2, "quick": True, "versions": versions()}
+    assert key == {"mesh": str(MESH), "processes": 2, "quick": True, "versions": versions("jax")}
 
     content = {"key": key, "measurements": recorded(MESH, REALLY, 2)}
     partial.write_text(json.dumps(content), encoding="utf-8")
@@ -54,8 +53,6 @@ def test_two_processes_measure_together(tmp_path: Path) -> None:
     assert machine.devices_per_process == 2 and machine.calibration is not None
     rows = {m["name"]: m for m in json.loads(machine.calibration.measurements)}
     assert all(rows[name]["seconds"] > 0 and rows[name]["samples"] > 1 for name in REALLY)
-    inside, across = (rows[f"all_reduce {axes} 8192"]["seconds"] for axes in ("model", "data"))
-    assert across > inside
     near, far = (
         pricer(machine, MESH).cost(perceptron().lower(MESH, Layout(x))).communication_seconds
         for x in ("batch:model", "batch:data")
