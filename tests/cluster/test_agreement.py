@@ -255,6 +255,21 @@ def test_a_machine_that_slept_blames_nobody(job: Job, monkeypatch: pytest.Monkey
     assert [one.failure for one in job.members] == [""] * N
 
 
+def test_a_number_is_taken_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that come with one number the first has it; who comes when it was lost is no wrong input."""
+    monkeypatch.setattr(meeting, "BEAT", 0.02)
+    monkeypatch.setattr(meeting, "SILENCE", 0.3)
+    keys = store.Store(job.store)
+    for number in range(N):
+        meeting.take_number(keys, number, N, "host0:1")
+    made = job.join(0, 1, 2)
+    with pytest.raises(mtf.UserError, match=r"process 1 of 3 of the job at host0:1 is there already; give"):
+        meeting.take_number(keys, 1, N, "host0:1")
+    job.silence(made[1])
+    with pytest.raises(mtf.ClusterError, match=r"process 1 of 3 .* was there already and is silent"):
+        meeting.take_number(keys, 1, N, "host0:1")
+
+
 def test_the_address_to_listen_on_is_one() -> None:
     """Loopback stays loopback; a port is no part of it."""
     assert meeting._own_address("127.0.0.1:12345") == "127.0.0.1"

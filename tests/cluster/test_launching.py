@@ -228,24 +228,6 @@ def test_a_number_that_the_job_has_not_is_refused() -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_a_number_that_runs_already_is_refused_before_the_job_hears_of_it() -> None:
-    """JAX's service would take the new process for the old one, and abort the job that runs."""
-    place = f"127.0.0.1:{launching.free_port()}"
-    meeting._take_number(place, 1, 2)
-    try:
-        meeting._take_number(place, 0, 2)
-        words = ["--coordinator", place, "--processes", "2", "--process", "1"]
-        command = [sys.executable, "-m", "layoutopt", "train", "examples/mlp.py", "--mesh", "data:2", *words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    finally:
-        meeting._let_go()
-    assert done.returncode == 2, done.stderr
-    assert f"error: cluster: process 1 of 2 of the job at {place} runs already on this" in done.stderr
-    assert done.stderr.count("\n") == 1
-    meeting._take_number(place, 1, 2)  # with its process the number is free again
-    meeting._let_go()
-
-
 def test_two_jobs_do_not_share_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mesh_tf_core.engines.jax.coordinator.LINGER", 0.0)
     said = r"process 0 cannot listen on .* in use\); is another job there"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from layoutopt.models.loading import load_model
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.training import Trainer, checkpoint
-from tests.cluster.job import Job, wait_for
+from tests.cluster.job import ROOT, Job, wait_for
 
 MODEL = '''
 from examples.mlp import data as digits
@@ -99,3 +101,37 @@ def test_a_signal_ends_all_after_the_same_step(tmp_path: Path) -> None:
     assert said is not None and said[2] == str(saved), log
     last = checkpoint.newest(saved)
     assert last is not None and (last.step, last.skipped) == (int(said[1]), ())
+
+
+@pytest.mark.nightly
+def test_a_process_with_a_number_of_a_job_that_runs_is_refused(tmp_path: Path) -> None:
+    """The job goes on, and ends as it should."""
+    saved = tmp_path / "saved"
+    words = ["train", "examples/mlp.py", "--mesh", MESH, "--layout", LAYOUT, "--held-out", "0"]
+    numbers = ["--steps", "1000000", "--every", "50", "--checkpoint", str(saved)]
+    with Job(["-n", "2"], [*words, *numbers], saved) as job:
+        wait_for(lambda: job.newest() >= 50, 100, "a checkpoint")
+        environment = Path(f"/proc/{job.workers()[1]}/environ").read_bytes().split(b"\0")
+        place = next(e for e in environment if e.startswith(b"JAX_COORDINATOR_ADDRESS=")).decode()
+        address = place.partition("=")[2]
+        for number in ("1", "0"):
+            where = [
+                "--coordinator",
+                address,
+                "--processes",
+                "2",
+                "--process",
+                number,
+                "--start-timeout",
+                "60",
+            ]
+            command = [sys.executable, "-m", "layoutopt", *words, *where]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            assert done.returncode == 2, done.stderr
+            assert done.stderr.count("\n") == 1 and "error: cluster: process" in done.stderr
+            assert number == "0" or f"of the job at {address} is there already; give" in done.stderr
+        before = job.newest()
+        wait_for(lambda: job.newest() > before, 60, "another checkpoint")
+        job.process.send_signal(signal.SIGTERM)
+        code, _ = job.end(60)
+        assert (code, "starting again" in job.log()) == (143, False), job.log()

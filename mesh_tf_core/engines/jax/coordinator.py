@@ -3,9 +3,9 @@
     python coordinator.py ADDRESS:PORT PROCESSES
 
 The first process of the job starts it and holds its standard input. JAX aborts every process of a job at
-once when the one that holds the service is lost. This one outlives that until nobody is connected any more,
-at most `LINGER` seconds, in which the others find out and say who it was; then its port is free for the next
-start. It imports nothing of ours.
+once when the service goes. This one outlives the process that started it until nobody is connected any more,
+at most `LINGER` seconds: all leave a job that is done, or find out that the first was lost and say so. Then
+its port is free for the next start. It imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ import sys
 import time
 
 LINGER = 20.0
-"""Seconds that the service outlives a first process that ended without a word, at most."""
-HEARTBEAT = 3600
-"""Seconds of silence after which JAX gives a process up: `cluster.Cluster` is the one that watches."""
-LEAVE = 5.0
-"""The same after a job that is done: JAX aborts one that is still leaving when the service goes."""
-DONE = "done"
+"""Seconds that the service outlives the first process, at most."""
+HEARTBEAT = 100_000_000
+"""Seconds of silence after which JAX gives a process up, three years: `cluster.Cluster` is the one that
+watches. JAX's own sign of life would end a process where another one has come with its number."""
 LOOK = 0.2
 """Seconds between two looks at who is connected."""
 ESTABLISHED = "01"
@@ -48,11 +46,16 @@ def main() -> None:
 
     address, processes = sys.argv[1:]
     service = _jax.get_distributed_runtime_service(
-        address, int(processes), heartbeat_timeout=HEARTBEAT, shutdown_timeout=1
+        # Or it would end all of them when one comes with a number that is taken (see `meeting.take_number`).
+        address,
+        int(processes),
+        heartbeat_timeout=HEARTBEAT,
+        shutdown_timeout=1,
+        recoverable=True,
     )
     print("ready", flush=True)
-    said = sys.stdin.read()
-    until = time.monotonic() + (LEAVE if said == DONE else LINGER)
+    sys.stdin.read()
+    until = time.monotonic() + LINGER
     while time.monotonic() < until and connected(int(address.rpartition(":")[2])):
         time.sleep(LOOK)
     del service

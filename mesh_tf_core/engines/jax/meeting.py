@@ -22,7 +22,8 @@ from typing import Any
 from mesh_tf_core.engines.jax import coordinator
 from mesh_tf_core.engines.jax import home as jax_home
 from mesh_tf_core.engines.jax.coordinator import HEARTBEAT
-from mesh_tf_core.engines.jax.store import Store
+from mesh_tf_core.engines.jax.store import BEAT, NOW, Store
+from mesh_tf_core.engines.jax.watch import SILENCE
 from mesh_tf_core.errors import ClusterError, UserError
 
 ADDRESS, PROCESSES, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
@@ -31,8 +32,6 @@ ABORTS = 3600
 REFUSED = "bad_cast"
 """What JAX says to a process that its service refuses."""
 OWN = "give every process a number of its own, from 0 on, and all the same --processes"
-_held: list[socket.socket] = []
-"""What tells others on this machine that this process's number is taken; it goes with the process."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,6 @@ def join(place: Place, timeout: float) -> tuple[Store, int, int]:
         return _Coordinator(bind, processes)
 
     def connect(*args: Any, **options: Any) -> Any:
-        _take_number(state.coordinator_address, state.process_id, state.num_processes)
         # Without a function to call JAX aborts a process that the service refuses. It calls none, for it
         # cannot make Python's object of the reason: the connecting fails with `REFUSED`.
         call = {"missed_heartbeat_callback": lambda _: None}
@@ -133,6 +131,7 @@ def join(place: Place, timeout: float) -> tuple[Store, int, int]:
             heartbeat_timeout_seconds=HEARTBEAT,
             shutdown_timeout_seconds=60,  # all have come to the end; JAX aborts those that it does not see
         )
+        take_number(Store(state.client), state.process_id, state.num_processes, state.coordinator_address)
 
     try:
         _within(timeout, initialize)
@@ -170,32 +169,33 @@ def join(place: Place, timeout: float) -> tuple[Store, int, int]:
     return Store(state.client), state.process_id, state.num_processes
 
 
-def _take_number(coordinator: str, process: int, processes: int) -> None:
-    """UserError if another process of this machine has this number in the same job: JAX's service would take
-    this one for that one, started again, and end the job that runs.
+def take_number(store: Store, process: int, processes: int, where: str) -> None:
+    """Takes this process's number in the job at `where`.
 
-    A name that Linux keeps beside its files says it, until the process that bound it ends, however it ends.
+    The service lets a process in that comes with a number of a job that runs, for it might be the old one,
+    started again. Nobody of the job hears of it before it has the number.
+
+    Raises:
+      UserError: another process has the number.
+      ClusterError: another process had it and was lost, so its job is about to end.
     """
-    if sys.platform != "linux":
-        return
-    host, _, port = coordinator.rpartition(":")
-    with contextlib.suppress(OSError):
-        host = str(socket.getaddrinfo(host.strip("[]"), int(port))[0][4][0])
-    name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        name.bind(f"\0layoutopt {host} {port} {process}")
-    except OSError:
-        name.close()
-        raise UserError(
-            f"cluster: process {process} of {processes} of the job at {coordinator} runs already on this "
-            f"machine; {OWN}"
-        ) from None
-    _held.append(name)
-
-
-def _let_go() -> None:
-    while _held:
-        _held.pop().close()
+        store.put(f"number/{process}", "taken", again=False)
+        return
+    except RuntimeError:
+        first, until = store.under(NOW).get(str(process)), time.monotonic() + SILENCE
+    while time.monotonic() < until:
+        time.sleep(BEAT / 2)
+        if store.under(NOW).get(str(process)) != first:
+            drop()
+            raise UserError(
+                f"cluster: process {process} of {processes} of the job at {where} is there already; {OWN}"
+            )
+    drop()
+    raise ClusterError(
+        f"process {process} of {processes} of the job at {where} was there already and is silent; that job "
+        "ends soon, then start again"
+    )
 
 
 def _within(seconds: float, call: Callable[[], object]) -> None:
@@ -220,7 +220,6 @@ def leave() -> None:
 
     with contextlib.suppress(RuntimeError):
         jax.distributed.shutdown()
-    _let_go()
 
 
 def check_counts(own: int, processes: int, found: Sequence[tuple[str, int]]) -> None:
@@ -243,7 +242,6 @@ def drop() -> None:
     from jax._src import distributed
 
     distributed.global_state.client = distributed.global_state.service = None
-    _let_go()
 
 
 def _own_address(coordinator: str) -> str | None:
@@ -310,6 +308,4 @@ class _Coordinator:
     def shutdown(self) -> None:
         """It ends by itself a little later."""
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.write(coordinator.DONE.encode())
-            self._process.stdin.close()
+        self._process.stdin.close()
