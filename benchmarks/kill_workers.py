@@ -12,6 +12,7 @@ checkpoint must be that of an undisturbed job, and its losses those of one proce
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import signal
@@ -68,7 +69,8 @@ def suffer(job: Job, failure: Failure, rng: random.Random, start_seconds: float,
     """Waits for the moment, sends the signal, watches what follows."""
     before = wait_for(lambda: len(w := job.workers()) == processes and w, PATIENCE, "the start")
     if failure.moment == "start":
-        time.sleep(rng.uniform(0.0, 0.7 * start_seconds))
+        with contextlib.suppress(AssertionError):  # before it has saved: this start may be a faster one
+            wait_for(lambda: job.newest() >= 0, rng.uniform(0.0, 0.7 * start_seconds), "a checkpoint")
         failure.worker = rng.randrange(processes)
     else:
         after = job.newest() + EVERY * rng.randint(1, 3)

@@ -80,7 +80,7 @@ class Job(contextlib.AbstractContextManager["Job"]):
         return any(name.startswith(".step-") for name in os.listdir(self.checkpoint))
 
     def signal(self, index: int, number: int = signal.SIGKILL) -> None:
-        os.kill(self.workers()[index], number)
+        os.kill(wait_for(lambda: self.workers().get(index), 5, f"worker {index}'s start"), number)
 
     def end(self, seconds: float) -> tuple[int, str]:
         """Exit code, and what was written to stdout."""
