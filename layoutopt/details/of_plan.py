@@ -49,9 +49,9 @@ def with_details(
     calibration = calibration_details(hardware)
     stages = model.stages(plan.mesh, plan.layout)
     graph = model.training_step(plan.options.microbatches, stages).graph
-    nodes = {node.index: model.graph.places.get(node.path, "") for node, _ in graph.walk()}
-    places = {node: nodes[node] for node in {x.origin.node for x in found.cost.lines} & nodes.keys()}
-    shown = _shown(places.values(), source)
+    nodes = {(n.index, n.scope): model.graph.places.get(n.path, "") for n, _ in graph.walk()}
+    places = [nodes.get((x.origin.node, x.origin.scope), "") for x in found.cost.lines]
+    shown = _shown(places, source)
     return plan.with_details(
         source=source,
         source_sha256=dict(hashes),
@@ -60,7 +60,9 @@ def with_details(
         dims={name: max(sizes) for name, sizes in model.graph.dims().items()},
         variables=tuple(_variables(found.program)),
         inputs=tuple(_inputs(found.program)),
-        lines=tuple(_line(x, shown.get(places.get(x.origin.node, ""), "")) for x in found.cost.lines),
+        lines=tuple(
+            _line(x, shown.get(place, "")) for x, place in zip(found.cost.lines, places, strict=True)
+        ),
         sources=_code(shown),
         by_kind={"answer": _shares(found.cost), **_alternatives(plan, evaluator)},
         memory=_memory(found.memory, found.cost, limit),

@@ -68,6 +68,16 @@ def test_loss_and_gradients_are_those_of_jax(name: str) -> None:
     assert {path: by for path, by in off.items() if not by <= 1e-5} == {}
 
 
+def test_operations_know_the_users_lines() -> None:
+    model, _ = imported("perceptron")
+    source = Path(perceptron.__code__.co_filename).read_text(encoding="utf-8").splitlines()
+    first = perceptron.__code__.co_firstlineno
+    written = {place for path, place in model.graph.places.items() if "einsum" in path}
+    lines = [int(place.rpartition(":")[2]) for place in written]
+    assert lines and all(place.startswith(perceptron.__code__.co_filename) for place in written)
+    assert all(first < line <= first + 20 and "@" in source[line - 1] for line in lines)
+
+
 @pytest.mark.parametrize("name", EXPECTED)
 def test_dimensions_have_the_names_of_what_they_do(name: str) -> None:
     model, _ = imported(name)
