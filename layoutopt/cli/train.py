@@ -78,7 +78,7 @@ def train(
             "--meet",
             metavar="dir=DIR,replica=I/N[,period=30,...]",
             help="Train as one of N jobs that meet rarely in a directory; one that is late or lost stops no "
-            "other (patience=60, staleness=1, bits=32, rate=0.7, momentum=0.9).",
+            "other (patience=60, staleness=1, bits=32, fragments=1, rate=0.7, momentum=0.9).",
             show_default=False,
         ),
     ] = None,

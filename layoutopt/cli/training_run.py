@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from layoutopt.plan.results import TrainResult
     from mesh_tf_core import Model
     from mesh_tf_core.training import Trainer
-    from mesh_tf_core.training.decoupled import Decoupled, Met
+    from mesh_tf_core.training.decoupled import Decoupled
+    from mesh_tf_core.training.meetings import Met
 
 LINES = 10
 """Messages of progress where there is no terminal to draw a bar on."""

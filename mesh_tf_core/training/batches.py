@@ -43,3 +43,8 @@ def fitted(batch: Mapping[str, Any], model: Model, program: Program, rows: Any) 
         found[name] = array
     feeds = {name: program.values[id].shape.sizes for name, id in program.feeds.items()}
     return {name: np.reshape(found[name], sizes) for name, sizes in feeds.items()}
+
+
+def plain(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Results, scalars as numbers."""
+    return {name: value.item() if getattr(value, "ndim", 1) == 0 else value for name, value in found.items()}

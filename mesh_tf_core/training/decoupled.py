@@ -1,53 +1,16 @@
-"""Replicas that are jobs of their own, and meet in a directory: one that is late or lost stops nobody.
-
-Replicas train alone as those of an axis do (`tracing.replicas`), but each in a job of its own, on whatever
-devices. In common they have a row of outer states, each one file: the variables that all begin from, and the
-outer momentum. Round r is open from when state r is there until state r + 1 is. After every `period` steps a
-replica
-
-    posts      how far it came from the state that it began from, into the round that is open now
-    waits      until all that were in the last meeting (at first all) have posted there, the round is closed,
-               or its patience is over
-    closes     the round, if it still is open: of the mean over the posts that are there follows the next
-               state
-    takes      the newest state, whoever closed the round, and trains on from there
-
-so that a lost replica costs the others their patience once, a late one joins the round that is open when it
-comes, unless it began more than `staleness` rounds before that (then what it did is dropped), and one that
-returns takes the newest state. Optimizer state stays with its replica. Files appear whole or not at all: they
-are written beside their place and renamed, and a state that is there is never replaced. With all replicas in
-time it is algorithm 1 of Douillard et al. 2023.
-"""
+"""How replicas that are jobs of their own meet in a directory (`meetings`)."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
-
-from mesh_tf_core.engines import Engine
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.files import write_file
-from mesh_tf_core.ir.program import Program
-from mesh_tf_core.tracing.replicas import MOMENTUM
-from mesh_tf_core.training.quantised import BITS, WHOLE, quantised, restored
+from mesh_tf_core.training.quantised import BITS, WHOLE
 
-Arrays = dict[str, np.ndarray]
-CODES, SCALES = "codes", "scales"
-"""Names, below a variable's own, of what stands for it in few bits."""
-ABOUT = "about"
-"""The array of a file that says what else is known of it, as JSON."""
-POLL = 0.05
-"""Seconds between two looks at the directory, at first; a thousandth of the patience if that is more."""
 _SAID: dict[str, Callable[[str], Any]] = {
     "dir": Path,
     "replica": str,
@@ -57,6 +20,7 @@ _SAID: dict[str, Callable[[str], Any]] = {
     "patience": float,
     "staleness": int,
     "bits": int,
+    "fragments": int,
 }
 
 
@@ -72,8 +36,12 @@ class Decoupled:
       patience: seconds that it waits for the others.
       staleness: rounds that what it did may be old when it posts it.
       bits: of each number that it posts: 32, 8 or 4; what rounding loses is added to what it posts next.
+      fragments: of the variables, that meet in turn, each once in a period, so that `period / fragments`
+        steps lie between two rounds (Douillard et al. 2025, 2501.18512, without its overlap). Each has every
+        so manyth layer of a stack; what is in no stack belongs to one of them.
 
-    As text: `dir=/shared/run,replica=1/4,period=30`, and `rate`, `momentum`, `patience`, `staleness`, `bits`.
+    As text: `dir=/shared/run,replica=1/4,period=30`, and `rate`, `momentum`, `patience`, `staleness`, `bits`,
+    `fragments`.
     """
 
     directory: str | Path
@@ -85,6 +53,7 @@ class Decoupled:
     patience: float = 60.0
     staleness: int = 1
     bits: int = WHOLE
+    fragments: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Decoupled:
@@ -117,6 +86,11 @@ class Decoupled:
                 f"meet: replica {self.replica}/{self.count} is none: they are 0/{self.count} to "
                 f"{self.count - 1}/{self.count}"
             )
+        if self.fragments < 1 or self.period % self.fragments:
+            raise UserError(
+                f"meet: {self.fragments} fragments do not divide a period of {self.period} steps; choose a "
+                "divisor"
+            )
         if self.bits not in BITS:
             raise UserError(f"meet: bits={self.bits}: choose 32, 8 or 4")
         if self.period < 1:
@@ -128,233 +102,3 @@ class Decoupled:
                 f"meet: patience {self.patience:g} and staleness {self.staleness} must be at least 0, the "
                 f"learning rate {self.learning_rate:g} positive, the momentum {self.momentum:g} in [0, 1)"
             )
-
-
-@dataclass(frozen=True)
-class Met:
-    """One meeting.
-
-    Attributes:
-      round: the state that was taken.
-      present: replicas whose work is in it.
-      dropped: what this one did is not: it was too old.
-      bytes: that it posted, each time it did, without the file's own.
-    """
-
-    round: int
-    present: tuple[int, ...]
-    dropped: bool
-    bytes: int = 0
-
-    def words(self, count: int) -> str:
-        """'round 3, 3 of 4 replicas'."""
-        lost = "; what this one did was too old and is dropped" if self.dropped else ""
-        return f"round {self.round}, {len(self.present)} of {count} replicas{lost}"
-
-
-class Meetings:
-    """The meetings of one replica.
-
-    Args:
-      engine, program: of its training.
-
-    Attributes:
-      round: the state that the replica began from.
-    """
-
-    def __init__(self, how: Decoupled, engine: Engine, program: Program) -> None:
-        self.how, self.engine = how, engine
-        trained = (s.variable for s in program.variables.values() if s.variable.trainable)
-        self._shapes = {v.name: v.shape.sizes for v in trained}
-        self.names = [*self._shapes]
-        self.round, self._began, self._lost = -1, Arrays(), Arrays()
-        _folder(Path(how.directory))
-        if self._newest() < 0:
-            began = {name: _wide(engine.read(name)) for name in self.names}
-            still = {f"{name}/{MOMENTUM}": np.zeros_like(x) for name, x in began.items()}
-            self._put_state(0, {**began, **still}, ())
-        self._take()
-
-    def stream(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-        """Of all batches, every replica its own in turn."""
-        return _Own(batches, self.how.replica, self.how.count)
-
-    def due(self, step: int) -> bool:
-        """Whether replicas meet after a step."""
-        return step % self.how.period == 0
-
-    def meet(self) -> Met:
-        """Posts what was done since the last meeting, and takes the newest state."""
-        came = {name: self._began[name] - _wide(self.engine.read(name)) for name in self.names}
-        since, (post, lost) = self.round, self._rounded(came)
-        size = sum(array.nbytes for array in post.values())
-        while True:
-            open = self._newest()
-            if open - since > self.how.staleness:
-                return self._taken(dropped=True, size=size)
-            _write(self._post(open, self.how.replica), post, {"since": since, "bits": self.how.bits})
-            self._await(open)
-            if self._newest() == open:
-                self._close(open)
-            with contextlib.suppress(FileNotFoundError):  # it is long ago
-                if self.how.replica in self._state(open + 1)[1]["present"]:
-                    self._lost = lost
-                    return self._taken(dropped=False, size=size)
-            # Another one closed it just before the post was there: the next round takes it.
-
-    # -- few bits --------------------------------------------------------------------------------------------
-
-    def _rounded(self, came: Arrays) -> tuple[Arrays, Arrays]:
-        """What is posted, and what of it is lost by rounding."""
-        if self.how.bits == WHOLE:
-            return came, {}
-        post, lost = Arrays(), Arrays()
-        for name, array in came.items():
-            whole = array + self._lost[name] if name in self._lost else array
-            codes, scales = quantised(whole, self.how.bits)
-            lost[name] = whole - restored(codes, scales, whole.shape, self.how.bits)
-            post[f"{name}/{CODES}"], post[f"{name}/{SCALES}"] = codes, scales
-        return post, lost
-
-    def _posted(self, round: int, replica: int) -> Arrays:
-        """What a replica posted."""
-        found, about = _read(self._post(round, replica))
-        if about["bits"] == WHOLE:
-            return found
-        return {
-            name: restored(
-                found[f"{name}/{CODES}"], found[f"{name}/{SCALES}"], self._shapes[name], about["bits"]
-            )
-            for name in self.names
-        }
-
-    # -- the directory ---------------------------------------------------------------------------------------
-
-    def _place(self, name: str) -> Path:
-        return Path(self.how.directory) / f"{name}.npz"
-
-    def _post(self, round: int, replica: int) -> Path:
-        return self._place(f"round-{round:08d}-replica-{replica}")
-
-    def _newest(self) -> int:
-        """The newest state; -1 if there is none."""
-        found = (re.fullmatch(r"state-(\d{8})\.npz", name) for name in os.listdir(self.how.directory))
-        return max((int(each[1]) for each in found if each), default=-1)
-
-    def _state(self, round: int) -> tuple[Arrays, dict[str, Any]]:
-        return _read(self._place(f"state-{round:08d}"))
-
-    def _put_state(self, round: int, arrays: Arrays, present: tuple[int, ...]) -> None:
-        """Makes a state, if it is not there yet."""
-        place = self._place(f"state-{round:08d}")
-        beside = self._place(f"state-{round:08d}-by-{self.how.replica}")
-        _write(beside, arrays, {"present": present})
-        with contextlib.suppress(FileExistsError):
-            os.link(beside, place)  # unlike a rename it replaces nothing
-        beside.unlink()
-
-    # -- a meeting -------------------------------------------------------------------------------------------
-
-    def _await(self, open: int) -> None:
-        """Until those that were there last have posted, or the round is closed, or the time is over."""
-        try:
-            there = self._state(open)[1]["present"] or range(self.how.count)
-        except FileNotFoundError:
-            return  # it was closed long ago
-        pause, until = max(POLL, self.how.patience / 1000), time.monotonic() + self.how.patience
-        every = [self._post(open, replica) for replica in there]
-        while time.monotonic() < until and self._newest() == open and not all(p.exists() for p in every):
-            time.sleep(pause)
-
-    def _close(self, open: int) -> None:
-        """Makes the next state of the mean over the posts of a round."""
-        state, _ = self._state(open)
-        posts = [r for r in range(self.how.count) if self._post(open, r).exists()]
-        came = [self._posted(open, replica) for replica in posts]
-        rate, mu, made = self.how.learning_rate, self.how.momentum, Arrays()
-        for name in self.names:
-            mean = np.mean([each[name] for each in came], axis=0)
-            momentum = mu * state[f"{name}/{MOMENTUM}"] + mean
-            made[name] = state[name] - rate * (mean + mu * momentum)
-            made[f"{name}/{MOMENTUM}"] = momentum
-        self._put_state(open + 1, made, tuple(posts))
-        self._tidy(open)
-
-    def _tidy(self, closed: int) -> None:
-        """Removes what nobody reads again."""
-        for path in Path(self.how.directory).iterdir():
-            found = re.match(r"(?:state|round)-(\d{8})", path.name)
-            if found and int(found[1]) < closed - 1:
-                path.unlink(missing_ok=True)
-
-    def _taken(self, dropped: bool, size: int) -> Met:
-        present = self._take()
-        return Met(self.round, present, dropped, size)
-
-    def _take(self) -> tuple[int, ...]:
-        """The newest state as the variables; whose work is in it."""
-        while True:
-            newest = self._newest()
-            with contextlib.suppress(FileNotFoundError):  # it was the newest when it was looked for
-                state, about = self._state(newest)
-                break
-        missing = [
-            name for name in self.names if name not in state or state[name].shape != self._shapes[name]
-        ]
-        if missing:
-            raise UserError(
-                f"meet: {str(self.how.directory)!r} has the states of another model: {missing[0]!r} is "
-                "missing or of another shape; name another directory, or the same hyperparameters"
-            )
-        self.round, self._began = newest, {name: state[name] for name in self.names}
-        for name, array in self._began.items():
-            self.engine.write(name, array)
-        return tuple(about["present"])
-
-
-class _Own(Iterator[Mapping[str, Any]]):
-    """One batch of every few; the place of the data is that of all of them."""
-
-    def __init__(self, batches: Iterator[Mapping[str, Any]], number: int, count: int) -> None:
-        self._batches, self._number, self._count = batches, number, count
-
-    def __next__(self) -> Mapping[str, Any]:
-        found = [*islice(self._batches, self._count)]
-        if len(found) <= self._number:
-            raise StopIteration
-        return found[self._number]
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("get_state", "set_state"):  # if the data can tell its place, so can this
-            return getattr(self._batches, name)
-        raise AttributeError(name)
-
-
-def _folder(path: Path) -> None:
-    try:
-        path.mkdir(exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"meet: no directory {str(path)!r} ({error.strerror}); name one that can be written"
-        ) from None
-
-
-def _wide(array: Any) -> np.ndarray:
-    """As outer steps compute: in float32 at least."""
-    found = np.asarray(array)
-    return found if found.dtype == np.float64 else found.astype(np.float32)
-
-
-def _write(path: Path, arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> None:
-    said = np.frombuffer(json.dumps(about).encode(), np.uint8)
-
-    def put(file: BinaryIO) -> None:
-        np.savez(file, **{ABOUT: said}, **arrays)  # type: ignore[arg-type]
-
-    write_file(path, put, "what replicas meet with")
-
-
-def _read(path: Path) -> tuple[Arrays, dict[str, Any]]:
-    with np.load(path, allow_pickle=False) as found:
-        arrays = {name: found[name] for name in found.files}
-    return arrays, json.loads(arrays.pop(ABOUT).tobytes())

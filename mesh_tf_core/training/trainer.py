@@ -24,10 +24,11 @@ from mesh_tf_core.lower.replicas import alone
 from mesh_tf_core.model import Model
 from mesh_tf_core.training import checkpoint as checkpoints
 from mesh_tf_core.training.auto import Planned, planned
-from mesh_tf_core.training.batches import fitted
-from mesh_tf_core.training.decoupled import Decoupled, Meetings, Met
+from mesh_tf_core.training.batches import fitted, plain
+from mesh_tf_core.training.decoupled import Decoupled
 from mesh_tf_core.training.evaluation import NO_MEANS, Evaluation, EvaluationBatches, running_means
 from mesh_tf_core.training.losses import FiniteLoss
+from mesh_tf_core.training.meetings import Meetings, Met
 from mesh_tf_core.training.prefetch import Prefetch, Ready
 from mesh_tf_core.training.replicas import Replicas
 from mesh_tf_core.training.saving import Saver
@@ -131,7 +132,7 @@ class Trainer:
             try:
                 made = results()
                 met()
-                return _plain(made if replicas is None else replicas.mean(made))
+                return plain(made if replicas is None else replicas.mean(made))
             except Exception:
                 self.torn = True  # it had begun, and later ones may have
                 raise
@@ -397,8 +398,3 @@ class Trainer:
         if self.cluster is None or self.model.batch_dim is None or self._replicas is not None:
             return None
         return rows_of(self.program, self.model.batch_dim, self.engine.ranks)
-
-
-def _plain(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Results, scalars as numbers."""
-    return {name: value.item() if getattr(value, "ndim", 1) == 0 else value for name, value in found.items()}

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
-from mesh_tf_core.training.decoupled import Decoupled, Meetings, Met, _write
+from mesh_tf_core.training.decoupled import Decoupled
+from mesh_tf_core.training.meetings import Meetings, Met, _write
 from mesh_tf_core.training.quantised import quantised, restored
 from mesh_tf_core.training.trainer import Trainer
 from tests.core.test_replicas import alone, data, model
@@ -30,7 +31,7 @@ def meetings(one: Trainer, where: Path, replica: int = 0) -> Meetings:
 
 def job(where: Path, replica: int, steps: int, found: dict[int, Any], **more: Any) -> threading.Thread:
     """A replica of two in a thread of its own."""
-    how = Decoupled(where, replica, 2, 3, **{"patience": 60.0, **more})
+    how = Decoupled(where, replica, 2, **{"period": 3, "patience": 60.0, **more})
 
     def run() -> None:
         own, met = trainer(), list[Met]()
@@ -138,7 +139,7 @@ def test_few_bits_lose_nothing_in_the_long_run(bits: int, tmp_path: Path) -> Non
     one = trainer()
     how = Decoupled(tmp_path, 0, 1, 1, 1.0, 0.0, patience=0.0, bits=bits)
     its, batches = Meetings(how, one.engine, one.program), data()
-    began, moved = its._began["wi"], np.zeros((2, 4, 8))
+    began, moved = np.array(its._began["wi"]), np.zeros((2, 4, 8))
     for _ in range(6):
         before = np.array(its._began["wi"])
         one.step(next(batches))
@@ -146,8 +147,36 @@ def test_few_bits_lose_nothing_in_the_long_run(bits: int, tmp_path: Path) -> Non
         met = its.meet()
         assert met.bytes == 2 * (64 * bits // 8 + 4)
         scale = np.load(its._post(met.round - 1, 0))["wi/scales"][0]
-        assert np.abs(its._lost["wi"]).max() <= scale / 2 * 1.001
-    np.testing.assert_allclose(began - its._began["wi"] + its._lost["wi"], moved, rtol=1e-5, atol=1e-6)
+        assert np.abs(its._lost[0]["wi"]).max() <= scale / 2 * 1.001
+    np.testing.assert_allclose(began - its._began["wi"] + its._lost[0]["wi"], moved, rtol=1e-5, atol=1e-6)
+
+
+def test_fragments_meet_in_turn(tmp_path: Path) -> None:
+    """Each layer is a fragment; every second step one of them meets, as in NumPy. A post is half."""
+    found: dict[int, Any] = {}
+    threads = [job(tmp_path, r, 9, found, period=4, fragments=2) for r in range(2)]
+    for thread in threads:
+        thread.join()
+    replicas = [Trainer(model(mtf.Adam(3e-2)), "x:1", engine="lockstep") for _ in range(2)]
+    outer = {n: np.array(replicas[0].engine.read(n)) for n in ("wi", "wo")}
+    momentum, batches, losses = {n: np.zeros_like(x) for n, x in outer.items()}, data(), []
+    for step in range(1, 10):
+        losses.append(np.mean([r.step(next(batches))["loss"] for r in replicas]))
+        for n in outer if step % 2 == 0 else ():
+            layer = (step // 2 - 1) % 2
+            came = outer[n][layer] - np.mean([r.engine.read(n)[layer] for r in replicas], axis=0)
+            momentum[n][layer] = 0.9 * momentum[n][layer] + came
+            outer[n][layer] -= 0.7 * (came + 0.9 * momentum[n][layer])
+            for r in replicas:
+                now = np.array(r.engine.read(n))
+                now[layer] = outer[n][layer]
+                r.engine.write(n, now)
+    np.testing.assert_allclose(np.mean([found[r][1] for r in range(2)], axis=0), losses, rtol=1e-9)
+    assert [m.bytes for m in found[0][2]] == [512] * 4
+    late = trainer()
+    Meetings(Decoupled(tmp_path, 1, 2, 4, fragments=2), late.engine, late.program)
+    for name, value in outer.items():  # who returns takes the newest state of each
+        np.testing.assert_allclose(late.engine.read(name), value, rtol=1e-8)
 
 
 def test_codes() -> None:
@@ -175,6 +204,7 @@ def test_codes() -> None:
         ("dir=/x,replica=0/2,period=0", "the period must be at least one step"),
         ("dir=/x,replica=0/2,patience=-1", "patience -1 and staleness 1 must be at least 0"),
         ("dir=/x,replica=0/2,periode=3", "'periode' is unknown; did you mean 'period'"),
+        ("dir=/x,replica=0/2,fragments=4", "4 fragments do not divide a period of 30 steps"),
         ("dir=/x,replica=0/2,bits=5", "bits=5: choose 32, 8 or 4"),
         ("dir=/x,replica=0/2,period=x", "period='x' is no number"),
     ],
