@@ -3,8 +3,8 @@
     .venv/bin/python -m benchmarks.forbidden [--only CASE ...] [--page FILE.md]
 
 Every case is a model of 96 layers on 512 devices, on a machine and with a batch where some decision matters.
-It is searched with everything free, then once without each decision that the case is about, as `layoutopt
-explain PLAN --without NAME` does. CPU seconds of the free search are of a process of its own, from its start
+It is searched with these free, then once without each, as `layoutopt explain PLAN --without NAME` does; the
+last one with everything free. CPU seconds of the free search are of a process of its own, from its start
 to the plan.
 """
 
@@ -30,14 +30,9 @@ from mesh_tf_core.errors import InfeasibleError
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks" / "results" / "forbidden.json"
-EVERYTHING = Asked(
-    recompute=(False, "selective", True),
-    elsewhere=("length",),
-    context=("gather", "ring", "zigzag", "all_to_all"),
-    pipeline=("layers",),
-    offload=("optimizer", "activations"),
-)
-"""What a search may choose if it is asked to look at all there is."""
+SELECTIVE, LENGTH, LAYERS = (False, "selective", True), ("length",), ("layers",)
+FORMS, HOSTS = ("gather", "ring", "zigzag", "all_to_all"), ("optimizer", "activations")
+EVERYTHING = Asked(recompute=SELECTIVE, elsewhere=LENGTH, context=FORMS, pipeline=LAYERS, offload=HOSTS)
 SIZES: dict[str, Any] = {"layers": 96, "d_kv": 128, "dtype": "bfloat16", "optimizer": "adam"}
 GPT3 = {**SIZES, "d_model": 12288, "heads": 96, "d_ff": 49152, "vocab": 51200, "length": 2048}
 SMALLER = {**SIZES, "d_model": 4096, "heads": 32, "d_ff": 16384, "vocab": 32768}
@@ -52,6 +47,7 @@ class Case:
       sizes: of `examples/transformer_lm.py`.
       devices: instead of a mesh, of up to three axes.
       forbidden: each in turn.
+      asked: what is free.
     """
 
     name: str
@@ -70,14 +66,16 @@ CASES = (
         {**GPT3, "batch": 512},
         "tpu-v5e",
         TORUS,
-        forbidden=("offload", "selective", "zero"),
+        forbidden=("offload", "selective"),
+        asked=Asked(recompute=SELECTIVE, elsewhere=LENGTH, offload=HOSTS),
     ),
     Case(
         "GPT-3 on a slow network, H100 with 50 GB/s a node",
         {**GPT3, "batch": 256},
         "h100, node_egress=50GB/s",
         "data:8;pipe:8;model:8",
-        forbidden=("pipeline", "microbatches"),
+        forbidden=("pipeline",),
+        asked=Asked(recompute=SELECTIVE, pipeline=LAYERS),
     ),
     Case(
         "long sequences, TPU v5p",
@@ -85,28 +83,28 @@ CASES = (
         "tpu-v5p",
         TORUS,
         forbidden=("context",),
+        asked=Asked(recompute=SELECTIVE, context=FORMS),
     ),
     Case(
         "GPT-3 with few sequences, TPU v4",
         {**GPT3, "batch": 64},
         "tpu-v4",
         TORUS,
-        forbidden=("sequence", "recompute"),
+        forbidden=("sequence",),
+        asked=Asked(elsewhere=LENGTH),
     ),
     Case(
         "the language model of `benchmarks/search.py`, TPU v4",
         {**SMALLER, "length": 1024, "batch": 512},
         "tpu-v4",
         TORUS,
-        forbidden=("zero",),
     ),
 )
 HEAD = """\
 This page is written by `python -m benchmarks.forbidden --page docs/forbidden.md`. Every model has 96 layers
-and is searched on 512 devices with everything free: splits, ZeRO over all axes or some, recomputation with
-any set of kinds that are kept, microbatches, sequence parallelism, forms of attention to keys that lie split,
-pipelines, the optimizer's state and saved activations on the hosts. Then the decisions that the case is about
-are forbidden, one at a time, as `layoutopt explain PLAN --without NAME` does.
+and is searched on 512 devices. Beside splits, ZeRO over all axes or some, whole recomputation and
+microbatches, what is named below is free; then it is forbidden, as `layoutopt explain PLAN --without NAME`
+does.
 """
 
 
@@ -153,7 +151,7 @@ def page(results: dict[str, Any]) -> Iterator[str]:
     """docs/forbidden.md."""
     yield "# What each decision is worth\n"
     yield HEAD
-    yield "| model and machine | best with everything free, in CPU seconds | forbidden | then | costs |"
+    yield "| model and machine | best, in CPU seconds | forbidden | then | costs |"
     yield "|---|---|---|---|---|"
     for name, found in results.items():
         first = (
@@ -167,10 +165,24 @@ def page(results: dict[str, Any]) -> Iterator[str]:
                 then = "nothing fits | everything"
             yield f"{first} {word} | {then} |"
             first = "| | |"
+        if not found["without"]:
+            yield f"{first} | | |"
     yield ""
     for name, found in results.items():
         held, size = bytes_text(found["peak_bytes"]), found["parameters"] / 1e9
-        yield f"- **{name}** ({size:,.0f} B parameters): {found['plan']}; {held} a device."
+        said = f"- **{name}** ({size:,.0f} B parameters): {found['plan']}; {held} a device"
+        yield f"{said}. Free: {_free(name)}."
+
+
+def _free(name: str) -> str:
+    """What a case leaves free that searches do not by themselves, as one types it."""
+    asked, usual = asdict(next(case.asked for case in CASES if case.name == name)), asdict(Asked())
+    more = {k: v for k, v in asked.items() if v != usual[k]}
+    return "; ".join(f"`--{k} {_typed(v)}`" for k, v in more.items())
+
+
+def _typed(values: tuple[bool | str, ...]) -> str:
+    return ",".join(v for v in values if isinstance(v, str))
 
 
 def _proof(found: dict[str, Any]) -> str:
@@ -192,7 +204,7 @@ def main() -> None:
     for case in CASES:
         if asked.only is None or any(part in case.name for part in asked.only):
             command = [sys.executable, "-m", "benchmarks.forbidden", "--here", case.name]
-            told = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+            told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout
             results[case.name] = json.loads(told.splitlines()[-1])
             print(case.name, json.dumps(results[case.name], indent=1), flush=True)
             ordered = {c.name: results[c.name] for c in CASES if c.name in results}
