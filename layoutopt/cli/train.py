@@ -142,8 +142,8 @@ def _refuse_decided(decided: DecisionOptions) -> None:
         raise UserError("--layout auto puts nothing on the hosts; train the plan of a search with --offload")
     if decided.diloco:
         raise UserError(
-            "--layout auto does not choose an axis that synchronises rarely; say a --layout, as searched for "
-            "the mesh of one replica"
+            "--layout auto does not choose an axis that synchronises rarely; train the plan of a search with "
+            "--diloco"
         )
     if decided:
         raise UserError(
