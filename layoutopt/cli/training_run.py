@@ -238,13 +238,15 @@ class TrainingRun:
         ]
         if self.losses:
             predicted = self.predicted.step_seconds
+            only = len(self.seconds) == 1  # the one that compiled says nothing of the speed
             rows += [
                 ("trained", f"steps {self.began_at + 1} to {self.began_at + len(self.losses)}"),
                 (
                     "step",
-                    f"{seconds_text(step)} (predicted {seconds_text(predicted)} for {self.machine.name})",
+                    f"{seconds_text(step)}{' with compiling' if only else ''} "
+                    f"(predicted {seconds_text(predicted)} for {self.machine.name})",
                 ),
-                ("rate", throughput_text(self.items / step, self.item)),
+                *([] if only else [("rate", throughput_text(self.items / step, self.item))]),
                 (
                     "memory",
                     f"{used_text(self.predicted.peak_memory_bytes, self.machine.usable_memory_bytes)} "

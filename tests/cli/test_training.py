@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
+import re
 import signal
 import tracemalloc
 from collections.abc import Callable
@@ -162,6 +163,12 @@ def test_where_nothing_can_be_saved_it_is_said(
     assert done.exit_code == 130
     assert f"stopped before step 1 was done; {tmp_path / 'run'} is as it was" in done.stderr
     assert listed(tmp_path / "run") == []
+
+
+def test_the_step_that_compiles_is_no_speed(run: Callable[..., Result]) -> None:
+    done = run("train", MLP, "--engine", "lockstep", *ON, "--steps", "1", "--held-out", "0")
+    assert re.search(r"^step +[\d.]+ \w+ with compiling \(predicted", done.stdout, re.MULTILINE)
+    assert "rate" not in done.stdout and "examples/s" not in done.stdout
 
 
 def test_a_signal_while_the_layout_is_searched(
