@@ -89,10 +89,7 @@ class JaxEngine(Stepping):
 
     def initialize(self) -> None:
         for name, variable in self.program.variables.items():
-            self._state[name] = self._initial(name, variable)
-
-    def _initial(self, name: str, variable: Stored) -> Any:
-        return self._filled(variable, partial(initial, name, variable))
+            self._state[name] = self._filled(variable, partial(initial, name, variable))
 
     def _filled(self, variable: Stored, read: Callable[[Begin, Sequence[int]], Any]) -> Any:
         """A variable of the pieces that this process's devices hold."""

@@ -73,6 +73,13 @@ def accelerated() -> bool:
     return any(_installed(package) for packages in here for package in packages)
 
 
+def make_ready() -> None:
+    """Before JAX starts: UserError unless it is here; it looks for accelerators only where there are some."""
+    require()
+    if not accelerated():
+        stay_on_cpu()
+
+
 def running() -> bool:
     """Whether JAX has its devices in this process already; starts nothing."""
     if "jax" not in sys.modules:
@@ -92,9 +99,7 @@ def _installed(package: str) -> bool:
 
 def device_count() -> int:
     """Devices that JAX has, in all processes of a job; starts JAX."""
-    require()
-    if not accelerated():
-        stay_on_cpu()
+    make_ready()
     import jax
 
     return int(jax.device_count())
@@ -107,9 +112,7 @@ def devices(count: int, processes: int = 1) -> tuple[Any, ...]:
     Raises:
       UserError: there are others.
     """
-    require()
-    if not accelerated():
-        stay_on_cpu()
+    make_ready()
     import jax
 
     own = count // processes

@@ -89,9 +89,7 @@ def join(place: Place, timeout: float) -> tuple[Store, int, int]:
       UserError: JAX finds no other processes or runs already, or the port is in use.
       ClusterError: not all came within `timeout` seconds.
     """
-    jax_home.require()
-    if not jax_home.accelerated():
-        jax_home.stay_on_cpu()
+    jax_home.make_ready()
     import jax
     from jax._src import distributed
     from jaxlib import _jax
