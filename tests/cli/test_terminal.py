@@ -24,10 +24,13 @@ from typer.testing import Result
 
 from layoutopt.api import Standing
 from layoutopt.cli.completion import complete_setting
+from layoutopt.cli.plan_tables import frontier_table
 from layoutopt.cli.progress import Bounds, Steps, bounds_text
 from layoutopt.cli.terminal import GOOD, Terminal, facts, plain, table
 from layoutopt.plan.build import load_plan
 from layoutopt.plan.units import seconds_text
+from reports.reader import plan_of
+from tests.reports import sample
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = str(Path(sys.executable).parent / "layoutopt")
@@ -283,3 +286,10 @@ def test_settings_are_completed(tmp_path: Path) -> None:
     for model in (str(broken), "nowhere.py", None):
         context.params["model"] = model
         assert complete_setting(context, "la") == []
+
+
+def test_a_frontier_names_its_knees() -> None:
+    lines = drawn(frontier_table(plan_of(sample.full_plan())), 200)
+    assert [line.split(" ┃")[0].split(" │")[0].strip() for line in lines if "knee" in line] == [
+        "point 2, knee"
+    ]
