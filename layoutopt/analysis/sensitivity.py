@@ -75,13 +75,13 @@ def sensitivity(
     """The best under half and twice the bandwidth, memory and devices.
 
     The plan's mesh stays, except where the number of devices changes: then its shape is searched too, which
-    pins, since they name axes, do not allow.
+    pins and replicas, which name axes, do not allow.
     """
     from layoutopt import search
 
     more: Mapping[str, Any] = asked.with_pins(None)
     devices = plan.mesh.devices
-    reshaped = not asked.pins and not asked.forbid and devices % 2 == 0
+    reshaped = not (asked.pins or asked.forbid or asked.diloco) and devices % 2 == 0
     left = itertools.count(6 if reshaped else 4, -1)
 
     def trial(value: float, words: str, **change: Any) -> Trial:

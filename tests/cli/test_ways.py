@@ -39,6 +39,8 @@ def test_a_plan_with_replicas_is_trained(
     assert priced["predicted"]["step_seconds"] == pytest.approx(found["predicted"]["step_seconds"])
     shown = run("cost", *MLP, "--layout", out, "--hardware", "tpu-v5e")
     assert "replica:sites" not in shown.stdout and "train alone, and meet rarely" in shown.stdout
+    changed = result("explain", out, "--sensitivity")["sensitivity"]
+    assert [curve["factor"] for curve in changed] == ["bandwidth", "memory"]  # replicas name an axis
     trained = result("train", *MLP, "--layout", out, "--steps", "4", "--held-out", "0")
     assert trained["steps"] == 4
     assert json.loads(Path(out).read_text())["diloco"] == found["diloco"]
