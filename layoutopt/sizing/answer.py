@@ -67,6 +67,7 @@ class Answering:
     missing: int = 0
     stopped: bool = False
     planned: int = 0
+    _refused: set[tuple[int, str, int]] = field(default_factory=set)
 
     # -- which sizes ---------------------------------------------------------------------------------------
 
@@ -211,6 +212,8 @@ class Answering:
         for row in self.rows:
             if row.candidate is candidate and row.place == where:
                 return row
+        if (id(candidate), *where) in self._refused:
+            return None
         if not sure and self._hopeless(candidate, machine, devices):
             return None
         self.beaten = [r for r in self.beaten if not (r.candidate is candidate and r.place == where)]
@@ -232,6 +235,7 @@ class Answering:
             tokens = question.trained(self.forecast, candidate, timing)
             reason = question.refusal(candidate, tokens)
         if reason or timing is None:
+            self._refused.add((id(candidate), *where))
             self.unfit.append(
                 Unfit(parameters=candidate.size.total, hardware=machine.name, devices=devices, reason=reason)
             )

@@ -297,6 +297,13 @@ def test_a_given_size_needs_no_family() -> None:
     assert found.best.hparams == {} and found.data.scaled == {} and found.data.family() == ""
 
 
+def test_what_does_not_fit_is_said_once() -> None:
+    """It is looked at for the question, and for how many devices pay."""
+    found = layoutopt.size(words, TINY, tokens=1e9, memory=4e5, **ASKED).data
+    places = [(each.hardware, each.devices) for each in found.unfit]
+    assert ("tpu-v5e", 1) in places and len(places) == len(set(places))
+
+
 def test_sizes_are_compared_on_the_devices_that_suit_the_best() -> None:
     """Not only on the usual number, where small ones lose more."""
     found = layoutopt.size(words, TINY, money=1e-3, price=1.0, candidates=3, sizes=SIZES, **ASKED).data
