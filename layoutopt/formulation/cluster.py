@@ -22,6 +22,7 @@ class Cluster:
       name: for reports.
       subgraph: what lowering sees of the graph.
       again: what runs a second time when a loop is recomputed, by what says so (`kept.Recomputed`).
+      crossed: decision about keys -> the dimensions that anything but its plain option needs split alike.
       alike: decision about recomputation -> its options that are another one to this cluster -> that one.
       dims: names of all dimensions of their inputs and outputs.
       switches: the other decisions that matter to it: storage classes, recomputation.
@@ -50,6 +51,7 @@ class Cluster:
     saves: bool = False
     members: tuple[tuple[int, ...], ...] = ()
     alike: Mapping[str, Mapping[Choice, Choice]] = field(default_factory=dict)
+    crossed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def decisions(self) -> tuple[str, ...]:

@@ -177,6 +177,7 @@ class _Builder:
             multiplicity,
             bool(kept) or any(isinstance(n.op, Scan) or self._savers(n) for n in nodes),
             alike={} if any(n.body is not None for n in nodes) else self.runs.alike(runs, kept),
+            crossed={s: n.op.crosses for n in nodes for s in changing(Touched(keys=n.op.crosses[:1]))},
         )
 
     def _cut(

@@ -12,12 +12,12 @@ of the norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from costmodels.pricing.pricer import Pricer
 from costmodels.pricing.templates import ItemisedCost
-from layoutopt.formulation.cluster import Cluster
+from layoutopt.formulation.cluster import Cluster, rules_of
 from layoutopt.formulation.lowering_cache import LoweredCluster, Naming, Namings, lowering_cache
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
@@ -117,7 +117,27 @@ def legal(cluster: Cluster, decided: Decisions) -> Table:
     names = tuple(n for n in cluster.decisions if n in free)
     pinned = tuple(n for n in cluster.dims if n in decided.fixed)
     found = assignments((*pinned, *names), cluster.shapes, decided.options, cluster.follows)
+    if cluster.crossed.keys() & free:
+        found = [*_crossing(cluster, (*pinned, *names), found)]
     return Table(cluster, names, dict.fromkeys((a[len(pinned) :] for a in found), Entry(0.0)))
+
+
+def _crossing(cluster: Cluster, names: Sequence[str], found: Iterable[Assignment]) -> Iterator[Assignment]:
+    """The assignments that lowering may not refuse for what keys are split over."""
+    needs = [
+        (names.index(switch), dims)
+        for switch, dims in cluster.crossed.items()
+        if switch in names and not {*rules_of(dims, {*dims})} & {*cluster.dims}
+    ]
+
+    def crosses(splits: Mapping[str, Choice], dims: Sequence[str]) -> bool:
+        first, *others = (splits.get(n, ()) for n in dims)
+        return first != () and others == [first] * len(others)
+
+    for each in found:
+        splits = dict(zip(names, each, strict=True))
+        if all(not each[i] or crosses(splits, dims) for i, dims in needs):
+            yield each
 
 
 def is_large(cluster: Cluster, decided: Decisions, most: int) -> bool:

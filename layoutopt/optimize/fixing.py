@@ -152,8 +152,10 @@ def _share(draft: Draft, cluster: Cluster) -> float:
 
 
 def _width(cluster: Cluster, decided: Decisions) -> int:
-    """How many entries the table of a cluster has at most."""
-    return math.prod(len(decided.options[n]) for n in cluster.decisions if n in decided.options)
+    """How many entries the table of a cluster has at most; few of them have more than the plain option of
+    what is `crossed`."""
+    counted = (n for n in cluster.decisions if n in decided.options and n not in cluster.crossed)
+    return math.prod(len(decided.options[n]) for n in counted)
 
 
 def _below(most: float, costs: Sequence[Floats], decided: Decisions) -> Decisions:
