@@ -21,6 +21,7 @@ from layoutopt.plan.build import Plan, parse_plan
 from layoutopt.plan.details import Searched
 from layoutopt.plan.fields import LARGEST
 from layoutopt.refine.answer import refined
+from layoutopt.space.context import usual
 from layoutopt.space.kind import GATHER, STORED, Allowed
 from layoutopt.space.mesh_shapes import meshes
 from layoutopt.space.microbatches import USUAL
@@ -58,7 +59,7 @@ def search(
     elsewhere: Sequence[str] = (),
     refine: bool = False,
     alternatives: bool = True,
-    context: Sequence[str] = (GATHER,),
+    context: Sequence[str] | None = None,
     pipeline: Sequence[str] = (),
     offload: Sequence[str] = (),
     diloco: DiLoCo | str | None = None,
@@ -91,7 +92,7 @@ def search(
         that takes less time (at most 40 s of looking).
       alternatives: look for named and simpler layouts to stand beside the answer, which take longer than it.
       context: how attention may be done to keys that lie split as its queries do: of "gather", "ring",
-        "zigzag" and "all_to_all".
+        "zigzag" and "all_to_all" (None: all for the least time, else "gather").
       pipeline: dimensions of layers that mesh axes may split into stages, which the microbatches go through.
       offload: what may lie in the hosts' memory, where the hardware file knows the link: of "optimizer" (its
         state) and "activations" (what loops save for their second runs).
@@ -112,6 +113,7 @@ def search(
     if not isinstance(model, Model):
         raise UserError(f"search: {model!r} is no Model; build one, as a model file's model() does")
     chosen = load_hardware(hardware) if isinstance(hardware, str) else hardware
+    context = usual(objective) if context is None else context
     lists = storage, recompute, microbatches, context, elsewhere, pipeline, offload, schedule
     _check(mesh, devices, memory, objective, refine, top, clock.limit, max_axes, pins, forbid, *lists)
     allowed = Allowed(

@@ -18,6 +18,7 @@ from typing import Any
 from costmodels.hardware import Hardware, hardware_names, load_hardware
 from layoutopt.plan.build import Plan
 from layoutopt.plan.units import size_text
+from layoutopt.space.context import WAYS
 from layoutopt.space.kind import GATHER, STORED
 from layoutopt.space.microbatches import USUAL
 from layoutopt.space.splits import parse_forbid, parse_rules
@@ -250,7 +251,7 @@ class _Diagnosing:
             for more in MORE_PARTS:
                 if more > max(parts):
                     yield f"--microbatches {more}", {**asked, "microbatches": (more,)}
-        if crossed(self.model.graph) and set(asked.get("context") or (GATHER,)) == {GATHER}:
+        if crossed(self.model.graph) and set(asked.get("context") or WAYS) == {GATHER}:
             forms = (GATHER, "zigzag")
             yield f"--context {','.join(forms)}", {**asked, "context": forms}
         dims = (d if isinstance(d, str) else d.name for d in self.model.token_dims)

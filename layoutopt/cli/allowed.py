@@ -53,13 +53,15 @@ class AllowedOptions:
         ),
     ] = None
     context: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--context",
             metavar="FORMS",
-            help="How attention to split keys may be done: gather, ring, zigzag, all_to_all, of these.",
+            help="How attention to split keys may be done, of gather, ring, zigzag, all_to_all: all for the "
+            "least time, else gather.",
+            show_default=False,
         ),
-    ] = "gather"
+    ] = None
     elsewhere: Annotated[
         str | None,
         typer.Option(
@@ -91,7 +93,7 @@ class AllowedOptions:
         """They as keywords of `layoutopt.search`."""
         return {
             "recompute": [*RECOMPUTE[self.recompute], *(f"keep={words}" for words in listed(self.keep))],
-            "context": listed(self.context),
+            "context": None if self.context is None else listed(self.context),
             "elsewhere": listed(self.elsewhere),
             "pipeline": listed(self.pipeline),
             "schedule": listed(self.schedule),

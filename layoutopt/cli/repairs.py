@@ -114,7 +114,7 @@ def refusal(
 
 def _options(asked: Mapping[str, Any]) -> dict[str, str | None]:
     """Options of `search` as these arguments say them; None where an option is left out."""
-    from layoutopt.space.kind import GATHER, STORED
+    from layoutopt.space.kind import STORED
     from layoutopt.space.microbatches import USUAL
     from layoutopt.space.splits import parse_forbid, parse_rules
 
@@ -131,7 +131,7 @@ def _options(asked: Mapping[str, Any]) -> dict[str, str | None]:
         "--storage": _listed(asked["storage"], STORED),
         "--recompute": None if free else "as it was",  # which only ever goes
         "--microbatches": _listed(asked["microbatches"], USUAL),
-        "--context": _listed(asked["context"], (GATHER,)),
+        "--context": None if asked["context"] is None else ",".join(asked["context"]),
         "--elsewhere": _listed(asked["elsewhere"], ()),
     }
 

@@ -21,7 +21,6 @@ from layoutopt.sizing.laws import critical_batch, data, published
 from layoutopt.sizing.question import Question
 from layoutopt.sizing.rows import Row, frontier
 from layoutopt.sizing.timing import Machine, Timer
-from layoutopt.space.kind import GATHER
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.mesh import MOST_DEVICES
 from mesh_tf_core.model import Model
@@ -98,7 +97,7 @@ def size(
     memory: float | None = None,
     max_axes: int = 2,
     recompute: Sequence[bool | str] = (False, True),
-    context: Sequence[str] = (GATHER,),
+    context: Sequence[str] | None = None,
     elsewhere: Sequence[str] = (),
     pipeline: Sequence[str] = (),
     schedule: Sequence[str] = (GPIPE,),

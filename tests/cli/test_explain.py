@@ -213,7 +213,7 @@ def test_what_a_decision_is_worth(
     assert worth["step_seconds"] == pytest.approx(without, rel=1e-9)
     assert worth["costs_seconds"] == pytest.approx(without - plan["predicted"]["step_seconds"], rel=1e-6)
     assert "--without hybird: did you mean 'hybrid'?" in refused("explain", path, "--without", "hybird")
-    for name in ("sequence", "zero,context"):
+    for name in ("sequence", "zero,pipeline"):
         assert "could not choose it" in refused("explain", path, "--without", name)
 
 

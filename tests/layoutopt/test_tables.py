@@ -16,6 +16,7 @@ from examples.moe_lm import model as experts
 from examples.transformer_lm import model as transformer
 from examples.transformer_seq2seq import model as translator
 from layoutopt.evaluator import evaluate
+from layoutopt.formulation import tables
 from layoutopt.formulation.extract import Draft, Extraction, extract, legal_problem
 from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.problem import evaluate as value_of
@@ -231,3 +232,16 @@ def test_what_operations_share_is_counted_once(name: str) -> None:
     tables = TablePrices(Draft(model, mesh, decisions(graph, mesh), prices))
     cost = evaluate(model, mesh, mtf.Layout(layout), hardware, options, prices).cost
     assert tables.seconds(mtf.Layout(layout), options) == pytest.approx(cost.step_seconds, rel=PRICE)
+
+
+def test_forms_of_attention_that_are_not_lowered_would_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, mesh = transformer(**{**SMALL, "layers": 2}), mtf.Mesh("x:2;y:2")
+    pins = dict.fromkeys(("batch", "d_model", "d_ff", "heads", "d_kv", "vocab", "positions"), ())
+
+    def entries() -> list[set[tables.Assignment]]:
+        found = extraction(model, mesh, 1, load_hardware("tpu-v3"), pins=pins, context=("gather", *FORMS))
+        return [{*t.entries} for t in found.tables if t.cluster.crossed]
+
+    some = entries()
+    monkeypatch.setattr(tables, "_crossing", lambda cluster, names, found: found)
+    assert some and some == entries()
