@@ -132,7 +132,7 @@ def test_nobody_reads_half_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "state-00000001.npz").read_bytes() == said
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [pytest.param(8, marks=pytest.mark.nightly), 4])
 def test_few_bits_lose_nothing_in_the_long_run(bits: int, tmp_path: Path) -> None:
     """A post has bits / 8 bytes for each of the 2 x 64 elements and four for each block of 256 of a variable;
     the errors of all posts but the last add up to nothing."""

@@ -80,6 +80,7 @@ def test_free_is_every_axis_between_nodes(machine: Hardware) -> None:
     assert inside == [None, mtf.DiLoCo("data", 30), mtf.DiLoCo("model", 30)]
 
 
+@pytest.mark.nightly
 def test_where_it_turns(chosen: Plan, machine: Hardware) -> None:
     ways = chosen.data.details.ways
     assert ways is not None
