@@ -145,7 +145,14 @@ def searches() -> Iterator[dict[Any, Plan]]:
 
     def search(model: Model, **asked: Any) -> Plan:
         allowed = str([asked.get(name) for name in ("recompute", "context", "elsewhere", "pipeline")])
-        what = model.parameters, model.tokens, asked["hardware"].name, asked["devices"], allowed
+        what = (
+            model.parameters,
+            model.tokens,
+            asked["hardware"].name,
+            asked["devices"],
+            asked["memory"],
+            allowed,
+        )
         if what not in known:
             known[what] = real(model, **asked)
         return known[what]
