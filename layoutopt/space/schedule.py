@@ -37,6 +37,11 @@ class Schedule(Decision):
         for schedule in allowed.schedule or ("",):
             if schedule not in SCHEDULES:
                 raise UserError(f"--schedule {schedule}: {known_names(schedule, SCHEDULES)}")
+        if ONE_F_ONE_B in allowed.schedule and allowed.elsewhere:
+            raise UserError(
+                f"--schedule {ONE_F_ONE_B}: tables of this schedule do not add up where dimensions are split "
+                f"further elsewhere; leave it or --elsewhere {','.join(allowed.elsewhere)} out"
+            )
 
     @classmethod
     def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
