@@ -18,6 +18,7 @@ from layoutopt.space.kind import Allowed
 from layoutopt.space.microbatches import Microbatches
 from layoutopt.space.rarely import Rarely
 from layoutopt.space.recompute import Recompute
+from layoutopt.space.schedule import Schedule
 from layoutopt.space.splits import Split, domains
 from layoutopt.space.stages import Stages
 from layoutopt.space.storage import Storage
@@ -41,7 +42,7 @@ def test_what_is_chosen_is_read_back(name: str, orders: str) -> None:
     more: Any = {"elsewhere": further, "offload": ("optimizer",)}
     decided = decisions(graph, MESH, Allowed(orders=orders, microbatches=(2,), **more))
     assert {n for kind in KINDS for n in decided.of(kind)} == set(decided.options)
-    asked = {*KINDS} - {Stages, Rarely} - ({Context} if name != "transformer" else set())
+    asked = {*KINDS} - {Stages, Schedule, Rarely} - ({Context} if name != "transformer" else set())
     assert all(decided.of(kind) for kind in asked)
     for _ in range(50):
         chosen = some_choices(decided, rng)
