@@ -54,8 +54,8 @@ class Storage(Decision):
         stages = tuple(dict.fromkeys(_choice(read_stage(stage)) for stage in found if stage)) or ((),)
         for axis in {axis for choice in stages for axis in choice[1:]}:
             mesh.size(axis)
-        # In 1F1B the gradient of what is not of a stage is added up in several loops. Scattered there, from the
-        # second stage on, it costs less than tables say: no search chooses that.
+        # In 1F1B the gradient of what is not of a stage is added up in several loops. Scattered there, from
+        # zero2 on, it costs less than tables say: no search chooses that.
         few = tuple(s for s in stages if stage_of(s).number < 2) or ((),)
         late = allowed.stages if ONE_F_ONE_B in allowed.schedule else ()
         for name, variables in stored_classes(graph).items():
