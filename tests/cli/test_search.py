@@ -123,8 +123,8 @@ def test_a_plan_file_loads_and_carries_what_a_report_needs(plan_file: Path) -> N
     plan = load_plan(plan_file)
     assert str(plan.mesh) == "data:2;model:4"
     details = json.loads(plan_file.read_text(encoding="utf-8"))["details"]
-    parts = {"search", "hardware", "parallelism", "dims", "variables", "inputs", "lines", "sources", "by_kind"}
-    assert set(details) == {"source", "source_sha256", "memory", *parts}
+    parts = {"search", "hardware", "parallelism", "dims", "variables", "inputs", "lines", "sources"}
+    assert set(details) == {"source", "source_sha256", "by_kind", "memory", *parts}
     assert details["source"] == LM
     assert details["dims"]["d_ff"] == 128
     model = load_model(LM, SMALL[1::2]).model

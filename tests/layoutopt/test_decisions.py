@@ -20,7 +20,6 @@ from layoutopt.space.rarely import Rarely
 from layoutopt.space.recompute import Recompute
 from layoutopt.space.schedule import Schedule
 from layoutopt.space.splits import Split, domains
-from layoutopt.space.schedule import Schedule
 from layoutopt.space.stages import Stages
 from layoutopt.space.storage import Storage
 from mesh_tf_core.ir import layout
