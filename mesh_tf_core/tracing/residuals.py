@@ -56,7 +56,7 @@ class Residuals(Builder):
 
     def _residual(self, block: Block, level: int, x: Tensor) -> Tensor:
         """A forward-body value inside the backward body: sliced from a variable, computed anew if that is
-        free, or saved. What is only called otherwise is saved once, under its first name."""
+        free, or saved. What others read under its first name too is saved once, under that."""
         forward = block.forward
         assert forward is not None
         if x.id in block.captured:
@@ -65,7 +65,7 @@ class Residuals(Builder):
         if x.id == forward.index:
             assert block.index is not None
             found = self.tensors[block.index]
-        elif outer is None and (self.is_free(x, forward) or self._renames(x)):
+        elif outer is None and (self.is_free(x, forward) or self._renames(x, forward)):
             found = self._rebuild(block, level, x)
         else:
             if outer is None:
@@ -90,10 +90,14 @@ class Residuals(Builder):
         block.sliced.append((outer.id, inner.id))
         return inner
 
-    def _renames(self, x: Tensor) -> bool:
-        """Whether x is another tensor under other names."""
+    def _renames(self, x: Tensor, forward: Block) -> bool:
+        """Whether x is another tensor under other names, which others read under its own. Alone, x is what is
+        saved: where a name moves data, as tokens go to their experts, backward would move it again."""
         node = self.producer.get(x.id)
-        return node is not None and bool(node.op.renames)
+        if node is None or not node.op.renames:
+            return False
+        (source,) = node.inputs
+        return any(source in other.inputs and not other.op.renames for other in forward.nodes)
 
     def is_free(self, x: Tensor, forward: Block) -> bool:
         """Whether x follows, by element-wise work alone, from variables, the index and values from

@@ -205,10 +205,11 @@ def test_a_window_is_sent_no_further_than_it_is_seen(window: int, turns: int) ->
     y = mtf.attention(q, k, v, "l", "m", D, causal=True, window=window)
     options = mtf.Options(context=frozenset({("m", "ring")}))
     program = mtf.lower(g, mtf.Mesh("x:8"), mtf.Layout("l:x;m:x"), {"y": y}, options)
-    assert sum(isinstance(i, Permute) for i, _ in program.walk()) == 2 * turns
+    assert sum(times for i, times in program.walk() if isinstance(i, Permute)) == 2 * turns
     work = [
         i.op.flops(*map(program.local, i.inputs))
-        for i, _ in program.walk()
+        for i, times in program.walk()
+        for _ in range(times)
         if isinstance(i, Local) and isinstance(i.op, FusedAttention)
     ]
     assert len(work) == turns + 1

@@ -97,12 +97,12 @@ def configuration(name: str) -> Any:
 
 Format = tuple[int, Callable[[Path], Any], Callable[[Path], object]]
 FORMATS: dict[str, Format] = {
-    "plan": (120, lambda _: sample.plain_plan(), read_plan),
-    "details": (100, lambda _: plan_details(), read_plan),
+    "plan": (250, lambda _: sample.plain_plan(), read_plan),
+    "details": (200, lambda _: plan_details(), read_plan),
     "damaged details": (60, lambda _: plan_details(), read_plan_without_details),
-    "hardware": (80, lambda _: preset_content("a100"), read_hardware),
+    "hardware": (150, lambda _: preset_content("a100"), read_hardware),
     "torus": (100, lambda _: preset_content("tpu-v5p"), read_hardware),
-    "profile": (50, lambda _: calibrate_tpu("tpu-v5e").content, read_hardware),
+    "profile": (100, lambda _: calibrate_tpu("tpu-v5e").content, read_hardware),
     "problem": (250, lambda _: to_json(random_problem(3, whole=False)), load),
     "problem of the contest": (200, lambda _: CONTEST, load),
     "validation": (100, lambda _: sample.validation(), read_validation),

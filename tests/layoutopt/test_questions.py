@@ -77,5 +77,14 @@ def test_rules_in_words_are_the_same_rules() -> None:
 
 
 def test_only_public_names_are_shown() -> None:
-    asked = ["cost", "explain", "from_huggingface", "from_jax", "load_plan", "search", "size"]
+    asked = [
+        "choose_replicas",
+        "cost",
+        "explain",
+        "from_huggingface",
+        "from_jax",
+        "load_plan",
+        "search",
+        "size",
+    ]
     assert dir(layoutopt) == ["Plan", "__version__", *asked, "validate", "verify"]
