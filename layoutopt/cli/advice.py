@@ -23,7 +23,7 @@ RUN_BY = ("tensorflow", "jax")
 def after_search(plan: Plan, out: Path, loaded: Loaded, settings: Sequence[str], machine: Hardware) -> str:
     """What a plan that was written to `out` is good for here."""
     if why := elsewhere(plan, machine):
-        return f"next: layoutopt explain {_word(out)}; report and export take it too ({why})"
+        return f"next: layoutopt explain {_word(out)}{_model(plan)}; report and export take it too ({why})"
     sets = "".join(f" --set {shlex.quote(each)}" for each in settings)
     what, more = ("train", " --steps 100") if loaded.function("data") else ("measure", "")
     return f"next: layoutopt {what} {loaded.source}{sets} --layout {_word(out)}{more}"
@@ -49,6 +49,18 @@ def _memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return 0
+
+
+def _model(plan: Plan) -> str:
+    """What names the model where its plan alone may not."""
+    from layoutopt.models.recorded import trusted
+    from mesh_tf_core.errors import UserError
+
+    try:
+        trusted(plan.data.details.source, plan.data.details.source_sha256)
+    except UserError:
+        return f" --model {shlex.quote(plan.data.details.source)}"
+    return ""
 
 
 def _word(path: Path) -> str:

@@ -78,7 +78,7 @@ def trusted(source: str, recorded: Hashes) -> dict[Path, bytes]:
         raise UserError(f"its model {source[:MOST]!r} is not a .py or .json file")
     file, function = str(named[0])[:MOST], named[1]
     if function != FUNCTION:
-        raise UserError(f"its model is another function than {FUNCTION!r} of {file!r}")
+        raise UserError(f"its model is {function[:MOST]!r} of {file!r}, not {FUNCTION!r}")
     if not os.path.isfile(named[0]):
         raise UserError(f"its model file {file!r} is not there")
     path = named[0].resolve()

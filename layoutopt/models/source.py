@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -38,9 +39,16 @@ def function_of(source: str) -> tuple[ModuleType, str, Callable[..., Any]]:
     function = getattr(module, name, None)
     if callable(function):
         return module, name, function
-    known = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
+    known = [n for n, f in vars(module).items() if _is_own(f, module)]
     what = "no function" if function is None else f"a {type(function).__name__}, not a function,"
     raise UserError(f"{source}: has {what} {name!r} to build a model; {known_names(name, known)}")
+
+
+def _is_own(value: object, module: ModuleType) -> bool:
+    """Whether a module defines this function, or this one with some arguments given."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    return inspect.isfunction(value) and value.__module__ == module.__name__
 
 
 def typed(value: object) -> str:

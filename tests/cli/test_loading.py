@@ -208,6 +208,7 @@ def test_an_error_keeps_its_exit_code(tmp_path: Path) -> None:
         ("examples.nothing:model", r"there is no module 'examples.nothing'"),
         ("what is this", r"is not FILE.py, FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION or CONFIG.json"),
         ("examples/mlp.py:mode", r"has no function 'mode' to build a model; did you mean 'model'\?"),
+        ("examples/transformer_lm.py:llama3-8b", r"to build a model; did you mean 'llama3_8b'\?"),
     ],
 )
 def test_names_of_nothing(source: str, message: str) -> None:

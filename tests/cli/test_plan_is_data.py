@@ -174,7 +174,7 @@ def test_a_file_that_is_imported_and_not_recorded_is_not_run(
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("model.py:remove", "its model is another function than 'model' of 'model.py'"),
+        ("model.py:remove", "its model is 'remove' of 'model.py', not 'model'"),
         ("gone.py", "its model file 'gone.py' is not there"),
         ("../outside.py", "its model file '../outside.py' is not below the current folder"),
         ("link.py", "its model file 'link.py' is not below the current folder"),

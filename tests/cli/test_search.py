@@ -73,6 +73,18 @@ def test_what_is_next_for_another_machine(run: Callable[..., Result], tmp_path: 
     assert f"next: layoutopt explain {out}; report and export" in done.stderr
 
 
+def test_what_is_next_names_a_model_that_its_plan_may_not(run: Callable[..., Result], tmp_path: Path) -> None:
+    """Of another function than model(), and of one that is not below the current folder."""
+    text = Path("examples/mlp.py").read_text(encoding="utf-8")
+    other = tmp_path / "other.py"
+    other.write_text(f"{text}\n\nsmall = model\n", encoding="utf-8")
+    out = str(tmp_path / "plan.json")
+    for source in (f"{other}:small", str(other)):
+        done = run("search", source, "--mesh", "data:2", "--hardware", "h100", "--out", out)
+        assert f"next: layoutopt explain {out} --model {source}; report and export" in done.stderr
+        assert run("explain", out, "--model", source).exit_code == 0
+
+
 def test_a_model_that_has_changed_in_other_ways(
     plan_file: Path, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
