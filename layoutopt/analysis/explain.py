@@ -140,6 +140,8 @@ def forbidden(plan: Plan, asked: Asked, names: Sequence[str]) -> list[str]:
       UserError: an unknown one, or one that says nothing of this search.
     """
     used = [name for name, feature in FEATURES.items() if feature.used(plan.layout, plan.options)]
+    if not any(dim in plan.layout for dim in asked.pipeline):  # a layout does not say what counts layers
+        used.remove("pipeline")
     found: list[str] = []
     for name in (n.strip() for text in names for n in text.split(",") if n.strip()):
         if name != ALL and name not in FEATURES:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from layoutopt import search
-from layoutopt.analysis.explain import Asked
+from layoutopt.analysis.explain import Asked, forbidden
 from layoutopt.analysis.sensitivity import Curve, as_details, robustness, sensitivity
 from layoutopt.plan.build import Plan
 from tests.layoutopt.models import EXAMPLES
@@ -34,6 +36,14 @@ def plan(model: mtf.Model, hardware: Hardware) -> Plan:
 def curves(model: mtf.Model, plan: Plan, hardware: Hardware) -> dict[str, Curve]:
     limit = 1.1 * plan.predicted.peak_memory_bytes
     return {c.factor: c for c in sensitivity(model, plan, hardware, limit, ASKED)}
+
+
+def test_all_asks_of_no_pipeline_that_the_plan_has_not(plan: Plan) -> None:
+    asked = replace(ASKED, pipeline=("layers",))
+    assert "pipeline" not in forbidden(plan, asked, ["all"])
+    assert forbidden(plan, asked, ["pipeline"]) == ["pipeline"]
+    staged = Plan(plan.data.model_copy(update={"layout": {"layers": ["data"]}}))
+    assert "pipeline" in forbidden(staged, asked, ["all"])
 
 
 def test_every_factor_has_its_curve_through_the_plan(curves: dict[str, Curve], plan: Plan) -> None:
