@@ -38,6 +38,7 @@ BEFORE, MOMENTUM = "outer", "outer_momentum"
 
 
 _SAID = {"period": int, "rate": float, "momentum": float}
+_NAMES = {"rate": "learning_rate"}
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,14 @@ class DiLoCo:
             try:
                 said[name] = _SAID[name](value)
             except ValueError:
+                kind = "whole number" if _SAID[name] is int else "number"
+                usual = getattr(cls, _NAMES.get(name, name))
                 raise UserError(
-                    f"diloco {text!r}: {name}={value!r} is no number; write {name}=30, say"
+                    f"diloco {text!r}: {name}={value!r} is no {kind}; write {name}={usual}, say"
                 ) from None
         if not axis.strip():
             raise UserError(f"diloco {text!r}: name the axis of the mesh, as sites:period=30")
-        given = {"learning_rate" if name == "rate" else name: value for name, value in said.items()}
+        given = {_NAMES.get(name, name): value for name, value in said.items()}
         return cls(axis.strip(), **given)  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:

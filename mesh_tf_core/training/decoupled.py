@@ -22,6 +22,7 @@ _SAID: dict[str, Callable[[str], Any]] = {
     "bits": int,
     "fragments": int,
 }
+_NAMES = {"dir": "directory", "rate": "learning_rate"}
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,10 @@ class Decoupled:
             try:
                 said[name] = _SAID[name](value)
             except ValueError:
+                kind = "whole number" if _SAID[name] is int else "number"
+                usual = getattr(cls, _NAMES.get(name, name))
                 raise UserError(
-                    f"meet {text!r}: {name}={value!r} is no number; write {name}=30, say"
+                    f"meet {text!r}: {name}={value!r} is no {kind}; write {name}={usual}, say"
                 ) from None
         place = re.fullmatch(r"(\d+)/(\d+)", said.pop("replica", ""))
         if "dir" not in said or place is None:
@@ -75,12 +78,13 @@ class Decoupled:
                 f"meet {text!r}: say where and as which replica, as dir=/shared/run,replica=0/4 (the first "
                 "of four)"
             )
-        names = {"dir": "directory", "rate": "learning_rate"}
-        given = {names.get(name, name): value for name, value in said.items()}
+        given = {_NAMES.get(name, name): value for name, value in said.items()}
         return cls(replica=int(place[1]), count=int(place[2]), **given)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "directory", Path(self.directory))
+        if self.count < 1:
+            raise UserError(f"meet: there is at least one replica, found {self.replica}/{self.count}")
         if not 0 <= self.replica < self.count:
             raise UserError(
                 f"meet: replica {self.replica}/{self.count} is none: they are 0/{self.count} to "

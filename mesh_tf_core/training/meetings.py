@@ -26,6 +26,8 @@ import json
 import os
 import re
 import time
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -114,6 +116,11 @@ class Meetings:
         since, size = self.round, 0
         while True:
             open = self._newest()
+            if open < since:
+                raise UserError(
+                    f"meet: {str(self.how.directory)!r} had state {since} and has it no longer; somebody "
+                    "removed it: begin all replicas anew, in another directory"
+                )
             if open - since > self.how.staleness * self.how.fragments:
                 return self._taken(dropped=True, size=size)
             fragment = open % self.how.fragments
@@ -170,7 +177,13 @@ class Meetings:
 
     def _newest(self) -> int:
         """The newest state; -1 if there is none."""
-        found = (re.fullmatch(r"state-(\d{8})\.npz", name) for name in os.listdir(self.how.directory))
+        try:
+            names = os.listdir(self.how.directory)
+        except OSError as error:
+            raise UserError(
+                f"meet: the directory {str(self.how.directory)!r} cannot be read ({error.strerror})"
+            ) from None
+        found = (re.fullmatch(r"state-(\d{8})\.npz", name) for name in names)
         return max((int(each[1]) for each in found if each), default=-1)
 
     def _state(self, round: int) -> tuple[Arrays, dict[str, Any]]:
@@ -324,6 +337,21 @@ def _write(path: Path, arrays: Mapping[str, np.ndarray], about: Mapping[str, Any
 
 
 def _read(path: Path) -> tuple[Arrays, dict[str, Any]]:
-    with np.load(path, allow_pickle=False) as found:
-        arrays = {name: found[name] for name in found.files}
-    return arrays, json.loads(arrays.pop(ABOUT).tobytes())
+    """What `_write` wrote.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      UserError: it is another one, or torn.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as found:
+            arrays = {name: found[name] for name in found.files}
+        about = json.loads(arrays.pop(ABOUT).tobytes())
+    except FileNotFoundError:
+        raise
+    except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(
+            f"meet: {str(path)!r} is torn, or nothing that a replica wrote ({error}); remove it, and start "
+            "again"
+        ) from None
+    return arrays, about

@@ -206,7 +206,9 @@ def test_codes() -> None:
         ("dir=/x,replica=0/2,periode=3", "'periode' is unknown; did you mean 'period'"),
         ("dir=/x,replica=0/2,fragments=4", "4 fragments do not divide a period of 30 steps"),
         ("dir=/x,replica=0/2,bits=5", "bits=5: choose 32, 8 or 4"),
-        ("dir=/x,replica=0/2,period=x", "period='x' is no number"),
+        ("dir=/x,replica=0/2,period=x", "period='x' is no whole number; write period=30"),
+        ("dir=/x,replica=0/2,rate=x", "rate='x' is no number; write rate=0.7"),
+        ("dir=/x,replica=0/0", "there is at least one replica, found 0/0"),
     ],
 )
 def test_errors(text: str, error: str) -> None:
@@ -219,3 +221,22 @@ def test_states_of_another_model_are_refused(tmp_path: Path) -> None:
     _write(its._place("state-00000000"), {"wi": its._began["wi"]}, {"present": []})
     with pytest.raises(mtf.UserError, match="has the states of another model: 'wo' is missing"):
         meetings(trainer(), tmp_path, 1)
+
+
+@pytest.mark.parametrize(("name", "half"), [("state-00000000", b"PK"), ("round-00000000-replica-1", b"")])
+def test_a_torn_file_is_named(name: str, half: bytes, tmp_path: Path) -> None:
+    its = meetings(trainer(), tmp_path)
+    its._place(name).write_bytes(half)
+    with pytest.raises(mtf.UserError, match=f"{name}.npz' is torn, or nothing that a replica wrote"):
+        its.meet()
+
+
+def test_a_directory_that_is_emptied_or_removed_in_between(tmp_path: Path) -> None:
+    its = meetings(trainer(), where := tmp_path / "run")
+    for path in where.iterdir():
+        path.unlink()
+    with pytest.raises(mtf.UserError, match="had state 0 and has it no longer"):
+        its.meet()
+    where.rmdir()
+    with pytest.raises(mtf.UserError, match="run' cannot be read"):
+        its.meet()
