@@ -155,7 +155,7 @@ class Validated(Shown):
 
 def cost(
     model: Model,
-    mesh: Mesh | str,
+    mesh: Mesh | str | Plan,
     layout: Layout | str = "",
     hardware: str | Hardware = HARDWARE,
     memory: float | None = None,
@@ -164,6 +164,7 @@ def cost(
     """What a layout costs.
 
     Args:
+      mesh: or a plan, which has the layout and the options too.
       hardware: a preset's name, a file, or a Hardware.
       memory: bytes that a device may hold (None: what the hardware has).
       options: what is decided beside the layout: storage, recomputation, microbatches.
@@ -172,6 +173,11 @@ def cost(
       UserError: a layout that is not legal; one that does not fit is priced.
     """
     machine = _machine(hardware)
+    if isinstance(mesh, Plan):
+        if layout or options is not None:
+            raise UserError("a plan has its layout and options; leave them out")
+        plan = mesh
+        mesh, layout, options = plan.mesh, plan.layout, plan.options
     mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
     layout = Layout(layout) if isinstance(layout, str) else layout
     options = options or Options()

@@ -250,7 +250,8 @@ def share_bound(request: Request, mesh: Mesh) -> float:
 
 
 def _notes(proof: _Proof, bound: float, missing: Sequence[str], unsplit: Sequence[str]) -> list[str]:
-    notes = [f"no time was left for these layouts beside the answer: {', '.join(missing)}"] if missing else []
+    why = "not the best of their names for certain, or not looked for, in the time that they are given"
+    notes = [f"{why}: {', '.join(missing)}"] if missing else []
     tables = proof.tables
     if unsplit:
         notes.append(

@@ -86,6 +86,9 @@ def test_a_plan_has_a_frame_a_card_a_page_and_figures(plan: Plan, tmp_path: Path
 def test_a_price_is_the_plans(plan: Plan, model: mtf.Model) -> None:
     priced = layoutopt.cost(model, MESH, plan.layout, "tpu-v3", options=plan.options)
     assert priced.predicted == plan.predicted
+    assert layoutopt.cost(model, plan, hardware="tpu-v3").predicted == plan.predicted
+    with pytest.raises(mtf.UserError, match="a plan has its layout and options"):
+        layoutopt.cost(model, plan, "batch:data")
     assert priced.fits and priced.reason is None
     frame = priced.to_frame()
     total = (frame["runs"] * frame["exposed_seconds"]).sum()
