@@ -102,6 +102,11 @@ def train(
         terminal, traced = session.terminal, Trace(session, trace)
         if checkpoint is not None and terminal.shown:
             _own(stack, terminal, checkpoint)  # before any work is done for it
+        if meets is not None:
+            from mesh_tf_core.training.meetings import only
+
+            if trouble := stack.enter_context(only(meets)):
+                terminal.say(f"warning: {trouble}")
 
         def stopped() -> None:
             terminal.say(run.stopped() if run is not None else "stopped before the training began")

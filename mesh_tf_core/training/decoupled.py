@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,6 +82,16 @@ class Decoupled:
         given = {_NAMES.get(name, name): value for name, value in said.items()}
         return cls(replica=int(place[1]), count=int(place[2]), **given)
 
+    @property
+    def shared(self) -> dict[str, float]:
+        """What all replicas of a directory have to say alike, by its name in the text."""
+        return {
+            "replica": self.count,
+            "rate": self.learning_rate,
+            "momentum": self.momentum,
+            "fragments": self.fragments,
+        }
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "directory", Path(self.directory))
         if self.count < 1:
@@ -100,9 +111,13 @@ class Decoupled:
         if self.period < 1:
             raise UserError(f"meet: the period must be at least one step, found {self.period}")
         if not (
-            self.patience >= 0 and self.staleness >= 0 and self.learning_rate > 0 and 0 <= self.momentum < 1
+            self.patience >= 0
+            and self.staleness >= 0
+            and 0 < self.learning_rate < math.inf
+            and 0 <= self.momentum < 1
         ):
             raise UserError(
                 f"meet: patience {self.patience:g} and staleness {self.staleness} must be at least 0, the "
-                f"learning rate {self.learning_rate:g} positive, the momentum {self.momentum:g} in [0, 1)"
+                f"learning rate {self.learning_rate:g} positive and finite, the momentum "
+                f"{self.momentum:g} in [0, 1)"
             )

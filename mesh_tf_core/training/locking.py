@@ -30,9 +30,12 @@ _counts: dict[str, int] = {}
 
 
 @contextlib.contextmanager
-def locked(directory: str | Path) -> Iterator[str]:
+def locked(directory: str | Path, what: str = "checkpoint") -> Iterator[str]:
     """Within it, no other process may write checkpoints there. Yields why it cannot be locked, or nothing:
     some network file systems have no locks.
+
+    Args:
+      what: messages call it so.
 
     Raises:
       UserError: another job writes there; which one.
@@ -40,7 +43,7 @@ def locked(directory: str | Path) -> Iterator[str]:
     """
     place = os.path.realpath(directory)
     with _guard:
-        trouble = "" if place in _handles else _take(place, str(directory))
+        trouble = "" if place in _handles else _take(place, f"{what} {str(directory)!r}")
         _counts[place] = _counts.get(place, 0) + 1
     try:
         yield trouble
@@ -53,7 +56,7 @@ def locked(directory: str | Path) -> Iterator[str]:
                     os.close(_handles.pop(place))
 
 
-def _take(place: str, directory: str) -> str:
+def _take(place: str, called: str) -> str:
     """Locks, and writes down who did; returns why there is no lock."""
     handle = os.open(os.path.join(place, FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
@@ -63,13 +66,9 @@ def _take(place: str, directory: str) -> str:
         os.close(handle)
         if error.errno in TAKEN:
             raise UserError(
-                f"checkpoint {directory!r} is in use: {holder} writes there; "
-                "wait for its end, or give another directory"
+                f"{called} is in use: {holder} writes there; wait for its end, or give another directory"
             ) from None
-        return (
-            f"checkpoint {directory!r} cannot be locked here ({error.strerror}); "
-            "see to it that no other job writes there"
-        )
+        return f"{called} cannot be locked here ({error.strerror}); see to it that no other job writes there"
     _handles[place] = handle
     own = {
         "host": socket.gethostname(),

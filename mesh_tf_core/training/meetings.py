@@ -44,6 +44,7 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.tracing.replicas import MOMENTUM
 from mesh_tf_core.training.decoupled import Decoupled
+from mesh_tf_core.training.locking import locked
 from mesh_tf_core.training.quantised import WHOLE, quantised, restored
 
 Arrays = dict[str, np.ndarray]
@@ -193,7 +194,7 @@ class Meetings:
         """Makes a state, if it is not there yet."""
         place = self._place(f"state-{round:08d}")
         beside = self._place(f"state-{round:08d}-by-{self.how.replica}")
-        _write(beside, arrays, {"present": present})
+        _write(beside, arrays, {"present": present, **self.how.shared})
         with contextlib.suppress(FileExistsError):
             os.link(beside, place)  # unlike a rename it replaces nothing
         beside.unlink()
@@ -254,12 +255,24 @@ class Meetings:
             with contextlib.suppress(FileNotFoundError):  # it was there when it was looked for
                 found = [(round, *self._state(round)) for round in range(first, newest + 1)]
                 break
-        for round, state, _ in found:
+        for round, state, about in found:
+            self._agree(about)
             parts = self._parts[(round - 1) % self.how.fragments] if round else dict.fromkeys(self.names, ...)
             for name, part in parts.items():
                 self._write(name, part, state)
         self.round = newest
         return tuple(found[-1][2]["present"]) if found else ()
+
+    def _agree(self, about: Mapping[str, Any]) -> None:
+        """Raises UserError where replicas that meet otherwise made a state: they would not count this one."""
+        for name, here in self.how.shared.items():
+            there = about.get(name, here)
+            so = "replica=…/" if name == "replica" else f"{name}="
+            if there != here:
+                raise UserError(
+                    f"meet: replicas meet in {str(self.how.directory)!r} with {so}{there:g}, this one comes "
+                    f"with {so}{here:g}; say the same, or name another directory"
+                )
 
     def _write(self, name: str, part: Part, state: Arrays) -> None:
         """A fragment of a variable as a state has it."""
@@ -310,6 +323,20 @@ class _Own(Iterator[Mapping[str, Any]]):
         if name in ("get_state", "set_state"):  # if the data can tell its place, so can this
             return getattr(self._batches, name)
         raise AttributeError(name)
+
+
+@contextlib.contextmanager
+def only(how: Decoupled) -> Iterator[str]:
+    """Within it no other process is the same replica. Yields why that is not sure, or nothing.
+
+    Raises:
+      UserError: another one is.
+    """
+    place = Path(how.directory) / f"replica-{how.replica}"
+    for path in (place.parent, place):
+        _folder(path)
+    with locked(place, f"replica {how.replica}/{how.count}") as trouble:
+        yield trouble
 
 
 def _folder(path: Path) -> None:

@@ -47,8 +47,6 @@ def torn(place: Path) -> list[float]:
     1."""
     import jax
 
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
     def small(x: Any) -> Any:
         return x + 1.0
 
@@ -68,6 +66,7 @@ def main() -> None:
     said: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
+        home.LONG = 0.0  # a fast machine compiles these in less
         file, traced = Path(cache, "eager.py"), Path(cache, "traced")
         file.write_text(EAGER, encoding="utf-8")
         for name, (command, _, *words) in COMMANDS.items():

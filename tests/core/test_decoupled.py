@@ -3,6 +3,8 @@ ever for one that is lost."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -14,7 +16,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core.training.decoupled import Decoupled
-from mesh_tf_core.training.meetings import Meetings, Met, _write
+from mesh_tf_core.training.meetings import Meetings, Met, _write, only
 from mesh_tf_core.training.quantised import quantised, restored
 from mesh_tf_core.training.trainer import Trainer
 from tests.core.test_replicas import alone, data, model
@@ -209,6 +211,7 @@ def test_codes() -> None:
         ("dir=/x,replica=0/2,period=x", "period='x' is no whole number; write period=30"),
         ("dir=/x,replica=0/2,rate=x", "rate='x' is no number; write rate=0.7"),
         ("dir=/x,replica=0/0", "there is at least one replica, found 0/0"),
+        ("dir=/x,replica=0/2,rate=inf", "learning rate inf positive and finite"),
     ],
 )
 def test_errors(text: str, error: str) -> None:
@@ -221,6 +224,35 @@ def test_states_of_another_model_are_refused(tmp_path: Path) -> None:
     _write(its._place("state-00000000"), {"wi": its._began["wi"]}, {"present": []})
     with pytest.raises(mtf.UserError, match="has the states of another model: 'wo' is missing"):
         meetings(trainer(), tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"count": 6, "replica": 5}, "with replica=…/2, this one comes with replica=…/6"),
+        ({"learning_rate": 0.5}, "with rate=0.7, this one comes with rate=0.5"),
+    ],
+)
+def test_replicas_that_would_meet_otherwise_are_refused(
+    more: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    meetings(trainer(), tmp_path)
+    one = trainer()
+    how = Decoupled(**{"directory": tmp_path, "replica": 1, "count": 2, "period": 1, **more})
+    with pytest.raises(mtf.UserError, match=said):
+        Meetings(how, one.engine, one.program)
+
+
+def test_nobody_is_a_replica_twice(tmp_path: Path) -> None:
+    how = Decoupled(tmp_path / "run", 0, 2)
+    code = "import sys; from mesh_tf_core.training.meetings import *; "
+    code += "only(Decoupled(sys.argv[1], 0, 2)).__enter__()"
+    with only(how) as trouble:
+        assert not trouble
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(how.directory)], capture_output=True, text=True
+        )
+        assert "replica 0/2 " in done.stderr and "is in use" in done.stderr
 
 
 @pytest.mark.parametrize(("name", "half"), [("state-00000000", b"PK"), ("round-00000000-replica-1", b"")])

@@ -136,6 +136,8 @@ def devices(count: int, processes: int = 1) -> tuple[Any, ...]:
     return tuple(found[:count])
 
 
+LONG = 0.3
+"""Seconds of compiling from which on what was compiled is kept."""
 MOST_KEPT = 1 << 30
 """Bytes of compiled programs that are kept."""
 
@@ -164,7 +166,7 @@ def keep_compiled(place: Path) -> None:
     except OSError:  # no room, or another process tidies too
         return
     jax.config.update("jax_compilation_cache_dir", str(place))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", LONG)
 
 
 def compiled(lowered: Any) -> Any:
