@@ -15,7 +15,7 @@ one for all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,10 +35,39 @@ from mesh_tf_core.tracing.standing import outer_reads
 
 BEFORE, MOMENTUM = "outer", "outer_momentum"
 """Names, below a variable's own, of what all replicas began from and of the outer momentum."""
+Settings = Mapping[str, tuple[str, Callable[[str], Any]]]
+"""Name in a text -> field, and what its value is."""
+_SETTINGS: Settings = {
+    "period": ("period", int),
+    "rate": ("learning_rate", float),
+    "momentum": ("momentum", float),
+}
 
 
-_SAID = {"period": int, "rate": float, "momentum": float}
-_NAMES = {"rate": "learning_rate"}
+def read_settings(what: str, text: str, pairs: str, known: Settings, cls: type) -> dict[str, Any]:
+    """Fields of `cls` as `name=value,...` gives them.
+
+    Args:
+      what, text: as messages call it, and all that was said.
+
+    Raises:
+      UserError: a name that is not known, or no number where one is due.
+    """
+    said: dict[str, Any] = {}
+    for pair in filter(None, map(str.strip, pairs.split(","))):
+        name, _, value = (p.strip() for p in pair.partition("="))
+        if name not in known:
+            raise UserError(f"{what} {text!r}: {name!r} is unknown; {known_names(name, known)}")
+        field, kind = known[name]
+        try:
+            said[field] = kind(value)
+        except ValueError:
+            due = "whole number" if kind is int else "number"
+            usual = getattr(cls, field)
+            raise UserError(
+                f"{what} {text!r}: {name}={value!r} is no {due}; write {name}={usual}, say"
+            ) from None
+    return said
 
 
 @dataclass(frozen=True)
@@ -65,23 +94,10 @@ class DiLoCo:
     def parse(cls, text: str) -> DiLoCo:
         """Its text; UserError if it is none."""
         axis, _, rest = text.partition(":")
-        said: dict[str, float] = {}
-        for part in filter(None, map(str.strip, rest.split(","))):
-            name, _, value = (p.strip() for p in part.partition("="))
-            if name not in _SAID:
-                raise UserError(f"diloco {text!r}: {name!r} is unknown; {known_names(name, _SAID)}")
-            try:
-                said[name] = _SAID[name](value)
-            except ValueError:
-                kind = "whole number" if _SAID[name] is int else "number"
-                usual = getattr(cls, _NAMES.get(name, name))
-                raise UserError(
-                    f"diloco {text!r}: {name}={value!r} is no {kind}; write {name}={usual}, say"
-                ) from None
+        given = read_settings("diloco", text, rest, _SETTINGS, cls)
         if not axis.strip():
             raise UserError(f"diloco {text!r}: name the axis of the mesh, as sites:period=30")
-        given = {_NAMES.get(name, name): value for name, value in said.items()}
-        return cls(axis.strip(), **given)  # type: ignore[arg-type]
+        return cls(axis.strip(), **given)
 
     def __post_init__(self) -> None:
         if self.period < 1:

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.tracing.replicas import Settings, read_settings
 from mesh_tf_core.training.quantised import BITS, WHOLE
 
-_SAID: dict[str, Callable[[str], Any]] = {
-    "dir": Path,
-    "replica": str,
-    "period": int,
-    "rate": float,
-    "momentum": float,
-    "patience": float,
-    "staleness": int,
-    "bits": int,
-    "fragments": int,
+_SETTINGS: Settings = {
+    "dir": ("directory", Path),
+    "replica": ("replica", str),
+    "period": ("period", int),
+    "rate": ("learning_rate", float),
+    "momentum": ("momentum", float),
+    "patience": ("patience", float),
+    "staleness": ("staleness", int),
+    "bits": ("bits", int),
+    "fragments": ("fragments", int),
 }
-_NAMES = {"dir": "directory", "rate": "learning_rate"}
 
 
 @dataclass(frozen=True)
@@ -60,26 +58,13 @@ class Decoupled:
     @classmethod
     def parse(cls, text: str) -> Decoupled:
         """Its text; UserError if it is none."""
-        said: dict[str, Any] = {}
-        for part in filter(None, map(str.strip, text.split(","))):
-            name, _, value = (p.strip() for p in part.partition("="))
-            if name not in _SAID:
-                raise UserError(f"meet {text!r}: {name!r} is unknown; {known_names(name, _SAID)}")
-            try:
-                said[name] = _SAID[name](value)
-            except ValueError:
-                kind = "whole number" if _SAID[name] is int else "number"
-                usual = getattr(cls, _NAMES.get(name, name))
-                raise UserError(
-                    f"meet {text!r}: {name}={value!r} is no {kind}; write {name}={usual}, say"
-                ) from None
-        place = re.fullmatch(r"(\d+)/(\d+)", said.pop("replica", ""))
-        if "dir" not in said or place is None:
+        given = read_settings("meet", text, text, _SETTINGS, cls)
+        place = re.fullmatch(r"(\d+)/(\d+)", given.pop("replica", ""))
+        if "directory" not in given or place is None:
             raise UserError(
                 f"meet {text!r}: say where and as which replica, as dir=/shared/run,replica=0/4 (the first "
                 "of four)"
             )
-        given = {_NAMES.get(name, name): value for name, value in said.items()}
         return cls(replica=int(place[1]), count=int(place[2]), **given)
 
     @property
