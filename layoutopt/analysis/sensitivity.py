@@ -1,7 +1,9 @@
 """Where the answer would be another one: with other bandwidth, memory or devices, and if the numbers that the
 prediction rests on are off by what their sources admit.
 
-    sensitivity   a search under every changed condition: its best time and layout
+    sensitivity   a search under every changed condition: its best time and layout. What one search found is
+                  priced under the other conditions of its mesh too, and its bound holds with less of a thing:
+                  nothing is worse with more
     robustness    the answer and its alternatives on machines drawn within the uncertainties; how often the
                   answer stays the fastest, and how much it loses where it does not
 """
@@ -9,6 +11,7 @@ prediction rests on are off by what their sources admit.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +21,8 @@ from costmodels.hardware import Hardware, drawn, with_bandwidth
 from costmodels.pricing.pricer import pricer
 from layoutopt.analysis.explain import Asked
 from layoutopt.clock import UNLIMITED, Clock
+from layoutopt.evaluator import evaluate
+from layoutopt.optimize.request import EXACT
 from layoutopt.plan import details
 from layoutopt.plan.build import Plan, layout_of, options_of
 from layoutopt.plan.details import Robustness
@@ -31,6 +36,9 @@ FACTORS = (0.5, 1.0, 2.0)
 DRAWS, LEAST = 40, 10
 LONGEST = 1.5
 """Layouts that take longer than so many times the answer are left out."""
+SETTLED = 1.05
+"""Times the bound: what may be further above the best tells of a search that was stopped, not of its
+condition."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,8 @@ class Trial:
     Attributes:
       value: of the factor: a multiple (bandwidth), bytes (memory) or a number (devices).
       options: what is decided beside the layout, in short; `answer` is all of it.
+      bound: seconds that no step is faster than, as far as that is known.
+      given: the condition is the plan's own.
     """
 
     value: float
@@ -49,6 +59,15 @@ class Trial:
     layout: str = ""
     options: str = ""
     answer: str = ""
+    bound: float = 0.0
+    given: bool = False
+
+    @property
+    def settled(self) -> bool:
+        """What was found is the best, or near it."""
+        if self.step_seconds is None:
+            return self.proven
+        return self.proven or self.given or self.step_seconds <= SETTLED * self.bound
 
 
 @dataclass(frozen=True)
@@ -84,23 +103,32 @@ def sensitivity(
     reshaped = not (asked.pins or asked.forbid or asked.diloco) and devices % 2 == 0
     left = itertools.count(6 if reshaped else 4, -1)
 
-    def trial(value: float, words: str, **change: Any) -> Trial:
+    def searched(words: str, **change: Any) -> Plan | bool:
+        """The answer under a condition; without any, whether that is proven."""
         told(words)
         own = clock.part(1 / next(left))
         if own.over:
-            return Trial(value, None, False)
+            return False
         limits = {"memory": limit, "time_limit": own.rest}
-        now = {"mesh": plan.mesh, "hardware": hardware, **limits, **more, **change}
         try:
-            return _trial(value, search(model, **now))
+            return search(model, **{"mesh": plan.mesh, "hardware": hardware, **limits, **more, **change})
         except (InfeasibleError, LimitError) as error:
-            return Trial(value, None, isinstance(error, InfeasibleError))
+            return isinstance(error, InfeasibleError)
 
     def curve(name: str, unit: float, change: Callable[[float], dict[str, Any]]) -> Curve:
+        conditions = [change(times) for times in FACTORS]
+        answers = [
+            plan if times == 1 else searched(f"{times:g}x the {name}", **condition)
+            for times, condition in zip(FACTORS, conditions, strict=True)
+        ]
+        one_mesh = [] if "mesh" in conditions[0] else [a for a in answers if isinstance(a, Plan)]
+        bounds = [(isinstance(a, Plan) and a.solver.bound) or 0.0 for a in answers]
         trials = []
-        for times in FACTORS:
-            words, known = f"{times:g}x the {name}", times == 1
-            trials.append(_trial(unit, plan) if known else trial(unit * times, words, **change(times)))
+        for n, (times, condition, answer) in enumerate(zip(FACTORS, conditions, answers, strict=True)):
+            there = (condition.get("hardware", hardware), condition.get("memory", limit))
+            other = _faster(model, [p for p in one_mesh if p is not answer], *there)
+            bound = max(bounds[n:]) if one_mesh else bounds[n]
+            trials.append(_best(unit * times, answer, other, bound, given=times == 1))
         return Curve(name, tuple(trials))
 
     curves = [
@@ -114,12 +142,46 @@ def sensitivity(
     return curves
 
 
-def _trial(value: float, plan: Plan) -> Trial:
-    data = plan.data
-    sizes = mesh_option(data.mesh)
-    answer = f"{sizes} | {plan.layout} | {data.listed()}"
-    proven = plan.solver.status == "OPTIMAL"
-    return Trial(value, data.predicted.step_seconds, proven, sizes, str(plan.layout), data.in_short(), answer)
+Timed = tuple[float, Plan]
+"""Seconds of a plan's step under some condition."""
+
+
+def _faster(model: Model, plans: list[Plan], hardware: Hardware, limit: float) -> Timed | None:
+    """The fastest of other conditions' answers that fits under this one."""
+    found = [
+        (one.cost.step_seconds, p)
+        for p in plans
+        for one in (evaluate(model, p.mesh, p.layout, hardware, p.options, check=False),)
+        if one.reason(limit) is None
+    ]
+    return min(found, key=lambda pair: pair[0], default=None)
+
+
+def _best(value: float, answer: Plan | bool, other: Timed | None, bound: float, *, given: bool) -> Trial:
+    """A search's answer, or what was found elsewhere if that is faster.
+
+    Args:
+      bound: seconds that nothing is faster than.
+      given: the condition is the plan's own.
+    """
+    if isinstance(answer, Plan):
+        own = answer.predicted.step_seconds
+        if other is None or other[0] >= own * (1 - EXACT):
+            proven = answer.solver.status == "OPTIMAL" or math.isclose(own, bound, rel_tol=EXACT)
+            return _trial(value, own, answer, proven, bound, given)
+    if other is None:
+        return Trial(value, None, answer is True, bound=bound)
+    return _trial(value, *other, math.isclose(other[0], bound, rel_tol=EXACT), bound, given)
+
+
+def _trial(value: float, seconds: float, plan: Plan, proven: bool, bound: float, given: bool) -> Trial:
+    mesh, layout, options = mesh_option(plan.data.mesh), str(plan.layout), plan.data.in_short()
+    return Trial(value, seconds, proven, mesh, layout, options, answer_of(plan), bound, given)
+
+
+def answer_of(plan: Plan) -> str:
+    """All that is decided, in one text."""
+    return f"{mesh_option(plan.data.mesh)} | {plan.layout} | {plan.data.listed()}"
 
 
 def robustness(
@@ -169,20 +231,16 @@ def _alternatives(model: Model, plan: Plan) -> Iterator[tuple[str, Program]]:
 
 
 def as_details(curves: list[Curve]) -> tuple[details.Curve, ...]:
-    """As a plan's details hold them."""
-    return tuple(
-        details.Curve(
-            factor=c.factor,
-            points=tuple(
-                details.Trial(
-                    value=t.value,
-                    step_seconds=t.step_seconds,
-                    layout=" | ".join(filter(None, (t.layout or "nothing is split", t.options))),
-                    mesh=t.mesh,
-                    proven=t.proven,
-                )
-                for t in c.trials
-            ),
-        )
-        for c in curves
+    """As a plan's details hold them: of what is not settled that it is unknown."""
+    return tuple(details.Curve(factor=c.factor, points=tuple(map(_detail, c.trials))) for c in curves)
+
+
+def _detail(t: Trial) -> details.Trial:
+    known = t.settled and t.step_seconds is not None
+    return details.Trial(
+        value=t.value,
+        step_seconds=t.step_seconds if known else None,
+        layout=" | ".join(filter(None, (t.layout or "nothing is split", t.options))) if known else "",
+        mesh=t.mesh if known else "",
+        proven=t.proven,
     )

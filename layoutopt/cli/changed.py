@@ -13,7 +13,7 @@ from layoutopt.plan.units import bytes_text, seconds_text, times_text
 
 if TYPE_CHECKING:
     from layoutopt.analysis.certificate import Certificate
-    from layoutopt.analysis.sensitivity import Curve
+    from layoutopt.analysis.sensitivity import Curve, Trial
     from layoutopt.plan.build import Plan
     from layoutopt.plan.details import Proof, Robustness
 
@@ -25,7 +25,7 @@ SEARCHES = 6
 class Changed:
     """The curves of the best under other conditions, and how robust the answer is."""
 
-    step: float
+    plan: Plan
     curves: list[Curve]
     robust: Robustness
 
@@ -36,27 +36,29 @@ class Changed:
         return {"sensitivity": as_details(self.curves), "robustness": self.robust}
 
     def show(self, terminal: Terminal) -> None:
-        rows = []
-        for curve in self.curves:
-            now = next(t.answer for t in curve.trials if t.step_seconds == self.step)
-            for t in curve.trials:
-                best = "; ".join(filter(None, (t.mesh, t.layout or "nothing is split", t.options)))
-                best = best.replace("; ", ";").replace(";", "; ")
-                seconds = t.step_seconds
-                nothing = "nothing fits" if t.proven else "unknown"
-                rows.append(
-                    (
-                        curve.factor,
-                        _value(curve.factor, t.value),
-                        nothing if seconds is None else seconds_text(seconds),
-                        "" if seconds is None else times_text(seconds, self.step),
-                        "the same" if t.answer == now else best if t.answer else "",
-                        "yes" if t.proven else "no",
-                    )
-                )
+        rows = [_row(self.plan, curve, t) for curve in self.curves for t in curve.trials]
         columns = ("factor", "is", "best step", "of the plan's", "then the best is", "proven")
         terminal.show("", table("If the conditions were different", columns, rows, (1, 2, 3)))
         terminal.show("", robust_text(self.robust))
+
+
+def _row(plan: Plan, curve: Curve, t: Trial) -> tuple[str, ...]:
+    """A condition, what is best under it, and against the plan; where a search was stopped far from
+    that, what it knows."""
+    from layoutopt.analysis.sensitivity import answer_of
+
+    about = (curve.factor, _value(curve.factor, t.value))
+    if not t.settled:
+        least = seconds_text(t.bound) if t.bound else "unknown"
+        most = None if t.step_seconds is None else seconds_text(t.step_seconds)
+        known = least if most is None else f"{least} to {most}" if t.bound else f"at most {most}"
+        return (*about, known, "", "not settled: it needs more time", "no")
+    if t.step_seconds is None:
+        return (*about, "nothing fits", "", "", "yes")
+    best = "; ".join(filter(None, (t.mesh, t.layout or "nothing is split", t.options)))
+    best = "the same" if t.answer == answer_of(plan) else best.replace("; ", ";").replace(";", "; ")
+    ratio = times_text(t.step_seconds, plan.predicted.step_seconds)
+    return (*about, seconds_text(t.step_seconds), ratio, best, "yes" if t.proven else "no")
 
 
 def robust_text(found: Robustness) -> str:
@@ -93,7 +95,7 @@ def changed_conditions(terminal: Terminal, found: Planned, clock: Clock) -> Chan
         curves = sensitivity(model, plan, found.hardware, found.limit, asked_of(plan), told, clock)
         told("uncertain hardware")
         robust = robustness(model, plan, found.hardware, clock=clock)
-    return Changed(plan.predicted.step_seconds, curves, robust)
+    return Changed(plan, curves, robust)
 
 
 def with_found(plan: Plan, changed: Changed | None, proof: Certificate | None) -> Plan:

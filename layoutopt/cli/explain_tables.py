@@ -58,10 +58,10 @@ def worth_table(title: str, evaluation: Evaluation, memory: bool, answers: list[
                 )
             )
             continue
-        extra = max(value - now, 0)
-        costs = f"{text(extra)} ({share_text(extra, now)})"
+        extra, most = max(value - now, 0), "" if a.proven else "at most "
+        costs = f"{most}{text(extra)} ({share_text(extra, now)})"
         proven = "yes" if a.proven else "no"
-        rows.append((a.condition, text(value), costs, rules_text_of(a.layout), proven))
+        rows.append((a.condition, f"{most}{text(value)}", costs, rules_text_of(a.layout), proven))
     return table(title, columns, rows, (1, 2))
 
 

@@ -211,7 +211,7 @@ class MemoryTimeline(Data):
 
 
 class Trial(Data):
-    """The best found when one factor has this value; no time means that nothing fits."""
+    """The best when one factor has this value; no time: proven that nothing fits, else unknown."""
 
     value: AsGiven
     step_seconds: AsGiven | None = None

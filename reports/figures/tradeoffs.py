@@ -237,7 +237,8 @@ def _panel(sheet: Sheet, ax: Axes, one: Curve, letters: dict[str, str]) -> None:
         before = trial.layout
     for trial in one.trials:
         if trial.step_seconds is None and trial.value > 0:
-            label(ax, trial.value, ax.get_ylim()[0], "nothing fits", "bad", (-6, 14))
+            words, role = ("nothing fits", "bad") if trial.proven else ("unknown", "muted")
+            label(ax, trial.value, ax.get_ylim()[0], words, role, (-6, 14))
 
 
 def find_sensitivity(plan: PlanFile) -> str:
@@ -263,7 +264,8 @@ def tell_sensitivity(plan: PlanFile) -> str:
     for one in plan.details.sensitivity:
         points = []
         for t in one.trials:
-            step = seconds(t.step_seconds) if t.step_seconds is not None else "nothing fits"
+            nothing = "nothing fits" if t.proven else "unknown"
+            step = nothing if t.step_seconds is None else seconds(t.step_seconds)
             layout = f" (layout {letters[t.layout]})" if t.layout else ""
             points.append(f"{factor_value(one.factor, t.value)} {step}{layout}")
         told.append(f"{one.factor}: {', '.join(points)}")

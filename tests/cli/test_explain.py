@@ -282,8 +282,17 @@ def test_what_there_was_no_time_for_is_unknown(
     ] * len(rules)
     assert not found["proof"]["verified"]
     assert found["proof"]["words"] == "no problem was checked: there was no time"
-    points = [p for curve in found["sensitivity"] for p in curve["points"]]
-    assert [p["proven"] for p in points if p["step_seconds"] is None] == [False] * 6
+    points = {
+        c["factor"]: [(p["step_seconds"], p["proven"]) for p in c["points"]] for c in found["sensitivity"]
+    }
+    own = (found["step_seconds"], True)
+    assert points["memory"] == [
+        own,
+        own,
+        (None, False),
+    ]  # what fits in half and is proven for all, for half too
+    assert points["devices"] == [(None, False), own, (None, False)]
+    assert not any(proven for _, proven in points["bandwidth"][::2])
     text = run(*asked).stdout
     assert "there was no time to search with more" in text and "nothing fits" not in text
 

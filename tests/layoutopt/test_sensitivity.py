@@ -10,7 +10,8 @@ import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from layoutopt import search
 from layoutopt.analysis.explain import Asked, forbidden
-from layoutopt.analysis.sensitivity import Curve, as_details, robustness, sensitivity
+from layoutopt.analysis.sensitivity import Curve, Trial, as_details, robustness, sensitivity
+from layoutopt.clock import Clock
 from layoutopt.plan.build import Plan
 from tests.layoutopt.models import EXAMPLES
 
@@ -82,3 +83,31 @@ def test_robustness_counts_machines(model: mtf.Model, plan: Plan, hardware: Hard
     found = robustness(model, plan, hardware, draws=20)
     assert found.draws == 20 and 0 < found.wins <= 20 and found.uncertain > 0
     assert (found.wins == 20) == (found.worst == 0.0)
+
+
+def test_what_one_search_found_and_proved_holds_under_the_conditions_that_it_holds_under(
+    model: mtf.Model, plan: Plan, hardware: Hardware
+) -> None:
+    at_once = Clock(0.0)
+    limit = 3.0 * plan.predicted.peak_memory_bytes
+    found = {c.factor: c for c in sensitivity(model, plan, hardware, limit, ASKED, clock=at_once)}
+    less, own, more = found["memory"].trials
+    assert [t.step_seconds for t in (less, own, more)] == [plan.predicted.step_seconds] * 3
+    assert (less.proven, own.proven, more.proven) == (True, True, False)  # its bound says nothing of more
+    slow, _, fast = found["bandwidth"].trials
+    assert slow.step_seconds and own.step_seconds and fast.step_seconds
+    assert slow.step_seconds > own.step_seconds > fast.step_seconds
+    assert not slow.proven and slow.bound == plan.solver.bound and fast.bound == 0.0
+    assert [t.step_seconds for t in found["devices"].trials] == [None, own.step_seconds, None]
+
+
+def test_a_stopped_search_far_from_its_bound_is_no_result() -> None:
+    far = Trial(2.0, 73.0, False, layout="a:b", bound=1.0)
+    near, nothing = replace(far, step_seconds=1.04), Trial(2.0, None, True)
+    assert not far.settled and near.settled and nothing.settled and not Trial(2.0, None, False).settled
+    (said,) = as_details([Curve("memory", (far, near, nothing))])
+    assert [(p.step_seconds, p.layout, p.proven) for p in said.points] == [
+        (None, "", False),
+        (1.04, "a:b", False),
+        (None, "", True),
+    ]
