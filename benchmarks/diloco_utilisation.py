@@ -51,7 +51,7 @@ MODELS: Mapping[str, Callable[[], mtf.Model]] = {
 def crossing(model: mtf.Model) -> int:
     """Elements that a device sends in a meeting of two replicas: of an all-reduce, as many as there are."""
     options = mtf.Options(diloco=mtf.DiLoCo("sites"))
-    outer = model.replicas(mtf.Mesh("sites:2"), mtf.Layout(), options, check=False).outer
+    (outer,) = model.replicas(mtf.Mesh("sites:2"), mtf.Layout(), options, check=False).outer
     return round(outer.communication_bytes()["sites"] / 4)  # float32
 
 

@@ -30,7 +30,7 @@ from mesh_tf_core.errors import InfeasibleError, UserError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
 from mesh_tf_core.ops.ticks import GPIPE
-from mesh_tf_core.tracing.replicas import DiLoCo
+from mesh_tf_core.tracing.diloco import DiLoCo
 
 __all__ = ["AUTO", "OBJECTIVES", "Progress", "Standing", "search"]
 MOST_LISTED = 1000

@@ -63,30 +63,32 @@ class Evaluation:
         step = self.prices.cost(self.program, self._kernels)
         if self.replicas is None:
             return step
-        share = 1 / self.replicas.period
-        met = (replace(x, times=x.times * share) for x in self.prices.cost(self.replicas.outer).lines)
-        return Cost((*step.lines, *met))
+        share, met = 1 / self.replicas.diloco.period, map(self.prices.cost, self._outer)
+        return Cost((*step.lines, *(replace(x, times=x.times * share) for each in met for x in each.lines)))
+
+    @property
+    def _outer(self) -> tuple[Program, ...]:
+        """What runs once in a period."""
+        return () if self.replicas is None else self.replicas.outer
 
     @cached_property
     def memory(self) -> Memory:
         itemiser = self.prices.itemiser
         step = memory(self.program, itemiser.fuses, self._kernels, itemiser.tiles)
-        return step if self.replicas is None else max(step, self._met(), key=lambda found: found.peak)
+        return max((step, *map(self._met, self._outer)), key=lambda found: found.peak)
 
-    def _met(self) -> Memory:
+    def _met(self, outer: Program) -> Memory:
         """What a device holds while replicas meet: what the step keeps lies there too."""
-        programs, itemiser = self.replicas, self.prices.itemiser
-        assert programs is not None
-        met = replace(programs.outer, variables=self.program.variables)
+        met, itemiser = replace(outer, variables=self.program.variables), self.prices.itemiser
         return memory(met, itemiser.fuses, itemiser.kernels(met), itemiser.tiles)
 
     @property
     def sent(self) -> dict[str, float]:
         """Bytes that a device sends in a step, by mesh axis."""
         found = self.program.communication_bytes()
-        if self.replicas is not None:
-            for axis, sent in self.replicas.outer.communication_bytes().items():
-                found[axis] = found.get(axis, 0.0) + sent / self.replicas.period
+        for met in self._outer:
+            for axis, sent in met.communication_bytes().items():
+                found[axis] = found.get(axis, 0.0) + sent / self.replicas.diloco.period  # type: ignore[union-attr]
         return found
 
     @property

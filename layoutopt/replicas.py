@@ -31,7 +31,7 @@ from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.replicas import check_axis
 from mesh_tf_core.model import Model
-from mesh_tf_core.tracing.replicas import DiLoCo
+from mesh_tf_core.tracing.diloco import DiLoCo
 
 NEVER, FREE = "never", "free"
 LAW_PERIOD = 30
@@ -130,7 +130,10 @@ def ways_of(said: Sequence[str], mesh: Mesh, machine: Hardware) -> Iterator[DiLo
 
 
 def _name(rare: DiLoCo | None) -> str:
-    return SYNCHRONOUS if rare is None else f"{rare.axis}, every {rare.period} steps"
+    if rare is None:
+        return SYNCHRONOUS
+    streams = f", {rare.fragments} fragments" if rare.fragments > 1 else ""
+    return f"{rare.axis}, every {rare.period} steps{streams}"
 
 
 def _searched(

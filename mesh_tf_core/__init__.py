@@ -127,9 +127,9 @@ from mesh_tf_core.optimizers import (
 )
 from mesh_tf_core.tracing.assigning import assign_add, assign_slice, assign_sub
 from mesh_tf_core.tracing.branches import cond, recomputable, while_loop
+from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.gradients import gradients
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.replicas import DiLoCo
 from mesh_tf_core.tracing.reversible import reversible_scan
 from mesh_tf_core.tracing.scan import scan
 

@@ -32,7 +32,7 @@ from layoutopt.space.mesh_shapes import meshes
 from layoutopt.space.recompute import kept_sets
 from layoutopt.space.splits import parse_forbid, parse_rules
 from mesh_tf_core.model import Model
-from mesh_tf_core.tracing.replicas import DiLoCo
+from mesh_tf_core.tracing.diloco import DiLoCo
 
 MOST = 5000
 """Layouts listed for one problem."""

@@ -26,7 +26,7 @@ from mesh_tf_core.errors import InfeasibleError, LimitError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
-from mesh_tf_core.tracing.replicas import DiLoCo
+from mesh_tf_core.tracing.diloco import DiLoCo
 
 FACTORS = tuple(4.0**power for power in range(-4, 5))
 """Of the link's bandwidth, where layouts are only priced anew."""

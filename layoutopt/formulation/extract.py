@@ -35,7 +35,7 @@ from layoutopt.formulation.cuts import MOST_LOWERED, PendingSum, most_cells
 from layoutopt.formulation.host_link import HostLink, Waits
 from layoutopt.formulation.host_memory import host_row
 from layoutopt.formulation.index import Index
-from layoutopt.formulation.meeting import meeting
+from layoutopt.formulation.meeting import meetings
 from layoutopt.formulation.memory_constraints import MemoryConstraints
 from layoutopt.formulation.natural_memory import NaturalMemory
 from layoutopt.formulation.shared import SharedContext
@@ -175,11 +175,9 @@ class Draft:
             self.decided = Decisions((*decided.every, *sums)) if self.context.cut else decided
         self.program = replace(self.context.program(), mesh=mesh)
         self.tabler = self.context.tabler(mesh, pricer)
-        self.meeting = meeting(model, mesh, decided)
-        self.left: list[Cluster] = list(self.context.clusters)
-        if self.meeting is not None:
-            self.left += self.meeting.clusters
-            self._met = frozenset(map(id, self.meeting.clusters))
+        self.meetings = meetings(model, mesh, decided)
+        self._met = {id(cluster): each for each in self.meetings for cluster in each.clusters}
+        self.left = [*self.context.clusters, *(c for each in self.meetings for c in each.clusters)]
         self.tables: list[Table] = []
         self.unsplit: list[str] = []
 
@@ -204,10 +202,9 @@ class Draft:
             self.restrict(decided)
 
     def tabler_of(self, cluster: Cluster) -> Tabler:
-        """What makes the table of a cluster: of the step, or of the meeting beside it."""
-        if self.meeting is None or id(cluster) not in self._met:
-            return self.tabler
-        return self.meeting.tabler(self.mesh, self.pricer)
+        """What makes the table of a cluster: of the step, or of a meeting beside it."""
+        met = self._met.get(id(cluster))
+        return self.tabler if met is None else met.tabler(self.mesh, self.pricer)
 
     def make(self, cluster: Cluster) -> Table:
         """The table of a cluster that has none."""
@@ -235,9 +232,8 @@ class Draft:
     @property
     def fixed_seconds(self) -> float:
         """What a step takes under every layout."""
-        found = self.pricer.fixed_seconds(self.program)
-        met = 0.0 if self.meeting is None else self.pricer.fixed_seconds(self.meeting.program())
-        return found if self.meeting is None else found + met / self.meeting.period
+        met = (self.pricer.fixed_seconds(each.program()) / each.period for each in self.meetings)
+        return sum(met, self.pricer.fixed_seconds(self.program))
 
     def _problem(self, terms: list[Term], groups: tuple[Key, ...]) -> Problem:
         variables = [
@@ -257,7 +253,7 @@ class Draft:
         terms = _time_terms(self.tables, groups, index, self.pricer)
         terms += _message_terms(self.tables, groups, index, self.pricer)
         rows = memory or MemoryConstraints(
-            self.context, decided, names, self.tables, self.tabler, self.meeting
+            self.context, decided, names, self.tables, self.tabler, self.meetings
         )
         problem, waits = self._problem(terms, groups), self._waits(index)
         for each in waits:

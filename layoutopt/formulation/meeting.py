@@ -1,14 +1,14 @@
 """What replicas do when they meet, beside the step of each (`mesh_tf_core.tracing.replicas`).
 
-A step with replicas is the step of one, on the other axes of the mesh, and a 1/H of a meeting. The meeting
-is a graph of its own over the same decisions, so its clusters stand beside those of the step, each 1/H times,
-and what replicas keep to meet is held at every point of the step. A replica's step costs and holds what the
+A step with replicas is the step of one, on the other axes of the mesh, and a 1/H of every meeting. Each is a
+graph of its own over the same decisions, so its clusters stand beside those of the step, each 1/H times, and
+what replicas keep to meet is held at every point of the step. A replica's step costs and holds what the
 step does where nothing is split over the axis (tests/layoutopt/test_search_replicas.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from layoutopt.formulation.lifetimes import Reading
@@ -23,7 +23,8 @@ from mesh_tf_core.lower.replicas import replica_graphs, rules_about
 from mesh_tf_core.lower.storage import narrow_reads
 from mesh_tf_core.model import DEFAULT, NO_STAGES, Model, TrainingStep
 from mesh_tf_core.ops.ticks import GPIPE
-from mesh_tf_core.tracing.replicas import DiLoCo
+from mesh_tf_core.tracing.diloco import DiLoCo
+from mesh_tf_core.tracing.graph import Graph
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,15 @@ class Meeting(SharedContext):
 
     Attributes:
       narrow: see `storage.narrow_reads`; of the step, for a meeting updates what that reads.
-      kept: the variables that only the meeting reads.
+      kept: the variables that neither the step nor a meeting before it reads.
     """
 
-    def __init__(self, step: TrainingStep, stages: Mapping[str, int], count: int, by: DiLoCo) -> None:
-        _, _, graph = replica_graphs(step.graph, step.results, count, by)
+    def __init__(
+        self, step: TrainingStep, stages: Mapping[str, int], by: DiLoCo, graph: Graph, known: Collection[str]
+    ) -> None:
         super().__init__(_Meets(TrainingStep(graph, {}, ())), stages=stages)
         self.period, self.narrow = by.period, narrow_reads(step.graph)
-        self.kept = tuple(name for name in graph.variables if name not in step.graph.variables)
+        self.kept = tuple(name for name in graph.variables if name not in known)
         self.clusters = tuple(replace(c, multiplicity=c.multiplicity / by.period) for c in self.clusters)
 
     def variables(self) -> Iterator[Thing]:
@@ -63,11 +65,19 @@ class Meeting(SharedContext):
             yield Thing(Reading.VARIABLE, cluster, 0, like, 0, 1.0)
 
 
-def meeting(model: Model, mesh: Mesh, decided: Decisions) -> Meeting | None:
-    """The meeting of a problem's replicas, made once for all searches of its graph; None if it has none."""
+def meetings(model: Model, mesh: Mesh, decided: Decisions) -> tuple[Meeting, ...]:
+    """Those of a problem's replicas in a period, made once for all searches of its graph; none without
+    replicas."""
     by = decided.diloco
     if by is None:
-        return None
+        return ()
     stages, count = decided.stages_on(mesh), mesh.size(by.axis)
     step = model.training_step(decided.microbatches, stages, decided.schedule)
-    return step.graph.remembered((Meeting, count, by), lambda: Meeting(step, stages, count, by))
+    return step.graph.remembered((Meeting, count, by), lambda: tuple(_meetings(step, stages, count, by)))
+
+
+def _meetings(step: TrainingStep, stages: Mapping[str, int], count: int, by: DiLoCo) -> Iterator[Meeting]:
+    known = set(step.graph.variables)
+    for graph in replica_graphs(step.graph, step.results, count, by)[2]:
+        yield Meeting(step, stages, by, graph, known)
+        known |= graph.variables.keys()

@@ -36,7 +36,7 @@ class MemoryConstraints:
     Args:
       names: the decisions with a choice, in the order of the problem's variables.
       tables: the priced clusters, over these decisions.
-      meeting: of replicas, beside the step.
+      meetings: of replicas, beside the step.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class MemoryConstraints:
         names: Sequence[str],
         tables: Sequence[Table],
         tabler: Tabler,
-        meeting: Meeting | None = None,
+        meetings: Sequence[Meeting] = (),
     ) -> None:
         self.context, self.dependencies = context, context.dependencies
         self.decided, self.names = decided, tuple(names)
@@ -54,7 +54,7 @@ class MemoryConstraints:
         self.fuses = tabler.pricer.itemiser.fuses
         self._bytes = _Bytes(context, decided, self.names, tables, tabler)
         self.met = Counter[Entry]()
-        if meeting is not None:
+        for meeting in meetings:
             met = _Bytes(meeting, decided, self.names, tables, meeting.tabler(tabler.mesh, tabler.pricer))
             self.met.update(filter(None, map(met.entry, meeting.variables())))
         self._made: dict[frozenset[str], tuple[Row, ...]] = {}

@@ -35,8 +35,8 @@ from layoutopt.space.storage import Storage
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
+from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.replicas import DiLoCo
 
 KINDS: tuple[type[Decision], ...] = (
     Split,

@@ -18,8 +18,8 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.ops.ticks import GPIPE
+from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.replicas import DiLoCo
 
 Choice = tuple[str, ...]
 """An option in words; `()` is the plain one where a kind has one."""

@@ -18,8 +18,8 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.replicas import check_axis
 from mesh_tf_core.lower.storage import read_stage
+from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.replicas import DiLoCo
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from mesh_tf_core.lower.sums import delay_sums
 from mesh_tf_core.lower.uses import compact
 from mesh_tf_core.lower.verify import verify
 from mesh_tf_core.ops.ticks import GPIPE, SCHEDULES
+from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.replicas import DiLoCo
 
 PASSES: tuple[tuple[str, Callable[[Program], Program]], ...] = (
     ("dead", drop_dead),

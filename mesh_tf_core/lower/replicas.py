@@ -1,4 +1,4 @@
-"""The two programs of an axis that synchronises rarely (`tracing.replicas`)."""
+"""The programs of an axis that synchronises rarely (`tracing.replicas`)."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.pipeline import Options, lower, paths
 from mesh_tf_core.lower.storage import Stage, narrow_reads, read_stage
 from mesh_tf_core.lower.verify import ProgramError
+from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.replicas import DiLoCo, inner_step, outer_step
+from mesh_tf_core.tracing.meeting import outer_steps
+from mesh_tf_core.tracing.replicas import inner_step
 
 
 @dataclass(frozen=True)
 class ReplicaPrograms:
-    """The inner program `period` times, and then the outer one.
+    """The inner program, and now and then one in which replicas meet.
 
     Attributes:
-      inner: the training step of every replica; of its variables, those that only the outer program reads are
+      inner: the training step of every replica; of its variables, those that only the outer programs read are
         there too: they lie beside the others all the time.
-      outer: replicas meet, on the variables of the inner one.
+      outer: each fragment of the variables meets (`DiLoCo.meets`), on those of the inner one.
     """
 
     inner: Program
-    outer: Program
-    period: int
+    outer: tuple[Program, ...]
+    diloco: DiLoCo
 
     @property
     def count(self) -> int:
@@ -52,10 +54,10 @@ def check_axis(diloco: DiLoCo, mesh: Mesh) -> int:
 
 def replica_graphs(
     graph: Graph, results: Mapping[str, Tensor], count: int, diloco: DiLoCo
-) -> tuple[Graph, dict[str, Tensor], Graph]:
-    """The inner step with its results, and the outer one, made once of a whole step."""
+) -> tuple[Graph, dict[str, Tensor], tuple[Graph, ...]]:
+    """The inner step with its results, and the outer ones, made once of a whole step."""
     inner, found = graph.remembered(("replicas", count), lambda: inner_step(graph, count, results))
-    outer = graph.remembered(("meeting", count, diloco), lambda: outer_step(graph, inner, diloco))
+    outer = graph.remembered(("meeting", count, diloco), lambda: outer_steps(graph, inner, diloco))
     return inner, found, outer
 
 
@@ -90,12 +92,19 @@ def lower_replicas(
     split = layout.with_rules({REPLICA: (diloco.axis,)})
     alone = lower(inner, mesh, split, found, options, check=check)
     check_alone(alone, diloco.axis)
-    storage = {name: stage for name, stage in options.storage.items() if name in outer.variables}
-    split = rules_about(split, outer)
-    oracle = Oracle(mesh, split, outer.variables, storage, narrow=narrow_reads(inner))
-    met = lower(outer, mesh, split, {}, Options(storage), oracle=oracle, check=check)
-    kept = {**alone.variables, **met.variables}
-    return ReplicaPrograms(replace(alone, variables=kept), met, diloco.period)
+    met = tuple(_met(each, mesh, split, options, narrow_reads(inner), check) for each in outer)
+    kept = {**alone.variables, **{n: v for each in met for n, v in each.variables.items()}}
+    return ReplicaPrograms(replace(alone, variables=kept), met, diloco)
+
+
+def _met(
+    graph: Graph, mesh: Mesh, layout: Layout, options: Options, narrow: Mapping[str, str], check: bool
+) -> Program:
+    """The program of an outer step."""
+    storage = {name: stage for name, stage in options.storage.items() if name in graph.variables}
+    layout = rules_about(layout, graph)
+    oracle = Oracle(mesh, layout, graph.variables, storage, narrow=narrow)
+    return lower(graph, mesh, layout, {}, Options(storage), oracle=oracle, check=check)
 
 
 def check_alone(program: Program, axis: str) -> None:

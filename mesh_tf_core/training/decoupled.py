@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.tracing.replicas import Settings, read_settings
+from mesh_tf_core.tracing.diloco import OUTER, Settings, check_outer, read_settings
 from mesh_tf_core.training.quantised import BITS, WHOLE
 
 _SETTINGS: Settings = {
     "dir": ("directory", Path),
     "replica": ("replica", str),
-    "period": ("period", int),
-    "rate": ("learning_rate", float),
-    "momentum": ("momentum", float),
+    **OUTER,
     "patience": ("patience", float),
     "staleness": ("staleness", int),
     "bits": ("bits", int),
-    "fragments": ("fragments", int),
 }
 
 
@@ -36,9 +32,8 @@ class Decoupled:
       patience: seconds that it waits for the others.
       staleness: rounds that what it did may be old when it posts it.
       bits: of each number that it posts: 32, 8 or 4; what rounding loses is added to what it posts next.
-      fragments: of the variables, that meet in turn, each once in a period, so that `period / fragments`
-        steps lie between two rounds (Douillard et al. 2025, 2501.18512, without its overlap). Each has every
-        so manyth layer of a stack; what is in no stack belongs to one of them.
+      fragments: of the variables (`tracing.diloco.fragments_of`), that meet in turn, each once in a period,
+        so that `period / fragments` steps lie between two rounds.
 
     As text: `dir=/shared/run,replica=1/4,period=30`, and `rate`, `momentum`, `patience`, `staleness`, `bits`,
     `fragments`.
@@ -86,23 +81,10 @@ class Decoupled:
                 f"meet: replica {self.replica}/{self.count} is none: they are 0/{self.count} to "
                 f"{self.count - 1}/{self.count}"
             )
-        if self.fragments < 1 or self.period % self.fragments:
-            raise UserError(
-                f"meet: {self.fragments} fragments do not divide a period of {self.period} steps; choose a "
-                "divisor"
-            )
+        check_outer("meet", self.period, self.learning_rate, self.momentum, self.fragments)
         if self.bits not in BITS:
             raise UserError(f"meet: bits={self.bits}: choose 32, 8 or 4")
-        if self.period < 1:
-            raise UserError(f"meet: the period must be at least one step, found {self.period}")
-        if not (
-            self.patience >= 0
-            and self.staleness >= 0
-            and 0 < self.learning_rate < math.inf
-            and 0 <= self.momentum < 1
-        ):
+        if not (self.patience >= 0 and self.staleness >= 0):
             raise UserError(
-                f"meet: patience {self.patience:g} and staleness {self.staleness} must be at least 0, the "
-                f"learning rate {self.learning_rate:g} positive and finite, the momentum "
-                f"{self.momentum:g} in [0, 1)"
+                f"meet: patience {self.patience:g} and staleness {self.staleness} must be at least 0"
             )

@@ -32,7 +32,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from types import EllipsisType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -42,14 +41,13 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.files import write_file
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.tracing.replicas import MOMENTUM
+from mesh_tf_core.tracing.diloco import Part, fragments_of
+from mesh_tf_core.tracing.meeting import MOMENTUM
 from mesh_tf_core.training.decoupled import Decoupled
 from mesh_tf_core.training.locking import locked
 from mesh_tf_core.training.quantised import WHOLE, quantised, restored
 
 Arrays = dict[str, np.ndarray]
-Part = slice | EllipsisType
-"""Every so manyth layer of a stack, or all of a variable."""
 CODES, SCALES = "codes", "scales"
 """Names, below a variable's own, of what stands for it in few bits."""
 ABOUT = "about"
@@ -94,7 +92,7 @@ class Meetings:
         self.how, self.engine = how, engine
         self._shapes = {v.name: v.shape.sizes for v in _trained(program)}
         self.names = [*self._shapes]
-        self._parts = _fragments(program, how.fragments)
+        self._parts = fragments_of(_trained(program), how.fragments)
         self.round, self._began = -1, Arrays()
         self._lost: list[Arrays] = [{} for _ in self._parts]
         _folder(Path(how.directory))
@@ -291,20 +289,6 @@ class Meetings:
 
 def _trained(program: Program) -> list[Variable]:
     return [s.variable for s in program.variables.values() if s.variable.trainable]
-
-
-def _fragments(program: Program, count: int) -> list[dict[str, Part]]:
-    """For every fragment, its variables and what of them it has."""
-    found: list[dict[str, Part]] = [{} for _ in range(count)]
-    alone = 0
-    for v in _trained(program):
-        if count > 1 and v.stacked and v.shape.sizes[0] >= count:
-            for number, parts in enumerate(found):
-                parts[v.name] = slice(number, None, count)
-        else:
-            found[alone % count][v.name] = ...
-            alone += 1
-    return found
 
 
 class _Own(Iterator[Mapping[str, Any]]):

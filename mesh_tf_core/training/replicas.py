@@ -10,35 +10,36 @@ import numpy as np
 
 from mesh_tf_core.engines import Engine
 from mesh_tf_core.ir.initializers import Variable
-from mesh_tf_core.ir.program import Program
-from mesh_tf_core.tracing.replicas import BEFORE, DiLoCo
+from mesh_tf_core.lower.replicas import ReplicaPrograms
+from mesh_tf_core.tracing.meeting import BEFORE
 
 
 class Replicas:
     """The replicas of one training.
 
     Args:
-      engine: of the inner program; outer: what replicas do when they meet.
+      engine: of the inner program.
+      programs: that, and those in which replicas meet.
 
     Attributes:
       count: of the replicas.
-      engine: of the outer program.
+      meetings: an engine for each fragment's.
       shared: trained variable -> the one that all replicas began from: what is evaluated, and what is kept of
         the training in the end.
     """
 
-    def __init__(self, engine: Engine, outer: Program, diloco: DiLoCo | None) -> None:
-        assert diloco is not None
-        self.diloco, self.count = diloco, outer.mesh.size(diloco.axis)
-        self.engine = engine.beside(outer)
-        slots = [s.variable for s in outer.variables.values()]
+    def __init__(self, engine: Engine, programs: ReplicaPrograms) -> None:
+        self.diloco, self.count = programs.diloco, programs.count
+        self.meetings = tuple(map(engine.beside, programs.outer))
+        slots = [s.variable for s in programs.inner.variables.values()]
         self.shared: Mapping[str, Variable] = {
             v.slot_of: v for v in slots if v.slot_of and v.name == f"{v.slot_of}/{BEFORE}"
         }
 
     def after(self, step: int) -> Callable[[], object]:
         """Begins the meeting that follows this step, if one does; what it gives waits for it."""
-        return self.engine.begin({}) if step % self.diloco.period == 0 else dict
+        fragment = self.diloco.meets(step)
+        return dict if fragment is None else self.meetings[fragment].begin({})
 
     def together(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         """Batches of a step: one for each replica, as they come."""

@@ -97,7 +97,7 @@ class Trainer:
             slices = self.plan.slices
         self.engine: Engine = open_engine(self.program, engine, cluster, slices)
         self.engine.initialize()
-        self._replicas = None if rare is None else Replicas(self.engine, rare.outer, options.diloco)
+        self._replicas = None if rare is None else Replicas(self.engine, rare)
         self.rows = self._own_rows()
         self.step_number = 0
         self.resumed: Mapping[str, Any] = {}

@@ -211,7 +211,7 @@ def test_codes() -> None:
         ("dir=/x,replica=0/2,period=x", "period='x' is no whole number; write period=30"),
         ("dir=/x,replica=0/2,rate=x", "rate='x' is no number; write rate=0.7"),
         ("dir=/x,replica=0/0", "there is at least one replica, found 0/0"),
-        ("dir=/x,replica=0/2,rate=inf", "learning rate inf positive and finite"),
+        ("dir=/x,replica=0/2,rate=inf", "learning rate must be positive and finite, found inf"),
     ],
 )
 def test_errors(text: str, error: str) -> None:

@@ -140,7 +140,7 @@ def test_what_crosses_the_axis_is_one_sum_of_the_variables_in_a_round() -> None:
         assert rare.engine.communication_bytes["sites"] == 0
         assert rare._replicas is not None
         met = rare.step_number % 5 == 0
-        sent.append(rare._replicas.engine.communication_bytes["sites"] if met else 0)
+        sent.append(rare._replicas.meetings[0].communication_bytes["sites"] if met else 0)
     step = model(mtf.Adam(1e-2), 2 * ROWS).training_step()
     whole = mtf.lower(step.graph, mtf.Mesh(MESH), mtf.Layout("batch:sites;f:model"))  # gradients, no results
     engine = LockstepEngine(whole)
@@ -193,7 +193,7 @@ def test_what_is_evaluated_is_what_replicas_have_in_common(options: mtf.Options)
         ("sites:period=0", "", "the period must be at least one step, found 0"),
         ("sites:period=often", "", "period='often' is no whole number; write period=30"),
         ("sites:rate=much", "", "rate='much' is no number; write rate=0.7"),
-        ("sites:rate=0", "", "the outer learning rate must be positive, found 0"),
+        ("sites:rate=0", "", "the outer learning rate must be positive and finite, found 0"),
         ("sites:momentum=1", "", "the outer momentum must be in"),
         ("sites:perod=3", "", "'perod' is unknown; did you mean 'period'"),
         (":period=3", "", "name the axis of the mesh"),
@@ -212,7 +212,7 @@ def test_its_text() -> None:
 
 def example() -> tuple[mtf.Model, Mapping[str, Any]]:
     """For engines: a model, and where and how it trains."""
-    options = mtf.Options({"wi": 3, "wo": 1}, diloco=mtf.DiLoCo("sites", 2))
+    options = mtf.Options({"wi": 3, "wo": 1}, diloco=mtf.DiLoCo("sites", 2, fragments=2))
     return model(mtf.SGD(0.1), dropout=0.2), {
         "mesh": "sites:2;data:2",
         "layout": "batch:data",

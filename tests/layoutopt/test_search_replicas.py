@@ -20,7 +20,7 @@ from layoutopt.space.kind import STORED, Allowed
 from tests.core.test_replicas import model
 
 MESH = mtf.Mesh("sites:2;data:2;model:2")
-RARE = mtf.DiLoCo("sites", 3)
+RARE = mtf.DiLoCo("sites", 4, fragments=2)
 FEW = Allowed({"d": ()}, storage=("layout", "zero3"), recompute=(False,), diloco=RARE)
 ALL = Allowed(storage=STORED, microbatches=(1, 2), diloco=RARE)
 
@@ -69,7 +69,7 @@ def best(evaluator: Evaluator, allowed: Allowed, limit: float) -> Plan:
         storage=allowed.storage,
         recompute=allowed.recompute,
         microbatches=allowed.microbatches,
-        diloco="sites:period=3",
+        diloco=str(RARE),
     )
     assert plan.options.diloco == RARE and plan.data.diloco == str(RARE)
     assert plan.solver.status == "OPTIMAL"

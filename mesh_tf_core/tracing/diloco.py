@@ -1,0 +1,138 @@
+"""How replicas meet that train alone for some steps: what a user says of it, and which part of the variables
+meets when.
+
+Those along an axis of the mesh (`DiLoCo`) and those that are jobs of their own (`training.decoupled`) say the
+same of the outer step in the same words; here these words are read and checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any
+
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.initializers import Variable
+
+Settings = Mapping[str, tuple[str, Callable[[str], Any]]]
+"""Name in a text -> field, and what its value is."""
+OUTER: Settings = {
+    "period": ("period", int),
+    "rate": ("learning_rate", float),
+    "momentum": ("momentum", float),
+    "fragments": ("fragments", int),
+}
+"""What all replicas that meet may say."""
+Part = slice | EllipsisType
+"""Every so manyth layer of a stack, or all of a variable."""
+
+
+def read_settings(what: str, text: str, pairs: str, known: Settings, cls: type) -> dict[str, Any]:
+    """Fields of `cls` as `name=value,...` gives them.
+
+    Args:
+      what, text: as messages call it, and all that was said.
+
+    Raises:
+      UserError: a name that is not known, or no number where one is due.
+    """
+    said: dict[str, Any] = {}
+    for pair in filter(None, map(str.strip, pairs.split(","))):
+        name, _, value = (p.strip() for p in pair.partition("="))
+        if name not in known:
+            raise UserError(f"{what} {text!r}: {name!r} is unknown; {known_names(name, known)}")
+        field, kind = known[name]
+        try:
+            said[field] = kind(value)
+        except ValueError:
+            due = "whole number" if kind is int else "number"
+            usual = getattr(cls, field)
+            raise UserError(
+                f"{what} {text!r}: {name}={value!r} is no {due}; write {name}={usual}, say"
+            ) from None
+    return said
+
+
+def check_outer(what: str, period: int, learning_rate: float, momentum: float, fragments: int) -> None:
+    """UserError, in the name of `what`, unless an outer step can be so."""
+    if period < 1:
+        raise UserError(f"{what}: the period must be at least one step, found {period}")
+    if not 0 < learning_rate < math.inf:
+        raise UserError(
+            f"{what}: the outer learning rate must be positive and finite, found {learning_rate:g}"
+        )
+    if not 0 <= momentum < 1:
+        raise UserError(f"{what}: the outer momentum must be in [0, 1), found {momentum:g}")
+    if fragments < 1 or period % fragments:
+        raise UserError(
+            f"{what}: {fragments} fragments do not divide a period of {period} steps; choose a divisor"
+        )
+
+
+def fragments_of(variables: Iterable[Variable], count: int) -> list[dict[str, Part]]:
+    """For every fragment, its variables and what of them it has: every so manyth layer of a stack; what is in
+    no stack, or in one with fewer layers, belongs to one of them."""
+    found: list[dict[str, Part]] = [{} for _ in range(count)]
+    alone = 0
+    for v in variables:
+        if count > 1 and v.stacked and v.shape.sizes[0] >= count:
+            for number, parts in enumerate(found):
+                parts[v.name] = slice(number, None, count)
+        else:
+            found[alone % count][v.name] = ...
+            alone += 1
+    return found
+
+
+@dataclass(frozen=True)
+class DiLoCo:
+    """How an axis of the mesh synchronises rarely.
+
+    Attributes:
+      axis: of the mesh; each place along it holds a replica.
+      period: inner steps between two outer ones.
+      learning_rate, momentum: of the outer step (section 2: 0.7 and Nesterov's 0.9).
+      fragments: of the variables (`fragments_of`), that meet in turn, each once in a period, so that
+        `period / fragments` steps lie between two meetings (Douillard et al. 2025, 2501.18512).
+
+    As text: `sites`, or `sites:period=100,rate=0.7,momentum=0.9`, each of which may be missing, and
+    `fragments`.
+    """
+
+    axis: str
+    period: int = 30
+    learning_rate: float = 0.7
+    momentum: float = 0.9
+    fragments: int = 1
+
+    def __str__(self) -> str:
+        own = "".join(f",{n}={getattr(self, n):g}" for n in _MORE if getattr(self, n) != getattr(DiLoCo, n))
+        return f"{self.axis}:period={self.period},rate={self.learning_rate:g},momentum={self.momentum:g}{own}"
+
+    @classmethod
+    def parse(cls, text: str) -> DiLoCo:
+        """Its text; UserError if it is none."""
+        axis, _, rest = text.partition(":")
+        given = read_settings("diloco", text, rest, _SETTINGS, cls)
+        if not axis.strip():
+            raise UserError(f"diloco {text!r}: name the axis of the mesh, as sites:period=30")
+        return cls(axis.strip(), **given)
+
+    def __post_init__(self) -> None:
+        check_outer("diloco", self.period, self.learning_rate, self.momentum, self.fragments)
+
+    @property
+    def every(self) -> int:
+        """Steps between two meetings, each of another fragment."""
+        return self.period // self.fragments
+
+    def meets(self, step: int) -> int | None:
+        """The fragment that meets after a step, from 1 on; None if none does."""
+        return (step // self.every - 1) % self.fragments if step % self.every == 0 else None
+
+
+_SETTINGS: Settings = OUTER
+_MORE = ("fragments",)
+"""What a text says only where it is not as it would be anyway."""

@@ -1,0 +1,145 @@
+"""Replicas of which a fragment meets at a time: as trainers of one device each that meet in NumPy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mesh_tf_core as mtf
+from mesh_tf_core.training.trainer import Trainer
+from tests.core.test_replicas import ROWS, D, F, data
+
+LAYERS = mtf.Dim("layers", 4)
+MESH = "sites:2;data:2;model:2"
+STEPS = 14
+NAMES = ("wi", "wo", "shift")
+CASES: list[tuple[str, mtf.Options]] = [
+    ("", mtf.Options()),
+    ("batch:data;f:model", mtf.Options({"wi": 1, "wo": 2, "shift": 1})),
+    ("batch:data;d:model", mtf.Options({"wi": 3, "wo": 3}, frozenset({"layers"}), microbatches=2)),
+]
+WAYS = ["sites:period=6", "sites:period=6,fragments=2"]
+
+
+def model() -> mtf.Model:
+    """Layers, and a variable that is in none."""
+    g = mtf.Graph()
+    batch = mtf.Dim("batch", ROWS)
+    x, y = g.input("x", [batch, D], "float32"), g.input("y", [batch, D], "float32")
+
+    def layer(h: mtf.Tensor) -> mtf.Tensor:
+        wi = g.variable("wi", [D, F], mtf.Normal(0.5), "float64", "float64")
+        wo = g.variable("wo", [F, D], mtf.Normal(0.5), "float64", "float64")
+        return h + mtf.einsum([mtf.tanh(mtf.einsum([h, wi], [batch, F])), wo], [batch, D])
+
+    h = mtf.scan(layer, x.cast("float64"), LAYERS) + g.variable("shift", [D], mtf.Normal(0.5), "float64")
+    return mtf.Model(mtf.reduce_mean(mtf.square(h - y.cast("float64"))), mtf.Adam(3e-2))
+
+
+def trainer(layout: str, options: mtf.Options, diloco: str) -> Trainer:
+    options = replace(options, diloco=mtf.DiLoCo.parse(diloco))
+    return Trainer(model(), MESH, layout, options, engine="lockstep")
+
+
+def fragments(count: int) -> list[dict[str, Any]]:
+    """Every so manyth layer; what is in none belongs to the first."""
+    found = [dict.fromkeys(("wi", "wo"), slice(p, None, count)) for p in range(count)]
+    found[0]["shift"] = slice(None)
+    return found
+
+
+class Alone:
+    """Trainers of one device each, and how they meet."""
+
+    def __init__(self, said: str) -> None:
+        self.how = mtf.DiLoCo.parse(said)
+        self.each = [Trainer(model(), "x:1", engine="lockstep") for _ in range(2)]
+        self.outer = {n: np.array(self.each[0].engine.read(n)) for n in NAMES}
+        self.momentum = {n: np.zeros_like(x) for n, x in self.outer.items()}
+        self.parts = fragments(self.how.fragments)
+
+    def run(self, steps: int) -> list[float]:
+        """Losses."""
+        batches, losses, every = data(), [], self.how.period // self.how.fragments
+        for step in range(1, steps + 1):
+            losses.append(np.mean([r.step(next(batches))["loss"] for r in self.each]))
+            if step % every == 0:
+                self.meet(self.parts[(step // every - 1) % self.how.fragments])
+        return losses
+
+    def meet(self, parts: dict[str, Any]) -> None:
+        for n, part in parts.items():
+            came = np.mean([self.outer[n][part] - r.engine.read(n)[part] for r in self.each], axis=0)
+            self.momentum[n][part] = 0.9 * self.momentum[n][part] + came
+            self.outer[n][part] -= 0.7 * (came + 0.9 * self.momentum[n][part])
+            for r in self.each:
+                now = np.array(r.engine.read(n))
+                now[part] = self.outer[n][part]
+                r.engine.write(n, now)
+
+
+@pytest.fixture(scope="module")
+def apart() -> dict[str, tuple[list[float], Alone]]:
+    found = {}
+    for said in WAYS:
+        alone = Alone(said)
+        found[said] = alone.run(STEPS), alone
+    return found
+
+
+@pytest.mark.parametrize("said", WAYS)
+@pytest.mark.parametrize(("layout", "options"), CASES)
+def test_replicas_meet_as_if_in_numpy(said: str, layout: str, options: mtf.Options, apart: Any) -> None:
+    ours = trainer(layout, options, said)
+    found = [r["loss"] for r in ours.fit(data(), STEPS)]
+    losses, alone = apart[said]
+    np.testing.assert_allclose(found, losses, rtol=1e-9)
+    for name in NAMES:
+        np.testing.assert_allclose(
+            ours.engine.read(f"{name}/outer"), alone.outer[name], rtol=1e-8, atol=1e-12
+        )
+        copies = [r.engine.read(name) for r in alone.each]
+        np.testing.assert_allclose(ours.engine.read(name), copies, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize(("layout", "options"), CASES)
+def test_fragments_send_in_turn_what_all_would_send_at_once(layout: str, options: mtf.Options) -> None:
+    sent = {}
+    for count in (1, 2):
+        ours = trainer(layout, options, f"sites:period=4,fragments={count}")
+        sent[count] = []
+        for step in range(1, 9):
+            ours.fit(data(), step)
+            assert ours.engine.communication_bytes["sites"] == 0
+            assert ours._replicas is not None
+            met = ours._replicas.diloco.meets(step)
+            engines = ours._replicas.meetings
+            sent[count].append(0 if met is None else engines[met].communication_bytes["sites"])
+    whole = sent[1][3]
+    assert sent[1] == [0, 0, 0, whole] * 2
+    one, other = sent[2][1], sent[2][3]
+    assert sent[2] == [0, one, 0, other] * 2 and one + other == whole and 0 < other < one < 0.6 * whole
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        ("sites:period=30,fragments=4", "4 fragments do not divide a period of 30 steps; choose a divisor"),
+        ("sites:period=30,fragments=3", "3 fragments do not divide the 4 layers of 'wi'; choose a divisor"),
+        ("sites:rate=inf", "the outer learning rate must be positive and finite, found inf"),
+    ],
+)
+def test_errors(said: str, error: str) -> None:
+    with pytest.raises(mtf.UserError, match=error):
+        trainer("", mtf.Options(), said)
+
+
+def test_its_text() -> None:
+    said = mtf.DiLoCo("pod", 100, fragments=4)
+    assert (
+        str(said) == "pod:period=100,rate=0.7,momentum=0.9,fragments=4"
+        and mtf.DiLoCo.parse(str(said)) == said
+    )
