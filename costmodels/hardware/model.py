@@ -182,6 +182,12 @@ class Hardware:
         """Whether a step is one program of XLA's, not kernels that a host launches one by one."""
         return self.fuses and self.chip.launch_interval is None
 
+    @property
+    def host_counts(self) -> bool:
+        """Whether the host runs the program and launches its kernels: numbers that only count (of layers, of
+        microbatches, seeds) are then its own, and reach a kernel as arguments."""
+        return self.chip.launch_interval is not None
+
     @cached_property
     def devices_per_chip(self) -> int:
         return int(self.chip.devices.value)

@@ -20,6 +20,9 @@
 (6) On virtual CPU devices XLA gathers along the outermost dimension alone: what is gathered along another is
     written once more, in the order of its dimensions (`benchmarks/cpu_jax.py`, `gathers`).
 (7) What goes between a device and its host is an item: on TPUs all of the tiles that it lies in.
+(8) A host that launches kernels (`Hardware.host_counts`) counts itself: an operation on single whole numbers
+    alone is no item. So PyTorch counts layers and microbatches in Python, and hands a dropout's seed and
+    offset to its kernel as arguments (pytorch/pytorch aten/src/ATen/cuda/CUDAGeneratorImpl.cpp @03e68c4b).
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from costmodels.pricing.items import Called, Computed, Item, Sent, Started, Tran
 from costmodels.pricing.op_by_op import array_functions, is_measured
 from costmodels.pricing.overlap import ACTIVATION, RING, Beside, beside, beside_loops, classes
 from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
@@ -128,6 +132,7 @@ class Itemiser:
       copies: arrays are laid out anew by kernels of their own, rules (2) and (5): so the TPU compiler
         does it, and nobody has looked at others.
       reorders: what is gathered along an inner dimension is laid out anew, rule (6).
+      counted: single whole numbers are the host's, rule (8).
     """
 
     op_by_op: bool
@@ -138,6 +143,7 @@ class Itemiser:
     joins: bool = False
     copies: bool = False
     reorders: bool = False
+    counted: bool = False
 
     @classmethod
     def of(cls, hardware: Hardware) -> Itemiser:
@@ -152,6 +158,7 @@ class Itemiser:
             isinstance(hardware.topology, Cluster) and not hardware.collective_curves,
             hardware.compiled and hardware.tiles and not op_by_op,
             hardware.compiled and isinstance(hardware.topology, SharedMemory) and not op_by_op,
+            hardware.host_counts and not op_by_op,
         )
 
     def kernels(self, program: Program, again: bool = False) -> Fused | None:
@@ -237,7 +244,7 @@ class Itemiser:
         if isinstance(unit, Group | VariableCast):
             return tuple([item for kernel in unit.kernels(local) for item in self._of_kernel(kernel, local)])
         if isinstance(unit, Local):
-            return (self._of_local(unit, find, local),)
+            return () if self._is_counted(unit, local) else (self._of_local(unit, find, local),)
         if isinstance(unit, Stack):
             return (Computed(of_copy(local(unit.value), unit.passes, unit.through), 0.0),)
         if isinstance(unit, Transfer):
@@ -255,6 +262,8 @@ class Itemiser:
 
     def _of_kernel(self, kernel: Kernel, local: Types) -> Iterator[Computed]:
         """Of a kernel. On GPUs what works on statistics alone is part of what reads them."""
+        if all(self._is_counted(instr, local) for instr in kernel.instrs):
+            return
         if not kernel.between or self.tiles:
             flops = sum([of_local(instr, local).flops for instr in kernel.ends])
             yield Computed(of_kernel(kernel, local), flops)
@@ -287,6 +296,13 @@ class Itemiser:
         sent, *more = self.of_collective(unit.instr, sending, types, mesh)
         assert isinstance(sent, Sent)
         return replace(sent, purpose=RING, under=tuple(under), share=unit.share), *more
+
+    def _is_counted(self, instr: Local, local: Types) -> bool:
+        """Rule (8)."""
+        if not self.counted:
+            return False
+        types = [local(i) for i in (*instr.inputs, *instr.outputs)]
+        return all(not t.shape.dims and not is_float(t.dtype) for t in types)
 
     def _of_local(self, instr: Local, find: Find, local: Types) -> Item:
         quantity = of_local(instr, local)

@@ -17,10 +17,11 @@ from costmodels.hardware import ComputeCurve, Curve, Hardware, Number, load_hard
 from costmodels.pricing.explanation import formula
 from costmodels.pricing.pricer import Pricer, price, pricer
 from costmodels.pricing.templates import ItemisedCost, Templates
+from examples.transformer_lm import model as transformer
 from layoutopt.api import search
 from layoutopt.space.decisions import decisions
 from mesh_tf_core.ops.basic import Scale
-from tests.layoutopt.models import EXAMPLES, some_choices
+from tests.layoutopt.models import EXAMPLES, SMALL, some_choices
 from tests.marks import by_day
 
 MESH = mtf.Mesh("data:2;model:2")
@@ -89,6 +90,29 @@ def test_an_itemised_cost_adds_up_to_the_lines(name: str, hardware: str) -> None
         assert items_of(prices, itemised) == shown, where
         assert all(formula(prices, line) for line in cost.lines)
         tried += 1
+
+
+@pytest.mark.parametrize("fuses", [True, False])
+def test_a_host_that_launches_counts_itself(fuses: bool) -> None:
+    """The same kernels as a compiled step has, but for single whole numbers: a pipeline's ticks, the seeds of
+    its dropout, the number of the step."""
+    model = transformer(**{**SMALL, "layers": 4, "dropout": 0.1})
+    program = model.lower(mtf.Mesh("pipe:2"), mtf.Layout("layers:pipe"), mtf.Options(microbatches=2))
+    launched = replace(load_hardware("a100-eager"), fuses=fuses)
+    compiled = replace(load_hardware("a100"), fuses=fuses)
+
+    def items(machine: Hardware) -> Counter[Any]:
+        return Counter((x.name, x.text, x.origin, x.times, x.item) for x in price(program, machine).lines)
+
+    assert items(launched) < items(compiled)
+    left = items(compiled) - items(launched)
+    assert {"add", "scale", "lt", "shift"} <= {name for name, *_ in left}
+    for *_, item in left:
+        assert (item.quantity.elements, item.quantity.dtype) == (1, "int32")
+    prices = pricer(launched, program)
+    assert prices.total(Templates(prices.itemiser).itemised(program)) == pytest.approx(
+        prices.seconds(program)
+    )
 
 
 class Odd(Scale):
