@@ -31,6 +31,7 @@ from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.replicas import check_axis
 from mesh_tf_core.model import Model
+from mesh_tf_core.ops.few_bits import WHOLE
 from mesh_tf_core.tracing.diloco import DiLoCo
 
 NEVER, FREE = "never", "free"
@@ -132,8 +133,10 @@ def ways_of(said: Sequence[str], mesh: Mesh, machine: Hardware) -> Iterator[DiLo
 def _name(rare: DiLoCo | None) -> str:
     if rare is None:
         return SYNCHRONOUS
-    streams = f", {rare.fragments} fragments" if rare.fragments > 1 else ""
-    return f"{rare.axis}, every {rare.period} steps{streams}"
+    said = [f"{rare.axis}, every {rare.period} steps"]
+    said += [f"{rare.fragments} fragments"] if rare.fragments > 1 else []
+    said += [f"{rare.bits} bits"] if rare.bits != WHOLE else []
+    return ", ".join(said)
 
 
 def _searched(

@@ -9,12 +9,13 @@ from mesh_tf_core.errors import LayoutError, UserError, known_names
 from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.layout import AT, Layout, within
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.program import Collective, Program
+from mesh_tf_core.ir.program import AllGather, AllReduce, Collective, Program
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.pipeline import Options, lower, paths
 from mesh_tf_core.lower.storage import Stage, narrow_reads, read_stage
 from mesh_tf_core.lower.verify import ProgramError
+from mesh_tf_core.ops.few_bits import DTYPE, WHOLE
 from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.meeting import outer_steps
@@ -93,6 +94,8 @@ def lower_replicas(
     alone = lower(inner, mesh, split, found, options, check=check)
     check_alone(alone, diloco.axis)
     met = tuple(_met(each, mesh, split, options, narrow_reads(inner), check) for each in outer)
+    for each in met:
+        check_meeting(each, diloco)
     kept = {**alone.variables, **{n: v for each in met for n, v in each.variables.items()}}
     return ReplicaPrograms(replace(alone, variables=kept), met, diloco)
 
@@ -112,6 +115,22 @@ def check_alone(program: Program, axis: str) -> None:
     for instr, _ in program.walk():
         if isinstance(instr, Collective) and axis in instr.axes:
             raise ProgramError(f"{instr.text()} {instr.origin.scope}: replicas along {axis!r} train alone")
+
+
+def check_meeting(program: Program, diloco: DiLoCo) -> None:
+    """ProgramError if something else crosses the axis than a sum of the variables, or, of few bits, codes and
+    their scales."""
+    for instr, _ in program.walk():
+        if not isinstance(instr, Collective) or diloco.axis not in instr.axes:
+            continue
+        dtypes = {program.values[i].dtype for i in instr.inputs}
+        summed = isinstance(instr, AllReduce) and instr.combine == "sum"
+        coded = isinstance(instr, AllGather) and dtypes <= {DTYPE, "float32"}
+        if not (summed if diloco.bits == WHOLE else coded):
+            what = "sums" if diloco.bits == WHOLE else f"codes of {diloco.bits} bits and scales"
+            raise ProgramError(
+                f"{instr.text()} {instr.origin.scope}: {what} alone cross {diloco.axis!r} where replicas meet"
+            )
 
 
 def alone(options: Options, mesh: Mesh) -> Options:

@@ -15,6 +15,7 @@ from typing import Any
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.ops.few_bits import BITS, WHOLE
 
 Settings = Mapping[str, tuple[str, Callable[[str], Any]]]
 """Name in a text -> field, and what its value is."""
@@ -23,6 +24,7 @@ OUTER: Settings = {
     "rate": ("learning_rate", float),
     "momentum": ("momentum", float),
     "fragments": ("fragments", int),
+    "bits": ("bits", int),
 }
 """What all replicas that meet may say."""
 Part = slice | EllipsisType
@@ -55,7 +57,9 @@ def read_settings(what: str, text: str, pairs: str, known: Settings, cls: type) 
     return said
 
 
-def check_outer(what: str, period: int, learning_rate: float, momentum: float, fragments: int) -> None:
+def check_outer(
+    what: str, period: int, learning_rate: float, momentum: float, fragments: int, bits: int
+) -> None:
     """UserError, in the name of `what`, unless an outer step can be so."""
     if period < 1:
         raise UserError(f"{what}: the period must be at least one step, found {period}")
@@ -69,6 +73,8 @@ def check_outer(what: str, period: int, learning_rate: float, momentum: float, f
         raise UserError(
             f"{what}: {fragments} fragments do not divide a period of {period} steps; choose a divisor"
         )
+    if bits not in BITS:
+        raise UserError(f"{what}: bits={bits}: choose 32, 8 or 4")
 
 
 def fragments_of(variables: Iterable[Variable], count: int) -> list[dict[str, Part]]:
@@ -97,8 +103,11 @@ class DiLoCo:
       fragments: of the variables (`fragments_of`), that meet in turn, each once in a period, so that
         `period / fragments` steps lie between two meetings (Douillard et al. 2025, 2501.18512).
 
+      bits: of each number that a replica sends: 32, 8 or 4 (`ops.few_bits`); what rounding loses is added to
+        what it sends next.
+
     As text: `sites`, or `sites:period=100,rate=0.7,momentum=0.9`, each of which may be missing, and
-    `fragments`.
+    `fragments`, `bits`.
     """
 
     axis: str
@@ -106,6 +115,7 @@ class DiLoCo:
     learning_rate: float = 0.7
     momentum: float = 0.9
     fragments: int = 1
+    bits: int = WHOLE
 
     def __str__(self) -> str:
         own = "".join(f",{n}={getattr(self, n):g}" for n in _MORE if getattr(self, n) != getattr(DiLoCo, n))
@@ -121,7 +131,7 @@ class DiLoCo:
         return cls(axis.strip(), **given)
 
     def __post_init__(self) -> None:
-        check_outer("diloco", self.period, self.learning_rate, self.momentum, self.fragments)
+        check_outer("diloco", self.period, self.learning_rate, self.momentum, self.fragments, self.bits)
 
     @property
     def every(self) -> int:
@@ -134,5 +144,5 @@ class DiLoCo:
 
 
 _SETTINGS: Settings = OUTER
-_MORE = ("fragments",)
+_MORE = ("fragments", "bits")
 """What a text says only where it is not as it would be anyway."""

@@ -1,8 +1,11 @@
 """What replicas do when they meet (`tracing.replicas`): a graph for every fragment of the variables, of its
 own beside that of the step.
 
-  came = before - mean over replicas of now
+  came = mean over replicas of (before - now)
   m = mu m + came      before = now = before - rate (came + mu m)
+
+In few bits (`ops.few_bits`) a replica's part of the mean is (before - now + lost), rounded, and what rounding
+loses of it is lost the next time. Codes and scales are gathered, so every replica sees the same mean.
 
 Of a stack, a fragment has every so manyth layer (`diloco.fragments_of`): [layers, ...] is seen as
 [layers / fragments, fragments, ...], and one element of that dimension is read and written in place.
@@ -22,13 +25,17 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Constant
 from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.einsum import broadcast
+from mesh_tf_core.ops.few_bits import WHOLE, coded, packed, unpacked
 from mesh_tf_core.ops.reduce import reduce_mean
-from mesh_tf_core.ops.shape import reshape
+from mesh_tf_core.ops.shape import rename, reshape
 from mesh_tf_core.tracing.diloco import DiLoCo, Part, fragments_of
 from mesh_tf_core.tracing.graph import Graph
 
-BEFORE, MOMENTUM = "outer", "outer_momentum"
-"""Names, below a variable's own, of what all replicas began from and of the outer momentum."""
+BEFORE, MOMENTUM, LOST = "outer", "outer_momentum", "outer_lost"
+"""Names, below a variable's own, of what all replicas began from, of the outer momentum, and of what rounding
+lost of each."""
+SENDER = "sender"
+"""The dimension of replicas where a device has all of them."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,12 @@ def _outer_step(
             before = began.read()
             start = before.cast(wide)
             now = copies.read()
-            came = start - reduce_mean(now.cast(wide), REPLICA)
+            if diloco.bits == WHOLE:
+                came = start - reduce_mean(now.cast(wide), REPLICA)
+            else:
+                left = replace(copies.variable, name=f"{variable.name}/{LOST}", trainable=False)
+                left = replace(left, dtype=wide, initializer=ZEROS, slot_of=variable.name)
+                came = _rounded(start, now, _Taken(new, left, part, stack), diloco.bits)
             momentum = moving.read() * diloco.momentum + came
             after = start - (came + momentum * diloco.momentum) * diloco.learning_rate
             after = after.cast(variable.dtype)
@@ -88,6 +100,17 @@ def _outer_step(
             began.write(after)
             copies.write(broadcast(after, now.shape))
     return new
+
+
+def _rounded(start: Tensor, now: Tensor, lost: _Taken, bits: int) -> Tensor:
+    """How far the replicas came in their mean, as their codes say it."""
+    wide, row = start.dtype, start.shape.dims[-1] if len(start.shape) else None
+    came = broadcast(start, now.shape) - now.cast(wide) + lost.read()
+    codes, scales = coded(came, row, bits)
+    lost.write(came - (codes * scales).cast(wide))
+    sent = rename(packed(codes, row, bits), **{REPLICA: SENDER})
+    all_scales = rename(scales, **{REPLICA: SENDER})
+    return reduce_mean((unpacked(sent, row, bits) * all_scales).cast(wide), SENDER)
 
 
 @dataclass(frozen=True)

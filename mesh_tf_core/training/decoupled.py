@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ops.few_bits import WHOLE
 from mesh_tf_core.tracing.diloco import OUTER, Settings, check_outer, read_settings
-from mesh_tf_core.training.quantised import BITS, WHOLE
 
 _SETTINGS: Settings = {
     "dir": ("directory", Path),
@@ -16,7 +16,6 @@ _SETTINGS: Settings = {
     **OUTER,
     "patience": ("patience", float),
     "staleness": ("staleness", int),
-    "bits": ("bits", int),
 }
 
 
@@ -81,9 +80,7 @@ class Decoupled:
                 f"meet: replica {self.replica}/{self.count} is none: they are 0/{self.count} to "
                 f"{self.count - 1}/{self.count}"
             )
-        check_outer("meet", self.period, self.learning_rate, self.momentum, self.fragments)
-        if self.bits not in BITS:
-            raise UserError(f"meet: bits={self.bits}: choose 32, 8 or 4")
+        check_outer("meet", self.period, self.learning_rate, self.momentum, self.fragments, self.bits)
         if not (self.patience >= 0 and self.staleness >= 0):
             raise UserError(
                 f"meet: patience {self.patience:g} and staleness {self.staleness} must be at least 0"

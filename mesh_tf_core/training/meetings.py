@@ -41,11 +41,11 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.files import write_file
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ops.few_bits import WHOLE, quantised, restored
 from mesh_tf_core.tracing.diloco import Part, fragments_of
 from mesh_tf_core.tracing.meeting import MOMENTUM
 from mesh_tf_core.training.decoupled import Decoupled
 from mesh_tf_core.training.locking import locked
-from mesh_tf_core.training.quantised import WHOLE, quantised, restored
 
 Arrays = dict[str, np.ndarray]
 CODES, SCALES = "codes", "scales"

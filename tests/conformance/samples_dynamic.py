@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 import mesh_tf_core as mtf
+from mesh_tf_core.ops import few_bits
 from mesh_tf_core.ops.ticks import FromTicks, Schedule, ToTicks
 from tests.conformance.helper import Arg, Sample
 
@@ -41,7 +42,21 @@ def _ticks(fill: bool) -> Sample:
     return Sample(name, "dynamic", apply, (Arg("microbatch:4 a:8"),), dense, stops=stops)
 
 
+def _few_bits(bits: int) -> Sample:
+    def apply(g: mtf.Graph, x: mtf.Tensor) -> mtf.Tensor:
+        row = x.shape.dims[-1]
+        codes, scales = few_bits.coded(mtf.stop_gradient(x), row, bits)
+        return (few_bits.unpacked(few_bits.packed(codes, row, bits), row, bits) * scales).cast(x.dtype)
+
+    def dense(x: np.ndarray) -> np.ndarray:
+        return few_bits.restored(*few_bits.quantised(x, bits), x.shape, bits).astype(x.dtype)
+
+    return Sample(f"{bits} bits", "dynamic", apply, (Arg("a:4 b:8"),), dense, stops=(0,))
+
+
 SAMPLES = (
+    _few_bits(4),
+    _few_bits(8),
     _ticks(fill=False),
     _ticks(fill=True),
     Sample(

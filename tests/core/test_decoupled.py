@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
+from mesh_tf_core.ops.few_bits import quantised, restored
 from mesh_tf_core.training.decoupled import Decoupled
 from mesh_tf_core.training.meetings import Meetings, Met, _write, only
-from mesh_tf_core.training.quantised import quantised, restored
 from mesh_tf_core.training.trainer import Trainer
 from tests.core.test_replicas import alone, data, model
 
@@ -136,8 +136,8 @@ def test_nobody_reads_half_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bits", [pytest.param(8, marks=pytest.mark.nightly), 4])
 def test_few_bits_lose_nothing_in_the_long_run(bits: int, tmp_path: Path) -> None:
-    """A post has bits / 8 bytes for each of the 2 x 64 elements and four for each block of 256 of a variable;
-    the errors of all posts but the last add up to nothing."""
+    """A post has bits / 8 bytes for each of the 2 x 64 elements and four for each row of eight or four of a
+    variable; the errors of all posts but the last add up to nothing."""
     one = trainer()
     how = Decoupled(tmp_path, 0, 1, 1, 1.0, 0.0, patience=0.0, bits=bits)
     its, batches = Meetings(how, one.engine, one.program), data()
@@ -147,9 +147,9 @@ def test_few_bits_lose_nothing_in_the_long_run(bits: int, tmp_path: Path) -> Non
         one.step(next(batches))
         moved += before - one.engine.read("wi")
         met = its.meet()
-        assert met.bytes == 2 * (64 * bits // 8 + 4)
-        scale = np.load(its._post(met.round - 1, 0))["wi/scales"][0]
-        assert np.abs(its._lost[0]["wi"]).max() <= scale / 2 * 1.001
+        assert met.bytes == 2 * 64 * bits // 8 + 4 * 2 * (4 + 8)
+        scales = np.load(its._post(met.round - 1, 0))["wi/scales"]
+        assert (np.abs(its._lost[0]["wi"]) <= scales[..., None] / 2 * 1.001).all()
     np.testing.assert_allclose(began - its._began["wi"] + its._lost[0]["wi"], moved, rtol=1e-5, atol=1e-6)
 
 
@@ -183,17 +183,18 @@ def test_fragments_meet_in_turn(tmp_path: Path) -> None:
 
 def test_codes() -> None:
     rng = np.random.default_rng(0)
-    for shape in ((), (3,), (7, 73), (256,), (0, 4)):
+    for shape in ((), (3,), (7, 73), (256,), (0, 4), (2, 3, 1)):
         array = rng.normal(size=shape).astype(np.float32)
+        rows = array.size // (shape[-1] if shape else 1)
         for bits in (8, 4):
             codes, scales = quantised(array, bits)
-            assert codes.size == -(-array.size * bits // 8) and scales.size == -(-array.size // 256)
+            assert codes.nbytes == rows * -(-(shape or (1,))[-1] * bits // 8) and scales.size == rows
             found = restored(codes, scales, array.shape, bits)
-            steps = np.repeat(scales, 256)[: array.size].reshape(shape)
+            steps = scales[..., None]
             assert found.shape == shape and (np.abs(found - array) <= steps * 0.5001).all()
     flat = np.array([0.0, 7.0, -7.0, 3.0], np.float32)
     np.testing.assert_array_equal(restored(*quantised(flat, 4), (4,), 4), flat)
-    assert quantised(flat, 4)[0].tolist() == [7 << 4, 9 | 3 << 4]
+    assert quantised(flat, 4)[0].tolist() == [7 * 16, -7 + 3 * 16]
     assert not restored(*quantised(np.zeros(5), 8), (5,), 8).any()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +10,14 @@ import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
+from mesh_tf_core.ir.instructions import AllReduce
+from mesh_tf_core.lower.replicas import check_meeting
+from mesh_tf_core.lower.verify import ProgramError
+from mesh_tf_core.ops.few_bits import quantised, restored
 from mesh_tf_core.training.trainer import Trainer
-from tests.core.test_replicas import ROWS, D, F, data
+from tests.core.test_replicas import ROWS
 
+D, F = mtf.Dim("d", 8), mtf.Dim("f", 16)
 LAYERS = mtf.Dim("layers", 4)
 MESH = "sites:2;data:2;model:2"
 STEPS = 14
@@ -21,7 +27,12 @@ CASES: list[tuple[str, mtf.Options]] = [
     ("batch:data;f:model", mtf.Options({"wi": 1, "wo": 2, "shift": 1})),
     ("batch:data;d:model", mtf.Options({"wi": 3, "wo": 3}, frozenset({"layers"}), microbatches=2)),
 ]
-WAYS = ["sites:period=6", "sites:period=6,fragments=2"]
+WAYS = [
+    "sites:period=6",
+    "sites:period=6,fragments=2",
+    "sites:period=6,bits=8",
+    "sites:period=6,fragments=2,bits=4",
+]
 
 
 def model() -> mtf.Model:
@@ -37,6 +48,12 @@ def model() -> mtf.Model:
 
     h = mtf.scan(layer, x.cast("float64"), LAYERS) + g.variable("shift", [D], mtf.Normal(0.5), "float64")
     return mtf.Model(mtf.reduce_mean(mtf.square(h - y.cast("float64"))), mtf.Adam(3e-2))
+
+
+def data() -> Iterator[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    while True:
+        yield {name: rng.normal(size=(ROWS, D.size)).astype(np.float32) for name in "xy"}
 
 
 def trainer(layout: str, options: mtf.Options, diloco: str) -> Trainer:
@@ -60,6 +77,7 @@ class Alone:
         self.outer = {n: np.array(self.each[0].engine.read(n)) for n in NAMES}
         self.momentum = {n: np.zeros_like(x) for n, x in self.outer.items()}
         self.parts = fragments(self.how.fragments)
+        self.lost = [{n: np.zeros_like(x) for n, x in self.outer.items()} for _ in self.each]
 
     def run(self, steps: int) -> list[float]:
         """Losses."""
@@ -72,13 +90,25 @@ class Alone:
 
     def meet(self, parts: dict[str, Any]) -> None:
         for n, part in parts.items():
-            came = np.mean([self.outer[n][part] - r.engine.read(n)[part] for r in self.each], axis=0)
+            came = np.mean(
+                [self.sent(r, lost, n, part) for r, lost in zip(self.each, self.lost, strict=True)], axis=0
+            )
             self.momentum[n][part] = 0.9 * self.momentum[n][part] + came
             self.outer[n][part] -= 0.7 * (came + 0.9 * self.momentum[n][part])
             for r in self.each:
                 now = np.array(r.engine.read(n))
                 now[part] = self.outer[n][part]
                 r.engine.write(n, now)
+
+    def sent(self, one: Trainer, lost: dict[str, np.ndarray], name: str, part: Any) -> np.ndarray:
+        """What a replica says of how far it came."""
+        came = self.outer[name][part] - one.engine.read(name)[part]
+        if self.how.bits == 32:
+            return came
+        came = came + lost[name][part]
+        said = restored(*quantised(came, self.how.bits), came.shape, self.how.bits).astype(np.float64)
+        lost[name][part] = came - said
+        return said
 
 
 @pytest.fixture(scope="module")
@@ -124,11 +154,35 @@ def test_fragments_send_in_turn_what_all_would_send_at_once(layout: str, options
     assert sent[2] == [0, one, 0, other] * 2 and one + other == whole and 0 < other < one < 0.6 * whole
 
 
+@pytest.mark.parametrize(("bits", "layout"), [(8, ""), (4, "batch:data;f:model"), (4, "batch:data;d:model")])
+def test_few_bits_send_codes_and_scales(bits: int, layout: str) -> None:
+    """Of two replicas each sends its codes and, of every row of a variable, a scale of four bytes."""
+    options = mtf.Options(diloco=mtf.DiLoCo("sites", bits=bits))
+    met = model().replicas(mtf.Mesh(MESH), mtf.Layout(layout), options).outer[0]
+    ways = {"f": 2 if "f:" in layout else 1, "d": 2 if "d:" in layout else 1}
+    stacks = 2 * 4 * D.size * F.size // (ways["f"] * ways["d"])  # wi and wo
+    codes = (stacks + D.size // ways["d"]) * bits // 8
+    scales = 4 * (4 * D.size // ways["d"] + 4 * F.size // ways["f"] + 1)
+    assert met.communication_bytes()["sites"] == codes + scales
+
+
+def test_a_meeting_that_sends_anything_else_is_a_defect() -> None:
+    made, options = model(), mtf.Options(diloco=mtf.DiLoCo("sites", bits=4))
+    met = made.replicas(mtf.Mesh(MESH), mtf.Layout("f:model"), options).outer[0]
+    with pytest.raises(ProgramError, match="sums alone cross 'sites' where replicas meet"):
+        check_meeting(met, mtf.DiLoCo("sites"))
+    greatest = next(i for i, _ in met.walk() if isinstance(i, AllReduce) and i.axes == ("model",))
+    wrong = tuple(replace(i, axes=("sites",)) if i is greatest else i for i in met.code)
+    with pytest.raises(ProgramError, match="codes of 4 bits and scales alone cross 'sites'"):
+        check_meeting(replace(met, code=wrong), options.diloco)
+
+
 @pytest.mark.parametrize(
     ("said", "error"),
     [
         ("sites:period=30,fragments=4", "4 fragments do not divide a period of 30 steps; choose a divisor"),
         ("sites:period=30,fragments=3", "3 fragments do not divide the 4 layers of 'wi'; choose a divisor"),
+        ("sites:bits=5", "bits=5: choose 32, 8 or 4"),
         ("sites:rate=inf", "the outer learning rate must be positive and finite, found inf"),
     ],
 )
@@ -138,8 +192,6 @@ def test_errors(said: str, error: str) -> None:
 
 
 def test_its_text() -> None:
-    said = mtf.DiLoCo("pod", 100, fragments=4)
-    assert (
-        str(said) == "pod:period=100,rate=0.7,momentum=0.9,fragments=4"
-        and mtf.DiLoCo.parse(str(said)) == said
-    )
+    said = mtf.DiLoCo("pod", 100, fragments=4, bits=8)
+    assert str(said) == "pod:period=100,rate=0.7,momentum=0.9,fragments=4,bits=8"
+    assert mtf.DiLoCo.parse(str(said)) == said
