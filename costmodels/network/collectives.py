@@ -381,10 +381,10 @@ def _shared_memory(topology: SharedMemory, kind: str, size: float, route: Route)
 
 
 def _bytes(size: float) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= factor:
             return f"{size / factor:.3g} {unit}"
-    return f"{size:.3g} B"
+    return f"{size:,.0f} B"
 
 
 def _rate(rate: float) -> str:

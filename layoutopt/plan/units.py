@@ -1,4 +1,4 @@
-"""Numbers and names as people read them: three digits, SI time, binary memory, decimal traffic.
+"""Numbers and names as people read them: three digits, SI time, bytes in powers of 1024 and rates of 1000.
 
 On pages (`seconds`, `memory`, …) a number and its unit stay on one line, and long times are in minutes and
 hours. In the terminal (`seconds_text`, `bytes_text`, …) spaces are plain, and times are in seconds and less.
@@ -14,7 +14,6 @@ SPACE = "\u00a0"
 """Between a number and its unit: the two never part at a line's end."""
 _TIMES = ((1e-9, "ns"), (1e-6, "µs"), (1e-3, "ms"), (1.0, "s"))
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-_DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 TRAILING = re.compile(r"(\.\d*?)0+(?=\D|$)")
 _COUNT = ("", "k", "M", "B", "T")
 
@@ -54,13 +53,8 @@ def seconds(value: float) -> str:
 
 
 def memory(value: float) -> str:
-    """Bytes held, in powers of 1024: 11.2 GiB."""
+    """Bytes held or sent, in powers of 1024: 11.2 GiB."""
     return _scaled(value, 1024.0, _BINARY)
-
-
-def traffic(value: float) -> str:
-    """Bytes sent, in powers of 1000 as link rates are: 1.3 GB."""
-    return _scaled(value, 1000.0, _DECIMAL)
 
 
 def count(value: float) -> str:
@@ -183,9 +177,8 @@ def layout_text(layout: Mapping[str, Sequence[str]]) -> str:
 
 
 def bytes_text(amount: float) -> str:
-    """1536 as '1.50 KiB'."""
-    amount, unit = _in_unit(amount, 1024.0, _BINARY[:5], 1024.0)
-    return f"{amount:.0f} B" if unit == "B" else f"{_three_digits(amount)} {unit}"
+    """1536 as '1.50 KiB': as on pages."""
+    return memory(amount).replace(SPACE, " ")
 
 
 def size_text(amount: float) -> str:

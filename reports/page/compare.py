@@ -18,7 +18,6 @@ from layoutopt.plan.units import (
     seconds,
     shorten,
     signed_percent,
-    traffic,
 )
 from reports.figures.pieces import piece_shares
 from reports.figures.plans import plans_memory, plans_time, tell_plans_memory, tell_plans_time
@@ -90,7 +89,7 @@ def facts(plans: Sequence[PlanFile]) -> Grid:
         _row("Layout", plans, lambda p: layout_text(p.layout).replace(";", "; ") or "replicated"),
         _row("Hardware", plans, lambda p: p.hardware),
         _row("Devices", plans, lambda p: count(p.devices)),
-        _row("Traffic per device", plans, lambda p: traffic(_sent(p)), _sent),
+        _row("Traffic per device", plans, lambda p: memory(_sent(p)), _sent),
         _row(
             "FLOPs per device",
             plans,

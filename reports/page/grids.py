@@ -15,7 +15,6 @@ from layoutopt.plan.units import (
     signed_percent,
     some,
     times,
-    traffic,
 )
 from reports.figures.pieces import piece_shares
 from reports.figures.tradeoffs import factor_value, layout_letters
@@ -47,7 +46,7 @@ def axes(plan: PlanFile) -> Grid:
                 Cell(chips=(Chip(axis, axis_token(axis, plan.mesh)),), sub=lies_on(plan, axis)),
                 Cell(f"{size:,}", value=size),
                 Cell(some(dims_on(plan, axis), 24, 80) or "nothing"),
-                Cell(traffic(alone) if alone else "–", value=alone),
+                Cell(memory(alone) if alone else "–", value=alone),
             ]
         )
     for key, sent in plan.predicted.communication_bytes_per_device.items():
@@ -58,7 +57,7 @@ def axes(plan: PlanFile) -> Grid:
                     Cell(chips=chips(parts, list(plan.mesh))),
                     Cell("–"),
                     Cell("together"),
-                    Cell(traffic(sent), value=sent),
+                    Cell(memory(sent), value=sent),
                 ]
             )
     head = (

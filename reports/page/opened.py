@@ -16,11 +16,10 @@ from layoutopt.plan.units import (
     plural,
     seconds,
     shorten,
-    traffic,
 )
 from reports.figures.tradeoffs import FACTORS, factor_value, layout_letters
 from reports.page.cells import Cell, Column, Control, Grid
-from reports.views.work import Work, collective_name, work
+from reports.views.work import Work, work
 
 LONGEST = 400
 """Characters of a layout."""
@@ -57,8 +56,7 @@ def _opened(w: Work, sources: Mapping[str, str]) -> tuple[str, ...]:
         intensity = f", {digits(w.flops / w.bytes)} FLOP a byte" if w.flops and w.bytes else ""
         found.append(f"{flops(w.flops)} and {memory(w.bytes)} read or written{intensity}")
     found += [
-        f"{collective_name(c.kind)} over {'+'.join(c.axes) or 'no axis'}: {plural(round(c.runs), 'run')} of "
-        f"{seconds(c.seconds / max(c.runs, 1))}"
+        f"{c.name}: {plural(round(c.runs), 'run')} of {seconds(c.seconds / max(c.runs, 1))}"
         for c in w.collectives.values()
     ]
     return tuple(found)
@@ -66,8 +64,7 @@ def _opened(w: Work, sources: Mapping[str, str]) -> tuple[str, ...]:
 
 def _operation(w: Work, longest: float, total: float, sources: Mapping[str, str]) -> list[Cell]:
     said = [
-        f"{collective_name(c.kind)} over {'+'.join(c.axes) or 'no axis'}: {traffic(c.sent)}, "
-        f"{seconds(c.exposed)} exposed of {seconds(c.seconds)}"
+        f"{c.name}: {memory(c.sent)}, {seconds(c.exposed)} exposed of {seconds(c.seconds)}"
         for c in w.collectives.values()
     ]
     runs = f"{count(w.runs)} runs" if w.runs > 1 else ""

@@ -21,6 +21,11 @@ class Collective:
     exposed: float = 0.0
     sent: float = 0.0
 
+    @property
+    def name(self) -> str:
+        """What the field calls it, with where it goes."""
+        return f"{collective_name(self.kind)} over {'+'.join(self.axes) or 'no axis'}"
+
 
 @dataclass
 class Work:

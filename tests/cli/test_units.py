@@ -66,12 +66,12 @@ def test_numbers_are_written_with_three_digits() -> None:
         "5 B",
         "1.50 KiB",
         "15.2 GiB",
-        "3072 TiB",
+        "3.00 PiB",
     ]
     assert [size_text(n) for n in (5, 1536, 1023.5 * 2**20, 10 * 2**30)] == [
         "5 B",
         "1.5 KiB",
-        "1024 MiB",
+        "1 GiB",
         "10 GiB",
     ]
     assert [seconds_text(s) for s in (0, 2e-7, 0.00186, 0.329, 12.345)] == [

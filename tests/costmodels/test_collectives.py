@@ -228,7 +228,7 @@ def test_a_group_over_processes_has_the_curve_of_one() -> None:
     hardware = _dealt_out(2, (2, 1, 1e-4), (2, 2, 9e-4), (4, 2, 2e-3))
     inside, across = _reduced(hardware, "d:2;m:2", "m"), _reduced(hardware, "d:2;m:2", "d")
     assert inside.seconds == pytest.approx(1e-4)
-    assert inside.words == "measured for groups of 2 inside a process, at 1 kB"
+    assert inside.words == "measured for groups of 2 inside a process, at 1,000 B"
     assert across.seconds == pytest.approx(9e-4)
     assert "over 2 processes" in across.words
     assert _reduced(hardware, "d:2;m:2", "d", "m").seconds == pytest.approx(2e-3)
@@ -240,7 +240,8 @@ def test_a_group_over_so_many_processes_as_none_measured_has_the_next_ones_curve
     more = _reduced(hardware, "d:8;m:2", "d")
     assert more.seconds == pytest.approx(5e-3)
     assert (
-        more.words == "measured for groups of 8 over 4 processes, for want of any over 8 processes, at 1 kB"
+        more.words
+        == "measured for groups of 8 over 4 processes, for want of any over 8 processes, at 1,000 B"
     )
     between = _reduced(hardware, "d:3;m:2", "d")  # rather slower than faster
     assert between.seconds == pytest.approx(5e-3 * 3 / 8)
@@ -252,7 +253,7 @@ def test_a_group_over_so_many_processes_as_none_measured_has_the_next_ones_curve
 
 def test_a_profile_of_one_process_asks_nothing_about_processes() -> None:
     hardware = dataclasses.replace(_dealt_out(2, (2, 1, 1e-4)), topology=load_hardware("cpu-local").topology)
-    assert _reduced(hardware, "d:2;m:2", "d").words == "measured for groups of 2, at 1 kB"
+    assert _reduced(hardware, "d:2;m:2", "d").words == "measured for groups of 2, at 1,000 B"
 
 
 def test_a_reduce_scatter_without_a_curve_costs_at_most_the_measured_all_reduce() -> None:
