@@ -167,14 +167,13 @@ class Given:
 
 
 def _stages(storage: Sequence[str], graph: Graph) -> dict[str, int | Stage]:
-    """The stage of each variable that `--storage` names."""
+    """The stage of each variable that `--storage` names; for all where it names none."""
     from mesh_tf_core.errors import UserError, known_names
     from mesh_tf_core.lower.storage import read_stage
 
     trained = {name: v for name, v in graph.variables.items() if v.trainable and len(v.shape)}
     stages: dict[str, int | Stage] = {}
-    for text in storage:
-        variable, _, stage = text.rpartition("=")
+    for variable, (text, stage) in _said("--storage", storage).items():
         if variable and variable not in trained:
             raise UserError(f"--storage {text}: no variable {variable!r}; {known_names(variable, trained)}")
         for name in [variable] if variable else trained:
@@ -188,9 +187,28 @@ def _forms(context: Sequence[str], graph: Graph) -> dict[str, str]:
     from mesh_tf_core.lower.nodes import crossed
 
     forms: dict[str, str] = {}
-    for text in context:
-        dim, _, form = text.rpartition("=")
+    for dim, (text, form) in _said("--context", context).items():
         if not dim and not crossed(graph):
             raise UserError(f"--context {text}: the model has no fused attention; leave it out")
         forms.update(dict.fromkeys([dim] if dim else crossed(graph), form))
     return forms
+
+
+def _said(option: str, texts: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """What an option that may be given again says, by what it is about: its text and its value.
+
+    First what is about everything (''), which names count more than, in whatever order they are given.
+
+    Raises:
+      UserError: two values for the same.
+    """
+    from mesh_tf_core.errors import UserError
+
+    found: dict[str, tuple[str, str]] = {}
+    for text in texts:
+        about, _, value = text.rpartition("=")
+        before = found.setdefault(about, (text, value))
+        if before[1] != value:
+            which = f"are both about {about!r}" if about else "are both about everything that none names"
+            raise UserError(f"{option} {before[0]} and {option} {text} {which}; leave one of them out")
+    return dict(sorted(found.items(), key=lambda item: item[0] != ""))

@@ -64,6 +64,9 @@ class Options:
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise UserError(f"schedule {self.schedule!r}: {known_names(self.schedule, SCHEDULES)}")
+        if len(dict(self.context)) < len(self.context):
+            said = ", ".join(f"{name}={form}" for name, form in sorted(self.context))
+            raise UserError(f"context: more than one form for the same keys: {said}; name one")
         if any(":" in text for text in self.recompute):
             object.__setattr__(self, "recompute", written(self.recompute))
 

@@ -28,6 +28,15 @@ def test_by_hand(run: Callable[..., Result]) -> None:
         (("ring", "--layout", "length:seq"), "needs length and memory_length split over the same axes"),
         (("rnig",), "did you mean 'ring'"),
         (("length=ring",), "no fused attention has keys along 'length'; found 'memory_length'"),
+        (("ring", "--context", "zigzag"), "--context ring and --context zigzag are both about everything"),
+        (
+            ("memory_length=ring", "--context", "memory_length=zigzag"),
+            "--context memory_length=ring and --context memory_length=zigzag are both about 'memory_length'",
+        ),
+        (
+            ("ring", "--storage", "zero1", "--storage", "zero3"),
+            "--storage zero1 and --storage zero3 are both about everything that none names; leave one",
+        ),
         (("ring", "--set", "attention=plain"), "the model has no fused attention"),
         (("all_to_all", "--set", "heads=1", "--set", "batch=1"), "needs heads that 2 devices divide"),
         (("ring", "--set", "dropout=0.1"), "cannot have dropout of its weights"),
@@ -37,6 +46,15 @@ def test_what_is_refused(words: tuple[str, ...], said: str, run: Callable[..., R
     layout = SPLIT if "--layout" not in words else SPLIT[:2]
     done = run("cost", LM, *SETS, *layout, "--hardware", "tpu-v3", "--context", *words)
     assert done.exit_code == 2 and said in done.stderr
+
+
+def test_names_count_more_than_everything_in_any_order(run: Callable[..., Result]) -> None:
+    texts = [
+        run("lower", LM, *SETS, *SPLIT, "--context", first, "--context", second).stdout
+        for first, second in (("ring", "memory_length=zigzag"), ("memory_length=zigzag", "ring"))
+    ]
+    alone = run("lower", LM, *SETS, *SPLIT, "--context", "zigzag").stdout
+    assert texts == [alone, alone]
 
 
 def test_a_search_picks(result: Callable[..., dict[str, Any]]) -> None:

@@ -97,3 +97,10 @@ def test_turns_are_a_loop(form: str, window: int) -> None:
     alone = LockstepEngine(round_of("", 1, window)[0]).step(batch)
     for name, found in LockstepEngine(program).step(batch).items():
         np.testing.assert_allclose(found, alone[name], rtol=1e-4, atol=1e-5)
+
+
+def test_keys_have_one_form() -> None:
+    with pytest.raises(
+        mtf.UserError, match="more than one form for the same keys: m=ring, m=zigzag; name one"
+    ):
+        mtf.Options(context=frozenset({("m", "zigzag"), ("m", "ring")}))
