@@ -1,5 +1,5 @@
-"""Tables that stay readable on narrow terminals: no word is broken, and where there is no room for that,
-every row is a block of names and values."""
+"""Tables that stay readable on narrow terminals: no word is broken. Where there is no room for that, what a
+row is about stands on a line of its own over its cells; else every row is a block of names and values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Sheet(Table):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         widths = self._widths(options.max_width)
         if widths is None:
-            yield from self._blocks()
+            yield from self._rows_below(options.max_width) or self._blocks()
             return
         for column, width in zip(self.columns, widths, strict=True):
             column.width = width
@@ -56,6 +56,26 @@ class Sheet(Table):
     def _parts(column: Column, text: str, row: int) -> list[str]:
         """What of a cell stays on one line: its words, a number with its unit."""
         return [text] if row and column.justify == "right" else text.split()
+
+    def _rows_below(self, room: int) -> list[RenderableType]:
+        """What each row is about, and its other cells in columns below; nothing where that has no room."""
+        _, *texts = self._texts()
+        wide = [max(map(cell_len, column)) for column in texts]
+        if INDENT + sum(wide) + GAP * (len(wide) - 1) > room:
+            return []
+
+        def line(n: int) -> str:
+            cells = [
+                text[n].rjust(width) if column.justify == "right" else text[n].ljust(width)
+                for column, text, width in zip(self.columns[1:], texts, wide, strict=True)
+            ]
+            return " " * INDENT + (" " * GAP).join(cells).rstrip()
+
+        said: list[RenderableType] = [Text.assemble(self.title)] if self.title else []
+        said.append(Text(line(0), style="bold"))
+        for n, (row, name) in enumerate(zip(self.rows, self._texts()[0][1:], strict=True), start=1):
+            said += [Text(name, style="bold" if row.style else ""), Text(line(n))]
+        return said
 
     def _blocks(self) -> Iterator[RenderableType]:
         """Each row under what its first column says."""

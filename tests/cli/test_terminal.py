@@ -248,6 +248,19 @@ def test_a_table_without_room_is_a_block_for_each_row() -> None:
     ]
 
 
+def test_where_its_first_column_leaves_no_room_rows_stand_below_it() -> None:
+    rows = [["feed_forward_norm/normalizegrad", "forward", "4", "140 µs"], ["step", "", "21", "1.56 ms"]]
+    made = table("Per operation", ["operation", "phase", "runs", "time"], rows, (2, 3), total=True)
+    assert drawn(made, 40) == [
+        "Per operation",
+        "  phase    runs     time",
+        "feed_forward_norm/normalizegrad",
+        "  forward     4   140 µs",
+        "step",
+        "             21  1.56 ms",
+    ]
+
+
 def test_a_long_layout_breaks_between_its_rules() -> None:
     lines = drawn(facts([("layout", SPLITS.replace("; ", ";")), ("step", "6 ms")]), 40)
     assert [line.split() for line in lines] == [
