@@ -87,7 +87,8 @@ def cost(
     opened = opened_lines(found.cost, found.prices) if lines else []
     reason = found.reason(limit)
     doubts = lint(loaded.model, found, machine, given.options)
-    notes = [*loaded.model.notes(given.options), *found.notes]
+    said = {doubt.message for doubt in doubts}
+    notes = [n for n in (*loaded.model.notes(given.options), *found.notes) if n not in said]
     more: dict[str, Any] = {"notes": notes} if notes else {}
     if lines:
         more["lines"] = opened

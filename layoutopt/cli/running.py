@@ -28,8 +28,12 @@ if TYPE_CHECKING:
     from mesh_tf_core.training import Trainer
 
 COMPILING = "compiling the step"
-OTHERS = {"jax": " of JAX", "lockstep": " of NumPy"}
-"""What is said of engines other than the default."""
+STARTING = {
+    "local": "loading TensorFlow and starting {} devices",
+    "jax": "loading JAX and starting {} devices",
+    "lockstep": "starting {} devices of NumPy",
+}
+"""What takes a while before an engine runs."""
 
 
 @dataclass
@@ -72,12 +76,12 @@ class Session:
         say = terminal.say if not running(kind, cluster) else lambda _: None
         if cluster is not None:
             cluster.devices_of(count)  # refused before anything takes time
-            say(f"starting {count} devices in {cluster.processes} processes")
+            say(f"{STARTING[kind].format(count)} in {cluster.processes} processes")
             _keep_compiled()
             with hushed():
                 cluster.start(count)
             return
-        say(f"starting {count} devices{OTHERS.get(kind, '')}")
+        say(STARTING[kind].format(count))
         with signals.nothing_to_keep(lambda: terminal.say("stopped before anything ran")), hushed():
             if kind == "jax":
                 _keep_compiled()

@@ -49,7 +49,7 @@ def test_people_see_measured_beside_predicted(run: Callable[..., Result]) -> Non
     assert "measured, the median of 2" in done.stdout
     assert "for cpu-local" in done.stdout
     assert "(as predicted)" in done.stdout
-    assert "starting 4 devices" in done.stderr
+    assert "loading TensorFlow and starting 4 devices" in done.stderr
 
 
 def test_a_model_without_data_runs_on_zeros(run: Callable[..., Result], tmp_path: Path) -> None:
