@@ -24,7 +24,9 @@ def after_search(plan: Plan, out: Path, loaded: Loaded, settings: Sequence[str],
     """What a plan that was written to `out` is good for here."""
     if why := elsewhere(plan, machine):
         named = _model(plan)
-        too = "report takes it too, export with the same --model" if named else "report and export take it too"
+        too = (
+            "report takes it too, export with the same --model" if named else "report and export take it too"
+        )
         return f"next: layoutopt explain {_word(out)}{named}; {too} ({why})"
     sets = "".join(f" --set {shlex.quote(each)}" for each in settings)
     what, more = ("train", " --steps 100") if loaded.function("data") else ("measure", "")

@@ -18,23 +18,27 @@ from layoutopt.plan.units import (
     seconds,
     shorten,
     signed_percent,
+    some,
+    throughput_text,
 )
 from reports.figures.pieces import piece_shares
 from reports.figures.plans import plans_memory, plans_time, tell_plans_memory, tell_plans_time
 from reports.page.answers import fit, proof, sureness
 from reports.page.cells import Block, Cell, Column, Grid, chips
-from reports.plan import one_model
+from reports.plan import one_model, words
 from reports.svg import figure_svg
 from reports.views.dims import DimensionRow, dimension_rows
 from reports.views.variables import grouped, shape_text, split_text
 
 LONGEST = 400
+SHOWN = 3
+"""Hyperparameters in a sentence."""
 
 
 def verdict(plans: Sequence[PlanFile]) -> str:
-    """Which plan is fastest, and by how much; plans of different models are not compared."""
+    """Which plan is fastest, and by how much; of plans whose steps differ, what differs."""
     if not one_model(plans):
-        return "These plans are for different models, or sizes of one: their step times do not compare."
+        return _unlike(plans)
     usable = [(p.predicted.step_seconds, i) for i, p in enumerate(plans) if p.fits is not False]
     if not usable:
         return "None of these plans fits in memory."
@@ -47,6 +51,33 @@ def verdict(plans: Sequence[PlanFile]) -> str:
             return f"Plans {letter(first)} and {letter(second)} are equally fast: {seconds(best)} per step."
         return f"{text}; plan {letter(second)} takes {signed_percent(time / best - 1).lstrip('+')} longer."
     return f"{text}."
+
+
+def _unlike(plans: Sequence[PlanFile]) -> str:
+    """What makes steps of plans differ; of one model with other batches or the like, which learns fastest."""
+    names, sizes = {p.model.name for p in plans}, {p.model.parameters for p in plans}
+    said = _different(plans)
+    if len(names) > 1 or not said:
+        return "These plans are for different models: their step times do not compare."
+    text = f"These plans differ in {some(said, SHOWN, 80)}: their step times do not compare."
+    rates = [(p.predicted.tokens_per_second, i) for i, p in enumerate(plans) if p.fits is not False]
+    known = [(rate, i) for rate, i in rates if rate]
+    if len(sizes) > 1 or len(known) < len(rates) or len(known) < 2:
+        return text
+    rate, best = max(known)
+    most = throughput_text(rate, "tokens")
+    return f"{text} Plan {letter(best)} takes the most tokens of those that fit: {most}."
+
+
+def _different(plans: Sequence[PlanFile]) -> list[str]:
+    """Hyperparameters that are not the same in all plans: 'batch (A 16, B 32)'."""
+    known = dict.fromkeys(name for p in plans for name in p.model.hparams)
+    values = {name: [words(p.model.hparams.get(name, "–")) for p in plans] for name in known}
+    return [
+        f"{name} ({', '.join(f'{letter(i)} {value}' for i, value in enumerate(each))})"
+        for name, each in values.items()
+        if len(set(each)) > 1
+    ]
 
 
 def facts(plans: Sequence[PlanFile]) -> Grid:

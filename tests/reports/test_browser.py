@@ -147,10 +147,14 @@ def test_sliders_say_what_was_searched(page: str, tmp_path: Path) -> None:
     assert after.replace("\u00a0", " ").startswith("0.25×: 634 ms a step (+54 %), best by a: batch:data; ")
 
 
-@pytest.mark.parametrize("make", [sample.full_plan, sample.plain_plan])
-def test_a_plan_prints_on_few_sheets(tmp_path: Path, make: Any) -> None:
+@pytest.mark.parametrize(
+    "plans",
+    [[sample.full_plan()], [sample.plain_plan()], sample.five_plans()],
+    ids=["full", "plain", "five"],
+)
+def test_plans_print_on_few_sheets(tmp_path: Path, plans: list[Any]) -> None:
     out = tmp_path / "page.pdf"
-    html = reports.report_html([make()], written="")
+    html = reports.report_html(plans, written="")
     chromium(tmp_path, html, f"--print-to-pdf={out}", "--no-pdf-header-footer")
     sheets = len(re.findall(rb"/Type\s*/Page\b", out.read_bytes()))
     assert 0 < sheets <= MOST_SHEETS

@@ -301,7 +301,20 @@ def test_different_models_do_not_compare() -> None:
     plans = [sample.full_plan(), sample.full_plan()]
     plans[1]["model"]["fingerprint"] = "other"
     said = hero(reports.report_html(plans))
-    assert "These plans are for different models" in said and "fastest" not in said
+    assert "These plans are for different models: their" in said and "fastest" not in said
+
+
+def test_one_model_with_other_hyperparameters_says_which() -> None:
+    plans = [sample.full_plan(), sample.full_plan()]
+    plans[1]["model"] |= {"fingerprint": "other", "hparams": {**plans[1]["model"]["hparams"], "batch": 1024}}
+    was = plans[0]["model"]["hparams"]["batch"]
+    said = f"These plans differ in batch (A {was}, B 1024): their step times do not compare."
+    assert said in hero(reports.report_html(plans))
+    for plan, rate in zip(plans, (1000.0, 1500.0), strict=True):
+        plan["predicted"]["tokens_per_second"] = rate
+    assert f"{said} Plan B takes the most tokens of those that fit: 1,500 tokens/s." in hero(
+        reports.report_html(plans)
+    )
 
 
 def test_validation_is_added_where_it_is_missing() -> None:
