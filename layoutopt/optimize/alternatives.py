@@ -10,7 +10,7 @@ from layoutopt.evaluator import Evaluation
 from layoutopt.optimize.baselines import Baselines, Pinned, axis_names, by_name
 from layoutopt.optimize.heuristics import HEURISTICS
 from layoutopt.optimize.request import EXACT, Request
-from layoutopt.optimize.restricted import Answer, BestPlans
+from layoutopt.optimize.restricted import FAR, Answer, BestPlans
 from layoutopt.optimize.subproblem import Found
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.build import axes_of, decided
@@ -95,7 +95,8 @@ class Alternatives:
             why = "too large with every storage, recomputation and number of microbatches that was allowed"
             notes.append(f"{why}: {', '.join(self.over)}")
         if self.far:
-            notes.append(f"too slow to look for plans that fit: {', '.join(self.far)}")
+            why = f"none that fits was looked for, as all take {FAR:g} times the answer's step at least"
+            notes.append(f"{why}: {', '.join(self.far)}")
         return notes + self._elsewhere() + self._gathers()
 
     def _gathers(self) -> list[str]:

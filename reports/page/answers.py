@@ -149,7 +149,8 @@ def _known(known: Known) -> Answer:
 
 
 def _validated(plan: PlanFile, checked: Validation, error: float) -> Answer:
-    parts = [f"mean error over {plural(len(checked.timed), 'measured layout')}"]
+    worst = max(abs(r.predicted_seconds / r.measured_seconds - 1) for r in checked.timed)
+    parts = [f"mean error over {plural(len(checked.timed), 'measured layout')}, {percent(worst)} at most"]
     if checked.regret is not None:
         parts.append(
             "its first choice was the fastest"
@@ -171,8 +172,13 @@ def fit_words(found: Calibration) -> str:
     fitted, unseen = typical_of(found, held_out=False), typical_of(found, held_out=True)
     words = f"fitted to {plural(sum(not s.held_out for s in found.samples), found.of)}"
     if unseen is not None:
-        return f"{words}; typically {percent(unseen)} off on operations that the fit had not seen"
-    return f"{words}, typically {percent(fitted)} off" if fitted is not None else words
+        return f"{words}; {_off(found, unseen, held_out=True)}, on operations that the fit had not seen"
+    return f"{words}, {_off(found, fitted, held_out=False)}" if fitted is not None else words
+
+
+def _off(found: Calibration, middle: float, held_out: bool) -> str:
+    worst = max(abs(s.residual) for s in found.samples if s.held_out == held_out)
+    return f"typically {percent(middle)} off, {percent(worst)} at most"
 
 
 def robust_words(found: Robustness) -> str:
