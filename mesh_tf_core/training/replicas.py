@@ -4,11 +4,14 @@ they meet."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from mesh_tf_core.engines import Engine
+from mesh_tf_core.ir.blocks import REPLICA
+from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.lower.replicas import ReplicaPrograms
 from mesh_tf_core.tracing.meeting import BEFORE
@@ -18,11 +21,10 @@ class Replicas:
     """The replicas of one training.
 
     Args:
-      engine: of the inner program.
-      programs: that, and those in which replicas meet.
+      programs: the inner one, which the engine runs, and those in which replicas meet.
 
     Attributes:
-      count: of the replicas.
+      engine: of the inner program; count: of the replicas.
       meetings: an engine for each fragment's.
       shared: trained variable -> the one that all replicas began from: what is evaluated, and what is kept of
         the training in the end.
@@ -30,6 +32,7 @@ class Replicas:
 
     def __init__(self, engine: Engine, programs: ReplicaPrograms) -> None:
         self.diloco, self.count = programs.diloco, programs.count
+        self.engine = engine
         self.meetings = tuple(map(engine.beside, programs.outer))
         slots = [s.variable for s in programs.inner.variables.values()]
         self.shared: Mapping[str, Variable] = {
@@ -45,9 +48,28 @@ class Replicas:
         """Batches of a step: one for each replica, as they come."""
         return _Together(batches, self.count)
 
+    def one(self, variable: Variable) -> Variable:
+        """A variable of the inner program as the model has it: that of one replica."""
+        if not _spread(variable):
+            return variable
+        return replace(variable, shape=Shape(variable.shape.dims[1:]), stacked=variable.stacked - 1)
+
+    def write(self, name: str, array: Any) -> None:
+        """Sets a variable of the model in every replica, and what they begin from."""
+        held = self.engine.program.variables[name].variable
+        array = np.asarray(array)
+        self.engine.write(name, np.broadcast_to(array, held.shape.sizes) if _spread(held) else array)
+        if name in self.shared:
+            self.engine.write(self.shared[name].name, array)
+
     def mean(self, results: Mapping[str, Any]) -> dict[str, Any]:
         """A step's results, [replica, their dims], over the replicas."""
         return {name: np.asarray(x).mean(0) for name, x in results.items()}
+
+
+def _spread(variable: Variable) -> bool:
+    """Whether every replica has its own."""
+    return variable.shape.dims[:1] != () and variable.shape.dims[0].name == REPLICA
 
 
 class _Together(Iterator[Mapping[str, Any]]):

@@ -98,7 +98,8 @@ class Trainer:
         self.engine: Engine = open_engine(self.program, engine, cluster, slices)
         self.engine.initialize()
         self._replicas = None if rare is None else Replicas(self.engine, rare)
-        self.rows = self._own_rows()
+        whole = cluster is None or model.batch_dim is None or self._replicas is not None
+        self.rows = None if whole else rows_of(self.program, str(model.batch_dim), self.engine.ranks)
         self.step_number = 0
         self.resumed: Mapping[str, Any] = {}
         self.position: Any = None
@@ -369,7 +370,8 @@ class Trainer:
     def load(
         self, weights: Weights, names: Mapping[str, str | Source] | None = None, new: str = ""
     ) -> Loaded:
-        """Sets variables to weights from elsewhere, and says which; see `weights`.
+        """Sets variables to weights from elsewhere, and says which; see `weights`. Replicas that meet rarely
+        all begin from them.
 
         Args:
           weights: arrays by name, a .npz or .safetensors file, several, or a directory of them or of
@@ -382,10 +384,12 @@ class Trainer:
         Raises:
           UserError: variables without weights, or weights of other shapes: all are named, nothing is set.
         """
-        variables = (stored.variable for stored in self.program.variables.values())
+        held, replicas = (stored.variable for stored in self.program.variables.values()), self._replicas
+        variables = held if replicas is None else map(replicas.one, held)
         made, loaded = read_weights(variables, weights, names or {}, new)
+        write = self.engine.write if replicas is None else replicas.write
         for name, array in made:
-            self.engine.write(name, array)
+            write(name, array)
         return loaded
 
     def save_weights(self, path: str | Path, ema: bool = False) -> None:
@@ -393,8 +397,3 @@ class Trainer:
         running means (`Optimizer.ema`) under the names of those that are trained."""
         means = self._means("save_weights", ema)
         write_trained(path, self.program, means, self.engine)
-
-    def _own_rows(self) -> Any:
-        if self.cluster is None or self.model.batch_dim is None or self._replicas is not None:
-            return None
-        return rows_of(self.program, self.model.batch_dim, self.engine.ranks)

@@ -185,6 +185,26 @@ def test_what_is_evaluated_is_what_replicas_have_in_common(options: mtf.Options)
     assert found == pytest.approx(wanted, rel=1e-12)
 
 
+@pytest.mark.parametrize("layout", ["", "batch:data;f:model"])
+def test_replicas_begin_from_weights(layout: str, tmp_path: Any) -> None:
+    """Of a synchronous training, as the paper does (section 3): in each replica, and where the first meeting
+    starts."""
+    before = Trainer(model(mtf.SGD(0.1)), "x:1", engine="lockstep")
+    before.fit(data(), 2)
+    before.save_weights(tmp_path / "before.npz")
+    rare = trainer(model(mtf.SGD(0.1)), layout, mtf.Options({"wi": 2}), "sites:period=1")
+    loaded = rare.load(tmp_path / "before.npz")
+    assert set(loaded.variables) == {"wi", "wo"} and not loaded.unused
+    for name in ("wi", "wo"):
+        want = before.engine.read(name)
+        np.testing.assert_array_equal(rare.engine.read(f"{name}/outer"), want)
+        np.testing.assert_array_equal(rare.engine.read(name), [want, want])
+    rare.save_weights(tmp_path / "after.npz")
+    again = Trainer(model(mtf.SGD(0.1)), "x:1", engine="lockstep")
+    again.load(tmp_path / "after.npz")
+    np.testing.assert_array_equal(again.engine.read("wi"), before.engine.read("wi"))
+
+
 @pytest.mark.parametrize(
     ("said", "layout", "error"),
     [
