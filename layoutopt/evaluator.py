@@ -69,7 +69,7 @@ class Evaluation:
     @property
     def _outer(self) -> tuple[Program, ...]:
         """What runs once in a period."""
-        return () if self.replicas is None else self.replicas.outer
+        return () if self.replicas is None else self.replicas.meetings
 
     @cached_property
     def memory(self) -> Memory:

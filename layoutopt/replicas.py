@@ -136,6 +136,7 @@ def _name(rare: DiLoCo | None) -> str:
     said = [f"{rare.axis}, every {rare.period} steps"]
     said += [f"{rare.fragments} fragments"] if rare.fragments > 1 else []
     said += [f"{rare.bits} bits"] if rare.bits != WHOLE else []
+    said += [f"{rare.delay} steps late"] if rare.delay else []
     return ", ".join(said)
 
 

@@ -64,7 +64,7 @@ class DecisionOptions:
             metavar="AXIS[:period=30,...]",
             help="Replicas along this axis train alone for a period of steps, each on batches of its own, "
             "and then meet (rate=0.7, momentum=0.9: of the outer step; "
-            "fragments=4: a quarter at a time; bits=8 or 4: rounded).",
+            "fragments=4: a quarter at a time; bits=8 or 4: rounded; delay=2: merged two steps later).",
             show_default="all devices meet in every step",
         ),
     ] = None

@@ -18,6 +18,7 @@ from layoutopt.space.decisions import Decisions
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.structure import Assign
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.replicas import replica_graphs, rules_about
 from mesh_tf_core.lower.storage import narrow_reads
@@ -47,7 +48,7 @@ class Meeting(SharedContext):
 
     Attributes:
       narrow: see `storage.narrow_reads`; of the step, for a meeting updates what that reads.
-      kept: the variables that neither the step nor a meeting before it reads.
+      kept: the variables that it writes, and neither the step nor a meeting before it.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Meeting(SharedContext):
     ) -> None:
         super().__init__(_Meets(TrainingStep(graph, {}, ())), stages=stages)
         self.period, self.narrow = by.period, narrow_reads(step.graph)
-        self.kept = tuple(name for name in graph.variables if name not in known)
+        self.kept = tuple(name for name in _written(graph) if name not in known)
         self.clusters = tuple(replace(c, multiplicity=c.multiplicity / by.period) for c in self.clusters)
 
     def variables(self) -> Iterator[Thing]:
@@ -78,6 +79,11 @@ def meetings(model: Model, mesh: Mesh, decided: Decisions) -> tuple[Meeting, ...
 
 def _meetings(step: TrainingStep, stages: Mapping[str, int], count: int, by: DiLoCo) -> Iterator[Meeting]:
     known = set(step.graph.variables)
-    for graph in replica_graphs(step.graph, step.results, count, by)[2]:
+    met = replica_graphs(step.graph, step.results, count, by)[2]
+    for graph in (graph for each in met for graph in each.graphs):
         yield Meeting(step, stages, by, graph, known)
-        known |= graph.variables.keys()
+        known |= _written(graph).keys()
+
+
+def _written(graph: Graph) -> dict[str, None]:
+    return dict.fromkeys(n.op.variable.name for n in graph.nodes if isinstance(n.op, Assign))

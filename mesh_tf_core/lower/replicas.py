@@ -18,7 +18,7 @@ from mesh_tf_core.lower.verify import ProgramError
 from mesh_tf_core.ops.few_bits import DTYPE, WHOLE
 from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.meeting import outer_steps
+from mesh_tf_core.tracing.meeting import Meeting, outer_steps
 from mesh_tf_core.tracing.replicas import inner_step
 
 
@@ -30,11 +30,18 @@ class ReplicaPrograms:
       inner: the training step of every replica; of its variables, those that only the outer programs read are
         there too: they lie beside the others all the time.
       outer: each fragment of the variables meets (`DiLoCo.meets`), on those of the inner one.
+      merges: with a delay, the end of each meeting: nothing of it crosses the axis.
     """
 
     inner: Program
     outer: tuple[Program, ...]
+    merges: tuple[Program, ...]
     diloco: DiLoCo
+
+    @property
+    def meetings(self) -> tuple[Program, ...]:
+        """All that runs once in a period."""
+        return (*self.outer, *self.merges)
 
     @property
     def count(self) -> int:
@@ -55,7 +62,7 @@ def check_axis(diloco: DiLoCo, mesh: Mesh) -> int:
 
 def replica_graphs(
     graph: Graph, results: Mapping[str, Tensor], count: int, diloco: DiLoCo
-) -> tuple[Graph, dict[str, Tensor], tuple[Graph, ...]]:
+) -> tuple[Graph, dict[str, Tensor], tuple[Meeting, ...]]:
     """The inner step with its results, and the outer ones, made once of a whole step."""
     inner, found = graph.remembered(("replicas", count), lambda: inner_step(graph, count, results))
     outer = graph.remembered(("meeting", count, diloco), lambda: outer_steps(graph, inner, diloco))
@@ -93,11 +100,16 @@ def lower_replicas(
     split = layout.with_rules({REPLICA: (diloco.axis,)})
     alone = lower(inner, mesh, split, found, options, check=check)
     check_alone(alone, diloco.axis)
-    met = tuple(_met(each, mesh, split, options, narrow_reads(inner), check) for each in outer)
+    narrow = narrow_reads(inner)
+    met = tuple(_met(each.exchange, mesh, split, options, narrow, check) for each in outer)
+    merged = (each.merge for each in outer if each.merge is not None)
+    merges = tuple(_met(each, mesh, split, options, narrow, check) for each in merged)
     for each in met:
         check_meeting(each, diloco)
-    kept = {**alone.variables, **{n: v for each in met for n, v in each.variables.items()}}
-    return ReplicaPrograms(replace(alone, variables=kept), met, diloco)
+    for each in merges:
+        check_alone(each, diloco.axis)
+    kept = {**alone.variables, **{n: v for each in (*met, *merges) for n, v in each.variables.items()}}
+    return ReplicaPrograms(replace(alone, variables=kept), met, merges, diloco)
 
 
 def _met(

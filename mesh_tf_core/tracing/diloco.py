@@ -105,9 +105,13 @@ class DiLoCo:
 
       bits: of each number that a replica sends: 32, 8 or 4 (`ops.few_bits`); what rounding loses is added to
         what it sends next.
+      delay: steps that a meeting takes: what is exchanged is how far replicas came when it began, and they
+        train on until it is merged (section 3.2, tau).
+      alpha: of what a replica has then, this share stays in what it trains on with: alpha own + (1 - alpha)
+        outer (equation 4). Without a delay nothing stays.
 
     As text: `sites`, or `sites:period=100,rate=0.7,momentum=0.9`, each of which may be missing, and
-    `fragments`, `bits`.
+    `fragments`, `bits`, `delay`, `alpha`.
     """
 
     axis: str
@@ -116,6 +120,8 @@ class DiLoCo:
     momentum: float = 0.9
     fragments: int = 1
     bits: int = WHOLE
+    delay: int = 0
+    alpha: float = 0.5
 
     def __str__(self) -> str:
         own = "".join(f",{n}={getattr(self, n):g}" for n in _MORE if getattr(self, n) != getattr(DiLoCo, n))
@@ -132,6 +138,13 @@ class DiLoCo:
 
     def __post_init__(self) -> None:
         check_outer("diloco", self.period, self.learning_rate, self.momentum, self.fragments, self.bits)
+        if not 0 <= self.delay < self.every:
+            raise UserError(
+                f"diloco: a delay of {self.delay} steps; it must be at least 0 and less than the "
+                f"{self.every} from one meeting to the next"
+            )
+        if not 0 <= self.alpha < 1:
+            raise UserError(f"diloco: alpha, the share that stays, must be in [0, 1), found {self.alpha:g}")
 
     @property
     def every(self) -> int:
@@ -139,10 +152,11 @@ class DiLoCo:
         return self.period // self.fragments
 
     def meets(self, step: int) -> int | None:
-        """The fragment that meets after a step, from 1 on; None if none does."""
-        return (step // self.every - 1) % self.fragments if step % self.every == 0 else None
+        """The fragment that meets, or begins to, after a step, from 1 on; None if none does."""
+        begins = step > 0 and step % self.every == 0
+        return (step // self.every - 1) % self.fragments if begins else None
 
 
-_SETTINGS: Settings = OUTER
-_MORE = ("fragments", "bits")
+_SETTINGS: Settings = {**OUTER, "delay": ("delay", int), "alpha": ("alpha", float)}
+_MORE = ("fragments", "bits", "delay", "alpha")
 """What a text says only where it is not as it would be anyway."""

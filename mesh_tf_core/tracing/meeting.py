@@ -7,6 +7,9 @@ own beside that of the step.
 In few bits (`ops.few_bits`) a replica's part of the mean is (before - now + lost), rounded, and what rounding
 loses of it is lost the next time. Codes and scales are gathered, so every replica sees the same mean.
 
+With a delay a meeting is two graphs: the exchange, which keeps `came`, and some steps later the merge, in
+which replicas keep a share of what they have done since: now = alpha now + (1 - alpha) before.
+
 Of a stack, a fragment has every so manyth layer (`diloco.fragments_of`): [layers, ...] is seen as
 [layers / fragments, fragments, ...], and one element of that dimension is read and written in place.
 """
@@ -31,9 +34,9 @@ from mesh_tf_core.ops.shape import rename, reshape
 from mesh_tf_core.tracing.diloco import DiLoCo, Part, fragments_of
 from mesh_tf_core.tracing.graph import Graph
 
-BEFORE, MOMENTUM, LOST = "outer", "outer_momentum", "outer_lost"
-"""Names, below a variable's own, of what all replicas began from, of the outer momentum, and of what rounding
-lost of each."""
+BEFORE, MOMENTUM, LOST, CAME = "outer", "outer_momentum", "outer_lost", "outer_came"
+"""Names, below a variable's own, of what all replicas began from, of the outer momentum, of what rounding
+lost of each, and of what is exchanged but not merged."""
 SENDER = "sender"
 """The dimension of replicas where a device has all of them."""
 
@@ -49,8 +52,25 @@ class Named(Initializer):
         return self.one.piece(self.name, sizes, begin, extent)
 
 
-def outer_steps(graph: Graph, inner: Graph, diloco: DiLoCo) -> tuple[Graph, ...]:
-    """The graphs in which the fragments meet, in their turn.
+@dataclass(frozen=True)
+class Meeting:
+    """The graphs of one fragment's meeting.
+
+    Attributes:
+      exchange: what crosses the axis; without a delay, all of the meeting.
+      merge: after the delay; None without one.
+    """
+
+    exchange: Graph
+    merge: Graph | None = None
+
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        return (self.exchange,) if self.merge is None else (self.exchange, self.merge)
+
+
+def outer_steps(graph: Graph, inner: Graph, diloco: DiLoCo) -> tuple[Meeting, ...]:
+    """How the fragments meet, in their turn.
 
     Args:
       graph: of a whole step; inner: what `replicas.inner_step` made of it.
@@ -66,40 +86,57 @@ def outer_steps(graph: Graph, inner: Graph, diloco: DiLoCo) -> tuple[Graph, ...]
             raise UserError(
                 f"diloco: {count} fragments do not divide the {layers} layers of {v.name!r}; choose a divisor"
             )
-    known = {v.name: v for v in trained}
-    return tuple(_outer_step(f"{graph.name}/outer", known, inner, own, diloco) for own in parts)
+    known = {v.name: (v, inner.variables[v.name]) for v in trained}
+    return tuple(_meeting(graph.name, known, own, diloco) for own in parts)
 
 
-def _outer_step(
-    name: str, trained: Mapping[str, Variable], inner: Graph, parts: Mapping[str, Part], diloco: DiLoCo
-) -> Graph:
-    new = Graph(name)
-    for variable, part in ((trained[n], part) for n, part in parts.items()):
-        wide = "float64" if variable.dtype == "float64" else "float32"
-        stack = variable.shape.names[0] if isinstance(part, slice) else ""
-        copies = _Taken(new, inner.variables[variable.name], part, stack)
-        named = Named(variable.name, variable.initializer)
-        kept = replace(variable, initializer=named, trainable=False, slot_of=variable.name)
-        began = _Taken(new, replace(kept, name=f"{variable.name}/{BEFORE}"), part, stack)
-        still = replace(kept, name=f"{variable.name}/{MOMENTUM}", dtype=wide, initializer=ZEROS)
-        moving = _Taken(new, still, part, stack)
-        with new.phase("update", variable.name):
-            before = began.read()
-            start = before.cast(wide)
-            now = copies.read()
-            if diloco.bits == WHOLE:
-                came = start - reduce_mean(now.cast(wide), REPLICA)
+def _meeting(
+    name: str, known: Mapping[str, tuple[Variable, Variable]], parts: Mapping[str, Part], diloco: DiLoCo
+) -> Meeting:
+    """The meeting of a fragment.
+
+    Args:
+      known: name -> the variable of one replica, and the copies of all.
+    """
+    exchange = Graph(f"{name}/outer")
+    merge = Graph(f"{name}/merge") if diloco.delay else None
+    for variable, copies in (known[n] for n in parts):
+        part = parts[variable.name]
+        with exchange.phase("update", variable.name):
+            came = _exchanged(_Met(exchange, variable, copies, part), diloco)
+            flying = replace(variable, shape=came.shape, dtype=came.dtype, trainable=False)
+            flying = replace(flying, name=f"{variable.name}/{CAME}", initializer=ZEROS, slot_of=variable.name)
+            if merge is not None:
+                exchange.assign(exchange.declare(flying), came)
             else:
-                left = replace(copies.variable, name=f"{variable.name}/{LOST}", trainable=False)
-                left = replace(left, dtype=wide, initializer=ZEROS, slot_of=variable.name)
-                came = _rounded(start, now, _Taken(new, left, part, stack), diloco.bits)
-            momentum = moving.read() * diloco.momentum + came
-            after = start - (came + momentum * diloco.momentum) * diloco.learning_rate
-            after = after.cast(variable.dtype)
-            moving.write(momentum)
-            began.write(after)
-            copies.write(broadcast(after, now.shape))
-    return new
+                _merged(_Met(exchange, variable, copies, part), came, diloco)
+        if merge is not None:
+            with merge.phase("update", variable.name):
+                came = merge.read(merge.declare(flying))
+                _merged(_Met(merge, variable, copies, part), came, diloco)
+    return Meeting(exchange, merge)
+
+
+def _exchanged(met: _Met, diloco: DiLoCo) -> Tensor:
+    """How far the replicas came, in their mean."""
+    start, now = met.before.read().cast(met.wide), met.copies.read()
+    if diloco.bits == WHOLE:
+        return start - reduce_mean(now.cast(met.wide), REPLICA)
+    return _rounded(start, now, met.lost, diloco.bits)
+
+
+def _merged(met: _Met, came: Tensor, diloco: DiLoCo) -> None:
+    """The update of what all began from, and what they go on with."""
+    start, now = met.before.read().cast(met.wide), met.copies.read()
+    momentum = met.momentum.read() * diloco.momentum + came
+    after = start - (came + momentum * diloco.momentum) * diloco.learning_rate
+    met.momentum.write(momentum)
+    met.before.write(after.cast(met.variable.dtype))
+    if not diloco.delay:
+        met.copies.write(broadcast(after.cast(met.variable.dtype), now.shape))
+        return
+    mixed = now.cast(met.wide) * diloco.alpha + broadcast(after * (1 - diloco.alpha), now.shape)
+    met.copies.write(mixed.cast(met.variable.dtype))
 
 
 def _rounded(start: Tensor, now: Tensor, lost: _Taken, bits: int) -> Tensor:
@@ -111,6 +148,46 @@ def _rounded(start: Tensor, now: Tensor, lost: _Taken, bits: int) -> Tensor:
     sent = rename(packed(codes, row, bits), **{REPLICA: SENDER})
     all_scales = rename(scales, **{REPLICA: SENDER})
     return reduce_mean((unpacked(sent, row, bits) * all_scales).cast(wide), SENDER)
+
+
+@dataclass(frozen=True)
+class _Met:
+    """What a fragment has of a variable and of what is kept beside it, in one graph."""
+
+    graph: Graph
+    variable: Variable
+    all: Variable
+    part: Part
+
+    @property
+    def wide(self) -> str:
+        """The dtype in which replicas meet."""
+        return "float64" if self.variable.dtype == "float64" else "float32"
+
+    @property
+    def copies(self) -> _Taken:
+        return self._taken(self.all)
+
+    @property
+    def before(self) -> _Taken:
+        named = Named(self.variable.name, self.variable.initializer)
+        return self._taken(self._kept(self.variable, BEFORE, named, self.variable.dtype))
+
+    @property
+    def momentum(self) -> _Taken:
+        return self._taken(self._kept(self.variable, MOMENTUM, ZEROS, self.wide))
+
+    @property
+    def lost(self) -> _Taken:
+        return self._taken(self._kept(self.all, LOST, ZEROS, self.wide))
+
+    def _kept(self, like: Variable, name: str, first: Initializer, dtype: str) -> Variable:
+        own = replace(like, name=f"{like.name}/{name}", initializer=first, dtype=dtype)
+        return replace(own, trainable=False, slot_of=like.name)
+
+    def _taken(self, variable: Variable) -> _Taken:
+        stack = self.variable.shape.names[0] if isinstance(self.part, slice) else ""
+        return _Taken(self.graph, variable, self.part, stack)
 
 
 @dataclass(frozen=True)

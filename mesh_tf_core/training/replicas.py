@@ -25,7 +25,7 @@ class Replicas:
 
     Attributes:
       engine: of the inner program; count: of the replicas.
-      meetings: an engine for each fragment's.
+      meetings: an engine for each fragment's; merges: and for its end, with a delay.
       shared: trained variable -> the one that all replicas began from: what is evaluated, and what is kept of
         the training in the end.
     """
@@ -34,15 +34,19 @@ class Replicas:
         self.diloco, self.count = programs.diloco, programs.count
         self.engine = engine
         self.meetings = tuple(map(engine.beside, programs.outer))
+        self.merges = tuple(map(engine.beside, programs.merges))
         slots = [s.variable for s in programs.inner.variables.values()]
         self.shared: Mapping[str, Variable] = {
             v.slot_of: v for v in slots if v.slot_of and v.name == f"{v.slot_of}/{BEFORE}"
         }
 
     def after(self, step: int) -> Callable[[], object]:
-        """Begins the meeting that follows this step, if one does; what it gives waits for it."""
-        fragment = self.diloco.meets(step)
-        return dict if fragment is None else self.meetings[fragment].begin({})
+        """Begins what follows this step, if a meeting begins or ends; what it gives waits for it."""
+        diloco = self.diloco
+        begins, ends = diloco.meets(step), diloco.meets(step - diloco.delay) if diloco.delay else None
+        if ends is not None:  # a meeting ends before the next one begins
+            return self.merges[ends].begin({})
+        return dict if begins is None else self.meetings[begins].begin({})
 
     def together(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         """Batches of a step: one for each replica, as they come."""

@@ -232,7 +232,7 @@ def test_its_text() -> None:
 
 def example() -> tuple[mtf.Model, Mapping[str, Any]]:
     """For engines: a model, and where and how it trains."""
-    options = mtf.Options({"wi": 3, "wo": 1}, diloco=mtf.DiLoCo("sites", 2, fragments=2, bits=4))
+    options = mtf.Options({"wi": 3, "wo": 1}, diloco=mtf.DiLoCo("sites", 4, fragments=2, bits=4, delay=1))
     return model(mtf.SGD(0.1), dropout=0.2), {
         "mesh": "sites:2;data:2",
         "layout": "batch:data",

@@ -32,6 +32,8 @@ WAYS = [
     "sites:period=6,fragments=2",
     "sites:period=6,bits=8",
     "sites:period=6,fragments=2,bits=4",
+    "sites:period=4,delay=3,alpha=0.25",
+    "sites:period=6,fragments=2,bits=4,delay=2",
 ]
 
 
@@ -77,6 +79,7 @@ class Alone:
         self.outer = {n: np.array(self.each[0].engine.read(n)) for n in NAMES}
         self.momentum = {n: np.zeros_like(x) for n, x in self.outer.items()}
         self.parts = fragments(self.how.fragments)
+        self.came: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []
         self.lost = [{n: np.zeros_like(x) for n, x in self.outer.items()} for _ in self.each]
 
     def run(self, steps: int) -> list[float]:
@@ -84,20 +87,27 @@ class Alone:
         batches, losses, every = data(), [], self.how.period // self.how.fragments
         for step in range(1, steps + 1):
             losses.append(np.mean([r.step(next(batches))["loss"] for r in self.each]))
-            if step % every == 0:
-                self.meet(self.parts[(step // every - 1) % self.how.fragments])
+            if step % every == self.how.delay and step > self.how.delay:
+                parts, came = self.came.pop(0) if self.how.delay else self.exchanged(step)
+                self.merge(parts, came)
+            if self.how.delay and step % every == 0:
+                self.came.append(self.exchanged(step))
         return losses
 
-    def meet(self, parts: dict[str, Any]) -> None:
+    def exchanged(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """What a fragment has, and how far all came in their mean."""
+        parts = self.parts[(step * self.how.fragments // self.how.period - 1) % self.how.fragments]
+        both = [*zip(self.each, self.lost, strict=True)]
+        return parts, {n: np.mean([self.sent(*one, n, part) for one in both], 0) for n, part in parts.items()}
+
+    def merge(self, parts: dict[str, Any], came: dict[str, np.ndarray]) -> None:
+        own = self.how.alpha if self.how.delay else 0.0
         for n, part in parts.items():
-            came = np.mean(
-                [self.sent(r, lost, n, part) for r, lost in zip(self.each, self.lost, strict=True)], axis=0
-            )
-            self.momentum[n][part] = 0.9 * self.momentum[n][part] + came
-            self.outer[n][part] -= 0.7 * (came + 0.9 * self.momentum[n][part])
+            self.momentum[n][part] = 0.9 * self.momentum[n][part] + came[n]
+            self.outer[n][part] -= 0.7 * (came[n] + 0.9 * self.momentum[n][part])
             for r in self.each:
                 now = np.array(r.engine.read(n))
-                now[part] = self.outer[n][part]
+                now[part] = own * now[part] + (1 - own) * self.outer[n][part]
                 r.engine.write(n, now)
 
     def sent(self, one: Trainer, lost: dict[str, np.ndarray], name: str, part: Any) -> np.ndarray:
@@ -154,6 +164,18 @@ def test_fragments_send_in_turn_what_all_would_send_at_once(layout: str, options
     assert sent[2] == [0, one, 0, other] * 2 and one + other == whole and 0 < other < one < 0.6 * whole
 
 
+def test_a_training_resumed_while_a_fragment_is_in_flight_is_the_same(tmp_path: Any) -> None:
+    said = "sites:period=6,fragments=2,bits=4,delay=2"
+    one, two = (trainer("batch:data", mtf.Options({"wi": 2}), said) for _ in range(2))
+    one.fit(data(), 9)
+    two.fit(data(), 4, tmp_path)  # a fragment set out after step 3
+    three = trainer("f:model", mtf.Options(), said)
+    found = [r["loss"] for r in three.fit(data(), 9, tmp_path)]
+    assert len(found) == 5
+    for name in ("wi", "wi/outer", "wo/outer_momentum", "wi/outer_lost", "wo/outer_came"):
+        np.testing.assert_allclose(three.engine.read(name), one.engine.read(name), rtol=1e-8, atol=1e-12)
+
+
 @pytest.mark.parametrize(("bits", "layout"), [(8, ""), (4, "batch:data;f:model"), (4, "batch:data;d:model")])
 def test_few_bits_send_codes_and_scales(bits: int, layout: str) -> None:
     """Of two replicas each sends its codes and, of every row of a variable, a scale of four bytes."""
@@ -183,6 +205,11 @@ def test_a_meeting_that_sends_anything_else_is_a_defect() -> None:
         ("sites:period=30,fragments=4", "4 fragments do not divide a period of 30 steps; choose a divisor"),
         ("sites:period=30,fragments=3", "3 fragments do not divide the 4 layers of 'wi'; choose a divisor"),
         ("sites:bits=5", "bits=5: choose 32, 8 or 4"),
+        (
+            "sites:period=8,fragments=2,delay=4",
+            "it must be at least 0 and less than the 4 from",
+        ),
+        ("sites:delay=1,alpha=1", r"the share that stays, must be in \[0, 1\), found 1"),
         ("sites:rate=inf", "the outer learning rate must be positive and finite, found inf"),
     ],
 )
@@ -192,6 +219,6 @@ def test_errors(said: str, error: str) -> None:
 
 
 def test_its_text() -> None:
-    said = mtf.DiLoCo("pod", 100, fragments=4, bits=8)
-    assert str(said) == "pod:period=100,rate=0.7,momentum=0.9,fragments=4,bits=8"
+    said = mtf.DiLoCo("pod", 100, fragments=4, bits=8, delay=2)
+    assert str(said) == "pod:period=100,rate=0.7,momentum=0.9,fragments=4,bits=8,delay=2"
     assert mtf.DiLoCo.parse(str(said)) == said

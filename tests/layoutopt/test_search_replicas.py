@@ -20,7 +20,7 @@ from layoutopt.space.kind import STORED, Allowed
 from tests.core.test_replicas import model
 
 MESH = mtf.Mesh("sites:2;data:2;model:2")
-RARE = mtf.DiLoCo("sites", 4, fragments=2, bits=8)
+RARE = mtf.DiLoCo("sites", 4, fragments=2, bits=8, delay=1)
 FEW = Allowed({"d": ()}, storage=("layout", "zero3"), recompute=(False,), diloco=RARE)
 ALL = Allowed(storage=STORED, microbatches=(1, 2), diloco=RARE)
 
