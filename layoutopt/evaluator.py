@@ -16,7 +16,7 @@ from costmodels.kernels.refused import sentences
 from costmodels.liveness import Memory, memory
 from costmodels.pricing.items import HOST
 from costmodels.pricing.overlap import PRODUCTS
-from costmodels.pricing.pricer import Cost, Pricer, pricer
+from costmodels.pricing.pricer import Cost, Line, Pricer, pricer
 from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
 from costmodels.waiting import waiting
 from layoutopt.formulation.extract import Draft
@@ -35,6 +35,7 @@ from mesh_tf_core.lower.kept import SETS, Sets
 from mesh_tf_core.lower.replicas import ReplicaPrograms
 from mesh_tf_core.model import Model
 from mesh_tf_core.ops.ticks import Schedule
+from mesh_tf_core.tracing.diloco import DiLoCo
 
 DEFAULT = Options()
 ONE_DEVICE = Mesh("all:1")
@@ -63,8 +64,11 @@ class Evaluation:
         step = self.prices.cost(self.program, self._kernels)
         if self.replicas is None:
             return step
-        share, met = 1 / self.replicas.diloco.period, map(self.prices.cost, self._outer)
-        return Cost((*step.lines, *(replace(x, times=x.times * share) for each in met for x in each.lines)))
+        lines, share = [*step.lines], 1 / self.replicas.diloco.period
+        for met in self._outer:
+            found = beside_steps(self.prices.cost(met), self.replicas.diloco, step.step_seconds)
+            lines += (replace(x, times=x.times * share) for x in found)
+        return Cost(tuple(lines))
 
     @property
     def _outer(self) -> tuple[Program, ...]:
@@ -142,6 +146,7 @@ class Evaluation:
         more than anyone published."""
         own = (
             *self._offloads(),
+            *self._meets(),
             *self.waits,
             *self.cost.notes,
             *sentences(self.program, self.prices.hardware),
@@ -157,6 +162,28 @@ class Evaluation:
             f"({share_text(best.value, 1)}: {best.source}); of its step the plan spends "
             f"{share_text(again, step)} on recomputation and {share_text(waits, step)} waiting for messages, "
             "and the price leaves out input, the host and stragglers",
+        )
+
+    def _meets(self) -> Iterator[str]:
+        """What replicas send, at once and in the mean, and what of it a delay hides."""
+        if self.replicas is None:
+            return
+        how = self.replicas.diloco
+        sent = [met.communication_bytes().get(how.axis, 0.0) for met in self.replicas.outer]
+        costs = [self.prices.cost(met) for met in self.replicas.outer]
+        longest = max(over_axis(cost, how.axis) for cost in costs)
+        said = (
+            f"a device sends {size_text(max(sent))} over {how.axis!r} every {how.every} steps, "
+            f"{size_text(sum(sent) / how.period)} a step in the mean, in {seconds_text(longest)}"
+        )
+        if not how.delay:
+            yield f"{said}, in which the replicas wait"
+            return
+        step = self.prices.cost(self.program, self._kernels).step_seconds
+        waits = max(0.0, longest - how.delay * step)
+        yield (
+            f"{said}, of which they wait for {seconds_text(waits)}: the rest is beside {how.delay} steps, if "
+            "the engine runs messages beside steps (none here does yet)"
         )
 
     def _offloads(self) -> Iterator[str]:
@@ -217,6 +244,20 @@ class Evaluation:
             f"peak memory {size_text(self.memory.peak)} is {size_text(over)} over {size_text(limit)}; "
             f"largest: {largest}"
         )
+
+
+def over_axis(cost: Cost, axis: str) -> float:
+    """Seconds of all messages over an axis."""
+    return sum(x.seconds * x.times for x in cost.lines if axis in x.axes)
+
+
+def beside_steps(met: Cost, how: DiLoCo, step: float) -> Iterator[Line]:
+    """The lines of a meeting, of whose messages between replicas the steps of its delay hide as much as they
+    take; `step`: seconds of one."""
+    total = over_axis(met, how.axis)
+    left = max(0.0, 1 - how.delay * step / total) if total else 1.0
+    for x in met.lines:
+        yield replace(x, exposed=x.exposed * left) if how.delay and how.axis in x.axes else x
 
 
 def unsplit(model: Model) -> Program:

@@ -40,19 +40,32 @@ __all__ = ["Cost", "Line", "Pricer", "price", "pricer"]
 
 @dataclass
 class Pricer:
-    """Prices programs of one mesh on one piece of hardware, remembering what it has priced."""
+    """Prices programs of one mesh on one piece of hardware, remembering what it has priced.
+
+    Attributes:
+      beside: an axis; nothing waits for messages over it.
+    """
 
     hardware: Hardware
     placement: Placement
+    beside: str = ""
     _compute: dict[Quantity, float] = field(default_factory=dict)
     _collective: dict[tuple[str, Axes, int], float] = field(default_factory=dict)
     _called: dict[Called, float] = field(default_factory=dict)
     _instances: dict[Instance, float] = field(default_factory=dict)
     _pieces: dict[Placed, TensorType] = field(default_factory=dict)
+    _without: dict[str, Pricer] = field(default_factory=dict)
 
     def renamed(self, names: Mapping[str, str]) -> Pricer:
         """The same with other names for the mesh's axes; what depends on no axis is known to both."""
-        return Pricer(self.hardware, self.placement.renamed(names), self._compute, _called=self._called)
+        placement, beside = self.placement.renamed(names), names.get(self.beside, self.beside)
+        return Pricer(self.hardware, placement, beside, self._compute, _called=self._called)
+
+    def without(self, axis: str) -> Pricer:
+        """The same where steps run beside all that crosses an axis; one object, whoever asks."""
+        if axis not in self._without:
+            self._without[axis] = Pricer(self.hardware, self.placement, axis, self._compute, self._collective)
+        return self._without[axis]
 
     @property
     def devices(self) -> int:
@@ -139,6 +152,8 @@ class Pricer:
                 self._compute[item.quantity] = seconds
         elif isinstance(item, Sent):
             seconds = self._sent(item)
+            if self.beside in item.axes:
+                return seconds, 0.0
             if item.under:
                 hidden = item.share * sum(self.seconds_of(each)[0] for each in item.under)
                 return seconds, max(0.0, seconds - hidden)
@@ -173,6 +188,8 @@ class Pricer:
     def message_seconds(self, axes: Axes, payload: int, late: bool = False) -> float:
         """Exposed seconds of one sum whose input on a device has `payload` bytes: of gradients, or `late`, in
         their update."""
+        if self.beside in axes:
+            return 0.0
         hidden = self.hardware.hidden_fraction(ACTIVATION if late else GRADIENT)
         return self._message("all_reduce", axes, payload) * (1.0 - hidden)
 

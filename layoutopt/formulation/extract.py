@@ -160,6 +160,10 @@ class Draft:
         whole: bool = False,
     ) -> None:
         self.model, self.mesh, self.decided, self.pricer = model, mesh, decided, pricer
+        if (
+            decided.diloco is not None and decided.diloco.delay
+        ):  # what does not fit beside them, see `meeting`
+            self.pricer = pricer = pricer.without(decided.diloco.axis)
         further = frozenset(name.partition(AT)[0] for name in decided.of(Elsewhere))
         self.context = context or SharedContext(
             model,

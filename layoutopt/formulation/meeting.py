@@ -4,6 +4,12 @@ A step with replicas is the step of one, on the other axes of the mesh, and a 1/
 graph of its own over the same decisions, so its clusters stand beside those of the step, each 1/H times, and
 what replicas keep to meet is held at every point of the step. A replica's step costs and holds what the
 step does where nothing is split over the axis (tests/layoutopt/test_search_replicas.py).
+
+With a delay the exchange of a fragment waits only for what is longer than the steps of the delay,
+
+  exposed = max(0, exchange - delay * step)
+
+which is no sum over clusters. The tables say 0: they are a bound, and the price where all of it is hidden.
 """
 
 from __future__ import annotations

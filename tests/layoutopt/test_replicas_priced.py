@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 import mesh_tf_core as mtf
-from costmodels.hardware import load_hardware
-from layoutopt.evaluator import Evaluation, evaluate
+from costmodels.hardware import load_hardware, with_settings
+from layoutopt.evaluator import Evaluation, evaluate, over_axis
 from layoutopt.plan.build import decided, options_of
 from layoutopt.plan.trade_names import trade_names
 from tests.core.test_replicas import model
@@ -33,6 +33,28 @@ def test_a_meeting_costs_its_share_of_a_step(storage: int) -> None:
     # Of 4 replicas, a ring sends 2 (n - 1) / n times what a device has of the parameters.
     own = 4 * 2 * (2 * 4 * 8) / 2 / (2 if storage else 1)
     assert one.predicted.communication_bytes_per_device["sites"] == 2 * 3 / 4 * own
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_steps_of_a_delay_hide_what_crosses_the_axis(hidden: bool) -> None:
+    slow = () if hidden else ("nic_bandwidth=0.000001GB/s", "node_egress=0.000001GB/s")
+    machine = load_hardware(with_settings("h100", ["node_size=4", *slow]))
+    found = {}
+    for delay in (0, 2):
+        options = mtf.Options(diloco=mtf.DiLoCo("sites", 6, fragments=2, delay=delay))
+        found[delay] = evaluate(model(ADAM, rows=1 << 20, dtype="float32"), MESH, LAYOUT, machine, options)
+    at_once, late = found[0], found[2]
+    step = late.prices.cost(late.program).step_seconds
+    messages = [over_axis(late.prices.cost(met), "sites") for met in late.replicas.outer]  # type: ignore[union-attr]
+    waited = sum(x.exposed * x.times for x in late.cost.lines if "sites" in x.axes)
+    assert waited == pytest.approx(sum(max(0.0, each - 2 * step) for each in messages) / 6)
+    assert (waited > 0) is not hidden
+    assert late.sent["sites"] == at_once.sent["sites"]
+    flying = 2 * 4 * (4 * 8 / 2)  # of each variable one layer, float32, over `model`
+    kept = [
+        sum(v.value.local(MESH).bytes for v in each.program.variables.values()) for each in found.values()
+    ]
+    assert kept[1] - kept[0] == flying
 
 
 def test_replicas_learn_from_batches_of_their_own() -> None:
