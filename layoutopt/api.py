@@ -11,6 +11,7 @@ from typing import Any
 from costmodels.hardware import Hardware, load_hardware
 from layoutopt.clock import Clock
 from layoutopt.details.of_plan import with_details
+from layoutopt.evaluator import check_limit
 from layoutopt.optimize.k_best import k_best
 from layoutopt.optimize.planning import make_plan, nearest_plan
 from layoutopt.optimize.request import OBJECTIVES, SEARCHED, Better, Progress, Request, Rules, Standing
@@ -251,8 +252,7 @@ def _check(
     for name, number in (("--devices", devices), ("--max-axes", max_axes), ("--top", top)):
         if number is not None and not isinstance(number, Integral):
             raise UserError(f"{name} {number!r}: needs a whole number")
-    if memory is not None and not (isinstance(memory, Real) and float(memory) > 0):
-        raise UserError(f"memory {memory!r}: needs a positive number of bytes")
+    check_limit(memory)
     if top < 1:
         raise UserError(f"--top {top}: needs at least 1")
     if top > MOST_LISTED:

@@ -18,11 +18,11 @@ from layoutopt.analysis.validate import validate as measured
 from layoutopt.analysis.verify import Verified, generation
 from layoutopt.analysis.verify import verify as compiled
 from layoutopt.clock import UNLIMITED, Clock
-from layoutopt.evaluator import Evaluation, evaluate
+from layoutopt.evaluator import Evaluation, check_limit, evaluate
 from layoutopt.plan.build import Plan
 from layoutopt.plan.evidence import Validation
 from layoutopt.plan.schema import Predicted
-from layoutopt.plan.units import seconds_text, share_text, used_text
+from layoutopt.plan.units import plural, seconds_text, share_text, used_text
 from layoutopt.shown import Shown, table
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
@@ -123,8 +123,9 @@ class Explained(Shown):
         return table(rows)
 
     def __repr__(self) -> str:
+        step = self.plan.predicted.step_seconds
         said = [
-            f"{a.condition} costs {share_text(a.seconds - self.plan.predicted.step_seconds, a.seconds)}"
+            f"{a.condition} costs {'' if a.proven else 'at most '}{share_text(a.seconds - step, step)}"
             for a in self.splits
             if a.seconds
         ]
@@ -150,7 +151,7 @@ class Validated(Shown):
         d = self.data
         known = [("error", d.mape), ("regret", d.regret)]
         said = [f"{name} {share_text(value, 1)}" for name, value in known if value is not None]
-        return f"Validated({', '.join([f'{len(d.timed)} layouts', *said])})"
+        return f"Validated({', '.join([plural(len(d.timed), 'layout'), *said])})"
 
 
 def cost(
@@ -172,6 +173,7 @@ def cost(
     Raises:
       UserError: a layout that is not legal; one that does not fit is priced.
     """
+    check_limit(memory)
     machine = _machine(hardware)
     if isinstance(mesh, Plan):
         if layout or options is not None:
@@ -238,13 +240,15 @@ def validate(
 
     Args:
       hardware: that predicts; this machine's calibrated profile stands for `cpu-local`, if there is one.
-      layouts: those to run (None: `count`, the best, named ones, and others).
+      layouts: those to run, two at least (None: `count`, the best, named ones, and others).
       steps: samples of each layout.
       batch: what every step is fed (None: zeros).
 
     Raises:
       UserError: fewer than two layouts, or one that is not legal.
     """
+    if isinstance(layouts, str):
+        raise UserError(f"layouts {layouts!r}: give a list of them, two at least")
     found = measured(model, mesh, _machine(hardware), layouts, count, steps, batch, engine=engine)
     return Validated(Validation.model_validate(found))
 
@@ -259,6 +263,11 @@ def verify(priced: Plan | Priced, topology: str) -> Verified:
     Raises:
       UserError: JAX or libtpu is missing, an unknown topology, or one of another number of devices.
     """
+    if not isinstance(priced, Plan | Priced):
+        raise UserError(
+            f"verify {priced!r}: give what layoutopt.search or layoutopt.cost gave, "
+            "or load_plan(path).of(model)"
+        )
     machine = load_hardware(generation(topology).hardware)
     if isinstance(priced, Priced):
         of = priced.evaluation

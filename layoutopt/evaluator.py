@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from numbers import Real
+from typing import Any
 
 from costmodels.hardware import Hardware
 from costmodels.kernels.fused import Fused
@@ -25,7 +27,7 @@ from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.plan.schema import Predicted
 from layoutopt.plan.units import seconds_text, share_text, size_text
 from layoutopt.space.decisions import Decisions
-from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -287,6 +289,12 @@ def computed_alone(model: Model, hardware: Hardware, loops: Collection[str] | No
     inside = {n.index for b in model.step_graph.blocks if b.dim and b.dim.name in loops for n, _ in b.walk()}
     products = (x for x in cost.lines if x.kind in PRODUCTS and x.origin.phase != "update")
     return sum(x.seconds * x.times for x in products if x.origin.node in inside)
+
+
+def check_limit(memory: Any) -> None:
+    """UserError if that is no limit of a device's memory, whatever annotations say; None is none."""
+    if memory is not None and not (isinstance(memory, Real) and float(memory) > 0):
+        raise UserError(f"memory {memory!r}: needs a positive number of bytes")
 
 
 def evaluate(

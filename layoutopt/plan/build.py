@@ -19,6 +19,7 @@ from layoutopt.plan.schema import (
     read_plan_file,
 )
 from layoutopt.plan.training import Training
+from layoutopt.plan.units import bytes_text, seconds_text
 from layoutopt.space.decisions import KINDS
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.files import write_file
@@ -65,6 +66,7 @@ class Plan:
         self.layout = layout_of(data)
         self.options = options_of(data)
         self._jax: Any = None
+        self._full: Plan | None = None
 
     @property
     def slices(self) -> dict[str, int]:
@@ -103,7 +105,9 @@ class Plan:
         """The same plan with all its `details`: what reports, figures and tables show."""
         if self.complete is None or self.data.details.lines:
             return self
-        return self.complete(self)
+        if self._full is None:
+            self._full = self.complete(self)
+        return self._full
 
     def to_frame(self) -> Any:
         """The answer and its alternatives as a pandas frame: one row for each layout."""
@@ -125,7 +129,7 @@ class Plan:
     def _repr_html_(self) -> str:
         from layoutopt.shown import card
 
-        return card(self.data)
+        return card(self.full().data)
 
     def of(self, model: Model) -> Plan:
         """The same plan with its model at hand.
@@ -157,8 +161,8 @@ class Plan:
     def __repr__(self) -> str:
         p = self.predicted
         return (
-            f"Plan({self.layout} on {self.mesh}: {p.step_seconds:.4g} s a step, "
-            f"{p.peak_memory_bytes / 2**30:.3g} GiB, {self.solver.status})"
+            f"Plan({self.layout} on {self.mesh}: {seconds_text(p.step_seconds)} a step, "
+            f"{bytes_text(p.peak_memory_bytes)}, {self.solver.status})"
         )
 
 

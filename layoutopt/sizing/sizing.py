@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from costmodels.hardware import Hardware, load_hardware
 from layoutopt.clock import Clock
+from layoutopt.evaluator import check_limit
 from layoutopt.plan.build import Plan
 from layoutopt.plan.size_results import LawInfo, SizedCandidate, SizeResult
 from layoutopt.sizing import summary
@@ -162,8 +163,7 @@ def _check(candidates: Any, sizes: Any, memory: Any, scale: Any) -> None:
     if sizes is not None and not (len(sizes) == 2 and all(map(is_positive, sizes)) and sizes[0] <= sizes[1]):
         said = ":".join(f"{each:g}" if is_positive(each) else repr(each) for each in sizes)
         raise UserError(f"--sizes {said}: write the fewest and the most parameters, as 1B:20B")
-    if memory is not None and not is_positive(memory):
-        raise UserError(f"memory {memory!r}: needs a positive number of bytes")
+    check_limit(memory)
     if not isinstance(scale, str):
         raise UserError(f"--scale {scale!r}: write {', '.join(RULES)}, or powers by name")
 

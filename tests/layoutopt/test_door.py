@@ -14,6 +14,7 @@ from layoutopt.analysis.verify import Compiled, Moved, Verified
 from layoutopt.door import Validated
 from layoutopt.plan.build import Plan
 from layoutopt.plan.evidence import Validation
+from layoutopt.plan.units import bytes_text, seconds_text
 from mesh_tf_core.engines.jax.compile import Refusal
 from mesh_tf_core.engines.jax.hlo import Found
 from tests.layoutopt.models import EXAMPLES
@@ -64,6 +65,9 @@ def test_a_plan_has_a_frame_a_card_a_page_and_figures(plan: Plan, tmp_path: Path
     assert len(frame) > len({a.name for a in plan.alternatives}) / 2
     card = plan._repr_html_()
     assert "Proven optimal" in card and "batch" in card and "<script" not in card
+    assert (
+        "the plan does not say" not in card and "published steps on this hardware" in card
+    )  # as on the page
     page = tmp_path / "report.html"
     html = plan.report(page)
     assert page.read_text(encoding="utf-8") == html
@@ -104,6 +108,8 @@ def test_an_explanation_says_what_each_split_is_worth(plan: Plan) -> None:
         f"without {dim}:{'+'.join(axes)}" for dim, axes in plan.layout.items()
     ]
     assert (found.to_frame()["costs_seconds"] >= -1e-12).all()
+    worth = max(a.seconds or 0.0 for a in found.splits) / plan.predicted.step_seconds - 1
+    assert f"costs {100 * worth:.1f}%" in repr(found)  # of the plan's step, as in the terminal
     assert not found.binds and found.limit.seconds == plan.predicted.step_seconds
     assert found.against is not None
     assert found.against.predicted.step_seconds >= plan.predicted.step_seconds
@@ -114,5 +120,19 @@ def test_an_explanation_says_what_each_split_is_worth(plan: Plan) -> None:
 def test_a_validation_has_a_frame() -> None:
     rows = [{"layout": "batch:data", "predicted_seconds": 1.0, "measured_seconds": 2.0}]
     found = Validated(Validation.model_validate({"rows": rows, "mape": 0.5}))
-    assert repr(found) == "Validated(1 layouts, error 50.0%)"
+    assert repr(found) == "Validated(1 layout, error 50.0%)"
     assert found.to_frame()["measured_seconds"][0] == 2.0
+
+
+def test_what_is_no_such_argument_is_said_in_a_line(model: mtf.Model, plan: Plan) -> None:
+    with pytest.raises(mtf.UserError, match="memory '16GiB': needs a positive number of bytes"):
+        layoutopt.cost(model, MESH, "batch:data", "tpu-v3", memory="16GiB")  # type: ignore[arg-type]
+    with pytest.raises(mtf.UserError, match="layouts 'batch:data': give a list of them, two at least"):
+        layoutopt.validate(model, MESH, layouts="batch:data")
+    with pytest.raises(mtf.UserError, match=r"verify 'plan\.json': give what layoutopt\.search"):
+        layoutopt.verify("plan.json", "v5e:2x2")  # type: ignore[arg-type]
+
+
+def test_a_plan_says_itself_in_units(plan: Plan) -> None:
+    step, peak = plan.predicted.step_seconds, plan.predicted.peak_memory_bytes
+    assert f"{seconds_text(step)} a step, {bytes_text(peak)}, OPTIMAL)" in repr(plan)
