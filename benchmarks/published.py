@@ -137,6 +137,11 @@ def others() -> list[str]:
     ]
 
 
+def _pipelines() -> Any:
+    """What `benchmarks.published_pipelines` stored."""
+    return json.loads((OUT.parent / "published_pipelines.json").read_text(encoding="utf-8"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--page", type=Path, help="write the page of the documentation there")
@@ -147,7 +152,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.stored:
         result = json.loads(OUT.read_text(encoding="utf-8"))
-        args.page.write_text(page(result, [Criterion(**c) for c in result["criteria"]]), encoding="utf-8")
+        judged = [Criterion(**c) for c in result["criteria"]]
+        args.page.write_text(page(result, judged, _pipelines()), encoding="utf-8")
         return
     rows = priced(args.table)
     tables: dict[str, list[Priced]] = defaultdict(list)
@@ -194,7 +200,7 @@ def main() -> None:
         OUT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         known.write()
     if args.page:
-        args.page.write_text(page(result, judged), encoding="utf-8")
+        args.page.write_text(page(result, judged, _pipelines()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -82,13 +82,18 @@ class Prices:
 
     known: dict[tuple[str, bool, str], Pricer] = field(default_factory=dict)
 
-    def of(self, run: Run, program: mtf.Program) -> tuple[Hardware, Cost]:
-        """The machine of a run, and the price of its program on it."""
+    def by(self, run: Run, program: mtf.Program) -> tuple[Pricer, Cost]:
+        """What prices a run, and the price of its program."""
         key = (run.hardware, run.compiled, str(program.mesh))
         if key not in self.known:
             self.known[key] = pricer(run.machine, program)
         prices = self.known[key]
-        return prices.hardware, prices.cost(program)
+        return prices, prices.cost(program)
+
+    def of(self, run: Run, program: mtf.Program) -> tuple[Hardware, Cost]:
+        """The machine of a run, and the price of its program on it."""
+        prices, cost = self.by(run, program)
+        return prices.hardware, cost
 
 
 def copied_bytes(program: mtf.Program) -> float:
