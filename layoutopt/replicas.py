@@ -3,16 +3,18 @@
   never            all devices meet in every step: the search on the whole mesh
   AXIS:period=H    replicas along an axis train alone for H steps and then meet (`formulation.meeting`)
   free             never, and with H = 30 every axis between nodes or slices (all axes, where links are alike)
+  AXIS:...=A/B     a way for every value, as sites:period=30/100,fragments=1/4 (those that fit together)
 Every way is a search of its own, so the fastest is proven if each is. All take the same examples in a step: n
 replicas share them, and the model is that of one.
 
 What replicas lose is a published law's, not ours: Charles et al. 2025 (2503.09799), tables 7 and 10, for H =
 30; the loss rises with H (their figure 9), so that it holds as a bound for shorter periods, and there is none
-for longer ones.
+for longer ones, nor for fragments, few bits and delays.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.replicas import check_axis
 from mesh_tf_core.model import Model
 from mesh_tf_core.ops.few_bits import WHOLE
-from mesh_tf_core.tracing.diloco import DiLoCo
+from mesh_tf_core.tracing.diloco import DiLoCo, DoNotFit
 
 NEVER, FREE = "never", "free"
 LAW_PERIOD = 30
@@ -126,8 +128,25 @@ def ways_of(said: Sequence[str], mesh: Mesh, machine: Hardware) -> Iterator[DiLo
             found[None] = None
             found.update((DiLoCo(a, LAW_PERIOD), None) for a, n in mesh.axes if n > 1 and a not in near)
         else:
-            found[DiLoCo.parse(text)] = None
+            found.update(dict.fromkeys(_each(text)))
     yield from found
+
+
+def _each(text: str) -> Iterator[DiLoCo]:
+    """The ways of a text, of which a setting may have several values; those that do not fit together are left
+    out, if others do."""
+    axis, colon, rest = text.partition(":")
+    pairs = [pair.partition("=") for pair in rest.split(",")]
+    made, misfits = [], []
+    for values in itertools.product(*(value.split("/") for *_, value in pairs)):
+        said = (f"{name}{sign}{value}" for (name, sign, _), value in zip(pairs, values, strict=True))
+        try:
+            made.append(DiLoCo.parse(f"{axis}{colon}{','.join(said)}"))
+        except DoNotFit as error:
+            misfits.append(error)
+    if not made:
+        raise misfits[0]
+    yield from made
 
 
 def _name(rare: DiLoCo | None) -> str:
@@ -151,10 +170,11 @@ def _searched(
     asked: Mapping[str, Any],
 ) -> _Found:
     count = 1 if rare is None else check_axis(rare, mesh)
-    loss = None if rare is None else lost(whole.parameters, count, rare.period)
+    loss = None if rare is None else lost(whole.parameters, count, rare)
     way = Way(name=_name(rare), replicas=count, diloco=str(rare or ""), loss=loss, mesh=mesh.as_dict())
     if rare is not None and accept is not None and (loss is None or loss > accept):
-        law = f"{signed_percent(loss)} by the law" if loss is not None else f"no law beyond H = {LAW_PERIOD}"
+        beyond = f"beyond H = {LAW_PERIOD}" if _plain(rare) else "of fragments, few bits or delays"
+        law = f"{signed_percent(loss)} by the law" if loss is not None else f"no law {beyond}"
         return _Found(way.model_copy(update={"reason": f"not accepted: {law}"}))
     try:
         model = whole if rare is None else shared(build, whole, count)
@@ -197,9 +217,15 @@ def shared(build: Build, whole: Model, count: int) -> Model:
     return model
 
 
-def lost(parameters: int, replicas: int, period: int) -> float | None:
-    """By how much replicas lose, relatively, as the law says it; None for periods that it says nothing of."""
-    return replicas_loss(parameters, replicas) - 1 if period <= LAW_PERIOD else None
+def lost(parameters: int, replicas: int, rare: DiLoCo) -> float | None:
+    """By how much replicas lose, relatively, as the law says it; None for ways that it says nothing of."""
+    known = rare.period <= LAW_PERIOD and _plain(rare)
+    return replicas_loss(parameters, replicas) - 1 if known else None
+
+
+def _plain(rare: DiLoCo) -> bool:
+    """Whether all is exchanged at once, as it is, and waited for."""
+    return rare.fragments == 1 and rare.bits == WHOLE and not rare.delay
 
 
 def _seconds(way: Way) -> float:

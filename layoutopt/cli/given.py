@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from layoutopt.evaluator import Evaluation
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.build import Plan
-    from mesh_tf_core import Graph, Layout, Mesh, Options
+    from mesh_tf_core import DiLoCo, Graph, Layout, Mesh, Options
     from mesh_tf_core.lower.storage import Stage
 
 
@@ -125,7 +125,7 @@ class DecisionOptions:
 
         Where nothing is said of recomputation, it is what a JAX program says itself (jax.checkpoint).
         """
-        from mesh_tf_core import DiLoCo, Options
+        from mesh_tf_core import Options
         from mesh_tf_core.lower.nodes import check_context
         from mesh_tf_core.lower.offload import check_offload, offload_of
 
@@ -141,7 +141,7 @@ class DecisionOptions:
             frozenset(recompute),
             self.microbatches,
             frozenset(forms.items()),
-            None if self.diloco is None else DiLoCo.parse(self.diloco),
+            None if self.diloco is None else _one_way(self.diloco),
             hosted,
             self.schedule,
         )
@@ -164,6 +164,18 @@ class Given:
         from layoutopt.evaluator import evaluate
 
         return evaluate(loaded.model, self.mesh, self.layout, machine, self.options)
+
+
+def _one_way(text: str) -> DiLoCo:
+    """How replicas meet; UserError for what names several ways, or none."""
+    from mesh_tf_core import DiLoCo, UserError
+
+    if text in ("never", "free") or "/" in text:
+        raise UserError(
+            f"--diloco {text}: only `search` compares ways to synchronise; name one, as sites:period=30, or "
+            "leave --diloco out"
+        )
+    return DiLoCo.parse(text)
 
 
 def _stages(storage: Sequence[str], graph: Graph) -> dict[str, int | Stage]:

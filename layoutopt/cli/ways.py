@@ -25,8 +25,8 @@ WaysOption = Annotated[
         "--diloco",
         metavar="WAY",
         help="Replicas along an axis that meet rarely, as sites:period=30, each with the model's batch; "
-        "several ways to compare (again for more; never; free: never, and every axis between nodes or "
-        "slices): then replicas share the batch.",
+        "several ways to compare (again for more; sites:period=30/100,fragments=1/4,bits=32/4; never; free: "
+        "never, and every axis between nodes or slices): then replicas share the batch.",
         show_default="all devices meet in every step",
     ),
 ]
@@ -74,7 +74,7 @@ class Shares:
 
 def is_choice(ways: Sequence[str]) -> bool:
     """Whether ways are to be compared: one way that meets rarely is searched as it is."""
-    return len(ways) > 1 or any(way in ("never", "free") for way in ways)
+    return len(ways) > 1 or any(way in ("never", "free") or "/" in way for way in ways)
 
 
 def show_ways(terminal: Terminal, plan: Plan) -> None:

@@ -31,6 +31,10 @@ Part = slice | EllipsisType
 """Every so manyth layer of a stack, or all of a variable."""
 
 
+class DoNotFit(UserError):
+    """Settings each of which is known, but not together: fragments of a period, a delay between meetings."""
+
+
 def read_settings(what: str, text: str, pairs: str, known: Settings, cls: type) -> dict[str, Any]:
     """Fields of `cls` as `name=value,...` gives them.
 
@@ -70,7 +74,7 @@ def check_outer(
     if not 0 <= momentum < 1:
         raise UserError(f"{what}: the outer momentum must be in [0, 1), found {momentum:g}")
     if fragments < 1 or period % fragments:
-        raise UserError(
+        raise DoNotFit(
             f"{what}: {fragments} fragments do not divide a period of {period} steps; choose a divisor"
         )
     if bits not in BITS:
@@ -139,7 +143,7 @@ class DiLoCo:
     def __post_init__(self) -> None:
         check_outer("diloco", self.period, self.learning_rate, self.momentum, self.fragments, self.bits)
         if not 0 <= self.delay < self.every:
-            raise UserError(
+            raise DoNotFit(
                 f"diloco: a delay of {self.delay} steps; it must be at least 0 and less than the "
                 f"{self.every} from one meeting to the next"
             )

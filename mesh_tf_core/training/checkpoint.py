@@ -28,8 +28,10 @@ import numpy as np
 from mesh_tf_core.engines.pieces import Begin, Piece, region
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.files import sync_names
+from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
+from mesh_tf_core.tracing.meeting import BEFORE
 from mesh_tf_core.training import array_files
 from mesh_tf_core.training import manifest as manifests
 from mesh_tf_core.training.array_files import Place
@@ -73,8 +75,21 @@ class Checkpoint:
         for variable in variables:
             name, shape = variable.name, variable.shape.sizes
             if name not in self.variables:
-                raise UserError(f"checkpoint {where!r} has no variable {name!r}: it is of another model")
-            if self.variables[name].shape != shape:
+                met = f"{variable.slot_of}/{BEFORE}"
+                other = "another model"
+                if variable.slot_of is not None and name.startswith(met):
+                    other = "replicas that met otherwise, or none; train on with the same --diloco"
+                raise UserError(f"checkpoint {where!r} has no variable {name!r}: it is of {other}")
+            there = self.variables[name].shape
+            if variable.shape.names[:1] == (REPLICA,) and there[-len(shape) + 1 :] == shape[1:] != shape:
+                count = there[0] if len(there) == len(shape) else 0
+                if count != shape[0]:
+                    raise UserError(
+                        f"checkpoint {where!r} is of {count or 'no'} replicas, here are {shape[0]}, each "
+                        "with an optimizer state of its own: train on with as many, or begin anew from "
+                        "weights (`save_weights`, `load`)"
+                    )
+            if there != shape:
                 raise UserError(
                     f"checkpoint {where!r}: variable {name!r} has shape {self.variables[name].shape} there, "
                     f"{shape} here; use the same hyperparameters"

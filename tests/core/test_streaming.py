@@ -176,6 +176,31 @@ def test_a_training_resumed_while_a_fragment_is_in_flight_is_the_same(tmp_path: 
         np.testing.assert_allclose(three.engine.read(name), one.engine.read(name), rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "said", "error"),
+    [
+        (
+            "sites:4",
+            "sites:period=2",
+            "is of 2 replicas, here are 4, each with an optimizer state of its",
+        ),
+        (
+            "sites:2",
+            "sites:period=2,bits=8",
+            "'wi/outer_lost': it is of replicas that met otherwise",
+        ),
+    ],
+)
+def test_a_checkpoint_of_other_replicas_is_refused(mesh: str, said: str, error: str, tmp_path: Any) -> None:
+    def ours(mesh: str, said: str) -> Trainer:
+        options = mtf.Options(diloco=mtf.DiLoCo.parse(said))
+        return Trainer(model(), mesh, "", options, engine="lockstep")
+
+    ours("sites:2", "sites:period=2").fit(data(), 1, tmp_path)
+    with pytest.raises(mtf.UserError, match=error):
+        ours(mesh, said).fit(data(), 2, tmp_path)
+
+
 @pytest.mark.parametrize(("bits", "layout"), [(8, ""), (4, "batch:data;f:model"), (4, "batch:data;d:model")])
 def test_few_bits_send_codes_and_scales(bits: int, layout: str) -> None:
     """Of two replicas each sends its codes and, of every row of a variable, a scale of four bytes."""

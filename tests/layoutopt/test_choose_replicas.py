@@ -80,6 +80,35 @@ def test_free_is_every_axis_between_nodes(machine: Hardware) -> None:
     assert inside == [None, mtf.DiLoCo("data", 30), mtf.DiLoCo("model", 30)]
 
 
+def test_a_way_for_every_value() -> None:
+    """Those that fit together: 4 fragments do not divide 30 steps."""
+    machine, mesh = load_hardware("h100"), mtf.Mesh(MESH)
+    found = [*ways_of(["sites:period=30/100,fragments=1/4,bits=8/4"], mesh, machine)]
+    fits = [(30, 1), (100, 1), (100, 4)]
+    assert set(found) == {mtf.DiLoCo("sites", h, fragments=p, bits=b) for h, p in fits for b in (8, 4)}
+    for said, error in (
+        ("sites:period=30,fragments=4/7", "4 fragments do not divide a period of 30"),
+        ("sites:period=30/x", "period='x' is no whole number"),
+    ):
+        with pytest.raises(mtf.UserError, match=error):
+            list(ways_of([said], mesh, machine))
+
+
+def test_searched_values_are_those_that_enumeration_finds(machine: Hardware) -> None:
+    plan = choose_replicas(
+        build, MESH, ["never", "sites:period=10/30,fragments=1/2,bits=32/8"], machine, **FEW
+    )
+    asked = [None] + [
+        f"sites:period={h},fragments={p},bits={b}" for h in (10, 30) for p in (1, 2) for b in (32, 8)
+    ]
+    each = [search(build(2 if a else 1), mesh=MESH, hardware=machine, diloco=a, **FEW) for a in asked]
+    ways = plan.data.details.ways
+    assert ways is not None and len(ways.compared) == len(asked) and plan.solver.status == "OPTIMAL"
+    assert plan.predicted.step_seconds == pytest.approx(min(e.predicted.step_seconds for e in each), rel=1e-9)
+    with pytest.raises(mtf.UserError, match="no law of fragments, few bits or delays"):
+        choose_replicas(build, MESH, ["sites:bits=8/4"], machine, accept_loss=0.5, **FEW)
+
+
 @pytest.mark.nightly
 def test_where_it_turns(chosen: Plan, machine: Hardware) -> None:
     ways = chosen.data.details.ways
