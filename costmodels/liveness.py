@@ -241,7 +241,7 @@ def _casts(program: Program) -> Iterator[tuple[int, Local, int, int]]:
     for position, top in enumerate(program.code):
         for instr in _within(top):
             if isinstance(instr, Loop):
-                part.update({s.inner: (s.outer, instr.dim.size) for s in instr.sliced})
+                part.update({s.inner: (s.outer, program.local(s.outer).shape.sizes[0]) for s in instr.sliced})
             elif isinstance(instr, Local) and _casts_variable(instr, program):
                 (source,), times = instr.inputs, 1
                 while source in part:

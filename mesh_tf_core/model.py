@@ -20,7 +20,7 @@ from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.kept import Recomputed
 from mesh_tf_core.lower.offload import check_offload
 from mesh_tf_core.lower.replicas import ReplicaPrograms, lower_replicas
-from mesh_tf_core.ops.ticks import GPIPE
+from mesh_tf_core.ops.ticks import GPIPE, ONE_F_ONE_B, rounds_of
 from mesh_tf_core.optimizers import SGD, Optimizer, by_name
 from mesh_tf_core.optimizers.base import apply_updates
 from mesh_tf_core.tracing.gradients import gradients, unwidened
@@ -152,7 +152,7 @@ class Model:
                 f"so that {' and '.join(stages)} cannot be split"
             )
         whole = self.training_step()
-        if schedule != GPIPE:
+        if schedule == ONE_F_ONE_B:
             if len(stages) > 1:
                 raise UserError(
                     f"schedule {schedule}: one dimension of layers can be stages, found "
@@ -164,7 +164,8 @@ class Model:
                     whole.graph, str(self.batch_dim), microbatches, dim, count, wanted
                 )
             )
-        _, found = pipelined(whole.graph, self.batch_dim, microbatches, stages, whole.results)
+        given = whole.graph, self.batch_dim, microbatches, stages, whole.results
+        _, found = pipelined(*given, rounds_of(schedule))
         return self._whole_step(found["loss"], {n: found[n] for n in self.metrics})
 
     def _in_parts(self, microbatches: int) -> TrainingStep:

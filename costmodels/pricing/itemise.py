@@ -395,5 +395,7 @@ def _moved(loop: Loop) -> frozenset[int]:
 
 def _stacks(program: Program) -> dict[int, int]:
     """Values that loops stack -> the number of their parts."""
-    loops = (instr for instr, _ in program.walk() if isinstance(instr, Loop))
-    return {stack.outer: loop.dim.size for loop in loops for stack in loop.stacked}
+    loops = [instr for instr, _ in program.walk() if isinstance(instr, Loop)]
+    whole = frozenset[int]().union(*map(program.longer, loops))
+    made = ((stack.outer, loop.dim.size) for loop in loops for stack in loop.stacked)
+    return {outer: parts for outer, parts in made if outer not in whole}

@@ -171,7 +171,8 @@ def structural_key(program: Program) -> tuple[Hashable, list[Collective]]:
             return instr.op, instr.inputs, instr.outputs, origin.node, origin.phase
         if isinstance(instr, Loop):
             ways = instr.carried, instr.sliced, instr.stacked, instr.summed
-            return instr.dim, instr.reverse, instr.branch, ways, instr.inputs, block(instr.body)
+            how = instr.dim, instr.reverse, instr.branch, instr.first
+            return *how, ways, instr.inputs, block(instr.body)
         if isinstance(instr, Collective):
             sent.append(instr)
         return type(instr), instr.inputs, instr.outputs, origin.phase, getattr(instr, "combine", "")

@@ -56,7 +56,7 @@ class Makers:
                 self._member(len(self.clusters) - 1, (node.index,), (node.index,))
         self.gathered = dict(self._gathered())
         self.parts = {
-            inner: (outer, 1 if block.spread else block.dim.size)
+            inner: (outer, 1 if block.spread else self.graph.tensor(outer).shape.sizes[0])
             for block in self.graph.blocks
             if block.dim is not None
             for outer, inner in block.sliced

@@ -142,7 +142,8 @@ class Points:
         for r in loop.stacked:
             if tensor(r.outer) < 0:
                 self._stacked[r.outer] = self._enters.get(r.inner, tensor(r.inner))
-        self._part.update((s.inner, (s.outer, loop.dim.size)) for s in loop.sliced)
+        sizes = {s.outer: self.program.local(s.outer).shape.sizes[0] for s in loop.sliced}
+        self._part.update((s.inner, (s.outer, sizes[s.outer])) for s in loop.sliced)
 
     def _repeats(self, instr: Instr) -> bool:
         """Whether recomputation runs it, and not the model's own backward."""

@@ -16,7 +16,7 @@ import numpy as np
 from mesh_tf_core.engines.feeds import check_array, check_batch, stored
 from mesh_tf_core.engines.loops import Iterations, Left, in_turn
 from mesh_tf_core.engines.meter import Meter
-from mesh_tf_core.engines.pieces import Piece, initial, joined, per_device, region
+from mesh_tf_core.engines.pieces import Piece, in_order, initial, joined, lying, per_device, region
 from mesh_tf_core.engines.replica import Device, applied, at
 from mesh_tf_core.engines.stepping import OneByOne, Stepping, check_beside
 from mesh_tf_core.ir.kernel import Kernel
@@ -93,23 +93,22 @@ class LockstepEngine(Stepping):
             self.initialize()
 
     def read(self, name: str) -> Any:
-        v = stored(self.program, name).value
+        variable = stored(self.program, name)
         self._ready()
-        return self.join(self.state[name], v)
+        return in_order(variable, self.join(self.state[name], variable.value))
 
     def write(self, name: str, array: Any) -> None:
         variable = stored(self.program, name)
         whole, v = check_array(variable.variable, array), variable.value
         self._ready()
-        self.state[name] = [self.k.cast(x, v.dtype) for x in self.cut(whole, v)]
+        self.state[name] = [self.k.cast(x, v.dtype) for x in self.cut(lying(variable, whole), v)]
 
     def snapshot(self) -> Mapping[Piece, Any]:
         self._ready()
         kept = {
-            Piece.all_of(v.variable): (self.state[name], v.value)
-            for name, v in self.program.variables.items()
+            Piece.all_of(v.variable): (self.state[name], v) for name, v in self.program.variables.items()
         }
-        return OneByOne(kept, lambda found: self.join(*found))
+        return OneByOne(kept, lambda found: in_order(found[1], self.join(found[0], found[1].value)))
 
     def beside(self, program: Program) -> LockstepEngine:
         check_beside(self.program, program)
@@ -222,7 +221,7 @@ class LockstepEngine(Stepping):
 
         if self._meter:
             self._meter.entered(loop, lambda i: self.program.local(i).bytes)
-        iterations = Iterations(loop, env, body, self, self.program.added)
+        iterations = Iterations(loop, env, body, self, self.program.added, self.program.longer(loop))
         in_turn(iterations, self)
         return self._meter.left(loop, lambda i: _bytes(env[i])) if self._meter else ()
 
@@ -242,6 +241,16 @@ class LockstepEngine(Stepping):
     def stack(self, parts: Sequence[Pieces]) -> Pieces:
         by_device = zip(*parts, strict=True)
         return [self.k.concat([self.k.reshape(x, (1, *x.shape)) for x in xs], 0) for xs in by_device]
+
+    def chunk(self, stack: Pieces, first: Pieces, size: int) -> Pieces:
+        starts = [[place, *(0 for _ in x.shape[1:])] for place, x in zip(first, stack, strict=True)]
+        return [self.k.slice(x, at, (size, *x.shape[1:])) for x, at in zip(stack, starts, strict=True)]
+
+    def within(self, chunk: Pieces, first: Pieces, id: int) -> Pieces:
+        size = self.program.local(id).shape.sizes[0]
+        ends = [(int(at), size - int(at) - len(x)) for at, x in zip(first, chunk, strict=True)]
+        none = [(0, 0)] * (len(chunk[0].shape) - 1)
+        return [self.k.pad(x, [each, *none]) for x, each in zip(chunk, ends, strict=True)]
 
     def chosen(self, iterations: Iterations[Pieces], values: dict[int, Pieces]) -> Left[Pieces]:
         assert iterations.loop.runs is not None

@@ -49,6 +49,14 @@ class InTurn(Arithmetic[V], Protocol[V]):
         """The inverse of `parts`."""
         ...
 
+    def chunk(self, stack: V, first: V, size: int) -> V:
+        """`size` elements of the first dimension, from a number on that devices have each their own of."""
+        ...
+
+    def within(self, chunk: V, first: V, id: int) -> V:
+        """The inverse: of the type of a value of the program, zeros elsewhere."""
+        ...
+
     def chosen(self, iterations: Iterations[V], values: dict[int, V]) -> Left[V]:
         """`iterations.run(values)` if the loop's condition holds among the values, else `skip`."""
         ...
@@ -61,6 +69,7 @@ class Iterations(Generic[V]):
       env: value id -> value, of what is known before the loop; `end` adds what it leaves.
       body: adds what the loop's body computes to the values that it is given.
       added: `Program.added`.
+      longer: `Program.longer`.
 
     Attributes:
       state: ids that the state goes by in an iteration.
@@ -75,8 +84,10 @@ class Iterations(Generic[V]):
         body: Callable[[dict[int, V]], None],
         engine: Arithmetic[V],
         added: Mapping[int, int],
+        longer: Container[int] = (),
     ) -> None:
         self.loop, self.env, self.body, self.engine, self.added = loop, env, body, engine, added
+        self.longer = longer
         self.onto = [env.get(added[s.outer]) if s.outer in added else None for s in loop.stacked]
         self._terms = list(loop.summed)
         self.state = (*(c.enter for c in loop.carried), *(s.outer for s in loop.summed))
@@ -124,7 +135,15 @@ class Iterations(Generic[V]):
 def in_turn(iterations: Iterations[V], engine: InTurn[V]) -> None:
     """Runs a loop, one iteration after the other."""
     loop, env = iterations.loop, iterations.env
-    parts = [engine.parts(env[s.outer]) for s in loop.sliced]
+    first = None if loop.first is None else env[loop.first]
+
+    def read(stack: int) -> V:
+        whole = env[stack]
+        if first is None or stack not in iterations.longer:
+            return whole
+        return engine.chunk(whole, first, loop.dim.size)
+
+    parts = [engine.parts(read(s.outer)) for s in loop.sliced]
     onto = [None if total is None else engine.parts(total) for total in iterations.onto]
     state: State[V] = [*iterations.carries, *(None for _ in loop.summed)]
     made: dict[int, list[V]] = {}
@@ -134,6 +153,8 @@ def in_turn(iterations: Iterations[V], engine: InTurn[V]) -> None:
         state, new = iterations.run(values) if loop.runs is None else engine.chosen(iterations, values)
         pairs = zip(onto, new, strict=True)
         made[at] = [x if total is None else engine.add(total[at], x) for total, x in pairs]
-    iterations.end(
-        state, [engine.stack(list(column)) for column in zip(*(made[at] for at in order), strict=True)]
-    )
+    stacks = [engine.stack(list(column)) for column in zip(*(made[at] for at in order), strict=True)]
+    for at, s in enumerate(loop.stacked):
+        if first is not None and s.outer in iterations.longer:
+            stacks[at] = engine.within(stacks[at], first, s.outer)
+    iterations.end(state, stacks)

@@ -76,8 +76,59 @@ def joined(v: Value, mesh: Mesh, pieces: Mapping[Begin, Any]) -> Any:
 def initial(name: str, stored: Stored, begin: Sequence[int], extent: Sequence[int]) -> Any:
     """A piece of a variable's initial value."""
     variable = stored.variable
-    made = variable.initializer.piece(name, variable.shape.sizes, begin, extent)
-    return np.asarray(made).astype(np_dtype(variable.dtype)).reshape(tuple(extent))
+
+    def made(begin: Begin, extent: Sequence[int]) -> Any:
+        found = variable.initializer.piece(name, variable.shape.sizes, begin, extent)
+        return np.asarray(found).astype(np_dtype(variable.dtype)).reshape(tuple(extent))
+
+    return in_runs(stored, made)(tuple(begin), extent)
+
+
+Reader = Callable[[Begin, Sequence[int]], Any]
+"""Gives the piece of a variable that begins at an index and has a shape."""
+
+
+def in_runs(stored: Stored, read: Reader) -> Reader:
+    """What gives a variable's pieces as they lie, of what gives them in the model's order."""
+    if stored.variable.order is None:
+        return read
+
+    def lying(begin: Begin, extent: Sequence[int]) -> Any:
+        found = [read(own, sizes) for own, sizes in runs(stored, begin, extent)]
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    return lying
+
+
+def runs(stored: Stored, begin: Begin, extent: Sequence[int]) -> list[tuple[Begin, tuple[int, ...]]]:
+    """A variable's piece as equal pieces of what the model has next to each other, in the order in which they
+    lie: where they begin there, and their shape."""
+    order, sizes = stored.variable.order, stored.variable.shape.sizes
+    if order is None:
+        return [(begin, tuple(extent))]
+    found = order.runs(sizes[0], begin[0], extent[0])
+    return [((first, *begin[1:]), (count, *extent[1:])) for first, count in found]
+
+
+def lying(stored: Stored, whole: Any) -> Any:
+    """A whole variable in the order in which it lies, of one in the model's."""
+    return whole if stored.variable.order is None else np.asarray(whole)[_places(stored)]
+
+
+def in_order(stored: Stored, whole: Any) -> Any:
+    """A whole variable in the model's order, of one as it lies."""
+    if stored.variable.order is None:
+        return whole
+    out, array = np.empty_like(whole := np.asarray(whole)), whole
+    out[_places(stored)] = array
+    return out
+
+
+def _places(stored: Stored) -> Any:
+    """Where the model has each element of the first dimension, in the order in which they lie."""
+    sizes = stored.variable.shape.sizes
+    found = runs(stored, (0,) * len(sizes), sizes)
+    return np.concatenate([np.arange(begin[0], begin[0] + extent[0]) for begin, extent in found])
 
 
 def writers(program: Program, processes: Sequence[int]) -> dict[str, dict[Begin, int]]:

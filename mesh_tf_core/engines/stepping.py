@@ -71,6 +71,8 @@ def check_beside(program: Program, other: Program) -> None:
         if name not in program.variables:
             raise UserError(f"there is no variable {name!r}; {known_names(name, program.variables)}")
         own = program.variables[name]
+        if own.variable.order != stored.variable.order:
+            raise UserError(f"variable {name!r} lies in other rounds of stages in the other program")
         if (own.variable.type, own.splits, own.host) != (stored.variable.type, stored.splits, stored.host):
             raise UserError(
                 f"variable {name!r} is {own.variable.type} stored over {own.splits}{_where(own)} here, "

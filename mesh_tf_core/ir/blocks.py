@@ -51,7 +51,7 @@ def reads(node: Node) -> set[int]:
     if body is not None:
         found.update(outer for outer, _ in body.sliced)
         found.update((*body.carry_out, *(inner for inner, _ in (*body.stacked, *body.summed))))
-        found.update(() if body.runs is None else (body.runs,))
+        found.update(i for i in (body.runs, body.first) if i is not None)
         for inner in body.nodes:
             found |= reads(inner)
     return found
@@ -82,6 +82,8 @@ class Block:
       captured: tensor of `forward` -> its value here, in the backward.
       runs: bool scalar, carried, a part or from outside: whether an iteration runs. One that does not run
         passes its carries on, stacks zeros and adds nothing.
+      first: int scalar from outside: the element at which iterations begin in stacks that are longer than the
+        loop; what they stack there has zeros elsewhere.
       single: a block of one iteration that is no loop to the model: what is made inside lacks its dimension.
       branch: it is a branch of `cond`.
       spread: its iterations run at once, each on the devices that hold its part of `dim`: the stages of a
@@ -97,6 +99,7 @@ class Block:
     forward: Block | None = None
     index: int | None = None
     runs: int | None = None
+    first: int | None = None
     single: bool = False
     branch: bool = False
     spread: bool = False

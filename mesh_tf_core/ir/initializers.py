@@ -15,6 +15,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.arrays import FixedArray, check_numbers, numbers
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.dtypes import TensorType, itemsize
+from mesh_tf_core.ir.stored_order import Interleaved
 
 
 def _uniform(seed: int, sizes: Sequence[int], begin: Sequence[int], extent: Sequence[int]) -> Any:
@@ -195,6 +196,7 @@ class Variable:
     Attributes:
       stacked: how many leading dimensions count layers (a scan made them).
       slot_of: for an optimizer's state, the name of the variable that it belongs to.
+      order: in which its first dimension lies on the devices; None: in that of the model.
     """
 
     name: str
@@ -204,6 +206,7 @@ class Variable:
     trainable: bool = True
     stacked: int = 0
     slot_of: str | None = None
+    order: Interleaved | None = None
 
     @property
     def bytes(self) -> int:

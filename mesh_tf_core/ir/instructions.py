@@ -269,6 +269,8 @@ class Loop(Instr):
         One that does not run passes its carries on, stacks zeros and adds nothing; every device decides the
         same.
       branch: a branch of `cond`, of two of which one runs.
+      first: int32 scalar from outside: the element of stacks that are longer than the loop at which its
+        iterations begin; what they stack there has zeros elsewhere.
       `inputs` and `outputs` list all values that cross the border, in that order; `inputs` ends with the
       values of outside that the body reads directly.
     """
@@ -283,9 +285,11 @@ class Loop(Instr):
     body: tuple[Instr, ...]
     runs: int | None = None
     branch: bool = False
+    first: int | None = None
 
     def text(self) -> str:
         condition = "" if self.runs is None else f", {'if' if self.branch else 'while'} %{self.runs}"
+        condition += "" if self.first is None else f", from %{self.first}"
         return f"loop({self.dim}{', reverse' if self.reverse else ''}{condition})"
 
     @property
@@ -317,7 +321,7 @@ class Loop(Instr):
     def remade(self, **parts: Any) -> Loop:
         """The loop with some arguments of `make_loop` replaced."""
         names = "origin", "dim", "reverse", "index", "carried", "sliced", "stacked", "summed", "body"
-        old = {name: getattr(self, name) for name in (*names, "runs", "branch")}
+        old = {name: getattr(self, name) for name in (*names, "runs", "branch", "first")}
         return make_loop(**{**old, **parts})
 
 
@@ -333,10 +337,11 @@ def make_loop(
     body: tuple[Instr, ...],
     runs: int | None = None,
     branch: bool = False,
+    first: int | None = None,
 ) -> Loop:
     """A Loop whose `inputs` and `outputs` follow from its parts."""
     inside = {index, *(c.enter for c in carried), *(s.inner for s in sliced)}
-    read: dict[int, None] = dict.fromkeys(() if runs is None or runs in inside else (runs,))
+    read: dict[int, None] = dict.fromkeys(i for i in (runs, first) if i is not None and i not in inside)
     for instr in body:
         for i in instr.inputs:
             if i not in inside:
@@ -347,6 +352,5 @@ def make_loop(
     read.update((i, None) for i in leaving if i not in inside)
     inputs = (*(c.init for c in carried), *(s.outer for s in sliced), *read)
     outputs = (*(c.final for c in carried), *(r.outer for r in results))
-    return Loop(
-        inputs, outputs, origin, dim, reverse, index, carried, sliced, stacked, summed, body, runs, branch
-    )
+    parts = carried, sliced, stacked, summed, body
+    return Loop(inputs, outputs, origin, dim, reverse, index, *parts, runs, branch, first)

@@ -133,6 +133,11 @@ class Program:
         """
         return {s: total for instr, _ in self.walk() if isinstance(instr, Loop) for s, total in _added(instr)}
 
+    def longer(self, loop: Loop) -> frozenset[int]:
+        """The stacks that are longer than a loop which reads or makes a part of them (`Loop.first`)."""
+        stacks = (s.outer for s in (*loop.sliced, *loop.stacked) if loop.first is not None)
+        return frozenset(i for i in stacks if self.values[i].shape.sizes[0] != loop.dim.size)
+
     def communication_bytes(self) -> dict[str, float]:
         """Bytes that a device sends in one step, per mesh axis (axes that act together are joined by '+')."""
         out: dict[str, float] = dict.fromkeys(self.mesh.names, 0.0)
@@ -168,7 +173,7 @@ def _added(loop: Loop) -> Iterator[tuple[int, int]]:
     """`Program.added` of one loop and those directly in it."""
     if not loop.summed or loop.runs is not None:
         return
-    inner = [instr for instr in loop.body if isinstance(instr, Loop) and instr.runs is None]
+    inner = [i for i in loop.body if isinstance(i, Loop) and i.runs is None and i.first is None]
     stacks = {stack.outer for instr in inner for stack in instr.stacked}
     reads = Counter((*loop.leaving, *(i for instr in loop.body for i in instr.inputs)))
     for term, total in loop.summed:

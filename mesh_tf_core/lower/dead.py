@@ -36,7 +36,7 @@ def _loop(loop: Loop, live: set[int]) -> Loop | None:
     carried = tuple(c for c in loop.carried if c.final in live)
     while True:
         inside = {r.inner for r in (*stacked, *summed)} | {c.leave for c in carried}
-        inside |= set() if loop.runs is None else {loop.runs}
+        inside |= {i for i in (loop.runs, loop.first) if i is not None}
         body = _sweep(loop.body, inside)
         # A carry is needed if the body reads it, whether or not its final value is.
         more = tuple(c for c in loop.carried if c in carried or c.enter in inside)

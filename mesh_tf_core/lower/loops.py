@@ -46,6 +46,7 @@ class Loops(Saving):
         over = self._over(block)
         whole = self.low.subgraph is None or node.index in self.low.subgraph.nodes
         decides = block.runs if whole else None
+        first = None if block.first is None else self.low.value_of(block.first)
         inputs, starts = (node.inputs, block.carry_in) if whole else ((), ())
         init = [self.low.to_natural(self.low.value_of(i)) for i in inputs]
         if self.low.subgraph is None:
@@ -79,20 +80,12 @@ class Loops(Saving):
             return
         self.low.env.update(zip(node.outputs, finals, strict=False))
         carried = tuple(Carry(*c) for c in zip(init, carry_in, carry_out, finals, strict=True))
+        stacks = (self.low.values[x.outer].shape for x in (*sliced, *stacked))
+        if all(stack.sizes[0] == block.dim.size for stack in stacks):
+            first = None
+        parts = carried, tuple(sliced), tuple(stacked), tuple(summed), body
         self.low.emit(
-            make_loop(
-                origin,
-                block.dim,
-                block.reverse,
-                index,
-                carried,
-                tuple(sliced),
-                tuple(stacked),
-                tuple(summed),
-                body,
-                runs,
-                block.branch,
-            )
+            make_loop(origin, block.dim, block.reverse, index, *parts, runs, block.branch, first)
         )
 
     def _spread(
@@ -182,9 +175,7 @@ class Loops(Saving):
     def _result(self, inner: int, outer: int, stack: Block | None) -> Result:
         """What a loop makes of a body's tensor: a stack along the block's dimension, or a sum."""
         value = self._scattered(self.low.value_of(inner), self.low.graph.gradient_of.get(outer))
-        whole = self.low.graph.tensor(outer).shape
-        size = several(whole, self.low.values[value].shape) if stack is not None else None
-        self.low.env[outer] = self._outer(value, stack, size)
+        self.low.env[outer] = self._outer(value, stack, self.low.graph.tensor(outer).shape)
         return Result(value, self.low.env[outer])
 
     def _scattered(self, value: int, variable: str | None) -> int:

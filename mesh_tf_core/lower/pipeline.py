@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
-from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
@@ -25,7 +25,7 @@ from mesh_tf_core.lower.subgraph import Subgraph
 from mesh_tf_core.lower.sums import delay_sums
 from mesh_tf_core.lower.uses import compact
 from mesh_tf_core.lower.verify import verify
-from mesh_tf_core.ops.ticks import GPIPE, SCHEDULES
+from mesh_tf_core.ops.ticks import GPIPE, check_schedule
 from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
 
@@ -62,8 +62,7 @@ class Options:
     schedule: str = GPIPE
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise UserError(f"schedule {self.schedule!r}: {known_names(self.schedule, SCHEDULES)}")
+        check_schedule(self.schedule)
         if len(dict(self.context)) < len(self.context):
             said = ", ".join(f"{name}={form}" for name, form in sorted(self.context))
             raise UserError(f"context: more than one form for the same keys: {said}; name one")

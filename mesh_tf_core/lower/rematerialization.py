@@ -201,7 +201,7 @@ def needed_for(wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING, li
                 states = read
             needed |= inner | {outer for outer, i in body.sliced if i in inner}
             needed.update(compress(node.inputs, states))
-            needed |= set() if body.runs is None else {body.runs}
+            needed |= {i for i in (body.runs, body.first) if i is not None}
     return needed
 
 

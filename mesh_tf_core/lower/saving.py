@@ -203,19 +203,19 @@ class Saving:
             self.low.bind(inner, part)
         return Sliced(outer, part)
 
-    def _outer(self, id: int, stack: Block | None, whole: Dim | None = None) -> int:
-        """A new value for what a loop makes of a body's; `whole`: the first dimension of a stack of which an
-        iteration gives several elements."""
+    def _outer(self, id: int, stack: Block | None, whole: Shape | None = None) -> int:
+        """A new value for what a loop makes of a body's; `whole`: of a stack of which an iteration gives
+        several elements, or that is longer than the loop."""
         v = self.low.values[id]
         if stack is None:
             return self.low.like(v, v.splits, v.partial)
         assert stack.dim is not None
         over = self._over(stack)
-        shape, splits = v.shape, v.splits
-        if whole is not None:
+        dim, shape, splits = stack.dim if whole is None else whole.dims[0], v.shape, v.splits
+        if whole is not None and several(shape, whole) is not None:
             shape, splits = _part_of(shape), splits[1:]
         return self.low.new(
-            TensorType(_stack_of(whole or stack.dim, shape), v.dtype), (over, *splits), v.partial, host=v.host
+            TensorType(_stack_of(dim, shape), v.dtype), (over, *splits), v.partial, host=v.host
         )
 
 

@@ -60,6 +60,7 @@ def compact(program: Program) -> Program:
             summed=tuple(Result(order[r.inner], order[r.outer]) for r in instr.summed),
             body=tuple(moved(i) for i in instr.body),
             runs=None if instr.runs is None else order[instr.runs],
+            first=None if instr.first is None else order[instr.first],
         )
 
     visit(program.code)

@@ -3,6 +3,18 @@
 At a tick every stage works on one microbatch and then hands it on to the next stage (Huang et al. 2019,
 "GPipe"). With M microbatches and P stages, of M + P - 1 ticks a stage works in M and waits in P - 1: stage s
 has microbatch tick - s.
+
+In a circular schedule a microbatch goes round R times (Narayanan et al. 2021, "Efficient large-scale language
+model training on GPU clusters using Megatron-LM", section 2.2): a stage has R chunks of layers, chunk r of
+stage s being number r P + s of all, and what the last stage hands on goes to the first. Microbatches go round
+in groups of P. Of its own tick u = tick - s, a stage works on microbatch g P + u mod P in round r, where
+g = u div (P R) and r = (u mod P R) div P. A tick is 1/R of a stage's layers. The last of
+G = ceil(M / P) groups has m = M - (G - 1) P microbatches, so that there are
+
+    (G - 1) P R + (R - 1) P + m + P - 1
+
+ticks, of which a stage works in M R: where P divides M, M R + P - 1, and it waits in P - 1 as before, for
+1/R as long.
 """
 
 from __future__ import annotations
@@ -11,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mesh_tf_core.errors import UserError
+from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import MICROBATCH, TICK
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
@@ -19,32 +31,66 @@ from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import listing
 
-GPIPE, ONE_F_ONE_B = "gpipe", "1f1b"
-SCHEDULES = (GPIPE, ONE_F_ONE_B)
+GPIPE, ONE_F_ONE_B, CIRCULAR = "gpipe", "1f1b", "circular"
+SCHEDULES = (GPIPE, ONE_F_ONE_B, f"{CIRCULAR}:2")
 """When stages go backward: after all microbatches (`tracing.pipeline`), or each microbatch as soon as it has
-gone through all stages (`tracing.one_forward_one_backward`)."""
+gone through all stages (`tracing.one_forward_one_backward`). In a circular one, "circular:R", each has R
+chunks of layers, and goes backward after all microbatches."""
 WHY = "microbatches come one after the other"
+
+
+def check_schedule(schedule: str, said: str = "") -> None:
+    """UserError if it is none; `said`: what it was asked for by."""
+    said, (order, _, number) = said or f"schedule {schedule!r}", schedule.partition(":")
+    if schedule not in SCHEDULES and order != CIRCULAR:
+        raise UserError(f"{said}: {known_names(schedule, SCHEDULES)}")
+    if order == CIRCULAR and (len(number) > 6 or not number.isascii() or not number.isdigit() or int(number) < 2):
+        raise UserError(f"{said}: say how often microbatches go round, twice or more, as {CIRCULAR}:2")
+
+
+def rounds_of(schedule: str) -> int:
+    """How often microbatches go through the stages: into how many chunks these divide their layers."""
+    order, _, number = schedule.partition(":")
+    return int(number) if order == CIRCULAR else 1
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How many microbatches pass how many stages."""
+    """How many microbatches pass how many stages, and how often."""
 
     microbatches: int
     stages: int
+    rounds: int = 1
+
+    @property
+    def group(self) -> int:
+        """Ticks from one group of microbatches to the next."""
+        return self.stages * self.rounds
+
+    @property
+    def groups(self) -> int:
+        """Of microbatches, as many in each as there are stages, in the last one fewer."""
+        return -(-self.microbatches // self.stages)
 
     @property
     def ticks(self) -> int:
-        return self.microbatches + self.stages - 1
+        last = self.microbatches - (self.groups - 1) * self.stages
+        return (self.groups - 1) * self.group + (self.rounds - 1) * self.stages + last + self.stages - 1
+
+    @property
+    def works(self) -> int:
+        """Ticks in which a stage works; in the others it waits."""
+        return self.microbatches * self.rounds
 
     @property
     def bubble(self) -> float:
         """The share of the ticks in which a stage waits."""
-        return (self.stages - 1) / self.ticks
+        return (self.ticks - self.works) / self.ticks
 
     def first(self, end: bool) -> int:
-        """The tick at which the first microbatch enters, or leaves at the `end`; the others follow."""
-        return self.stages - 1 if end else 0
+        """The tick at which the first microbatch enters, or leaves at the `end`; the others of its group
+        follow, and those of the next one `group` ticks later."""
+        return self.group - 1 if end else 0
 
 
 def _first(op: str, name: str, inputs: Sequence[TensorType], size: int) -> Shape:
@@ -76,14 +122,27 @@ class ToTicks(Op):
         return TensorType(Shape([Dim(TICK, self.schedule.ticks), *rest]), inputs[0].dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        (x,), rest = slices, at.inputs[0].shape.sizes[1:]
-        before = self.schedule.first(self.end)
-        after = self.schedule.stages - 1 - before
-        if not self.fill:
-            return k.pad(x, [(before, after), *((0, 0) for _ in rest)])
-        one = k.slice(x, [0] * (1 + len(rest)), (1, *rest))
-        gaps = [k.broadcast_to(one, (size, *rest)) if size else None for size in (before, after)]
-        return k.concat([part for part in (gaps[0], x, gaps[1]) if part is not None], 0)
+        (x,), rest, plan = slices, at.inputs[0].shape.sizes[1:], self.schedule
+        one = k.slice(x, [0] * (1 + len(rest)), (1, *rest)) if self.fill else None
+
+        def longer(x: Any, axis: int, ends: tuple[int, int]) -> Any:
+            """x with more at the ends of an axis."""
+            sizes = list(x.shape)
+            if one is None:
+                return k.pad(x, [ends if i == axis else (0, 0) for i in range(len(sizes))])
+            like = k.reshape(one, [*(1 for _ in sizes[: len(sizes) - len(rest)]), *rest])
+            gaps = [[size if i == axis else n for i, n in enumerate(sizes)] for size in ends]
+            more = [k.broadcast_to(like, gap) if gap[axis] else None for gap in gaps]
+            return k.concat([part for part in (more[0], x, more[1]) if part is not None], axis)
+
+        if plan.rounds > 1:
+            x = longer(x, 0, (0, plan.groups * plan.stages - plan.microbatches))
+            x = longer(k.reshape(x, (plan.groups, plan.stages, *rest)), 1, (0, plan.group - plan.stages))
+            x = k.reshape(x, (plan.groups * plan.group, *rest))
+        before = plan.first(self.end)
+        after = plan.ticks - before - x.shape[0]
+        x = longer(x, 0, (before, max(after, 0)))
+        return x if after >= 0 else k.slice(x, [0] * (1 + len(rest)), (plan.ticks, *rest))
 
     def flops(self, *local: TensorType) -> float:
         return 0.0
@@ -111,9 +170,16 @@ class FromTicks(Op):
         return TensorType(Shape([Dim(MICROBATCH, self.schedule.microbatches), *rest]), inputs[0].dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        rest = at.inputs[0].shape.sizes[1:]
-        begin = self.schedule.first(self.end), *(0 for _ in rest)
-        return k.slice(slices[0], begin, (self.schedule.microbatches, *rest))
+        (x,), rest, plan = slices, at.inputs[0].shape.sizes[1:], self.schedule
+        begin, none = plan.first(self.end), [0] * len(rest)
+        if plan.rounds == 1:
+            return k.slice(x, (begin, *none), (plan.microbatches, *rest))
+        whole = plan.groups * plan.group
+        x = k.slice(x, (begin, *none), (min(plan.ticks - begin, whole), *rest))
+        x = k.pad(x, [(0, whole - x.shape[0]), *((0, 0) for _ in rest)])
+        x = k.slice(k.reshape(x, (plan.groups, plan.group, *rest)), (0, 0, *none), (plan.groups, plan.stages, *rest))
+        x = k.reshape(x, (plan.groups * plan.stages, *rest))
+        return k.slice(x, (0, *none), (plan.microbatches, *rest))
 
     def flops(self, *local: TensorType) -> float:
         return 0.0

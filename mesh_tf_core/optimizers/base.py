@@ -91,7 +91,8 @@ def slot(
     """A float32 state of the optimizer for one variable, and its value before the step."""
     full = f"{variable.name}/{name}"
     stacked = sum(d in variable.shape.dims[: variable.stacked] for d in dims)
-    found = Variable(full, Shape(dims), "float32", Constant(value), False, stacked, variable.name)
+    order = variable.order if variable.shape.dims[:1] == tuple(dims)[:1] else None
+    found = Variable(full, Shape(dims), "float32", Constant(value), False, stacked, variable.name, order)
     return graph.declare(found), graph.read(found)
 
 

@@ -142,7 +142,7 @@ class Copy:
     def _body(self, node: Node, body: Block, block: Block) -> None:
         """The state and the nodes of a loop's body, in the copy's block."""
         block.carry_in = tuple(self._inner(block, i).id for i in body.carry_in)
-        block.runs = None if body.runs is None else self.tensors[body.runs].id
+        block.runs, block.first = (None if i is None else self.tensors[i].id for i in (body.runs, body.first))
         made: dict[int, list[Node]] = {}
         for inner in body.nodes:
             begin = len(block.nodes)

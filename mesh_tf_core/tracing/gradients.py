@@ -137,9 +137,11 @@ class _Backward:
         carried = [j for j, i in enumerate(body.carry_in) if i in self.needed]
         init = [self._known(finals[j], graph.tensor(body.carry_out[j])) for j in carried]
         assert body.dim is not None
+        first = None if body.first is None else graph.visible(graph.tensor(body.first)).id
         with graph.loop(body.dim, not body.reverse, body, body.spread) as block:
             # What did not run passes its gradient on.
             block.runs = None if body.runs is None else graph.visible(graph.tensor(body.runs)).id
+            block.first = first
             block.branch = body.branch
             states = [graph.body_input(block, x) for x in init]
             seeds: dict[int, list[Tensor]] = {}
@@ -169,7 +171,9 @@ class _Backward:
         init = [*finals, *(self._known(dy, y) for dy, y in zip(dys, finals, strict=False))]
         f, g = body.halves
         assert body.dim is not None
+        first = None if body.first is None else graph.visible(graph.tensor(body.first)).id
         with graph.loop(body.dim, not body.reverse, body) as block:
+            block.first = first
             states = [graph.body_input(block, x) for x in init]
             y1, y2, dy1, dy2 = states
             x2, dx1, of_g = self._undone(g, y1, y2, dy1, dy2)
@@ -215,7 +219,8 @@ class _Backward:
         for i, dx in found.items():
             if i in sliced and i in self.needed:
                 stack = graph.tensor(sliced[i]).shape
-                whole = stack.dims[0] if several(graph.tensor(i).shape, stack) else None
+                longer = several(graph.tensor(i).shape, stack) or stack.dims[0] != body.dim
+                whole = stack.dims[0] if longer else None
                 out.append((sliced[i], graph.stack_output(block, unwidened(graph.visible(dx)), whole)))
             elif i in self.needed and not self._inside(body, graph.tensor(i).block):
                 out.append((i, graph.sum_output(block, graph.visible(dx))))

@@ -314,9 +314,9 @@ class Graph(Residuals):
 
     def stack_output(self, block: Block, inner: Tensor, whole: Dim | None = None) -> Tensor:
         """An outer tensor that stacks a body tensor over the iterations; `whole`: its first dimension, if
-        every iteration gives several elements of it."""
+        every iteration gives several elements of it, or it is longer than the loop (`Block.first`)."""
         assert block.dim is not None and block.parent is not None
-        dims = [block.dim, *inner.shape] if whole is None else [whole, *inner.shape.dims[1:]]
+        dims = [whole or block.dim, *inner.shape.dims[whole is not None and block.first is None :]]
         type = TensorType(Shape(dims), inner.dtype)
         outer = self.new_tensor(type, self.blocks[block.parent])
         block.stacked.append((inner.id, outer.id))

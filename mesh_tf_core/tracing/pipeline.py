@@ -12,6 +12,11 @@ A loop over L layers becomes, of the forward graph, before its gradient is made,
 so that its gradient, lowering, price and memory are those of what is written there. `ops.ticks` says what is
 when; a stage that waits works on numbers that nobody reads. Layers before and after work on the whole batch.
 
+In a circular schedule what the last stage hands on goes to the first, and the loop over the layers of a stage
+is over those of the chunk whose turn it is (`Block.first`). Variables that the layers read by parts lie so
+that each device has its chunks (`ir.stored_order`); what else reads them, and other stacks, are brought from
+one order to the other.
+
 What the layers read of the batch besides their state stays where it is, if no gradient goes back to it, and
 else goes through the stages with the state. How values stand to the batch says `standing`, as for gradient
 accumulation: a state that each microbatch adds to, as a router's loss, is their sum; what depends on the
@@ -21,16 +26,17 @@ whole batch otherwise is refused. Random keys get the number of the microbatch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import MICROBATCH, TICK, Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.stored_order import Interleaved
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import scale, stop_gradient
-from mesh_tf_core.ops.binary import where
+from mesh_tf_core.ops.binary import binary, where
 from mesh_tf_core.ops.dynamic import dynamic_slice
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.math import logical_and, maximum, minimum
@@ -44,13 +50,23 @@ from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.standing import Kind, Standings, outer_reads
 
 
+def rounds_of_stage(dim: str) -> str:
+    """The dimension of the chunks of a stage, of the layers that `dim` counts."""
+    return f"{dim}_rounds"
+
+
 def layers_of_stage(dim: str) -> str:
     """The dimension of the loop over the layers of a stage, of those that `dim` counts."""
     return f"{dim}_of_stage"
 
 
 def pipelined(
-    graph: Graph, batch: str, parts: int, stages: Mapping[str, int], wanted: Mapping[str, Tensor]
+    graph: Graph,
+    batch: str,
+    parts: int,
+    stages: Mapping[str, int],
+    wanted: Mapping[str, Tensor],
+    rounds: int = 1,
 ) -> tuple[Graph, dict[str, Tensor]]:
     """The forward graph with loops as pipelines.
 
@@ -59,6 +75,7 @@ def pipelined(
       parts: number of microbatches.
       stages: dimension of loops -> number of stages.
       wanted: name -> tensor at the top level, of the forward operations.
+      rounds: how often microbatches go through the stages.
 
     Returns:
       The new graph and its tensors for `wanted`.
@@ -66,7 +83,7 @@ def pipelined(
     Raises:
       UserError: a loop cannot be one; why, and what to do.
     """
-    return _Pipelines(graph, batch, parts, stages).run(wanted)
+    return _Pipelines(graph, batch, parts, stages, rounds).run(wanted)
 
 
 def loop_dims(graph: Graph) -> Mapping[str, list[Node]]:
@@ -82,10 +99,16 @@ def _loop_dims(graph: Graph) -> dict[str, list[Node]]:
     return found
 
 
-def check_stages(graph: Graph, dim: str, count: int) -> None:
-    """UserError if the loops over a dimension cannot be so many stages."""
+def check_stages(graph: Graph, dim: str, count: int, rounds: int = 1) -> None:
+    """UserError if the loops over a dimension cannot be so many stages, of as many chunks as rounds."""
     for node in loop_dims(graph)[dim]:
         size = node.body.dim.size if node.body and node.body.dim else 0
+        if not size % count and size // count % rounds:
+            own = size // count
+            raise UserError(
+                f"pipeline over {dim!r}: {rounds} rounds do not divide the {own} layers of each of its {count} "
+                f"stages; choose one of {', '.join(str(n) for n in range(1, own + 1) if own % n == 0)}"
+            )
         if size % count:
             raise UserError(
                 f"pipeline over {dim!r}: {count} stages do not divide its {size} layers; "
@@ -113,12 +136,16 @@ class _Flow:
 class _Pipelines(PartCopy):
     """A graph with pipelines under construction."""
 
-    def __init__(self, graph: Graph, batch: str, parts: int, stages: Mapping[str, int]) -> None:
+    def __init__(
+        self, graph: Graph, batch: str, parts: int, stages: Mapping[str, int], rounds: int
+    ) -> None:
         super().__init__(graph, batch, parts)
         self.part, self.smaller = self.smaller, {}
-        self.stages = stages
+        self.stages, self.rounds = stages, rounds
         for dim, count in stages.items():
-            check_stages(graph, dim, count)
+            check_stages(graph, dim, count, rounds)
+        self.raw: dict[int, Tensor] = {}
+        self.lying = self._interleaved() if rounds > 1 else {}
         trained = [v for v in graph.variables.values() if v.trainable]
         self.trained = depends_on(graph, [graph.read(v).id for v in trained])
 
@@ -136,15 +163,54 @@ class _Pipelines(PartCopy):
             self._node(node)
         return self.new, {name: self.tensors[t.id] for name, t in wanted.items()}
 
+    def _interleaved(self) -> dict[int, tuple[Interleaved, bool]]:
+        """Values of variables that pipelines read by parts -> the order in which they lie, and whether
+        anything else reads them."""
+        old, found, read = self.old, dict[int, Interleaved](), set[int]()
+        for node in old.nodes:
+            if node.phase != "forward":
+                continue
+            body = node.body
+            if body is None or body.dim is None or body.dim.name not in self.stages:
+                read |= outer_reads(old, node)
+                continue
+            order, parts = Interleaved(self.stages[body.dim.name], self.rounds), {o for o, _ in body.sliced}
+            read |= {*node.inputs}.union(*(outer_reads(old, n) for n in body.nodes))
+            read |= {i for i in (*body.carry_out, *(i for i, _ in (*body.stacked, *body.summed)))}
+            found.update(
+                (i, order)
+                for i in parts
+                if i in old.producer and isinstance(old.producer[i].op, Read)
+            )
+        for i, order in found.items():
+            variable = old.producer[i].op.variable  # type: ignore[attr-defined]
+            self.new.variables[variable.name] = replace(variable, order=order)
+        return {i: (order, i in read) for i, order in found.items()}
+
+    def in_order(self, x: Tensor, order: Interleaved, lies: bool) -> Tensor:
+        """x, whose first dimension counts layers, in the other order; `lies`: x is as variables lie."""
+        layers, shape = x.shape.dims[0], x.shape
+        rounds, stages = Dim(rounds_of_stage(layers.name), order.rounds), Dim(layers.name, order.stages)
+        chunk = Dim(layers_of_stage(layers.name), layers.size // (order.rounds * order.stages))
+        pair = [stages, rounds] if lies else [rounds, stages]
+        apart = reshape(x, [*pair, chunk, *shape.dims[1:]])
+        return reshape(transpose(apart, [*pair[::-1], chunk, *shape.dims[1:]]), shape)
+
     def _node(self, node: Node) -> None:
         op = node.op
         if isinstance(op, Read):
-            self.tensors[node.outputs[0]] = self.new.read(op.variable)
+            x = self.new.read(self.new.variables[op.variable.name])
+            self.raw[node.outputs[0]] = x
+            order, elsewhere = self.lying.get(node.outputs[0], (None, False))
+            self.tensors[node.outputs[0]] = self.in_order(x, order, True) if order and elsewhere else x
         elif isinstance(op, Feed):
             self.tensors[node.outputs[0]] = self.new.input(op.feed, op.type.shape.dims, op.type.dtype)
         elif isinstance(op, Assign):
+            variable = self.new.variables[op.variable.name]
             with self.new.phase(node.phase, node.scope):
-                self.new.assign(op.variable, self.tensors[node.inputs[0]])
+                x = self.tensors[node.inputs[0]]
+                x = x if variable.order is None else self.in_order(x, variable.order, False)
+                self.new.assign(variable, x)
         else:
             super()._node(node)
 
@@ -164,9 +230,11 @@ class _Pipeline:
     def __init__(self, copy: _Pipelines, node: Node, body: Block, layers: Dim) -> None:
         self.copy, self.node, self.body, self.layers = copy, node, body, layers
         self.old, self.new = copy.old, copy.new
-        self.schedule = Schedule(copy.parts, copy.stages[layers.name])
+        self.schedule = Schedule(copy.parts, copy.stages[layers.name], copy.rounds)
         self.stage = Dim(layers.name, self.schedule.stages)
         self.own = Dim(layers_of_stage(layers.name), layers.size // self.schedule.stages)
+        self.chunk = Dim(self.own.name, self.own.size // self.schedule.rounds)
+        self.order = Interleaved(self.schedule.stages, self.schedule.rounds)
         read = outer_reads(self.old, node)
         self.rows = {i for i in (*read, *node.inputs) if self._batch(i)}
         copy.standings = self.standings = Standings(self.old, copy.names, [node], self.rows)
@@ -267,26 +335,27 @@ class _Pipeline:
             come = [new.slice_into(ticks, x) for x in entering]
             with new.loop(self.stage, spread=True) as stages:
                 stage = new.tensors[stages.index]  # type: ignore[index]
-                item = tick - stage
-                works = logical_and(item >= 0, item < schedule.microbatches)
+                item, turn = self._turn(tick - stage)
+                works = logical_and(tick >= stage, item < schedule.microbatches)
                 number = maximum(minimum(item, schedule.microbatches - 1), 0)
-                got = [
-                    where(stage < 1, x, new.slice_into(stages, h)) for x, h in zip(come, held, strict=True)
-                ]
+                enters = stage < 1 if turn is None else logical_and(stage < 1, turn < 1)
+                got = [where(enters, x, new.slice_into(stages, h)) for x, h in zip(come, held, strict=True)]
                 self.copy.tensors.update((i, dynamic_slice(x, number, MICROBATCH)) for i, x in stays.items())
                 self.copy.tensors.update(zip(passes, got[len(states) :], strict=True))
                 self.copy.number, self.copy.smaller = number, self.copy.part
-                ends, stacked = self._layers(stages, stage, got[: len(states)])
+                ends, stacked = self._layers(stages, stage, turn, got[: len(states)])
                 ends += got[len(states) :]
                 handed = [new.stack_output(stages, x) for x in ends]
                 last = stage > schedule.stages - 2
+                last = last if turn is None else logical_and(last, turn > schedule.rounds - 2)
                 left = [self._at(last, x) for x in ends[: len(states)]]
                 done = [new.sum_output(stages, x) for x in left]
                 parts = [self._at(works, x) for x in stacked]
                 terms = [new.stack_output(stages, x, self.layers) for x in parts]
             new.close_loop(stages, [])
             ticks.carry_in = tuple(x.id for x in held)
-            ticks.carry_out = tuple(shift(x, 1, self.stage).id for x in handed)
+            round_and_round = schedule.rounds > 1
+            ticks.carry_out = tuple(shift(x, 1, self.stage, round_and_round).id for x in handed)
             leaving = [new.stack_output(ticks, x) for x in done]
             sums = [new.sum_output(ticks, x) for x in terms]
         new.close_loop(ticks, init)
@@ -295,7 +364,18 @@ class _Pipeline:
         for (inner, old), x in zip(self.body.stacked, sums, strict=True):
             same = self.standings.of(inner).kind is Kind.SAME
             made[old] = scale(x, 1 / self.copy.parts) if same else x
+            made[old] = self.copy.in_order(made[old], self.order, True) if round_and_round else made[old]
         return made
+
+    def _turn(self, at: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The microbatch that a stage has at a tick of its own, and in which round, if there are several."""
+        schedule = self.schedule
+        if schedule.rounds == 1:
+            return at, None
+        at = maximum(at, 0)
+        group, inside = binary("floordiv", at, schedule.group), binary("mod", at, schedule.group)
+        item = group * schedule.stages + binary("mod", inside, schedule.stages)
+        return item, binary("floordiv", inside, schedule.stages)
 
     def _at(self, condition: Tensor, x: Tensor) -> Tensor:
         """x where a condition holds, else zeros."""
@@ -317,18 +397,32 @@ class _Pipeline:
         return reshape(slice_dim(parts, MICROBATCH, 0, 1), shape)
 
     def _layers(
-        self, stages: Block, stage: Tensor, init: Sequence[Tensor]
+        self, stages: Block, stage: Tensor, turn: Tensor | None, init: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The layers of a stage: their last states, and what they stack."""
+        """The layers of a stage, or of its chunk whose turn it is: their last states, and what they stack."""
         copy, new, body = self.copy, self.new, self.body
-        outer = {o: new.slice_into(stages, copy.tensors[o], self.own) for o, _ in body.sliced}
-        with new.loop(self.own) as block:
+        outer = {o: new.slice_into(stages, self._stack(o), self.own) for o, _ in body.sliced}
+        first = None if turn is None else turn * self.chunk.size
+        begins = stage * self.own.size
+        if turn is not None:
+            begins = (turn * self.schedule.stages + stage) * self.chunk.size
+        with new.loop(self.chunk) as block:
             assert block.index is not None and body.index is not None
             copy.blocks[body.id] = block
             number = new.tensors[block.index]
-            copy.tensors[body.index] = stage * self.own.size + number
+            copy.tensors[body.index] = begins + number
             for o, inner in body.sliced:
                 copy.tensors[inner] = new.slice_into(block, outer[o])
             copy._body(self.node, body, block)
-            stacked = [new.stack_output(block, copy.tensors[i]) for i, _ in body.stacked]
+            block.first = None if first is None else first.id
+            whole = None if first is None else self.own
+            stacked = [new.stack_output(block, copy.tensors[i], whole) for i, _ in body.stacked]
         return new.close_loop(block, init), stacked
+
+    def _stack(self, outer: int) -> Tensor:
+        """What layers read by parts, as variables lie."""
+        if self.schedule.rounds == 1:
+            return self.copy.tensors[outer]
+        if outer in self.copy.lying:
+            return self.copy.raw[outer]
+        return self.copy.in_order(self.copy.tensors[outer], self.order, False)

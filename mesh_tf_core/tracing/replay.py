@@ -58,7 +58,9 @@ class Replay:
                 (old, graph.body_input(block, x)) for old, x in zip(body.carry_in, init, strict=True)
             )
             self.made.update((inner, graph.slice_into(block, self.tensor(o))) for o, inner in body.sliced)
-            block.runs = None if body.runs is None else self.tensor(body.runs).id
+            block.runs, block.first = (
+                None if i is None else self.tensor(i).id for i in (body.runs, body.first)
+            )
             block.branch = body.branch
             again = {old.index: self._node(old) for old in body.nodes}
             block.carry_in = tuple(self.made[i].id for i in body.carry_in)

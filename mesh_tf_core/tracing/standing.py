@@ -244,7 +244,7 @@ def outer_reads(
     if body is not None:
         found.update(outer for outer, _ in body.sliced)
         found.update((*body.carry_out, *body.saved, *(i for i, _ in (*body.stacked, *body.summed))))
-        found.update(() if body.runs is None else (body.runs,))
+        found.update(i for i in (body.runs, body.first) if i is not None)
         for inner in body.nodes:
             found |= outer_reads(graph, inner, skipped)
     return {i for i in found if not graph.tensor(i).block}

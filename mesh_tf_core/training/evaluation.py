@@ -39,6 +39,7 @@ from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.model import Model
 from mesh_tf_core.ops.basic import Cast, Constant
 from mesh_tf_core.ops.binary import Binary
+from mesh_tf_core.ops.ticks import rounds_of
 from mesh_tf_core.optimizers.base import EMA
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.pipeline import pipelined
@@ -84,7 +85,8 @@ class Evaluation:
         mesh = training.program.mesh
         if stages := model.stages(mesh, layout):
             parts = options.microbatches
-            graph, results = pipelined(graph, str(model.batch_dim), parts, stages, results)
+            given = graph, str(model.batch_dim), parts, stages, results
+            graph, results = pipelined(*given, rounds_of(options.schedule))
         how = Options(storage, context=options.context, offload=options.offload)
         program = lower(graph, mesh, layout, results, how)
         self.engine = training.beside(program)

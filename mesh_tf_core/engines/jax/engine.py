@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -23,7 +24,7 @@ from mesh_tf_core.engines.jax.cluster import Cluster
 from mesh_tf_core.engines.jax.placing import placed
 from mesh_tf_core.engines.jax.profile import STEP
 from mesh_tf_core.engines.jax.program import JaxProgram, is_wide
-from mesh_tf_core.engines.pieces import Begin, Piece, initial, joined, writers
+from mesh_tf_core.engines.pieces import Begin, Piece, in_order, in_runs, initial, joined, lying, runs, writers
 from mesh_tf_core.engines.stepping import OneByOne, Stepping, check_beside
 from mesh_tf_core.ir.program import Program, Stored, count_sent, text
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
@@ -129,27 +130,29 @@ class JaxEngine(Stepping):
         return np.asarray(self._whole(array).addressable_data(0))
 
     def read(self, name: str) -> Any:
-        stored(self.program, name)
+        variable = stored(self.program, name)
         self._ready()
         with self._together(f"reading variable {name!r}"), jax_home.wide_numbers(self._wide):
-            return self._joined(self._state[name])
+            return in_order(variable, self._joined(self._state[name]))
 
     def write(self, name: str, array: Any) -> None:
-        value = check_array(stored(self.program, name).variable, array)
+        variable = stored(self.program, name)
+        value = lying(variable, check_array(variable.variable, array))
         self._ready()
         with jax_home.wide_numbers(self._wide):
-            self._state[name] = self._placed(value, self._sharding(self.program.variables[name]))
+            self._state[name] = self._placed(value, self._sharding(variable))
 
     def fill(self, name: str, read: Callable[[Begin, Sequence[int]], Any]) -> None:
         variable = stored(self.program, name)
         self._ready()
-        self._state[name] = self._filled(variable, read)
+        self._state[name] = self._filled(variable, in_runs(variable, read))
 
     def snapshot(self) -> Mapping[Piece, Any]:
         self._ready()
         own, mesh, kept = jax.process_index(), self.program.mesh, dict[Piece, Any]()
         for name, pieces in self._writers.items():
-            v = self.program.variables[name].value
+            variable = self.program.variables[name]
+            v = variable.value
             copied = np.array if v.host else _copied
             held = {shard.device: shard.data for shard in self._state[name].addressable_shards}
             with jax_home.wide_numbers(self._wide):  # the next step gives the arrays' memory away
@@ -159,12 +162,16 @@ class JaxEngine(Stepping):
                     if self.devices[rank].process_index == own
                 }
             if self.cluster is None:
-                kept[Piece.all_of(self.program.variables[name].variable)] = v, mine
+                kept[Piece.all_of(variable.variable)] = variable, mine
             else:
                 shape = v.local(mesh).shape.sizes
                 for begin, array in mine.items():
-                    kept[Piece(name, v.dtype, v.shape.sizes, begin, shape)] = array
-        return OneByOne(kept, np.asarray if self.cluster else lambda found: joined(found[0], mesh, found[1]))
+                    for number, (there, sizes) in enumerate(runs(variable, begin, shape)):
+                        piece = Piece(name, v.dtype, v.shape.sizes, there, sizes)
+                        kept[piece] = array, number * math.prod(sizes), sizes
+        if self.cluster:
+            return OneByOne(kept, _part)
+        return OneByOne(kept, lambda found: in_order(found[0], joined(found[0].value, mesh, found[1])))
 
     @cached_property
     def _writers(self) -> Mapping[str, Mapping[Begin, int]]:
@@ -269,6 +276,12 @@ class JaxEngine(Stepping):
         for instr, size, times in made.moved.values():
             self._moved[instr.name] += size * times
         self.compile_seconds += time.perf_counter() - start
+
+
+def _part(found: tuple[Any, int, tuple[int, ...]]) -> Any:
+    """A piece of an array: its elements from a number on, one after the other."""
+    array, at, sizes = found
+    return np.asarray(array).reshape(-1)[at : at + math.prod(sizes)].reshape(sizes)
 
 
 def _copied(array: Any) -> Any:

@@ -159,10 +159,20 @@ class _Device(WholeReplica):
         def body(values: Env) -> None:
             self.block(loop.body, values, times * loop.times)
 
-        iterations = Iterations(loop, env, body, self, self.program.added)
+        longer = self.program.longer(loop)
+        iterations = Iterations(loop, env, body, self, self.program.added, longer)
+        first = 0 if loop.first is None else env[loop.first]
+        onto = [self.zeros(s.outer) if s.outer in longer else x for s, x in zip(loop.stacked, iterations.onto)]
+
+        def place(outer: int, at: Any) -> Any:
+            return first + at if outer in longer else at
 
         def step(before: Any, given: Any) -> Any:
             (state, totals), (at, parts) = before, given
+            parts = [
+                lax.dynamic_index_in_dim(env[s.outer], place(s.outer, at), 0, False) if x is None else x
+                for s, x in zip(loop.sliced, parts, strict=True)
+            ]
             values = iterations.begun(at, state, parts)
             if loop.runs is None:
                 state, made = iterations.run(values)
@@ -171,15 +181,15 @@ class _Device(WholeReplica):
                     values[loop.runs], lambda: iterations.run(values), lambda: iterations.skip(values)
                 )
             totals = [
-                total if total is None else lax.dynamic_update_index_in_dim(total, total[at] + x, at, 0)
-                for total, x in zip(totals, made, strict=True)
+                total if total is None else _added_at(total, x, place(s.outer, at))
+                for s, total, x in zip(loop.stacked, totals, made, strict=True)
             ]
             rest = [x if total is None else None for total, x in zip(totals, made, strict=True)]
             return (state, totals), rest
 
         n = loop.dim.size
-        start = [*iterations.carries, *(self.zeros(s.outer) for s in loop.summed)], iterations.onto
-        given = lax.iota(jnp.int32, n), [env[s.outer] for s in loop.sliced]
+        start = [*iterations.carries, *(self.zeros(s.outer) for s in loop.summed)], onto
+        given = lax.iota(jnp.int32, n), [None if s.outer in longer else env[s.outer] for s in loop.sliced]
         (state, totals), stacks = lax.scan(step, start, given, length=n, reverse=loop.reverse)
         pairs = zip(totals, stacks, strict=True)
         iterations.end(state, [stack if total is None else total for total, stack in pairs])
@@ -219,6 +229,12 @@ class _Device(WholeReplica):
             pieces, _ = lax.optimization_barrier((pieces, before))
         pace.gathered.add(what)
         return pieces
+
+
+def _added_at(total: Any, x: Any, at: Any) -> Any:
+    """A stack to one element of which something is added."""
+    part = lax.dynamic_index_in_dim(total, at, 0, keepdims=False)
+    return lax.dynamic_update_index_in_dim(total, part + x, at, 0)
 
 
 def _exchanged(instr: Collective, x: Any, v: Value, mesh: Mesh) -> Any:

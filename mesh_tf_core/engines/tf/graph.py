@@ -23,6 +23,7 @@ _OUTPUT = {
     "LogicalAnd": "z",
     "Maximum": "z",
     "Minimum": "z",
+    "Sub": "z",
     "ZerosLike": "y",
 }
 """Names of operations' outputs, where they are not "output"."""
@@ -227,6 +228,23 @@ class GraphWriter:
             numbers = [("num", n), ("axis", 0)]
             self._parts[x] = self.node("Unpack", device, [x], outs, [("T", x.dtype)], numbers)
         return self._parts[x]
+
+    def chunk(self, x: Wire, first: Wire, size: int, device: str) -> Wire:
+        """`size` elements of the first axis, from an int32 scalar on."""
+        begin = self.stack([first, *(self.constant(0, device) for _ in x.shape[1:])], device)
+        sizes = self.stack([self.constant(n, device) for n in (size, *x.shape[1:])], device)
+        types = [("T", x.dtype), ("Index", tf.int32)]
+        return self.node("Slice", device, [x, begin, sizes], [(x.dtype, (size, *x.shape[1:]))], types)[0]
+
+    def within(self, x: Wire, first: Wire, size: int, device: str) -> Wire:
+        """x at an int32 scalar of a longer first axis; zeros elsewhere."""
+        room, none = self.constant(size - x.shape[0], device), self.constant(0, device)
+        (after,) = self.node("Sub", device, [room, first], [(tf.int32, ())], [("T", tf.int32)])
+        ends = [self.stack([first, after], device)]
+        ends += [self.stack([none, none], device) for _ in x.shape[1:]]
+        inputs = [x, self.stack(ends, device)]
+        types = [("T", x.dtype), ("Tpaddings", tf.int32)]
+        return self.node("Pad", device, inputs, [(x.dtype, (size, *x.shape[1:]))], types)[0]
 
     def zeros_like(self, x: Wire, device: str) -> Wire:
         return self.node("ZerosLike", device, [x], [(x.dtype, x.shape)], [("T", x.dtype)])[0]

@@ -185,7 +185,7 @@ class Trace:
             self.measure(loop.entering, values)
             self._parts(part.body, values)
 
-        iterations = Iterations(loop, env, body, self, self.program.added)
+        iterations = Iterations(loop, env, body, self, self.program.added, self.program.longer(loop))
         if _passes_state_only(loop):
             self._while(iterations)
         else:
@@ -209,6 +209,15 @@ class Trace:
 
     def stack(self, parts: Sequence[Any]) -> Stack:
         return Stack([whole(part) for part in parts], self._join)
+
+    def chunk(self, stack: Any, first: Any, size: int) -> list[Wire]:
+        triples = zip(whole(stack), whole(first), self.devices, strict=True)
+        return [self.writer.chunk(x, at, size, device) for x, at, device in triples]
+
+    def within(self, chunk: Any, first: Any, id: int) -> list[Wire]:
+        size = self.program.local(id).shape.sizes[0]
+        triples = zip(whole(chunk), whole(first), self.devices, strict=True)
+        return [self.writer.within(x, at, size, device) for x, at, device in triples]
 
     def chosen(self, iterations: Iterations[Any], values: Env) -> Left[Any]:
         loop = iterations.loop

@@ -14,7 +14,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from mesh_tf_core.engines.pieces import Begin, Piece, initial, joined, per_device, region
+from mesh_tf_core.engines.pieces import (
+    Begin,
+    Piece,
+    in_order,
+    initial,
+    joined,
+    lying,
+    per_device,
+    region,
+)
 from mesh_tf_core.engines.stepping import OneByOne
 from mesh_tf_core.ir.program import Program, Value
 
@@ -64,7 +73,7 @@ class Variables:
 
     def write(self, name: str, array: Any) -> None:
         """Cuts a global array of the variable's dtype into the shards."""
-        sizes = self.sizes[name]
+        sizes, array = self.sizes[name], lying(self.program.variables[name], array)
         # A contiguous array has a dimension at least; a number gets back its none.
         self._fill(name, lambda begin: np.ascontiguousarray(array[region(begin, sizes)]).reshape(sizes))
 
@@ -77,16 +86,18 @@ class Variables:
 
     def read(self, name: str) -> Any:
         """The global array."""
-        return joined(self.values[name], self.program.mesh, self.pieces(name))
+        whole = joined(self.values[name], self.program.mesh, self.pieces(name))
+        return in_order(self.program.variables[name], whole)
 
     def snapshot(self) -> OneByOne:
         """All values as they are now. No copy: a step stores new tensors, and the old ones live while they
         are kept here."""
         kept = {
-            Piece.all_of(self.program.variables[name].variable): (v, self.program.mesh, self.pieces(name))
-            for name, v in self.values.items()
+            Piece.all_of(stored.variable): (stored, self.pieces(name))
+            for name, stored in self.program.variables.items()
         }
-        return OneByOne(kept, lambda found: joined(*found))
+        mesh = self.program.mesh
+        return OneByOne(kept, lambda found: in_order(found[0], joined(found[0].value, mesh, found[1])))
 
     def pieces(self, name: str) -> dict[tuple[int, ...], Any]:
         """Index of the first element -> tensor, of all different pieces."""
