@@ -1,8 +1,9 @@
 """How long the stages of pipelines wait, of a step's price.
 
 A stage of P works in M of M + P - 1 ticks (`mesh_tf_core.ops.ticks`), forward and backward: stage s waits in
-the s first ones and in the P - 1 - s last ones, so that all wait equally long. The ticks may be those of one
-loop, or of several, one after the other (1F1B: some only forward, some only backward).
+the s first ones and in the P - 1 - s last ones, so that all wait equally long; in a circular schedule it works
+in M R. The ticks may be those of one loop, or of several, one after the other (1F1B: some only forward, some
+only backward).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ops.neighbours import ShiftAlong
-from mesh_tf_core.ops.ticks import Schedule
+from mesh_tf_core.ops.ticks import ToTicks
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -50,9 +51,16 @@ def waiting(program: Program, cost: Cost) -> list[Waiting]:
             own = _slots(graph, graph.blocks[i], both)
             times = graph.blocks[i].dim.size  # type: ignore[union-attr]
             seconds += sum(x.exposed * x.times for x in cost.lines if _stays(x, own, times))
-        bubble = Schedule(ticks - dim.size + 1, dim.size).bubble
-        found[dim.name] = Waiting(dim.name, dim.size, ticks, dim.size - 1, seconds * bubble)
+        waits = ticks - _works(graph, dim.size, ticks)
+        found[dim.name] = Waiting(dim.name, dim.size, ticks, waits, seconds * waits / ticks)
     return list(found.values())
+
+
+def _works(graph: Graph, stages: int, ticks: int) -> int:
+    """In how many ticks a stage works: as the graph says, or in all but those of one round."""
+    said = (node.op.schedule for node in graph.nodes if isinstance(node.op, ToTicks))
+    alike = (s.works for s in said if (s.stages, s.ticks) == (stages, ticks))
+    return next(alike, ticks - stages + 1)
 
 
 def _ticking(graph: Graph) -> dict[Dim, dict[int, set[str]]]:

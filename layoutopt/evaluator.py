@@ -36,7 +36,7 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.kept import SETS, Sets
 from mesh_tf_core.lower.replicas import ReplicaPrograms
 from mesh_tf_core.model import Model
-from mesh_tf_core.ops.ticks import Schedule
+from mesh_tf_core.ops.ticks import Schedule, rounds_of
 from mesh_tf_core.tracing.diloco import DiLoCo
 
 DEFAULT = Options()
@@ -344,7 +344,9 @@ class Evaluator:
         """Seconds that no layout takes less than: a device computes its share, and stages of pipelines that
         of their products in every tick."""
         parts = decided.microbatches
-        waits = ((dim, Schedule(parts, n).ticks / parts - 1) for dim, n in decided.stages_on(mesh).items())
+        stages, rounds = decided.stages_on(mesh).items(), rounds_of(decided.schedule)
+        plans = ((dim, Schedule(parts, n, rounds)) for dim, n in stages)
+        waits = ((dim, plan.ticks / plan.works - 1) for dim, plan in plans)
         more = max((self._alone(frozenset({dim})) * share for dim, share in waits), default=0.0)
         return (self._alone() + more) / mesh.devices
 

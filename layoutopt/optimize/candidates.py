@@ -6,6 +6,8 @@ number that it was found for. Stages of a pipeline wait less with more: with k M
 stages run k M + P - 1 times, each for at least 1/k as long, so that of a bound this part holds:
 
     (k M + P - 1) / (k (M + P - 1))
+
+and in a circular schedule likewise with its ticks (`mesh_tf_core.ops.ticks`).
 """
 
 from __future__ import annotations

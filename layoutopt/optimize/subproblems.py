@@ -15,7 +15,7 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
-from mesh_tf_core.ops.ticks import Schedule
+from mesh_tf_core.ops.ticks import Schedule, rounds_of
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,10 @@ class Subproblem:
     def share(self, microbatches: int) -> float:
         """What of a bound on the same with fewer microbatches, of which these are a multiple, holds here, if
         pieces cost at least their share of the whole (`candidates`)."""
-        times = self.microbatches // microbatches
-        return min(
-            (
-                Schedule(self.microbatches, n).ticks / (times * Schedule(microbatches, n).ticks)
-                for n in self.decided.stages_on(self.mesh).values()
-            ),
-            default=1.0,
-        )
+        times, rounds = self.microbatches // microbatches, rounds_of(self.decided.schedule)
+        stages = self.decided.stages_on(self.mesh).values()
+        pairs = ((Schedule(m, n, rounds).ticks for m in (self.microbatches, microbatches)) for n in stages)
+        return min((ticks / (times * fewer) for ticks, fewer in pairs), default=1.0)
 
     @property
     def key(self) -> Hashable:

@@ -1,5 +1,5 @@
 """When the stages of a pipeline go backward: after all microbatches (`gpipe`), or each microbatch as soon as
-it has gone through all stages (`1f1b`).
+it has gone through all stages (`1f1b`); and whether microbatches go through them several times (`circular:2`).
 
 Another schedule is another graph, so that each is a subproblem of its own, where nothing is left to choose.
 """
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature
-from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.ops.ticks import GPIPE, ONE_F_ONE_B, SCHEDULES
+from mesh_tf_core.ops.ticks import CIRCULAR, GPIPE, ONE_F_ONE_B, check_schedule, rounds_of
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -30,13 +30,18 @@ class Schedule(Decision):
             lambda schedule: schedule == ONE_F_ONE_B,
             lambda _, options: options.schedule == ONE_F_ONE_B,
         ),
+        Feature(
+            CIRCULAR,
+            "schedule",
+            lambda schedule: rounds_of(schedule) > 1,
+            lambda _, options: rounds_of(options.schedule) > 1,
+        ),
     )
 
     @classmethod
     def check(cls, allowed: Allowed) -> None:
         for schedule in allowed.schedule or ("",):
-            if schedule not in SCHEDULES:
-                raise UserError(f"--schedule {schedule}: {known_names(schedule, SCHEDULES)}")
+            check_schedule(schedule, f"--schedule {schedule}")
         if ONE_F_ONE_B in allowed.schedule and allowed.elsewhere:
             raise UserError(
                 f"--schedule {ONE_F_ONE_B}: tables of this schedule do not add up where dimensions are split "

@@ -192,6 +192,7 @@ class _Pipelines(PartCopy):
         layers, shape = x.shape.dims[0], x.shape
         rounds, stages = Dim(rounds_of_stage(layers.name), order.rounds), Dim(layers.name, order.stages)
         chunk = Dim(layers_of_stage(layers.name), layers.size // (order.rounds * order.stages))
+        self.new.unsplit[rounds.name] = "its chunks of layers are on one device"
         pair = [stages, rounds] if lies else [rounds, stages]
         apart = reshape(x, [*pair, chunk, *shape.dims[1:]])
         return reshape(transpose(apart, [*pair[::-1], chunk, *shape.dims[1:]]), shape)
