@@ -1,9 +1,9 @@
 """How long the stages of pipelines wait, of a step's price.
 
 A stage of P works in M of M + P - 1 ticks (`mesh_tf_core.ops.ticks`), forward and backward: stage s waits in
-the s first ones and in the P - 1 - s last ones, so that all wait equally long; in a circular schedule it works
-in M R. The ticks may be those of one loop, or of several, one after the other (1F1B: some only forward, some
-only backward).
+the s first ones and in the P - 1 - s last ones, so that all wait equally long; in a circular schedule it
+works in M R. The ticks may be those of one loop, or of several, one after the other (1F1B: some only forward,
+some only backward).
 """
 
 from __future__ import annotations

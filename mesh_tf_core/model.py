@@ -27,7 +27,8 @@ from mesh_tf_core.tracing.gradients import gradients, unwidened
 from mesh_tf_core.tracing.graph import Graph, graph_of
 from mesh_tf_core.tracing.microbatch import accumulate
 from mesh_tf_core.tracing.one_forward_one_backward import one_forward_one_backward
-from mesh_tf_core.tracing.pipeline import layers_of_stage, loop_dims, pipelined
+from mesh_tf_core.tracing.pipeline import loop_dims, pipelined
+from mesh_tf_core.tracing.rounds import layers_of_stage
 
 DEFAULT = Options()
 NO_STAGES: Mapping[str, int] = MappingProxyType({})

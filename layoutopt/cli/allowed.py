@@ -85,7 +85,8 @@ class AllowedOptions:
         typer.Option(
             "--schedule",
             metavar="NAMES",
-            help="When stages may go backward: gpipe, after all microbatches; 1f1b, each at once; of these.",
+            help="When stages may go backward: gpipe, after all microbatches; 1f1b, each at once; "
+            "circular:2, as gpipe, with microbatches that go round twice, or more often; of these.",
         ),
     ] = "gpipe"
 

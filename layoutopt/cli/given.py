@@ -85,7 +85,8 @@ class DecisionOptions:
             "--schedule",
             metavar="NAME",
             help="When the stages of a pipeline go backward: gpipe, after all microbatches; 1f1b, each "
-            "microbatch at once, so that as many are in flight as there are stages.",
+            "microbatch at once, so that as many are in flight as there are stages; circular:2, as gpipe, "
+            "with microbatches that go round twice, so that stages wait half as long.",
         ),
     ] = "gpipe"
 

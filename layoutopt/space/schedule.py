@@ -1,5 +1,5 @@
 """When the stages of a pipeline go backward: after all microbatches (`gpipe`), or each microbatch as soon as
-it has gone through all stages (`1f1b`); and whether microbatches go through them several times (`circular:2`).
+it has gone through all stages (`1f1b`); and whether microbatches go round several times (`circular:2`).
 
 Another schedule is another graph, so that each is a subproblem of its own, where nothing is left to choose.
 """
@@ -42,9 +42,10 @@ class Schedule(Decision):
     def check(cls, allowed: Allowed) -> None:
         for schedule in allowed.schedule or ("",):
             check_schedule(schedule, f"--schedule {schedule}")
-        if ONE_F_ONE_B in allowed.schedule and allowed.elsewhere:
+        others = [schedule for schedule in allowed.schedule if schedule != GPIPE]
+        if others and allowed.elsewhere:
             raise UserError(
-                f"--schedule {ONE_F_ONE_B}: tables of this schedule do not add up where dimensions are split "
+                f"--schedule {','.join(others)}: tables of this do not add up where dimensions are split "
                 f"further elsewhere; leave it or --elsewhere {','.join(allowed.elsewhere)} out"
             )
 

@@ -105,9 +105,7 @@ class LockstepEngine(Stepping):
 
     def snapshot(self) -> Mapping[Piece, Any]:
         self._ready()
-        kept = {
-            Piece.all_of(v.variable): (self.state[name], v) for name, v in self.program.variables.items()
-        }
+        kept = {Piece.all_of(v.variable): (self.state[name], v) for name, v in self.program.variables.items()}
         return OneByOne(kept, lambda found: in_order(found[1], self.join(found[0], found[1].value)))
 
     def beside(self, program: Program) -> LockstepEngine:

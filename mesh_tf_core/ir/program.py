@@ -135,7 +135,9 @@ class Program:
 
     def longer(self, loop: Loop) -> frozenset[int]:
         """The stacks that are longer than a loop which reads or makes a part of them (`Loop.first`)."""
-        stacks = (s.outer for s in (*loop.sliced, *loop.stacked) if loop.first is not None)
+        if loop.first is None:
+            return frozenset()
+        stacks = (*(s.outer for s in loop.sliced), *(r.outer for r in loop.stacked))
         return frozenset(i for i in stacks if self.values[i].shape.sizes[0] != loop.dim.size)
 
     def communication_bytes(self) -> dict[str, float]:

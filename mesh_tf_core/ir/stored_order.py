@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Interleaved:
-    """The order of the first dimension, of P stages with R chunks of K elements each: where stage p has its
-    chunk r, the model has number r P + p of all chunks."""
+    """The order of the first dimension, of P stages with R chunks of K elements each: chunk r of stage p is
+    number r P + p of the model's."""
 
     stages: int
     rounds: int
 
     def runs(self, size: int, begin: int, count: int) -> Iterator[tuple[int, int]]:
-        """What lies from one element on: equal runs of elements that the model has next to each other, each as
+        """What lies from one element on: equal runs of what the model has next to each other, each as
         (where it has them, how many).
 
         Args:

@@ -80,13 +80,11 @@ class Loops(Saving):
             return
         self.low.env.update(zip(node.outputs, finals, strict=False))
         carried = tuple(Carry(*c) for c in zip(init, carry_in, carry_out, finals, strict=True))
-        stacks = (self.low.values[x.outer].shape for x in (*sliced, *stacked))
-        if all(stack.sizes[0] == block.dim.size for stack in stacks):
+        outer = (*(s.outer for s in sliced), *(r.outer for r in stacked))
+        if all(self.low.values[i].shape.sizes[0] == block.dim.size for i in outer):
             first = None
         parts = carried, tuple(sliced), tuple(stacked), tuple(summed), body
-        self.low.emit(
-            make_loop(origin, block.dim, block.reverse, index, *parts, runs, block.branch, first)
-        )
+        self.low.emit(make_loop(origin, block.dim, block.reverse, index, *parts, runs, block.branch, first))
 
     def _spread(
         self,

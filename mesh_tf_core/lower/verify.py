@@ -90,10 +90,13 @@ class _Verifier:
             scalar = decides.dtype == "bool" and not len(decides.shape) and not decides.partial
             if not scalar:
                 raise ProgramError(f"{loop.text()}: %{loop.runs} is not a bool scalar that all devices have")
-        if loop.first is not None and (values[loop.first].dtype, len(values[loop.first].shape)) != ("int32", 0):
+        if loop.first is not None and (values[loop.first].dtype, len(values[loop.first].shape)) != (
+            "int32",
+            0,
+        ):
             raise ProgramError(f"{loop.text()}: %{loop.first} is not an int32 scalar")
         self.block(loop.body)
-        for stack in (s.outer for s in (*loop.sliced, *loop.stacked)):
+        for stack in (*(s.outer for s in loop.sliced), *(r.outer for r in loop.stacked)):
             if loop.first is None and values[stack].shape.sizes[0] != loop.dim.size:
                 raise ProgramError(f"{loop.text()}: %{stack} is longer, and it does not say where to begin")
         for outer, inner in loop.sliced:

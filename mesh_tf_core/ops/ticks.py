@@ -44,7 +44,9 @@ def check_schedule(schedule: str, said: str = "") -> None:
     said, (order, _, number) = said or f"schedule {schedule!r}", schedule.partition(":")
     if schedule not in SCHEDULES and order != CIRCULAR:
         raise UserError(f"{said}: {known_names(schedule, SCHEDULES)}")
-    if order == CIRCULAR and (len(number) > 6 or not number.isascii() or not number.isdigit() or int(number) < 2):
+    if order == CIRCULAR and (
+        len(number) > 6 or not number.isascii() or not number.isdigit() or int(number) < 2
+    ):
         raise UserError(f"{said}: say how often microbatches go round, twice or more, as {CIRCULAR}:2")
 
 
@@ -177,7 +179,9 @@ class FromTicks(Op):
         whole = plan.groups * plan.group
         x = k.slice(x, (begin, *none), (min(plan.ticks - begin, whole), *rest))
         x = k.pad(x, [(0, whole - x.shape[0]), *((0, 0) for _ in rest)])
-        x = k.slice(k.reshape(x, (plan.groups, plan.group, *rest)), (0, 0, *none), (plan.groups, plan.stages, *rest))
+        x = k.slice(
+            k.reshape(x, (plan.groups, plan.group, *rest)), (0, 0, *none), (plan.groups, plan.stages, *rest)
+        )
         x = k.reshape(x, (plan.groups * plan.stages, *rest))
         return k.slice(x, (0, *none), (plan.microbatches, *rest))
 

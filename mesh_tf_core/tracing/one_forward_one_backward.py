@@ -36,7 +36,8 @@ from mesh_tf_core.tracing.copying import Copy
 from mesh_tf_core.tracing.gradients import depends_on
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.microbatch import Accumulation
-from mesh_tf_core.tracing.pipeline import check_stages, layers_of_stage
+from mesh_tf_core.tracing.pipeline import check_stages
+from mesh_tf_core.tracing.rounds import layers_of_stage
 from mesh_tf_core.tracing.slots import Slots, When
 from mesh_tf_core.tracing.standing import Kind, outer_reads
 

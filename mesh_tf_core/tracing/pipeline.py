@@ -47,17 +47,8 @@ from mesh_tf_core.ops.ticks import FromTicks, Schedule, ToTicks
 from mesh_tf_core.tracing.copying import PartCopy
 from mesh_tf_core.tracing.gradients import depends_on
 from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.rounds import layers_of_stage, lying, reordered
 from mesh_tf_core.tracing.standing import Kind, Standings, outer_reads
-
-
-def rounds_of_stage(dim: str) -> str:
-    """The dimension of the chunks of a stage, of the layers that `dim` counts."""
-    return f"{dim}_rounds"
-
-
-def layers_of_stage(dim: str) -> str:
-    """The dimension of the loop over the layers of a stage, of those that `dim` counts."""
-    return f"{dim}_of_stage"
 
 
 def pipelined(
@@ -105,9 +96,10 @@ def check_stages(graph: Graph, dim: str, count: int, rounds: int = 1) -> None:
         size = node.body.dim.size if node.body and node.body.dim else 0
         if not size % count and size // count % rounds:
             own = size // count
+            known = ", ".join(str(n) for n in range(1, own + 1) if own % n == 0)
             raise UserError(
-                f"pipeline over {dim!r}: {rounds} rounds do not divide the {own} layers of each of its {count} "
-                f"stages; choose one of {', '.join(str(n) for n in range(1, own + 1) if own % n == 0)}"
+                f"pipeline over {dim!r}: {rounds} rounds do not divide the {own} layers of each of its "
+                f"{count} stages; choose one of {known}"
             )
         if size % count:
             raise UserError(
@@ -136,16 +128,17 @@ class _Flow:
 class _Pipelines(PartCopy):
     """A graph with pipelines under construction."""
 
-    def __init__(
-        self, graph: Graph, batch: str, parts: int, stages: Mapping[str, int], rounds: int
-    ) -> None:
+    def __init__(self, graph: Graph, batch: str, parts: int, stages: Mapping[str, int], rounds: int) -> None:
         super().__init__(graph, batch, parts)
         self.part, self.smaller = self.smaller, {}
         self.stages, self.rounds = stages, rounds
         for dim, count in stages.items():
             check_stages(graph, dim, count, rounds)
         self.raw: dict[int, Tensor] = {}
-        self.lying = self._interleaved() if rounds > 1 else {}
+        self.lying = lying(graph, stages, rounds) if rounds > 1 else {}
+        for tensor, (order, _) in self.lying.items():
+            variable = graph.producer[tensor].op.variable  # type: ignore[attr-defined]
+            self.new.variables[variable.name] = replace(variable, order=order)
         trained = [v for v in graph.variables.values() if v.trainable]
         self.trained = depends_on(graph, [graph.read(v).id for v in trained])
 
@@ -163,54 +156,20 @@ class _Pipelines(PartCopy):
             self._node(node)
         return self.new, {name: self.tensors[t.id] for name, t in wanted.items()}
 
-    def _interleaved(self) -> dict[int, tuple[Interleaved, bool]]:
-        """Values of variables that pipelines read by parts -> the order in which they lie, and whether
-        anything else reads them."""
-        old, found, read = self.old, dict[int, Interleaved](), set[int]()
-        for node in old.nodes:
-            if node.phase != "forward":
-                continue
-            body = node.body
-            if body is None or body.dim is None or body.dim.name not in self.stages:
-                read |= outer_reads(old, node)
-                continue
-            order, parts = Interleaved(self.stages[body.dim.name], self.rounds), {o for o, _ in body.sliced}
-            read |= {*node.inputs}.union(*(outer_reads(old, n) for n in body.nodes))
-            read |= {i for i in (*body.carry_out, *(i for i, _ in (*body.stacked, *body.summed)))}
-            found.update(
-                (i, order)
-                for i in parts
-                if i in old.producer and isinstance(old.producer[i].op, Read)
-            )
-        for i, order in found.items():
-            variable = old.producer[i].op.variable  # type: ignore[attr-defined]
-            self.new.variables[variable.name] = replace(variable, order=order)
-        return {i: (order, i in read) for i, order in found.items()}
-
-    def in_order(self, x: Tensor, order: Interleaved, lies: bool) -> Tensor:
-        """x, whose first dimension counts layers, in the other order; `lies`: x is as variables lie."""
-        layers, shape = x.shape.dims[0], x.shape
-        rounds, stages = Dim(rounds_of_stage(layers.name), order.rounds), Dim(layers.name, order.stages)
-        chunk = Dim(layers_of_stage(layers.name), layers.size // (order.rounds * order.stages))
-        self.new.unsplit[rounds.name] = "its chunks of layers are on one device"
-        pair = [stages, rounds] if lies else [rounds, stages]
-        apart = reshape(x, [*pair, chunk, *shape.dims[1:]])
-        return reshape(transpose(apart, [*pair[::-1], chunk, *shape.dims[1:]]), shape)
-
     def _node(self, node: Node) -> None:
         op = node.op
         if isinstance(op, Read):
             x = self.new.read(self.new.variables[op.variable.name])
             self.raw[node.outputs[0]] = x
             order, elsewhere = self.lying.get(node.outputs[0], (None, False))
-            self.tensors[node.outputs[0]] = self.in_order(x, order, True) if order and elsewhere else x
+            self.tensors[node.outputs[0]] = reordered(x, order, lies=True) if order and elsewhere else x
         elif isinstance(op, Feed):
             self.tensors[node.outputs[0]] = self.new.input(op.feed, op.type.shape.dims, op.type.dtype)
         elif isinstance(op, Assign):
             variable = self.new.variables[op.variable.name]
             with self.new.phase(node.phase, node.scope):
                 x = self.tensors[node.inputs[0]]
-                x = x if variable.order is None else self.in_order(x, variable.order, False)
+                x = x if variable.order is None else reordered(x, variable.order, lies=False)
                 self.new.assign(variable, x)
         else:
             super()._node(node)
@@ -327,6 +286,7 @@ class _Pipeline:
         new, schedule = self.new, self.schedule
         states = self._states()
         stays, passes = self._read()
+        stacks = {o: self._stack(o) for o, _ in self.body.sliced}
         flows = [*states, *passes.values()]
         entering = [new.apply(ToTicks(schedule, end=False, fill=True), f.entering) for f in flows]
         init = [self._begun(f.entering) for f in flows]
@@ -344,7 +304,7 @@ class _Pipeline:
                 self.copy.tensors.update((i, dynamic_slice(x, number, MICROBATCH)) for i, x in stays.items())
                 self.copy.tensors.update(zip(passes, got[len(states) :], strict=True))
                 self.copy.number, self.copy.smaller = number, self.copy.part
-                ends, stacked = self._layers(stages, stage, turn, got[: len(states)])
+                ends, stacked = self._layers(stages, stage, turn, stacks, got[: len(states)])
                 ends += got[len(states) :]
                 handed = [new.stack_output(stages, x) for x in ends]
                 last = stage > schedule.stages - 2
@@ -365,7 +325,7 @@ class _Pipeline:
         for (inner, old), x in zip(self.body.stacked, sums, strict=True):
             same = self.standings.of(inner).kind is Kind.SAME
             made[old] = scale(x, 1 / self.copy.parts) if same else x
-            made[old] = self.copy.in_order(made[old], self.order, True) if round_and_round else made[old]
+            made[old] = reordered(made[old], self.order, lies=True) if round_and_round else made[old]
         return made
 
     def _turn(self, at: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -398,11 +358,16 @@ class _Pipeline:
         return reshape(slice_dim(parts, MICROBATCH, 0, 1), shape)
 
     def _layers(
-        self, stages: Block, stage: Tensor, turn: Tensor | None, init: Sequence[Tensor]
+        self,
+        stages: Block,
+        stage: Tensor,
+        turn: Tensor | None,
+        stacks: Mapping[int, Tensor],
+        init: Sequence[Tensor],
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The layers of a stage, or of its chunk whose turn it is: their last states, and what they stack."""
         copy, new, body = self.copy, self.new, self.body
-        outer = {o: new.slice_into(stages, self._stack(o), self.own) for o, _ in body.sliced}
+        outer = {o: new.slice_into(stages, stacks[o], self.own) for o, _ in body.sliced}
         first = None if turn is None else turn * self.chunk.size
         begins = stage * self.own.size
         if turn is not None:
@@ -426,4 +391,4 @@ class _Pipeline:
             return self.copy.tensors[outer]
         if outer in self.copy.lying:
             return self.copy.raw[outer]
-        return self.copy.in_order(self.copy.tensors[outer], self.order, False)
+        return reordered(self.copy.tensors[outer], self.order, lies=False)

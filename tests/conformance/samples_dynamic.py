@@ -54,9 +54,30 @@ def _few_bits(bits: int) -> Sample:
     return Sample(f"{bits} bits", "dynamic", apply, (Arg("a:4 b:8"),), dense, stops=(0,))
 
 
+def _rounds(fill: bool) -> Sample:
+    s = Schedule(3, 2, 2)
+    enters, leaves = [0, 1, 4], [3, 4, 7]
+
+    def apply(g: mtf.Graph, x: mtf.Tensor) -> Any:
+        made = [g.apply(ToTicks(s, end, fill), x) for end in (False, True)]
+        return *made, *(g.apply(FromTicks(s, bool(end)), y * 2.0) for end, y in enumerate(made))
+
+    def dense(x: np.ndarray) -> Any:
+        found = [np.stack([x[0] if fill else np.zeros_like(x[0])] * 8) for _ in range(2)]
+        for made, places in zip(found, (enters, leaves), strict=True):
+            made[places] = x
+        return *found, 2 * x, 2 * x
+
+    stops = (0,) if fill else ()
+    name = f"ticks of rounds{', filled' * fill}"
+    return Sample(name, "dynamic", apply, (Arg("microbatch:3 a:8"),), dense, stops=stops)
+
+
 SAMPLES = (
     _few_bits(4),
     _few_bits(8),
+    _rounds(fill=False),
+    _rounds(fill=True),
     _ticks(fill=False),
     _ticks(fill=True),
     Sample(

@@ -66,6 +66,9 @@ CASES: list[tuple[str, str, int, str, str, dict[str, Any]]] = [
     ("transformer", "pipe:2;t:2", 2, "h100", "pipe", {"elsewhere": ("length",)}),
     ("transformer", "t:2;pipe:2", 8, "cpu-local", "pipe", {}),
     ("experts", "pipe:2;t:2", 2, "tpu-v5e", "pipe", {"pins": {"length": ()}}),
+    ("reading", "pipe:2;t:2", 4, "a100", "pipe", {"schedule": ("circular:2",)}),
+    ("transformer", "t:2;pipe:2", 4, "tpu-v3", "pipe", {"schedule": ("circular:2",)}),
+    ("experts", "pipe:2;t:2", 2, "h100", "pipe", {"pins": {"length": ()}, "schedule": ("circular:2",)}),
     ("transformer", "a:2;b:2;t:2", 4, "tpu-v3", "a+b", {"schedule": ("1f1b",)}),
     ("transformer", "t:2;pipe:2", 8, "h100", "pipe", {"schedule": ("1f1b",)}),
     ("experts", "pipe:2;t:2", 2, "tpu-v5e", "pipe", {"pins": {"length": ()}, "schedule": ("1f1b",)}),
@@ -117,7 +120,7 @@ ALLOWED = Allowed(
     microbatches=(1, 8),
     recompute=(False, True),
     pipeline=("layers",),
-    schedule=("gpipe", "1f1b"),
+    schedule=("gpipe", "1f1b", "circular:4"),
 )
 
 

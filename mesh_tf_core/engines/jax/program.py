@@ -162,7 +162,10 @@ class _Device(WholeReplica):
         longer = self.program.longer(loop)
         iterations = Iterations(loop, env, body, self, self.program.added, longer)
         first = 0 if loop.first is None else env[loop.first]
-        onto = [self.zeros(s.outer) if s.outer in longer else x for s, x in zip(loop.stacked, iterations.onto)]
+        onto = [
+            self.zeros(s.outer) if s.outer in longer else x
+            for s, x in zip(loop.stacked, iterations.onto, strict=True)
+        ]
 
         def place(outer: int, at: Any) -> Any:
             return first + at if outer in longer else at

@@ -1,0 +1,53 @@
+"""Stacks of layers in the order in which circular schedules have them on devices (`ir.stored_order`), and in
+the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.stored_order import Interleaved
+from mesh_tf_core.ir.structure import Read
+from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.shape import reshape, transpose
+from mesh_tf_core.tracing.graph import Graph, graph_of
+from mesh_tf_core.tracing.standing import outer_reads
+
+
+def layers_of_stage(dim: str) -> str:
+    """The dimension of the loop over the layers of a stage, of those that `dim` counts."""
+    return f"{dim}_of_stage"
+
+
+def lying(graph: Graph, stages: Mapping[str, int], rounds: int) -> dict[int, tuple[Interleaved, bool]]:
+    """Values of variables that loops read by parts which become stages -> the order in which they are to lie,
+    and whether anything else in forward reads them.
+
+    Args:
+      stages: dimension of loops -> number of stages.
+    """
+    found, read = dict[int, Interleaved](), set[int]()
+    for node in graph.nodes:
+        if node.phase != "forward":
+            continue
+        body = node.body
+        if body is None or body.dim is None or body.dim.name not in stages:
+            read |= outer_reads(graph, node)
+            continue
+        read.update(node.inputs, body.carry_out, *(outer_reads(graph, n) for n in body.nodes))
+        read.update(i for i, _ in (*body.stacked, *body.summed))
+        order = Interleaved(stages[body.dim.name], rounds)
+        makers = ((outer, graph.producer.get(outer)) for outer, _ in body.sliced)
+        found.update((i, order) for i, maker in makers if maker is not None and isinstance(maker.op, Read))
+    return {i: (order, i in read) for i, order in found.items()}
+
+
+def reordered(x: Tensor, order: Interleaved, *, lies: bool) -> Tensor:
+    """x, whose first dimension counts layers, in the other order; `lies`: x is as variables lie."""
+    layers, rest = x.shape.dims[0], x.shape.dims[1:]
+    rounds, stages = Dim(f"{layers.name}_rounds", order.rounds), Dim(layers.name, order.stages)
+    chunk = Dim(layers_of_stage(layers.name), layers.size // (order.rounds * order.stages))
+    graph_of(x).unsplit[rounds.name] = "a device has all chunks of a stage's layers"
+    have, want = ((stages, rounds), (rounds, stages)) if lies else ((rounds, stages), (stages, rounds))
+    apart = reshape(x, [*have, chunk, *rest])
+    return reshape(transpose(apart, [*want, chunk, *rest]), x.shape)
