@@ -1,0 +1,132 @@
+"""Figures in README and docs that stand in a file of results, or in a preset: they are its figures."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from costmodels.hardware.known import known_errors
+from costmodels.hardware.load import load_hardware
+from layoutopt.details.of_machine import errors_known
+from layoutopt.plan.units import SPACE, bytes_text, percent
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SURE = re.compile(r"how sure +(\d+ published steps? on this hardware: .*?)\nproof", re.DOTALL)
+HARDWARE = re.compile(r"\nhardware +([\w.-]+)")
+GPUS = ("published/dgxc_benchmarking_h100.csv", "published/jax_toolbox_pax.csv", "published/torchtitan.csv")
+
+
+@cache
+def results(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def plain(text: str) -> str:
+    return " ".join(text.replace(SPACE, " ").split())
+
+
+def test_how_sure_is_what_is_known_today() -> None:
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for said in SURE.finditer(text):
+            name = HARDWARE.findall(text, 0, said.start())[-1]
+            assert plain(said[1]) == plain(errors_known(load_hardware(name)).words), f"{page.name}: {name}"
+            found.append(page.name)
+    assert {"huggingface.md", "jax_tutorial.md", "tutorial.md"} <= set(found)
+
+
+def criterion(name: str) -> float:
+    (found,) = [c["reached"] for c in results("published")["criteria"] if c["name"] == name]
+    return float(found)
+
+
+def errors(*tables: str, keeps: bool = False) -> list[float]:
+    """Of the runs of some tables that are judged."""
+    rows = [row for t in tables for row in results("published")["tables"][t]["rows"]]
+    judged = [r for r in rows if not r["not_judged"] and bool(r["keeps"]) == keeps]
+    return [r["predicted_seconds"] / r["published_seconds"] - 1 for r in judged]
+
+
+def of(found: list[float]) -> str:
+    sizes = [abs(e) for e in found]
+    return f"mean {percent(fmean(sizes))}, worst {percent(max(sizes))}"
+
+
+CLAIMS = {
+    "9 MaxText runs": lambda: of(errors("maxtext_tpu.csv")),
+    "8 GSPMD runs": lambda: of(errors("gspmd_tpuv3.csv", "gspmd_tpuv3_more.csv")),
+    "two largest models on 512 TPU v2": lambda: ", ".join(
+        f"−{percent(-e)}" for e in errors("mesh_tf_runs.csv")
+    ),
+    "60 bfloat16 runs": lambda: of(errors(*GPUS)),
+    "845 published runs that ran": lambda: percent(criterion("ran, and called too large")),
+    "720 GPT layouts": lambda: (
+        f"mean {percent(criterion('vTrain, one node: mean error'))}; the predicted best is "
+        f"{percent(criterion('vTrain, one node: regret in the mean'))} slower than the best in the mean, "
+        f"{percent(criterion('vTrain, one node: largest regret'))} at worst"
+    ),
+    "28 layouts on 64 and 256 A100": lambda: (
+        f"mean {100 * criterion('vTrain, several nodes, at 100 GB/s a node: mean error'):.1f} %"
+    ),
+}
+"""What a row of README's table is about, and what it says of it."""
+
+
+@pytest.mark.parametrize("about", CLAIMS)
+def test_readme_says_what_was_reached(about: str) -> None:
+    rows = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    (row,) = [line for line in rows if line.startswith("| ") and about in line]
+    assert plain(CLAIMS[about]()) in plain(row)
+
+
+def test_numbers_of_runs_are_those_that_were_priced() -> None:
+    assert (len(errors("maxtext_tpu.csv")), len(errors(*GPUS))) == (9, 60)
+    counts = {c["name"]: c["rows"] for c in results("published")["criteria"]}
+    assert counts["ran, and called too large"] == 845 and counts["vTrain, one node: mean error"] == 720
+
+
+def test_llama_has_the_picks_and_the_prices_of_practice() -> None:
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in (ROOT / "docs" / "llama.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| ")
+    ]
+    shown, machine = {}, ""
+    for first, what, _, *figures in rows:
+        machine = first or machine
+        kind = "pick" if what.startswith("pick") else "practice" if what.endswith("priced") else ""
+        if kind:
+            name = machine.partition(",")[0]
+            shown[name, kind] = [figures[0], figures[1], figures[2].partition(":")[0]]
+            assert kind == "practice" or what == f"pick, {results('llama_picks')['cases'][name]['status']}"
+    expected = {
+        (name, kind): [
+            f"{case[kind]['step_seconds']:.3f} s",
+            f"{100 * case[kind]['mfu']:.1f} %",
+            bytes_text(case[kind]["peak_memory_bytes"]),
+        ]
+        for name, case in results("llama_picks")["cases"].items()
+        for kind in ("pick", "practice")
+    }
+    assert shown == expected
+
+
+def test_known_errors_are_of_the_results_beside_them() -> None:
+    """`benchmarks/known.py` was run after the last comparison."""
+    steps = known_errors(load_hardware("h100"))["steps"]
+    rows = [
+        r
+        for table in results("published")["tables"].values()
+        for r in table["rows"]
+        if r["hardware"] == "h100" and not r["not_judged"]
+    ]
+    sizes = [abs(r["predicted_seconds"] / r["published_seconds"] - 1) for r in rows]
+    assert (steps["rows"], steps["worst"]) == (len(sizes), pytest.approx(max(sizes), abs=5e-5))
