@@ -3,6 +3,7 @@ first element."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,6 +109,12 @@ def runs(stored: Stored, begin: Begin, extent: Sequence[int]) -> list[tuple[Begi
         return [(begin, tuple(extent))]
     found = order.runs(sizes[0], begin[0], extent[0])
     return [((first, *begin[1:]), (count, *extent[1:])) for first, count in found]
+
+
+def run_of(array: Any, number: int, sizes: tuple[int, ...]) -> Any:
+    """One of the equal `runs` of a device's piece."""
+    size = math.prod(sizes)
+    return np.asarray(array).reshape(-1)[number * size : (number + 1) * size].reshape(sizes)
 
 
 def lying(stored: Stored, whole: Any) -> Any:

@@ -16,7 +16,7 @@ from costmodels.hardware import load_hardware
 from costmodels.pricing.pricer import pricer
 from costmodels.waiting import waiting
 from mesh_tf_core.engines import open_engine
-from mesh_tf_core.engines.pieces import in_order, in_runs, lying
+from mesh_tf_core.engines.pieces import in_order, in_runs, lying, run_of, runs
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.instructions import Local, Loop, Permute
 from mesh_tf_core.ir.program import Program, Stored
@@ -235,6 +235,15 @@ def test_pieces_are_made_of_what_the_model_has_there(stages: int, rounds: int, p
             at, model = (stage * rounds + turn) * chunk, (turn * stages + stage) * chunk
             np.testing.assert_array_equal(there[at : at + chunk], array[model : model + chunk])
     np.testing.assert_array_equal(in_order(stored, there), array)
+    # What a process of several writes of it.
+    saved, found = np.zeros_like(array), runs(stored, (own, 0), (own, 4))
+    assert len({sizes for _, sizes in found}) == 1
+    for number, (begin, sizes) in enumerate(found):
+        written = run_of(there[own : 2 * own], number, sizes)
+        saved[begin[0] : begin[0] + sizes[0]] = written
+    held = (saved != 0).any(1)
+    assert held.sum() == own
+    np.testing.assert_array_equal(saved[held], array[held])
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, "another chunk's turn", "layers lie as the model has them"])

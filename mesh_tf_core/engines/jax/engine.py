@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -24,7 +23,18 @@ from mesh_tf_core.engines.jax.cluster import Cluster
 from mesh_tf_core.engines.jax.placing import placed
 from mesh_tf_core.engines.jax.profile import STEP
 from mesh_tf_core.engines.jax.program import JaxProgram, is_wide
-from mesh_tf_core.engines.pieces import Begin, Piece, in_order, in_runs, initial, joined, lying, runs, writers
+from mesh_tf_core.engines.pieces import (
+    Begin,
+    Piece,
+    in_order,
+    in_runs,
+    initial,
+    joined,
+    lying,
+    run_of,
+    runs,
+    writers,
+)
 from mesh_tf_core.engines.stepping import OneByOne, Stepping, check_beside
 from mesh_tf_core.ir.program import Program, Stored, count_sent, text
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
@@ -168,9 +178,9 @@ class JaxEngine(Stepping):
                 for begin, array in mine.items():
                     for number, (there, sizes) in enumerate(runs(variable, begin, shape)):
                         piece = Piece(name, v.dtype, v.shape.sizes, there, sizes)
-                        kept[piece] = array, number * math.prod(sizes), sizes
+                        kept[piece] = array, number, sizes
         if self.cluster:
-            return OneByOne(kept, _part)
+            return OneByOne(kept, lambda found: run_of(*found))
         return OneByOne(kept, lambda found: in_order(found[0], joined(found[0].value, mesh, found[1])))
 
     @cached_property
@@ -276,12 +286,6 @@ class JaxEngine(Stepping):
         for instr, size, times in made.moved.values():
             self._moved[instr.name] += size * times
         self.compile_seconds += time.perf_counter() - start
-
-
-def _part(found: tuple[Any, int, tuple[int, ...]]) -> Any:
-    """A piece of an array: its elements from a number on, one after the other."""
-    array, at, sizes = found
-    return np.asarray(array).reshape(-1)[at : at + math.prod(sizes)].reshape(sizes)
 
 
 def _copied(array: Any) -> Any:
