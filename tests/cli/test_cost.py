@@ -266,3 +266,12 @@ def test_a_profile_in_the_cache_stands_for_its_preset(
 def test_relative_cache_directories_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert profiles_directory() == Path.home() / ".cache/layoutopt/profiles"
+
+
+def test_a_doubt_is_said_once(run: Callable[..., Result], result: Callable[..., dict[str, Any]]) -> None:
+    """That no kernel takes this attention is a finding of lint and a note of the price."""
+    asked = (*COST, "--hardware", "a100", "--set", "layers=2")
+    found = result(*asked)
+    (doubt,) = [f["message"] for f in found["findings"] if f["kind"] == "no kernel"]
+    assert doubt not in found.get("notes", [])
+    assert run(*asked).stdout.replace("\n", " ").count("no library's kernel on NVIDIA GPUs") == 1

@@ -81,7 +81,9 @@ def test_what_is_next_names_a_model_that_its_plan_may_not(run: Callable[..., Res
     out = str(tmp_path / "plan.json")
     for source in (f"{other}:small", str(other)):
         done = run("search", source, "--mesh", "data:2", "--hardware", "h100", "--out", out)
-        assert f"next: layoutopt explain {out} --model {source}; report and export" in done.stderr
+        assert (
+            f"next: layoutopt explain {out} --model {source}; report takes it too, export with" in done.stderr
+        )
         assert run("explain", out, "--model", source).exit_code == 0
 
 
