@@ -12,7 +12,7 @@ Where the compiler fuses (`costmodels.kernels.fused`)
       stack: its readers read the stack;
   (5) what a loop stacks twice, under two names, is stacked once;
   (6) the casts that loops make of a variable's parts are made at once, and held from the first loop to the
-      last;
+      last; of parts that are loaded from the host as each iteration needs them;
   (7) a TPU lays arrays out in tiles, whose lanes are filled up (`costmodels.kernels.quantities.tiling`).
 """
 
@@ -27,7 +27,7 @@ from costmodels.kernels.fusion import fusion_of
 from costmodels.kernels.quantities import tiling
 from mesh_tf_core.ir.liveness import Held, Liveness
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.program import Instr, Local, Loop, Origin, Program
+from mesh_tf_core.ir.program import HostLoad, Instr, Local, Loop, Origin, Program
 from mesh_tf_core.ir.values import Value
 
 
@@ -238,11 +238,16 @@ def _casts(program: Program) -> Iterator[tuple[int, Local, int, int]]:
     """The casts of variables in loops: position of the outermost loop, the cast, the value that its operand
     is a part of, and how many parts that has."""
     part: dict[int, tuple[int, int]] = {}
+    loaded: set[int] = set()
     for position, top in enumerate(program.code):
         for instr in _within(top):
             if isinstance(instr, Loop):
                 part.update({s.inner: (s.outer, program.local(s.outer).shape.sizes[0]) for s in instr.sliced})
+            elif isinstance(instr, HostLoad):
+                loaded.update(instr.outputs)
             elif isinstance(instr, Local) and _casts_variable(instr, program):
+                if loaded.issuperset(instr.inputs):
+                    continue
                 (source,), times = instr.inputs, 1
                 while source in part:
                     source, n = part[source]

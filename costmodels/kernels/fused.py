@@ -29,7 +29,7 @@ from typing import TypeAlias
 from costmodels.kernels.fusion import ALONE
 from costmodels.kernels.groups import Group, GroupContext, VariableCast
 from costmodels.kernels.partition import Kernel
-from mesh_tf_core.ir.program import Instr, Local, Loop, Program
+from mesh_tf_core.ir.program import HostLoad, Instr, Local, Loop, Program
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,12 @@ class _Fuser:
         elif not looped and not self._is_half(instr):
             self.casts[instr.outputs[0]] = instr.inputs[0]
             yield VariableCast(self.context, instr, self.casts)
-        elif not looped or (instr.origin.phase == "forward" and not self.again):
+        elif not looped or self._is_loaded(instr) or (instr.origin.phase == "forward" and not self.again):
             yield instr
+
+    def _is_loaded(self, cast: Local) -> bool:
+        """Whether what is cast comes from the host in every iteration, so that nobody has casts of all."""
+        return isinstance(self.context.producer.get(cast.inputs[0]), HostLoad)
 
     def _is_remade(self, instr: Local) -> bool:
         """Whether it is a cast that its readers make (`costmodels.kernels.fusion`, rule (6))."""

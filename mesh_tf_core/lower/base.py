@@ -111,7 +111,7 @@ class Lowering(Placing):
         op = node.op
         if not isinstance(op, Connection):
             masters = self.masters if node.phase == "update" else {}
-            inputs = [masters[i] if i in masters else self.value_of(i) for i in node.inputs]
+            inputs = [self.on_device(masters[i]) if i in masters else self.value_of(i) for i in node.inputs]
             between = self.layout
             self._lay_out(between.around(plan.dims, plan.regrouped))
             outs = self.apply(op, inputs, plan, node.outputs)
@@ -130,10 +130,9 @@ class Lowering(Placing):
             self.env[tensor] = self.feeds[op.feed] = out
         elif isinstance(op, Read):
             (tensor,), (type,) = node.outputs, plan.types
-            out = self.new(type, self.stored_splits(op), tensor=tensor)
+            host = self.oracle.on_host(op.variable)
+            out = self.new(type, self.stored_splits(op), tensor=tensor, host=host)
             self.emit(ReadVariable((), (out,), self.origin, op.variable.name))
-            if self.oracle.on_host(op.variable):
-                out = self.loaded(out)
             self.bind(tensor, self._half(op.variable, out))
         elif isinstance(op, Assign):
             value = self.placed(self.value_of(node.inputs[0]), self.stored_splits(op))
@@ -152,7 +151,7 @@ class Lowering(Placing):
         if self.subgraph is not None and self.subgraph.again:
             return self.new(type, self.natural(v.shape), (), v.tensor)
         half = self.new(type, v.splits, (), v.tensor)
-        self.emit(Local((master,), (half,), self.origin, Cast(dtype)))
+        self.emit(Local((self.on_device(master),), (half,), self.origin, Cast(dtype)))
         return self.placed(half, self.natural(v.shape))
 
     def stored_splits(self, op: Read | Assign) -> Splits:
@@ -295,7 +294,8 @@ def lower_base(
     wanted = ((n, t.id) for n, t in (results or {}).items() if subgraph is None or t.id in state.env)
     env, returned = {**state.env, **state.masters}, {}
     for name, tensor in wanted:
-        returned[name] = state.to_natural(env[tensor] if tensor in env else state.value_of(tensor))
+        value = state.on_device(env[tensor]) if tensor in env else state.value_of(tensor)
+        returned[name] = state.to_natural(value)
     return Program(
         mesh,
         layout,

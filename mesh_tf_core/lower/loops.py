@@ -134,7 +134,7 @@ class Loops(Saving):
         if self.low.subgraph is not None:
             env, reads = self.low.env, self.low.subgraph.reads(block)
             return [
-                self._part(self.low.value_of(outer), inner)
+                self._part(self.low.lying(outer), inner)
                 for outer, inner in block.sliced
                 if outer in env or inner in reads
             ]
@@ -150,7 +150,7 @@ class Loops(Saving):
                 continue
             if tensor is not None and self.remat.unsaved(tensor):
                 continue
-            pairs.append(self._part(self.low.value_of(outer), inner))
+            pairs.append(self._part(self.low.lying(outer), inner))
         if block.spread:
             pairs += self._masters(block)
         if again:

@@ -87,6 +87,19 @@ def pass_of(phase: str) -> str:
     return "forward" if phase == "forward" else "backward"
 
 
+def read_nodes(graph: Graph) -> Mapping[str, frozenset[int]]:
+    """Variable -> the nodes that read it."""
+    return graph.remembered(read_nodes, lambda: _read_nodes(graph))
+
+
+def _read_nodes(graph: Graph) -> dict[str, frozenset[int]]:
+    found: dict[str, set[int]] = defaultdict(set)
+    for node, _ in graph.walk():
+        if isinstance(node.op, Read):
+            found[node.op.variable.name].add(node.index)
+    return {name: frozenset(nodes) for name, nodes in found.items()}
+
+
 def delivered(graph: Graph) -> Mapping[int, str]:
     """Tensors that are a variable's gradient, or of several loops that add up to it what one adds -> the
     variable."""

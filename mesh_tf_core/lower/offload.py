@@ -5,6 +5,9 @@
                  arithmetic, which stays on the device; MaxText's `optimizer_memory_host_offload`)
     activations  what loops over a dimension that run again in backward keep for that (their state, and what
                  `kept` says): stored as an iteration begins, loaded as its backward does
+    weights      a variable: forward loads it where it reads it, in a loop over layers one layer at a time,
+                 backward once more, and the update, which stores it (Rajbhandari et al. 2021,
+                 "ZeRO-Infinity", section 5.1.1)
 
 It is split as it is on the devices; each device's piece lies on the host that it hangs on. In a program these
 are the instructions `host_load` and `host_store`; nobody computes on what is `on host`.
@@ -18,10 +21,10 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.lower.kept import dims_of
 
-OPTIMIZER, ACTIVATIONS = "optimizer", "activations"
-KINDS = (OPTIMIZER, ACTIVATIONS)
+OPTIMIZER, ACTIVATIONS, WEIGHTS = "optimizer", "activations", "weights"
+KINDS = (OPTIMIZER, ACTIVATIONS, WEIGHTS)
 Offload = frozenset[tuple[str, str]]
-"""(kind, the variable whose state it is, or the dimension of the loops)."""
+"""(kind, the variable that it is or whose state it is, or the dimension of the loops)."""
 
 
 def check_offload(offload: Offload, variables: Mapping[str, Variable], recompute: Iterable[str]) -> None:
@@ -45,6 +48,12 @@ def check_offload(offload: Offload, variables: Mapping[str, Variable], recompute
             raise UserError(
                 f"offload {kind}: the model has no variable {name!r}; {known_names(name, variables)}"
             )
+        if kind == WEIGHTS:
+            if not variables[name].trainable:
+                raise UserError(
+                    f"offload {kind}: {name!r} is no trained variable; name one that is, or leave it out"
+                )
+            continue
         if not any(v.slot_of == name for v in variables.values()):
             raise UserError(
                 f"offload {kind}: the optimizer keeps no state of {name!r}; leave it out, or train with one "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.dims import Dim, Shape
@@ -27,7 +26,7 @@ from mesh_tf_core.ir.program import (
 )
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.ir.values import Splits
-from mesh_tf_core.lower.nodes import pass_of, repeated, weights
+from mesh_tf_core.lower.nodes import pass_of, read_nodes, repeated, weights
 from mesh_tf_core.lower.offload import Offload
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.storage import Stages, narrow_reads
@@ -43,7 +42,8 @@ class Placing:
       layout: in force.
       within: axes over which the iterations around are spread (see `Block.spread`).
       env: tensor -> value.
-      moved, converted: what was made of a value by other splits, or by an operation that `converts`. Weights
+      moved, converted: what was made of a value by other splits, on the device of what lies on the host, or
+        by an operation that `converts`. Weights
         are moved once for forward and once more for backward (FSDP), so that nobody keeps them in between.
       masters: a variable's tensor, or a part of it -> its master copy as it is stored, where `env` has the
         half of it.
@@ -155,31 +155,59 @@ class Placing:
         self.code.append(instr)
 
     def value_of(self, tensor: int) -> int:
-        """The value of a tensor; one that nobody computes here (see `Subgraph`) is taken as given."""
+        """The value of a tensor, on the device."""
+        return self.on_device(self.lying(tensor))
+
+    def lying(self, tensor: int) -> int:
+        """The value of a tensor, where it lies; one that nobody computes here (see `Subgraph`) is taken as
+        given."""
         value = self.env.get(tensor)
         if value is None:
             value = self.env[tensor] = self._given(tensor)
         return value
 
+    def on_device(self, id: int) -> int:
+        """What lies on the host, brought to the device: in each block once for forward, for backward, and for
+        the update, so that nobody keeps it in between (see `moved`)."""
+        v = self.values[id]
+        if not v.host:
+            return id
+        updates = self.origin.phase == "update"
+        key = id, v.splits, "update" if updates else pass_of(self.origin.phase)
+        if key not in self.moved:
+            brings = self.subgraph is None or updates or self._brings(self.subgraph, v.tensor)
+            self.moved[key] = self.loaded(id) if brings else self._brought(v)
+        return self.moved[key]
+
+    def _brings(self, subgraph: Subgraph, tensor: int) -> bool:
+        """Whether a subgraph brings a weight to all who read it before the update: it has what reads the
+        variable."""
+        return not subgraph.nodes.isdisjoint(read_nodes(self.graph)[self._weights[tensor]])
+
+    def _brought(self, v: Value) -> int:
+        """A weight that others bring, gathered as its readers want it."""
+        return self.new(TensorType(v.shape, v.dtype), self.natural(v.shape), (), v.tensor)
+
     def _given(self, tensor: int) -> int:
         assert self.subgraph is not None, f"tensor %{tensor} is used before it is computed"
         first = repeated(self.graph).get(tensor)
         if first is not None:
-            return self.value_of(first)
+            return self.lying(first)
         t, maker = self.graph.tensor(tensor), self.graph.producer.get(tensor)
+        stored = maker.op.variable if maker is not None and isinstance(maker.op, Read) else None
+        if stored is not None and self.oracle.on_host(stored):
+            lies = self._natural(t.shape, layout=self.oracle.stored(stored))
+            return self.new(t.type, lies, (), tensor, host=True)
         splits = self._natural(t.shape)
         if maker is not None and maker.op.converts and maker.inputs[0] in self.env:
             # A variable stays where it is stored, also when it is converted elsewhere.
             splits = self.values[self.env[maker.inputs[0]]].splits
-        given = self.new(t.type, splits, (), tensor)
-        stored = maker.op.variable if maker is not None and isinstance(maker.op, Read) else None
-        return self.loaded(given) if stored is not None and self.oracle.on_host(stored) else given
+        return self.new(t.type, splits, (), tensor)
 
     def loaded(self, id: int) -> int:
-        """What lies on the host, brought to the device; also of what is taken as given."""
+        """What lies on the host, brought to the device."""
         v = self.values[id]
         out = self.new(TensorType(v.shape, v.dtype), v.splits, (), v.tensor)
-        self.values[id] = replace(v, tensor=-1, host=True)
         self.emit(HostLoad((id,), (out,), self.origin))
         return out
 

@@ -110,16 +110,13 @@ class Saving:
         forward = block.forward
         assert forward is not None
         pairs = [self._part(stack, key) for key, stack in self._kept[forward.id].items()]
-        for key, part in zip(self._kept[forward.id], pairs, strict=True):
-            if self.low.values[part.inner].host and isinstance(key, int):
-                self.low.bind(key, self.low.loaded(part.inner))
         then, needed = self._stands_for(block), self.remat.needs(forward)
         known = {then.get(outer, outer): inner for outer, inner in block.sliced}
         for outer, inner in forward.sliced:
             if known.get(outer) in self.low.env:
                 self.low.env[inner] = self.low.env[known[outer]]
             elif inner in needed:
-                pairs.append(self._part(self.low.value_of(outer), inner))
+                pairs.append(self._part(self.low.lying(outer), inner))
         assert block.index is not None and forward.index is not None
         self.low.env[forward.index] = self.low.env[block.index]
         for node in leading_to([tensor for tensor, _ in again], forward, self.remat.kept(forward)):
@@ -169,7 +166,7 @@ class Saving:
             elif block.captured.get(t) in self.low.env:
                 self.low.env[t] = self.low.env[block.captured[t]]
             elif t in stacks:
-                pairs.append(self._part(self.low.value_of(stacks[t]), t))
+                pairs.append(self._part(self.low.lying(stacks[t]), t))
         return pairs
 
     # -- stacks and their parts ------------------------------------------------------------------------------

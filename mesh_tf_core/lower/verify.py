@@ -129,9 +129,10 @@ class _Verifier:
 
     def instr(self, instr: Instr) -> None:
         if not isinstance(instr, Transfer | ReadVariable | WriteVariable):
-            for i in (*instr.inputs, *instr.outputs):
-                if self.of(i).host:
-                    raise ProgramError(f"{instr.text()}: %{i} lies on the host")
+            there = [i for i in (*instr.inputs, *instr.outputs) if self.of(i).host]
+            renames = isinstance(instr, Local) and instr.op.free and len(instr.inputs) == 1
+            if there and not (renames and len(there) == 2):
+                raise ProgramError(f"{instr.text()}: %{there[0]} lies on the host")
         if isinstance(instr, Local):
             self.local(instr)
         elif isinstance(instr, AllReduce):

@@ -1,7 +1,8 @@
-"""The optimizer's state on the hosts: exact bytes, memory, the numbers of devices that keep it, mistakes."""
+"""The optimizer's state, weights, and what loops keep on the hosts: exact bytes, memory, numbers, mistakes."""
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from mesh_tf_core.ir.program import HostLoad, HostStore, Loop, Program, ReadVari
 from mesh_tf_core.lower.offload import offload_of
 from mesh_tf_core.lower.verify import ProgramError, verify
 from tests.core.test_storage import LAYERS, D, model
-from tests.examples.helper import SMALL, check_same, train
+from tests.examples.helper import SMALL, Result, check_same, train
 
 STATE = ("w/adam_m", "w/adam_v")
 LAYOUTS = ("batch:x", "batch:x;heads:y;d_ff:y", "d_model:x+y", "batch:y;vocab:x", "length:x")
@@ -109,6 +110,87 @@ def test_what_loops_keep_is_on_the_hosts(parts: int) -> None:
     assert found[0] > 0 == found[1]
 
 
+def weights_on_hosts(layout: str, mesh: str = "x:2;y:2", dtype: str = "float32", **options: Any) -> Program:
+    """All weights of the small language model there."""
+    found = transformer_lm.model(**SMALL, dtype=dtype)
+    there = offload_of(["weights"], found.graph.variables)
+    return found.lower(mtf.Mesh(mesh), mtf.Layout(layout), mtf.Options(offload=there, **options))
+
+
+def test_weights_are_loaded_layer_by_layer() -> None:
+    """Forward and backward load what their products read, the update all; a layer at a time in loops."""
+    program = weights_on_hosts("batch:x;heads:y;d_ff:y")
+    there = {name: s.value.local_bytes(program.mesh) for name, s in program.variables.items() if s.host}
+    assert set(there) == {v.name for v in transformer_lm.model(**SMALL).graph.variables.values()}
+    # Backward reads neither embedding.
+    twice = sum(size for name, size in there.items() if not name.startswith("embedding"))
+    every = sum(there.values())
+    assert program.transfer_bytes() == {"host_load": 2 * every + twice, "host_store": every}
+    assert program.host_bytes == every
+    plain = transformer_lm.model(**SMALL).lower(program.mesh, program.layout)
+    before, after = memory(plain), memory(program)
+    assert after.variables == before.variables - every
+    # At the peak a device has what one layer reads.
+    layer = sum(size for name, size in there.items() if name.startswith(("attention", "feed"))) / 2
+    assert after.peak <= before.peak - every + layer + there["output/projection"]
+    loops = [i for i in program.code if isinstance(i, Loop)]
+    assert [sum(isinstance(i, HostLoad) for i in loop.body) for loop in loops] == [8, 8]
+    assert hidden(program) > 0
+
+
+@functools.cache
+def alone() -> Result:
+    """What one device learns."""
+    return train(transformer_lm, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("batch:x+y", {"storage": "zero3", "recompute": frozenset(["layers"])}),
+        ("batch:x;heads:y;d_ff:y", {"storage": "zero1", "microbatches": 2}),
+        ("vocab:x+y", {"storage": "zero2"}),
+        ("batch:x;length@elsewhere:y;heads:y;d_ff:y", {}),
+        ("layers:x;batch:y", {"microbatches": 2}),
+        ("layers:x;batch:y", {"microbatches": 2, "schedule": "1f1b"}),
+        ("layers:x;batch:y", {"microbatches": 2, "recompute": frozenset(["layers"])}),
+    ],
+)
+def test_weights_there_give_the_numbers_of_one_device(layout: str, options: dict[str, Any]) -> None:
+    """Also in pipelines, with all that may lie there."""
+    variables = transformer_lm.model(**SMALL).graph.variables
+    options = dict(options)
+    if stage := options.pop("storage", ""):
+        options["storage"] = {n: stage for n, v in variables.items() if v.trainable and len(v.shape)}
+    recompute = options.get("recompute", ())
+    kinds = ["weights", "optimizer", *["activations"] * bool(recompute)]
+    for words in (kinds, kinds[:1]):
+        options["offload"] = offload_of(words, variables, recompute)
+        seen: list[Program] = []
+        check_same(train(transformer_lm, SMALL, "x:2;y:2", layout, 3, seen.append, **options), alone())
+        assert seen[0].host_bytes > 0
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_casts_of_weights_there_are_of_one_layer(stage: int) -> None:
+    """In half precision: elsewhere a compiler casts all layers at once, and keeps them; here each iteration
+    casts what it has loaded, but of a master copy (stage 1) a half, which stays, is made as a step begins."""
+    found = {"w": stage}
+    there = model().lower(
+        mtf.Mesh("data:4"),
+        mtf.Layout("batch:data"),
+        mtf.Options(found, offload=frozenset({("weights", "w")})),
+    )
+    loops = [i for i in there.code if isinstance(i, Loop)]
+    loads = [any(isinstance(i, HostLoad) for i in loop.body) for loop in loops]
+    assert loads == [stage != 1] * 2
+    half = 2 * D.size**2 * LAYERS.size
+    kept = [h for h in memory(there, fuses=True).holdings if h.bytes >= half and "bfloat16" in h.what]
+    plain = memory(lowered(False, stage), fuses=True).holdings
+    assert any(h.bytes >= half and "bfloat16" in h.what for h in plain)
+    assert bool(kept) is (stage == 1)
+
+
 def hidden(program: Program) -> float:
     """Seconds of the host link that run beside products."""
     lines = price(program, load_hardware("tpu-v5e")).lines
@@ -166,6 +248,8 @@ def test_planted_faults_are_caught() -> None:
     [
         (["optimiser"], "offload 'optimiser': did you mean 'optimizer'?"),
         (["optimizer=v"], "the model has no variable 'v'"),
+        (["weights=v"], "the model has no variable 'v'"),
+        (["weights=w/adam_m"], "'w/adam_m' is no trained variable"),
         (["activations=layers"], "loops over 'layers' do not run again in backward"),
         (["activations"], "no loop runs again in backward"),
     ],

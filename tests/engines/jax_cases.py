@@ -139,7 +139,8 @@ def kept(seed: int) -> None:
 
 
 def offloaded() -> None:
-    """The optimizer's state on the hosts: moved, read, written, and kept for a checkpoint."""
+    """The optimizer's state on the hosts: moved, read, written, and kept for a checkpoint; what loops keep;
+    weights, also of the stages of a pipeline."""
     program = test_offload.lowered(True, 3, "data:2")
     engine, oracle, batch = open_engine(program, "jax"), open_engine(program, "lockstep"), numbers(program)
     for _ in range(2):
@@ -154,10 +155,14 @@ def offloaded() -> None:
     np.testing.assert_array_equal(kept[state], engine.read(state))
     np.testing.assert_array_equal(kept[state], 2 * before)
     engine.step(batch)
-    program = test_offload.kept_on_hosts()
-    engine, oracle, batch = open_engine(program, "jax"), open_engine(program, "lockstep"), tokens(program, 0)
-    equal(engine.step(batch), oracle.step(batch), 2e-5)
-    assert engine.transfer_bytes == oracle.transfer_bytes == program.transfer_bytes()
+    pipeline = test_offload.weights_on_hosts("layers:x;batch:y", microbatches=2)
+    for program in (test_offload.kept_on_hosts(), pipeline):
+        engine, oracle = open_engine(program, "jax"), open_engine(program, "lockstep")
+        for seed in range(2):
+            batch = tokens(program, seed)
+            equal(engine.step(batch), oracle.step(batch), 2e-5)
+        assert engine.transfer_bytes == oracle.transfer_bytes == program.transfer_bytes()
+        assert engine.variable_bytes == oracle.variable_bytes
 
 
 def control(name: str) -> None:

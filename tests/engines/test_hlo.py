@@ -180,3 +180,27 @@ def test_the_compilers_own_count_wins() -> None:
 
 def test_nothing_in_nothing() -> None:
     assert read("").collectives == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("%r = (f32[8,4]{1,0:T(8,128)}, f32[8,4]{1,0:T(8,128)S(5)}, u32[]{:S(2)}) copy-start(%p)", (128, 0)),
+        ("%r = (f32[8,4]{1,0:T(8,128)S(5)}, f32[8,4]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%p)", (0, 128)),
+        ("%r = (f32[8,4]{1,0:T(8,128)S(1)}, f32[8,4]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%p)", (0, 0)),
+        (
+            "%r = ((f32[8,4]{1,0:T(8,128)S(5)}, s32[]{:T(128)}, s32[]{:T(128)}), f32[1,4]{1,0:T(1,128)}, "
+            "u32[]{:S(2)}) dynamic-slice-start(%p, %i, %i), dynamic_slice_sizes={1,4}",
+            (16, 0),
+        ),
+        (
+            "%r = ((f32[8,4]{1,0:T(8,128)S(5)}, f32[1,4]{1,0:T(1,128)}, s32[]), "
+            "f32[8,4]{1,0:T(8,128)S(5)}, u32[]{:S(2)}) dynamic-update-slice-start(%p, %x, %i)",
+            (0, 16),
+        ),
+    ],
+)
+def test_what_goes_to_and_from_the_host(line: str, expected: tuple[int, int]) -> None:
+    """Whole arrays, and slices of stacks that stay there."""
+    moved = read(HEADER + ADD + entry(*PARAMETERS, line)).transfers
+    assert (moved.get("host_load", 0), moved.get("host_store", 0)) == expected

@@ -31,6 +31,13 @@ _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _PLACED = re.compile(r"\b([a-z]+\d*\[[\d,]*\])\{([^}]*)\}")
 HOST_SPACE = "S(5)"
 """How the TPU compiler marks an array in the host's memory."""
+COPIES = {
+    "copy-start": (0, 1, 0),
+    "dynamic-slice-start": (-2, 0, -2),
+    "dynamic-update-slice-start": (0, 1, 1),
+}
+"""HLO's operations that copy in the background: which array of its type it writes, which it reads, and which
+has the size of what is copied. (A slice is read of a stack, or written to one; the last array counts steps.)"""
 _CALLED = re.compile(r"\b(?:calls|to_apply|called_computation)=%?([^\s,}]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([^\s,}]+))")
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
@@ -141,7 +148,7 @@ class _Reader:
                 if self._is_first(line):
                     self.found.append(_collective(kind, line, types, times))
                 continue
-            if line.opcode == "copy-start":
+            if line.opcode in COPIES:
                 self._copied(line, times)
             cycles = _CYCLES.search(line.rest)
             if computing and cycles:
@@ -156,12 +163,11 @@ class _Reader:
                     self._visit(called, times, inside)
 
     def _copied(self, line: _Line, times: int) -> None:
-        """Counts a copy, to the first array of its type from the second, if one of them is on the host."""
-        (target, size), (source, _) = [
-            (HOST_SPACE in placed, _bytes(type)) for type, placed in _PLACED.findall(line.type)
-        ][:2]
-        if target is not source:
-            name = "host_store" if target else "host_load"
+        """Counts what is copied, if it is between the device and its host."""
+        arrays = [(HOST_SPACE in placed, _bytes(type)) for type, placed in _PLACED.findall(line.type)]
+        (to_host, _), (from_host, _), (_, size) = (arrays[i] for i in COPIES[line.opcode])
+        if to_host is not from_host:
+            name = "host_store" if to_host else "host_load"
             self.transfers[name] = self.transfers.get(name, 0) + times * size
 
     def _is_first(self, line: _Line) -> bool:

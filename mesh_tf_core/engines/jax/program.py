@@ -121,12 +121,12 @@ class _Pace:
     """How far communication has come in one block.
 
     Attributes:
-      gathered: what was gathered.
+      brought: what was gathered, or loaded from the host.
       scattered: the last sum that was scattered.
-      now: what was there as a weight was last gathered once more.
+      now: what was there as a weight was last brought once more.
     """
 
-    gathered: set[Hashable] = field(default_factory=set)
+    brought: set[Hashable] = field(default_factory=set)
     scattered: list[Any] = field(default_factory=list)
     now: list[Any] = field(default_factory=list)
 
@@ -209,7 +209,7 @@ class _Device(WholeReplica):
     def exchange(self, instr: Collective, env: Env, times: float) -> None:
         pieces = [jnp.asarray(env[i]) for i in instr.inputs]
         if isinstance(instr, AllGather):
-            pieces = self._gathered_once_more(instr, pieces, env)
+            pieces = self._once_more((*instr.inputs, instr.axes, instr.dim), pieces, env)
         payload = sum(x.size * x.dtype.itemsize for x in pieces)
         self.sent[id(instr)] = instr, payload, times
         for o, i, x in zip(instr.outputs, instr.inputs, pieces, strict=True):
@@ -220,17 +220,20 @@ class _Device(WholeReplica):
     def transfer(self, instr: Transfer, env: Env, times: float) -> None:
         (i,), (o,) = instr.inputs, instr.outputs
         self.moved[id(instr)] = instr, env[i].size * env[i].dtype.itemsize, times
-        env[o] = jax_home.transferred(env[i], isinstance(instr, HostStore))
+        there = isinstance(instr, HostStore)
+        (piece,) = [env[i]] if there else self._once_more(i, [env[i]], env)
+        env[o] = jax_home.transferred(piece, there)
 
-    def _gathered_once_more(self, instr: AllGather, pieces: list[Any], env: Env) -> list[Any]:
-        """What to gather: a weight that backward gathers once more behind a barrier, for the compiler would
-        keep what forward gathered. It waits for what was there as the one before it began, so that one is
-        gathered ahead, and about two gradients are whole, however early the compiler would begin."""
-        what, pace = (*instr.inputs, instr.axes, instr.dim), self.pace
-        if what in pace.gathered:
+    def _once_more(self, what: Hashable, pieces: list[Any], env: Env) -> list[Any]:
+        """What to gather, or to load from the host: a weight that backward has once more behind a barrier,
+        for the compiler would keep what forward had. It waits for what was there as the one before it began,
+        so that one is brought ahead, and about two gradients are whole, however early the compiler would
+        begin."""
+        pace = self.pace
+        if what in pace.brought:
             pace.now, before = [next(reversed(env.values())), *pace.scattered], pace.now
             pieces, _ = lax.optimization_barrier((pieces, before))
-        pace.gathered.add(what)
+        pace.brought.add(what)
         return pieces
 
 
