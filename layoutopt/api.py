@@ -96,7 +96,7 @@ def search(
         "zigzag" and "all_to_all" (None: all for the least time, else "gather").
       pipeline: dimensions of layers that mesh axes may split into stages, which the microbatches go through.
       offload: what may lie in the hosts' memory, where the hardware file knows the link: of "optimizer" (its
-        state) and "activations" (what loops save for their second runs).
+        state), "weights" (variables themselves) and "activations" (what loops save for their second runs).
       diloco: an axis of the mesh along which replicas lie that meet rarely, as "sites:period=30": each is the
         model, on the other axes, with batches of its own (`choose_replicas` compares such plans).
       schedule: when stages go backward: of "gpipe", after all microbatches, and "1f1b", each microbatch as

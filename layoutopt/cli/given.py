@@ -73,8 +73,8 @@ class DecisionOptions:
         typer.Option(
             "--offload",
             metavar="KIND[=NAME]",
-            help="What lies in host memory between its uses: optimizer, its state; activations, what loops "
-            "that run again keep (again for more).",
+            help="What lies in host memory between its uses: optimizer, its state; weights, variables "
+            "themselves; activations, what loops that run again keep (again for more).",
             show_default="nothing",
         ),
     ] = None

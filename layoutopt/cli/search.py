@@ -129,8 +129,8 @@ def search(
         str | None,
         typer.Option(
             metavar="KINDS",
-            help="What may lie in host memory between its uses: optimizer, its state; activations, what "
-            "loops save to run again.",
+            help="What may lie in host memory between its uses: optimizer, its state; weights, variables "
+            "themselves; activations, what loops save to run again.",
             show_default=False,
         ),
     ] = None,

@@ -53,7 +53,7 @@ class Accesses:
         nodes = [*reads, *casts]
         again = self._access_again(casts, accesses)
         dims_again = tuple(dict.fromkeys(Recomputed.parse(text).dim for text in again))
-        switches = changing(Touched(recomputed=dims_again, variables=[variable]))
+        switches = changing(Touched(recomputed=dims_again, variables=[variable], read=[variable]))
         subgraph = subgraph_of(self.dependencies, nodes, frozenset(accesses))
         own = variable.shape.names
         dims = tuple(dict.fromkeys((*own, *stages_of(self.graph, (), subgraph))))

@@ -4,7 +4,7 @@ Variables
   x_d       for every decision d (see `decisions`): which of its options is chosen
   y_k       for every group k = (axes, dtype) of small gradient messages: whether any message of it is sent
   z_a       for every mesh axis a: whether any part of the norm of all gradients is summed over it
-  w_l       for every loop l that may keep something on the hosts: how long it waits for their link, in steps
+  w_l       for every loop l that may keep or read something on the hosts: how long it waits for their link
 
 Objective
   (1) sum_c m_c T_c(x)       time of cluster c with multiplicity m_c                     `_time_terms`
@@ -16,7 +16,7 @@ Constraints
   (5) sum_v bytes_v(x) over the values alive at point t <= memory, for every point t that can be the peak
                                                                                             `memory_constraints`
   (6) sum_c m_c H_c(x) <= host memory, where some choice keeps more on the hosts            `host_memory`
-  (7) what loops keep there moves while their products run, or w_l says how long loop l waits `host_link`
+  (7) what loops have there moves while their products run, or w_l says how long loop l waits `host_link`
 An option of x_d with which every layout is slower than one that is known leaves its domain       `fixing`
 """
 
@@ -44,7 +44,7 @@ from layoutopt.problem import Problem, Row, Sparse, Term, Variable
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import Choice
-from layoutopt.space.offload import Offload
+from layoutopt.space.offload import Offload, Weights
 from layoutopt.space.recompute import HOST, Recompute, sets_in
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.layout import AT, Layout
@@ -268,8 +268,9 @@ class Draft:
 
     @property
     def _keeps(self) -> bool:
-        """Whether loops may keep something on the hosts."""
-        return any(HOST in choice for n in self.decided.of(Recompute) for choice in self.decided.options[n])
+        """Whether loops may keep something on the hosts, or read it there."""
+        kept = (c for n in self.decided.of(Recompute) for c in self.decided.options[n])
+        return any(HOST in c for c in kept) or bool(self.decided.of(Weights))
 
     def _waits(self, index: Index) -> tuple[Waits, ...]:
         if not self._keeps:

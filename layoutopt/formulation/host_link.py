@@ -1,4 +1,4 @@
-"""Rows of the host link: what loops keep on the hosts moves while the products of their bodies run.
+"""Rows of the host link: what loops keep and read on the hosts moves while the products of their bodies run.
 
 A body of n iterations hides its transfers but for what takes longer than its products, those of one iteration
 apart (`costmodels.pricing.overlap.beside_loops`). So the step waits n w seconds, where
@@ -7,7 +7,8 @@ apart (`costmodels.pricing.overlap.beside_loops`). So the step waits n w seconds
 
 L_c: seconds of the transfers of cluster c in one iteration, P_c: of its products; both read off the cluster
 as it was lowered for its price, without its transfers. There is a row for a loop in forward, which stores,
-and one for its backward, which loads the same bytes again and runs the products of second runs too. w is a
+and one for its backward, which loads the same bytes again and runs the products of second runs too. Each of
+them loads the weights that lie on the hosts. w is a
 variable of the problem, in steps; each costs what the one before it is, so that no layout costs more than its
 program.
 """
@@ -33,7 +34,7 @@ from layoutopt.formulation.tables import Table
 from layoutopt.problem import Entry, Problem, Row, Sparse, Term, Variable
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.program import HostStore, Local, Loop, Program
+from mesh_tf_core.ir.program import HostLoad, Local, Loop, Program, Transfer
 from mesh_tf_core.ir.values import local_type
 
 WHOLE = 1e12
@@ -83,10 +84,10 @@ class HostLink:
         self.dependencies, self.prices, self.index = dependencies, prices, index
         self._loop = {n.body.id: n.index for n, _ in dependencies.graph.walk() if n.body is not None}
         self._body = {n.index: n.body for n, _ in dependencies.graph.walk() if n.body is not None}
-        self._known: dict[tuple[int, Mesh], dict[tuple[int, float], float]] = {}
+        self._known: dict[tuple[int, Mesh], dict[tuple[int, float, bool], float]] = {}
 
     def waits(self, tables: Sequence[Table]) -> tuple[Waits, ...]:
-        """For each loop that may keep something on the hosts, and for its backward."""
+        """For each loop that may keep something on the hosts, or read it there, and for its backward."""
         entries: dict[Way, list[Entry]] = defaultdict(list)
         runs: dict[Way, float] = {}
         for table in tables:
@@ -115,34 +116,37 @@ class HostLink:
         """What a cluster adds to rows under one assignment: seconds, and of transfers how often they run."""
         for again, part in enumerate(lowered):
             assert part.program is not None and mesh is not None
-            for (loop, runs), seconds in self._seconds(part.program, mesh).items():
+            for (loop, runs, loads), seconds in self._seconds(part.program, mesh).items():
                 for own, times in self._alike(cluster, loop).items():
                     block = self._body[own]
                     assert block.dim is not None
                     often = (block.dim.size - 1) / block.dim.size
                     first, late = block.forward or block, block.forward is not None or again > 0
-                    if runs:
+                    if loads:
+                        yield (first.id, late), times * seconds, runs
+                    elif runs:
                         yield (first.id, False), times * seconds, runs
                         yield (first.id, True), times * seconds, runs
                     else:
                         yield (first.id, late), -often * times * seconds, 0.0
 
-    def _seconds(self, program: Program, mesh: Mesh) -> dict[tuple[int, float], float]:
-        """Of one iteration of each loop of a program: of what it stores on hosts, with how often it runs, and
-        of its products (0). An operation's own loops hide nothing."""
+    def _seconds(self, program: Program, mesh: Mesh) -> dict[tuple[int, float, bool], float]:
+        """Of one iteration of each loop of a program: of what it stores on hosts, or loads, with how often it
+        runs, and of its products (0). An operation's own loops hide nothing."""
         key = id(program), mesh
         if key not in self._known:
-            found: dict[tuple[int, float], float] = defaultdict(float)
+            found: dict[tuple[int, float, bool], float] = defaultdict(float)
             local, find = partial(_piece, program, mesh), program.values.__getitem__
             every = ((each, times) for each, times in program.expected() if isinstance(each, Loop))
             loops = ((each, times) for each, times in every if each.origin.node in self._body)
             for loop, instr, times in ((each, i, times) for each, times in loops for i in each.body):
-                if isinstance(instr, HostStore):
+                if isinstance(instr, Transfer):
                     (item,) = self.prices.itemiser.items(instr, None, find, local, mesh)
-                    found[loop.origin.node, times * loop.times] += self.prices.seconds_of(item)[0]
+                    key = loop.origin.node, times * loop.times, isinstance(instr, HostLoad)
+                    found[key] += self.prices.seconds_of(item)[0]
                 elif isinstance(instr, Local) and instr.op.kind in PRODUCTS:
                     product = Computed(of_local(instr, local), 0.0)
-                    found[loop.origin.node, 0.0] += self.prices.seconds_of(product)[0]
+                    found[loop.origin.node, 0.0, False] += self.prices.seconds_of(product)[0]
             self._known[key] = found
         return self._known[key]
 
@@ -153,7 +157,10 @@ class HostLink:
             return Counter(member[first.index(loop)] for member in cluster.members)
         if not first:
             return {loop: 1}
-        depth = self._around(first[0]).index(loop)
+        around = self._around(first[0])
+        if loop not in around:  # what reads variables stands before the loops that have parts of them
+            return {loop: len(cluster.members)}
+        depth = around.index(loop)
         return Counter(self._around(member[0])[depth] for member in cluster.members)
 
     def _around(self, node: int) -> list[int]:

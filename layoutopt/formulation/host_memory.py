@@ -3,19 +3,21 @@
     host(x) = sum over the clusters c of m_c H_c(x)
 
 H_c is read off the cluster as it was lowered for its price, so the row counts just the bytes that the program
-has there (`Program.host_bytes`), and forbids a layout if and only if the hardware's hosts have less.
+has there (`Program.host_bytes`), and forbids a layout if and only if the hardware's hosts have less. Of
+variables a cluster has those that it writes: others may read them too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from layoutopt.formulation.index import Index
 from layoutopt.formulation.tables import Table
 from layoutopt.problem import Entry, Row, Sparse
-from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.program import Program, WriteVariable
 
 
 def host_row(tables: Sequence[Table], index: Index, limit: float) -> Iterator[Row]:
@@ -27,7 +29,9 @@ def host_row(tables: Sequence[Table], index: Index, limit: float) -> Iterator[Ro
         if program is None:
             return 0
         if id(program) not in known:
-            known[id(program)] = program.host_bytes
+            written = {i.variable for i in program.code if isinstance(i, WriteVariable)}
+            own = {name: s for name, s in program.variables.items() if name in written}
+            known[id(program)] = replace(program, variables=own).host_bytes
         return known[id(program)]
 
     for table in tables:

@@ -25,6 +25,7 @@ from mesh_tf_core.ir.program import (
     AllGather,
     AllReduce,
     Collective,
+    HostLoad,
     Instr,
     Local,
     Loop,
@@ -41,6 +42,7 @@ class Reading(Enum):
 
     OWN: of the tensor's value; 0 where it lies in another's memory or in a kernel.
     ANY: the same in whatever memory it lies.
+    CASTS: as ANY, of a cast that is kept for all iterations; 0 where each loads from the host what it casts.
     ONCE: as OWN, but 0 where a loop may stack it under another name.
     RESULT: as OWN while the node that makes it runs; 0 where it takes the place of a dying operand, or is
       made after the node's main instruction.
@@ -55,6 +57,7 @@ class Reading(Enum):
 
     OWN = auto()
     ANY = auto()
+    CASTS = auto()
     ONCE = auto()
     RESULT = auto()
     OPERAND = auto()
@@ -262,6 +265,10 @@ class ClusterMemory:
                 return self._size(found.copies.get((what, more)))
             case Reading.ANY:
                 return self._size(value)
+            case Reading.CASTS:
+                made = found.maker.get(-1 if value is None else value)
+                sources = (found.maker.get(i) for i in made.inputs) if made is not None else ()
+                return 0 if any(isinstance(each, HostLoad) for each in sources) else self._size(value)
         if value is None or not found.live.has(value):
             return 0
         return 0 if self._absent(value, reading, what, more) else self._size(value)

@@ -366,7 +366,7 @@ class Points:
             one = first.setdefault(self._full.memory(source), cast.outputs[0])
             kept[one] = times, kept.get(one, (times, position))[1], position
         for value, (times, begin, end) in kept.items():
-            thing = self._thing(value, Reading.ANY)
+            thing = self._thing(value, Reading.CASTS)
             if thing is not None:
                 thing = thing._replace(share=thing.share * times)
                 last = self._starts[end + 1] - 1

@@ -55,7 +55,8 @@ class Decided(Refined):
       schedule: when they go backward, if not after all microbatches: "1f1b"; or how often they go
         round first: "circular:2".
       diloco: the axis that synchronises rarely, and how: "sites:period=30,rate=0.7,momentum=0.9".
-      offload: what lies in the hosts' memory ("optimizer": its state), to the variables that it is of.
+      offload: what lies in the hosts' memory ("optimizer": its state; "weights": they themselves), to the
+        variables that it is of; "activations", to the dimensions of loops.
     """
 
     storage: dict[str, str] = Field(default_factory=dict)

@@ -16,7 +16,7 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.kept import Recomputed
-from mesh_tf_core.lower.offload import ACTIVATIONS, OPTIMIZER
+from mesh_tf_core.lower.offload import ACTIVATIONS, OPTIMIZER, WEIGHTS
 from mesh_tf_core.lower.storage import STAGES, read_stage
 
 # Dimension -> the logical axes that mean it, of activations and of weights (`logical_axis_rules`).
@@ -68,6 +68,8 @@ MAXTEXT_WEIGHTS = ("embed", "embed_no_exp")
 """The logical axes that every matrix has and MaxText splits for FSDP; `d_model` of ours."""
 MAXTEXT_BETWEEN = "activation_norm_length"
 """The length of what layers carry and norms work on."""
+MAXTEXT_HOST = {OPTIMIZER: "optimizer_memory_host_offload", WEIGHTS: "parameter_memory_host_offload"}
+"""What lies on the hosts -> its name there."""
 MAXTEXT_STORED = {"zero1": "data", "zero3": "fsdp"}
 """Stage -> the axis of MaxText that splits the batch, and at this stage the state too, or the weights too."""
 MAXTEXT_REMAT: Mapping[tuple[str, ...], str] = {
@@ -214,19 +216,22 @@ def _stacks(what: Exported) -> list[str]:
 
 
 def _maxtext_offload(what: Exported) -> list[str]:
-    """MaxText keeps the optimizer's state of all variables on the hosts, or of none."""
+    """MaxText keeps all weights on the hosts, or none; so the optimizer's state."""
     if loops := what.decided.offload.get(ACTIVATIONS):
         raise UserError(
             f"maxtext names single tensors that go to the hosts, not all that {some(loops, NAMED)} keep, as "
             "in this plan; train with layoutopt, or leave --offload activations out"
         )
-    names = what.decided.offload.get(OPTIMIZER, [])
-    if here := [v.name for v in what.variables if _is_matrix(v) and v.name not in names] if names else []:
-        raise UserError(
-            f"maxtext keeps the state of all matrices on the hosts, or of none, but this plan keeps that of "
-            f"{some(here, NAMED)} on the devices; search without --offload, or choose another form"
-        )
-    return ["optimizer_memory_host_offload: True"] if names else []
+    said = []
+    for kind, word in MAXTEXT_HOST.items():
+        names = what.decided.offload.get(kind, [])
+        if here := [v.name for v in what.variables if _is_matrix(v) and v.name not in names] if names else []:
+            raise UserError(
+                f"maxtext has {word} for all matrices, or for none, but this plan keeps that of "
+                f"{some(here, NAMED)} on the devices; search without --offload, or choose another form"
+            )
+        said += [f"{word}: True"] if names else []
+    return said
 
 
 def _maxtext_batch(what: Exported) -> list[str]:

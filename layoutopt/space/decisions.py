@@ -8,6 +8,7 @@ Every decision has a name and a finite list of options, each a tuple of words; `
                              ("on", "products"): but for what it keeps
                              ("on", "products", "host"): and that on the hosts          `recompute`
   "offload of <class>"       (), ("optimizer",): what lies in the hosts' memory              `offload`
+  "weights of <class>"       (), ("weights",): whether they do themselves                    `offload`
   "context of <dim>"         (), ("ring",), ("zigzag",), ("all_to_all",): of keys along <dim>  `context`
   "number of microbatches"   one number in each subproblem                                   `microbatches`
   "schedule"                 (), ("1f1b",), ("circular:2",): of stages, one in a subproblem   `schedule`
@@ -25,7 +26,7 @@ from layoutopt.space.context import Context
 from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature, Touched
 from layoutopt.space.microbatches import Microbatches
-from layoutopt.space.offload import Offload
+from layoutopt.space.offload import Offload, Weights
 from layoutopt.space.rarely import Rarely
 from layoutopt.space.recompute import Recompute
 from layoutopt.space.schedule import Schedule
@@ -45,6 +46,7 @@ KINDS: tuple[type[Decision], ...] = (
     Elsewhere,
     Storage,
     Offload,
+    Weights,
     Recompute,
     Context,
     Microbatches,

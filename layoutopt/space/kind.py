@@ -101,6 +101,7 @@ class Touched:
       variables: trained variables that it updates, or whose gradient it makes.
       keys: the dimension of keys that it attends to.
       updated: the trained variable that it updates.
+      read: the trained variable that it brings to those who read it.
     """
 
     recomputed: Sequence[str] = ()
@@ -108,6 +109,7 @@ class Touched:
     variables: Sequence[Variable] = ()
     keys: Sequence[str] = ()
     updated: Sequence[Variable] = ()
+    read: Sequence[Variable] = ()
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,15 @@
 """What lies in the hosts' memory between its uses (see `mesh_tf_core.lower.offload`).
 
-Variables of the same dimensions are one class, and one decision; what loops save is an option of whether they
+Variables of the same dimensions are one class, and one decision about their optimizer's state, one about
+themselves; what loops save is an option of whether they
 run again (`recompute`). Only asked for: it takes time over the host link, and helps where memory is short.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature, Touched
 from layoutopt.space.storage import stored_classes
@@ -17,16 +18,17 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.offload import ACTIVATIONS, KINDS, OPTIMIZER
+from mesh_tf_core.lower.offload import ACTIVATIONS, KINDS, OPTIMIZER, WEIGHTS
 from mesh_tf_core.tracing.graph import Graph
 
 
 @dataclass(frozen=True)
 class Offload(Decision):
-    """What of one class of variables lies on the host: () nothing, ("optimizer",) its optimizer's state."""
+    """Whether the optimizer's state of one class of variables lies on the host: (), or ("optimizer",)."""
 
     variables: tuple[str, ...] = ()
     prefix = "offload of "
+    kind: ClassVar[str] = OPTIMIZER
     features = (Feature("offload", "offload", lambda kind: True, lambda _, options: bool(options.offload)),)
 
     @classmethod
@@ -42,17 +44,21 @@ class Offload(Decision):
 
     @classmethod
     def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
-        if OPTIMIZER not in allowed.offload:
+        if cls.kind not in allowed.offload:
             return
-        with_state = {v.slot_of for v in graph.variables.values()}
         found = 0
         for variables in stored_classes(graph).values():
-            names = tuple(v.name for v in variables if v.name in with_state)
-            if names:
+            if names := cls.having(variables, graph):
                 found += 1
-                yield cls(offload_class(variables[0]).removeprefix(cls.prefix), ((), (OPTIMIZER,)), names)
+                yield cls(cls.class_of(variables[0]).removeprefix(cls.prefix), ((), (cls.kind,)), names)
         if not found:
             raise UserError("--offload optimizer: the optimizer keeps no state; leave it out, or use Adam")
+
+    @classmethod
+    def having(cls, variables: Sequence[Variable], graph: Graph) -> tuple[str, ...]:
+        """Those of a class that have what may lie there."""
+        with_state = {v.slot_of for v in graph.variables.values()}
+        return tuple(v.name for v in variables if v.name in with_state)
 
     def apply(self, choice: Choice, to: Chosen) -> None:
         pairs = {(kind, name) for kind in choice for name in self.variables}
@@ -60,12 +66,17 @@ class Offload(Decision):
             to.options["offload"] = to.options.get("offload", frozenset()) | pairs
 
     def read(self, layout: Layout, options: Options) -> Choice:
-        there = all((OPTIMIZER, name) in options.offload for name in self.variables)
-        return (OPTIMIZER,) if there else ()
+        there = all((self.kind, name) in options.offload for name in self.variables)
+        return (self.kind,) if there else ()
+
+    @classmethod
+    def class_of(cls, variable: Variable) -> str:
+        """Name of the decision about a variable."""
+        return cls.prefix + " ".join(variable.shape.names)
 
     @classmethod
     def changing(cls, touched: Touched) -> list[str]:
-        return [offload_class(v) for v in touched.updated]
+        return [cls.class_of(v) for v in touched.updated]
 
     @classmethod
     def written(cls, options: Options) -> dict[str, Any]:
@@ -78,6 +89,32 @@ class Offload(Decision):
         return {"offload": frozenset(pairs)}
 
 
-def offload_class(variable: Variable) -> str:
-    """Name of the decision about a variable."""
-    return Offload.prefix + " ".join(variable.shape.names)
+@dataclass(frozen=True)
+class Weights(Offload):
+    """Whether one class of variables itself lies on the host: (), or ("weights",)."""
+
+    prefix = "weights of "
+    features = ()
+    kind: ClassVar[str] = WEIGHTS
+
+    @classmethod
+    def check(cls, allowed: Allowed) -> None:
+        """Nothing: `Offload` has seen to all kinds."""
+
+    @classmethod
+    def having(cls, variables: Sequence[Variable], graph: Graph) -> tuple[str, ...]:
+        return tuple(v.name for v in variables)
+
+    @classmethod
+    def changing(cls, touched: Touched) -> list[str]:
+        return [cls.class_of(v) for v in (*touched.updated, *touched.read)]
+
+    @classmethod
+    def written(cls, options: Options) -> dict[str, Any]:
+        """Nothing: `Offload` writes all kinds."""
+        return {}
+
+    @classmethod
+    def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
+        """Nothing: `Offload` reads all kinds."""
+        return {}

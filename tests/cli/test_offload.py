@@ -25,8 +25,8 @@ def test_by_hand(result: Callable[..., dict[str, Any]], run: Callable[..., Resul
     assert "feed_forward/wi" in found["offload"]["optimizer"] and "offload" not in plain
     one = result("cost", LM, *SETS, *HERE, "--offload", "optimizer=feed_forward/wi")
     assert one["offload"] == {"optimizer": ["feed_forward/wi"]}
-    refused = run("cost", LM, *SETS, *HERE, "--offload", "weights")
-    assert refused.exit_code == 2 and "offload 'weights'" in refused.stderr
+    refused = run("cost", LM, *SETS, *HERE, "--offload", "weight")
+    assert refused.exit_code == 2 and "offload 'weight': did you mean 'weights'?" in refused.stderr
 
 
 @pytest.mark.nightly

@@ -35,18 +35,19 @@ NAME = "transformer with fused attention"
 
 
 def compare(name: str, on: str, parts: int, hardware: str, count: int) -> list[int]:
-    """Holds tables and rows against the program for some random legal choices; of how many what layers save
-    was on the hosts, and did not wait for the link, or did."""
+    """Holds tables and rows against the program for some random legal choices; of how many what layers save,
+    or their weights, was on the hosts, and did not wait for the link, or did."""
     model, mesh, machine = EXAMPLES[name](), mtf.Mesh(on), load_hardware(hardware)
     allowed = Allowed(
         microbatches=(parts,),
-        offload=("optimizer", "activations"),
+        offload=("optimizer", "activations", "weights"),
         recompute=(False, "selective", True),
         context=("gather", "ring"),
     )
     decided = decisions(model.training_step(parts).graph, mesh, allowed)
     found = extract(model, mesh, decided, pricer(machine, mesh))
     rng, compared, seen = random.Random(parts), 0, [0, 0]
+    looped = {"layers", *(v.name for v in model.graph.variables.values() if v.stacked)}
     while compared < count:
         layout, options = found.decided.read(some_choices(found.decided, rng))
         choices = found.choices(layout, options)
@@ -72,7 +73,7 @@ def compare(name: str, on: str, parts: int, hardware: str, count: int) -> list[i
         assert counted <= evaluation.memory.peak * ROUNDING, (layout, options)
         assert found.read(choices) == (layout, options)
         compared += 1
-        seen[waits] += any(kind == "activations" for kind, _ in options.offload)
+        seen[waits] += any(name in looped for _, name in options.offload)
     return seen
 
 
@@ -139,6 +140,30 @@ def test_the_answer_is_the_best_of_all() -> None:
         layoutopt.search(model, mesh, hardware="tpu-v5e", memory=limit, alternatives=False, **asked)
 
 
+def test_weights_go_there_where_it_is_best() -> None:
+    """On one device, with less memory than any layout needs without: of all choices the fastest that fits."""
+    model, mesh, machine = mlp(batch=16, hidden=64, layers=2), mtf.Mesh("one:1"), load_hardware("tpu-v5e")
+    asked: dict[str, Any] = {"recompute": (False,), "microbatches": (1,), "storage": ("layout",)}
+    decided = decisions(model.training_step(1).graph, mesh, Allowed(offload=("weights",), **asked))
+    names, found = decided.of(Offload), []
+    for chosen in itertools.product(*(decided.options[n] for n in names)):
+        layout, options = decided.read(dict(zip(names, chosen, strict=True)))
+        evaluation = evaluate(model, mesh, layout, machine, options)
+        found.append((evaluation.cost.step_seconds, evaluation.memory.peak))
+    peaks = sorted({peak for _, peak in found})
+    limit = peaks[len(peaks) // 2]
+    best = min(seconds for seconds, peak in found if peak <= limit)
+    assert limit < found[0][1] and best > found[0][0]
+    asked |= {"memory": limit, "alternatives": False, "hardware": "tpu-v5e"}
+    with pytest.raises(mtf.InfeasibleError):
+        layoutopt.search(model, mesh, **asked)
+    plan = layoutopt.search(model, mesh, offload=("weights",), **asked)
+    assert plan.solver.status == "OPTIMAL"
+    assert plan.predicted.step_seconds == pytest.approx(best, rel=1e-9)
+    again = parse_plan(plan.to_json())
+    assert again.options == plan.options and {kind for kind, _ in plan.options.offload} == {"weights"}
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("link", ["1e6GB/s", "0.001GB/s"])
 def test_what_loops_save_goes_where_it_is_best(link: str) -> None:
@@ -202,6 +227,8 @@ def test_exports_say_it_or_refuse_it() -> None:
     some = replace(what, decided=Decided(offload={"optimizer": ["wi"]}))
     with pytest.raises(mtf.UserError, match="keeps that of wo on the devices"):
         export(some, "maxtext")
+    everything = replace(what, decided=Decided(offload={"weights": ["wi", "wo"]}))
+    assert "parameter_memory_host_offload: True" in export(everything, "maxtext")
     assert "offload" not in export(replace(what, decided=Decided()), "maxtext")
 
 
@@ -210,4 +237,4 @@ def test_exports_say_it_or_refuse_it() -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_tables_of_examples_add_up(name: str, hardware: str) -> None:
     for parts in (1, 2):
-        compare(name, "data:2;model:4", parts, hardware, 8)
+        compare(name, "data:2;model:4", parts, f"{hardware}, host_memory=1KiB", 8)
