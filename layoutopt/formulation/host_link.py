@@ -142,8 +142,8 @@ class HostLink:
             for loop, instr, times in ((each, i, times) for each, times in loops for i in each.body):
                 if isinstance(instr, Transfer):
                     (item,) = self.prices.itemiser.items(instr, None, find, local, mesh)
-                    key = loop.origin.node, times * loop.times, isinstance(instr, HostLoad)
-                    found[key] += self.prices.seconds_of(item)[0]
+                    moved = loop.origin.node, times * loop.times, isinstance(instr, HostLoad)
+                    found[moved] += self.prices.seconds_of(item)[0]
                 elif isinstance(instr, Local) and instr.op.kind in PRODUCTS:
                     product = Computed(of_local(instr, local), 0.0)
                     found[loop.origin.node, 0.0, False] += self.prices.seconds_of(product)[0]

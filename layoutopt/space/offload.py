@@ -29,7 +29,9 @@ class Offload(Decision):
     variables: tuple[str, ...] = ()
     prefix = "offload of "
     kind: ClassVar[str] = OPTIMIZER
-    features = (Feature("offload", "offload", lambda kind: True, lambda _, options: bool(options.offload)),)
+    features: ClassVar[tuple[Feature, ...]] = (
+        Feature("offload", "offload", lambda kind: True, lambda _, options: bool(options.offload)),
+    )
 
     @classmethod
     def check(cls, allowed: Allowed) -> None:
@@ -94,7 +96,7 @@ class Weights(Offload):
     """Whether one class of variables itself lies on the host: (), or ("weights",)."""
 
     prefix = "weights of "
-    features = ()
+    features: ClassVar[tuple[Feature, ...]] = ()
     kind: ClassVar[str] = WEIGHTS
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The optimizer's state, weights, and what loops keep on the hosts: exact bytes, memory, numbers, mistakes."""
+"""State, weights, and what loops keep on the hosts: exact bytes, memory, numbers of devices, mistakes."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_what_is_chosen_is_read_back(name: str, orders: str) -> None:
     rng = random.Random(3)
     graph = EXAMPLES[name]().training_step(2).graph
     further = ("length",) if name == "transformer" else ("batch",)
-    more: Any = {"elsewhere": further, "offload": ("optimizer",)}
+    more: Any = {"elsewhere": further, "offload": ("optimizer", "weights")}
     decided = decisions(graph, MESH, Allowed(orders=orders, microbatches=(2,), **more))
     assert {n for kind in KINDS for n in decided.of(kind)} == set(decided.options)
     asked = {*KINDS} - {Stages, Schedule, Rarely} - ({Context} if name != "transformer" else set())

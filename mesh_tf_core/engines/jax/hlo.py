@@ -37,7 +37,7 @@ COPIES = {
     "dynamic-update-slice-start": (0, 1, 1),
 }
 """HLO's operations that copy in the background: which array of its type it writes, which it reads, and which
-has the size of what is copied. (A slice is read of a stack, or written to one; the last array counts steps.)"""
+has the size of what is copied. (A slice is read of a stack, or written to one; the last array is no data.)"""
 _CALLED = re.compile(r"\b(?:calls|to_apply|called_computation)=%?([^\s,}]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([^\s,}]+))")
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
