@@ -18,7 +18,7 @@ from costmodels.pricing.items import HOST
 from costmodels.pricing.pricer import price
 from examples import transformer_lm
 from mesh_tf_core.engines import open_engine
-from mesh_tf_core.ir.program import HostLoad, HostStore, Loop, Program, ReadVariable, WriteVariable
+from mesh_tf_core.ir.program import HostLoad, HostStore, Local, Loop, Program, ReadVariable, WriteVariable
 from mesh_tf_core.lower.offload import offload_of
 from mesh_tf_core.lower.verify import ProgramError, verify
 from tests.core.test_storage import LAYERS, D, model
@@ -237,6 +237,12 @@ def test_planted_faults_are_caught() -> None:
     stack = next(r.outer for i in loops.code if isinstance(i, Loop) for r in i.stacked)
     with pytest.raises(ProgramError, match="stack %"):
         verify(replace(loops, values=tuple(replace(v, host=v.host and v.id != stack) for v in loops.values)))
+    # A stage's part of what lies there, as if it came to the device by itself.
+    stages = weights_on_hosts("layers:x;batch:y", microbatches=2)
+    local = (i for i in stages.code if isinstance(i, Local) and i.op.free)
+    (part,) = next(i for i in local if stages.values[i.inputs[0]].host).outputs
+    with pytest.raises(ProgramError, match="stagepart.* lies on the host"):
+        verify(replace(stages, values=tuple(replace(v, host=v.host and v.id != part) for v in stages.values)))
     values = tuple(replace(v, host=False) if v.id == there else v for v in program.values)
     assert any(isinstance(i, ReadVariable) and i.outputs == (there,) for i in program.code)
     with pytest.raises(ProgramError, match="not where the variable lies"):
