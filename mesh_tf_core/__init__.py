@@ -5,137 +5,153 @@ Use it as `import mesh_tf_core as mtf`. Nothing here loads TensorFlow before a p
 
 from typing import TYPE_CHECKING, Any
 
-from mesh_tf_core import decoding, layers
-from mesh_tf_core.errors import ClusterError, InfeasibleError, LayoutError, LimitError, UserError
-from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.initializers import (
-    ONES,
-    ZEROS,
-    Constant,
-    FromFunction,
-    Initializer,
-    Normal,
-    Uniform,
-)
-from mesh_tf_core.ir.layout import Layout
-from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.op import Op, Roles, TensorType
-from mesh_tf_core.ir.program import Program
-from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.lazy import load
+
+# A function and a package of one name: whichever is loaded last has it.
 from mesh_tf_core.lower import Options, lower
-from mesh_tf_core.model import Model, minimize
-from mesh_tf_core.ops.activations import clip, elu, leaky_relu, logical_xor, selu
-from mesh_tf_core.ops.along import put_along, take_along
-from mesh_tf_core.ops.attention import attention
-from mesh_tf_core.ops.basic import add_n, cast, scale, stop_gradient
-from mesh_tf_core.ops.binary import where
-from mesh_tf_core.ops.conv import conv, conv_transpose
-from mesh_tf_core.ops.cumulative import cumsum
-from mesh_tf_core.ops.custom import clip_activation_gradient, custom_gradient
-from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
-from mesh_tf_core.ops.einsum import broadcast, einsum
-from mesh_tf_core.ops.filled import constant, ones, ones_like, zeros, zeros_like
-from mesh_tf_core.ops.float8 import float8_einsum
-from mesh_tf_core.ops.grouped import grouped_product
-from mesh_tf_core.ops.index import gather, mtf_range, one_hot, pick, scatter_add
-from mesh_tf_core.ops.math import (
-    abs,
-    add,
-    cos,
-    divide,
-    equal,
-    erf,
-    exp,
-    expm1,
-    floor,
-    floordiv,
-    gelu,
-    greater,
-    greater_equal,
-    is_finite,
-    less,
-    less_equal,
-    log,
-    log1p,
-    logical_and,
-    logical_not,
-    logical_or,
-    maximum,
-    minimum,
-    mod,
-    multiply,
-    negative,
-    not_equal,
-    pow,
-    reciprocal,
-    relu,
-    rsqrt,
-    sigmoid,
-    sign,
-    silu,
-    sin,
-    softplus,
-    sqrt,
-    square,
-    subtract,
-    swish,
-    tanh,
-)
-from mesh_tf_core.ops.neighbours import dynamic_shift, halo_exchange, shift
-from mesh_tf_core.ops.norm import layer_norm, normalize, rms_norm
-from mesh_tf_core.ops.order import (
-    argmax,
-    argmin,
-    argsort,
-    nth_largest,
-    nth_smallest,
-    reduce_first,
-    sort,
-    top_1,
-    top_k,
-)
-from mesh_tf_core.ops.pool import avg_pool, max_pool, sum_pool
-from mesh_tf_core.ops.product import reduce_prod
-from mesh_tf_core.ops.random import dropout, random_normal, random_uniform
-from mesh_tf_core.ops.reduce import reduce_all, reduce_any, reduce_max, reduce_mean, reduce_min, reduce_sum
-from mesh_tf_core.ops.sampling import random_categorical, sample_with_temperature
-from mesh_tf_core.ops.shape import (
-    anonymize,
-    concat,
-    pad,
-    rename,
-    rename_dimension,
-    reshape,
-    slice_dim,
-    transpose,
-)
-from mesh_tf_core.ops.softmax import log_softmax, logsumexp, masked_softmax, softmax, softmax_cross_entropy
-from mesh_tf_core.ops.stacking import split, squeeze, stack, strided, unstack
-from mesh_tf_core.optimizers import (
-    SGD,
-    Adafactor,
-    Adam,
-    LinearDecay,
-    LinearWarmup,
-    LossScale,
-    Optimizer,
-    RsqrtDecay,
-    Schedule,
-    WarmupCosine,
-    WarmupLinear,
-    WarmupRsqrt,
-)
-from mesh_tf_core.tracing.assigning import assign_add, assign_slice, assign_sub
-from mesh_tf_core.tracing.branches import cond, recomputable, while_loop
-from mesh_tf_core.tracing.diloco import DiLoCo
-from mesh_tf_core.tracing.gradients import gradients
-from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.reversible import reversible_scan
-from mesh_tf_core.tracing.scan import scan
 
 if TYPE_CHECKING:
+    from mesh_tf_core import decoding, layers
     from mesh_tf_core.eager import Eager
     from mesh_tf_core.engines import Cluster
+    from mesh_tf_core.errors import ClusterError, InfeasibleError, LayoutError, LimitError, UserError
+    from mesh_tf_core.ir.dims import Dim, Shape
+    from mesh_tf_core.ir.initializers import (
+        ONES,
+        ZEROS,
+        Constant,
+        FromFunction,
+        Initializer,
+        Normal,
+        Uniform,
+    )
+    from mesh_tf_core.ir.layout import Layout
+    from mesh_tf_core.ir.mesh import Mesh
+    from mesh_tf_core.ir.op import Op, Roles, TensorType
+    from mesh_tf_core.ir.program import Program
+    from mesh_tf_core.ir.tensor import Tensor
+    from mesh_tf_core.model import Model, minimize
+    from mesh_tf_core.ops.activations import clip, elu, leaky_relu, logical_xor, selu
+    from mesh_tf_core.ops.along import put_along, take_along
+    from mesh_tf_core.ops.attention import attention
+    from mesh_tf_core.ops.basic import add_n, cast, scale, stop_gradient
+    from mesh_tf_core.ops.binary import where
+    from mesh_tf_core.ops.conv import conv, conv_transpose
+    from mesh_tf_core.ops.cumulative import cumsum
+    from mesh_tf_core.ops.custom import clip_activation_gradient, custom_gradient
+    from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
+    from mesh_tf_core.ops.einsum import broadcast, einsum
+    from mesh_tf_core.ops.filled import constant, ones, ones_like, zeros, zeros_like
+    from mesh_tf_core.ops.float8 import float8_einsum
+    from mesh_tf_core.ops.grouped import grouped_product
+    from mesh_tf_core.ops.index import gather, mtf_range, one_hot, pick, scatter_add
+    from mesh_tf_core.ops.math import (
+        abs,
+        add,
+        cos,
+        divide,
+        equal,
+        erf,
+        exp,
+        expm1,
+        floor,
+        floordiv,
+        gelu,
+        greater,
+        greater_equal,
+        is_finite,
+        less,
+        less_equal,
+        log,
+        log1p,
+        logical_and,
+        logical_not,
+        logical_or,
+        maximum,
+        minimum,
+        mod,
+        multiply,
+        negative,
+        not_equal,
+        pow,
+        reciprocal,
+        relu,
+        rsqrt,
+        sigmoid,
+        sign,
+        silu,
+        sin,
+        softplus,
+        sqrt,
+        square,
+        subtract,
+        swish,
+        tanh,
+    )
+    from mesh_tf_core.ops.neighbours import dynamic_shift, halo_exchange, shift
+    from mesh_tf_core.ops.norm import layer_norm, normalize, rms_norm
+    from mesh_tf_core.ops.order import (
+        argmax,
+        argmin,
+        argsort,
+        nth_largest,
+        nth_smallest,
+        reduce_first,
+        sort,
+        top_1,
+        top_k,
+    )
+    from mesh_tf_core.ops.pool import avg_pool, max_pool, sum_pool
+    from mesh_tf_core.ops.product import reduce_prod
+    from mesh_tf_core.ops.random import dropout, random_normal, random_uniform
+    from mesh_tf_core.ops.reduce import (
+        reduce_all,
+        reduce_any,
+        reduce_max,
+        reduce_mean,
+        reduce_min,
+        reduce_sum,
+    )
+    from mesh_tf_core.ops.sampling import random_categorical, sample_with_temperature
+    from mesh_tf_core.ops.shape import (
+        anonymize,
+        concat,
+        pad,
+        rename,
+        rename_dimension,
+        reshape,
+        slice_dim,
+        transpose,
+    )
+    from mesh_tf_core.ops.softmax import (
+        log_softmax,
+        logsumexp,
+        masked_softmax,
+        softmax,
+        softmax_cross_entropy,
+    )
+    from mesh_tf_core.ops.stacking import split, squeeze, stack, strided, unstack
+    from mesh_tf_core.optimizers import (
+        SGD,
+        Adafactor,
+        Adam,
+        LinearDecay,
+        LinearWarmup,
+        LossScale,
+        Optimizer,
+        RsqrtDecay,
+        Schedule,
+        WarmupCosine,
+        WarmupLinear,
+        WarmupRsqrt,
+    )
+    from mesh_tf_core.tracing.assigning import assign_add, assign_slice, assign_sub
+    from mesh_tf_core.tracing.branches import cond, recomputable, while_loop
+    from mesh_tf_core.tracing.diloco import DiLoCo
+    from mesh_tf_core.tracing.gradients import gradients
+    from mesh_tf_core.tracing.graph import Graph
+    from mesh_tf_core.tracing.reversible import reversible_scan
+    from mesh_tf_core.tracing.scan import scan
     from mesh_tf_core.training import Decoupled, Source, Trainer
 
 __all__ = [
@@ -321,20 +337,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Loads what runs a model when it is first used: building, pricing and searching need none of it."""
-    found: Any
-    match name:
-        case "Cluster":
-            from mesh_tf_core.engines import Cluster as found
-        case "Eager":
-            from mesh_tf_core.eager import Eager as found
-        case "Trainer":
-            from mesh_tf_core.training import Trainer as found
-        case "Decoupled":
-            from mesh_tf_core.training import Decoupled as found
-        case "Source":
-            from mesh_tf_core.training import Source as found
-        case _:
-            raise AttributeError(f"module 'mesh_tf_core' has no attribute {name!r}")
-    globals()[name] = found
-    return found
+    return load(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -87,7 +87,12 @@ class Pricer:
         True of rooflines with padding and of latency and bandwidth (tests/costmodels/test_pieces.py);
         measured curves may say otherwise, where pieces fit into a cache.
         """
-        return not self.hardware.compute_curves and not self.hardware.collective_curves
+        return self.pieces_compute_more and not self.hardware.collective_curves
+
+    @property
+    def pieces_compute_more(self) -> bool:
+        """The same of what is computed alone."""
+        return not self.hardware.compute_curves
 
     # -- programs --------------------------------------------------------------------------------------------
 
@@ -132,6 +137,10 @@ class Pricer:
                 seconds = self._instances[instance] = sum([self.seconds_of(item)[1] for item in items])
             total += times * seconds
         return total
+
+    def computed(self, cost: ItemisedCost) -> float:
+        """Seconds of what an itemised cost computes: its total without what devices send."""
+        return self.total(tuple([each for each in cost if each[0].collective is None]))
 
     def _piece(self, placed: Placed) -> TensorType:
         """The type of a device's piece of a value."""

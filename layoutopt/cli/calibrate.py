@@ -75,8 +75,7 @@ def calibrate(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Measure this machine's mesh, or that of several processes, or compile for a TPU, and fit the profile
-    that predictions are made from."""
+    """Measure this machine or several processes, or compile for a TPU; fit the profile for predictions."""
     from mesh_tf_core import UserError
     from mesh_tf_core.engines import chosen
 

@@ -74,7 +74,7 @@ class Job:
             self._refuse_alone()
             yield Session(Terminal(as_json, quiet), engine)
             return
-        from layoutopt.cli.group import tell
+        from layoutopt.cli.exits import tell
         from mesh_tf_core.engines import Cluster, chosen
 
         waits = {"timeout": self.timeout, "start_timeout": self.start_timeout}

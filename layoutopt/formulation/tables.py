@@ -220,6 +220,11 @@ class Tabler:
             known[key] = self._entry(cluster, *self._placed(cluster, splits), options)
         return known[key]
 
+    def computed(self, cluster: Cluster, entry: Entry, chosen: Mapping[str, Choice]) -> float:
+        """Seconds of an entry, under the choices that it is of, without what devices send."""
+        prices = self.namings.of([chosen.get(n, ()) for n in cluster.dims]).pricer
+        return sum(prices.computed(part.cost or ()) for part in entry.lowered)
+
     def _placed(self, cluster: Cluster, splits: Sequence[Axes]) -> tuple[Naming, Layout, Cut]:
         """Splits of a cluster's dimensions, and its pending sums, with the axes numbered."""
         naming = self.namings.of(splits)

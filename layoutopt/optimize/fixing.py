@@ -1,19 +1,23 @@
 """Fewer options before all tables are made: what cannot be part of anything faster than a known one leaves.
 
 A problem with only some of its tables costs no more than the whole. Elimination says of every option what
-the best layout with it costs by these tables (`problem.marginals`); where that is more than a layout that is
-known to fit, the option leaves, and later tables are made over what is left. Where the bound of the whole
-problem is more, no further table is needed. Tables that say much in few entries come first: how much is
-estimated by the price of their cluster while nothing is split.
+the best layout with it costs by these tables (`problem.marginals`). To that comes what clusters without a
+table take at least: a device computes its share of them, where pieces compute no less than their share of the
+whole (`Pricer.pieces_compute_more`). Where the sum is more than a layout that is known to fit takes, the
+option leaves, and later tables are made over what is left. Where the bound of the whole problem is more, no
+further table is needed. Tables that say much in few entries come first: how much is estimated by the price
+of their cluster while nothing is split.
 
 The best choices by the tables so far are evaluated now and then: they are often a better known layout.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from layoutopt.clock import UNLIMITED, Clock
 from layoutopt.evaluator import Evaluator
@@ -27,11 +31,12 @@ from layoutopt.problem.form import Floats
 from layoutopt.problem.marginals import marginals
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
+from layoutopt.space.recompute import Recompute
 from mesh_tf_core.errors import LayoutError
-from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.layout import AT, Layout
 from mesh_tf_core.lower import Options
 
-FIRST, MORE = 300, 0.3
+FIRST, MORE = 40, 0.3
 """Entries before options are looked at: at first, and as a part of those that there are."""
 PROPOSED = 0.5
 """Part of the estimated seconds that tables must tell before their best choices are evaluated."""
@@ -46,20 +51,34 @@ Heard = Callable[[float, float], None]
 """heard(seconds that no layout takes less than, part of the tables that are made)."""
 
 
+class Weight(NamedTuple):
+    """What a cluster of all layers costs while nothing is split.
+
+    Attributes:
+      seconds: all of it; 0: that is not legal.
+      computed: what of it no layout computes less than on all devices together; 0: not known.
+    """
+
+    seconds: float
+    computed: float
+
+
+Weights = dict[int, Weight]
+"""By the ids of clusters, of any mesh with as many devices."""
+
+
 def fix_options(
     draft: Draft,
     upper: float,
     propose: Propose,
     clock: Clock = UNLIMITED,
-    first: int = FIRST,
-    weights: dict[int, float] | None = None,
+    weights: Weights | None = None,
     heard: Heard | None = None,
 ) -> float:
     """Makes tables until none is left, or the bound reaches `upper`, or the time is over.
 
     Args:
       upper: seconds of a known layout; only faster ones matter.
-      first: entries before options are looked at first.
       weights: what clusters cost while nothing is split, as far as that is known; it is filled.
       heard: told of every bound.
 
@@ -67,17 +86,18 @@ def fix_options(
       seconds: no layout takes less, or none takes less than `upper` if that is less.
     """
     weight = fill({} if weights is None else weights, draft)
-    total, told = sum(weight[id(c)] for c in draft.left), 0.0
+    total, told = sum(weight[id(c)].seconds for c in draft.left), 0.0
     known, bound, made, last = upper, 0.0, 0, 0
     while draft.left and not clock.over:
-        best = max(draft.left, key=lambda c: weight[id(c)] / _width(c, draft.decided))
-        told += weight[id(best)]
+        best = max(draft.left, key=lambda c: weight[id(c)].seconds / _width(c, draft.decided))
+        told += weight[id(best)].seconds
         made += len(draft.make(best).entries)
-        if draft.left and made - last < max(first, MORE * last):
+        if draft.left and made - last < max(FIRST, MORE * last):
             continue
         problem = draft.times()
         found = eliminate(problem)
-        bound = max(bound, found.bound)
+        rest = (1 - SLACK) * sum(weight[id(c)].computed / _ways(c, draft) for c in draft.left)
+        bound = max(bound, found.bound + rest)
         if heard is not None and not draft.unsplit:
             heard(bound, len(draft.tables) / (len(draft.tables) + len(draft.left)))
         if bound >= upper * (1 - EXACT):
@@ -90,7 +110,7 @@ def fix_options(
                     known = min(known, propose(*draft.read(choices)))
             # Should the evaluator be below the tables, these keep what is best by them.
             most = max(known, bound) * (1 + SLACK)
-            draft.restrict(_below(most, marginals(found, problem.sizes), draft.decided))
+            draft.restrict(_below(most - rest, marginals(found, problem.sizes), draft.decided))
         made = last = sum(len(t.entries) for t in draft.tables)
     return bound
 
@@ -101,8 +121,7 @@ def faster(
     upper: float,
     propose: Propose,
     clock: Clock = UNLIMITED,
-    first: int = FIRST,
-    weights: dict[int, float] | None = None,
+    weights: Weights | None = None,
     heard: Heard | None = None,
 ) -> tuple[float, SubproblemSearch | None]:
     """The problem of what may be faster than `upper` seconds; the arguments are those of `fix_options`.
@@ -114,7 +133,7 @@ def faster(
     mesh, decided = subproblem.mesh, subproblem.decided
     prices, context = evaluator.prices(mesh), evaluator.context(mesh, decided)
     draft = Draft(evaluator.model, mesh, decided, prices, context)
-    bound = fix_options(draft, upper, propose, clock, first, weights, heard)
+    bound = fix_options(draft, upper, propose, clock, weights, heard)
     if draft.left or bound >= upper * (1 - EXACT):
         return 0.0 if draft.unsplit else bound, None
     extraction = draft.extraction()
@@ -138,17 +157,38 @@ def option_costs(search: SubproblemSearch) -> OptionCosts | None:
     }
 
 
-def fill(weights: dict[int, float], draft: Draft) -> dict[int, float]:
+def fill(weights: Weights, draft: Draft) -> Weights:
     """The weights of clusters by their id, those of a draft among them."""
-    weights.update({id(c): _share(draft, c) for c in draft.left if id(c) not in weights})
+    weights.update({id(c): _weight(draft, c) for c in draft.left if id(c) not in weights})
     return weights
 
 
-def _share(draft: Draft, cluster: Cluster) -> float:
-    """What a cluster costs while nothing is split, of all layers."""
-    plain = draft.decided.within({n: found[:1] for n, found in draft.decided.options.items()})
-    entries = draft.tabler_of(cluster).table(cluster, plain).entries
-    return cluster.multiplicity * sum(entry.seconds for entry in entries.values())
+def _weight(draft: Draft, cluster: Cluster) -> Weight:
+    decided, tabler = draft.decided, draft.tabler_of(cluster)
+    plain = {n: options[0] for n in cluster.decisions if (options := decided.options.get(n))}
+    plain |= {n: () for n in cluster.dims if n not in decided.stages}
+    entry = tabler.entry(cluster, decided, plain)
+    if entry is None:
+        return Weight(0.0, 0.0)
+    seconds = cluster.multiplicity * entry.seconds
+    if not draft.pricer.pieces_compute_more:
+        return Weight(seconds, 0.0)
+    # How variables are stored, and what loops save, changes what is computed.
+    switches = [n for n in cluster.switches if cluster.saves or n not in decided.of(Recompute)]
+    every = itertools.product(*(decided.options.get(n, ((),)) for n in switches))
+    chosen = [plain | dict(zip(switches, choices, strict=True)) for choices in every]
+    entries = ((each, tabler.entry(cluster, decided, each)) for each in chosen)
+    computed = [tabler.computed(cluster, entry, each) for each, entry in entries if entry is not None]
+    return Weight(seconds, cluster.multiplicity * min(computed))
+
+
+def _ways(cluster: Cluster, draft: Draft) -> int:
+    """Among how many devices the work of a cluster can be divided at most."""
+    decided, mesh = draft.decided, draft.mesh
+    if not decided.named.keys().isdisjoint(cluster.switches) or any(AT in n for n in cluster.dims):
+        return mesh.devices  # storage, and what splits dimensions further, has axes of its own
+    splits = (max(map(mesh.group_size, decided.options.get(n, ((),)))) for n in cluster.dims)
+    return min(math.prod(splits), mesh.devices)
 
 
 def _width(cluster: Cluster, decided: Decisions) -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from layoutopt.formulation.extract import Draft, legal_problem
 from layoutopt.optimize import least_memory
 from layoutopt.optimize.baselines import Plans
-from layoutopt.optimize.fixing import faster, fill
+from layoutopt.optimize.fixing import Weights, faster, fill
 from layoutopt.optimize.request import EXACT, Request
 from layoutopt.optimize.subproblem import Found, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
@@ -34,8 +34,6 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.storage import narrow_reads
 from mesh_tf_core.model import Model
 
-FIRST = 40
-"""Entries of tables before their bound is looked at: these problems are small."""
 FAR, NEAR = 4.0, 1.2
 """Times the seconds of the best layout from which on any plan will do; from which on more microbatches are
 not looked at where fewer fit."""
@@ -43,8 +41,6 @@ TRIES = 3
 """Answers that are too large by a little before the limit is lowered by as much: a rival needs no proof."""
 HEAVY = 12
 """Clusters by which plans are ordered."""
-Weights = dict[int, dict[int, float]]
-"""What clusters cost about, by the number of microbatches."""
 
 
 @dataclass
@@ -73,7 +69,7 @@ class BestPlans:
         self.request, self.seconds = request, seconds
         parts = numbers(request.model, request.allowed.microbatches)
         self.parts = parts[::-1] if request.objective == "memory" else parts
-        self._weights: Weights = {}
+        self._weights: dict[int, Weights] = {}
 
     def of(self, plans: Sequence[Plans]) -> Answer:
         """The fastest that fits, of the first plans where others are as fast; a lean one where the least
@@ -115,7 +111,7 @@ class _Search:
       weights: of clusters, for `faster`, by the number of microbatches.
     """
 
-    def __init__(self, request: Request, seconds: float, weights: Weights) -> None:
+    def __init__(self, request: Request, seconds: float, weights: dict[int, Weights]) -> None:
         self.request, self.memory, self.weights = request, request.objective == "memory", weights
         self.seconds, self.far, self.enough = seconds, FAR * seconds, FAR * seconds
         self.best: Found | None = None
@@ -159,7 +155,7 @@ class _Search:
         weights = fill(self.weights.setdefault(number, {}), draft)
         chosen = decided.write(plain[0], replace(decided.leanest, recompute=frozenset()))
         total = 0.0
-        for cluster in sorted(draft.left, key=lambda c: -weights[id(c)])[:HEAVY]:
+        for cluster in sorted(draft.left, key=lambda c: -weights[id(c)].seconds)[:HEAVY]:
             entry = draft.tabler_of(cluster).entry(cluster, decided, chosen)
             total += math.inf if entry is None else cluster.multiplicity * entry.seconds
         return total
@@ -203,9 +199,7 @@ class _Search:
         if self.memory:
             return 0.0, lean(self.request, subproblem)
         weights = self.weights.setdefault(subproblem.microbatches, {})
-        bound, search = faster(
-            request.evaluator, subproblem, upper, lambda *_: upper, request.clock, FIRST, weights
-        )
+        bound, search = faster(request.evaluator, subproblem, upper, lambda *_: upper, request.clock, weights)
         if search is None:
             self.proven = self.proven and not request.late
             return bound, None
@@ -221,9 +215,7 @@ class _Search:
         """Keeps the fastest storage with no loop recomputed, or with all of them, or what holds least."""
         request, decided = self.request, subproblem.decided
         if not self.memory:
-            _, search = faster(
-                request.evaluator, subproblem, math.inf, lambda *_: math.inf, request.clock, FIRST
-            )
+            _, search = faster(request.evaluator, subproblem, math.inf, lambda *_: math.inf, request.clock)
             for last in (False, True) if search is not None else ():
                 assert search is not None
                 pins = {

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from layoutopt.evaluator import Evaluation
 from layoutopt.formulation.extract import count_layouts
 from layoutopt.optimize.candidates import Candidate, Pieces, compute_at_least
-from layoutopt.optimize.fixing import OptionCosts, faster, option_costs
+from layoutopt.optimize.fixing import OptionCosts, Weights, faster, option_costs
 from layoutopt.optimize.least_memory import leanest, least_memory, too_much
 from layoutopt.optimize.merging import merged
 from layoutopt.optimize.pool import Pool
@@ -86,7 +86,7 @@ class Search:
     nearest: Found | None = None
     pace: tuple[list[float], float] = field(default_factory=lambda: ([], 0.0))
     unsplit: dict[str, None] = field(default_factory=dict)
-    weights: dict[int, float] = field(default_factory=dict)
+    weights: Weights = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pool = Pool(self.request, self.renames)

@@ -12,12 +12,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from layoutopt.clock import Clock
 from layoutopt.problem.answer import TOLERANCE, Solution, Status, relative_gap
-from layoutopt.problem.anytime.improve import Improver
-from layoutopt.problem.anytime.network import least_use, network
 from layoutopt.problem.form import Choices, Floats, Problem, ProblemError, Sparse, Term
 from layoutopt.problem.incumbent import Incumbent
 from layoutopt.problem.lagrangian import price, whole
@@ -26,6 +24,9 @@ from layoutopt.problem.reductions import reduce
 from layoutopt.problem.residual import Residual
 from layoutopt.problem.solvers import cp_sat, exhaustive, highs
 from layoutopt.problem.solvers.base import Options, Progress, Solver
+
+if TYPE_CHECKING:
+    from layoutopt.problem.anytime.improve import Improver
 
 SOLVERS: dict[str, Solver] = {"cp-sat": cp_sat.solve, "highs": highs.solve}
 MANY_CELLS, MOST_CELLS = 5000, 300_000
@@ -146,6 +147,8 @@ class _Run:
             self.proven = True
             return
         if self.clock.limit is not None:
+            from layoutopt.problem.anytime.network import least_use
+
             incumbent.evaluate(least_use(problem))  # to have something early
             cheapest = [
                 problem.constant,
@@ -163,6 +166,9 @@ class _Run:
 
     def large(self, left: Residual) -> None:
         """A first answer, then local search, beside HiGHS where it can end."""
+        from layoutopt.problem.anytime.improve import Improver
+        from layoutopt.problem.anytime.network import least_use, network
+
         incumbent, clock = self.incumbent, self.clock
         if clock.limit is None:
             incumbent.evaluate(left.lift(least_use(left.problem)))

@@ -12,10 +12,15 @@ Layers that look back remember what they saw in a `Cache`, handed to them explic
 position, not the whole text, and gives what the whole text would give.
 """
 
-from mesh_tf_core.decoding.beam import beam_search, length_penalty
-from mesh_tf_core.decoding.cache import Cache, State, scan_layers
-from mesh_tf_core.decoding.loop import Decoded, Logits, greedy, sample
-from mesh_tf_core.decoding.model import Decoder, decoder, generate
+from typing import TYPE_CHECKING, Any
+
+from mesh_tf_core.lazy import load
+
+if TYPE_CHECKING:
+    from mesh_tf_core.decoding.beam import beam_search, length_penalty
+    from mesh_tf_core.decoding.cache import Cache, State, scan_layers
+    from mesh_tf_core.decoding.loop import Decoded, Logits, greedy, sample
+    from mesh_tf_core.decoding.model import Decoder, decoder, generate
 
 __all__ = [
     "Cache",
@@ -31,3 +36,11 @@ __all__ = [
     "sample",
     "scan_layers",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return load(__name__, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

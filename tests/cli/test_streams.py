@@ -15,6 +15,7 @@ import pytest
 import typer
 
 from layoutopt.cli import app
+from layoutopt.cli.group import Group
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = str(Path(sys.executable).parent / "layoutopt")
@@ -93,8 +94,8 @@ def test_help_waits_for_no_numeric_library() -> None:
         [sys.executable, "-X", "importtime", COMMAND, "--help"], capture_output=True, text=True, check=True
     )
     loaded = set(re.findall(r"\| +([\w.]+)$", done.stderr, re.MULTILINE))
-    assert "typer" in loaded
-    assert not {"numpy", "pydantic", "mesh_tf_core", "costmodels"} & loaded
+    assert "rich" in loaded
+    assert not {"typer", "numpy", "pydantic", "mesh_tf_core", "costmodels"} & loaded
 
 
 def test_help_lists_every_command_once(process: Process) -> None:
@@ -102,6 +103,16 @@ def test_help_lists_every_command_once(process: Process) -> None:
     assert shown == process().stdout
     for name in COMMANDS:
         assert len(re.findall(rf"^│ {name} ", shown, re.MULTILINE)) == 1
+
+
+def test_help_says_what_typer_would_say_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    group: Any = typer.main.get_command(app)
+    with group.make_context("layoutopt", [], resilient_parsing=True) as context:
+        said = []
+        for show in (group.format_help, super(Group, group).format_help):
+            show(context, context.make_formatter())
+            said.append(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    assert said[0] == said[1] and "solve-problem" in said[0]
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))

@@ -16,7 +16,7 @@ from layoutopt.clock import Clock
 from layoutopt.evaluator import Evaluator
 from layoutopt.formulation.extract import Draft, extract, legal_problem
 from layoutopt.formulation.table_prices import TablePrices
-from layoutopt.optimize.fixing import faster
+from layoutopt.optimize.fixing import _ways, faster, fill
 from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.problem import eliminate
@@ -99,6 +99,31 @@ def test_most_options_leave() -> None:
     assert search is not None
     left, all_of_them = (sum(len(t.entries) for t in e.tables) for e in (search.extraction, whole))
     assert left < all_of_them / 4
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware", "parts"),
+    by_day(
+        itertools.product(
+            ["transformer in bfloat16", "branching", "loops in loops", "reversible"],
+            ["tpu-v5e", "h100", "cpu-local"],
+            [1, 4],
+        ),
+        every=6,
+    ),
+)
+def test_no_entry_takes_less_than_a_device_computes_of_it(name: str, hardware: str, parts: int) -> None:
+    model, machine, mesh = EXAMPLES[name](), load_hardware(hardware), mtf.Mesh("a:2;b:2")
+    graph = model.training_step(parts).graph
+    decided = decisions(graph, mesh, Allowed(microbatches=(parts,), context=("gather", "ring")))
+    draft = Draft(model, mesh, decided, pricer(machine, mesh))
+    weights, tight = fill({}, draft), 0
+    for cluster in [*draft.left]:
+        least = weights[id(cluster)].computed / _ways(cluster, draft)
+        for entry in draft.make(cluster).entries.values():
+            assert cluster.multiplicity * entry.seconds >= least * (1 - 1e-9), cluster.name
+            tight += cluster.multiplicity * entry.seconds < 2 * least
+    assert tight
 
 
 def test_no_time_is_said() -> None:

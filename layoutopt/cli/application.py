@@ -1,0 +1,66 @@
+"""The command line as typer knows it; a command is imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from layoutopt.cli.group import Group
+from layoutopt.cli.listing import COMMANDS, PURPOSE, VERSION
+
+
+class _Commands(Mapping[str, Any]):
+    """Name -> command, of the function of that name in the module of that name; each is made once."""
+
+    def __init__(self) -> None:
+        self._panels = {name: panel for panel, listed in COMMANDS.items() for name in listed}
+        self._made: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._panels)
+
+    def __len__(self) -> int:
+        return len(self._panels)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            panel, word = self._panels[name], name.replace("-", "_")
+            module = importlib.import_module(f"layoutopt.cli.{word}")
+            alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            alone.command(name, epilog=module.EXAMPLES, rich_help_panel=panel)(getattr(module, word))
+            self._made[name] = typer.main.get_command(alone)
+        return self._made[name]
+
+
+class _Layoutopt(Group):
+    """The group of all commands."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**{**given, "commands": _Commands()})
+
+
+app = typer.Typer(cls=_Layoutopt, pretty_exceptions_enable=False, help=PURPOSE)
+
+
+def _print_version(asked: bool) -> None:
+    """Prints the installed version and ends, when `--version` was given."""
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(version("layoutopt"))
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help=VERSION)
+    ] = False,
+) -> None:
+    """What comes before a command."""
+    if context.invoked_subcommand is None:
+        context.get_help()

@@ -1,0 +1,81 @@
+"""The way out of every command: one line on stderr and the exit code, whatever happened. With `--json` the
+line is an object: {"error": what is wrong, "exit": the code}, where nothing fits with what would help.
+
+0 done, 2 the user's input is wrong, 3 proven infeasible, 4 stopped at a limit with nothing found,
+5 a process of several was lost, 130 ended by Ctrl-C, 143 by SIGTERM and 129 by SIGHUP, after saving.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from layoutopt import signals
+from layoutopt.plan.units import clean, shorten
+
+BROKEN_PIPE = 141  # 128 + SIGPIPE, as programs that the signal ends
+LONGEST = 300
+"""Characters of one word that an error repeats."""
+NOTHING: Mapping[str, Any] = {}
+_LONG = re.compile(rf"\S{{{LONGEST},}}")
+
+
+@contextlib.contextmanager
+def handled(words: Sequence[str]) -> Iterator[None]:
+    """Makes one line and an exit code of what goes wrong within.
+
+    Args:
+      words: the command line.
+    """
+    as_json = "--json" in words
+    try:
+        yield
+    except ValueError as error:
+        # Only a command that ran can raise one; help should not wait for this import.
+        from mesh_tf_core.errors import UserError
+
+        if not isinstance(error, UserError):
+            raise
+        fail(str(error), error.exit_code, as_json, error.more)
+    except KeyboardInterrupt:
+        sys.exit(signals.exit_code())
+    except BrokenPipeError:
+        _reader_gone()
+    except OSError as error:
+        fail(_of_the_system(error), 2, as_json)
+
+
+def fail(message: str, code: int, as_json: bool, more: Mapping[str, Any] = NOTHING) -> NoReturn:
+    """Says what was wrong and ends the process."""
+    tell(message, code, as_json, more)
+    sys.exit(code)
+
+
+def tell(message: str, code: int, as_json: bool, more: Mapping[str, Any] = NOTHING) -> None:
+    """Says what was wrong, as every command does; `more` is for programs alone."""
+    line = _LONG.sub(_shortened, " ".join(message.split()))
+    told = json.dumps({"error": line, "exit": code, **more}) if as_json else f"error: {clean(line)}"
+    with contextlib.suppress(OSError):  # the code says it too
+        print(told, file=sys.stderr, flush=True)
+
+
+def _shortened(found: re.Match[str]) -> str:
+    return shorten(found[0], LONGEST)
+
+
+def _of_the_system(error: OSError) -> str:
+    """A refusal of the system that nobody put into words of ours."""
+    if error.filename is not None:
+        return f"{str(error.filename)!r}: {error.strerror or error}"
+    return f"the result cannot be printed: {error.strerror or error}; make room, or print it elsewhere"
+
+
+def _reader_gone() -> NoReturn:
+    # Python flushes stdout once more when it ends; that must not fail again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(BROKEN_PIPE)

@@ -1,0 +1,45 @@
+"""Packages whose names are loaded when they are first used, so that importing one is light.
+
+A package says its names once, as imports that only a type checker executes:
+
+    if TYPE_CHECKING:
+        from package.module import name
+
+    def __getattr__(name: str) -> Any:
+        return load(__name__, name)
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+def load(package: str, name: str) -> Any:
+    """What a package calls by this name; the package remembers it.
+
+    Raises:
+      AttributeError: no import of the package names it.
+    """
+    found = sys.modules[package]
+    home = _homes(str(found.__file__)).get(name)
+    if home is None:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    if home == package:  # a module of its own
+        return importlib.import_module(f"{home}.{name}")
+    value = getattr(importlib.import_module(home), name)
+    setattr(found, name, value)
+    return value
+
+
+@cache
+def _homes(file: str) -> dict[str, str]:
+    """Name -> module, of the imports that a type checker executes."""
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    blocks = (s for s in tree.body if isinstance(s, ast.If) and ast.unparse(s.test) == "TYPE_CHECKING")
+    imports = (i for block in blocks for i in block.body if isinstance(i, ast.ImportFrom))
+    return {alias.name: str(i.module) for i in imports for alias in i.names}
