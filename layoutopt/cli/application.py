@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from layoutopt import signals
 from layoutopt.cli.group import Group
 from layoutopt.cli.listing import COMMANDS, PURPOSE, VERSION
 
@@ -28,7 +29,8 @@ class _Commands(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self._made:
             panel, word = self._panels[name], name.replace("-", "_")
-            module = importlib.import_module(f"layoutopt.cli.{word}")
+            with signals.nothing_to_keep(lambda: None):
+                module = importlib.import_module(f"layoutopt.cli.{word}")
             alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
             alone.command(name, epilog=module.EXAMPLES, rich_help_panel=panel)(getattr(module, word))
             self._made[name] = typer.main.get_command(alone)

@@ -183,8 +183,9 @@ class Dependencies:
                 self._join(first.setdefault(g, node.index), node.index)
 
     def root(self, index: int) -> int:
-        while self.parent.get(index, index) != index:
-            index = self.parent[index]
+        parent = self.parent
+        while (above := parent.get(index, index)) != index:
+            parent[index] = index = parent.get(above, above)  # the next way is half as long
         return index
 
     def _join(self, a: int, b: int) -> None:

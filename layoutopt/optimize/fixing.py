@@ -88,8 +88,12 @@ def fix_options(
     weight = fill({} if weights is None else weights, draft)
     total, told = sum(weight[id(c)].seconds for c in draft.left), 0.0
     known, bound, made, last = upper, 0.0, 0, 0
+    queue: list[Cluster] = []
     while draft.left and not clock.over:
-        best = max(draft.left, key=lambda c: weight[id(c)].seconds / _width(c, draft.decided))
+        if not queue:  # the best last
+            worth = {id(c): weight[id(c)].seconds / _width(c, draft.decided) for c in draft.left}
+            queue = sorted(draft.left, key=lambda c: -worth[id(c)])[::-1]
+        best = queue.pop()
         told += weight[id(best)].seconds
         made += len(draft.make(best).entries)
         if draft.left and made - last < max(FIRST, MORE * last):
@@ -111,6 +115,7 @@ def fix_options(
             # Should the evaluator be below the tables, these keep what is best by them.
             most = max(known, bound) * (1 + SLACK)
             draft.restrict(_below(most - rest, marginals(found, problem.sizes), draft.decided))
+            queue = []
         made = last = sum(len(t.entries) for t in draft.tables)
     return bound
 

@@ -61,7 +61,6 @@ class Lowering(Placing):
         self.context = context or {}
         self.stored: dict[str, Stored] = {}
         self.feeds: dict[str, int] = {}
-        self._plans: dict[int, Plan] = {} if subgraph is None else subgraph.plans
         self.loops = Loops(self, frozenset(recompute), self.node, self.nodes)
         self._again = False
         self._terms = gradient_terms(graph)
@@ -72,9 +71,7 @@ class Lowering(Placing):
         Args:
           again: a forward node runs a second time, for backward.
         """
-        plan = self._plans.get(node.index)
-        if plan is None:
-            plan = self._plans[node.index] = plan_of(node, self.graph)
+        plan = plan_of(node, self.graph)
         saved, self._again = self._again, again or self._again
         self.origin = plan.again if self._again else plan.first
         around = self.layout
@@ -91,8 +88,10 @@ class Lowering(Placing):
 
     def _added(self, node: Node) -> str | None:
         """The variable whose gradient a node adds up of terms that lie as its state (from stage 2 on)."""
+        if not isinstance(node.op, AddN):
+            return None
         terms = delivered(self.graph)
-        if not isinstance(node.op, AddN) or not all(i in terms for i in node.inputs):
+        if not all(i in terms for i in node.inputs):
             return None
         variable = terms.get(node.outputs[0])
         return variable if variable is not None and self.oracle.stage(variable, 2) else None

@@ -195,7 +195,15 @@ def check_context(graph: Graph, context: Mapping[str, str]) -> None:
 
 
 def plan_of(node: Node, graph: Graph) -> Plan:
-    """The plan of a node of a graph."""
+    """The plan of a node of a graph, made once: a search lowers the same nodes under thousands of layouts."""
+    plans: dict[int, Plan] = graph.remembered(plan_of, dict)
+    plan = plans.get(node.index)
+    if plan is None:
+        plan = plans[node.index] = _plan(node, graph)
+    return plan
+
+
+def _plan(node: Node, graph: Graph) -> Plan:
     op, operands = node.op, [graph.tensor(i).type for i in node.inputs]
     other = isinstance(op, Connection) or op.lowers() or op.converts
     roles = None if other else _roles(op, tuple((t.shape, t.dtype) for t in operands))

@@ -68,8 +68,8 @@ class Placing:
         self.within: Axes = ()
         self.env: dict[int, int] = {}
         self.origin = Origin(-1, "", "forward")
-        self._placements: dict[Layout, dict[Shape, Splits]] = {}
-        self._lay_out(layout)
+        self._here: dict[Shape, Splits] = {}
+        self._placements: dict[Layout, dict[Shape, Splits]] = {layout: self._here}
         self.moved: dict[tuple[int, Splits, str], int] = {}
         self._weights = weights(graph)
         self.converted: dict[tuple[int, Op], int] = {}
@@ -77,7 +77,8 @@ class Placing:
 
     def _lay_out(self, layout: Layout) -> None:
         """Puts a layout in force."""
-        self.layout, self._here = layout, self._placements.setdefault(layout, {})
+        if layout is not self.layout:
+            self.layout, self._here = layout, self._placements.setdefault(layout, {})
 
     def natural(self, shape: Shape, what: str = "", layout: Layout | None = None) -> Splits:
         """The placement that the layout gives a shape; LayoutError if it is not legal.

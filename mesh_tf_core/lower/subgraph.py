@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.lower.nodes import Plan
 from mesh_tf_core.tracing.graph import Graph
 
 Pairs = tuple[tuple[int, int], ...]
@@ -30,7 +29,6 @@ class Subgraph:
       moved_by: tensors that others may move too, and of each of these all its dimensions and those that it
         regroups: where a layout has rules for elsewhere, it says who does.
       unread: stacks of saved values that nothing reads in the whole graph: no loop makes them.
-      plans: what was worked out of the nodes: a search lowers the same ones under thousands of layouts.
     """
 
     nodes: frozenset[int]
@@ -41,7 +39,6 @@ class Subgraph:
     moved: frozenset[int] = frozenset()
     moved_by: tuple[tuple[int, tuple[tuple[frozenset[str], frozenset[str]], ...]], ...] = ()
     unread: frozenset[int] = frozenset()
-    plans: dict[int, Plan] = field(default_factory=dict, compare=False, repr=False)
     _by_block: dict[int, tuple[tuple[str, int], ...]] = field(default_factory=dict, compare=False, repr=False)
     _visits: dict[int, list[Node]] = field(default_factory=dict, compare=False, repr=False)
     _reads: dict[int, frozenset[int]] = field(default_factory=dict, compare=False, repr=False)

@@ -7,7 +7,7 @@ once and runs once per element of the stacked dimension. Nothing here knows of d
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -114,11 +114,15 @@ class Graph(Residuals):
         """Every node once, with how often it runs in a step."""
         return self.blocks[0].walk()
 
-    def dims(self) -> dict[str, set[int]]:
+    def dims(self) -> Mapping[str, Set[int]]:
         """Name -> sizes of every dimension that occurs."""
+        return self.remembered("dims", self._dims)
+
+    def _dims(self) -> dict[str, set[int]]:
         out: dict[str, set[int]] = {}
-        for t in self.tensors:
-            for d in t.shape:
+        # Tensors of equal shapes share one.
+        for shape in {id(t.shape): t.shape for t in self.tensors}.values():
+            for d in shape:
                 out.setdefault(d.name, set()).add(d.size)
         return out
 

@@ -126,7 +126,9 @@ def python(text: str, *args: str) -> subprocess.CompletedProcess[str]:
 
 
 @EVERY
-@pytest.mark.parametrize("where", ["layoutopt.signals", "typer", "layoutopt.cli.search"])
+@pytest.mark.parametrize(
+    "where", ["layoutopt.signals", "typer", "layoutopt.cli.application", "layoutopt.cli.search"]
+)
 def test_no_traceback_while_the_command_line_is_imported(where: str, number: int) -> None:
     text = (
         "import importlib.abc, runpy, signal, sys\n"
@@ -136,7 +138,7 @@ def test_no_traceback_while_the_command_line_is_imported(where: str, number: int
         "        if name == where:\n"
         "            signal.raise_signal(number)\n"
         "sys.meta_path.insert(0, Now())\n"
-        "sys.argv = ['layoutopt', '--version']\n"
+        "sys.argv = ['layoutopt', 'search', '--help']\n"
         "runpy.run_module('layoutopt', run_name='__main__')\n"
     )
     done = python(text, where, str(int(number)))
