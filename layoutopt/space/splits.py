@@ -6,7 +6,7 @@ The axes are in the order of the mesh unless all orders are asked for. A pin may
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Self
 
@@ -97,7 +97,7 @@ def inside(graph: Graph, stages: Mapping[str, Axes]) -> dict[str, Axes]:
     return found
 
 
-def split_options(mesh: Mesh, sizes: set[int], forbidden: set[str], orders: str) -> Iterator[Axes]:
+def split_options(mesh: Mesh, sizes: Set[int], forbidden: set[str], orders: str) -> Iterator[Axes]:
     """The tuples of axes that divide all sizes, `()` first."""
     tuples = itertools.combinations if orders == "mesh" else itertools.permutations
     usable = [a for a in mesh.names if mesh.size(a) > 1 and a not in forbidden]
@@ -107,7 +107,7 @@ def split_options(mesh: Mesh, sizes: set[int], forbidden: set[str], orders: str)
                 yield axes
 
 
-def _why_not(name: str, axes: Axes, mesh: Mesh, sizes: set[int], counted: bool, forbidden: Axes) -> str:
+def _why_not(name: str, axes: Axes, mesh: Mesh, sizes: Set[int], counted: bool, forbidden: Axes) -> str:
     asked = f"--pin {name}:{'+'.join(axes) or 'none'}"
     if counted:
         return (
