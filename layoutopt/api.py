@@ -21,7 +21,6 @@ from layoutopt.optimize.subproblems import subproblems
 from layoutopt.plan.build import Plan, parse_plan
 from layoutopt.plan.details import Searched
 from layoutopt.plan.fields import LARGEST
-from layoutopt.refine.answer import refined
 from layoutopt.space.context import usual
 from layoutopt.space.kind import GATHER, STORED, Allowed
 from layoutopt.space.mesh_shapes import meshes
@@ -209,6 +208,8 @@ def search(
         clock.within(SEARCHED, rank)
         found = plan()
         if refine and not candidates.stopped:
+            from layoutopt.refine.answer import refined
+
             found = refined(found, request, keep_best)
         return Plan(found.data, found.stopped, model, full)
     except KeyboardInterrupt:

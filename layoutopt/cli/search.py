@@ -164,7 +164,6 @@ def search(
     """Find the best layout of a model, prove it, and show it with its alternatives."""
     clock = time_limited(time_limit)  # of all that this command does
     from costmodels.hardware import with_settings
-    from layoutopt import choose_replicas
     from layoutopt import search as find
     from layoutopt.models.loading import load_model
     from mesh_tf_core.errors import InfeasibleError
@@ -210,6 +209,8 @@ def search(
                     "keep_best": True,
                 }
                 if ways:
+                    from layoutopt import choose_replicas
+
                     shares = Shares(model, settings or (), loaded)
                     more |= {"ways": ways, "accept_loss": accept_loss, "told": terminal.say}
                     kept.plan = choose_replicas(shares, **where, **asked, **more)
