@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -26,7 +27,7 @@ from layoutopt.space.kind import GATHER, STORED, Allowed
 from layoutopt.space.mesh_shapes import meshes
 from layoutopt.space.microbatches import USUAL
 from layoutopt.space.splits import parse_forbid, parse_rules, rules_text
-from mesh_tf_core.errors import InfeasibleError, UserError
+from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
 from mesh_tf_core.ops.ticks import GPIPE
@@ -177,6 +178,7 @@ def search(
         if (nearest := nearest_plan(request, candidates, mesh is None)) is not None:
             error.nearest = nearest.with_details(search=asked)
         raise
+    best = _waiting(request, best, shapes, keep_best)
     if candidates.stopped:
         clock.hurry()  # the plan has its own time
     others: list[Found] = []
@@ -218,6 +220,30 @@ def search(
         clock.hurry()
         candidates.stopped = True
         return Plan(plan().data, True, model, full)
+
+
+def _waiting(request: Request, best: Found, shapes: Sequence[Mesh], keep_best: bool) -> Found:
+    """An answer, or that of tables in which a delay hides nothing, if it is better: those of the search hide
+    all that crosses the axis, so where steps are too short for that they do not tell how much there is."""
+    by = request.allowed.diloco
+    if by is None or not by.delay or request.objective != "time" or request.late:
+        return best
+    if not any(x.exposed for x in best.evaluation.cost.lines if by.axis in x.axes):
+        return best
+    at_once = replace(request, allowed=replace(request.allowed, diloco=replace(by, delay=0)))
+    problems = subproblems(request.model, shapes, at_once.allowed, request.evaluator.near)
+    try:
+        found = Search(at_once).run(problems, keep_best)
+    except (InfeasibleError, LimitError):
+        return best
+    except KeyboardInterrupt:
+        if not keep_best:
+            raise
+        return best
+    options = replace(found.options, diloco=by)
+    priced = request.evaluator(found.mesh, found.layout, options)
+    better = priced.cost.step_seconds < best.seconds and priced.memory.peak <= request.limit
+    return replace(found, options=options, evaluation=priced) if better else best
 
 
 def _check(

@@ -104,8 +104,7 @@ def test_what_a_delay_hides_is_in_the_answer(hidden: bool) -> None:
     plan = best(evaluator, asked, machine.usable_memory_bytes)
     assert (plan.solver.status == "OPTIMAL") is hidden
     assert plan.solver.bound is not None and plan.solver.bound <= wanted * (1 + 1e-9)
-    if hidden:
-        assert plan.predicted.step_seconds == pytest.approx(wanted, rel=1e-9)
+    assert plan.predicted.step_seconds == pytest.approx(wanted, rel=1e-9 if hidden else 1e-3)
     notes = " ".join(evaluator(MESH, plan.layout, plan.options).notes)
     assert "over 'sites' every 2 steps" in notes and ("wait for 0 s" in notes) is hidden
 
