@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mesh_tf_core.engines.jax import home as jax_home
+from mesh_tf_core.engines.jax.turns import Turns, exchanges
 from mesh_tf_core.engines.loops import Iterations
 from mesh_tf_core.engines.replica import WholeReplica
 from mesh_tf_core.ir.layout import Axes
@@ -146,17 +147,21 @@ class _Device(WholeReplica):
         coordinate = {axis: lax.axis_index(axis) for axis, n in program.mesh.axes if n > 1}
         super().__init__(program, kernel, coordinate, read, feed)
         self.sent, self.moved = sent, moved
-        self.pace = _Pace()
+        self.pace, self.turns, self.inside = _Pace(), Turns(), Turns()
+        self.takes_turns = kernel.platform == "cpu"
 
     def block(self, code: Sequence[Instr], env: Env, times: float) -> None:
-        around, self.pace = self.pace, _Pace()
+        around, self.pace, self.turns = (self.pace, self.turns), _Pace(), self.inside
+        self.inside = Turns()
         super().block(code, env, times)
-        self.pace = around
+        self.pace, self.turns = around
 
     # -- loops -----------------------------------------------------------------------------------------------
 
     def loop(self, loop: Loop, env: Env, times: float) -> None:
         def body(values: Env) -> None:
+            if loop.dim.size == 1:  # the compiler puts the body in the loop's place
+                self.inside = self.turns.copy()
             self.block(loop.body, values, times * loop.times)
 
         longer = self.program.longer(loop)
@@ -191,9 +196,13 @@ class _Device(WholeReplica):
             return (state, totals), rest
 
         n = loop.dim.size
-        start = [*iterations.carries, *(self.zeros(s.outer) for s in loop.summed)], onto
+        takes_turn = self.takes_turns and exchanges(loop.body)
+        carries = self.turns.loop(iterations.carries) if takes_turn else iterations.carries
+        start = [*carries, *(self.zeros(s.outer) for s in loop.summed)], onto
         given = lax.iota(jnp.int32, n), [None if s.outer in longer else env[s.outer] for s in loop.sliced]
         (state, totals), stacks = lax.scan(step, start, given, length=n, reverse=loop.reverse)
+        if takes_turn:
+            self.turns.ended((state, totals, stacks))
         pairs = zip(totals, stacks, strict=True)
         iterations.end(state, [stack if total is None else total for total, stack in pairs])
 
@@ -209,11 +218,19 @@ class _Device(WholeReplica):
     def exchange(self, instr: Collective, env: Env, times: float) -> None:
         pieces = [jnp.asarray(env[i]) for i in instr.inputs]
         if isinstance(instr, AllGather):
+<<<<<<< HEAD
             pieces = self._once_more((*instr.inputs, instr.axes, instr.dim), pieces, env)
+=======
+            pieces = self._gathered_once_more(instr, pieces, env)
+        if self.takes_turns:
+            pieces = self.turns.collective(pieces)
+>>>>>>> badfa8c (On CPU devices a collective behind a loop with collectives waits for the whole loop)
         payload = sum(x.size * x.dtype.itemsize for x in pieces)
         self.sent[id(instr)] = instr, payload, times
         for o, i, x in zip(instr.outputs, instr.inputs, pieces, strict=True):
             env[o] = _exchanged(instr, x, self.program.values[i], self.program.mesh)
+        if self.takes_turns:
+            self.turns.exchanged(env[o] for o in instr.outputs)
         if isinstance(instr, ReduceScatter):
             self.pace.scattered = [env[o] for o in instr.outputs]
 

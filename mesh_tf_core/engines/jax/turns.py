@@ -1,0 +1,73 @@
+"""The order of what devices exchange, where a compiler does not keep it: XLA's for CPU devices.
+
+Its executor begins collectives in one order on all devices, but waits for a loop only where data of it is
+read. A loop with collectives that still runs, and a collective behind it that reads nothing of it, may then
+meet in another order on every device; all wait in the threads that the others need, until XLA ends the
+process. Barriers and control dependencies are gone before the program is compiled, so what is behind a loop
+reads one element of all that the loop leaves, and a loop of all that was exchanged before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mesh_tf_core.ir.program import Collective, Instr, Loop
+
+
+def exchanges(code: Iterable[Instr]) -> bool:
+    """Whether devices exchange something in it."""
+    return any(isinstance(i, Collective) or (isinstance(i, Loop) and exchanges(i.body)) for i in code)
+
+
+@dataclass
+class Turns:
+    """Whose turn it is in one block.
+
+    Attributes:
+      looped: what the last loop with collectives left.
+      since: what collectives behind it gave.
+    """
+
+    looped: list[Any] = field(default_factory=list)
+    since: list[Any] = field(default_factory=list)
+
+    def copy(self) -> Turns:
+        """The same so far."""
+        return Turns(self.looped, list(self.since))
+
+    def collective(self, pieces: Sequence[Any]) -> list[Any]:
+        """The pieces, there when the loop before is done."""
+        return after(pieces, self.looped)
+
+    def loop(self, carries: Sequence[Any]) -> list[Any]:
+        """What a loop begins with, there when all before is done."""
+        return after(carries, [*self.looped, *self.since])
+
+    def exchanged(self, given: Iterable[Any]) -> None:
+        """A collective gave this."""
+        self.since += given
+
+    def ended(self, left: Any) -> None:
+        """A loop left this tree of arrays."""
+        self.looped, self.since = jax.tree.leaves(left), []
+
+
+def after(values: Sequence[Any], done: Sequence[Any]) -> list[Any]:
+    """The same values, computed of one element of each of `done` in a way that the compiler of the whole
+    program does not see through; that of each kernel does, so it costs a copy at most."""
+    firsts = [x.reshape(-1)[0].astype(jnp.int32) for x in done if x.size]
+    if not firsts:
+        return list(values)
+    never = reduce(jnp.logical_or, [(first | 1) == 0 for first in firsts])
+    return [_unless(never, jnp.asarray(x)) for x in values]
+
+
+def _unless(never: Any, x: Any) -> Any:
+    # 7: a constant that few values are; of two equal ones nothing would be left to choose.
+    return x ^ never if x.dtype == jnp.bool_ else jnp.where(never, jnp.full_like(x, 7), x)
