@@ -218,13 +218,9 @@ class _Device(WholeReplica):
     def exchange(self, instr: Collective, env: Env, times: float) -> None:
         pieces = [jnp.asarray(env[i]) for i in instr.inputs]
         if isinstance(instr, AllGather):
-<<<<<<< HEAD
             pieces = self._once_more((*instr.inputs, instr.axes, instr.dim), pieces, env)
-=======
-            pieces = self._gathered_once_more(instr, pieces, env)
         if self.takes_turns:
             pieces = self.turns.collective(pieces)
->>>>>>> badfa8c (On CPU devices a collective behind a loop with collectives waits for the whole loop)
         payload = sum(x.size * x.dtype.itemsize for x in pieces)
         self.sent[id(instr)] = instr, payload, times
         for o, i, x in zip(instr.outputs, instr.inputs, pieces, strict=True):
