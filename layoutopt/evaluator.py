@@ -281,7 +281,7 @@ def computed_alone(model: Model, hardware: Hardware, loops: Collection[str] | No
       loops: only products in loops over these dimensions, before the update.
     """
     prices = pricer(hardware, ONE_DEVICE)
-    if not prices.pieces_compute_more:
+    if not prices.pieces_cost_more:
         return 0.0
     cost = Evaluation(model, unsplit(model), prices).cost
     if loops is None:

@@ -87,12 +87,7 @@ class Pricer:
         True of rooflines with padding and of latency and bandwidth (tests/costmodels/test_pieces.py);
         measured curves may say otherwise, where pieces fit into a cache.
         """
-        return self.pieces_compute_more and not self.hardware.collective_curves
-
-    @property
-    def pieces_compute_more(self) -> bool:
-        """The same of what is computed alone."""
-        return not self.hardware.compute_curves
+        return not self.hardware.compute_curves and not self.hardware.collective_curves
 
     # -- programs --------------------------------------------------------------------------------------------
 

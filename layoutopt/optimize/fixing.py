@@ -2,8 +2,8 @@
 
 A problem with only some of its tables costs no more than the whole. Elimination says of every option what
 the best layout with it costs by these tables (`problem.marginals`). To that comes what clusters without a
-table take at least: a device computes its share of them, where pieces compute no less than their share of the
-whole (`Pricer.pieces_compute_more`). Where the sum is more than a layout that is known to fit takes, the
+table take at least: a device computes its share of them, where pieces cost no less than their share of the
+whole (`Pricer.pieces_cost_more`). Where the sum is more than a layout that is known to fit takes, the
 option leaves, and later tables are made over what is left. Where the bound of the whole problem is more, no
 further table is needed. Tables that say much in few entries come first: how much is estimated by the price
 of their cluster while nothing is split.
@@ -176,7 +176,7 @@ def _weight(draft: Draft, cluster: Cluster) -> Weight:
     if entry is None:
         return Weight(0.0, 0.0)
     seconds = cluster.multiplicity * entry.seconds
-    if not draft.pricer.pieces_compute_more:
+    if not draft.pricer.pieces_cost_more:
         return Weight(seconds, 0.0)
     # How variables are stored, and what loops save, changes what is computed.
     switches = [n for n in cluster.switches if cluster.saves or n not in decided.of(Recompute)]

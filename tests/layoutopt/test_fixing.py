@@ -106,7 +106,7 @@ def test_most_options_leave() -> None:
     by_day(
         itertools.product(
             ["transformer in bfloat16", "branching", "loops in loops", "reversible"],
-            ["tpu-v5e", "h100", "cpu-local"],
+            ["tpu-v5e", "h100", "a100"],
             [1, 4],
         ),
         every=6,
