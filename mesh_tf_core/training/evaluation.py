@@ -27,7 +27,7 @@ import numpy as np
 from mesh_tf_core.engines import Cluster, Engine
 from mesh_tf_core.engines.feeds import rows_of, widened
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.blocks import Node
+from mesh_tf_core.ir.blocks import REPLICA, Node
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
@@ -39,6 +39,7 @@ from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.model import Model
 from mesh_tf_core.ops.basic import Cast, Constant
 from mesh_tf_core.ops.binary import Binary
+from mesh_tf_core.ops.reduce import reduce_any, reduce_max, reduce_mean
 from mesh_tf_core.ops.ticks import rounds_of
 from mesh_tf_core.optimizers.base import EMA
 from mesh_tf_core.tracing.graph import Graph
@@ -59,7 +60,8 @@ class Evaluation:
     Args:
       training: the engine whose variables are used.
       layout, options: of the training.
-      means: variable -> its running mean (`Optimizer.ema`), which is read in its place.
+      means: variable -> what is read in its place: its running mean (`Optimizer.ema`), or, of replicas,
+        [replica, its dims]: those that each has, of which the mean is taken.
       cluster: the processes that evaluate together.
 
     Attributes:
@@ -238,10 +240,22 @@ def _read(graph: Graph, node: Node, means: Mapping[str, Variable]) -> Iterator[N
     if mean is None:
         yield node
         return
-    op, found = Read(graph.declare(mean)), graph.new_tensor(mean.type, graph.blocks[0])
-    yield dataclasses.replace(node, index=graph.count, op=op, outputs=(found.id,))
-    graph.count += 1
+    before = len(graph.nodes)
+    with graph.phase(node.phase, node.scope):
+        found = graph.apply(Read(graph.declare(mean)))
+        if REPLICA in found.shape.names:
+            found = _of_all(found)
+    made = graph.nodes[before:]
+    del graph.nodes[before:]
+    yield from made
     yield dataclasses.replace(node, op=Cast(graph.tensor(node.outputs[0]).dtype), inputs=(found.id,))
+
+
+def _of_all(x: Tensor) -> Tensor:
+    """What replicas have in common: their mean, of what has no fractions the largest."""
+    if is_float(x.dtype):
+        return reduce_mean(x.cast("float64" if x.dtype == "float64" else "float32"), REPLICA)
+    return reduce_any(x, REPLICA) if x.dtype == "bool" else reduce_max(x, REPLICA)
 
 
 def _batch(model: Model) -> tuple[int, tuple[str, ...]]:

@@ -12,7 +12,9 @@ import numpy as np
 from mesh_tf_core.engines import Engine
 from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower.replicas import ReplicaPrograms
 from mesh_tf_core.tracing.meeting import BEFORE
 
@@ -28,6 +30,8 @@ class Replicas:
       meetings: an engine for each fragment's; merges: and for its end, with a delay.
       shared: trained variable -> the one that all replicas began from: what is evaluated, and what is kept of
         the training in the end.
+      own: variables that no meeting touches, of which each replica has its own (a norm's moving averages): of
+        these the mean is evaluated and kept, of whole numbers the largest.
     """
 
     def __init__(self, engine: Engine, programs: ReplicaPrograms) -> None:
@@ -39,6 +43,8 @@ class Replicas:
         self.shared: Mapping[str, Variable] = {
             v.slot_of: v for v in slots if v.slot_of and v.name == f"{v.slot_of}/{BEFORE}"
         }
+        alone = (v for v in slots if v.slot_of is None and v.name not in self.shared)
+        self.own: Mapping[str, Variable] = {v.name: v for v in alone if _spread(v)}
 
     def after(self, step: int) -> Callable[[], object]:
         """Begins what follows this step, if a meeting begins or ends; what it gives waits for it."""
@@ -52,11 +58,26 @@ class Replicas:
         """Batches of a step: one for each replica, as they come."""
         return _Together(batches, self.count)
 
+    def layout(self, layout: Layout) -> Layout:
+        """Of a program that reads what each replica has."""
+        return layout.with_rules({REPLICA: (self.diloco.axis,)}) if self.own else layout
+
     def one(self, variable: Variable) -> Variable:
         """A variable of the inner program as the model has it: that of one replica."""
         if not _spread(variable):
             return variable
         return replace(variable, shape=Shape(variable.shape.dims[1:]), stacked=variable.stacked - 1)
+
+    def read(self, name: str) -> Any:
+        """An array of `shared`, or of `own` as one."""
+        array = self.engine.read(name)
+        if name not in self.own:
+            return array
+        own = self.own[name]
+        if not is_float(own.dtype):
+            return array.max(0)
+        wide = np.float64 if own.dtype == "float64" else np.float32
+        return array.astype(wide).mean(0).astype(array.dtype)
 
     def write(self, name: str, array: Any) -> None:
         """Sets a variable of the model in every replica, and what they begin from."""

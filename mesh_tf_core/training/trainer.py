@@ -307,17 +307,18 @@ class Trainer:
         found, evaluated = self._evaluation, model or self.model
         if found is None or found[0] is not evaluated or found[1] != ema:
             options = alone(self.options, self.mesh)
-            made = Evaluation(evaluated, self.engine, self.layout, options, means, self.cluster)
+            layout = self.layout if self._replicas is None else self._replicas.layout(self.layout)
+            made = Evaluation(evaluated, self.engine, layout, options, means, self.cluster)
             found = self._evaluation = evaluated, ema, made
         return found[2].run(batches)
 
     def _means(self, what: str, ema: bool) -> Mapping[str, Variable]:
-        """Trained variable -> what is read in its place: its running mean, or what replicas began from."""
+        """Variable -> what is read in its place: its running mean, or what replicas began from or have."""
         if self._replicas is None:
             return running_means(self.program, self.step_number, what) if ema else NO_MEANS
         if ema:
             raise UserError(f"{what}: each replica has running means of its own; leave out ema")
-        return self._replicas.shared
+        return {**self._replicas.shared, **self._replicas.own}
 
     def save(self, directory: str | Path, wait: bool = True) -> None:
         """Writes a checkpoint that any mesh and number of processes can read; all of several do it together.
@@ -395,5 +396,9 @@ class Trainer:
     def save_weights(self, path: str | Path, ema: bool = False) -> None:
         """Writes the model's variables, without the optimizer's, to a .npz or .safetensors file; with `ema`,
         running means (`Optimizer.ema`) under the names of those that are trained."""
-        means = self._means("save_weights", ema)
-        write_trained(path, self.program, means, self.engine)
+        means, replicas = self._means("save_weights", ema), self._replicas
+        if replicas is None:
+            write_trained(path, self.program, means, self.engine)
+            return
+        ones = {name: replicas.one(v) for name, v in means.items()}
+        write_trained(path, self.program, ones, self.engine, replicas.read)

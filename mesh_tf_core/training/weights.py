@@ -115,19 +115,27 @@ def write_weights(path: str | Path, variables: Mapping[str, Variable], read: Cal
     write_file(path, partial(write, variables, read), "the weights")
 
 
-def write_trained(path: str | Path, program: Program, means: Mapping[str, Variable], engine: Engine) -> None:
+def write_trained(
+    path: str | Path,
+    program: Program,
+    means: Mapping[str, Variable],
+    engine: Engine,
+    read: Callable[[str], Any] | None = None,
+) -> None:
     """Writes the variables of a training without the optimizer's; all processes of a job do it together.
 
     Args:
-      means: trained variable -> what is written in its place.
+      means: variable -> what is written in its place.
+      read: name of what is written -> its array; by default the engine's.
     """
+    read = engine.read if read is None else read
     kept = [s.variable for s in program.variables.values() if s.variable.slot_of is None]
     found = {v.name: means.get(v.name, v) for v in kept if v.name != "step"}
     if engine.is_chief:
-        write_weights(path, found, engine.read)
+        write_weights(path, found, read)
         return
     for variable in found.values():  # whose pieces all processes bring together
-        engine.read(variable.name)
+        read(variable.name)
 
 
 def _safetensors(variables: Mapping[str, Variable], read: Callable[[str], Any], file: BinaryIO) -> None:

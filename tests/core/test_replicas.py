@@ -185,6 +185,41 @@ def test_what_is_evaluated_is_what_replicas_have_in_common(options: mtf.Options)
     assert found == pytest.approx(wanted, rel=1e-12)
 
 
+def normed(training: bool = True) -> mtf.Model:
+    """With variables that no meeting touches: moving averages, and a whole number."""
+    g = mtf.Graph()
+    batch = mtf.Dim("batch", ROWS)
+    x, y = g.input("x", [batch, D], "float32"), g.input("y", [batch, D], "float32")
+
+    def layer(h: mtf.Tensor) -> mtf.Tensor:
+        w = g.variable("w", [D, F], mtf.Normal(0.5))
+        h = mtf.layers.BatchNorm(("batch",), training=training)(mtf.einsum([h, w], [batch, F]))
+        return mtf.einsum([mtf.tanh(h), g.variable("v", [F, D], mtf.Normal(0.5))], [batch, D])
+
+    most = g.variable("most", [], mtf.ZEROS, "int32", trainable=False)
+    loss = mtf.reduce_mean(mtf.square(mtf.scan(layer, x, LAYERS) - y))
+    if training:
+        g.assign(g.lookup("most"), mtf.maximum(most, (mtf.reduce_max(x) * 1000.0).cast("int32")))
+    return mtf.Model(loss, mtf.SGD(0.1), {"most": most.cast("float32")})
+
+
+@pytest.mark.parametrize("storage", [{}, {"w": 3, "norm/moving_mean": 3}])
+def test_what_each_replica_has_for_itself_is_kept_as_one(storage: dict[str, int], tmp_path: Any) -> None:
+    """Their mean, of whole numbers the largest, as saved and as evaluated."""
+    rare = trainer(normed(), "batch:data;f:model", mtf.Options(storage), "sites:period=2")
+    rare.fit(data(), 3)
+    rare.save_weights(tmp_path / "all.npz")
+    plain = Trainer(normed(), "x:1", engine="lockstep")
+    plain.load(tmp_path / "all.npz")
+    mean, most = (rare.engine.read(name) for name in ("norm/moving_mean", "most"))
+    assert len(mean) == len(most) == 2 and np.ptp(mean, 0).any() and np.ptp(most)
+    np.testing.assert_allclose(plain.engine.read("norm/moving_mean"), mean.mean(0), rtol=1e-6)
+    assert plain.engine.read("most") == most.max()
+    held_out = [*islice(data(1), 3)]
+    for judged in (None, normed(training=False)):
+        assert rare.evaluate(held_out, judged) == pytest.approx(plain.evaluate(held_out, judged), rel=1e-5)
+
+
 @pytest.mark.parametrize("layout", ["", "batch:data;f:model"])
 def test_replicas_begin_from_weights(layout: str, tmp_path: Any) -> None:
     """Of a synchronous training, as the paper does (section 3): in each replica, and where the first meeting
