@@ -22,7 +22,6 @@ bounds as they rise, so that the best so far and what is proven of it are always
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from layoutopt.optimize.candidates import Candidate, Pieces, compute_at_least
 from layoutopt.optimize.fixing import OptionCosts, Weights, faster, option_costs
 from layoutopt.optimize.least_memory import leanest, least_memory, too_much
 from layoutopt.optimize.merging import merged
+from layoutopt.optimize.pace import Pace, looked_at
 from layoutopt.optimize.pool import Pool
 from layoutopt.optimize.request import ANSWERED, BESIDE, SEARCHED, Request, Standing
 from layoutopt.optimize.restricted import held, lean
@@ -66,7 +66,6 @@ class Search:
       asked: the problem that is being looked at.
       none: why there is no answer, if that is proven.
       nearest: the layout that was found to need least memory, where none fits.
-      pace: seconds that each problem took, and since when the next one is looked at.
       unsplit: dimensions that had to stay whole (`Extraction.unsplit`).
       weights: what clusters cost about, for `faster`.
     """
@@ -84,7 +83,7 @@ class Search:
     asked: SubproblemSearch | None = None
     none: str = ""
     nearest: Found | None = None
-    pace: tuple[list[float], float] = field(default_factory=lambda: ([], 0.0))
+    pace: Pace = field(default_factory=Pace)
     unsplit: dict[str, None] = field(default_factory=dict)
     weights: Weights = field(default_factory=dict)
 
@@ -210,7 +209,7 @@ class Search:
             order = [*self.candidates[-1:], *order]  # what fits most likely, to have something early
         fixes = request.objective == "time"
         for candidate in order:
-            self.pace = self.pace[0], time.monotonic()
+            self.pace.begin()
             best = pool.seconds(limit)
             candidate.bound = max(candidate.bound, self.pieces.bound(candidate.subproblem))
             if candidate.promises(best, limit):
@@ -221,7 +220,7 @@ class Search:
                 best = pool.seconds(limit)
                 if search is not None and candidate.promises(best, limit):
                     self._ask(candidate, search, limit, best)
-            self.pace[0].append(time.monotonic() - self.pace[1])
+            self.pace.end()
         if any(candidate.promises(pool.seconds(limit), limit) for candidate in self.candidates):
             self.proven = False
             pool.beat_named(limit)
@@ -304,33 +303,20 @@ class Search:
           bound: seconds that no layout of this candidate takes less than, by now.
           part: of its work that is done.
         """
-        request, (spent, since) = self.request, self.pace
+        request = self.request
         if request.on_progress is None:
             return
-        memory, known = request.objective == "memory", self.pool.best()
+        known, count = self.pool.best(), len(self.candidates)
         best = math.inf if known is None else self.pool.order(known)[0]
         others = [c for c in self.candidates if c is not candidate]
-        if memory:
-            others, bound = others[len(spent) :], candidate.low
+        if request.objective == "memory":
+            others, bound = others[len(self.pace.spent) :], candidate.low
             bounds = [c.low for c in self.candidates]
         else:
             others = [c for c in others if c.promises(best, request.limit)]
             bounds = [c.bound for c in others]
-        now = time.monotonic() - since
-        whole = now / part if part > 0 else max([now, *spent[-1:]])
-        left = None
-        if spent or part > 0:
-            left = whole - now + len(others) * sum([*spent, whole]) / (len(spent) + 1)
-        if request.clock.left is not None:
-            left = request.clock.left if left is None else min(left, request.clock.left)
-        count = len(self.candidates)
-        mesh, parts = candidate.subproblem.mesh, candidate.subproblem.microbatches
-        looked = f"mesh {'x'.join(map(str, mesh.shape)) if self.renames else mesh}"
-        looked += f" in {parts} microbatches" if parts > 1 else ""
-        stages = candidate.subproblem.decided.stages_on(mesh).items()
-        looked += "".join(f" through {n} stages of {dim}" for dim, n in stages)
-        looked += f" in {candidate.subproblem.decided.schedule}" if stages else ""
-        looked += f", point {len(self.frontier) + 1} of the frontier" if self.frontier else ""
+        left = self.pace.left(part, len(others), request.clock.left)
+        looked = looked_at(candidate.subproblem, self.renames, len(self.frontier))
         low = self.bound if self.frontier else min([bound, *bounds])
         request.on_progress(Standing(looked, count - len(others), count, best, min(low, best), left))
 
@@ -362,7 +348,7 @@ class Search:
         for candidate in sorted(self.candidates, key=lambda p: -p.subproblem.microbatches):
             if self.request.late:
                 break
-            self.pace = self.pace[0], time.monotonic()
+            self.pace.begin()
             self._tell(candidate, candidate.low)
             below = min((f.peak for f in pool.found), default=math.inf)
             self.asked = self.opened(candidate)
@@ -370,7 +356,7 @@ class Search:
             candidate.low = max(low, self._held(candidate.subproblem))
             for each in found:
                 pool.add(each)
-            self.pace[0].append(time.monotonic() - self.pace[1])
+            self.pace.end()
         least = min((f.peak for f in pool.fitting(limit)), default=math.inf)
         low = min((candidate.low for candidate in self.candidates), default=math.inf)
         if math.isfinite(least):
