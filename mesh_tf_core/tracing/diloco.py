@@ -160,6 +160,11 @@ class DiLoCo:
         begins = step > 0 and step % self.every == 0
         return (step // self.every - 1) % self.fragments if begins else None
 
+    def flying(self, step: int) -> int | None:
+        """The fragment that is exchanged but not merged after a step; None if none is."""
+        since = step % self.every
+        return self.meets(step - since) if since < self.delay else None
+
 
 _SETTINGS: Settings = {**OUTER, "delay": ("delay", int), "alpha": ("alpha", float)}
 _MORE = ("fragments", "bits", "delay", "alpha")

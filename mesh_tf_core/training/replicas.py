@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 
 from mesh_tf_core.engines import Engine
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower.replicas import ReplicaPrograms
+from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.meeting import BEFORE
 
 
@@ -53,6 +55,21 @@ class Replicas:
         if ends is not None:  # a meeting ends before the next one begins
             return self.merges[ends].begin({})
         return dict if begins is None else self.meetings[begins].begin({})
+
+    def check_flight(self, where: str, step: int, written: str) -> None:
+        """UserError if a checkpoint after this step has a fragment in flight that would not be merged here,
+        or has none where one would be: what lies there was merged before.
+
+        Args:
+          where: the checkpoint as messages call it; written: how its replicas met (`DiLoCo` as text).
+        """
+        had, has = DiLoCo.parse(written).flying(step), self.diloco.flying(step)
+        if had != has:
+            there, here = ("none" if each is None else f"fragment {each}" for each in (had, has))
+            raise UserError(
+                f"checkpoint {where!r}: after step {step} {there} is in flight with --diloco {written}, "
+                f"{here} with {self.diloco}; train on with the same --diloco"
+            )
 
     def together(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         """Batches of a step: one for each replica, as they come."""

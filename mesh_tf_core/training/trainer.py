@@ -336,6 +336,8 @@ class Trainer:
             )
         extra = {"layout": str(self.layout), "data": self.position, "mesh": str(self.mesh)}
         extra["processes"] = 1 if self.cluster is None else self.cluster.processes
+        if self._replicas is not None:
+            extra["diloco"] = str(self._replicas.diloco)
         try:
             json.dumps(extra)
         except (TypeError, ValueError) as error:
@@ -359,6 +361,8 @@ class Trainer:
                 f"checkpoint {text}; {found.path.name} is used", checkpoints.CheckpointWarning, stacklevel=2
             )
         found.check_variables(stored.variable for stored in self.program.variables.values())
+        if self._replicas is not None and "diloco" in found.extra:
+            self._replicas.check_flight(str(directory), found.step, found.extra["diloco"])
         reading = contextlib.nullcontext() if self.cluster is None else self.cluster.doing("reading it", True)
         with reading:
             for name in self.program.variables:

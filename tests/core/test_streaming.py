@@ -177,6 +177,38 @@ def test_a_training_resumed_while_a_fragment_is_in_flight_is_the_same(tmp_path: 
 
 
 @pytest.mark.parametrize(
+    ("before", "after", "step", "error"),
+    [
+        (
+            2,
+            5,
+            10,
+            "after step 10 none is in flight with --diloco .*delay=2, fragment 0 with .*delay=5; train on",
+        ),
+        (5, 2, 10, "after step 10 fragment 0 is in flight with --diloco .*, none with"),
+        (2, 5, 13, None),
+        (2, 5, 8, None),
+    ],
+)
+def test_what_is_in_flight_is_merged_once(
+    before: int, after: int, step: int, error: str | None, tmp_path: Any
+) -> None:
+    """Under another delay an exchange might be merged again, or never."""
+
+    def ours(delay: int) -> Trainer:
+        options = mtf.Options(diloco=mtf.DiLoCo("sites", 7, delay=delay))
+        return Trainer(model(), "sites:2", "", options, engine="lockstep")
+
+    ours(before).fit(data(), step, tmp_path)
+    other = ours(after)
+    if error is None:
+        assert other.restore(tmp_path)
+    else:
+        with pytest.raises(mtf.UserError, match=error):
+            other.restore(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("mesh", "said", "error"),
     [
         (
