@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from mesh_tf_core.errors import UserError
+from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
@@ -221,7 +221,14 @@ class Model:
             raise UserError(
                 "with an axis that synchronises rarely nothing can lie on the hosts; leave --offload out"
             )
-        step = self.training_step(options.microbatches, self.stages(mesh, layout), options.schedule)
+        stages = self.stages(mesh, layout)
+        if stages or options.schedule != GPIPE:
+            what = f"split {' and '.join(stages)} over no axis" if stages else "leave the schedule out"
+            raise LayoutError(
+                f"replicas along an axis that synchronises rarely ({options.diloco}) have no stages of a "
+                f"pipeline yet: {what}, or leave --diloco out"
+            )
+        step = self.training_step(options.microbatches)
         return lower_replicas(step.graph, step.results, mesh, layout, options, check)
 
 

@@ -259,6 +259,16 @@ def test_errors(said: str, layout: str, error: str) -> None:
         trainer(model(mtf.SGD(0.1)), layout, mtf.Options(), said)
 
 
+@pytest.mark.parametrize(
+    ("layout", "schedule", "do"),
+    [("layers:data", "gpipe", "split layers over no axis"), ("", "circular:2", "leave the schedule out")],
+)
+def test_replicas_have_no_stages(layout: str, schedule: str, do: str) -> None:
+    options = mtf.Options(microbatches=2, schedule=schedule)
+    with pytest.raises(mtf.LayoutError, match=f"have no stages of a pipeline yet: {do}, or leave --diloco"):
+        trainer(model(mtf.SGD(0.1)), layout, options, "sites")
+
+
 def test_its_text() -> None:
     said = mtf.DiLoCo("pod", 100, 0.5, 0.8)
     assert str(said) == "pod:period=100,rate=0.5,momentum=0.8" and mtf.DiLoCo.parse(str(said)) == said
