@@ -257,9 +257,18 @@ class TrainingRun:
             ]
         else:
             rows.append(("trained", f"nothing to do: the checkpoint is of step {self.began_at} already"))
+        rows += self._met()
         rows += [(f"held-out {name}", f"{value:.4f}") for name, value in self.held_out.items()]
         rows += [(name, f"{value:.4f}") for name, value in self.references.items()]
         self.terminal.show(facts(rows))
+
+    def _met(self) -> list[tuple[str, str]]:
+        """What replicas that meet rarely did and have not in common: held-out data does not see it."""
+        rare, step = self.given.options.diloco, self.began_at + len(self.losses)
+        if rare is None or rare.met(step) == step:
+            return []
+        met = f"met after step {rare.met(step)} the last time" if rare.met(step) else "have not met yet"
+        return [("replicas", f"{met}; held-out data and saved weights are of what they had in common then")]
 
 
 def _saved_elsewhere(trainer: Trainer) -> str:

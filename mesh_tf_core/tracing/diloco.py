@@ -160,6 +160,10 @@ class DiLoCo:
         begins = step > 0 and step % self.every == 0
         return (step // self.every - 1) % self.fragments if begins else None
 
+    def met(self, step: int) -> int:
+        """The step of the newest exchange that is merged after a step; 0 if none is."""
+        return max(0, (step - self.delay) // self.every * self.every)
+
     def flying(self, step: int) -> int | None:
         """The fragment that is exchanged but not merged after a step; None if none is."""
         since = step % self.every

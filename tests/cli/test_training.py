@@ -247,6 +247,15 @@ def test_training_on_text_tells_the_unigram_entropy(result: Callable[..., dict[s
     assert found["tokens_per_second"] == pytest.approx(64 / found["step_seconds"])
 
 
+def test_what_replicas_did_since_they_met_is_said(run: Callable[..., Result]) -> None:
+    ways = ("--mesh", "sites:2", "--layout", "", "--diloco", "sites:period=2")
+    for steps, said in (("1", "have not met yet; held-out data"), ("3", "met after step 2 the last time")):
+        done = run("train", MLP, "--engine", "lockstep", *ways, "--steps", steps, "--held-out", "0")
+        assert done.exit_code == 0 and said in done.stdout
+    done = run("train", MLP, "--engine", "lockstep", *ways, "--steps", "2", "--held-out", "0")
+    assert "replicas " not in done.stdout
+
+
 def test_data_that_fails_is_one_line(refused: Callable[..., str], tmp_path: Path) -> None:
     text = Path("layoutopt/cli/starter.py").read_text(encoding="utf-8")
     file = tmp_path / "model.py"

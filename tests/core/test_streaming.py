@@ -275,6 +275,12 @@ def test_errors(said: str, error: str) -> None:
         trainer("", mtf.Options(), said)
 
 
+def test_which_exchange_is_the_newest_that_is_merged() -> None:
+    said = mtf.DiLoCo("sites", 8, fragments=2, delay=3)
+    assert [said.met(step) for step in (3, 4, 6, 7, 8, 10, 11, 12)] == [0, 0, 0, 4, 4, 4, 8, 8]
+    assert [said.flying(step) for step in (3, 4, 6, 7, 8, 10, 11, 12)] == [None, 0, 0, None, 1, 1, None, 0]
+
+
 def test_its_text() -> None:
     said = mtf.DiLoCo("pod", 100, fragments=4, bits=8, delay=2)
     assert str(said) == "pod:period=100,rate=0.7,momentum=0.9,fragments=4,bits=8,delay=2"
