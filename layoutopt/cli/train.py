@@ -91,10 +91,13 @@ def train(
     quiet: QuietOption = False,
 ) -> None:
     """Train a model on this machine's mesh, under the best layout or one of yours."""
+    from mesh_tf_core.errors import UserError
     from mesh_tf_core.training.decoupled import Decoupled
 
     run: TrainingRun | None = None
     meets = None if meet is None else Decoupled.parse(meet)
+    if meets is not None and decided.diloco:
+        raise UserError("--meet: each replica is one process's job; leave --diloco out")
     if layout == AUTO:
         _refuse_decided(decided)
     with contextlib.ExitStack() as stack:

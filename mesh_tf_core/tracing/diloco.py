@@ -42,7 +42,7 @@ def read_settings(what: str, text: str, pairs: str, known: Settings, cls: type) 
       what, text: as messages call it, and all that was said.
 
     Raises:
-      UserError: a name that is not known, or no number where one is due.
+      UserError: a name that is not known or said twice, or no number where one is due.
     """
     said: dict[str, Any] = {}
     for pair in filter(None, map(str.strip, pairs.split(","))):
@@ -50,6 +50,8 @@ def read_settings(what: str, text: str, pairs: str, known: Settings, cls: type) 
         if name not in known:
             raise UserError(f"{what} {text!r}: {name!r} is unknown; {known_names(name, known)}")
         field, kind = known[name]
+        if field in said:
+            raise UserError(f"{what} {text!r}: {name} is said twice; leave one of them out")
         try:
             said[field] = kind(value)
         except ValueError:

@@ -89,6 +89,11 @@ class Checkpoint:
                         "with an optimizer state of its own: train on with as many, or begin anew from "
                         "weights (`save_weights`, `load`)"
                     )
+            if there[1:] == shape and f"{name}/{BEFORE}" in self.variables:
+                raise UserError(
+                    f"checkpoint {where!r} is of {there[0]} replicas that meet rarely, here are none: train "
+                    "on with their --diloco, or begin anew from weights (`save_weights`, `load`)"
+                )
             if there != shape:
                 raise UserError(
                     f"checkpoint {where!r}: variable {name!r} has shape {self.variables[name].shape} there, "

@@ -11,7 +11,7 @@ from mesh_tf_core.ops.few_bits import WHOLE
 from mesh_tf_core.tracing.diloco import OUTER, Settings, check_outer, read_settings
 
 _SETTINGS: Settings = {
-    "dir": ("directory", Path),
+    "dir": ("directory", str),
     "replica": ("replica", str),
     **OUTER,
     "patience": ("patience", float),
@@ -54,7 +54,7 @@ class Decoupled:
         """Its text; UserError if it is none."""
         given = read_settings("meet", text, text, _SETTINGS, cls)
         place = re.fullmatch(r"(\d+)/(\d+)", given.pop("replica", ""))
-        if "directory" not in given or place is None:
+        if not given.get("directory") or place is None:
             raise UserError(
                 f"meet {text!r}: say where and as which replica, as dir=/shared/run,replica=0/4 (the first "
                 "of four)"

@@ -18,6 +18,9 @@ WORDS = ("train", "examples/mlp.py", "--mesh", "data:1", "--layout", "batch:data
 def test_what_it_refuses(run: Callable[..., Result]) -> None:
     found = run(*WORDS, "--meet", "dir=/x,replica=2/2")
     assert found.exit_code == 2 and "replica 2/2 is none: they are 0/2 to 1/2" in found.stderr
+    found = run(*WORDS, "--meet", "dir=/x,replica=0/2", "--diloco", "data")
+    assert found.exit_code == 2
+    assert found.stderr == "error: --meet: each replica is one process's job; leave --diloco out\n"
 
 
 @pytest.mark.nightly

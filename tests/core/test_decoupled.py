@@ -203,6 +203,8 @@ def test_codes() -> None:
     [
         ("replica=0/2", "say where and as which replica"),
         ("dir=/x", "say where and as which replica"),
+        ("dir=,replica=0/1", "say where and as which replica"),
+        ("dir=/x,replica=0/1,dir=/y", "dir is said twice; leave one of them out"),
         ("dir=/x,replica=2/2", "replica 2/2 is none: they are 0/2 to 1/2"),
         ("dir=/x,replica=0/2,period=0", "the period must be at least one step"),
         ("dir=/x,replica=0/2,patience=-1", "patience -1 and staleness 1 must be at least 0"),

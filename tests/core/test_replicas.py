@@ -169,6 +169,10 @@ def test_a_resumed_training_is_the_same(tmp_path: Any) -> None:
     three = trainer(model(mtf.Adam(1e-2)), "f:model", mtf.Options(), "sites:period=3")
     three.fit(data(), 7, tmp_path)
     assert three.resumed["mesh"] == MESH
+    with pytest.raises(
+        mtf.UserError, match="is of 2 replicas that meet rarely, here are none: train on with"
+    ):
+        Trainer(model(mtf.Adam(1e-2)), "x:1", engine="lockstep").restore(tmp_path)
     for name in ("wi", "wi/outer", "wo/outer_momentum", "wo/adam_v"):
         np.testing.assert_allclose(three.engine.read(name), one.engine.read(name), rtol=1e-6, atol=1e-12)
 
@@ -251,6 +255,7 @@ def test_replicas_begin_from_weights(layout: str, tmp_path: Any) -> None:
         ("sites:rate=0", "", "the outer learning rate must be positive and finite, found 0"),
         ("sites:momentum=1", "", "the outer momentum must be in"),
         ("sites:perod=3", "", "'perod' is unknown; did you mean 'period'"),
+        ("sites:period=3,period=4", "", "period is said twice; leave one of them out"),
         (":period=3", "", "name the axis of the mesh"),
     ],
 )
