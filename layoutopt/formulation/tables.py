@@ -250,11 +250,17 @@ class Tabler:
         """The price of a cluster; None if that is not legal."""
         if not self._divides(layout, naming.mesh):
             return None
+        # One decision may be of variables that meet in another fragment, too: this graph has not those.
+        storage = {
+            v: s.renamed(naming.number) if isinstance(s, Stage) else s
+            for v, s in options.storage.items()
+            if v in self.graph.variables
+        }
         oracle = Oracle(
             naming.mesh,
             layout,
             self.graph.variables,
-            {v: s.renamed(naming.number) if isinstance(s, Stage) else s for v, s in options.storage.items()},
+            storage,
             self.sizes,
             naming.real,
             self.narrow,

@@ -130,3 +130,18 @@ def test_errors(evaluator: Evaluator, asked: dict[str, object], error: str) -> N
     given: dict[str, object] = {"mesh": MESH, "diloco": "sites", **asked}
     with pytest.raises(mtf.UserError, match=error):
         search(evaluator.model, hardware=evaluator.hardware, **given)  # type: ignore[arg-type]
+
+
+def test_one_decision_may_be_of_variables_that_meet_apart() -> None:
+    """Two heads that are stored alike, in two fragments: a meeting's tables know one of them."""
+    g = mtf.Graph("heads")
+    b, d, v = mtf.Dim("batch", 16), mtf.Dim("d", 8), mtf.Dim("vocab", 32)
+    x, y = g.input("x", [b, d], "float32"), g.input("y", [b])
+    heads = (g.variable(n, [d, v], mtf.Normal(0.1)) for n in ("head", "second"))
+    first, second = (
+        mtf.reduce_mean(mtf.softmax_cross_entropy(mtf.einsum([x, head], [b, v]), y, v)) for head in heads
+    )
+    heads_of = mtf.Model(first + second, mtf.Adam(1e-2))
+    rare, mesh = "sites:period=4,fragments=2", "sites:2;data:2"
+    plan = search(heads_of, mesh, hardware="h100", diloco=rare, microbatches=[1], alternatives=False)
+    assert plan.solver.status == "OPTIMAL"
