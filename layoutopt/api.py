@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -168,9 +169,8 @@ def search(
         schedule=None if allowed.schedule == (GPIPE,) else allowed.schedule,
     )
 
-    def full(plan: Plan) -> Plan:
-        return with_details(plan, model, chosen, int(min(request.limit, LARGEST)))
-
+    # No function of its own: a plan goes to other processes (pickle) with what completes it.
+    full = partial(with_details, model=model, hardware=chosen, limit=int(min(request.limit, LARGEST)))
     candidates = Search(request, renames=mesh is None)
     try:
         best = candidates.run(subproblems(model, shapes, allowed, request.evaluator.near), keep_best)

@@ -158,7 +158,7 @@ def cost(
     model: Model,
     mesh: Mesh | str | Plan,
     layout: Layout | str = "",
-    hardware: str | Hardware = HARDWARE,
+    hardware: str | Hardware | None = None,
     memory: float | None = None,
     options: Options | None = None,
 ) -> Priced:
@@ -166,7 +166,8 @@ def cost(
 
     Args:
       mesh: or a plan, which has the layout and the options too.
-      hardware: a preset's name, a file, or a Hardware.
+      hardware: a preset's name, a file, or a Hardware (None: that which the plan says; without one,
+        `cpu-local`).
       memory: bytes that a device may hold (None: what the hardware has).
       options: what is decided beside the layout: storage, recomputation, microbatches.
 
@@ -174,14 +175,17 @@ def cost(
       UserError: a layout that is not legal; one that does not fit is priced.
     """
     check_limit(memory)
-    machine = _machine(hardware)
+    if not isinstance(model, Model):
+        raise UserError(f"cost: {model!r} is no Model; build one, as a model file's model() does")
     if isinstance(mesh, Plan):
         if layout or options is not None:
             raise UserError("a plan has its layout and options; leave them out")
         plan = mesh
         mesh, layout, options = plan.mesh, plan.layout, plan.options
+        hardware = plan.data.hardware if hardware is None else hardware
+    machine = _machine(HARDWARE if hardware is None else hardware)
     mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
-    layout = Layout(layout) if isinstance(layout, str) else layout
+    layout = _layout(layout)
     options = options or Options()
     found = evaluate(model, mesh, layout, machine, options)
     return Priced(found, options, machine.usable_memory_bytes if memory is None else float(memory))
@@ -205,6 +209,9 @@ def explain(
     Raises:
       UserError: the plan's model is not at hand, or the plan is one for the least memory.
     """
+    if not isinstance(plan, Plan):
+        raise UserError(f"explain {plan!r}: give what layoutopt.search gave, or load_plan(path).of(model)")
+    against = None if against is None else _layout(against)
     model, machine = _model_of(plan), _machine(hardware or plan.data.hardware)
     asked = plan.data.details.search
     if asked is not None and asked.objective == "memory":
@@ -283,6 +290,12 @@ def _model_of(plan: Plan) -> Model:
     if plan.model is None:
         raise UserError("a plan file holds no model; write load_plan(path).of(model)")
     return plan.model
+
+
+def _layout(said: Layout | str) -> Layout:
+    if not isinstance(said, Layout | str):
+        raise UserError(f'layout {said!r}: write it as "batch:data;heads:model"')
+    return Layout(said) if isinstance(said, str) else said
 
 
 def _machine(hardware: str | Hardware) -> Hardware:

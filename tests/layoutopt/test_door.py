@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from importlib import metadata
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def test_a_plan_has_a_frame_a_card_a_page_and_figures(plan: Plan, tmp_path: Path
 def test_a_price_is_the_plans(plan: Plan, model: mtf.Model) -> None:
     priced = layoutopt.cost(model, MESH, plan.layout, "tpu-v3", options=plan.options)
     assert priced.predicted == plan.predicted
-    assert layoutopt.cost(model, plan, hardware="tpu-v3").predicted == plan.predicted
+    assert layoutopt.cost(model, plan).predicted == plan.predicted  # on the plan's hardware
     with pytest.raises(mtf.UserError, match="a plan has its layout and options"):
         layoutopt.cost(model, plan, "batch:data")
     assert priced.fits and priced.reason is None
@@ -131,6 +132,17 @@ def test_what_is_no_such_argument_is_said_in_a_line(model: mtf.Model, plan: Plan
         layoutopt.validate(model, MESH, layouts="batch:data")
     with pytest.raises(mtf.UserError, match=r"verify 'plan\.json': give what layoutopt\.search"):
         layoutopt.verify("plan.json", "v5e:2x2")  # type: ignore[arg-type]
+    with pytest.raises(mtf.UserError, match=r"explain 'plan\.json': give what layoutopt\.search"):
+        layoutopt.explain("plan.json")  # type: ignore[arg-type]
+    with pytest.raises(mtf.UserError, match=r'layout .*: write it as "batch:data;heads:model"'):
+        layoutopt.explain(plan, model)  # type: ignore[arg-type]
+    with pytest.raises(mtf.UserError, match=r"cost: .* is no Model; build one"):
+        layoutopt.cost(EXAMPLES["mlp"], plan)  # type: ignore[arg-type]
+
+
+def test_a_plan_goes_to_other_processes(plan: Plan) -> None:
+    other = pickle.loads(pickle.dumps(plan))
+    assert other.to_json() == plan.to_json() and other.full().data.details.lines
 
 
 def test_a_plan_says_itself_in_units(plan: Plan) -> None:
