@@ -225,7 +225,7 @@ class Itemiser:
             for term, total in terms:
                 yield Stack(loop, total, 1 if term in made else 3), loop.times
             for _, stack in parts:
-                yield Stack(loop, stack, 2), 1.0
+                yield Stack(loop, stack, 2), loop.dim.size / program.values[stack].shape.sizes[0]
         else:
             for term, _ in (*terms, *parts):
                 yield Local((term, term), (term,), loop.origin, Binary("add")), loop.times

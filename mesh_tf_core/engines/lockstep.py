@@ -244,11 +244,14 @@ class LockstepEngine(Stepping):
         starts = [[place, *(0 for _ in x.shape[1:])] for place, x in zip(first, stack, strict=True)]
         return [self.k.slice(x, at, (size, *x.shape[1:])) for x, at in zip(stack, starts, strict=True)]
 
-    def within(self, chunk: Pieces, first: Pieces, id: int) -> Pieces:
-        size = self.program.local(id).shape.sizes[0]
-        ends = [(int(at), size - int(at) - len(x)) for at, x in zip(first, chunk, strict=True)]
-        none = [(0, 0)] * (len(chunk[0].shape) - 1)
-        return [self.k.pad(x, [each, *none]) for x, each in zip(chunk, ends, strict=True)]
+    def within(self, chunk: Pieces, first: Pieces, stack: Pieces) -> Pieces:
+        def one(new: Any, begin: int, old: Any) -> Any:
+            end = begin + len(new)
+            before = self.k.slice(old, [0] * old.ndim, (begin, *old.shape[1:]))
+            after = self.k.slice(old, [end, *[0] * (old.ndim - 1)], (len(old) - end, *old.shape[1:]))
+            return self.k.concat([before, new, after], 0)
+
+        return [one(x, int(at), old) for x, at, old in zip(chunk, first, stack, strict=True)]
 
     def chosen(self, iterations: Iterations[Pieces], values: dict[int, Pieces]) -> Left[Pieces]:
         assert iterations.loop.runs is not None

@@ -53,8 +53,8 @@ class InTurn(Arithmetic[V], Protocol[V]):
         """`size` elements of the first dimension, from a number on that devices have each their own of."""
         ...
 
-    def within(self, chunk: V, first: V, id: int) -> V:
-        """The inverse: of the type of a value of the program, zeros elsewhere."""
+    def within(self, chunk: V, first: V, stack: V) -> V:
+        """The inverse: a stack with these elements in place of its own."""
         ...
 
     def chosen(self, iterations: Iterations[V], values: dict[int, V]) -> Left[V]:
@@ -144,7 +144,11 @@ def in_turn(iterations: Iterations[V], engine: InTurn[V]) -> None:
         return engine.chunk(whole, first, loop.dim.size)
 
     parts = [engine.parts(read(s.outer)) for s in loop.sliced]
-    onto = [None if total is None else engine.parts(total) for total in iterations.onto]
+    longer = [first is not None and s.outer in iterations.longer for s in loop.stacked]
+    onto: list[Sequence[V] | None] = [
+        None if total is None else engine.parts(engine.chunk(total, first, loop.dim.size) if long else total)
+        for total, long in zip(iterations.onto, longer, strict=True)
+    ]
     state: State[V] = [*iterations.carries, *(None for _ in loop.summed)]
     made: dict[int, list[V]] = {}
     order = range(loop.dim.size)
@@ -154,7 +158,7 @@ def in_turn(iterations: Iterations[V], engine: InTurn[V]) -> None:
         pairs = zip(onto, new, strict=True)
         made[at] = [x if total is None else engine.add(total[at], x) for total, x in pairs]
     stacks = [engine.stack(list(column)) for column in zip(*(made[at] for at in order), strict=True)]
-    for at, s in enumerate(loop.stacked):
+    for at, (s, total) in enumerate(zip(loop.stacked, iterations.onto, strict=True)):
         if first is not None and s.outer in iterations.longer:
-            stacks[at] = engine.within(stacks[at], first, s.outer)
+            stacks[at] = engine.within(stacks[at], first, engine.zeros(s.outer) if total is None else total)
     iterations.end(state, stacks)

@@ -175,7 +175,7 @@ def _added(loop: Loop) -> Iterator[tuple[int, int]]:
     """`Program.added` of one loop and those directly in it."""
     if not loop.summed or loop.runs is not None:
         return
-    inner = [i for i in loop.body if isinstance(i, Loop) and i.runs is None and i.first is None]
+    inner = [i for i in loop.body if isinstance(i, Loop) and i.runs is None]
     stacks = {stack.outer for instr in inner for stack in instr.stacked}
     reads = Counter((*loop.leaving, *(i for instr in loop.body for i in instr.inputs)))
     for term, total in loop.summed:

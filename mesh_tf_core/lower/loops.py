@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.blocks import Block, Node
@@ -73,6 +73,9 @@ class Loops(Saving):
         stacked = [self._result(inner, outer, block) for inner, outer in pairs]
         stacked += self._keeps(block, node, starts)
         summed = [self._result(inner, outer, None) for inner, outer in sums]
+        behind = list[Instr]()
+        if not over:
+            summed, behind = self._stacked_after(summed, {*carry_out, *(r.inner for r in stacked)})
         body, self.low.code = tuple(self.low.code), outer_code
         self.low.moved, self.low.converted = outer_memory
         if over:
@@ -85,6 +88,7 @@ class Loops(Saving):
             first = None
         parts = carried, tuple(sliced), tuple(stacked), tuple(summed), body
         self.low.emit(make_loop(origin, block.dim, block.reverse, index, *parts, runs, block.branch, first))
+        self.low.code.extend(behind)
 
     def _spread(
         self,
@@ -120,6 +124,27 @@ class Loops(Saving):
             term = low.like(low.values[inner], low.values[inner].splits, axes)
             local(StageTerm(), (inner,), term)
             low.emit(AllReduce((term,), (outer,), origin, axes))
+
+    def _stacked_after(self, summed: Sequence[Result], kept: Collection[int]) -> tuple[list[Result], list[Instr]]:
+        """The sums of a loop, and what follows on it: what stages stack in its iterations is added up by
+        parts and stacked once, so that layers' gradients are added to parts of the sum (`Program.added`).
+
+        Args:
+          kept: what else the loop hands out.
+        """
+        low = self.low
+        makers = {i.outputs[0]: i for i in low.code if isinstance(i, Local) and isinstance(i.op, StageStack)}
+        found, after = list[Result](), list[Instr]()
+        for term, total in summed:
+            if (maker := makers.get(term)) is None:
+                found.append(Result(term, total))
+                continue
+            v = low.values[maker.inputs[0]]
+            found.append(Result(v.id, low.like(v, v.splits, v.partial)))
+            after.append(Local((found[-1].outer,), (total,), maker.origin, maker.op))
+        unread = makers.keys() & {r.inner for r in summed} - {*kept, *(i for x in low.code for i in x.inputs)}
+        low.code = [i for i in low.code if unread.isdisjoint(i.outputs)]
+        return found, after
 
     def _made(self, scan: Node, block: Block) -> tuple[Pairs, Pairs, Pairs]:
         """What this lowering computes of what a loop stacks, sums and saves (a loop's own carries belong to

@@ -206,6 +206,34 @@ def np_added(fed: Arrays) -> Arrays:
     return {"total": y.sum(0), "otherwise": (y * y).sum(0), "every": y * y}
 
 
+def at_a_place(reverse: bool) -> Program:
+    """As gradients of the layers of a stage that several turns share: what is stacked is longer than the inner
+    loop, which adds to its own part of the sum: of three elements the first two and the last two by turns."""
+    b, two = Loops(), Dim("u", 2)
+    x, parts = b.fed("x"), b.fed("parts", T, two)
+    part, inner = b.value([two, A], STACKED), b.vector()
+    stack, total = b.value([U, A], STACKED), b.value([U, A], STACKED)
+    places, place = b.input("places", [T], ((),), dtype="int32"), b.number()
+    first, y = b.binary("mul", x, inner)
+    own = [Sliced(part, inner)]
+    inside = b.loop(two, [first], reverse, sliced=own, stacked=[Result(y, stack)], first=place)
+    around = [Sliced(parts, part), Sliced(places, place)]
+    outside = b.loop(T, [inside], sliced=around, summed=[Result(stack, total)])
+    program = b.ended(outside, total=total)
+    assert program.added == {stack: total}
+    return program
+
+
+PLACES = {"places": np.asarray([0, 1, 0, 1], np.int32)}
+
+
+def np_at_a_place(fed: Arrays) -> Arrays:
+    total = np.zeros((3, 4))
+    for place, part in zip(fed["places"], fed["parts"], strict=True):
+        total[place : place + 2] += fed["x"] * part
+    return {"total": total}
+
+
 def until(counted: bool) -> Program:
     """Doubles while a number that the state counts is under a limit that is fed, four times at most; with
     `counted` it also stacks and adds up."""
@@ -289,6 +317,8 @@ CASES = {
     "nested": Case(nested, np_nested),
     "added part by part": Case(lambda: added(False), np_added),
     "added part by part, reverse": Case(lambda: added(True), np_added),
+    "added at a place": Case(lambda: at_a_place(False), np_at_a_place, PLACES),
+    "added at a place, reverse": Case(lambda: at_a_place(True), np_at_a_place, PLACES),
     **{
         f"{'counted' if counted else 'state'} {what}": Case(
             lambda counted=counted: until(counted), lambda fed, counted=counted: np_until(fed, counted), fed

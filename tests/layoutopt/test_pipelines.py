@@ -139,7 +139,7 @@ def every() -> tuple[mtf.Model, mtf.Mesh, list[Evaluation]]:
     return model, mesh, found
 
 
-@pytest.mark.parametrize(("memory", "pipeline"), [(math.inf, {}), (6.8e9, {"layers": 4})])
+@pytest.mark.parametrize(("memory", "pipeline"), [(math.inf, {"layers": 2}), (6.8e9, {"layers": 4})])
 def test_the_best_of_all(
     memory: float, pipeline: dict[str, int], every: tuple[mtf.Model, mtf.Mesh, list[Evaluation]]
 ) -> None:

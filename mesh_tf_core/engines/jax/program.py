@@ -168,7 +168,7 @@ class _Device(WholeReplica):
         iterations = Iterations(loop, env, body, self, self.program.added, longer)
         first = 0 if loop.first is None else env[loop.first]
         onto = [
-            self.zeros(s.outer) if s.outer in longer else x
+            self.zeros(s.outer) if x is None and s.outer in longer else x
             for s, x in zip(loop.stacked, iterations.onto, strict=True)
         ]
 

@@ -236,15 +236,14 @@ class GraphWriter:
         types = [("T", x.dtype), ("Index", tf.int32)]
         return self.node("Slice", device, [x, begin, sizes], [(x.dtype, (size, *x.shape[1:]))], types)[0]
 
-    def within(self, x: Wire, first: Wire, size: int, device: str) -> Wire:
-        """x at an int32 scalar of a longer first axis; zeros elsewhere."""
-        room, none = self.constant(size - x.shape[0], device), self.constant(0, device)
-        (after,) = self.node("Sub", device, [room, first], [(tf.int32, ())], [("T", tf.int32)])
-        ends = [self.stack([first, after], device)]
-        ends += [self.stack([none, none], device) for _ in x.shape[1:]]
-        inputs = [x, self.stack(ends, device)]
-        types = [("T", x.dtype), ("Tpaddings", tf.int32)]
-        return self.node("Pad", device, inputs, [(x.dtype, (size, *x.shape[1:]))], types)[0]
+    def within(self, x: Wire, first: Wire, stack: Wire, device: str) -> Wire:
+        """A stack with x in place of its own elements from an int32 scalar on."""
+        size, one = self.constant(x.shape[0], device), self.constant(1, device)
+        (end,) = self.node("AddV2", device, [first, size], [(tf.int32, ())], [("T", tf.int32)])
+        places = [self.stack([number], device) for number in (first, end, one)]
+        types = [("T", x.dtype), ("Index", tf.int32)]
+        inputs = [stack, *places, x]
+        return self.node("TensorStridedSliceUpdate", device, inputs, [(x.dtype, stack.shape)], types)[0]
 
     def zeros_like(self, x: Wire, device: str) -> Wire:
         return self.node("ZerosLike", device, [x], [(x.dtype, x.shape)], [("T", x.dtype)])[0]

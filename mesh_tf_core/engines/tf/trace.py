@@ -214,10 +214,9 @@ class Trace:
         triples = zip(whole(stack), whole(first), self.devices, strict=True)
         return [self.writer.chunk(x, at, size, device) for x, at, device in triples]
 
-    def within(self, chunk: Any, first: Any, id: int) -> list[Wire]:
-        size = self.program.local(id).shape.sizes[0]
-        triples = zip(whole(chunk), whole(first), self.devices, strict=True)
-        return [self.writer.within(x, at, size, device) for x, at, device in triples]
+    def within(self, chunk: Any, first: Any, stack: Any) -> list[Wire]:
+        each = zip(whole(chunk), whole(first), whole(stack), self.devices, strict=True)
+        return [self.writer.within(x, at, old, device) for x, at, old, device in each]
 
     def chosen(self, iterations: Iterations[Any], values: Env) -> Left[Any]:
         loop = iterations.loop
