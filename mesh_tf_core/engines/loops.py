@@ -137,18 +137,14 @@ def in_turn(iterations: Iterations[V], engine: InTurn[V]) -> None:
     loop, env = iterations.loop, iterations.env
     first = None if loop.first is None else env[loop.first]
 
-    def read(stack: int) -> V:
-        whole = env[stack]
-        if first is None or stack not in iterations.longer:
-            return whole
-        return engine.chunk(whole, first, loop.dim.size)
+    def parts_of(stack: int, whole: V) -> Sequence[V]:
+        if first is not None and stack in iterations.longer:
+            whole = engine.chunk(whole, first, loop.dim.size)
+        return engine.parts(whole)
 
-    parts = [engine.parts(read(s.outer)) for s in loop.sliced]
-    longer = [first is not None and s.outer in iterations.longer for s in loop.stacked]
-    onto: list[Sequence[V] | None] = [
-        None if total is None else engine.parts(engine.chunk(total, first, loop.dim.size) if long else total)
-        for total, long in zip(iterations.onto, longer, strict=True)
-    ]
+    parts = [parts_of(s.outer, env[s.outer]) for s in loop.sliced]
+    totals = [*zip(loop.stacked, iterations.onto, strict=True)]
+    onto = [None if total is None else parts_of(s.outer, total) for s, total in totals]
     state: State[V] = [*iterations.carries, *(None for _ in loop.summed)]
     made: dict[int, list[V]] = {}
     order = range(loop.dim.size)
@@ -158,7 +154,7 @@ def in_turn(iterations: Iterations[V], engine: InTurn[V]) -> None:
         pairs = zip(onto, new, strict=True)
         made[at] = [x if total is None else engine.add(total[at], x) for total, x in pairs]
     stacks = [engine.stack(list(column)) for column in zip(*(made[at] for at in order), strict=True)]
-    for at, (s, total) in enumerate(zip(loop.stacked, iterations.onto, strict=True)):
+    for at, (s, total) in enumerate(totals):
         if first is not None and s.outer in iterations.longer:
             stacks[at] = engine.within(stacks[at], first, engine.zeros(s.outer) if total is None else total)
     iterations.end(state, stacks)

@@ -125,7 +125,9 @@ class Loops(Saving):
             local(StageTerm(), (inner,), term)
             low.emit(AllReduce((term,), (outer,), origin, axes))
 
-    def _stacked_after(self, summed: Sequence[Result], kept: Collection[int]) -> tuple[list[Result], list[Instr]]:
+    def _stacked_after(
+        self, summed: Sequence[Result], kept: Collection[int]
+    ) -> tuple[list[Result], list[Instr]]:
         """The sums of a loop, and what follows on it: what stages stack in its iterations is added up by
         parts and stacked once, so that layers' gradients are added to parts of the sum (`Program.added`).
 

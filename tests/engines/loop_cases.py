@@ -207,8 +207,8 @@ def np_added(fed: Arrays) -> Arrays:
 
 
 def at_a_place(reverse: bool) -> Program:
-    """As gradients of the layers of a stage that several turns share: what is stacked is longer than the inner
-    loop, which adds to its own part of the sum: of three elements the first two and the last two by turns."""
+    """As gradients of a stage's layers of which each turn has some: what is stacked is longer than the inner
+    loop, which adds to its part of the sum, the first two and the last two of three elements by turns."""
     b, two = Loops(), Dim("u", 2)
     x, parts = b.fed("x"), b.fed("parts", T, two)
     part, inner = b.value([two, A], STACKED), b.vector()
