@@ -18,7 +18,7 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower.replicas import ReplicaPrograms
 from mesh_tf_core.tracing.diloco import DiLoCo
-from mesh_tf_core.tracing.meeting import BEFORE
+from mesh_tf_core.tracing.meeting import BEFORE, CAME, LOST, MOMENTUM
 
 
 class Replicas:
@@ -97,12 +97,19 @@ class Replicas:
         return array.astype(wide).mean(0).astype(array.dtype)
 
     def write(self, name: str, array: Any) -> None:
-        """Sets a variable of the model in every replica, and what they begin from."""
+        """Sets a variable of the model in every replica, and what they begin from; nothing of the meetings
+        before counts on."""
         held = self.engine.program.variables[name].variable
         array = np.asarray(array)
         self.engine.write(name, np.broadcast_to(array, held.shape.sizes) if _spread(held) else array)
         if name in self.shared:
             self.engine.write(self.shared[name].name, array)
+        for meeting in (MOMENTUM, LOST, CAME):
+            kept = self.engine.program.variables.get(f"{name}/{meeting}")
+            if kept is not None:
+                self.engine.write(
+                    kept.variable.name, np.zeros(kept.variable.shape.sizes, kept.variable.dtype)
+                )
 
     def mean(self, results: Mapping[str, Any]) -> dict[str, Any]:
         """A step's results, [replica, their dims], over the replicas."""

@@ -208,6 +208,19 @@ def test_what_is_in_flight_is_merged_once(
             other.restore(tmp_path)
 
 
+def test_what_is_in_flight_is_not_merged_into_weights_that_are_loaded(tmp_path: Any) -> None:
+    """Replicas that do not learn stay where they were loaded: nothing of the meetings before counts on."""
+    plain = Trainer(model(), "x:1", engine="lockstep")
+    plain.save_weights(tmp_path / "weights.npz")
+    rare = trainer(*CASES[1], "sites:period=4,bits=8,delay=2")
+    rare.fit(data(), 5)
+    assert rare.engine.read("wi/outer_came").any() and rare.engine.read("wi/outer_lost").any()
+    rare.load(tmp_path / "weights.npz")
+    rare.fit(data(), 6)  # the exchange before is merged after step 6
+    for name in NAMES:
+        np.testing.assert_array_equal(rare.engine.read(f"{name}/outer"), plain.engine.read(name))
+
+
 @pytest.mark.parametrize(
     ("mesh", "said", "error"),
     [
