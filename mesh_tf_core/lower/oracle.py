@@ -82,12 +82,14 @@ class Oracle:
             return tuple(a for a in self.mesh.names if a in about[0])
         return self._moves(*about)
 
-    def _moves(self, have: Splits, want: Splits, sizes: tuple[int, ...]) -> tuple[Move, ...]:
+    def _moves(self, have: Splits, want: Splits, sizes: tuple[int, ...], within: Axes) -> tuple[Move, ...]:
+        named = {a for splits in (have, want) for split in splits for a in split}
+        own = tuple((a, n) for a, n in self.mesh.axes if a in named or a not in within)
         if self.real is None:
-            return plan_moves(have, want, sizes, self.mesh.axes)
+            return plan_moves(have, want, sizes, own)
         real = self.real
-        here = {name: own for own, name in real.items()}
-        axes = tuple((real[a], n) for a, n in self.mesh.axes)
+        here = {name: ours for ours, name in real.items()}
+        axes = tuple((real[a], n) for a, n in own)
         there = [tuple(tuple(real[a] for a in split) for split in splits) for splits in (have, want)]
         moves = plan_moves(there[0], there[1], sizes, axes)
         return tuple(replace(m, axes=tuple(here[a] for a in m.axes)) for m in moves)
@@ -151,10 +153,16 @@ class Oracle:
             return True
         return bool(self._ask("divides", dim.size, axes))
 
-    def moves(self, have: Splits, want: Splits, sizes: tuple[int, ...]) -> tuple[Move, ...]:
-        """The cheapest steps from some splits of a value to others."""
+    def moves(
+        self, have: Splits, want: Splits, sizes: tuple[int, ...], within: Axes = ()
+    ) -> tuple[Move, ...]:
+        """The cheapest steps from some splits of a value to others.
+
+        Args:
+          within: axes along which devices hold values of their own, over which nothing is exchanged.
+        """
         simple = straight(have, want)
         if simple is not None:
             return simple
-        found: tuple[Move, ...] = self._ask("moves", have, want, sizes)
+        found: tuple[Move, ...] = self._ask("moves", have, want, sizes, within)
         return found

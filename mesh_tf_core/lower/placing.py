@@ -240,7 +240,7 @@ class Placing:
 
     def _move(self, id: int, splits: Splits) -> int:
         shape = self.values[id].shape
-        for move in self.oracle.moves(self.values[id].splits, splits, shape.sizes):
+        for move in self.oracle.moves(self.values[id].splits, splits, shape.sizes, self.within):
             v = self.values[id]
             name, now = v.shape.names[move.dim], list(v.splits)
             if move.kind == "slice":

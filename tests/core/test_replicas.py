@@ -224,6 +224,23 @@ def test_what_each_replica_has_for_itself_is_kept_as_one(storage: dict[str, int]
         assert rare.evaluate(held_out, judged) == pytest.approx(plain.evaluate(held_out, judged), rel=1e-5)
 
 
+def test_what_moves_inside_a_replica_stays_there() -> None:
+    """The shortest way from one split to another leads over idle axes, but not over that of the replicas."""
+    losses = []
+    for layout in ("", "batch:data;length:model;positions:data+model"):
+        g = mtf.Graph()
+        batch, length, d = mtf.Dim("batch", 4), mtf.Dim("length", 8), mtf.Dim("d", 4)
+        x = g.input("x", [batch, d], "float32")
+        places = g.variable("places", [mtf.Dim("positions", 8), d], mtf.Normal(0.5), "float32")
+        h = mtf.broadcast(x, [batch, length, d]) + mtf.rename(places, positions="length")
+        made = mtf.Model(mtf.reduce_mean(mtf.square(h)), mtf.SGD(0.1))
+        how = mtf.Options(diloco=mtf.DiLoCo.parse("sites:period=2"))
+        rare = Trainer(made, "sites:2;data:4;model:2", layout, how, engine="lockstep")
+        rows = ({"x": each["x"][:4]} for each in data())
+        losses.append([result["loss"] for result in rare.fit(rows, 4)])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
+
+
 @pytest.mark.parametrize("layout", ["", "batch:data;f:model"])
 def test_replicas_begin_from_weights(layout: str, tmp_path: Any) -> None:
     """Of a synchronous training, as the paper does (section 3): in each replica, and where the first meeting
