@@ -94,7 +94,7 @@ class _Found:
 
     way: Way
     plan: Plan | None = None
-    error: InfeasibleError | LimitError | None = None
+    error: UserError | None = None
 
     @property
     def seconds(self) -> float:
@@ -178,10 +178,14 @@ def _searched(
         return _Found(way.model_copy(update={"reason": f"not accepted: {law}"}))
     try:
         model = whole if rare is None else shared(build, whole, count)
+    except _Unshared as error:
+        return _Found(way.model_copy(update={"reason": str(error)}))
+    try:
         plan = search(model, mesh=mesh, hardware=machine, time_limit=clock.rest, diloco=rare, **asked)
-    except (InfeasibleError, LimitError, _Unshared) as error:
-        known = None if isinstance(error, _Unshared) else error
-        return _Found(way.model_copy(update={"reason": str(error)}), error=known)
+    except UserError as error:
+        if rare is None and not isinstance(error, InfeasibleError | LimitError):
+            raise  # it is about what is asked of every way
+        return _Found(way.model_copy(update={"reason": str(error)}), error=error)
     p = plan.predicted
     more = {
         **{name: getattr(plan.data, name) for name in Decided.model_fields},

@@ -51,7 +51,7 @@ def _few_bits(bits: int) -> Sample:
     def dense(x: np.ndarray) -> np.ndarray:
         return few_bits.restored(*few_bits.quantised(x, bits), x.shape, bits).astype(x.dtype)
 
-    return Sample(f"{bits} bits", "dynamic", apply, (Arg("a:4 b:8"),), dense, stops=(0,))
+    return Sample(f"{bits} bits", "dynamic", apply, (Arg("a:4 b:16"),), dense, stops=(0,))
 
 
 def _rounds(fill: bool) -> Sample:

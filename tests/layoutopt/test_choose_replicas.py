@@ -163,3 +163,16 @@ def test_errors(machine: Hardware) -> None:
     )
     ways = plan.data.details.ways
     assert ways is not None and ways.compared[1].reason == "9 examples do not divide over 2 replicas"
+
+
+def test_a_way_that_is_refused_is_one_of_them(machine: Hardware) -> None:
+    """Here replicas cannot have stages of a pipeline: what is found without is not lost."""
+    plan = choose_replicas(build, MESH, WAYS[:2], machine, pipeline=("layers",), **FEW)
+    ways = plan.data.details.ways
+    assert (
+        ways is not None
+        and ways.compared[0].status
+        and ways.compared[1].reason.startswith("--pipeline layers: no axis")
+    )
+    with pytest.raises(mtf.UserError, match="no operation has this dimension"):
+        choose_replicas(build, MESH, WAYS[:2], machine, elsewhere=("nothing",), **FEW)
