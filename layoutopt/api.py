@@ -10,7 +10,7 @@ from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
-from costmodels.hardware import Hardware, load_hardware
+from costmodels.hardware import Hardware, machine_of
 from layoutopt.clock import Clock
 from layoutopt.details.of_plan import with_details
 from layoutopt.evaluator import check_limit
@@ -115,7 +115,7 @@ def search(
     clock = time_limit.again() if isinstance(time_limit, Clock) else Clock(time_limit)
     if not isinstance(model, Model):
         raise UserError(f"search: {model!r} is no Model; build one, as a model file's model() does")
-    chosen = load_hardware(hardware) if isinstance(hardware, str) else hardware
+    chosen = machine_of(hardware)
     context = usual(objective) if context is None else context
     lists = storage, recompute, microbatches, context, elsewhere, pipeline, offload, schedule
     _check(mesh, devices, memory, objective, refine, top, clock.limit, max_axes, pins, forbid, *lists)

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from costmodels.hardware import Hardware, load_hardware
-from costmodels.hardware.profiles import profiles_directory
+from costmodels.hardware import Hardware, load_hardware, machine_of
 from layoutopt.analysis.explain import Answer, Asked, finder, split_rules
 from layoutopt.analysis.validate import validate as measured
 from layoutopt.analysis.verify import Verified, generation
@@ -183,7 +182,7 @@ def cost(
         plan = mesh
         mesh, layout, options = plan.mesh, plan.layout, plan.options
         hardware = plan.data.hardware if hardware is None else hardware
-    machine = _machine(HARDWARE if hardware is None else hardware)
+    machine = machine_of(HARDWARE if hardware is None else hardware)
     mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
     layout = _layout(layout)
     options = options or Options()
@@ -212,7 +211,7 @@ def explain(
     if not isinstance(plan, Plan):
         raise UserError(f"explain {plan!r}: give what layoutopt.search gave, or load_plan(path).of(model)")
     against = None if against is None else _layout(against)
-    model, machine = _model_of(plan), _machine(hardware or plan.data.hardware)
+    model, machine = _model_of(plan), machine_of(hardware or plan.data.hardware)
     asked = plan.data.details.search
     if asked is not None and asked.objective == "memory":
         raise UserError(
@@ -256,7 +255,7 @@ def validate(
     """
     if isinstance(layouts, str):
         raise UserError(f"layouts {layouts!r}: give a list of them, two at least")
-    found = measured(model, mesh, _machine(hardware), layouts, count, steps, batch, engine=engine)
+    found = measured(model, mesh, machine_of(hardware), layouts, count, steps, batch, engine=engine)
     return Validated(Validation.model_validate(found))
 
 
@@ -296,9 +295,3 @@ def _layout(said: Layout | str) -> Layout:
     if not isinstance(said, Layout | str):
         raise UserError(f'layout {said!r}: write it as "batch:data;heads:model"')
     return Layout(said) if isinstance(said, str) else said
-
-
-def _machine(hardware: str | Hardware) -> Hardware:
-    if isinstance(hardware, Hardware):
-        return hardware
-    return load_hardware(hardware, profiles=profiles_directory())

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from costmodels.hardware import Hardware, load_hardware
+from costmodels.hardware import Hardware, machine_of
 from costmodels.network.topology import place
 from layoutopt.api import search
 from layoutopt.clock import Clock
@@ -69,7 +69,7 @@ def choose_replicas(
       UserError: wrong input, or no way is accepted.
     """
     mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
-    machine = load_hardware(hardware) if isinstance(hardware, str) else hardware
+    machine = machine_of(hardware)
     if accept_loss is not None and not accept_loss >= 0:
         raise UserError(f"--accept-loss {accept_loss!r}: needs a share of at least 0, as 0.02")
     clock = time_limit if isinstance(time_limit, Clock) else Clock(time_limit)

@@ -5,6 +5,7 @@ from costmodels.hardware.links import Cluster, Protocol, SharedMemory, SwitchRed
 from costmodels.hardware.load import (
     hardware_names,
     load_hardware,
+    machine_of,
     preset_content,
     profile_of,
     read_hardware,
@@ -45,6 +46,7 @@ __all__ = [
     "drawn",
     "hardware_names",
     "load_hardware",
+    "machine_of",
     "monotone",
     "preset_content",
     "profile_of",

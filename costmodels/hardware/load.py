@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from costmodels.hardware.model import Hardware
+from costmodels.hardware.profiles import profiles_directory
 from costmodels.hardware.settings import HardwareError, changed, split_name, with_settings
 from mesh_tf_core.errors import known_names
 from mesh_tf_core.files import read_file, write_file
@@ -47,6 +48,20 @@ def load_hardware(name_or_path: str | Path, *, profiles: Path | None = None) -> 
     raise HardwareError(
         f"hardware {text!r} is not known; {_known(text)}; or give the path of a hardware file"
     )
+
+
+def machine_of(hardware: str | Path | Hardware) -> Hardware:
+    """What a user asked for: `load_hardware` of a name or a file, where a profile that the user calibrated
+    stands for its preset; a Hardware itself.
+
+    Raises:
+      HardwareError: as `load_hardware`, and for what is none of these.
+    """
+    if isinstance(hardware, Hardware):
+        return hardware
+    if not isinstance(hardware, str | Path):
+        raise HardwareError(f"hardware {hardware!r}: give a preset's name, a file, or a Hardware")
+    return load_hardware(hardware, profiles=profiles_directory())
 
 
 def read_hardware(path: Path, settings: Sequence[str] = ()) -> Hardware:

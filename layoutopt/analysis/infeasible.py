@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from costmodels.hardware import Hardware, hardware_names, load_hardware
+from costmodels.hardware import Hardware, hardware_names, machine_of
 from layoutopt.plan.build import Plan
 from layoutopt.plan.units import size_text
 from layoutopt.space.context import WAYS
@@ -291,7 +291,7 @@ class _Diagnosing:
         own = _machine(self.asked)
         if self.asked.get(MEMORY) is not None or own.kind == "cpu":
             return
-        every = [load_hardware(name) for name in hardware_names()]
+        every = [machine_of(name) for name in hardware_names()]
         larger = [m for m in every if m.kind != "cpu" and m.usable_memory_bytes > own.usable_memory_bytes]
         larger.sort(key=lambda m: (m.kind != own.kind, m.usable_memory_bytes))
         for machine in larger[:MACHINES]:
@@ -318,8 +318,7 @@ class _Diagnosing:
 
 
 def _machine(asked: Asked) -> Hardware:
-    found = asked.get("hardware", "cpu-local")
-    return load_hardware(found) if isinstance(found, str) else found
+    return machine_of(asked.get("hardware", "cpu-local"))
 
 
 def _set(name: str, value: object) -> Callable[[dict[str, Any]], None]:

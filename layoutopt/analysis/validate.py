@@ -25,7 +25,7 @@ from costmodels.calibration import (
     steps_for,
     typical,
 )
-from costmodels.hardware import Hardware, load_hardware
+from costmodels.hardware import Hardware, machine_of
 from costmodels.pricing.pricer import Pricer, pricer
 from layoutopt.analysis.validation import Row, sample_layouts, summary
 from layoutopt.optimize.baselines import by_name
@@ -84,7 +84,7 @@ def validate(
       UserError: fewer than two layouts, or one that is not legal.
     """
     mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
-    machine = load_hardware(hardware) if isinstance(hardware, str) else hardware
+    machine = machine_of(hardware)
     if layouts is not None:
         prices = pricer(machine, mesh)
         given = [Layout(x) if isinstance(x, str) else x for x in layouts]

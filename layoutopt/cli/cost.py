@@ -89,6 +89,9 @@ def cost(
     doubts = lint(loaded.model, found, machine, given.options)
     said = {doubt.message for doubt in doubts}
     notes = [n for n in (*loaded.model.notes(given.options), *found.notes) if n not in said]
+    if given.plan is not None and hardware == THIS_MACHINE != given.plan.data.hardware:
+        its = given.plan.data.hardware
+        notes.append(f"the plan is for {its}, this price for {THIS_MACHINE}: name the plan's with --hardware")
     more: dict[str, Any] = {"notes": notes} if notes else {}
     if lines:
         more["lines"] = opened

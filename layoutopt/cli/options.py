@@ -188,12 +188,10 @@ def examples(*lines: str) -> str:
 
 
 def read_hardware(name: str, settings: Sequence[str] | None = None) -> Hardware:
-    """Hardware by name or file, with numbers set; a profile calibrated on this machine stands for its
-    preset."""
-    from costmodels.hardware import load_hardware, with_settings
-    from costmodels.hardware.profiles import profiles_directory
+    """Hardware by name or file, with numbers set."""
+    from costmodels.hardware import machine_of, with_settings
 
-    return load_hardware(with_settings(name, settings or ()), profiles=profiles_directory())
+    return machine_of(with_settings(name, settings or ()))
 
 
 def read_memory(text: str | None, hardware: Hardware) -> int:

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from costmodels.hardware import Hardware, load_hardware
+from costmodels.hardware import Hardware, machine_of
 from layoutopt.clock import Clock
 from layoutopt.evaluator import check_limit
 from layoutopt.plan.build import Plan
@@ -174,8 +174,8 @@ def machines_of(
     memory: float | None = None,
 ) -> list[Machine]:
     """The machines of a question, each once, with their prices."""
-    asked = [*hardware] if isinstance(hardware, list | tuple) else [hardware]
-    loaded = [*map(_loaded, asked)]
+    asked: list[Any] = [*hardware] if isinstance(hardware, list | tuple) else [hardware]
+    loaded = [machine_of(each) for each in asked]
     names = [machine.name for machine in loaded]
     prices = price if isinstance(price, Mapping) else dict.fromkeys(names, price)
     for name, value in prices.items():
@@ -190,12 +190,6 @@ def machines_of(
     if not found:
         raise UserError("--hardware is missing: on which machine? write for example --hardware tpu-v5p")
     return [*found.values()]
-
-
-def _loaded(hardware: Any) -> Hardware:
-    if not isinstance(hardware, str | Hardware):
-        raise UserError(f"hardware {hardware!r}: give a preset's name, a file, or a Hardware")
-    return load_hardware(hardware) if isinstance(hardware, str) else hardware
 
 
 def _numbers(devices: Any) -> tuple[int, ...]:

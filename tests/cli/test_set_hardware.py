@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from typer.testing import Result
 
@@ -34,3 +35,14 @@ def test_a_plan_is_opened_again_with_what_was_set(run: Callable[..., Result], tm
 def test_the_machine_is_shown_with_it(run: Callable[..., Result]) -> None:
     done = run("hardware", "a100", "--set-hardware", "node_egress=100GB/s")
     assert "100 GB/s" in done.stdout and "set by the user" in done.stdout
+
+
+def test_a_plan_priced_on_other_hardware_than_its_own_says_so(
+    result: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    out = tmp_path / "plan.json"
+    result("search", *SMALL, "--hardware", "a100", "--out", str(out))
+    asked = ("cost", "examples/mlp.py", "--set", "batch=64", "--layout", str(out))
+    note = "the plan is for a100, this price for cpu-local: name the plan's with --hardware"
+    assert note in result(*asked)["notes"]
+    assert note not in result(*asked, "--hardware", "a100").get("notes", [])

@@ -11,13 +11,19 @@ import pytest
 import layoutopt
 import mesh_tf_core as mtf
 import reports
+from costmodels.hardware import load_hardware, machine_of, preset_content, write_profile
+from costmodels.hardware.profiles import made_profiles_directory
+from examples.mlp import model as mlp
 from layoutopt.analysis.verify import Compiled, Moved, Verified
 from layoutopt.door import Validated
 from layoutopt.plan.build import Plan
 from layoutopt.plan.evidence import Validation
 from layoutopt.plan.units import bytes_text, seconds_text
+from layoutopt.replicas import choose_replicas
+from layoutopt.sizing.sizing import machines_of
 from mesh_tf_core.engines.jax.compile import Refusal
 from mesh_tf_core.engines.jax.hlo import Found
+from mesh_tf_core.errors import UserError
 from tests.layoutopt.models import EXAMPLES
 
 MESH = "data:2;model:2"
@@ -148,3 +154,28 @@ def test_a_plan_goes_to_other_processes(plan: Plan) -> None:
 def test_a_plan_says_itself_in_units(plan: Plan) -> None:
     step, peak = plan.predicted.step_seconds, plan.predicted.peak_memory_bytes
     assert f"{seconds_text(step)} a step, {bytes_text(peak)}, OPTIMAL)" in repr(plan)
+
+
+def test_a_calibrated_profile_counts_for_all_that_take_a_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    content = preset_content("cpu-local")
+    content["chip"]["peak_flops"]["float32"]["value"] /= 100
+    shipped = load_hardware("cpu-local")
+    mine = write_profile(content, made_profiles_directory() / "cpu-local.json")
+    model, asked = (
+        mlp(batch=16, hidden=32),
+        {"storage": ["layout"], "recompute": [False], "microbatches": [1]},
+    )
+    plan = layoutopt.search(model, mesh="data:2", **asked)
+    layout, found = plan.layout, plan.predicted.compute_seconds
+    before, now = (layoutopt.cost(model, plan.mesh, layout, m).predicted for m in (shipped, mine))
+    assert found == now.compute_seconds > before.compute_seconds
+    rare = choose_replicas(lambda n: model, mesh="data:2", ways=["never"], **asked)
+    assert rare.predicted.compute_seconds == found
+    assert [m.hardware for m in machines_of("cpu-local", None)] == [mine]
+    assert machine_of("cpu-local, launch_interval=3 us").peak_flops("float32") == mine.peak_flops("float32")
+    assert machine_of(shipped) is shipped
+    with pytest.raises(UserError, match="give a preset's name, a file, or a Hardware"):
+        layoutopt.search(model, mesh="data:2", hardware=7)
