@@ -130,6 +130,8 @@ class Asked:
         changed: dict[str, Any] = {feature.field: rest}
         if not any(changed.get("recompute", self.recompute)):  # what second runs need is not saved either
             changed["offload"] = tuple(kind for kind in self.offload if kind != ACTIVATIONS)
+        if not changed.get("pipeline", self.pipeline):  # without stages there is no schedule of them
+            changed["schedule"] = (GPIPE,)
         return replace(self, **changed)
 
 

@@ -37,8 +37,15 @@ def ways(model: Model, mesh: Mesh, allowed: Allowed) -> Iterator[Allowed]:
     """What may be chosen beside each way to have pipelines on a mesh: without any first.
 
     Raises:
-      UserError: a dimension that is asked for counts no layers, or a pin on it is none of these ways.
+      UserError: a dimension that is asked for counts no layers, a pin on it is none of these ways, or a
+        schedule is asked for and no dimension.
     """
+    if not allowed.pipeline and (others := [s for s in allowed.schedule if s != GPIPE]):
+        counted = ",".join(loop_dims(model.graph))
+        todo = (
+            f"add --pipeline {counted}" if counted else "this model has no layers to split, so leave it out"
+        )
+        raise UserError(f"--schedule {','.join(others)}: nothing may be the stages of a pipeline; {todo}")
     options = []
     for dim in allowed.pipeline:
         _check(model, dim)

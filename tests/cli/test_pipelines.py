@@ -46,6 +46,7 @@ def test_a_plan_with_stages(
         (("--pipeline", "layers", "--schedule", "1f1n"), "did you mean '1f1b'?"),
         (("--pipeline", "layers", "--schedule", "circular"), "as circular:2"),
         (("--pipeline", "layers", "--schedule", "circular:3"), "3 rounds do not divide the 1 layers of each"),
+        (("--schedule", "gpipe,circular:2"), "circular:2: nothing may be the stages of a pipeline; add"),
         (("--schedule", "1f1b", "--elsewhere", "length"), "leave it or --elsewhere length out"),
         (("--pipeline", "layers", "--refine"), "--refine knows no stages of pipelines"),
         (("--pipeline", "layers", "--pin", "layers:pipe", "--pin", "batch:pipe"), "tell stages apart"),

@@ -14,8 +14,10 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.pricing.pricer import pricer
+from examples.mlp import model as mlp
 from examples.moe_lm import model as experts
 from layoutopt import search
+from layoutopt.analysis.explain import Asked
 from layoutopt.evaluator import Evaluation, Evaluator, evaluate
 from layoutopt.formulation.extract import extract
 from layoutopt.optimize.subproblems import subproblems
@@ -91,6 +93,15 @@ def built(name: str) -> mtf.Model:
 def test_tables_and_rows(case: int) -> None:
     name, mesh, parts, hardware, axes, more = CASES[case]
     compare(built(name), mesh, parts, hardware, axes, 8, **more)
+
+
+def test_a_search_without_stages_has_no_schedule() -> None:
+    asked = Asked(pipeline=("layers",), schedule=("1f1b",))
+    assert asked.without("pipeline") == Asked()
+    with pytest.raises(
+        mtf.UserError, match="--schedule 1f1b: nothing may be the stages of a pipeline; this model has no"
+    ):
+        search(mlp(), "data:2", schedule=("gpipe", "1f1b"))
 
 
 @pytest.mark.nightly
