@@ -85,16 +85,27 @@ def check_outer(
 
 def fragments_of(variables: Iterable[Variable], count: int) -> list[dict[str, Part]]:
     """For every fragment, its variables and what of them it has: every so manyth layer of a stack; what is in
-    no stack, or in one with fewer layers, belongs to one of them."""
+    no stack, or in one with fewer layers, belongs to one of them.
+
+    Raises:
+      DoNotFit: nothing is left for some of them.
+    """
     found: list[dict[str, Part]] = [{} for _ in range(count)]
-    alone = 0
+    alone, most = 0, 0
     for v in variables:
-        if count > 1 and v.stacked and v.shape.sizes[0] >= count:
+        layers = v.shape.sizes[0] if v.stacked else 0
+        most = max(most, layers)
+        if count > 1 and layers >= count:
             for number, parts in enumerate(found):
                 parts[v.name] = slice(number, None, count)
         else:
             found[alone % count][v.name] = ...
             alone += 1
+    if not all(found):
+        raise DoNotFit(
+            f"{count} fragments: this model's {alone} variables, in stacks of at most {most} layers, are "
+            f"fewer; choose at most {max(alone, most)} fragments"
+        )
     return found
 
 

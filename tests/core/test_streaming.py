@@ -274,6 +274,7 @@ def test_a_meeting_that_sends_anything_else_is_a_defect() -> None:
     [
         ("sites:period=30,fragments=4", "4 fragments do not divide a period of 30 steps; choose a divisor"),
         ("sites:period=30,fragments=3", "3 fragments do not divide the 4 layers of 'wi'; choose a divisor"),
+        ("sites:period=30,fragments=6", "are fewer; choose at most 4 fragments"),
         ("sites:bits=5", "bits=5: choose 32, 8 or 4"),
         (
             "sites:period=8,fragments=2,delay=4",
