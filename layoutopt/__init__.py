@@ -55,7 +55,9 @@ def __getattr__(name: str) -> Any:
     elif name in homes:
         found = getattr(importlib.import_module(homes[name]), name)
     else:
-        raise AttributeError(f"module 'layoutopt' has no attribute {name!r}")
+        from mesh_tf_core.lazy import no_attribute
+
+        raise no_attribute(__name__, name, __all__)
     globals()[name] = found
     return found
 

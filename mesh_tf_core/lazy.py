@@ -12,8 +12,10 @@ A package says its names once, as imports that only a type checker executes:
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import sys
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,23 @@ def load(package: str, name: str) -> Any:
     found = sys.modules[package]
     home = _homes(str(found.__file__)).get(name)
     if home is None:
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        raise no_attribute(package, name, dir(found))
     if home == package:  # a module of its own
         return importlib.import_module(f"{home}.{name}")
     value = getattr(importlib.import_module(home), name)
     setattr(found, name, value)
     return value
+
+
+def no_attribute(package: str, name: str, known: Iterable[str]) -> AttributeError:
+    """The error of a package that has no such name, with those that are near: Python says them in tracebacks
+    alone, so that notebooks and logs lack them."""
+    near = [] if name.startswith("_") else difflib.get_close_matches(name, known)
+    said = f"module {package!r} has no attribute {name!r}"
+    if not near:
+        return AttributeError(said)
+    # With a name Python would say the nearest once more.
+    return AttributeError(f"{said}; did you mean {' or '.join(map(repr, near))}?", name="")
 
 
 @cache

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import layoutopt
 import mesh_tf_core as mtf
 
 ROOT = Path(__file__).parents[1]
@@ -50,3 +51,16 @@ def test_every_row_has_a_mark_and_what_is_missing_is_marked() -> None:
     for theirs, own, mark, _ in rows():
         assert mark in MARKS, theirs
         assert (mark == "–") == (own == "–"), theirs
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "said"),
+    [
+        (layoutopt, "serch", "module 'layoutopt' has no attribute 'serch'; did you mean 'search'?"),
+        (mtf.layers, "FeedForwrd", "'mesh_tf_core.layers' has no .*; did you mean 'FeedForward'?"),
+        (mtf, "xyzzy", "module 'mesh_tf_core' has no attribute 'xyzzy'$"),
+    ],
+)
+def test_a_slip_of_a_name_is_told_what_is_near(package: object, name: str, said: str) -> None:
+    with pytest.raises(AttributeError, match=said):
+        getattr(package, name)
