@@ -59,9 +59,9 @@ def usage(error: typer.TyperException, words: Sequence[str]) -> str:
       words: the command line.
     """
     asked, alike = getattr(error, "option_name", ""), getattr(error, "possibilities", None)
-    if alike:
-        vars(error)["possibilities"] = get_close_matches(asked, alike, cutoff=NEAR)
-    text = error.format_message().replace("Value error, ", "").strip().rstrip(".")
+    vars(error)["possibilities"] = None  # `_hint` says them
+    text = error.format_message().replace("Value error, ", "").replace(". Did you", "; did you").strip()
+    text = text.rstrip(".")
     context = getattr(error, "ctx", None)
     if context is None:
         return text
@@ -69,25 +69,30 @@ def usage(error: typer.TyperException, words: Sequence[str]) -> str:
     found = next(filter(None, given), "")
     if found and repr(found) not in text:
         text = f"{UNPARSED.sub('', text)}, found {found!r}"
-    hint = _hint(error, context, words)
-    return f"{text}; {f'{hint}; ' if hint else ''}see {context.command_path} --help"
+    near = get_close_matches(asked, alike or (), cutoff=NEAR)
+    near = near or [option for option in alike or () if option.startswith(asked)]
+    hint = _hint(error, context, words, near)
+    said = "; ".join(filter(None, (text, hint, f"see {context.command_path} --help")))
+    return said.replace("?; ", "? ")
 
 
-def _hint(error: Any, context: typer.Context, words: Sequence[str]) -> str:
+def _hint(error: Any, context: typer.Context, words: Sequence[str], near: Sequence[str]) -> str:
     asked = getattr(error, "option_name", None)
     known = {name for param in context.command.params for name in getattr(param, "opts", ())}
     if asked is not None and asked.startswith("-"):
         value = _value(asked, words)
         if (ours := OPTIONS.get(asked)) in known:
             return f"write {ours}{f' {value}' if value else ''}"
-        if (commands := _commands_with(asked, context)) and not error.possibilities:
+        if near:
+            return f"did you mean {' or '.join(near)}?"
+        if commands := _commands_with(asked, context):
             return f"it is an option of {some(commands, NAMED)}"
-        if "--set" in known and asked.startswith("--") and not error.possibilities:
+        if "--set" in known and asked.startswith("--"):
             name = asked.removeprefix("--").replace("-", "_")
             return f"a hyperparameter is set with --set {name}={value or 'VALUE'}"
     if getattr(getattr(error, "param", None), "name", None) == "to":
-        near = FORMS.get(_value("--to", words).lower())
-        return f"the nearest form is --to {near}" if near else ""
+        form = FORMS.get(_value("--to", words).lower())
+        return f"the nearest form is --to {form}" if form else ""
     return ""
 
 

@@ -135,8 +135,9 @@ def test_a_malformed_plan(refused: Callable[..., str], tmp_path: Path, content: 
 
 
 def test_commands_that_are_none(refused: Callable[..., str]) -> None:
-    assert refused("cots") == "No such command 'cots'. Did you mean 'cost'?; see layoutopt --help"
+    assert refused("cots") == "No such command 'cots'; did you mean 'cost'? see layoutopt --help"
     assert "No such option: --vrsion" in refused("--vrsion")
+    assert "--time; did you mean --time-limit? see" in refused("search", "examples/mlp.py", "--time", "3")
 
 
 def test_hardware_of_no_such_name(refused: Callable[..., str]) -> None:
@@ -174,9 +175,7 @@ def test_a_hyperparameter_is_not_taken_for_an_option_that_sounds_like_it(refused
     for word, said in (("--dtype", "dtype"), ("--batch", "batch"), ("--d-model", "d_model")):
         wanted = f"No such option: {word}; a hyperparameter is set with --set {said}=64; "
         assert refused("search", *ON, word, "64").startswith(wanted)
-    assert "No such option: --devics (Possible options: --devices); see" in refused(
-        "search", *ON, "--devics", "8"
-    )
+    assert "No such option: --devics; did you mean --devices? see" in refused("search", *ON, "--devics", "8")
 
 
 def test_an_option_of_other_commands(refused: Callable[..., str]) -> None:

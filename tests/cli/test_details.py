@@ -65,4 +65,4 @@ def test_a_worker_names_the_command_as_users_type_it() -> None:
         [sys.executable, "-m", "layoutopt", "trian"], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: No such command 'trian'. Did you mean 'train'?; see layoutopt --help\n"
+    assert done.stderr == "error: No such command 'trian'; did you mean 'train'? see layoutopt --help\n"
