@@ -199,7 +199,7 @@ def _show(
             + (f", the most in {peak.scope or 'the model'} ({peak.phase})" if peak else ""),
         ),
         *([("host", found.predicted.host)] if found.predicted.host else []),
-        ("how sure", sure(machine)),
+        ("how sure", sure(machine, held.peak, limit)),
         ("fits", "yes" if reason is None else f"no: {reason}"),
     ]
     tables = [

@@ -253,7 +253,8 @@ def _tell(
     checks = [("checked", checked)] if proof is None else [("checked", checked), ("proof", str(proof))]
     held = [("waits", words) for words in evaluation.waits]
     held += [("peak", _peak(evaluation.memory)), _binds(found, evaluation, answers)]
-    said_of = summary(found.plan, found.limit, sure(found.hardware))
+    behind = sure(found.hardware, found.plan.predicted.peak_memory_bytes, found.limit)
+    said_of = summary(found.plan, found.limit, behind)
     terminal.show(facts([*said_of, *checks, *held], verdicts(found.plan, found.limit)))
     memory = for_memory(found)
     terminal.show(

@@ -37,7 +37,8 @@ WIDE = 120
 def show_plan(terminal: Terminal, plan: Plan, limit: int, machine: Hardware) -> None:
     """Prints a plan; `limit` is the memory of a device that it was searched for, on this machine."""
     width = terminal.out.width
-    answer = facts(summary(plan, limit, sure(machine)), verdicts(plan, limit))
+    behind = sure(machine, plan.predicted.peak_memory_bytes, limit)
+    answer = facts(summary(plan, limit, behind), verdicts(plan, limit))
     terminal.show(answer, "", alternatives_table(plan, width))
     if plan.data.frontier:
         terminal.show("", frontier_table(plan.data, width))

@@ -53,14 +53,16 @@ def errors_known(machine: Hardware) -> Known:
     return Known.model_validate(known_errors(machine))
 
 
-def sure(machine: Hardware) -> str:
-    """What stands behind a predicted step on this machine, in words."""
+def sure(machine: Hardware, peak: float, limit: float) -> str:
+    """What stands behind a predicted step on this machine, in words, and whether it leaves open that a peak
+    is within the limit."""
     from layoutopt.plan.details import Number
 
     if machine.calibrated:
         return "calibrated on this hardware; `layoutopt validate MODEL` times whole steps of a model"
-    if found := errors_known(machine).words:
-        return found
+    known = errors_known(machine)
+    if known.words:
+        return "; ".join(filter(None, (known.words, known.barely(peak, limit))))
     numbers = [Number(path=path, value=n.given, source=n.source) for path, n in machine.numbers()]
     assumed = sum(number.assumed for number in numbers)
     sources = f"{len(numbers)} numbers with sources, {assumed} of them assumptions"

@@ -45,6 +45,17 @@ class Known(Data):
         """All that is known, in a sentence."""
         return "; ".join(self._parts())
 
+    def barely(self, peak: float, limit: float) -> str:
+        """What a peak that fits leaves of the limit, where predictions of memory are off by more; '' if they
+        are not, or it does not fit."""
+        off = 0.0 if self.compiler is None else self.compiler.memory
+        if not limit * (1 - off) < peak <= limit:
+            return ""
+        return (
+            f"{percent(1 - peak / limit)} of the memory is left, less than predictions are off: it may not "
+            "fit, which `layoutopt verify` asks the compiler"
+        )
+
     def _parts(self) -> Iterator[str]:
         if (s := self.steps) is not None:
             fitted = f", {s.fitted} of them part of the fit" if s.fitted else ""

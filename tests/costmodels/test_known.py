@@ -40,3 +40,12 @@ def test_words() -> None:
         "11 published steps on this hardware: 8.0 % off in the mean, 19 % at most, 8 of them part of the "
         "fit; against its compiler, 1 program: compute 15 % and memory 17 % off in the median"
     )
+
+
+def test_what_nearly_fills_the_memory_may_not_fit() -> None:
+    known = Known.model_validate({"compiler": {"rows": 14, "compute": 0.15, "memory": 0.034}})
+    assert known.barely(989, 1000).startswith(
+        "1.1\u00a0% of the memory is left, less than predictions are off"
+    )
+    assert [known.barely(peak, 1000) for peak in (960, 1001)] == ["", ""]
+    assert Known().barely(1000, 1000) == ""

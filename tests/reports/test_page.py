@@ -158,6 +158,16 @@ def test_first_screen_admits(pages: dict[str, str]) -> None:
     assert "the plan has no record of a search" in said
 
 
+def test_what_barely_fits_is_told_so() -> None:
+    plan = sample.full_plan()
+    plan["details"]["hardware"]["known"] = {"compiler": {"rows": 14, "compute": 0.15, "memory": 0.2}}
+    html = reports.report_html([plan])
+    assert "Does it fit Barely 6.12 GiB of 6.96 GiB (88 %) on the fullest device; 12 % of the memory" in hero(
+        html
+    )
+    assert '<div class="answer warn"><dt>Does it fit</dt>' in html
+
+
 def test_close_call_is_called_close() -> None:
     plan = sample.full_plan()
     plan["details"]["validation"]["mape"] = 0.2
