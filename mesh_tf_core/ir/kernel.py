@@ -201,7 +201,7 @@ class Attending:
       query, key, value: the factors.
       shared: how many leading axes keys and values have too.
       first: position of the first query; keys begin at 0.
-      total: queries on all devices together.
+      starts: what `first` is on each device, equally far from each other.
       scale: of the products.
       causal: a query sees keys up to its own position.
       window: a query sees fewer than so many positions back (not causal: and ahead); 0 sees all.
@@ -220,7 +220,7 @@ class Attending:
     value: T
     shared: int
     first: Any
-    total: int
+    starts: Sequence[int]
     scale: float
     causal: bool = False
     window: int = 0
@@ -248,8 +248,8 @@ class Attending:
             return "texts that differ between heads"
         if queries % BLOCKS[-1] or keys % BLOCKS[-1]:
             return f"{queries} queries and {keys} keys, not multiples of {BLOCKS[-1]}"
-        if self.total % queries:
-            return f"{queries} of {self.total} queries"
+        if queries % len(self.starts):
+            return f"{queries} queries on each of {len(self.starts)} devices, which do not divide them"
         return "float64" if itemsize(str(self.query.dtype)) > 4 else ""
 
     def _not_cudnn(self) -> str:
@@ -261,7 +261,7 @@ class Attending:
             return "a mask" if self.mask is not None else "several texts in a row"
         if self.extra_logit is not None:
             return "an extra logit"
-        if self.causal and self.total != self.query.shape[-2]:
+        if self.causal and tuple(self.starts) != (0,):
             return "causal queries from the middle"
         if self.window and not self.causal:
             return "a window to both sides"

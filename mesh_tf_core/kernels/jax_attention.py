@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -44,12 +45,15 @@ def _splash(a: Attending, interpret: bool) -> Any:
     _, group, queries, keys = _shapes(a)
     q, kv = (next(b for b in BLOCKS if n % b == 0) for n in (queries, keys))
     sizes = splash.BlockSizes(q, kv, kv, q, kv, kv, q, kv)
-    shape, shards = (a.total, keys), a.total // queries
+    shards = len(a.starts)
+    shape = (shards * queries, keys)
     if a.window:
         ahead = 0 if a.causal else a.window - 1
         mask: Any = masks.LocalMask(shape, (a.window - 1, ahead), 0, shards)
     else:
         mask = masks.CausalMask(shape, 0, shards) if a.causal else masks.FullMask(shape)
+    if a.causal or a.window:
+        mask.q_sequence = np.concatenate([np.arange(s, s + queries, dtype=np.int32) for s in a.starts])
     made = splash.make_splash_mqa(
         masks.MultiHeadMask([mask] * group),
         block_sizes=sizes,
@@ -60,7 +64,7 @@ def _splash(a: Attending, interpret: bool) -> Any:
     )
     if shards == 1:
         return made
-    shard = jnp.asarray(a.first, jnp.int32) // queries
+    shard = (jnp.asarray(a.first, jnp.int32) - a.starts[0]) // (a.starts[1] - a.starts[0])
 
     def part(x: T) -> T:
         """A device's part of what says which blocks there are: along the queries, its second axis or its

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, cast
 
@@ -15,6 +15,8 @@ from mesh_tf_core.ops.random import rows as rows_of
 
 EXTRAS = ("bias", "mask", "segments", "memory_segments", "key")
 """Operands besides query, key and value that there may be, in this order."""
+PLACES = ("place", "memory_place")
+"""Of a ring's pieces further ones [ring]: the positions of the first query and of the first key."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,9 @@ class AnyAttention(Op, abstract=True):
       d_kv: name of the dimension that queries and keys are multiplied over.
       length, memory: positions of queries and of keys.
       scale, causal, window, extra_logit, partial, rate: see `Attending`.
-      apart: the position of the first query; keys begin at 0.
-      extras: which of `EXTRAS` there are.
+      apart: the position of the first query, of a ring's pieces: one of these, as `PLACES` say; keys begin
+        at 0.
+      extras: which of `EXTRAS` and of `PLACES` there are.
     """
 
     d_kv: str
@@ -73,7 +76,7 @@ class AnyAttention(Op, abstract=True):
     extra_logit: float | None = None
     rate: float = 0.0
     partial: bool = False
-    apart: int = 0
+    apart: tuple[int, ...] = (0,)
     extras: tuple[str, ...] = ()
     kind: ClassVar[str] = "attention"
     products: ClassVar[tuple[int, int]] = (1, 1)
@@ -146,8 +149,8 @@ class AnyAttention(Op, abstract=True):
             key,
             value,
             shared=len(shared),
-            first=at.offset(self.length.name) + self.apart if self.apart else at.offset(self.length.name),
-            total=self.length.size + self.apart,
+            first=self._first(k, at, given),
+            starts=self._starts(query.shape[-2]),
             scale=self.scale,
             causal=self.causal,
             window=self.window,
@@ -159,6 +162,18 @@ class AnyAttention(Op, abstract=True):
             rate=self.rate,
             noise=noise,
         )
+
+    def _first(self, k: Kernel, at: At, given: Mapping[str, Any]) -> Any:
+        """The position of the first query."""
+        if len(self.apart) > 1:
+            return k.binary("sub", *(k.reshape(given[name], ()) for name in PLACES))
+        first = at.offset(self.length.name)
+        return first + self.apart[0] if self.apart[0] else first
+
+    def _starts(self, queries: int) -> tuple[int, ...]:
+        """Of pieces of so many queries, where the first may be."""
+        own = range(0, self.length.size, queries)
+        return tuple(apart + start for apart in self.apart for start in own)
 
     def flops(self, *local: TensorType) -> float:
         """Of the products, for queries and keys that the positions let see each other; where queries are
@@ -181,7 +196,7 @@ class AnyAttention(Op, abstract=True):
         m, back = self.memory.size, self.window or self.length.size
         if not (self.causal or self.window):
             return queries * m
-        starts = range(self.apart, self.apart + self.length.size, queries)
+        starts = self._starts(queries)
         ahead = 0 if self.causal else back - 1
         if blocks and queries % BLOCKS[-1] == 0 == m % BLOCKS[-1]:
             q, kv = (next(b for b in BLOCKS if size % b == 0) for size in (queries, m))
@@ -219,7 +234,8 @@ class AnyAttention(Op, abstract=True):
         """Of Pallas's splash attention and of cuDNN's kernels."""
         pieces = [_Laid(t.shape.sizes, t.dtype) for t in local]
         at = At(local, (), frozenset(), lambda name: 0)
-        laid = replace(self, rate=0.0).attending(cast(Kernel, _Laid), at, pieces)
+        laid = replace(self, rate=0.0, apart=self.apart[:1]).attending(cast(Kernel, _Laid), at, pieces)
+        laid = replace(laid, starts=self._starts(laid.query.shape[-2]))
         return replace(laid, rate=self.rate).lacks_kernel(platform)
 
     def contraction(self, *local: TensorType) -> tuple[int, int, int, int] | None:

@@ -5,7 +5,8 @@ the keys.
                 joins what it finds by its log-sum-exp (Liu et al. 2023, "Ring Attention with Blockwise
                 Transformers"):  l = log(exp l1 + exp l2),  o = exp(l1 - l) o1 + exp(l2 - l) o2.
                 Backward sends the gradients of keys and values round with them. With a window, keys are sent
-                to those alone who see any of them, and from there the gradients home.
+                to those alone who see any of them, from before and (to both sides) from behind, and from
+                there the gradients home.
     zigzag      the same for causal attention, with equal work: of 2n pieces of the positions, device i of n
                 works on the pieces i and 2n-1-i (Dubey et al. 2024, "The Llama 3 Herd of Models", 3.3.2).
                 Operands are sent there, and results back. Of keys from elsewhere, a device's later queries
@@ -26,7 +27,8 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.op import Emitter, TensorType
 from mesh_tf_core.ir.program import Local
 from mesh_tf_core.ops.attending import AnyAttention
-from mesh_tf_core.ops.ring import ALL_TO_ALL, RING, ZIGZAG, Ring, refused, summed, type_of
+from mesh_tf_core.ops.ring import Ring
+from mesh_tf_core.ops.ring_pieces import ALL_TO_ALL, RING, ZIGZAG, refused, summed, type_of
 
 FORMS = (RING, ZIGZAG, ALL_TO_ALL)
 """What a layout's options may say of a dimension of keys; without a word they are gathered."""

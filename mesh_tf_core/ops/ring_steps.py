@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
@@ -28,12 +29,14 @@ class RingStep(Op, abstract=True):
       step: how many places what it takes has come round.
       counted: so many more as the last operand says, an int32 scalar.
       before: it is of devices that it has come to round the end of the ring, else of the others.
+      end: it came from the devices behind, and this is the number of the last one; 0: from those before.
     """
 
     ring: str
     step: int = 0
     counted: bool = False
     before: bool = False
+    end: int = 0
 
     def roles(self, *inputs: TensorType) -> Roles:
         return all_parallel(*inputs)
@@ -43,6 +46,8 @@ class RingStep(Op, abstract=True):
         if not self.step:
             return None
         number, step = k.scalar(at.shard(self.ring), "int32"), k.scalar(self.step, "int32")
+        if self.end:
+            number = k.binary("sub", k.scalar(self.end, "int32"), number)
         if self.counted:
             step = k.binary("add", step, slices[-1])
         return k.binary("lt" if self.before else "ge", number, step)
@@ -147,3 +152,51 @@ class LaterRows(RingStep):
 
     def flops(self, *local: TensorType) -> float:
         return 2.0 * local[0].shape.size
+
+
+@dataclass(frozen=True)
+class Place(Op):
+    """[ring] int32: the position at which every device's piece begins, `by` further with every device."""
+
+    ring: Dim
+    first: int
+    by: int
+    kind: ClassVar[str] = "data"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return Roles(parallel=(self.ring.name,))
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return TensorType(Shape([self.ring]), "int32")
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        number = k.scalar(at.shard(self.ring.name), "int32")
+        by, first = k.scalar(self.by, "int32"), k.scalar(self.first, "int32")
+        return k.reshape(k.binary("add", first, k.binary("mul", number, by)), (1,))
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return ()
+
+
+@dataclass(frozen=True)
+class PlaceSent(RingStep):
+    """The place of what the next device sends: `by` further, of places from `start` that begin anew after
+    `total`."""
+
+    by: int = 0
+    start: int = 0
+    total: int = 1
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return inputs[0]
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        start, total, by = (k.scalar(n, "int32") for n in (self.start, self.total, self.by % self.total))
+        place = k.binary("add", k.binary("sub", slices[0], start), by)
+        return k.binary("add", k.binary("mod", place, total), start)
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0

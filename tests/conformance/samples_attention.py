@@ -10,7 +10,7 @@ from scipy import special
 
 import mesh_tf_core as mtf
 from mesh_tf_core.ops.attention import FusedAttention
-from mesh_tf_core.ops.ring import RING, ZIGZAG
+from mesh_tf_core.ops.ring_pieces import RING, ZIGZAG
 from tests.conformance.helper import Arg, Sample, dims
 
 Q, K = Arg("b:2 l:8 h:4 d:2"), Arg("b:2 m:8 h:4 d:2")
@@ -39,6 +39,12 @@ def _heads_first(*xs: np.ndarray) -> list[np.ndarray]:
 def _apart(queries: int = 8, keys: int = 8) -> np.ndarray:
     """The query's position minus the key's."""
     return np.arange(queries)[:, None] - np.arange(keys)
+
+
+def near(window: int, causal: bool) -> np.ndarray:
+    """Whether 16 queries see as many keys."""
+    apart = _apart(16, 16)
+    return (apart < window) & (apart > (-1 if causal else -window))
 
 
 def _whole(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -166,17 +172,21 @@ SAMPLES = (
         Sample(
             f"attention, ring of a window{of}",
             "attention",
-            lambda g, q, k, v, window=window: mtf.attention(
-                q, k, v, "l", "m", "d", causal=True, window=window, extra_logit=0.5
+            lambda g, q, k, v, causal=causal, window=window: mtf.attention(
+                q, k, v, "l", "m", "d", causal=causal, window=window, extra_logit=0.5
             ),
             (Arg("g:2 l:16 d:2"), Arg("m:16 d:2"), Arg("m:16 e:3")),
-            lambda q, k, v, window=window: attend(
-                q, k, v, (_apart(16, 16) >= 0) & (_apart(16, 16) < window), 0.0, 0.5
-            )[0],
+            lambda q, k, v, causal=causal, window=window: attend(q, k, v, near(window, causal), 0.0, 0.5)[0],
             together=("l g",),
             context="ring",
         )
-        for of, window in ((" of one", 1), ("", 4), (" beyond half", 11))
+        for of, window, causal in (
+            (" of one", 1, True),
+            ("", 4, True),
+            (" beyond half", 11, True),
+            (" to both sides", 3, False),
+            (" to both sides, beyond half", 11, False),
+        )
     ),
     Sample(
         "attention, zigzag",

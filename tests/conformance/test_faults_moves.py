@@ -158,7 +158,7 @@ def _once_more(self: Any, id: int, shift: int = 1, pairs: Any = ()) -> int:
     return _SENT(self, id, shift if pairs or shift > 0 else shift + 1, pairs)
 
 
-_SENT, _STEP = ring.Ring.sent, ring.Ring.step
+_SENT, _STEP, _ROUND = ring.Ring.sent, ring.Ring.step, ring.Ring.round
 
 
 def _first(self: Any, kind: Any, turn: Any, *operands: int, **fields: Any) -> list[int]:
@@ -172,7 +172,7 @@ def _unjoined(self: Any, k: Any, at: At, *slices: Any) -> Any:
 
 ROUND: dict[str, tuple[type, str, Any, str]] = {
     "nothing is sent": (ring.Ring, "sent", _not_sent, "attention, ring"),
-    "keys stay": (ring.Ring, "round", lambda self, keys: [*keys], "attention, zigzag"),
+    "keys stay": (ring.Ring, "round", lambda self, keys, way: [*keys], "attention, zigzag"),
     "parts are added": (ring_steps.JoinParts, "kernel", _unjoined, "attention, ring"),
     "later keys count": (ring_steps.LaterRows, "counts", lambda *_: None, "attention in texts, ring"),
     "all devices count": (ring_steps.AddPart, "counts", lambda *_: None, "attention, zigzag"),
@@ -180,6 +180,18 @@ ROUND: dict[str, tuple[type, str, Any, str]] = {
     "sums are not taken": (ring, "summed", lambda low, id: id, "attention, ring"),  # type: ignore[dict-item]
     "all turns of a loop are the first": (ring.Ring, "step", _first, "attention, zigzag"),
     "gradients go round once more": (ring.Ring, "sent", _once_more, "attention, ring of a window"),
+    "all keys come from before": (
+        ring.Ring,
+        "round",
+        lambda self, keys, way: _ROUND(self, keys, 1),
+        "attention, ring of a window to both sides",
+    ),
+    "places stay": (
+        ring_steps.PlaceSent,
+        "kernel",
+        lambda self, k, at, *slices: slices[0],
+        "attention, ring of a window to both sides, beyond half",
+    ),
 }
 
 
@@ -187,4 +199,5 @@ ROUND: dict[str, tuple[type, str, Any, str]] = {
 def test_context(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, wrong, sample = ROUND[fault]
     monkeypatch.setattr(where, name, wrong)
-    caught(sample, mesh="x:2;y:2" if fault.startswith(("sums", "gradients", "all turns")) else "x:2")
+    four = fault.startswith(("sums", "gradients", "all turns", "all keys"))
+    caught(sample, mesh="x:2;y:2" if four else "x:2")

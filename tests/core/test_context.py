@@ -12,7 +12,8 @@ import pytest
 import mesh_tf_core as mtf
 from examples import bert, transformer_lm
 from mesh_tf_core.engines.lockstep import LockstepEngine
-from mesh_tf_core.ir.program import Loop
+from mesh_tf_core.ir.program import Loop, Permute
+from mesh_tf_core.ops.ring_turns import turns_of
 from tests.examples.helper import SMALL
 from tests.examples.hunt import Hunt, Legal
 from tests.marks import by_day
@@ -64,13 +65,15 @@ def test_many_layouts(name: str, first: int) -> None:
         HUNTS[name].check(name, 1000 + seed)
 
 
-def round_of(form: str, devices: int, window: int = 0, length: int = 32) -> tuple[mtf.Program, mtf.Graph]:
-    """Causal attention and its gradients; with a form, positions split over so many devices."""
+def round_of(
+    form: str, devices: int, window: int = 0, length: int = 32, causal: bool = True
+) -> tuple[mtf.Program, mtf.Graph]:
+    """Attention and its gradients; with a form, positions split over so many devices."""
     graph, (n, m) = mtf.Graph(), (mtf.Dim("n", length), mtf.Dim("m", length))
     heads, width = mtf.Dim("heads", 2), mtf.Dim("width", 4)
     query = graph.input("query", [n, heads, width], "float32")
     key, value = (graph.input(name, [m, width], "float32") for name in ("key", "value"))
-    out = mtf.attention(query, key, value, n, m, width, causal=True, window=window)
+    out = mtf.attention(query, key, value, n, m, width, causal=causal, window=window)
     grads = dict(zip("qkv", mtf.gradients(mtf.reduce_sum(out * out), [query, key, value]), strict=True))
     mesh, options = (
         mtf.Mesh(f"x:{devices};y:2"),
@@ -89,14 +92,62 @@ def test_turns_are_a_loop(form: str, window: int) -> None:
     turns = 6 if not window else 23 // 4 - 1
     assert [loop.dim.size for loop in loops] == [turns] * 2
     assert len([*round_of(form, 16, 2 * window, 64)[0].walk()]) == len([*program.walk()])
+    same(program, round_of("", 1, window)[0])
+
+
+def same(program: mtf.Program, alone: mtf.Program) -> None:
+    """The numbers of one device."""
     rng = np.random.default_rng(0)
     batch = {
         n: rng.normal(size=[d.size for d in program.values[i].shape]).astype(np.float32)
         for n, i in program.feeds.items()
     }
-    alone = LockstepEngine(round_of("", 1, window)[0]).step(batch)
+    want = LockstepEngine(alone).step(batch)
     for name, found in LockstepEngine(program).step(batch).items():
-        np.testing.assert_allclose(found, alone[name], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(found, want[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("devices", "window", "loops", "keys"), [(8, 30, [5], 7), (16, 11, [4, 4], 10), (8, 4, [], 2)]
+)
+def test_windows_to_both_sides(devices: int, window: int, loops: list[int], keys: int) -> None:
+    """Keys come from before and from behind, those that a window hides no part of in loops; those of a
+    device to all that see any of them, once, and the gradients home from either side."""
+    length = devices * 4 if devices < 16 else devices * 2
+    program, _ = round_of("ring", devices, window, length, causal=False)
+    found = [instr.dim.size for instr, _ in program.walk() if isinstance(instr, Loop)]
+    assert found == 2 * loops
+    sent = [(i, n) for i, n in program.walk() if isinstance(i, Permute)]
+    forward = sum(n for i, n in sent if i.origin.phase == "forward")
+    assert forward == 2 * keys
+    # Gradients travel as often as keys; where loops begin, as a window hides no neighbour, once more.
+    assert sum(n for _, n in sent) == 2 * forward + 2 * (keys + len(loops) * (window == 11))
+    same(program, round_of("", 1, window, length, causal=False)[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_turns_bring_what_is_seen_and_no_more(causal: bool) -> None:
+    """Every pair of a device and a piece of which its queries see any, once; no turn that nobody needs."""
+    tried = 0
+    for count, size in ((2, 3), (3, 1), (5, 2), (8, 4)):
+        for window in range(count * size + 2):
+            positions = np.arange(count * size)
+            apart = positions[:, None] - positions
+            seen = (apart >= 0) if causal else np.full(apart.shape, True)
+            seen &= (np.abs(apart) < window) if window else True
+            pieces = seen.reshape(count, size, count, size).transpose(0, 2, 1, 3)
+            want = {(i, j) for i, j in np.argwhere(pieces.any((2, 3))) if i != j}
+            got = list[tuple[int, int]]()
+            for turn in turns_of(count, size, causal, window):
+                for step in range(turn.step, turn.step + turn.times):
+                    came = [(i, i - turn.way * step) for i in range(count)]
+                    counts = [(i, j % count) for i, j in came if turn.both or 0 <= j < count]
+                    assert not turn.whole or all(causal or pieces[pair].all() for pair in counts)
+                    assert {*counts} & want
+                    got += counts
+            assert len(got) == len({*got}) and {*got} >= want
+            tried += len(want)
+    assert tried > 500
 
 
 def test_keys_have_one_form() -> None:

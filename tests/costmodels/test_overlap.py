@@ -18,6 +18,7 @@ from layoutopt.evaluator import evaluate
 from layoutopt.formulation.extract import extract
 from layoutopt.problem import evaluate as value_of
 from layoutopt.space.decisions import decisions
+from tests.core.test_context import round_of
 from tests.layoutopt.models import EXAMPLES, some_choices
 
 MESH = mtf.Mesh("data:2;model:2")
@@ -117,3 +118,16 @@ def test_what_goes_round_a_ring_hides_beside_its_turns() -> None:
     round = [x.item for x in sent if isinstance(x.item, Sent) and x.item.under]
     assert {(len(item.under), item.share) for item in round} == {(1, 1 / 2), (1, 1 / 4)}
     assert max(x.seconds for x in sent) > max(x.exposed for x in sent if x.purpose == RING)
+
+
+def test_keys_of_a_window_hide_from_either_side() -> None:
+    """Three pieces in reach on eight devices: keys come three times from either side, each beside the
+    attention of the turn before, and gradients twice and home; nothing is left beside which they could come
+    home from the last side."""
+    program, _ = round_of("ring", 8, 10, causal=False)
+    lines = price(program, hiding(gradient=0.5)).lines
+    sent = [x for x in lines if x.is_communication and x.name == "permute"]
+    assert sum(x.times for x in sent if x.purpose == RING) == 2 * 2 * 6 + 2 * (2 + 1 + 2)
+    assert sum(x.times for x in sent if x.purpose != RING) == 2
+    under = [len(x.item.under) for x in sent if isinstance(x.item, Sent) and x.item.under]
+    assert {*under} == {1}

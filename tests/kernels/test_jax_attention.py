@@ -29,7 +29,7 @@ def normal(*sizes: int) -> Any:
 
 def operands(values: int = WIDTH, **more: Any) -> Attending:
     keys = (BATCH, HEADS, KEYS)
-    given = {"first": 0, "total": QUERIES, "scale": WIDTH**-0.5, **more}
+    given = {"first": 0, "starts": (0,), "scale": WIDTH**-0.5, **more}
     return Attending(
         normal(BATCH, HEADS, GROUP, QUERIES, WIDTH), normal(*keys, WIDTH), normal(*keys, values), 2, **given
     )
@@ -80,12 +80,24 @@ def segments() -> tuple[Any, Any]:
 
 CASES: dict[str, dict[str, Any]] = {
     "whole, an extra logit": {"extra_logit": 0.7},
-    "second half of the queries, causal": {"causal": True, "total": KEYS, "first": QUERIES},
+    "second half of the queries, causal": {"causal": True, "starts": (0, QUERIES), "first": QUERIES},
     "window to both sides, narrow values": {
         "window": 70,
-        "total": KEYS,
+        "starts": (0, QUERIES),
         "first": QUERIES,
         "values": WIDTH // 2,
+    },
+    "a ring's keys behind the queries": {
+        "window": 70,
+        "starts": (-QUERIES,),
+        "first": -QUERIES,
+        "partial": True,
+    },
+    "a ring's keys of either side": {
+        "window": 100,
+        "starts": (-2 * QUERIES, 2 * QUERIES),
+        "first": jnp.int32(2 * QUERIES),
+        "partial": True,
     },
     "masked keys and texts": {
         "segments": segments(),
@@ -99,7 +111,13 @@ def test_a_tpu_does_the_same(case: str) -> None:
     a = operands(**CASES[case])
     assert not a.lacks_kernel("tpu")
     result, lse = blockwise.forward(JaxKernel(), a)
-    close(libraries.on_tpu(a, interpret=True), (result, lse))
+    made, total = libraries.on_tpu(a, interpret=True)
+    if a.partial:  # queries that see other keys alone
+        seen = lse > blockwise.NOTHING_SEEN
+        assert seen.any() and not seen.all() and (total[~seen] < blockwise.NOTHING_SEEN).all()
+        made, result = (jnp.where(seen[..., None], x, 0.0) for x in (made, result))
+        total, lse = (blockwise.with_extra(JaxKernel(), x, 0.5) for x in (total, lse))
+    close((made, total), (result, lse))
     dresult = normal(*result.shape)
     want = blockwise.backward(JaxKernel(), a, result, lse, dresult, None)
     close(libraries.gradient_on_tpu(a, result, lse, dresult, interpret=True), want)
@@ -138,7 +156,7 @@ def test_a_gpu_is_given_cudnn() -> None:
 
     text = jax.jit(both).trace(a.query).lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmhaSoftmax" in text and "__cudnn$fmhaSoftmaxBackward" in text
-    assert replace(a, total=2 * QUERIES).lacks_kernel("gpu") == "causal queries from the middle"
+    assert replace(a, starts=(0, QUERIES)).lacks_kernel("gpu") == "causal queries from the middle"
 
 
 @pytest.mark.slow

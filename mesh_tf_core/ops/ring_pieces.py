@@ -1,0 +1,129 @@
+"""The pieces of the positions that the devices of a ring work on: where they lie, and what an operation makes
+of them (see `ops.ring`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.layout import Axes, Layout
+from mesh_tf_core.ir.op import Emitter, Op, TensorType
+from mesh_tf_core.ir.program import Local, Permute
+from mesh_tf_core.ops.attending import AnyAttention
+from mesh_tf_core.ops.ring_steps import ChoosePart, Place
+from mesh_tf_core.ops.shape import Concat, Reshape, SliceDim
+
+RING, ZIGZAG, ALL_TO_ALL = "ring", "zigzag", "all_to_all"
+
+
+def refused(op: AnyAttention, form: str, why: str, instead: str) -> LayoutError:
+    """That a form cannot be had, and what can."""
+    return LayoutError(f"{op.name}: {form} of {op.memory.name!r} {why}; {instead}")
+
+
+def type_of(low: Emitter, id: int) -> TensorType:
+    """Of a value."""
+    return TensorType(low.values[id].shape, low.values[id].dtype)
+
+
+def summed(low: Emitter, id: int) -> int:
+    """A value whose terms lie on several devices, as their sum."""
+    pending = low.values[id].partial
+    return low.joined(id, pending, "sum") if pending else id
+
+
+class Pieces:
+    """Of one attention, or its gradient.
+
+    Args:
+      axes: that split the positions.
+      lies: the layout in force, less what the operation needs whole.
+    """
+
+    def __init__(self, op: AnyAttention, low: Emitter, axes: Axes, form: str, lies: Layout) -> None:
+        self.op, self.low, self.axes, self.form, self.lies = op, low, axes, form, lies
+        self.count = low.oracle.ways(axes)
+        self.ring = Dim(f"{op.length.name}_ring", self.count)
+
+    def local(self, op: Op, *inputs: int) -> list[int]:
+        """What an operation makes of values whose dimensions, but the ring, lie as the layout says; sums over
+        what else is split are still to be taken."""
+        given = [type_of(self.low, i) for i in inputs]
+        made = op.infer(*given)
+        types = made if isinstance(made, tuple) else (made,)
+        reduced = [] if op.regroups or op.linear else op.roles(*given).reduced
+        out = []
+        for t in types:
+            lacking = (n for n in reduced if n not in t.shape.names and n != self.op.length.name)
+            axes = (a for n in lacking for a in self.lies.axes(n))
+            pending = self.low.values[inputs[0]].partial if op.linear else self.low.oracle.ordered(axes)
+            out.append(self.low.new(t, self.splits(t.shape), pending))
+        self.low.emit(Local(tuple(inputs), tuple(out), self.low.origin, op))
+        return out
+
+    def splits(self, shape: Shape) -> tuple[Axes, ...]:
+        positions = {self.op.length.name: (), self.op.memory.name: (), self.ring.name: self.axes}
+        return tuple(positions.get(n, self.lies.axes(n)) for n in shape.names)
+
+    def parted(self, id: int) -> int:
+        """A value with its positions as two dimensions."""
+        dims: list[Dim] = []
+        for d in self.low.values[id].shape:
+            if d.name in (self.op.length.name, self.op.memory.name):
+                dims += [self.ring, Dim(d.name, d.size // self.count)]
+            else:
+                dims.append(d)
+        return self.local(Reshape(Shape(dims)), id)[0]
+
+    def joined(self, id: int, type: TensorType) -> int:
+        """The inverse."""
+        return self.low.local(Reshape(type.shape), [id], [type], [self.lies.axes_of(type.shape.names)])[0]
+
+    def sent(self, id: int, shift: int = 1, pairs: tuple[tuple[int, int], ...] = ()) -> int:
+        """What lies on the device before; with `pairs`, on the one that is named."""
+        v = self.low.values[id]
+        out = self.low.new(type_of(self.low, id), v.splits, v.partial)
+        wrap = not pairs
+        self.low.emit(Permute((id,), (out,), self.low.origin, self.axes, shift, wrap, pairs))
+        return out
+
+    def position(self, id: int) -> str | None:
+        """The name of a value's positions."""
+        names = self.low.values[id].shape.names
+        return next((n for n in (self.op.length.name, self.op.memory.name) if n in names), None)
+
+    def homes(self, odd: int) -> tuple[tuple[int, int], ...]:
+        """Where every device's earlier or later piece lies in a zigzag; empty if that is where it is."""
+        n = self.count
+        pieces = ((i, 2 * i + odd) for i in range(n))
+        pairs = tuple((i, piece if piece < n else 2 * n - 1 - piece) for i, piece in pieces)
+        return () if all(i == to for i, to in pairs) else pairs
+
+    def zigzag(self, id: int) -> list[int]:
+        """The earlier and the later piece of a device of a zigzag; of what has no positions, itself twice."""
+        name = self.position(id)
+        if name is None:
+            return [id, id]
+        half = self.low.values[id].shape.dim(name).size // 2
+        pieces = [self.local(SliceDim(name, n * half, half), id)[0] for n in (0, 1)]
+        for odd in (0, 1):
+            if pairs := self.homes(odd):
+                pieces[odd] = self.sent(pieces[odd], pairs=pairs)
+        choose = ChoosePart(self.ring.name)
+        return [self.local(choose, *pieces)[0], self.local(choose, *pieces[::-1])[0]]
+
+    def ordered(self, parts: Sequence[int]) -> int:
+        """The inverse."""
+        choose, name = ChoosePart(self.ring.name), self.position(parts[0])
+        assert name is not None
+        pieces = [self.local(choose, *parts)[0], self.local(choose, *parts[::-1])[0]]
+        for odd in (0, 1):
+            if pairs := self.homes(odd):
+                pieces[odd] = self.sent(pieces[odd], pairs=tuple((to, i) for i, to in pairs))
+        return self.local(Concat(name), *pieces)[0]
+
+    def places(self) -> list[int]:
+        """Where a device's pieces begin."""
+        size = self.op.length.size // self.count
+        return [self.local(Place(self.ring, 0, size))[0]]
