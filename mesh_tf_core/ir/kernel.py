@@ -212,7 +212,7 @@ class Attending:
       partial: the log-sum-exp that gradients are given is of more keys than these.
       rate: of dropout on the weights.
       noise: which row of the whole tensor each is (see `ops.random.rows`), twice uint32 [.., queries, 1],
-        and the key of the weights' random numbers.
+        the key of the weights' random numbers, and which of a row's keys is the first one here.
     """
 
     query: T
@@ -230,7 +230,7 @@ class Attending:
     segments: tuple[T, T] | None = None
     partial: bool = False
     rate: float = 0.0
-    noise: tuple[T, T, T] | None = None
+    noise: tuple[T, ...] | None = None
 
     def lacks_kernel(self, platform: str) -> str:
         """Why no library has a kernel for it on a 'tpu' or a 'gpu'; empty if one has. Of its operands, only

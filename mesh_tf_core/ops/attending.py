@@ -64,6 +64,7 @@ class AnyAttention(Op, abstract=True):
       scale, causal, window, extra_logit, partial, rate: see `Attending`.
       apart: the position of the first query, of a ring's pieces: one of these, as `PLACES` say; keys begin
         at 0.
+      positions: of queries on all devices, where dropout is by `PLACES`.
       extras: which of `EXTRAS` and of `PLACES` there are.
     """
 
@@ -77,6 +78,7 @@ class AnyAttention(Op, abstract=True):
     rate: float = 0.0
     partial: bool = False
     apart: tuple[int, ...] = (0,)
+    positions: int = 0
     extras: tuple[str, ...] = ()
     kind: ClassVar[str] = "attention"
     products: ClassVar[tuple[int, int]] = (1, 1)
@@ -141,8 +143,7 @@ class AnyAttention(Op, abstract=True):
         }
         noise = None
         if self.rate:
-            places = (k.reshape(x, (*x.shape, 1)) for x in rows_of(k, at, rows))
-            noise = (*places, given["key"])
+            noise = self._noise(k, at, rows, given)
         query, key, value = factors
         return Attending(
             query,
@@ -162,6 +163,16 @@ class AnyAttention(Op, abstract=True):
             rate=self.rate,
             noise=noise,
         )
+
+    def _noise(self, k: Kernel, at: At, rows: Shape, given: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Where its random numbers lie among those of one device."""
+        places, first = dict[str, tuple[int, Any]](), 0
+        if self.positions:
+            query, first = (k.reshape(given[name], ()) for name in PLACES)
+            (ring,) = at.inputs[3 + self.extras.index(PLACES[0])].shape.names
+            places = {ring: (1, 0), self.length.name: (self.positions, query)}
+        columns = (k.reshape(x, (*x.shape, 1)) for x in rows_of(k, at, rows, places))
+        return (*columns, given["key"], first)
 
     def _first(self, k: Kernel, at: At, given: Mapping[str, Any]) -> Any:
         """The position of the first query."""

@@ -81,7 +81,7 @@ def _rows(k: Kernel, a: Attending, axis: int, number: Any, count: int) -> Attend
         bias=part(a.bias),
         mask=part(a.mask),
         segments=a.segments and tuple(map(part, a.segments)),
-        noise=a.noise and (part(a.noise[0]), part(a.noise[1]), a.noise[2]),
+        noise=a.noise and (*map(part, a.noise[:2]), *a.noise[2:]),
     )
 
 
@@ -187,8 +187,9 @@ def _kept(k: Kernel, a: Attending, weights: Any) -> Any:
     """Weights, or their gradients, after dropout."""
     if a.noise is None:
         return weights
-    low, high, key = a.noise
-    keep = k.binary("ge", uniform(k, key, (low, high), _sizes(a.key)[-2]), k.scalar(a.rate, "float32"))
+    low, high, key, first = a.noise
+    drawn = uniform(k, key, (low, high), _sizes(a.key)[-2], first)
+    keep = k.binary("ge", drawn, k.scalar(a.rate, "float32"))
     wide = _wide(a)
     scaled = k.binary("mul", weights, k.scalar(1 / (1 - a.rate), wide))
     return k.where(keep, scaled, k.scalar(0.0, wide))

@@ -10,7 +10,7 @@ counts what does not fit into the counter.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -60,28 +60,38 @@ def threefry(k: Kernel, key: tuple[Any, Any], counter: tuple[Any, Any]) -> tuple
     return x, y
 
 
-def rows(k: Kernel, at: At, shape: Shape) -> tuple[Any, Any]:
+Places = Mapping[str, tuple[int, Any]]
+"""Dimension -> its size in the whole tensor, and the index of a device's first element."""
+
+
+def rows(k: Kernel, at: At, shape: Shape, places: Places | None = None) -> tuple[Any, Any]:
     """Which row of the whole tensor each of a device's is: two numbers, uint32, each [shape] or with some
-    dimensions of size 1. The first counts the rows of the last dimensions, as far as 32 bits go."""
-    sizes = [d.size * at.ways.get(d.name, 1) for d in shape]
+    dimensions of size 1. The first counts the rows of the last dimensions, as far as 32 bits go.
+
+    Args:
+      places: of dimensions that do not lie as the device's pieces say.
+    """
+    known = {d.name: (d.size * at.ways.get(d.name, 1), at.offset(d.name)) for d in shape} | {**(places or {})}
+    sizes = [known[d.name][0] for d in shape]
     first = len(sizes)
     while first and math.prod(sizes[first - 1 :]) <= 2**32:
         first -= 1
     parts = range(first, len(sizes)), range(first)
-    low, high = (_place(k, at, shape, sizes, axes) for axes in parts)
+    low, high = (_place(k, known, shape, axes) for axes in parts)
     return low, high
 
 
-def _place(k: Kernel, at: At, shape: Shape, sizes: Sequence[int], axes: Sequence[int]) -> Any:
+def _place(k: Kernel, known: Places, shape: Shape, axes: Sequence[int]) -> Any:
     """The place in the whole tensor along some axes together, row by row."""
     place = k.full([1] * len(shape), 0, "uint32")
     for axis in axes:
         d = shape.dims[axis]
+        size, first = known[d.name]
         along = k.iota(d.size, "uint32")
-        if d.name in at.split:
-            along = _add(k, along, k.scalar(at.offset(d.name), "uint32"))
+        if d.size < size:
+            along = _add(k, along, k.scalar(first, "uint32"))
         along = k.reshape(along, [d.size if i == axis else 1 for i in range(len(shape))])
-        place = _add(k, k.binary("mul", place, _constant(k, sizes[axis])), along)
+        place = _add(k, k.binary("mul", place, _constant(k, size)), along)
     return place
 
 

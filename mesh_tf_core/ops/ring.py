@@ -16,8 +16,8 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.op import Emitter, TensorType
 from mesh_tf_core.ops.attending import PLACES, AnyAttention
 from mesh_tf_core.ops.basic import Cast
-from mesh_tf_core.ops.ring_pieces import ALL_TO_ALL, RING, ZIGZAG, Pieces, refused, summed
-from mesh_tf_core.ops.ring_steps import AddPart, ChoosePart, JoinParts, LaterRows, PlaceSent, RingStep
+from mesh_tf_core.ops.ring_pieces import RING, ZIGZAG, Pieces, refused, summed
+from mesh_tf_core.ops.ring_steps import AddPart, ChoosePart, JoinParts, LaterRows, RingStep
 from mesh_tf_core.ops.ring_turns import Turn, turns_of
 
 Parts = list[list[int]]
@@ -36,16 +36,13 @@ class Ring(Pieces):
     def __init__(self, op: AnyAttention, low: Emitter, axes: Axes, form: str, lies: Layout) -> None:
         super().__init__(op, low, axes, form, lies)
         self.turns = turns_of(self.count, op.length.size // self.count, op.causal, op.window)
-        self.placed = any(turn.both and not turn.whole for turn in self.turns)
+        self.placed = bool(op.rate) or any(turn.both and not turn.whole for turn in self.turns)
         """Whether pieces must say where they lie."""
         self.backward = op.name == "attentiongrad"
         self._check()
 
     def _check(self) -> None:
         op, form = self.op, self.form
-        if op.rate:
-            other = f"leave {form} out, or use {ALL_TO_ALL}"
-            raise refused(op, form, "cannot have dropout of its weights", other)
         if op.window and form == ZIGZAG:
             raise refused(op, form, f"cannot have a window of {op.window}", f"use {RING}")
         n, m = op.length, op.memory
@@ -73,7 +70,7 @@ class Ring(Pieces):
         if self.placed:
             at = 3 + len(self.op.extras)
             self.keys = {n if n < at else n + len(PLACES) for n in self.keys} | {at + 1}
-            parts[at:at] = [self.places()] * len(PLACES)
+            parts[at:at] = [[self.began(half) for half in range(len(parts[0]))]] * len(PLACES)
         made = self.gradient(parts) if self.backward else self.attention(parts)
         out = []
         for found, type, read in zip(made, types, wanted, strict=True):
@@ -83,13 +80,16 @@ class Ring(Pieces):
 
     # -- round the ring --------------------------------------------------------------------------------------
 
-    def round(self, keys: Sequence[int], way: int) -> list[int]:
+    def round(self, keys: Sequence[int], way: int, half: int = 0) -> list[int]:
         """Keys and values, and what else has their positions, of the device before, or of the next one."""
         found = [self.sent(x, way) if n in self.keys and n != self.place else x for n, x in enumerate(keys)]
         if self.placed:
-            by, total = self.op.length.size // self.count, self.op.length.size
-            found[self.place] = self.step(PlaceSent, None, found[self.place], by=-way * by, total=total)[0]
+            found[self.place] = self.began(half, found[self.place], way)
         return found
+
+    def rounds(self, keys: Parts, way: int) -> Parts:
+        """Of all pieces."""
+        return [self.round(each, way, half) for half, each in enumerate(keys)]
 
     def around(
         self,
@@ -105,7 +105,7 @@ class Ring(Pieces):
           begun: the state that a device's own keys make; `turned`: that of other keys, a state, and the turn.
           opened, closed: the state before the first turn of a way, and after the last one.
         """
-        coming = [self.round(each, self.turns[0].way) for each in rows] if self.turns else []
+        coming = self.rounds(rows, self.turns[0].way) if self.turns else []
         state = begun()
         for turn, following in zip(self.turns, [*self.turns, None][1:], strict=True):
             state = opened(state, turn) if turn.step == 1 else state
@@ -114,7 +114,7 @@ class Ring(Pieces):
                 continue
             keys = coming
             if following:
-                coming = [self.round(each, following.way) for each in (rows if turn.closes else keys)]
+                coming = self.rounds(rows if turn.closes else keys, following.way)
             state = turned(keys, state, turn)
             state = closed(state, turn) if turn.closes else state
         return state
@@ -130,7 +130,7 @@ class Ring(Pieces):
 
         def body(number: int, ids: Sequence[int]) -> list[int]:
             keys, before = parted(ids)
-            more = [self.round(each, turn.way) for each in keys]
+            more = self.rounds(keys, turn.way)
             after = turned(keys, before, replace(turn, number=number))
             sent = [x for each in more for n, x in enumerate(each) if n in self.keys]
             return [*sent, *(x for each in after for x in each)]
@@ -165,7 +165,7 @@ class Ring(Pieces):
         if turn and not whole:
             far = turn.way * turn.step * size
             apart = (far - self.op.length.size, far) if turn.both else (far,)
-        if len(apart) > 1:
+        if self.op.rate or len(apart) > 1:
             extras += PLACES
         elif self.placed:
             del operands[self.place - 1 : self.place + 1]
@@ -176,6 +176,7 @@ class Ring(Pieces):
             causal=self.op.causal and own,
             window=0 if whole else self.op.window,
             apart=apart,
+            positions=self.op.length.size if self.op.rate else 0,
             extra_logit=self.op.extra_logit if first else None,
             extras=extras,
             partial=True,

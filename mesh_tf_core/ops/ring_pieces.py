@@ -11,7 +11,7 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.op import Emitter, Op, TensorType
 from mesh_tf_core.ir.program import Local, Permute
 from mesh_tf_core.ops.attending import AnyAttention
-from mesh_tf_core.ops.ring_steps import ChoosePart, Place
+from mesh_tf_core.ops.ring_steps import ChoosePart, Place, PlaceSent
 from mesh_tf_core.ops.shape import Concat, Reshape, SliceDim
 
 RING, ZIGZAG, ALL_TO_ALL = "ring", "zigzag", "all_to_all"
@@ -123,7 +123,14 @@ class Pieces:
                 pieces[odd] = self.sent(pieces[odd], pairs=tuple((to, i) for i, to in pairs))
         return self.local(Concat(name), *pieces)[0]
 
-    def places(self) -> list[int]:
-        """Where a device's pieces begin."""
-        size = self.op.length.size // self.count
-        return [self.local(Place(self.ring, 0, size))[0]]
+    def began(self, half: int, sent: int | None = None, way: int = 1) -> int:
+        """Where a device's piece begins, the later one of a zigzag with `half`; if there is `sent`, that of
+        the device before (or, with another `way`, of the next), from its own."""
+        n, size = self.count, self.op.length.size // self.count
+        if self.form == ZIGZAG:
+            size //= 2
+        by = -size if half else size
+        if sent is not None:
+            name, start = self.ring.name, half * n * size
+            return self.local(PlaceSent(name, by=-way * by, start=start, total=n * size), sent)[0]
+        return self.local(Place(self.ring, half * (2 * n - 1) * size, by))[0]

@@ -39,7 +39,6 @@ def test_by_hand(run: Callable[..., Result]) -> None:
         ),
         (("ring", "--set", "attention=plain"), "the model has no fused attention"),
         (("all_to_all", "--set", "heads=1", "--set", "batch=1"), "needs heads that 2 devices divide"),
-        (("ring", "--set", "dropout=0.1"), "cannot have dropout of its weights"),
     ],
 )
 def test_what_is_refused(words: tuple[str, ...], said: str, run: Callable[..., Result]) -> None:

@@ -188,6 +188,23 @@ SAMPLES = (
             (" to both sides, beyond half", 11, False),
         )
     ),
+    *(
+        Sample(
+            f"attention with dropout, {form}{of}",
+            "attention",
+            lambda g, q, k, v, key, causal=causal, window=window: mtf.attention(
+                q, k, v, "l", "m", "d", causal=causal, window=window, dropout=0.3, random_key=key
+            ),
+            (Arg("g:2 l:16 b:2 d:2"), Arg("m:16 b:2 d:2"), Arg("m:16 b:2 e:3"), Arg("", "key")),
+            together=("l g b",),
+            context=form,
+        )
+        for form, of, window, causal in (
+            (RING, "", 0, True),
+            (RING, " of a window", 11, False),
+            (ZIGZAG, "", 0, True),
+        )
+    ),
     Sample(
         "attention, zigzag",
         "attention",

@@ -19,6 +19,7 @@ from mesh_tf_core.ops import (
     pieces,
     rearrange,
     ring,
+    ring_pieces,
     ring_steps,
     shape,
 )
@@ -159,6 +160,7 @@ def _once_more(self: Any, id: int, shift: int = 1, pairs: Any = ()) -> int:
 
 
 _SENT, _STEP, _ROUND = ring.Ring.sent, ring.Ring.step, ring.Ring.round
+_BEGAN = ring_pieces.Pieces.began
 
 
 def _first(self: Any, kind: Any, turn: Any, *operands: int, **fields: Any) -> list[int]:
@@ -172,7 +174,7 @@ def _unjoined(self: Any, k: Any, at: At, *slices: Any) -> Any:
 
 ROUND: dict[str, tuple[type, str, Any, str]] = {
     "nothing is sent": (ring.Ring, "sent", _not_sent, "attention, ring"),
-    "keys stay": (ring.Ring, "round", lambda self, keys, way: [*keys], "attention, zigzag"),
+    "keys stay": (ring.Ring, "round", lambda self, keys, *_: [*keys], "attention, zigzag"),
     "parts are added": (ring_steps.JoinParts, "kernel", _unjoined, "attention, ring"),
     "later keys count": (ring_steps.LaterRows, "counts", lambda *_: None, "attention in texts, ring"),
     "all devices count": (ring_steps.AddPart, "counts", lambda *_: None, "attention, zigzag"),
@@ -183,8 +185,14 @@ ROUND: dict[str, tuple[type, str, Any, str]] = {
     "all keys come from before": (
         ring.Ring,
         "round",
-        lambda self, keys, way: _ROUND(self, keys, 1),
+        lambda self, keys, way, half: _ROUND(self, keys, 1, half),
         "attention, ring of a window to both sides",
+    ),
+    "weights are dropped by places of one's own": (
+        ring_pieces.Pieces,
+        "began",
+        lambda self, half, sent=None, way=1: _BEGAN(self, half) if sent is None else sent,
+        "attention with dropout, zigzag",
     ),
     "places stay": (
         ring_steps.PlaceSent,

@@ -14,8 +14,8 @@ from examples import bert, transformer_lm
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.program import Loop, Permute
 from mesh_tf_core.ops.ring_turns import turns_of
-from tests.examples.helper import SMALL
-from tests.examples.hunt import Hunt, Legal
+from tests.examples.helper import SMALL, check_same, train
+from tests.examples.hunt import Hunt, Legal, options
 from tests.marks import by_day
 
 LANGUAGE = {**SMALL, "kv_heads": 2, "positions": "rotary", "clip_norm": 1.0}
@@ -55,6 +55,16 @@ HUNTS = {
 )
 def test_the_numbers_of_one_device(name: str, seed: int) -> None:
     HUNTS[name].check(name, seed)
+
+
+@pytest.mark.parametrize("form", ["ring", "zigzag"])
+def test_the_same_weights_are_dropped(form: str) -> None:
+    """Forward and, made again, backward."""
+    hparams = {**LANGUAGE, "dropout": 0.3}
+    given = options(transformer_lm.model(**hparams), {"context": form, "recompute": True})
+    split = "batch:y;length:x;memory_length:x"
+    found = train(transformer_lm, hparams, "x:2;y:2", split, 2, **given)
+    check_same(found, train(transformer_lm, hparams, steps=2))
 
 
 @pytest.mark.nightly
