@@ -22,7 +22,8 @@ closing terminal sends SIGHUP twice, wrappers forward the Ctrl-C that their chil
 is not interrupted, since libraries make other errors of that: the signal is heard when it is over, which may
 take seconds, or ends the process at once where nothing can be lost (`nothing_to_keep`). While the command
 line itself is imported, and once a command is done, a signal ends the process at once (`start`). Before that
-is the interpreter's own start: there Ctrl-C is Python's, which may show where it was.
+is the interpreter's own start: there Ctrl-C is Python's, which may show where it was. In the
+interpreter's own end nobody hears: there a signal kills the process, for which shells show the same code.
 
 A main thread that is in a library's code hears nothing. A second thread sees to it that the process ends all
 the same: at the second Ctrl-C, or `PATIENCE` seconds after SIGTERM or SIGHUP unless work within `told` goes

@@ -37,7 +37,8 @@ def test_ctrl_c_twice_leaves_whole_checkpoints(
         for wait in (apart, 0.0):
             process.send_signal(signal.SIGINT)
             time.sleep(wait)
-        assert process.wait(60) == 130, said.read_text()
+        # The second one may meet the interpreter's own end, of which it is killed: 130 to shells.
+        assert process.wait(60) in (130, -signal.SIGINT), said.read_text()
     finally:
         process.kill()
     assert "Traceback" not in said.read_text() and "Fatal" not in said.read_text()
