@@ -48,23 +48,20 @@ def operations(plan: PlanFile) -> Grid:
 
 
 def _opened(w: Work, sources: Mapping[str, str]) -> tuple[str, ...]:
-    """What is folded away under an operation: where the model writes it, its work, its collectives' runs."""
+    """What is folded away under an operation: where the model writes it, and its work."""
     code = sources.get(w.place, "").replace("`", "'")
     found = [f"{w.place}: `{code}`" if code else w.place] if w.place else []
     found.append(f"compute {seconds(w.compute)}, exposed {seconds(w.exposed)}, hidden {seconds(w.hidden)}")
     if w.flops or w.bytes:
         intensity = f", {digits(w.flops / w.bytes)} FLOP a byte" if w.flops and w.bytes else ""
         found.append(f"{flops(w.flops)} and {memory(w.bytes)} read or written{intensity}")
-    found += [
-        f"{c.name}: {plural(round(c.runs), 'run')} of {seconds(c.seconds / max(c.runs, 1))}"
-        for c in w.collectives.values()
-    ]
     return tuple(found)
 
 
 def _operation(w: Work, longest: float, total: float, sources: Mapping[str, str]) -> list[Cell]:
     said = [
-        f"{c.name}: {memory(c.sent)}, {seconds(c.exposed)} exposed of {seconds(c.seconds)}"
+        f"{c.name}: {memory(c.sent)} in {plural(round(c.runs), 'run')}, {seconds(c.exposed)} exposed of "
+        f"{seconds(c.seconds)}"
         for c in w.collectives.values()
     ]
     runs = f"{count(w.runs)} runs" if w.runs > 1 else ""

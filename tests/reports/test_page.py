@@ -158,6 +158,12 @@ def test_first_screen_admits(pages: dict[str, str]) -> None:
     assert "the plan has no record of a search" in said
 
 
+def test_an_operation_names_its_collective_once(pages: dict[str, str]) -> None:
+    said = Page(pages["full"]).text.replace("\u00a0", " ")
+    assert said.count("all-reduce over model: 2.05 GiB in 8 runs, 32.0 ms exposed of 48.0 ms") == 1
+    assert "8 runs of" not in said
+
+
 def test_what_barely_fits_is_told_so() -> None:
     plan = sample.full_plan()
     plan["details"]["hardware"]["known"] = {"compiler": {"rows": 14, "compute": 0.15, "memory": 0.2}}
