@@ -93,7 +93,10 @@ def generate(
                 texts=texts,
             )
         )
-        terminal.say(f"step {step} of {checkpoint}, {seconds_text(seconds)} with compiling")
+        terminal.say(
+            f"step {step} of {checkpoint}, {seconds_text(seconds)} with compiling; scores are log "
+            "probabilities of what follows the prompt, of beams divided by a penalty for length"
+        )
         _show(terminal, texts)
 
 

@@ -19,6 +19,7 @@ from layoutopt.cli.given import Given
 from layoutopt.cli.options import read_mesh
 from layoutopt.cli.plans import is_plan, say_damage
 from layoutopt.cli.terminal import Terminal
+from layoutopt.plan.units import plural
 
 if TYPE_CHECKING:
     from layoutopt.models.loading import Loaded
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 
 COMPILING = "compiling the step"
 STARTING = {
-    "local": "loading TensorFlow and starting {} devices",
-    "jax": "loading JAX and starting {} devices",
-    "lockstep": "starting {} devices of NumPy",
+    "local": "loading TensorFlow and starting {}",
+    "jax": "loading JAX and starting {}",
+    "lockstep": "starting {} of NumPy",
 }
 """What takes a while before an engine runs."""
 
@@ -74,14 +75,15 @@ class Session:
 
         cluster, terminal, kind = self.cluster, self.terminal, chosen(self.engine, self.cluster)
         say = terminal.say if not running(kind, cluster) else lambda _: None
+        starting = STARTING[kind].format(plural(count, "device"))
         if cluster is not None:
             cluster.devices_of(count)  # refused before anything takes time
-            say(f"{STARTING[kind].format(count)} in {cluster.processes} processes")
+            say(f"{starting} in {cluster.processes} processes")
             _keep_compiled()
             with hushed():
                 cluster.start(count)
             return
-        say(STARTING[kind].format(count))
+        say(starting)
         with signals.nothing_to_keep(lambda: terminal.say("stopped before anything ran")), hushed():
             if kind == "jax":
                 _keep_compiled()

@@ -239,8 +239,9 @@ class TrainingRun:
         if self.losses:
             predicted = self.predicted.step_seconds
             only = len(self.seconds) == 1  # the one that compiled says nothing of the speed
+            saved = "" if self.checkpoint is None else f", saved in {self.checkpoint}"
             rows += [
-                ("trained", f"steps {self.began_at + 1} to {self.began_at + len(self.losses)}"),
+                ("trained", f"steps {self.began_at + 1} to {self.began_at + len(self.losses)}{saved}"),
                 (
                     "step",
                     f"{seconds_text(step)}{' with compiling' if only else ''} "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -32,6 +32,9 @@ from layoutopt.cli.progress import Steps
 from layoutopt.cli.running import batches
 from layoutopt.cli.terminal import Terminal, facts, plain, table
 from layoutopt.plan.units import seconds_text
+
+if TYPE_CHECKING:
+    from costmodels.hardware import Hardware
 
 EXAMPLES = examples(
     'layoutopt validate examples/mlp.py --mesh "data:2;model:2" --layouts 6',
@@ -90,10 +93,11 @@ def validate(
         text = json.dumps(plain(result), indent=1) + "\n"
         with terminal.saved(out, lambda path: write_file(path, text, "--out"), "the validation"):
             terminal.result(result)
-            _show(terminal, found, machine.name)
+            _show(terminal, found, machine)
 
 
-def _show(terminal: Terminal, found: dict[str, Any], hardware: str) -> None:
+def _show(terminal: Terminal, found: dict[str, Any], machine: Hardware) -> None:
+    unmeasured = "" if machine.calibrated else " (not calibrated: `layoutopt calibrate` measures it first)"
     best = min(row["measured_seconds"] for row in found["rows"])
     ranked = sorted(found["rows"], key=lambda row: row["predicted_seconds"])
     order = sorted(row["measured_seconds"] for row in found["rows"])
@@ -116,7 +120,7 @@ def _show(terminal: Terminal, found: dict[str, Any], hardware: str) -> None:
         "",
         facts(
             [
-                ("hardware", hardware),
+                ("hardware", f"{machine.name}{unmeasured}"),
                 ("machine", found["noise"]["words"]),
                 ("MAPE", f"{100 * found['mape']:.1f}%: the mean error of a predicted time"),
                 ("Kendall tau", f"{_number(found['kendall_tau'])}: 1 is the measured order"),

@@ -96,8 +96,8 @@ class Checkpoint:
                 )
             if there != shape:
                 raise UserError(
-                    f"checkpoint {where!r}: variable {name!r} has shape {self.variables[name].shape} there, "
-                    f"{shape} here; use the same hyperparameters"
+                    f"checkpoint {where!r}: variable {name!r} has shape {there} there, [{variable.shape}] "
+                    "here; use the same hyperparameters"
                 )
 
     def read(self, name: str) -> Any:

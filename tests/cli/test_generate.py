@@ -71,7 +71,8 @@ def test_what_is_shown_and_what_is_said(trained: tuple[str, str], run: Run) -> N
     assert done.exit_code == 0
     assert "── 'abcdefabcdefab', score -" in done.stdout
     assert done.stdout.splitlines()[-1].strip() == "cd"
-    assert "step 60 of" in done.stderr
+    assert "step 60 of" in done.stderr and "starting 1 device\n" in done.stderr
+    assert "scores are log probabilities of what follows the prompt" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_a_damaged_checkpoint_is_told(run: Callable[..., Result], tmp_path: Path
     assert done.exit_code == 0, done.stderr
     assert "warning: checkpoint step-000000003: manifest.json cannot be read" in done.stderr
     assert "resuming from step 2" in done.stderr
-    assert "% of the time" in done.stdout
+    assert "% of the time" in done.stdout and "steps 3 to 4, saved in" in done.stdout
 
 
 def test_held_out_data_is_judged_without_dropout_and_to_its_end(

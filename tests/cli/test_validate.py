@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
 from layoutopt.analysis.validation import Row, sample_layouts, summary
+from layoutopt.cli.terminal import Terminal
+from layoutopt.cli.validate import _show
 from layoutopt.models.loading import load_model
 
 
@@ -70,6 +74,19 @@ def test_the_json_is_the_contracts(result: Callable[..., dict[str, Any]], tmp_pa
     assert all(row["measured_seconds"] > 0 for row in found["rows"])
     assert found["regret"] >= 0
     assert json.loads(out.read_text(encoding="utf-8")) == found
+
+
+def test_a_machine_that_is_not_calibrated_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    found = summary([Row("", 3.0, 1.0), Row("batch:data", 4.0, 2.0)])
+    named = {
+        **found,
+        "rows": [{**row, "name": "random"} for row in found["rows"]],
+        "noise": {"words": "quiet"},
+    }
+    for calibrated in (False, True):
+        _show(Terminal(), named, replace(load_hardware("cpu-local"), calibrated=calibrated))
+        said = "cpu-local (not calibrated: `layoutopt calibrate` measures it first)"
+        assert (said in capsys.readouterr().out) is not calibrated
 
 
 def test_wrong_input(refused: Callable[..., str]) -> None:
