@@ -256,9 +256,12 @@ def read(content: Any) -> tuple[model.Hardware | None, list[str]]:
 def _fault(location: tuple[int | str, ...], message: str) -> str:
     kinds = ("torus", "cluster", "shared_memory")  # pydantic names the chosen variant after 'topology'
     parts = [
-        str(p) for i, p in enumerate(location) if not (i == 1 and location[0] == "topology" and p in kinds)
+        " ".join(str(p).split())  # a key may be anything, also several lines
+        for i, p in enumerate(location)
+        if not (i == 1 and location[0] == "topology" and p in kinds)
     ]
-    return f"{'.'.join(parts) or 'the file'}: {message.removeprefix('Value error, ')}"
+    said = message.removeprefix("Value error, ").partition(" or instance of ")[0]
+    return f"{'.'.join(parts) or 'the file'}: {said}"
 
 
 def _freeze(value: Any) -> Any:
