@@ -323,6 +323,8 @@ class Evaluator:
 
     Attributes:
       tight: the fastest layout of some mesh did not fit: those of others may not either.
+      again: sets of loops (`again_in`) that ran again in a layout that did not fit: their rows are needed on
+        other meshes too.
     """
 
     def __init__(
@@ -330,6 +332,7 @@ class Evaluator:
     ) -> None:
         self.model, self.hardware, self.further, self.keeps = model, hardware, frozenset(further), keeps
         self.tight = False
+        self.again: dict[frozenset[str], None] = {}
         self._known: dict[Hashable, Evaluation | str] = {}
         self._prices: dict[Mesh, Pricer] = {}
         self._table_prices: TablePrices | None = None

@@ -31,6 +31,7 @@ import numpy as np
 
 from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.cluster import Cluster
+from layoutopt.formulation.combinations import Combinations
 from layoutopt.formulation.cuts import MOST_LOWERED, PendingSum, most_cells
 from layoutopt.formulation.host_link import HostLink, Waits
 from layoutopt.formulation.host_memory import host_row
@@ -41,6 +42,7 @@ from layoutopt.formulation.natural_memory import NaturalMemory
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import Entry, Table, Tabler, is_large, legal
 from layoutopt.problem import Problem, Row, Sparse, Term, Variable
+from layoutopt.problem.relations import Relation
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import Choice
@@ -148,6 +150,7 @@ class Draft:
       decided: what may be chosen (`fixing` takes away from it), and what follows of it where clusters are
         cut; `tables` are over that.
       left: clusters without a table.
+      together: what is left of combinations of options (`restrict`).
     """
 
     def __init__(
@@ -183,6 +186,7 @@ class Draft:
         self._met = {id(cluster): each for each in self.meetings for cluster in each.clusters}
         self.left = [*self.context.clusters, *(c for each in self.meetings for c in each.clusters)]
         self.tables: list[Table] = []
+        self.together: Combinations | None = None
         self.unsplit: list[str] = []
 
     def bound(self, cluster: Cluster) -> None:
@@ -214,7 +218,8 @@ class Draft:
         """The table of a cluster that has none."""
         self.bound(cluster)
         self.left = [c for c in self.left if c is not cluster]
-        self.tables.append(self.tabler_of(cluster).table(cluster, self.decided))
+        only = () if self.together is None else (self.together.of,)
+        self.tables.append(self.tabler_of(cluster).table(cluster, self.decided, *only))
         return self.tables[-1]
 
     def read(self, choices: Sequence[int]) -> tuple[Layout, Options]:
@@ -222,8 +227,15 @@ class Draft:
         options = self.decided.options
         return self.decided.read({n: options[n][c] for n, c in zip(self.decided.free, choices, strict=True)})
 
-    def restrict(self, decided: Decisions) -> None:
-        """Takes options away: those of `decided` are left."""
+    def restrict(self, decided: Decisions, rows: Sequence[Relation] | None = None) -> None:
+        """Takes options away: those of `decided` are left.
+
+        Args:
+          rows: of the terms of `times`, that are left; later tables have what agrees with them alone.
+        """
+        if rows is not None:
+            self.together = Combinations(Index(self.decided.free, self.decided), tuple(rows))
+            self.tables = [self.together.of(t) for t in self.tables]
         lost = {n for n, found in self.decided.options.items() if len(decided.options[n]) < len(found)}
         self.tables = [t if lost.isdisjoint(t.names) else t.within(decided) for t in self.tables]
         self.decided = decided

@@ -12,7 +12,7 @@ of the norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from costmodels.pricing.pricer import Pricer
@@ -123,11 +123,12 @@ def legal(cluster: Cluster, decided: Decisions) -> Table:
 
 
 def _crossing(cluster: Cluster, names: Sequence[str], found: Iterable[Assignment]) -> Iterator[Assignment]:
-    """The assignments that lowering may not refuse for what keys are split over."""
+    """The assignments that lowering may not refuse for what keys are split over. What splits one of the
+    dimensions further elsewhere splits no other of them: where one rule does, they are not split alike."""
     needs = [
         (names.index(switch), dims)
         for switch, dims in cluster.crossed.items()
-        if switch in names and not {*rules_of(dims, {*dims})} & {*cluster.dims}
+        if switch in names and len({*rules_of(dims, {*dims})} & {*cluster.dims}) < 2
     ]
 
     def crosses(splits: Mapping[str, Choice], dims: Sequence[str]) -> bool:
@@ -163,6 +164,10 @@ def _merged(chosen: Sequence[Choice], alike: Sequence[tuple[int, Mapping[Choice,
     return tuple(found)
 
 
+def _all(table: Table) -> Table:
+    return table
+
+
 def _splits(cluster: Cluster) -> int:
     """How many of a cluster's decisions, the first ones, name mesh axes."""
     return len(cluster.dims) + len(cluster.sums)
@@ -184,9 +189,13 @@ class Tabler:
         self.sizes = graph.dims()
         self._entries: dict[Cluster, dict[Assignment, Entry | None]] = {}
 
-    def table(self, cluster: Cluster, decided: Decisions) -> Table:
-        """Lowers and prices a cluster under all its assignments; those that lowering refuses are left out."""
-        bare, known = legal(cluster, decided), self._entries.setdefault(cluster, {})
+    def table(self, cluster: Cluster, decided: Decisions, only: Callable[[Table], Table] = _all) -> Table:
+        """Lowers and prices a cluster under all its assignments; those that lowering refuses are left out.
+
+        Args:
+          only: leaves some of the assignments, before anything is lowered.
+        """
+        bare, known = only(legal(cluster, decided)), self._entries.setdefault(cluster, {})
         every, count = [decided.fixed.get(n, ()) for n in cluster.decisions], _splits(cluster)
         place = [cluster.decisions.index(n) for n in bare.names]
         entries: dict[Assignment, Entry] = {}

@@ -12,12 +12,12 @@ and in a circular schedule likewise with its ticks (`mesh_tf_core.ops.ticks`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from layoutopt.evaluator import Evaluator
+from layoutopt.formulation.extract import count_layouts
 from layoutopt.optimize.fixing import SLACK, OptionCosts
 from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblem import Found, SubproblemSearch
@@ -40,6 +40,13 @@ class Candidate:
     low: float = 0.0
     answer: Found | None = None
 
+    @property
+    def rank(self) -> tuple[float, int, int]:
+        """What is looked at first has less: what promises most, then what says something of more
+        microbatches, then what is small: it has an answer that larger meshes hardly beat."""
+        subproblem = self.subproblem
+        return self.bound, subproblem.microbatches, count_layouts(subproblem.decided.options)
+
     def promises(self, seconds: float, limit: float) -> bool:
         """Whether something faster may be here that holds at most `limit` bytes."""
         known = self.answer is not None and self.answer.peak <= limit
@@ -52,8 +59,7 @@ class Pieces:
 
     Attributes:
       least: seconds that no layout takes less than.
-      costs: seconds that no layout with an option takes less than; those of options that are not there are
-        more than those of a layout that was known.
+      costs: seconds that no layout with an option takes less than.
     """
 
     least: dict[Hashable, dict[int, float]] = field(default_factory=dict)
@@ -75,7 +81,7 @@ class Pieces:
         options, most = dict(of.decided.options), seconds * (1 + SLACK)
         for part, costs in _fewer(self.costs, of):
             for name in costs.keys() & set(of.decided.free):
-                options[name] = tuple(o for o in options[name] if part * costs[name].get(o, math.inf) <= most)
+                options[name] = tuple(o for o in options[name] if part * costs[name].get(o, 0.0) <= most)
         return replace(of, decided=of.decided.within(options)) if all(options.values()) else None
 
 

@@ -28,7 +28,7 @@ from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.problem import eliminate
 from layoutopt.problem.form import Floats
-from layoutopt.problem.marginals import marginals
+from layoutopt.problem.marginals import marginals, rows_below
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
 from layoutopt.space.recompute import Recompute
@@ -114,7 +114,8 @@ def fix_options(
                     known = min(known, propose(*draft.read(choices)))
             # Should the evaluator be below the tables, these keep what is best by them.
             most = max(known, bound) * (1 + SLACK)
-            draft.restrict(_below(most - rest, marginals(found, problem.sizes), draft.decided))
+            left = _below(most - rest, marginals(found, problem.sizes), draft.decided)
+            draft.restrict(left, rows_below(found, most - rest))
             queue = []
         made = last = sum(len(t.entries) for t in draft.tables)
     return bound
@@ -150,16 +151,24 @@ def faster(
     return 0.0 if draft.unsplit else bound, found
 
 
-def option_costs(search: SubproblemSearch) -> OptionCosts | None:
-    """What the options that are left of a problem cost; None if that is not known."""
+def option_costs(search: SubproblemSearch, asked: Decisions, known: float) -> OptionCosts | None:
+    """What the options of a problem cost; None if that is not known.
+
+    Args:
+      search: what is left of it (`faster`).
+      asked: all its options.
+      known: seconds of a layout; what left, or is only in rows that did, takes more.
+    """
     found, extraction = search.eliminated, search.extraction
     if not found.exact or extraction.unsplit:
         return None
+    more = math.nextafter(known * (1 + SLACK), math.inf)
     costs = dict(zip(extraction.names, marginals(found, extraction.problem.sizes), strict=False))
-    return {
-        name: dict(zip(options, costs.get(name, [found.bound] * len(options)), strict=True))
-        for name, options in extraction.decided.options.items()
-    }
+    every = {name: dict.fromkeys(options, more) for name, options in asked.options.items()}
+    for name, options in extraction.decided.options.items():
+        least = costs.get(name, [found.bound] * len(options))
+        every.setdefault(name, {}).update(zip(options, [min(more, float(c)) for c in least], strict=True))
+    return every
 
 
 def fill(weights: Weights, draft: Draft) -> Weights:

@@ -122,6 +122,17 @@ class Pool:
                     if not lean and len(self.fitting(self.request.limit)) == known and not clock.over:
                         self.offer(mesh, layout, subproblem.decided.leanest)
 
+    def price_on(self, subproblem: Subproblem) -> None:
+        """Prices layouts by name where one problem is, leaner if none fits as it is: they stand beside an
+        answer there anyway, and what is slower than one of them needs no table."""
+        mesh, parts, decided = subproblem.mesh, subproblem.microbatches, subproblem.decided
+        for lean in (False, True):
+            for _, layout, options in self._named(mesh, {}):
+                if not self.fitting(self.request.limit) or not lean:
+                    self.offer(
+                        mesh, layout, decided.leanest if lean else replace(options, microbatches=parts)
+                    )
+
     def beat_named(self, limit: float) -> None:
         """Looks at the layouts by name on the mesh of the fastest one, and at the greedy one, that are listed
         beside it: one of them may be faster."""

@@ -204,10 +204,12 @@ class Search:
         """The fastest layout that holds at most `limit` bytes; sets `bound` and `proven`."""
         request, pool = self.request, self.pool
         compute_at_least(self.candidates, request.evaluator)
-        order = sorted(self.candidates, key=lambda p: p.bound)
+        order = sorted(self.candidates, key=lambda p: p.rank)
         if request.clock.limit is not None and not pool.fitting(limit):
             order = [*self.candidates[-1:], *order]  # what fits most likely, to have something early
         fixes = request.objective == "time"
+        if fixes and order and not pool.fitting(limit):
+            pool.price_on(order[0].subproblem)
         for candidate in order:
             self.pace.begin()
             best = pool.seconds(limit)
@@ -277,7 +279,9 @@ class Search:
         bound, search = faster(
             request.evaluator, narrow, upper, propose, request.clock, weights=self.weights, heard=heard
         )
-        self._bounded(candidate, min(bound, upper), None if search is None else option_costs(search))
+        known = pool.seconds(limit)
+        costs = None if search is None else option_costs(search, subproblem.decided, known)
+        self._bounded(candidate, min(bound, upper), costs)
         if search is not None:
             self.unsplit.update(dict.fromkeys(search.extraction.unsplit))
         return search

@@ -37,7 +37,7 @@ from layoutopt.problem import (
 )
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
-from layoutopt.space.recompute import again_in
+from layoutopt.space.recompute import again_in, chosen
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -107,8 +107,16 @@ class SubproblemSearch:
         context = self._evaluator.context(mesh, decided)
         self.extraction = extraction or extract(model, mesh, decided, self.prices, context)
         self.evaluations: dict[tuple[int, ...], Evaluation] = {}
-        self.again: list[frozenset[str]] = [frozenset()]
+        self.again: list[frozenset[str]] = [frozenset(), *self._again_elsewhere()]
         self.cuts: dict[str, Row] = {}
+
+    def _again_elsewhere(self) -> Iterator[frozenset[str]]:
+        """The sets of loops that ran again on other meshes in what did not fit, as far as they may here."""
+        options, always = self.extraction.decided.options, self.extraction.memory.always
+        for texts in self._evaluator.again:
+            again = texts - always
+            if again and all(choice in options.get(name, ()) for name, choice in map(chosen, again)):
+                yield again
 
     def evaluate(self, choices: tuple[int, ...]) -> Evaluation:
         if choices not in self.evaluations:
@@ -271,6 +279,7 @@ class SubproblemSearch:
         again = again_in(self.extraction.read(choices)[1]) - self.extraction.memory.always
         if again not in self.again:
             self.again.append(again)
+            self._evaluator.again[again] = None
             return True
         row = self._cut(choices)
         self.cuts[row.name] = row

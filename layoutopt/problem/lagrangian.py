@@ -38,7 +38,7 @@ VARIABLES = 256
 """Problems of more variables are not tried: their joins are too large, which takes time to see."""
 JOINED, TOGETHER, NUMBERS = 1 << 19, 1 << 20, 1 << 24
 """The most assignments of one join and of all, and numbers that are held at once."""
-PORTIONS, GROWTH = (1 << 14, 1 << 20), 8
+PORTIONS, GROWTH = (1 << 14, 1 << 17), 8
 """Beginnings that are listed at first and at most, and how many times more after nothing was learnt."""
 ROUNDS, STEPS = 16, 24
 """Rows whose price is raised before tables shrink, and prices of one row that are tried."""

@@ -1,4 +1,4 @@
-"""What the best choices cost that have one given choice: min-marginals."""
+"""What the best choices cost that have one given choice, or a row of a table: min-marginals."""
 
 from __future__ import annotations
 
@@ -8,15 +8,34 @@ import numpy as np
 
 from layoutopt.problem.elimination import Elimination
 from layoutopt.problem.form import Floats, ProblemError
+from layoutopt.problem.relations import Relation
 
 
 def marginals(known: Elimination, sizes: Sequence[int]) -> list[Floats]:
     """For every variable, (choices,) what the best choices with each of its choices cost, by an exact
     elimination (inf: none); rows are left out. ProblemError if it is not exact."""
+    found = [np.full(size, np.inf) for size in sizes]
+    for bucket, costs in zip(known.costs.tree.buckets, _of_rows(known), strict=True):
+        np.minimum.at(found[bucket.variable], bucket.choices, costs)
+    return found
+
+
+def rows_below(known: Elimination, most: float) -> tuple[Relation, ...]:
+    """Of every table over several variables, the rows that are in some choices that cost at most `most`; as
+    `marginals`."""
+    costs, tree = _of_rows(known), known.costs.tree
+    found = []
+    for number, relation in enumerate(tree.relations):
+        bucket, rows = tree.homes[number]
+        if len(relation.scope) > 1:
+            kept = np.unique(rows[costs[bucket] <= most])
+            found.append(Relation(relation.scope, relation.cells[kept]))
+    return tuple(found)
+
+
+def _of_rows(known: Elimination) -> list[Floats]:
+    """Per bucket, (rows,) what the best choices with each row cost."""
     if not known.exact:
         raise ProblemError("the problem's tables are too large for what each choice costs")
     constant = known.bound - known.costs.least if np.isfinite(known.bound) else 0.0
-    found = [np.full(size, np.inf) for size in sizes]
-    for bucket, costs in zip(known.costs.tree.buckets, known.costs.marginals(), strict=True):
-        np.minimum.at(found[bucket.variable], bucket.choices, costs + constant)
-    return found
+    return [costs + constant for costs in known.costs.marginals()]

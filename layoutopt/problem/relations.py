@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from layoutopt.problem.form import Floats, Ints, Scope
+from layoutopt.problem.form import Bools, Floats, Ints, Scope
 
 LARGEST_CODE = 1 << 62
 
@@ -66,6 +66,12 @@ def match(first: Relation, second: Relation) -> Matches:
     order = np.argsort(others, kind="stable")
     ranked = others[order]
     return Matches(np.searchsorted(ranked, mine, "left"), np.searchsorted(ranked, mine, "right"), order)
+
+
+def agree(first: Relation, second: Relation) -> Bools:
+    """Which rows of a relation agree with a row of a second one in all variables that both have."""
+    matches = match(first, second)
+    return matches.low < matches.high
 
 
 def join(first: Relation, second: Relation, pairs: tuple[Ints, Ints]) -> Relation:

@@ -56,6 +56,7 @@ def check(model: mtf.Model, space: Subproblem, hardware: Hardware, above: float,
         if few:
             patch.setattr("layoutopt.optimize.fixing.FIRST", 1)
             patch.setattr("layoutopt.optimize.fixing.MORE", 0.0)
+            patch.setattr("layoutopt.formulation.combinations.FEW", 1)
         bound, search = faster(Evaluator(model, hardware), space, upper, propose)
     if above <= 1:
         assert search is None and bound >= upper * (1 - EXACT)

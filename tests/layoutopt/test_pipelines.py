@@ -20,7 +20,10 @@ from layoutopt import search
 from layoutopt.analysis.explain import Asked
 from layoutopt.evaluator import Evaluation, Evaluator, evaluate
 from layoutopt.formulation.extract import extract
-from layoutopt.optimize.subproblems import subproblems
+from layoutopt.optimize.candidates import Pieces
+from layoutopt.optimize.fixing import faster, option_costs
+from layoutopt.optimize.subproblem import SubproblemSearch
+from layoutopt.optimize.subproblems import Subproblem, subproblems
 from layoutopt.problem import evaluate as value_of
 from layoutopt.space.decisions import decisions
 from layoutopt.space.kind import Allowed
@@ -75,6 +78,13 @@ CASES: list[tuple[str, str, int, str, str, dict[str, Any]]] = [
     ("transformer", "t:2;pipe:2", 8, "h100", "pipe", {"schedule": ("1f1b",)}),
     ("experts", "pipe:2;t:2", 2, "tpu-v5e", "pipe", {"pins": {"length": ()}, "schedule": ("1f1b",)}),
 ]
+
+
+def large() -> mtf.Model:
+    from examples.transformer_lm import model as transformer
+
+    sizes = {"layers": 8, "d_model": 4096, "d_kv": 128, "heads": 32, "d_ff": 16384, "vocab": 32768}
+    return transformer(**sizes, batch=64, length=1024, dtype="bfloat16")
 
 
 def built(name: str) -> mtf.Model:
@@ -164,3 +174,24 @@ def test_the_best_of_all(
     assert plan.predicted.step_seconds == pytest.approx(best.cost.step_seconds, rel=PRICE)
     assert plan.solver.status == "OPTIMAL"
     assert plan.data.pipeline == pipeline
+
+
+def test_options_that_leave_with_more_microbatches_take_too_long_there() -> None:
+    """A pipeline waits less with more of them: what an option costs with few is only partly a bound then."""
+    model, machine, mesh = large(), load_hardware("h100"), mtf.Mesh("pipe:4;t:2")
+    evaluator, asked = Evaluator(model, machine), list[Subproblem]()
+    for parts in (2, 8):
+        allowed = Allowed(microbatches=(parts,), stages={"layers": ("pipe",)}, recompute=(False,))
+        graph = model.training_step(parts, {"layers": 4}).graph
+        asked.append(Subproblem(mesh, decisions(graph, mesh, allowed)))
+    fewer, more = asked
+    upper, least = (SubproblemSearch(model, mesh, each.decided, machine).relaxed() for each in asked)
+    assert least < upper
+    _, search = faster(evaluator, fewer, 1.0001 * upper, lambda *_: 1.0001 * upper)
+    assert search is not None
+    pieces = Pieces()
+    pieces.keep(fewer, upper, option_costs(search, fewer.decided, 1.0001 * upper))
+    again, narrow = pieces.narrowed(fewer, upper), pieces.narrowed(more, least)
+    assert again is not None and len(again.decided.free) < len(fewer.decided.free)
+    assert narrow is not None
+    assert SubproblemSearch(model, mesh, narrow.decided, machine).relaxed() == pytest.approx(least, rel=PRICE)

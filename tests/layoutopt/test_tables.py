@@ -234,12 +234,16 @@ def test_what_operations_share_is_counted_once(name: str) -> None:
     assert tables.seconds(mtf.Layout(layout), options) == pytest.approx(cost.step_seconds, rel=PRICE)
 
 
-def test_forms_of_attention_that_are_not_lowered_would_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("further", [(), ("length",), ("length", "memory_length")])
+def test_forms_of_attention_that_are_not_lowered_would_be_refused(
+    further: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, mesh = transformer(**{**SMALL, "layers": 2}), mtf.Mesh("x:2;y:2")
     pins = dict.fromkeys(("batch", "d_model", "d_ff", "heads", "d_kv", "vocab", "positions"), ())
 
     def entries() -> list[set[tables.Assignment]]:
-        found = extraction(model, mesh, 1, load_hardware("tpu-v3"), pins=pins, context=("gather", *FORMS))
+        asked = {"pins": pins, "context": ("gather", *FORMS), "elsewhere": further}
+        found = extraction(model, mesh, 1, load_hardware("tpu-v3"), **asked)
         return [{*t.entries} for t in found.tables if t.cluster.crossed]
 
     some = entries()

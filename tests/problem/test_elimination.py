@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layoutopt.problem import Problem, ProblemError, eliminate, evaluate
-from layoutopt.problem.marginals import marginals
+from layoutopt.problem.marginals import marginals, rows_below
 from layoutopt.problem.relations import codes
 from tests.problem.strategies import random_problem
 
@@ -80,6 +80,18 @@ def test_marginals_are_the_best_with_each_choice(seed: tuple[int, bool]) -> None
         for choice, cost in enumerate(found):
             least = min(c for choices, c in known.items() if choices[v] == choice)
             assert cost == pytest.approx(least, abs=1e-9)
+
+
+@given(seeds)
+@settings(deadline=None, max_examples=50)
+def test_rows_that_are_left_are_those_of_choices_that_cost_little(seed: tuple[int, bool]) -> None:
+    problem = random_problem(*seed)
+    known = {choices: cost for choices, cost in costs(problem).items() if math.isfinite(cost)}
+    most = sorted(known.values())[len(known) // 2] + 1e-6 if known else 0.0
+    below = np.array([choices for choices, cost in known.items() if cost <= most], np.int64)
+    for relation in rows_below(eliminate(problem), most):
+        wanted = set(map(tuple, below.reshape(-1, len(problem.sizes))[:, list(relation.scope)].tolist()))
+        assert set(map(tuple, relation.cells.tolist())) == wanted
 
 
 def test_marginals_need_an_exact_elimination() -> None:
