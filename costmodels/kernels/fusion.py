@@ -7,9 +7,10 @@ compiler makes of training steps):
   (2) a matrix product or convolution begins a kernel, and what follows on its result may join it; operands
       come from memory;
   (3) a kernel holds at most one product, and of two parts that join one has all dimensions of the other;
-  (4) gathers, sorts, windows, loops, reads and writes of variables, casts of a variable, and scalars (but for
-      those of an update) connect nothing; nor is there a kernel across two blocks, two phases, or the updates
-      of two variables; a reduction that makes a variable's gradient is a kernel of its own;
+  (4) gathers, writes of a part in place, sorts, windows, loops, reads and writes of variables, casts of a
+      variable, and scalars (but for those of an update) connect nothing; nor is there a kernel across two
+      blocks, two phases, or the updates of two variables; a reduction that makes a variable's gradient is a
+      kernel of its own;
   (5) no kernel waits for another one that waits for it;
   (6) a cast to a wider float that another phase reads, too (logits, for the loss and for its gradient), is
       made wherever it is read: what is written and kept is the narrow one.
@@ -42,7 +43,8 @@ class Fusion:
       group: node -> its group; nodes that fuse with nothing are alone in theirs or not listed.
       leaving: tensors that are read outside of their group, or leave their block.
       again: the same for a loop's body that runs again in backward.
-      stored: tensors that are variables' values, or parts or casts of them, before the update.
+      stored: tensors that are variables' values, or parts or casts of them, under any name, before the
+        update.
       remade: tensors that are casts by rule (6) -> the dtype that they are read in.
       aliases: free nodes by whose names groups read what they read under another one, too -> these groups. A
         kernel reads it once.
@@ -69,7 +71,7 @@ def role(op: Op, inputs: tuple[TensorType, ...]) -> str:
     dims = op.contraction(*inputs)
     if op.kind == "matmul" and (dims is None or min(dims[1:]) > 1) and len(inputs) > 1:
         return PRODUCT
-    if op.lowers() or op.kind == "gather":
+    if op.lowers() or op.kind == "gather" or op.in_place:
         return ALONE
     if op.expands() and op.kind == "reduce":
         return REDUCE
@@ -187,6 +189,8 @@ class _Groups:
         if self._repeats(node):
             self.same[node.outputs[0]] = self.repeated[node.outputs[0]]
             return
+        if kind == FREE and node.inputs and node.phase != "update" and self.stored.issuperset(node.inputs):
+            self._store(node.outputs[0])
         if kind == FREE or any(o in self.remade for o in node.outputs):
             self.same.update((o, self._source(i)) for i, o in zip(node.inputs, node.outputs, strict=False))
             return

@@ -51,6 +51,21 @@ def test_a_chain_costs_its_ends() -> None:
     assert kernel.read == kernel.written == 4.0 * B.size * D.size
 
 
+def test_a_part_that_is_written_in_place_costs_no_more_than_it() -> None:
+    part, place = 4.0 * B.size * D.size, mtf.Dim("place", 100)
+
+    def build(g: mtf.Graph) -> mtf.Tensor:
+        at = g.input("at", [], "int32")
+        return mtf.dynamic_update(g.input("all", [place, B, D], "float32"), x(g) * 2.0, at, place)
+
+    g = mtf.Graph()
+    program = lower(g, Mesh("x:2"), Layout(), {"out": build(g)})
+    assert [len(k.instrs) for k, _ in fused(program).items if isinstance(k, Kernel)] == [1]
+    (write,) = (i for i, _ in program.walk() if isinstance(i, Local) and i.name == "dynamicupdate")
+    done = of_local(write, program.local)
+    assert (done.bytes, done.elements) == (3 * part, B.size * D.size)
+
+
 def test_what_follows_a_product_joins_it_and_operands_do_not() -> None:
     (before, product) = kernels(lambda g: mtf.relu(mtf.einsum([mtf.tanh(x(g)), w(g, D, F)], [B, F]) * 2.0))
     assert names([before, product]) == [["tanh"], ["einsum", "scale", "relu"]]
