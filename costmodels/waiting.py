@@ -1,23 +1,24 @@
 """How long the stages of pipelines wait, of a step's price.
 
 A stage of P works in M of M + P - 1 ticks (`mesh_tf_core.ops.ticks`), forward and backward: stage s waits in
-the s first ones and in the P - 1 - s last ones, so that all wait equally long; in a circular schedule it
-works in M R. The ticks may be those of one loop, or of several, one after the other (1F1B: some only forward,
-some only backward).
+the s first ones and in the P - 1 - s last ones, so that all wait equally long; where microbatches go round R
+times it works in M R. The ticks may be those of one loop, or of several, one after the other (1F1B: some only
+forward, some only backward).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container
 from dataclasses import dataclass
 
 from costmodels.pricing.lines import Cost, Line
 from costmodels.pricing.overlap import GRADIENT
-from mesh_tf_core.ir.blocks import Block
+from mesh_tf_core.ir.blocks import MICROBATCH, Block
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ops.neighbours import ShiftAlong
-from mesh_tf_core.ops.ticks import ToTicks
+from mesh_tf_core.ops.ticks import Schedule
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -57,10 +58,10 @@ def waiting(program: Program, cost: Cost) -> list[Waiting]:
 
 
 def _works(graph: Graph, stages: int, ticks: int) -> int:
-    """In how many ticks a stage works: as the graph says, or in all but those of one round."""
-    said = (node.op.schedule for node in graph.nodes if isinstance(node.op, ToTicks))
-    alike = (s.works for s in said if (s.stages, s.ticks) == (stages, ticks))
-    return next(alike, ticks - stages + 1)
+    """In how many ticks a stage works: those of the schedule that has so many, of all microbatches."""
+    microbatches = max(graph.dims()[MICROBATCH])
+    schedules = (Schedule(microbatches, stages, rounds) for rounds in itertools.count(1))
+    return next(s.works for s in schedules if s.ticks >= ticks)
 
 
 def _ticking(graph: Graph) -> dict[Dim, dict[int, set[str]]]:
@@ -68,16 +69,21 @@ def _ticking(graph: Graph) -> dict[Dim, dict[int, set[str]]]:
     found: dict[Dim, dict[int, set[str]]] = {}
     for node, _ in graph.walk():
         body = node.body
-        if body is not None and body.spread and body.parent and body.dim is not None:
+        if body is not None and body.spread and body.parent and body.dim is not None and _is_slot(body):
             found.setdefault(body.dim, {}).setdefault(body.parent, set()).add(node.phase)
     return found
+
+
+def _is_slot(body: Block) -> bool:
+    """Whether stages run layers there, and do not only say what has left one of them."""
+    return any(node.body is not None for node in body.nodes)
 
 
 def _slots(graph: Graph, loop: Block, both: bool) -> set[int]:
     """The nodes of a loop over ticks that are the stages'; `both`: beside work of all devices together."""
     if not both:
         return {n.index for n, _ in loop.walk()} | {n.index for n in graph.nodes if n.body is loop}
-    stages = [n for n in loop.nodes if n.body is not None and n.body.spread]
+    stages = [n for n in loop.nodes if n.body is not None and n.body.spread and _is_slot(n.body)]
     inside = {n.index for each in stages if each.body is not None for n, _ in each.body.walk()}
     return inside | {
         n.index for n in loop.nodes if any(n is s for s in stages) or isinstance(n.op, ShiftAlong)

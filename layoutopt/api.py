@@ -101,8 +101,8 @@ def search(
       diloco: an axis of the mesh along which replicas lie that meet rarely, as "sites:period=30": each is the
         model, on the other axes, with batches of its own (`choose_replicas` compares such plans).
       schedule: when stages go backward: of "gpipe", after all microbatches, and "1f1b", each microbatch as
-        soon as it has gone through them, so that what is in flight grows with the stages; and "circular:R",
-        as "gpipe", with R chunks of layers in each stage, which microbatches go round.
+        soon as it has gone through them, so that what is in flight grows with the stages; and "circular:R"
+        and "interleaved:R", as these, with R chunks of layers in each stage, which microbatches go round.
       keep_best: Ctrl-C is not raised, but ends the search with the best layout so far, which is not proven;
       the plan is then `stopped`.
 

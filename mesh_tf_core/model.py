@@ -20,7 +20,7 @@ from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.kept import Recomputed
 from mesh_tf_core.lower.offload import check_offload
 from mesh_tf_core.lower.replicas import ReplicaPrograms, lower_replicas
-from mesh_tf_core.ops.ticks import GPIPE, ONE_F_ONE_B, rounds_of
+from mesh_tf_core.ops.ticks import GPIPE, alternates, rounds_of
 from mesh_tf_core.optimizers import SGD, Optimizer, by_name
 from mesh_tf_core.optimizers.base import apply_updates
 from mesh_tf_core.tracing.gradients import gradients, unwidened
@@ -153,7 +153,7 @@ class Model:
                 f"so that {' and '.join(stages)} cannot be split"
             )
         whole = self.training_step()
-        if schedule == ONE_F_ONE_B:
+        if alternates(schedule):
             if len(stages) > 1:
                 raise UserError(
                     f"schedule {schedule}: one dimension of layers can be stages, found "
@@ -162,7 +162,7 @@ class Model:
             ((dim, count),) = stages.items()
             return self._added_up(
                 lambda wanted: one_forward_one_backward(
-                    whole.graph, str(self.batch_dim), microbatches, dim, count, wanted
+                    whole.graph, str(self.batch_dim), microbatches, dim, count, schedule, wanted
                 )
             )
         given = whole.graph, self.batch_dim, microbatches, stages, whole.results
@@ -184,7 +184,8 @@ class Model:
         """The step of a graph that adds up what is wanted of parts of the batch."""
         whole = self.training_step()
         graph, found = made({**whole.results, **{f"gradient of {v.name}": g for v, g in whole.gradients}})
-        pairs = [(v, found[f"gradient of {v.name}"]) for v, _ in whole.gradients]
+        grads = ((v.name, found[f"gradient of {v.name}"]) for v, _ in whole.gradients)
+        pairs = [(graph.variables[name], gradient) for name, gradient in grads]
         apply_updates(graph, self.optimizer, pairs)
         return TrainingStep(graph, {n: found[n] for n in whole.results}, tuple(pairs))
 

@@ -86,7 +86,8 @@ class AllowedOptions:
             "--schedule",
             metavar="NAMES",
             help="When stages may go backward: gpipe, after all microbatches; 1f1b, each at once; "
-            "circular:2, as gpipe, with microbatches that go round twice, or more often; of these.",
+            "circular:2 and interleaved:2, as gpipe and 1f1b, with microbatches that go round twice, or more "
+            "often; of these.",
         ),
     ] = "gpipe"
 

@@ -85,8 +85,9 @@ class DecisionOptions:
             "--schedule",
             metavar="NAME",
             help="When the stages of a pipeline go backward: gpipe, after all microbatches; 1f1b, each "
-            "microbatch at once, so that as many are in flight as there are stages; circular:2, as gpipe, "
-            "with microbatches that go round twice, so that stages wait half as long.",
+            "microbatch at once, so that as many are in flight as there are stages; circular:2 and "
+            "interleaved:2, as these, with microbatches that go round twice, so that stages wait half as "
+            "long.",
         ),
     ] = "gpipe"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Set
+from fractions import Fraction
 
 from costmodels.kernels.fusion import fusion
 from mesh_tf_core.ir.blocks import Block, Node
@@ -194,8 +195,8 @@ class Dependencies:
 
     # -- facts -----------------------------------------------------------------------------------------------
 
-    def times(self, node: Node) -> tuple[tuple[int, bool], ...]:
-        """Sizes of the loops around a node, the innermost first."""
+    def times(self, node: Node) -> tuple[tuple[int, Fraction | None], ...]:
+        """Sizes of the loops around a node, the innermost first, and how often branches are taken."""
         block, times = self.block_of[node.index], []
         while block.dim is not None and block.parent is not None:
             times.append((block.dim.size, block.branch))

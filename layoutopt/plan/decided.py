@@ -52,8 +52,8 @@ class Decided(Refined):
         gathered.
       pipeline: dimension of layers to the number of stages that the layout splits it into; microbatches go
         through them.
-      schedule: when they go backward, if not after all microbatches: "1f1b"; or how often they go
-        round first: "circular:2".
+      schedule: when they go backward, if not after all microbatches: "1f1b"; how often they go round:
+        "circular:2"; both: "interleaved:2".
       diloco: the axis that synchronises rarely, and how: "sites:period=30,rate=0.7,momentum=0.9".
       offload: what lies in the hosts' memory ("optimizer": its state; "weights": they themselves), to the
         variables that it is of; "activations", to the dimensions of loops.

@@ -1,5 +1,6 @@
 """When the stages of a pipeline go backward: after all microbatches (`gpipe`), or each microbatch as soon as
-it has gone through all stages (`1f1b`); and whether microbatches go round several times (`circular:2`).
+it has gone through all stages (`1f1b`); and whether microbatches go round several times (`circular:2` and
+`interleaved:2`).
 
 Another schedule is another graph, so that each is a subproblem of its own, where nothing is left to choose.
 """
@@ -11,12 +12,24 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature
-from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.ops.ticks import CIRCULAR, GPIPE, ONE_F_ONE_B, check_schedule, rounds_of
+from mesh_tf_core.ops.ticks import (
+    CIRCULAR,
+    GPIPE,
+    INTERLEAVED,
+    ONE_F_ONE_B,
+    alternates,
+    check_schedule,
+    rounds_of,
+)
 from mesh_tf_core.tracing.graph import Graph
+
+
+def _goes_round(schedule: str, at_once: bool) -> bool:
+    """Whether microbatches go round several times, and backward `at_once`."""
+    return rounds_of(schedule) > 1 and alternates(schedule) is at_once
 
 
 @dataclass(frozen=True)
@@ -33,8 +46,14 @@ class Schedule(Decision):
         Feature(
             CIRCULAR,
             "schedule",
-            lambda schedule: rounds_of(schedule) > 1,
-            lambda _, options: rounds_of(options.schedule) > 1,
+            lambda schedule: _goes_round(schedule, False),
+            lambda _, options: _goes_round(options.schedule, False),
+        ),
+        Feature(
+            INTERLEAVED,
+            "schedule",
+            lambda schedule: _goes_round(schedule, True),
+            lambda _, options: _goes_round(options.schedule, True),
         ),
     )
 
@@ -42,12 +61,6 @@ class Schedule(Decision):
     def check(cls, allowed: Allowed) -> None:
         for schedule in allowed.schedule or ("",):
             check_schedule(schedule, f"--schedule {schedule}")
-        others = [schedule for schedule in allowed.schedule if schedule != GPIPE]
-        if others and allowed.elsewhere:
-            raise UserError(
-                f"--schedule {','.join(others)}: tables of this do not add up where dimensions are split "
-                f"further elsewhere; leave it or --elsewhere {','.join(allowed.elsewhere)} out"
-            )
 
     @classmethod
     def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:

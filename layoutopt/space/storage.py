@@ -18,7 +18,7 @@ from mesh_tf_core.ir.layout import AT, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import STAGES, Stage, read_stage
-from mesh_tf_core.ops.ticks import ONE_F_ONE_B
+from mesh_tf_core.ops.ticks import alternates
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -57,7 +57,7 @@ class Storage(Decision):
         # In 1F1B the gradient of what is not of a stage is added up in several loops. Scattered there, from
         # zero2 on, it costs less than tables say: no search chooses that.
         few = tuple(s for s in stages if stage_of(s).number < 2) or ((),)
-        late = allowed.stages if ONE_F_ONE_B in allowed.schedule else ()
+        late = allowed.stages if any(map(alternates, allowed.schedule)) else ()
         for name, variables in stored_classes(graph).items():
             own = not late or any(n in late for v in variables for n in v.shape.names)
             yield cls(name.removeprefix(cls.prefix), stages if own else few, tuple(v.name for v in variables))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.op import Op
@@ -85,7 +86,7 @@ class Block:
       first: int scalar from outside: the element at which iterations begin in stacks that are longer than the
         loop; what they stack there has zeros elsewhere.
       single: a block of one iteration that is no loop to the model: what is made inside lacks its dimension.
-      branch: it is a branch of `cond`.
+      branch: of a choice: the share of the times in which it is taken, as a price counts it.
       spread: its iterations run at once, each on the devices that hold its part of `dim`: the stages of a
         pipeline, or replicas. It carries nothing. An iteration's part of a stack has one element, or several:
         then it keeps a first dimension for them.
@@ -101,7 +102,7 @@ class Block:
     runs: int | None = None
     first: int | None = None
     single: bool = False
-    branch: bool = False
+    branch: Fraction | None = None
     spread: bool = False
     nodes: list[Node] = field(default_factory=list)
     carry_in: tuple[int, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -268,7 +269,7 @@ class Loop(Instr):
       runs: bool scalar, one of the carried or sliced body values or from outside: whether an iteration runs.
         One that does not run passes its carries on, stacks zeros and adds nothing; every device decides the
         same.
-      branch: a branch of `cond`, of two of which one runs.
+      branch: of a choice: the share of the times in which it runs, as a price counts it.
       first: int32 scalar from outside: the element of stacks that are longer than the loop at which its
         iterations begin; what they stack there has zeros elsewhere.
       `inputs` and `outputs` list all values that cross the border, in that order; `inputs` ends with the
@@ -284,7 +285,7 @@ class Loop(Instr):
     summed: tuple[Result, ...]
     body: tuple[Instr, ...]
     runs: int | None = None
-    branch: bool = False
+    branch: Fraction | None = None
     first: int | None = None
 
     def text(self) -> str:
@@ -294,9 +295,9 @@ class Loop(Instr):
 
     @property
     def times(self) -> float:
-        """How often a program's price counts the body: a branch half the time (the mean of the two), a loop
-        that may stop early as if it did not."""
-        return self.dim.size * 0.5 if self.branch else self.dim.size
+        """How often a program's price counts the body: a branch as often as it is taken, a loop that may stop
+        early as if it did not."""
+        return self.dim.size if self.branch is None else float(self.dim.size * self.branch)
 
     @property
     def entering(self) -> tuple[int, ...]:
@@ -336,7 +337,7 @@ def make_loop(
     summed: tuple[Result, ...],
     body: tuple[Instr, ...],
     runs: int | None = None,
-    branch: bool = False,
+    branch: Fraction | None = None,
     first: int | None = None,
 ) -> Loop:
     """A Loop whose `inputs` and `outputs` follow from its parts."""

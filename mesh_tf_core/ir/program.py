@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from typing import TypeVar
 
@@ -118,7 +119,8 @@ class Program:
 
     def expected(self) -> Iterator[tuple[Instr, float]]:
         """As `walk`, with how often a price counts it (see `Loop.times`)."""
-        return _visited(self.code, 1, lambda loop: loop.times)
+        exact = _visited(self.code, Fraction(1), lambda loop: Fraction(loop.dim.size) * (loop.branch or 1))
+        return ((instr, float(times)) for instr, times in exact)
 
     def local(self, id: int) -> TensorType:
         """Type of one device's piece of a value."""
@@ -183,7 +185,7 @@ def _added(loop: Loop) -> Iterator[tuple[int, int]]:
             yield term, total
 
 
-Times = TypeVar("Times", int, float)
+Times = TypeVar("Times", int, Fraction)
 
 
 def _visited(

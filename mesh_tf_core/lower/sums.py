@@ -9,7 +9,7 @@ Rewrites, each where the all-reduced value has no other reader:
                                                    reduce_scatter over a, slice over rest
       also with casts between the two, which then come after
   (4) loop { stack or sum all_reduce(x, a) }   ->  all_reduce(loop { stack or sum x }, a)
-      not of a branch, which may not run
+      not of a branch, which may not run, unless it waits behind the loop around too
   (5) total(all_reduce(x, a), all_reduce(y, b), z)  ->  all_reduce(total(x, y, z), a+b)
       in an update; devices along b have the same x, and each adds its share of it
   (6) f(reduce_scatter(x, a, d), reduce_scatter(y, a, d))  ->  reduce_scatter(f(x, y), a, d)
@@ -137,7 +137,7 @@ class _Sums:
         self.program = program
         self.values = list(program.values)
         self.uses = count_uses(program.code, program.results.values())
-        self.parts = False
+        self.parts, self.terms = False, set[int]()
         self.further = {*program.layout.elsewhere}
         self.scattered: dict[int, ReduceScatter] = {}
 
@@ -345,14 +345,18 @@ class _Sums:
         """Rule (4)."""
         if not _any_sum(loop.body):
             return loop, []
-        outside, self.parts = self.parts, self.parts or loop.dim.name in (MICROBATCH, TICK)
+        parts, terms = self.parts, self.terms
+        self.parts = parts or loop.dim.name in (MICROBATCH, TICK)
+        self.terms = {result.inner for result in loop.summed}
         body, sums = self.block(loop.body)
-        self.parts = outside
+        self.parts, self.terms = parts, terms
         hoisted: list[AllReduce] = []
 
         def waiting(result: Result) -> Result:
             reduce = sums.get(result.inner)
-            if reduce is None or self.uses[result.inner] != 1 or loop.branch:
+            if reduce is None or self.uses[result.inner] != 1:
+                return result
+            if loop.branch and not (result.outer in terms and self.uses[result.outer] == 1):
                 return result
             _drop(reduce, body)
             pending = self._partial(result.outer, self._ordered(reduce.axes))

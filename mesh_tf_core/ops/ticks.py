@@ -15,6 +15,11 @@ G = ceil(M / P) groups has m = M - (G - 1) P microbatches, so that there are
 
 ticks, of which a stage works in M R: where P divides M, M R + P - 1, and it waits in P - 1 as before, for
 1/R as long.
+
+An interleaved schedule goes round in the same order, and backward as well, the last stage and the last chunk
+first; a microbatch turns round as soon as it has left the last stage (there: figure 4), P R - 1 ticks after
+its beginning. Ticks backward are as many. Of a chunk r in flight at a stage are at most 2 P microbatches if
+2 r < R, else P.
 """
 
 from __future__ import annotations
@@ -31,29 +36,36 @@ from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import listing
 
-GPIPE, ONE_F_ONE_B, CIRCULAR = "gpipe", "1f1b", "circular"
-SCHEDULES = (GPIPE, ONE_F_ONE_B, f"{CIRCULAR}:2")
+GPIPE, ONE_F_ONE_B, CIRCULAR, INTERLEAVED = "gpipe", "1f1b", "circular", "interleaved"
+SCHEDULES = (GPIPE, ONE_F_ONE_B, f"{CIRCULAR}:2", f"{INTERLEAVED}:2")
 """When stages go backward: after all microbatches (`tracing.pipeline`), or each microbatch as soon as it has
-gone through all stages (`tracing.one_forward_one_backward`). In a circular one, "circular:R", each has R
-chunks of layers, and goes backward after all microbatches."""
+gone through all stages (`tracing.one_forward_one_backward`). In "circular:R" each has R chunks of layers, and
+goes backward after all microbatches; in "interleaved:R" it has as many, and each microbatch goes backward at
+once."""
+_ROUND = {CIRCULAR: "circular:2", INTERLEAVED: "interleaved:2"}
 WHY = "microbatches come one after the other"
 
 
 def check_schedule(schedule: str, said: str = "") -> None:
     """UserError if it is none; `said`: what it was asked for by."""
     said, (order, _, number) = said or f"schedule {schedule!r}", schedule.partition(":")
-    if schedule not in SCHEDULES and order != CIRCULAR:
+    if schedule not in SCHEDULES and order not in _ROUND:
         raise UserError(f"{said}: {known_names(schedule, SCHEDULES)}")
-    if order == CIRCULAR and (
+    if order in _ROUND and (
         len(number) > 6 or not number.isascii() or not number.isdigit() or int(number) < 2
     ):
-        raise UserError(f"{said}: say how often microbatches go round, twice or more, as {CIRCULAR}:2")
+        raise UserError(f"{said}: say how often microbatches go round, twice or more, as {_ROUND[order]}")
 
 
 def rounds_of(schedule: str) -> int:
     """How often microbatches go through the stages: into how many chunks these divide their layers."""
     order, _, number = schedule.partition(":")
-    return int(number) if order == CIRCULAR else 1
+    return int(number) if order in _ROUND else 1
+
+
+def alternates(schedule: str) -> bool:
+    """Whether a microbatch goes backward as soon as it has gone through all stages."""
+    return schedule == ONE_F_ONE_B or schedule.startswith(f"{INTERLEAVED}:")
 
 
 @dataclass(frozen=True)
@@ -93,6 +105,29 @@ class Schedule:
         """The tick at which the first microbatch enters, or leaves at the `end`; the others of its group
         follow, and those of the next one `group` ticks later."""
         return self.group - 1 if end else 0
+
+    def passing(self, end: bool, begin: int, count: int) -> int:
+        """How many microbatches enter, or leave at the `end`, in `count` ticks from one on."""
+        groups = (divmod(item, self.stages) for item in range(self.microbatches))
+        ticks = (self.first(end) + group * self.group + place for group, place in groups)
+        return sum(begin <= tick < begin + count for tick in ticks)
+
+    @property
+    def early(self) -> int:
+        """Of the chunks of a stage, how many have microbatches of two groups in flight where it goes backward
+        at once: the first half."""
+        return (self.rounds + 1) // 2
+
+    @property
+    def in_flight(self) -> int:
+        """Places for what is in flight in a stage that goes backward at once: `kept` in every early chunk,
+        and one for each stage in the others."""
+        return self.early * self.kept + (self.rounds - self.early) * self.stages
+
+    @property
+    def kept(self) -> int:
+        """Microbatches of an early chunk that are in flight."""
+        return 2 * self.stages - (self.rounds == 1)
 
 
 def _first(op: str, name: str, inputs: Sequence[TensorType], size: int) -> Shape:

@@ -8,6 +8,7 @@ price counts the mean of two branches, and all steps of a while loop; memory is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 from mesh_tf_core.errors import UserError
@@ -18,6 +19,8 @@ from mesh_tf_core.ops.math import logical_not
 from mesh_tf_core.ops.shape import reshape
 from mesh_tf_core.tracing.graph import Graph, graph_of
 from mesh_tf_core.tracing.scan import scan
+
+HALF = Fraction(1, 2)
 
 
 def cond(
@@ -49,7 +52,7 @@ def _once(graph: Graph, dim: Dim, fn: Callable[[], Any], runs: Tensor | None) ->
     with graph.loop(dim) as block:
         block.single = True
         if runs is not None:
-            block.runs, block.branch = runs.id, True
+            block.runs, block.branch = runs.id, HALF
         made = fn()
         listed = list(made) if isinstance(made, tuple) else [made]
         for t in listed:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import MICROBATCH, Node
 from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Cast, scale
@@ -74,7 +75,7 @@ class Accumulation(StepCopy, PartCopy):
         """Reads and inputs stay outside; what the parts compute goes into the bodies of loops."""
         for node in self.kept:
             if isinstance(node.op, Read):
-                self.given[node.outputs[0]] = self.new.read(node.op.variable)
+                self.given[node.outputs[0]] = self._read(node.op.variable, node.outputs[0])
             elif isinstance(node.op, Feed):
                 self._feed(node.op, node.outputs[0])
         stored = [(node, node.op.variable) for node in self.kept if isinstance(node.op, Assign)]
@@ -90,8 +91,22 @@ class Accumulation(StepCopy, PartCopy):
         self._loop([i for i in sums if i not in self.outside])
         for node, variable in stored:
             with self.new.phase(node.phase, node.scope):
-                self.new.assign(variable, self._whole(node.inputs[0]))
-        return self.new, {name: self._whole(tensor.id) for name, tensor in wanted.items()}
+                self.new.assign(
+                    self.new.variables[variable.name], self._of_variable(variable, node.inputs[0])
+                )
+        grads, found = self.old.gradient_of, dict[str, Tensor]()
+        for name, t in wanted.items():
+            of = self.old.variables.get(grads.get(t.id, ""))
+            found[name] = self._whole(t.id) if of is None else self._of_variable(of, t.id)
+        return self.new, found
+
+    def _read(self, variable: Variable, tensor: int) -> Tensor:
+        """What a variable is, as the model has it."""
+        return self.new.read(variable)
+
+    def _of_variable(self, variable: Variable, tensor: int) -> Tensor:
+        """A tensor of sums that belongs to a variable, as that lies."""
+        return self._whole(tensor)
 
     def _check(self, name: str, tensor: int) -> None:
         """UserError if what the parts compute does not add up to a tensor."""

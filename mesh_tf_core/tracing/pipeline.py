@@ -36,7 +36,7 @@ from mesh_tf_core.ir.stored_order import Interleaved
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import scale, stop_gradient
-from mesh_tf_core.ops.binary import binary, where
+from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.dynamic import dynamic_slice
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.math import logical_and, maximum, minimum
@@ -47,7 +47,7 @@ from mesh_tf_core.ops.ticks import FromTicks, Schedule, ToTicks
 from mesh_tf_core.tracing.copying import PartCopy
 from mesh_tf_core.tracing.gradients import depends_on
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.rounds import layers_of_stage, lying, reordered
+from mesh_tf_core.tracing.rounds import layers_of_stage, lying, reordered, whose_turn
 from mesh_tf_core.tracing.standing import Kind, Standings, outer_reads
 
 
@@ -135,7 +135,8 @@ class _Pipelines(PartCopy):
         for dim, count in stages.items():
             check_stages(graph, dim, count, rounds)
         self.raw: dict[int, Tensor] = {}
-        self.lying = lying(graph, stages, rounds) if rounds > 1 else {}
+        forward = (n for n in graph.nodes if n.phase == "forward")
+        self.lying = lying(graph, forward, stages, rounds) if rounds > 1 else {}
         for tensor, (order, _) in self.lying.items():
             variable = graph.producer[tensor].op.variable  # type: ignore[attr-defined]
             self.new.variables[variable.name] = replace(variable, order=order)
@@ -296,7 +297,7 @@ class _Pipeline:
             come = [new.slice_into(ticks, x) for x in entering]
             with new.loop(self.stage, spread=True) as stages:
                 stage = new.tensors[stages.index]  # type: ignore[index]
-                item, turn = self._turn(tick - stage)
+                item, turn = whose_turn(schedule, tick - stage)
                 works = logical_and(tick >= stage, item < schedule.microbatches)
                 number = maximum(minimum(item, schedule.microbatches - 1), 0)
                 enters = stage < 1 if turn is None else logical_and(stage < 1, turn < 1)
@@ -327,16 +328,6 @@ class _Pipeline:
             made[old] = scale(x, 1 / self.copy.parts) if same else x
             made[old] = reordered(made[old], self.order, lies=True) if round_and_round else made[old]
         return made
-
-    def _turn(self, at: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The microbatch that a stage has at a tick of its own, and in which round, if there are several."""
-        schedule = self.schedule
-        if schedule.rounds == 1:
-            return at, None
-        at = maximum(at, 0)
-        group, inside = binary("floordiv", at, schedule.group), binary("mod", at, schedule.group)
-        item = group * schedule.stages + binary("mod", inside, schedule.stages)
-        return item, binary("floordiv", inside, schedule.stages)
 
     def _at(self, condition: Tensor, x: Tensor) -> Tensor:
         """x where a condition holds, else zeros."""

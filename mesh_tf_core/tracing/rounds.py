@@ -1,15 +1,19 @@
-"""Stacks of layers in the order in which circular schedules have them on devices (`ir.stored_order`), and in
-the model's."""
+"""Stages with several chunks of layers: whose turn it is, and stacks of layers in the order in which they lie
+on devices (`ir.stored_order`), and in the model's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.stored_order import Interleaved
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.binary import binary
+from mesh_tf_core.ops.math import maximum
 from mesh_tf_core.ops.shape import reshape, transpose
+from mesh_tf_core.ops.ticks import Schedule
 from mesh_tf_core.tracing.graph import Graph, graph_of
 from mesh_tf_core.tracing.standing import outer_reads
 
@@ -19,17 +23,27 @@ def layers_of_stage(dim: str) -> str:
     return f"{dim}_of_stage"
 
 
-def lying(graph: Graph, stages: Mapping[str, int], rounds: int) -> dict[int, tuple[Interleaved, bool]]:
+def whose_turn(schedule: Schedule, at: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The microbatch that a stage has at a tick of its own, and in which round, if there are several."""
+    if schedule.rounds == 1:
+        return at, None
+    at = maximum(at, 0)
+    group, inside = binary("floordiv", at, schedule.group), binary("mod", at, schedule.group)
+    item = group * schedule.stages + binary("mod", inside, schedule.stages)
+    return item, binary("floordiv", inside, schedule.stages)
+
+
+def lying(
+    graph: Graph, nodes: Iterable[Node], stages: Mapping[str, int], rounds: int
+) -> dict[int, tuple[Interleaved, bool]]:
     """Values of variables that loops read by parts which become stages -> the order in which they are to lie,
-    and whether anything else in forward reads them.
+    and whether any other of the nodes reads them.
 
     Args:
       stages: dimension of loops -> number of stages.
     """
     found, read = dict[int, Interleaved](), set[int]()
-    for node in graph.nodes:
-        if node.phase != "forward":
-            continue
+    for node in nodes:
         body = node.body
         if body is None or body.dim is None or body.dim.name not in stages:
             read |= outer_reads(graph, node)

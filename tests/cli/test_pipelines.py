@@ -47,7 +47,7 @@ def test_a_plan_with_stages(
         (("--pipeline", "layers", "--schedule", "circular"), "as circular:2"),
         (("--pipeline", "layers", "--schedule", "circular:3"), "3 rounds do not divide the 1 layers of each"),
         (("--schedule", "gpipe,circular:2"), "circular:2: nothing may be the stages of a pipeline; add"),
-        (("--schedule", "1f1b", "--elsewhere", "length"), "leave it or --elsewhere length out"),
+        (("--pipeline", "layers", "--schedule", "interleaved:1"), "as interleaved:2"),
         (("--pipeline", "layers", "--refine"), "--refine knows no stages of pipelines"),
         (("--pipeline", "layers", "--pin", "layers:pipe", "--pin", "batch:pipe"), "tell stages apart"),
     ],

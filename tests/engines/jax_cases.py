@@ -243,6 +243,7 @@ CASES: dict[str, Callable[[], None]] = {
     "pipeline": pipeline,
     "one_forward_one_backward": lambda: pipeline("1f1b"),
     "circular": lambda: pipeline("circular:2"),
+    "interleaved": lambda: pipeline("interleaved:2"),
     "replicas": replicas,
     **{f"kept {seed}": lambda seed=seed: kept(seed) for seed in range(8)},
     "sequence, context and hybrid parallelism": jax_layouts.all_at_once,

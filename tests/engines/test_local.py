@@ -61,7 +61,8 @@ def test_a_pipeline_equals_lockstep(schedule: str) -> None:
         same(local.step(batch), lockstep.step(batch))
     for name in program.variables:
         np.testing.assert_allclose(local.read(name), lockstep.read(name), 1e-10, err_msg=name)
-    assert local.communication_bytes == program.communication_bytes()
+    # Branches are taken in some of the turns: a share of each is counted.
+    assert local.communication_bytes == pytest.approx(program.communication_bytes(), 1e-12)
 
 
 def test_replicas_equal_lockstep() -> None:

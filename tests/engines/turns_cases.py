@@ -1,4 +1,4 @@
-"""Prints the compiled text of a 1F1B pipeline with sequence parallelism, with turns and without.
+"""Prints the compiled text of an interleaved pipeline with sequence parallelism, with turns and without.
 
 JAX_PLATFORMS=cpu python -m tests.engines.turns_cases
 """
@@ -23,7 +23,7 @@ def compiled(platform: str) -> str:
     """`platform`: of an accelerator to leave turns out; it is compiled for the CPU."""
     model = transformer_lm.model(**{**SMALL, "layers": 4, "optimizer": "sgd", "positions": "rotary"})
     mesh = mtf.Mesh(MESH)
-    program = model.lower(mesh, mtf.Layout(LAYOUT), mtf.Options(microbatches=4, schedule="1f1b"))
+    program = model.lower(mesh, mtf.Layout(LAYOUT), mtf.Options(microbatches=4, schedule="interleaved:2"))
     found = home.device_mesh(mesh, placed(mesh, home.devices(4)))
     return str(JaxProgram(program, found, platform).lowered().compile().as_text())
 

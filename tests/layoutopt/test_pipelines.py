@@ -65,15 +65,23 @@ def compare(model: mtf.Model, on: str, parts: int, hardware: str, axes: str, cou
         compared += 1
 
 
+LENGTH: dict[str, Any] = {"elsewhere": ("length",)}
+STORED: dict[str, Any] = {"pins": {"positions": ("pipe", "t"), "batch": ("t",)}}
+"""A weight that is gathered under another name than its variable's."""
 CASES: list[tuple[str, str, int, str, str, dict[str, Any]]] = [
     ("reading", "pipe:4;t:2", 2, "a100", "pipe", {}),
     ("transformer", "a:2;b:2;t:2", 4, "tpu-v3", "a+b", {"recompute": (False, "selective", True)}),
-    ("transformer", "pipe:2;t:2", 2, "h100", "pipe", {"elsewhere": ("length",)}),
+    ("transformer", "pipe:2;t:2", 2, "h100", "pipe", LENGTH),
     ("transformer", "t:2;pipe:2", 8, "cpu-local", "pipe", {}),
     ("experts", "pipe:2;t:2", 2, "tpu-v5e", "pipe", {"pins": {"length": ()}}),
     ("reading", "pipe:2;t:2", 4, "a100", "pipe", {"schedule": ("circular:2",)}),
     ("transformer", "t:2;pipe:2", 4, "tpu-v3", "pipe", {"schedule": ("circular:2",)}),
     ("experts", "pipe:2;t:2", 2, "h100", "pipe", {"pins": {"length": ()}, "schedule": ("circular:2",)}),
+    ("transformer", "a:2;b:2;t:2", 4, "tpu-v3", "a", {**LENGTH, "schedule": ("circular:2",)}),
+    ("transformer", "t:2;pipe:2", 4, "h100", "pipe", {"schedule": ("interleaved:2",)}),
+    ("experts", "pipe:2;t:2", 2, "tpu-v5e", "pipe", {"pins": {"length": ()}, "schedule": ("interleaved:2",)}),
+    ("transformer", "pipe:2;t:2", 2, "h100", "pipe", {**LENGTH, "schedule": ("interleaved:2",)}),
+    ("transformer", "pipe:2;t:2", 2, "h100", "pipe", {**LENGTH, **STORED, "schedule": ("1f1b",)}),
     ("transformer", "a:2;b:2;t:2", 4, "tpu-v3", "a+b", {"schedule": ("1f1b",)}),
     ("transformer", "t:2;pipe:2", 8, "h100", "pipe", {"schedule": ("1f1b",)}),
     ("experts", "pipe:2;t:2", 2, "tpu-v5e", "pipe", {"pins": {"length": ()}, "schedule": ("1f1b",)}),
@@ -141,7 +149,7 @@ ALLOWED = Allowed(
     microbatches=(1, 8),
     recompute=(False, True),
     pipeline=("layers",),
-    schedule=("gpipe", "1f1b", "circular:4"),
+    schedule=("gpipe", "interleaved:4", "circular:4"),
 )
 
 

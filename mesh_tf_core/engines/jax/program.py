@@ -164,6 +164,9 @@ class _Device(WholeReplica):
                 self.inside = self.turns.copy()
             self.block(loop.body, values, times * loop.times)
 
+        takes_turn = self.takes_turns and exchanges(loop.body)
+        if takes_turn and loop.runs is not None and loop.runs in env:  # a branch, which carries nothing
+            (env[loop.runs],) = self.turns.loop([env[loop.runs]])
         longer = self.program.longer(loop)
         iterations = Iterations(loop, env, body, self, self.program.added, longer)
         first = 0 if loop.first is None else env[loop.first]
@@ -196,7 +199,6 @@ class _Device(WholeReplica):
             return (state, totals), rest
 
         n = loop.dim.size
-        takes_turn = self.takes_turns and exchanges(loop.body)
         carries = self.turns.loop(iterations.carries) if takes_turn else iterations.carries
         start = [*carries, *(self.zeros(s.outer) for s in loop.summed)], onto
         given = lax.iota(jnp.int32, n), [None if s.outer in longer else env[s.outer] for s in loop.sliced]

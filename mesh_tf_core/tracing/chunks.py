@@ -1,0 +1,181 @@
+"""Copies of the layers of one stage of a pipeline in which every microbatch goes backward at once
+(`one_forward_one_backward`), or of those of one of its chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.blocks import MICROBATCH, Block, Node
+from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.ir.stored_order import Interleaved
+from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.ticks import Schedule, rounds_of
+from mesh_tf_core.tracing.copying import Copy
+from mesh_tf_core.tracing.gradients import depends_on
+from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.microbatch import Accumulation
+from mesh_tf_core.tracing.pipeline import check_stages
+from mesh_tf_core.tracing.rounds import layers_of_stage, lying, reordered
+
+IN_FLIGHT = "in_flight"
+"""Name of the dimension that counts the microbatches between the two slots of a stage."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which layers are copied.
+
+    Attributes:
+      stage, turn: numbers of the stage, and of its chunk if it has several.
+      begins: the first of all layers.
+      first: the first of the stage's, if it has several chunks.
+    """
+
+    stage: Tensor
+    turn: Tensor | None
+    begins: Tensor
+    first: Tensor | None
+
+
+class ChunkCopy(Accumulation):
+    """A step of which layers are copied as a stage's.
+
+    Args:
+      dim, stages: the dimension of the layers, and how many stages they are.
+      schedule: of `ops.ticks`.
+
+    Attributes:
+      layers, stage, own, chunk: dimensions of all layers (its name), of the stages, of the layers of a stage,
+        and of one of its chunks.
+      again: what is copied is forward work that runs for backward.
+      links: loops keep what backward reads.
+      stacks: what layers stack for all of a stage.
+      raw: variables that lie in the order of chunks, as they lie; `lies`: the same of sums of stacks.
+    """
+
+    def __init__(self, graph: Graph, batch: str, parts: int, dim: str, stages: int, schedule: str) -> None:
+        self.named, rounds = schedule, rounds_of(schedule)
+        check_stages(graph, dim, stages, rounds)
+        self.raw: dict[int, Tensor] = {}
+        self.lies: dict[int, Tensor] = {}
+        super().__init__(graph, batch, parts)
+        self.schedule = Schedule(parts, stages, rounds)
+        (size,) = graph.dims()[dim]
+        self.layers, self.stage = dim, Dim(dim, stages)
+        self.own = Dim(layers_of_stage(dim), size // stages)
+        self.chunk = Dim(self.own.name, self.own.size // rounds)
+        for name in (MICROBATCH, IN_FLIGHT):
+            self.new.unsplit[name] = "microbatches go through the stages of a pipeline one after the other"
+        self.again = self.links = False
+        self.batches, self.of_chunk = self.smaller, {**self.smaller, Dim(dim, size): self.chunk}
+        self.of_stage = {**self.smaller, Dim(dim, size): self.own}
+        self.stacks: set[int] = set()
+        self.place: Place | None = None
+        trained = [v for v in graph.variables.values() if v.trainable]
+        self.trained = depends_on(graph, [graph.read(v).id for v in trained])
+        self.order = Interleaved(stages, rounds)
+        found = lying(graph, self.kept, {dim: stages}, rounds) if rounds > 1 else {}
+        self.lying = {graph.producer[i].op.variable.name: read for i, (_, read) in found.items()}  # type: ignore[attr-defined]
+        for name in self.lying:
+            self.new.variables[name] = replace(graph.variables[name], order=self.order)
+
+    def refusal(self, what: str) -> UserError:
+        return UserError(
+            f"schedule {self.named} over {self.layers!r}: {what}; take the schedule gpipe, or do not split "
+            f"{self.layers!r}"
+        )
+
+    # -- what has all layers ---------------------------------------------------------------------------------
+
+    def _read(self, variable: Variable, tensor: int) -> Tensor:
+        x = super()._read(self.new.variables[variable.name], tensor)
+        self.raw.update({tensor: x} if variable.name in self.lying else {})
+        return reordered(x, self.order, lies=True) if self.lying.get(variable.name) else x
+
+    def _of_variable(self, variable: Variable, tensor: int) -> Tensor:
+        if variable.name not in self.lying:
+            return self._whole(tensor)
+        if tensor in self.lies:
+            return self.lies[tensor]
+        return reordered(self._whole(tensor), self.order, lies=False)
+
+    def stack(self, tensor: int) -> Tensor:
+        """What layers read by parts, as variables lie."""
+        if self.schedule.rounds == 1:
+            return self._whole(tensor)
+        if tensor not in self.raw:
+            whole = self._whole(tensor)
+            with self.new.at_root():
+                self.raw[tensor] = reordered(whole, self.order, lies=False)
+        return self.raw[tensor]
+
+    def add_up(self, sums: Mapping[int, Tensor]) -> None:
+        """Notes sums over the whole batch."""
+        several = self.schedule.rounds > 1
+        self.lies.update({o: x for o, x in sums.items() if several and o in self.stacks})
+        self.outside.update({o: x for o, x in sums.items() if o not in self.lies})
+
+    def _whole(self, old: int) -> Tensor:
+        around = self.smaller, self.place, self.again
+        self.smaller, self.place, self.again = self.batches, None, False
+        try:
+            if old in self.lies and old not in self.outside:
+                with self.new.at_root():
+                    self.outside[old] = reordered(self.lies[old], self.order, lies=True)
+            return super()._whole(old)
+        finally:
+            self.smaller, self.place, self.again = around
+
+    # -- what has a stage's, or a chunk's --------------------------------------------------------------------
+
+    @contextmanager
+    def chunk_of(self, stage: Tensor, turn: Tensor | None) -> Iterator[None]:
+        """What is copied inside is of one stage, and of one of its chunks if it has several."""
+        size, stages = self.chunk.size, self.schedule.stages
+        chunk = stage if turn is None else turn * stages + stage
+        first = None if turn is None else turn * size
+        self.smaller, self.place = self.of_chunk, Place(stage, turn, chunk * size, first)
+        try:
+            yield
+        finally:
+            self.smaller, self.place = self.batches, None
+
+    @contextmanager
+    def running_again(self) -> Iterator[None]:
+        """What is copied inside runs for backward, and keeps what that reads."""
+        self.again = self.links = True
+        try:
+            yield
+        finally:
+            self.again = self.links = False
+
+    def _phase(self, node: Node) -> str:
+        return "recompute" if self.again and node.phase == "forward" else node.phase
+
+    def _outer(self, tensor: int, block: Block, dtype: str | None = None) -> int:
+        if self.place is None:
+            return super()._outer(tensor, block, dtype)
+        if self.layers not in self.old.tensor(tensor).shape.names:
+            # What is no stage's own may be stored over the axes that tell stages apart.
+            return Copy._outer(self, tensor, block, dtype)
+        self.smaller = self.of_stage if tensor in self.stacks else self.of_chunk
+        found = super()._outer(tensor, block, dtype)
+        self.smaller = self.of_chunk
+        return found
+
+    def _body(self, node: Node, body: Block, block: Block) -> None:
+        super()._body(node, body, block)
+        if self.place is not None and self.place.first is not None and block.dim == self.chunk:
+            block.first = self.place.first.id
+
+    def _backward(self, body: Block, block: Block) -> None:
+        if self.links:
+            super()._backward(body, block)
+
+    def _number(self, block: Block) -> Tensor:
+        found = super()._number(block)
+        return self.place.begins + found if self.place is not None and block.dim == self.chunk else found

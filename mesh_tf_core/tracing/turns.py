@@ -1,0 +1,313 @@
+"""The loops over the turns of a pipeline in which every microbatch goes backward at once
+(`one_forward_one_backward`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
+
+from mesh_tf_core.ir.blocks import MICROBATCH, TICK, Block, Node
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.basic import Constant, add_n, scale
+from mesh_tf_core.ops.binary import where
+from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
+from mesh_tf_core.ops.einsum import broadcast
+from mesh_tf_core.ops.math import logical_and, maximum, minimum, mod
+from mesh_tf_core.ops.neighbours import shift
+from mesh_tf_core.tracing.chunks import IN_FLIGHT, ChunkCopy
+from mesh_tf_core.tracing.rounds import whose_turn
+from mesh_tf_core.tracing.slots import Slots, When
+from mesh_tf_core.tracing.standing import Kind, outer_reads
+
+
+class Turns(Slots):
+    """The loops over the turns; `slots.Slots` has the arguments."""
+
+    def __init__(
+        self, copy: ChunkCopy, needed: Sequence[Node], forward: Node, backward: Node, sums: Iterable[int]
+    ) -> None:
+        super().__init__(copy, needed, forward, backward, sums, copy.trained, copy.refusal)
+        self.copy: ChunkCopy = copy
+        self.new, self.schedule = copy.new, copy.schedule
+        self.stages, self.parts = self.schedule.stages, self.schedule.microbatches
+        self.stage, self.own = copy.stage, copy.own
+        self.ring = Dim(IN_FLIGHT, self.schedule.in_flight)
+        self.made: dict[int, list[Tensor]] = {}
+        copy.stacks.update(o for n in (forward, backward) for _, o in self._body(n).stacked)
+
+    # -- one microbatch --------------------------------------------------------------------------------------
+
+    def _of(self, number: Tensor, known: Mapping[int, Tensor], wanted: Iterable[int], until: When) -> None:
+        """Takes the number of a microbatch, and makes what is wanted of it, of what is known."""
+        copy = self.copy
+        copy.number, copy.tensors, copy.blocks = number, {**copy.given, **known}, {}
+        left, nodes = {*wanted} - copy.tensors.keys(), list[Node]()
+        for node in reversed(self.needed):
+            if self.slots[node.index] <= until and not left.isdisjoint(copy.made_by(node)):
+                nodes.append(node)
+                left |= outer_reads(self.old, node, copy.is_whole) - copy.tensors.keys()
+        for fed in sorted(left & copy.fed.keys()):
+            copy.tensors[fed] = dynamic_slice(copy.fed[fed], number, MICROBATCH)
+        for node in reversed(nodes):
+            copy._node(node)
+
+    def _layers(self, node: Node, stage: Tensor, turn: Tensor | None, init: Sequence[Tensor]) -> list[Tensor]:
+        """The layers of a stage, or of its chunk whose turn it is; their last states."""
+        copy = self.copy
+        with self.new.phase(copy._phase(node), node.scope, node.name), copy.chunk_of(stage, turn):
+            copy._looped(node, self._body(node), init)
+        return [copy.tensors[o] for o in node.outputs[: len(init)]]
+
+    def _enter(self, stages: Block, number: Tensor, got: Sequence[Tensor], nodes: Sequence[Node]) -> None:
+        """What a stage reads for a microbatch."""
+        copy = self.copy
+        self._of(
+            number, dict(zip(self.passes, got[len(self.states) :], strict=True)), self.stays, When.BEFORE
+        )
+        for i in self.same:
+            copy.tensors.setdefault(i, copy._whole(i))
+        for o in dict.fromkeys(o for node in nodes for o in self.sliced[node.index]):
+            copy.tensors[o] = self.new.slice_into(stages, copy.stack(o), self.own)
+
+    def _terms(self, stages: Block, node: Node, works: Tensor) -> dict[int, Tensor]:
+        """What a stage adds to sums."""
+        found, body = {}, self._body(node)
+        for stacks, pairs in ((True, body.stacked), (False, body.summed)):
+            for o in (o for _, o in pairs if o in self.sums):
+                x = self.copy._delivered(o, o)
+                x = where(works, x, 0) if node is self.forward else x
+                stack = self.new.stack_output(stages, x, self.layers) if stacks else None
+                found[o] = self.new.sum_output(stages, x) if stack is None else stack
+        return found
+
+    # -- whose turn it is ------------------------------------------------------------------------------------
+
+    def _slot(self, at: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Of a stage's own tick: whether a microbatch is there, the number of one, where it lies in the ring,
+        and in which round it is."""
+        item, turn = whose_turn(self.schedule, at)
+        works, number = self._held(at, item)
+        return works, number, maximum(item, 0), turn
+
+    def _held(self, at: Tensor, item: Tensor) -> tuple[Tensor, Tensor]:
+        works = logical_and(at >= 0, item < self.parts)
+        return works, maximum(minimum(item, self.parts - 1), 0)
+
+    def _lies(self, item: Tensor, chunk: Tensor | None) -> Tensor:
+        """Where what a stage has in flight of a chunk lies."""
+        of = self.schedule
+        if chunk is None:
+            return mod(item, of.kept)
+        late = (chunk - of.early) * of.stages + of.early * of.kept
+        return where(chunk < of.early, chunk * of.kept + mod(item, of.kept), late + mod(item, of.stages))
+
+    def _passing(
+        self, at: Tensor, end: bool, ticks: tuple[int, int], make: Callable[[Tensor], Sequence[Tensor]]
+    ) -> list[Tensor] | None:
+        """What is made of the microbatch that enters, or leaves at the `end`, in turns in which one does; in
+        others zeros. None if none ever does.
+
+        Args:
+          at: the tick; `ticks`: the first one and how many there are.
+          make: of the number of a microbatch.
+        """
+        schedule, new = self.schedule, self.new
+        item, turn = whose_turn(schedule, at - schedule.first(end))
+        works, number = self._held(at - schedule.first(end), item)
+        if turn is None:
+            return [*make(number)]
+        times = schedule.passing(end, *ticks)
+        if not times:
+            return None
+        works = logical_and(works, turn < 1)
+        with new.loop(Dim(f"branch_{len(new.blocks)}", 1)) as block:
+            block.single, block.runs, block.branch = True, works.id, Fraction(times, ticks[1])
+            made = [new.sum_output(block, new.visible(x)) for x in make(number)]
+        new.close_loop(block, [])
+        return made
+
+    # -- one turn --------------------------------------------------------------------------------------------
+
+    def _entering(self, number: Tensor) -> list[Tensor]:
+        """What enters the first stage."""
+        self._of(number, {}, (*self.states, *self.passes), When.BEFORE)
+        return [*self.copy._operands(self.forward), *(self.copy.tensors[i] for i in self.passes)]
+
+    def _forward_slot(
+        self, turn: Tensor, ticks: tuple[int, int], held: Sequence[Tensor], rings: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor], dict[int, Tensor]]:
+        """Every stage forward.
+
+        Args:
+          ticks: of the loop: the first one and how many there are.
+
+        Returns:
+          What the stages hand on; the rings; terms of sums.
+        """
+        new = self.new
+        entering = self._passing(turn, False, ticks, self._entering)
+        with new.loop(self.stage, spread=True) as stages:
+            stage = new.tensors[stages.index]  # type: ignore[index]
+            works, number, item, chunk = self._slot(turn - stage)
+            got = [new.slice_into(stages, h) for h in held]
+            if entering is not None:
+                enters = stage < 1 if chunk is None else logical_and(stage < 1, chunk < 1)
+                got = [where(enters, x, h) for x, h in zip(entering, got, strict=True)]
+            place = self._lies(item, chunk)
+            kept = [
+                dynamic_update(new.slice_into(stages, r), x, place, IN_FLIGHT)
+                for r, x in zip(rings, got, strict=True)
+            ]
+            self._enter(stages, number, got, (self.forward,))
+            ends = self._layers(self.forward, stage, chunk, got[: len(self.states)])
+            handed = [new.stack_output(stages, x) for x in (*ends, *got[len(self.states) :])]
+            kept = [new.stack_output(stages, x) for x in kept]
+            terms = self._terms(stages, self.forward, works)
+        new.close_loop(stages, [])
+        return handed, kept, terms
+
+    def _backward_slot(
+        self, turn: Tensor, held: Sequence[Tensor], rings: Sequence[Tensor], entering: Sequence[Tensor]
+    ) -> tuple[list[Tensor], dict[int, Tensor]]:
+        """Every stage backward; `entering`: the gradient at the last stage, if a microbatch enters there.
+
+        Returns:
+          What the stages hand on; terms of sums.
+        """
+        new, copy, schedule = self.new, self.copy, self.schedule
+        with new.phase("backward", ""), new.loop(self.stage, spread=True) as stages:
+            stage = new.tensors[stages.index]  # type: ignore[index]
+            works, number, item, back = self._slot(turn + stage - (self.stages - 1))
+            last = stage > self.stages - 2
+            chunk = None if back is None else (schedule.rounds - 1) - back
+            begins = last if back is None else logical_and(last, back < 1)
+            place = self._lies(item, chunk)
+            got = [dynamic_slice(new.slice_into(stages, r), place, IN_FLIGHT) for r in rings]
+            self._enter(stages, number, got, (self.forward, self.backward))
+            for i in (*self.same, *self.sliced[self.backward.index]):
+                maker = self.copy.makers.get(i)
+                if maker is not None and maker.phase != "forward" and is_float(copy.tensors[i].dtype):
+                    copy.tensors[i] = where(works, copy.tensors[i], 0)
+            with copy.running_again():
+                self._layers(self.forward, stage, chunk, got[: len(self.states)])
+            come = [new.slice_into(stages, h) for h in held]
+            seeds = come[: len(self.seeds)]
+            if entering:
+                seeds = [where(begins, x, h) for x, h in zip(entering, seeds, strict=True)]
+            ends = self._layers(self.backward, stage, chunk, [where(works, x, 0) for x in seeds])
+            beside = zip(self.rows, come[len(self.seeds) :], strict=True)
+            ends += [copy.tensors[o] + where(begins, 0, h) for o, h in beside]
+            handed = [new.stack_output(stages, x) for x in ends]
+            terms = self._terms(stages, self.backward, works)
+        with new.phase("backward", ""):
+            new.close_loop(stages, [])
+        return handed, terms
+
+    def _left(self, handed: Sequence[Tensor], end: bool) -> list[Tensor]:
+        """What left the last stage, or the first if not at the `end`, on all devices."""
+        with self.new.loop(self.stage, spread=True) as stages:
+            stage = self.new.tensors[stages.index]  # type: ignore[index]
+            there = stage > self.stages - 2 if end else stage < 1
+            parts = (self.new.slice_into(stages, x) for x in handed)
+            left = [self.new.sum_output(stages, where(there, x, 0)) for x in parts]
+        self.new.close_loop(stages, [])
+        return left
+
+    def _moved(self, handed: Sequence[Tensor], to: int) -> list[Tensor]:
+        """What stages hand on, at the next one."""
+        return [shift(x, to, self.stage, self.schedule.rounds > 1) for x in handed]
+
+    def _head(
+        self, turn: Tensor, ticks: tuple[int, int], handed: Sequence[Tensor]
+    ) -> tuple[list[Tensor], dict[int, Tensor]]:
+        """What is behind the layers; the gradient that enters them, and terms of sums."""
+        sums = [o for o in self.sums if self._when(o) <= When.HEAD]
+
+        def make(number: Tensor) -> list[Tensor]:
+            known = dict(zip(self.forward.outputs, self._left(handed, end=True), strict=False))
+            self._of(number, known, (*sums, *self.seeds), When.HEAD)
+            return [*self.copy._operands(self.backward), *(self.copy._delivered(o, o) for o in sums)]
+
+        made, count = self._passing(turn, True, ticks, make) or [], len(self.seeds)
+        return made[:count], dict(zip(sums, made[count:], strict=False))
+
+    def _after(self, turn: Tensor, ticks: tuple[int, int], handed: Sequence[Tensor]) -> dict[int, Tensor]:
+        """What is before the layers, backward; terms of sums."""
+        carried = self.backward.outputs[: len(self.seeds)]
+        sums = [o for o in self.sums if self._when(o) is When.AFTER]
+
+        def make(number: Tensor) -> list[Tensor]:
+            with self.new.phase("backward", ""):
+                left = self._left(handed, end=False)
+            known = dict(zip((*carried, *self.rows), left, strict=True))
+            self._of(number, known, sums, When.AFTER)
+            return [self.copy._delivered(o, o) for o in sums]
+
+        return dict(zip(sums, self._passing(turn, True, ticks, make) or [], strict=False)) if sums else {}
+
+    # -- the turns -------------------------------------------------------------------------------------------
+
+    def build(self) -> dict[int, Tensor]:
+        """Builds the loops; the sums over the whole batch."""
+        new, schedule = self.new, self.schedule
+        ahead = schedule.first(end=True)
+        both, behind = (ahead, schedule.ticks - ahead), (schedule.ticks - ahead, ahead)
+        flows = (*self.states, *self.passes)
+        carried = [*(self._zeros(i) for i in flows), *(self._zeros(i, self.ring) for i in flows)]
+        with new.loop(Dim(TICK, ahead)) as turns:
+            inside = [new.body_input(turns, x) for x in carried]
+            handed, rings, terms = self._forward_slot(self._number(turns), (0, ahead), *_halves(inside))
+            self._close(turns, inside, [*self._moved(handed, 1), *rings], terms)
+        carried = new.close_loop(turns, carried)
+        back = [self._zeros(i) for i in (*self.seeds, *self.rows)]
+        with new.loop(Dim(TICK, both[1])) as turns:
+            inside = [new.body_input(turns, x) for x in (*carried, *back)]
+            number, flow = self._number(turns), inside[: len(carried)]
+            turn, ticks = number + ahead, (0, both[1])
+            handed, rings, terms = self._forward_slot(turn, both, *_halves(flow))
+            moved = self._moved(handed, 1)
+            entering, more = self._head(turn, both, handed[: len(self.states)])
+            backwards, further = self._backward_slot(number, inside[len(carried) :], rings, entering)
+            terms = {**terms, **more, **further, **self._after(number, ticks, backwards)}
+            with new.phase("backward", ""):
+                moved += [*rings, *self._moved(backwards, -1)]
+            self._close(turns, inside, moved, terms)
+        after = new.close_loop(turns, [*carried, *back])
+        rings, back = after[len(flows) : len(carried)], after[len(carried) :]
+        with new.phase("backward", ""), new.loop(Dim(TICK, ahead)) as turns:
+            inside = [new.body_input(turns, x) for x in back]
+            turn = self._number(turns) + both[1]
+            handed, terms = self._backward_slot(turn, inside, rings, ())
+            terms.update(self._after(turn, behind, handed))
+            # Of one turn nobody reads what is handed on.
+            handed = inside if ahead == 1 else self._moved(handed, -1)
+            self._close(turns, inside, handed, terms)
+        with new.phase("backward", ""):
+            new.close_loop(turns, back)
+            self.copy.number = None
+            return {o: add_n(xs) for o, xs in self.made.items()}
+
+    def _number(self, turns: Block) -> Tensor:
+        assert turns.index is not None
+        return self.new.tensors[turns.index]
+
+    def _zeros(self, tensor: int, *dims: Dim) -> Tensor:
+        """What the stages hold before the first turn."""
+        type = self.old.tensor(tensor).type
+        zero: Tensor = self.new.apply(Constant(0, type.dtype))
+        return broadcast(zero, Shape([self.stage, *dims, *self.copy._shape(type.shape)]))
+
+    def _close(
+        self, turns: Block, inside: Sequence[Tensor], handed: Sequence[Tensor], terms: Mapping[int, Tensor]
+    ) -> None:
+        turns.carry_in = tuple(x.id for x in inside)
+        turns.carry_out = tuple(x.id for x in handed)
+        for o, x in terms.items():
+            term = scale(x, 1 / self.parts) if self._kind(o) is Kind.SAME else x
+            self.made.setdefault(o, []).append(self.new.sum_output(turns, term))
+
+
+def _halves(xs: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    return xs[: len(xs) // 2], xs[len(xs) // 2 :]

@@ -1,0 +1,206 @@
+"""Interleaved 1F1B gives the numbers of one device; what is in flight grows with stages and rounds, not with
+microbatches, and stages wait as long as the closed form says."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
+from costmodels.liveness import memory
+from costmodels.pricing.pricer import pricer
+from costmodels.waiting import waiting
+from mesh_tf_core.ir.instructions import Instr, Local, Loop, Permute
+from mesh_tf_core.lower.verify import verify
+from mesh_tf_core.ops.ticks import Schedule
+from tests.core.test_circular import FURTHER, another_turn, batch, check, drawn, lowered, model, steps
+from tests.core.test_one_forward_one_backward import wide
+from tests.core.test_pipelines import changed, same
+
+ORDER = "interleaved"
+
+
+@pytest.fixture(scope="module")
+def plain() -> mtf.Model:
+    return model(linear=True)
+
+
+@pytest.fixture(scope="module")
+def dense(plain: mtf.Model) -> Any:
+    return steps(plain.lower(mtf.Mesh("one:1"), mtf.Layout()))[:2]
+
+
+ADAFACTOR = 1e-5
+"""Its states are float32."""
+CASES: list[tuple[str, str, int, int, dict[str, Any]]] = [
+    ("pipe:2", "layers:pipe", 3, 4, {}),
+    ("pipe:4", "layers:pipe", 6, 2, {"recompute": {"layers"}}),
+    ("t:2;pipe:2", "layers:pipe;e:t", 4, 2, {"storage": FURTHER}),
+    ("data:2;pipe:2", "layers:pipe;batch:data", 1, 2, {"storage": {"wi": 2, "wo": 1}}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "layout", "parts", "rounds", "given"), CASES)
+def test_losses_and_variables_are_those_of_one_device(
+    mesh: str, layout: str, parts: int, rounds: int, given: dict[str, Any], plain: mtf.Model, dense: Any
+) -> None:
+    check(lowered(plain, mesh, layout, parts, rounds, ORDER, **given), dense, ADAFACTOR)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(60))
+def test_random_layouts(seed: int, plain: mtf.Model, dense: Any) -> None:
+    rng, program = random.Random(seed), None
+    while program is None:
+        program = drawn(rng, plain, ORDER)
+    check(program, dense, ADAFACTOR)
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "stages", "rounds"), [(8, 2, 1), (4, 2, 3), (16, 4, 2), (3, 4, 2), (7, 3, 4)]
+)
+def test_the_closed_form_is_what_comes_of_one_thing_at_a_time(
+    microbatches: int, stages: int, rounds: int
+) -> None:
+    """Every stage takes what the one before has handed on, backward what the one behind has, and finds in the
+    ring what it has put there."""
+    schedule = Schedule(microbatches, stages, rounds)
+    ahead, last = schedule.first(end=True), stages * rounds - 1
+    there: dict[tuple[int, int], int] = {}  # chunk of all, microbatch -> the turn
+    back: dict[tuple[int, int], int] = {}
+    rings: list[dict[int, tuple[int, int]]] = [{} for _ in range(stages)]
+
+    def slot(tick: int) -> tuple[int, int]:
+        group, inside = divmod(tick, schedule.group)
+        return group * stages + inside % stages, inside // stages
+
+    def place(item: int, chunk: int) -> int:
+        if chunk < schedule.early:
+            return chunk * schedule.kept + item % schedule.kept
+        return schedule.early * schedule.kept + (chunk - schedule.early) * stages + item % stages
+
+    for turn in range(ahead + schedule.ticks):
+        for stage in range(stages):
+            item, chunk = slot(turn - stage)
+            if turn < schedule.ticks and turn >= stage:
+                rings[stage][place(item, chunk)] = chunk, item
+                if item < microbatches:
+                    number = chunk * stages + stage
+                    assert not number or there[number - 1, item] == turn - 1
+                    there[number, item] = turn
+        for stage in range(stages):
+            tick = turn - ahead - (stages - 1 - stage)
+            item, chunk = slot(tick)[0], rounds - 1 - slot(tick)[1]
+            if tick >= 0 and item < microbatches:
+                number = chunk * stages + stage
+                assert (there if number == last else back)[min(number + 1, last), item] == turn - (
+                    number < last
+                )
+                assert rings[stage][place(item, chunk)] == (chunk, item)
+                back[number, item] = turn
+    assert len(there) == len(back) == microbatches * stages * rounds
+    assert max(back.values()) == ahead + schedule.ticks - 1
+    assert all(len(ring) <= schedule.in_flight for ring in rings)
+    if rounds == 2:
+        assert schedule.in_flight == stages * (rounds + 1)
+    if microbatches % stages == 0:
+        assert schedule.bubble == (stages - 1) / (microbatches * rounds + stages - 1)
+
+
+def test_what_is_sent_and_what_waits(plain: mtf.Model) -> None:
+    stages, parts, rounds = 2, 4, 4
+    schedule = Schedule(parts, stages, rounds)
+    program = lowered(plain, "pipe:2", "layers:pipe", parts, rounds, ORDER)
+    sent, done = dict.fromkeys(("forward", "backward"), 0), dict.fromkeys(("forward", "recompute"), 0)
+    for instr, times in program.walk():
+        names = {n for i in (*instr.inputs, *instr.outputs) for n in program.values[i].shape.names}
+        phase = instr.origin.phase
+        if isinstance(instr, Permute) and program.values[instr.inputs[0]].shape.names[-1:] == ("d",):
+            sent[phase] += times
+        if isinstance(instr, Local) and instr.op.name == "einsum" and "e" in names and phase in done:
+            done[phase] += times
+    assert sent == {"forward": schedule.ticks, "backward": schedule.ticks}
+    useful = 2 * parts * (8 // stages)
+    assert all(1 - useful / n == pytest.approx(schedule.bubble) for n in done.values()), done
+    # What is before and behind the layers runs once for every microbatch.
+    branches = [(i, n) for i, n in program.expected() if isinstance(i, Loop) and i.branch is not None]
+    taken = {phase: sum(n * i.times for i, n in branches if i.origin.phase == phase) for phase in sent}
+    assert taken == {"forward": 3 * parts - 2, "backward": 2}
+    cost = pricer(load_hardware("tpu-v5e"), program.mesh).cost(program)
+    (found,) = waiting(program, cost)
+    assert (found.stages, found.ticks, found.waits) == (stages, schedule.ticks, stages - 1)
+    assert 0 < found.seconds < cost.step_seconds * schedule.bubble
+
+
+def test_what_is_in_flight_does_not_grow_with_the_microbatches() -> None:
+    state, peaks = 4096 * 4, {}
+    for schedule in ("circular:2", "interleaved:2"):
+        for parts in (8, 32):
+            how = mtf.Options({}, frozenset({"tick"}), parts, schedule=schedule)
+            program = wide(parts).lower(mtf.Mesh("pipe:2"), mtf.Layout("layers:pipe"), how)
+            fed = sum(program.values[i].local_bytes(program.mesh) for i in program.feeds.values())
+            found = memory(program)
+            peaks[schedule, parts] = found.peak - fed
+    assert peaks["interleaved:2", 8] == peaks["interleaved:2", 32]
+    assert peaks["circular:2", 32] - peaks["circular:2", 8] >= 48 * state
+    # A ring of P (R + 1) states is held once.
+    assert [h.bytes for h in found.holdings if "in_flight" in h.what] == [6 * state]
+
+
+def test_checkpoints_do_not_know_of_rounds(plain: mtf.Model, tmp_path: Path) -> None:
+    def trainer(mesh: str, layout: str, schedule: str) -> mtf.Trainer:
+        how = mtf.Options(microbatches=4, schedule=schedule)
+        return mtf.Trainer(plain, mesh, layout, options=how, engine="lockstep")
+
+    ways = [("pipe:2", "layers:pipe", n) for n in ("interleaved:4", "interleaved:2", "circular:2")]
+    whole, first, *others = (trainer(*way) for way in [("one:1", "", "gpipe"), *ways])
+    for each in (whole, first):
+        each.step(batch())
+    assert first.evaluate([batch()]) == pytest.approx(whole.evaluate([batch()]), ADAFACTOR)
+    first.save(tmp_path)
+    expected = whole.step(batch())["loss"]
+    for other in others:
+        other.restore(tmp_path)
+        assert float(other.step(batch())["loss"]) == pytest.approx(float(expected), ADAFACTOR)
+        for name in other.program.variables:
+            np.testing.assert_allclose(other.engine.read(name), whole.engine.read(name), ADAFACTOR, 1e-8)
+
+
+def _wide_open(instr: Instr) -> Instr | None:
+    """A branch that is always taken."""
+    taken = isinstance(instr, Loop) and instr.branch is not None
+    return instr.remade(runs=None, branch=None) if taken else None
+
+
+FAULTS: dict[str, Any] = {
+    "the ends are not joined": lambda i: replace(i, wrap=False) if isinstance(i, Permute) else None,
+    "what is behind the layers runs in every turn": _wide_open,
+    "another chunk's turn": another_turn,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_seen(fault: str, plain: mtf.Model, dense: Any) -> None:
+    program = lowered(plain, "pipe:2", "layers:pipe", 2, 2, ORDER)
+    broken = replace(program, code=changed(program.code, FAULTS[fault]))
+    assert broken.code != program.code
+    with pytest.raises(AssertionError):
+        same(steps(verify(broken))[:2], dense)
+
+
+def test_what_it_cannot_do_is_refused_with_what_to_do(plain: mtf.Model) -> None:
+    for built, mesh, rounds, why in (
+        (plain, "pipe:2", 3, "3 rounds do not divide the 4 layers of each of its 2 stages"),
+        (model(), "pipe:2", 2, "schedule interleaved:2 over 'layers': the loss needs sums"),
+    ):
+        with pytest.raises(mtf.UserError, match=why) as error:
+            lowered(built, mesh, "layers:pipe", 2, rounds, ORDER)
+        assert "\n" not in str(error.value)
+    with pytest.raises(mtf.UserError, match="as interleaved:2"):
+        mtf.Options(schedule="interleaved:1")
