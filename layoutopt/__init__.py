@@ -53,7 +53,10 @@ def __getattr__(name: str) -> Any:
 
         found: Any = version("layoutopt")
     elif name in homes:
+        from layoutopt.keywords import from_python
+
         found = getattr(importlib.import_module(homes[name]), name)
+        found = found if isinstance(found, type) else from_python(found)
     else:
         from mesh_tf_core.lazy import no_attribute
 

@@ -14,6 +14,7 @@ from costmodels.hardware import Hardware, machine_of
 from layoutopt.clock import Clock
 from layoutopt.details.of_plan import with_details
 from layoutopt.evaluator import check_limit
+from layoutopt.keywords import from_python
 from layoutopt.optimize.k_best import k_best
 from layoutopt.optimize.planning import make_plan, nearest_plan
 from layoutopt.optimize.request import OBJECTIVES, SEARCHED, Better, Progress, Request, Rules, Standing
@@ -333,7 +334,7 @@ class _Auto:
     """The search of `mtf.Trainer(model, mesh, layout="auto")`, named in pyproject.toml."""
 
     def best(self, model: Model, mesh: Mesh) -> Mapping[str, Any]:
-        return search(model, mesh=mesh).to_json()
+        return from_python(search)(model, mesh=mesh).to_json()
 
     def read(self, plan: Mapping[str, Any]) -> Plan:
         return parse_plan(plan, "of the search")

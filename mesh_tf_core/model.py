@@ -220,14 +220,14 @@ class Model:
         """The step of replicas that train alone, and their meeting; `check` as in `lower`."""
         if options.offload:
             raise UserError(
-                "with an axis that synchronises rarely nothing can lie on the hosts; leave --offload out"
+                "with an axis that synchronises rarely nothing can lie on the hosts; leave offload out"
             )
         stages = self.stages(mesh, layout)
         if stages or options.schedule != GPIPE:
             what = f"split {' and '.join(stages)} over no axis" if stages else "leave the schedule out"
             raise LayoutError(
                 f"replicas along an axis that synchronises rarely ({options.diloco}) have no stages of a "
-                f"pipeline yet: {what}, or leave --diloco out"
+                f"pipeline yet: {what}, or leave diloco out"
             )
         step = self.training_step(options.microbatches)
         return lower_replicas(step.graph, step.results, mesh, layout, options, check)

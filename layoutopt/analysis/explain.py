@@ -167,7 +167,7 @@ NO_TIME = "there was no time"
 
 def finder(model: Model, plan: Plan, hardware: Hardware, asked: Asked, objective: str = "time") -> Find:
     """Searches on the plan's mesh under other conditions, for the same `objective`."""
-    from layoutopt import search
+    from layoutopt.api import search
 
     def find(
         condition: str,

@@ -96,7 +96,7 @@ def sensitivity(
     The plan's mesh stays, except where the number of devices changes: then its shape is searched too, which
     pins and replicas, which name axes, do not allow.
     """
-    from layoutopt import search
+    from layoutopt.api import search
 
     more: Mapping[str, Any] = asked.with_pins(None)
     devices = plan.mesh.devices

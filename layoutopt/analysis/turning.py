@@ -94,7 +94,7 @@ def searched(
       asked: what else was asked of the searches.
       limit: bytes that a device may hold.
     """
-    from layoutopt import search
+    from layoutopt.api import search
 
     rare = _rare(ways)
     if rare is None:

@@ -164,7 +164,7 @@ def search(
     """Find the best layout of a model, prove it, and show it with its alternatives."""
     clock = time_limited(time_limit)  # of all that this command does
     from costmodels.hardware import with_settings
-    from layoutopt import search as find
+    from layoutopt.api import search as find
     from layoutopt.models.loading import load_model
     from mesh_tf_core.errors import InfeasibleError
 
@@ -209,7 +209,7 @@ def search(
                     "keep_best": True,
                 }
                 if ways:
-                    from layoutopt import choose_replicas
+                    from layoutopt.replicas import choose_replicas
 
                     shares = Shares(model, settings or (), loaded)
                     more |= {"ways": ways, "accept_loss": accept_loss, "told": terminal.say}
@@ -307,8 +307,8 @@ def _diagnosed(
     terminal: Terminal, clock: Clock, loaded: Loaded, asked: dict[str, Any], error: InfeasibleError
 ) -> Diagnosis:
     """Why nothing fits, and what would help, as far as that is known in time."""
-    from layoutopt import search as find
     from layoutopt.analysis.infeasible import Diagnosis, diagnose
+    from layoutopt.api import search as find
 
     found = [Diagnosis((), ())]
     with terminal.waiting("nothing fits; looking for what would help"), suppress(KeyboardInterrupt):

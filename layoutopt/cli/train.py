@@ -162,7 +162,7 @@ def _refuse_decided(decided: DecisionOptions) -> None:
 def _searched(session: Session, loaded: Loaded, machine: Hardware, mesh: str | None) -> Given:
     """The best layout; of a cluster's processes one searches it for all. Without a mesh it is the best of all
     meshes of as many devices as there are."""
-    from layoutopt import search
+    from layoutopt.api import search
     from layoutopt.plan.build import parse_plan
     from mesh_tf_core.engines import device_count
 

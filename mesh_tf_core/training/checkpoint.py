@@ -78,7 +78,7 @@ class Checkpoint:
                 met = f"{variable.slot_of}/{BEFORE}"
                 other = "another model"
                 if variable.slot_of is not None and name.startswith(met):
-                    other = "replicas that met otherwise, or none; train on with the same --diloco"
+                    other = "replicas that met otherwise, or none; train on with the same diloco"
                 raise UserError(f"checkpoint {where!r} has no variable {name!r}: it is of {other}")
             there = self.variables[name].shape
             if variable.shape.names[:1] == (REPLICA,) and there[-len(shape) + 1 :] == shape[1:] != shape:
@@ -92,7 +92,7 @@ class Checkpoint:
             if there[1:] == shape and f"{name}/{BEFORE}" in self.variables:
                 raise UserError(
                     f"checkpoint {where!r} is of {there[0]} replicas that meet rarely, here are none: train "
-                    "on with their --diloco, or begin anew from weights (`save_weights`, `load`)"
+                    "on with their diloco, or begin anew from weights (`save_weights`, `load`)"
                 )
             if there != shape:
                 raise UserError(

@@ -67,8 +67,8 @@ class Replicas:
         if had != has:
             there, here = ("none" if each is None else f"fragment {each}" for each in (had, has))
             raise UserError(
-                f"checkpoint {where!r}: after step {step} {there} is in flight with --diloco {written}, "
-                f"{here} with {self.diloco}; train on with the same --diloco"
+                f"checkpoint {where!r}: after step {step} {there} is in flight with diloco {written}, "
+                f"{here} with {self.diloco}; train on with the same diloco"
             )
 
     def together(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

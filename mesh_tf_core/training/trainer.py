@@ -276,7 +276,7 @@ class Trainer:
     def _meetings(self, meet: Decoupled) -> Meetings:
         if self.cluster is not None or self._replicas is not None:
             raise UserError(
-                "meet: each replica is one process's job; leave its cluster's options and --diloco out"
+                "meet: each replica is one process's job; leave its cluster's options and diloco out"
             )
         return Meetings(meet, self.engine, self.program)
 

@@ -287,7 +287,7 @@ def test_errors(said: str, layout: str, error: str) -> None:
 )
 def test_replicas_have_no_stages(layout: str, schedule: str, do: str) -> None:
     options = mtf.Options(microbatches=2, schedule=schedule)
-    with pytest.raises(mtf.LayoutError, match=f"have no stages of a pipeline yet: {do}, or leave --diloco"):
+    with pytest.raises(mtf.LayoutError, match=f"have no stages of a pipeline yet: {do}, or leave diloco"):
         trainer(model(mtf.SGD(0.1)), layout, options, "sites")
 
 

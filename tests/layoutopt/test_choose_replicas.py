@@ -156,7 +156,7 @@ def test_its_words(pays: tuple[int, ...], turns: tuple[float, ...], words: str) 
 def test_errors(machine: Hardware) -> None:
     with pytest.raises(mtf.UserError, match="build it with its share"):
         choose_replicas(lambda _: build(1), MESH, WAYS[:2], machine, **FEW)
-    with pytest.raises(mtf.UserError, match="--accept-loss -1: needs a share of at least 0"):
+    with pytest.raises(mtf.UserError, match="accept_loss=-1: needs a share of at least 0"):
         choose_replicas(build, MESH, WAYS, machine, accept_loss=-1, **FEW)
     plan = choose_replicas(
         lambda n: model(mtf.SGD(0.1), rows=9, dtype="float32"), MESH, WAYS[:2], machine, **FEW

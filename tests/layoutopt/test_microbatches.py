@@ -91,5 +91,5 @@ def test_what_a_model_cannot_be_split_into_is_not_searched() -> None:
 
 
 def test_only_numbers_that_a_model_cannot_be_split_into_are_refused() -> None:
-    with pytest.raises(UserError, match=r"^--microbatches 2,4: .* has the batch twice .* --microbatches 1$"):
+    with pytest.raises(UserError, match=r"^microbatches=2,4: .* has the batch twice .* microbatches=1$"):
         search(towers("float32"), mesh="data:4", hardware="h100", microbatches=(2, 4))

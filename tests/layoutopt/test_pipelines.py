@@ -117,7 +117,7 @@ def test_a_search_without_stages_has_no_schedule() -> None:
     asked = Asked(pipeline=("layers",), schedule=("1f1b",))
     assert asked.without("pipeline") == Asked()
     with pytest.raises(
-        mtf.UserError, match="--schedule 1f1b: nothing may be the stages of a pipeline; this model has no"
+        mtf.UserError, match="schedule=1f1b: nothing may be the stages of a pipeline; this model has no"
     ):
         search(mlp(), "data:2", schedule=("gpipe", "1f1b"))
 

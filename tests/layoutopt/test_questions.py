@@ -34,14 +34,14 @@ def test_contradicting_pins_are_refused_in_any_order(rules: str) -> None:
 def test_what_is_forbidden_adds_up() -> None:
     assert parse_forbid("batch:data;batch:model;d:data") == {"batch": ("data", "model"), "d": ("data",)}
     assert parse_forbid({"batch": ("data",)}) == {"batch": ("data",)}
-    with pytest.raises(UserError, match="--forbid batch:none names no axis; to have 'batch' split, pin it"):
+    with pytest.raises(UserError, match="forbid batch:none names no axis; to have 'batch' split, pin it"):
         parse_forbid("batch:none")
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"microbatches": (7,)}, "--microbatches 7: 'batch' has size 64, which none of these divides"),
+        ({"microbatches": (7,)}, "microbatches=7: 'batch' has size 64, which none of these divides"),
         ({"microbatches": (0,)}, r"microbatches \(0,\): needs whole numbers of at least 1"),
         ({"microbatches": ()}, r"microbatches \(\): needs whole numbers of at least 1"),
         ({"storage": ()}, "storage names no stage; allow one or more of layout, zero1"),
@@ -49,8 +49,8 @@ def test_what_is_forbidden_adds_up() -> None:
         ({"microbatches": 4}, "microbatches 4: needs a list of what is allowed"),
         ({"memory": "16GiB"}, "memory '16GiB': needs a positive number of bytes"),
         ({"pins": 5}, "pins 5: write them as 'batch:data', or as a dict of dimensions"),
-        ({"top": 2.5}, "--top 2.5: needs a whole number"),
-        ({"mesh": None, "devices": 1 << 40}, "--devices 1099511627776: at most 1,048,576 are searched"),
+        ({"top": 2.5}, "top=2.5: needs a whole number"),
+        ({"mesh": None, "devices": 1 << 40}, "devices=1099511627776: at most 1,048,576 are searched"),
         ({"recompute": ()}, "recompute is empty; allow False, True or both"),
     ],
 )

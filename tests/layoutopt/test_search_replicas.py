@@ -120,10 +120,10 @@ def test_the_proof_holds_without_a_solver(evaluator: Evaluator) -> None:
     ("asked", "error"),
     [
         ({"diloco": "site"}, "has no axis 'site'; did you mean 'sites'"),
-        ({"pins": "batch:sites"}, "--pin batch: replicas lie along 'sites'"),
-        ({"storage": ["zero3@sites"]}, "--storage zero3@sites: replicas lie along 'sites'"),
-        ({"mesh": None, "devices": 8}, "--diloco names a mesh axis"),
-        ({"refine": True}, "--refine knows no replicas"),
+        ({"pins": "batch:sites"}, "pins batch: replicas lie along 'sites'"),
+        ({"storage": ["zero3@sites"]}, "storage zero3@sites: replicas lie along 'sites'"),
+        ({"mesh": None, "devices": 8}, "diloco names a mesh axis"),
+        ({"refine": True}, "refine knows no replicas"),
     ],
 )
 def test_errors(evaluator: Evaluator, asked: dict[str, object], error: str) -> None:

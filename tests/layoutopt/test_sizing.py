@@ -270,7 +270,7 @@ def test_what_was_not_searched_in_time_is_not_called_impossible(monkeypatch: pyt
 def test_layouts_may_choose_what_a_search_may() -> None:
     asked: dict[str, Any] = {"tokens": 1e9, "devices": 2, **ASKED}
     assert layoutopt.size(words, TINY, recompute=[True], **asked).best.recompute == ["layers"]
-    with pytest.raises(UserError, match="--elsewhere nowhere: no operation has this dimension"):
+    with pytest.raises(UserError, match="elsewhere nowhere: no operation has this dimension"):
         layoutopt.size(words, TINY, elsewhere=("nowhere",), **asked)
 
 
@@ -329,40 +329,40 @@ def test_a_deadline_is_met_by_the_cheapest() -> None:
     assert days[1] > days[2]
     found = layoutopt.size(words, LARGER, days=days[2] * 1.01, **asked)
     assert found.best.devices == 2
-    with pytest.raises(InfeasibleError, match=r"--days .*: the soonest that was found takes"):
+    with pytest.raises(InfeasibleError, match=r"days=.*: the soonest that was found takes"):
         layoutopt.size(words, LARGER, days=days[2] / 2, **asked)
 
 
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({}, "what is given? write --budget"),
-        ({"budget": 1e20, "loss": 2.0}, "--budget and --loss: ask for one of them"),
+        ({}, "what is given? write budget"),
+        ({"budget": 1e20, "loss": 2.0}, "budget and loss: ask for one of them"),
         ({"days": 3}, "what is given?"),
-        ({"money": 1e6}, "--money: what is a chip-hour of tpu-v5e"),
-        ({"budget": float("nan")}, "--budget nan: needs a positive number"),
-        ({"budget": 1e20, "devices": 0}, "--devices 0: needs whole numbers, 1 to"),
-        ({"budget": 1e20, "devices": "64"}, "--devices '64': needs whole numbers"),
-        ({"budget": 1e20, "devices": [2.5]}, "--devices 2.5: needs a whole number"),
-        ({"budget": "1e20"}, "--budget '1e20': needs a positive number"),
-        ({"budget": 1e20, "candidates": 2.5}, "--candidates 2.5"),
-        ({"budget": 1e20, "sizes": (1e6,)}, "--sizes 1e+06: write the fewest and the most"),
-        ({"budget": 1e20, "price": "4"}, "--price tpu-v5e='4': needs a positive number"),
-        ({"budget": 1e20, "unique": "1B"}, "--unique '1B': needs a positive number"),
-        ({"budget": 1e20, "replicas": 1.5}, "--replicas 1.5: needs a whole number"),
-        ({"budget": 1e20, "inference": "1T"}, "--inference '1T': needs a number"),
+        ({"money": 1e6}, "money: what is a chip-hour of tpu-v5e"),
+        ({"budget": float("nan")}, "budget nan: needs a positive number"),
+        ({"budget": 1e20, "devices": 0}, "devices=0: needs whole numbers, 1 to"),
+        ({"budget": 1e20, "devices": "64"}, "devices='64': needs whole numbers"),
+        ({"budget": 1e20, "devices": [2.5]}, "devices=2.5: needs a whole number"),
+        ({"budget": "1e20"}, "budget='1e20': needs a positive number"),
+        ({"budget": 1e20, "candidates": 2.5}, "candidates=2.5"),
+        ({"budget": 1e20, "sizes": (1e6,)}, "sizes=1e+06: write the fewest and the most"),
+        ({"budget": 1e20, "price": "4"}, "price tpu-v5e='4': needs a positive number"),
+        ({"budget": 1e20, "unique": "1B"}, "unique='1B': needs a positive number"),
+        ({"budget": 1e20, "replicas": 1.5}, "replicas=1.5: needs a whole number"),
+        ({"budget": 1e20, "inference": "1T"}, "inference='1T': needs a number"),
         ({"budget": 1e20, "memory": "16GiB"}, "memory '16GiB': needs a positive number of bytes"),
-        ({"budget": 1e20, "characters": "four"}, "--characters 'four': needs a positive number"),
+        ({"budget": 1e20, "characters": "four"}, "characters='four': needs a positive number"),
         ({"budget": 1e20, "hardware": 3}, "hardware 3: give a preset's name"),
-        ({"budget": 1e20, "hardware": []}, "--hardware is missing"),
-        ({"budget": 1e20, "scale": None}, "--scale None: write both, depth, width"),
+        ({"budget": 1e20, "hardware": []}, "hardware is missing"),
+        ({"budget": 1e20, "scale": None}, "scale None: write both, depth, width"),
         ({"budget": 1e20, "runs": 3}, "runs 3: give a CSV file, or a frame"),
         ({"budget": 1e20, "runs": {"N": [1.0]}}, "own runs: has no column 'D'"),
-        ({"budget": 1e20, "candidates": 0}, "--candidates 0"),
-        ({"budget": 1e20, "law": "chinchilla"}, "--law chinchilla: no such law"),
-        ({"budget": 1e20, "price": {"h100": 3.0}}, "--price h100=3.0: no such --hardware here"),
-        ({"budget": 1e20, "sizes": (2.0, 1.0)}, "--sizes 2:1"),
-        ({"budget": 1e20, "replicas": 0}, "--replicas 0"),
+        ({"budget": 1e20, "candidates": 0}, "candidates=0"),
+        ({"budget": 1e20, "law": "chinchilla"}, "law chinchilla: no such law"),
+        ({"budget": 1e20, "price": {"h100": 3.0}}, "price h100=3.0: no such hardware here"),
+        ({"budget": 1e20, "sizes": (2.0, 1.0)}, "sizes=2:1"),
+        ({"budget": 1e20, "replicas": 0}, "replicas=0"),
     ],
 )
 def test_wrong_questions_are_one_line(asked: dict[str, Any], said: str) -> None:
@@ -372,7 +372,7 @@ def test_wrong_questions_are_one_line(asked: dict[str, Any], said: str) -> None:
 
 
 def test_what_no_size_can_reach_is_proven() -> None:
-    with pytest.raises(InfeasibleError, match=r"--loss 1.8: no size comes to it by the law 'besiroglu'"):
+    with pytest.raises(InfeasibleError, match=r"loss=1.8: no size comes to it by the law 'besiroglu'"):
         layoutopt.size(words, TINY, loss=1.8, devices=2, **ASKED)
     with pytest.raises(InfeasibleError, match=r"whose least is 2\.790 with what it is told"):
         layoutopt.size(words, TINY, loss=2.5, unique=1e9, devices=2, **ASKED)

@@ -122,7 +122,7 @@ def test_other_objectives(objective: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     stick(monkeypatch, "layoutopt.evaluator:evaluate")
-    with pytest.raises(LimitError, match="raise --time-limit"):
+    with pytest.raises(LimitError, match="raise time_limit"):
         search(EXAMPLES["mlp"](), time_limit=SOON, **ON)
 
 
