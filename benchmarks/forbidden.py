@@ -27,6 +27,7 @@ from layoutopt.analysis.explain import Asked
 from layoutopt.plan.build import Plan
 from layoutopt.plan.units import bytes_text, seconds_text
 from mesh_tf_core.errors import InfeasibleError
+from mesh_tf_core.ops.ticks import SCHEDULES
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks" / "results" / "forbidden.json"
@@ -74,8 +75,16 @@ CASES = (
         {**GPT3, "batch": 256},
         "h100, node_egress=50GB/s",
         "data:8;pipe:8;model:8",
-        forbidden=("pipeline",),
-        asked=Asked(recompute=SELECTIVE, pipeline=LAYERS),
+        forbidden=("pipeline", "interleaved"),
+        asked=Asked(recompute=SELECTIVE, pipeline=LAYERS, schedule=SCHEDULES),
+    ),
+    Case(
+        "GPT-3 with few sequences, H100",
+        {**GPT3, "batch": 64},
+        "h100",
+        "data:8;pipe:8;model:8",
+        forbidden=("pipeline", "circular"),
+        asked=Asked(recompute=SELECTIVE, pipeline=LAYERS, schedule=SCHEDULES),
     ),
     Case(
         "long sequences, TPU v5p",

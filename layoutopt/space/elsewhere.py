@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature
-from layoutopt.space.splits import inside, split_options
+from layoutopt.space.splits import split_options
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import AT, ELSEWHERE, Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -29,7 +29,6 @@ class Elsewhere(Decision):
     def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
         sizes = graph.dims()
         counted = {b.dim.name for b in graph.blocks if b.dim is not None}
-        apart = inside(graph, allowed.stages)
         for name in allowed.elsewhere:
             if name not in sizes:
                 raise UserError(
@@ -37,7 +36,7 @@ class Elsewhere(Decision):
                 )
             if name in counted:
                 raise UserError(f"--elsewhere {name}: it counts the layers of a loop and cannot be split")
-            forbidden = {*allowed.forbid.get(name, ()), *apart.get(name, ()), *allowed.apart}
+            forbidden = {*allowed.forbid.get(name, ()), *allowed.apart}
             yield cls(written(name), tuple(split_options(mesh, sizes[name], forbidden, allowed.orders)))
 
     @property

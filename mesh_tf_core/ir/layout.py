@@ -139,6 +139,13 @@ class Layout(Mapping[str, Axes]):
             self._around[key] = Layout(rules)
         return self._around[key]
 
+    def inside(self, axes: Axes) -> Layout:
+        """The layout inside of what axes tell apart: with each rule for elsewhere that does not meet them."""
+        rest = {name: found for name, found in self.elsewhere if not set(found) & set(axes)}
+        if len(rest) == len(self.elsewhere):
+            return self
+        return Layout(self._table, {**{path: dict(rules) for path, rules in self.refined}, ELSEWHERE: rest})
+
     @property
     def used(self) -> frozenset[str]:
         """The mesh axes that split anything anywhere."""

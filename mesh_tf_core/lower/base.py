@@ -76,11 +76,11 @@ class Lowering(Placing):
         self.origin = plan.again if self._again else plan.first
         around = self.layout
         owner = node.scope if plan.updates else self._added(node)
-        self._lay_out(self.oracle.layout.at(plan.path) if owner is None else self.oracle.view(owner))
+        self.lay_out(self.oracle.layout.at(plan.path) if owner is None else self.oracle.view(owner))
         try:
             self._in_layout(node, plan)
         finally:
-            self._lay_out(around)
+            self.lay_out(around)
         for tensor in node.outputs if not plan.updates else ():
             if tensor in self._terms and tensor in self.env:
                 self._scatter(tensor)
@@ -112,10 +112,10 @@ class Lowering(Placing):
             masters = self.masters if node.phase == "update" else {}
             inputs = [self.on_device(masters[i]) if i in masters else self.value_of(i) for i in node.inputs]
             between = self.layout
-            self._lay_out(between.around(plan.dims, plan.regrouped))
+            self.lay_out(between.around(plan.dims, plan.regrouped))
             outs = self.apply(op, inputs, plan, node.outputs)
             if self.layout is not between:
-                self._lay_out(between)
+                self.lay_out(between)
                 outs = outs if op.converts else [o if o < 0 else self.to_natural(o) for o in outs]
             for tensor, out in zip(node.outputs, outs, strict=True):
                 if out >= 0:

@@ -55,6 +55,8 @@ class Loops(Saving):
         outer_memory = self.low.moved, self.low.converted
         self.low.moved, self.low.converted = {}, {}
         outer_within, self.low.within = self.low.within, (*self.low.within, *over)
+        outer_layout = self.low.layout
+        self.low.lay_out(outer_layout)
         index = self.low.new(self.low.graph.tensor(block.index).type, ())  # type: ignore[arg-type]
         self.low.env[block.index] = index  # type: ignore[index]
         carry_in = []
@@ -67,6 +69,7 @@ class Loops(Saving):
         self._nodes(block)
         carry_out = [self.low.to_natural(self.low.value_of(t)) for t in block.carry_out] if whole else []
         self.low.within = outer_within
+        self.low.lay_out(outer_layout)
         finals = [self._outer(v, None) for v in carry_in]
         stacks, sums, saves = self._made(node, block)
         pairs = self._read_again([*stacks, *self._saves(block, saves)], block)
@@ -80,6 +83,9 @@ class Loops(Saving):
         self.low.moved, self.low.converted = outer_memory
         if over:
             self._spread(block, over, origin, index, sliced, body, stacked, summed)
+            for _, total in sums if self.low.layout.elsewhere else ():
+                if total not in self.low.graph.gradient_of:  # which may lie as its variable's state
+                    self.low.env[total] = self.low.to_natural(self.low.env[total])
             return
         self.low.env.update(zip(node.outputs, finals, strict=False))
         carried = tuple(Carry(*c) for c in zip(init, carry_in, carry_out, finals, strict=True))

@@ -25,6 +25,7 @@ from mesh_tf_core.ir.program import (
     make_loop,
 )
 from mesh_tf_core.ir.structure import Read
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.lower.nodes import pass_of, read_nodes, repeated, weights
 from mesh_tf_core.lower.offload import Offload
@@ -69,14 +70,20 @@ class Placing:
         self.env: dict[int, int] = {}
         self.origin = Origin(-1, "", "forward")
         self._here: dict[Shape, Splits] = {}
+        self._inside: dict[tuple[Layout, Axes], Layout] = {}
         self._placements: dict[Layout, dict[Shape, Splits]] = {layout: self._here}
         self.moved: dict[tuple[int, Splits, str], int] = {}
         self._weights = weights(graph)
         self.converted: dict[tuple[int, Op], int] = {}
         self.masters: dict[int, int] = {}
 
-    def _lay_out(self, layout: Layout) -> None:
-        """Puts a layout in force."""
+    def lay_out(self, layout: Layout) -> None:
+        """Puts a layout in force: inside of stages without rules for elsewhere that meet their axes."""
+        if self.within:
+            key = layout, self.within
+            if key not in self._inside:
+                self._inside[key] = layout.inside(self.within)
+            layout = self._inside[key]
         if layout is not self.layout:
             self.layout, self._here = layout, self._placements.setdefault(layout, {})
 
@@ -199,11 +206,18 @@ class Placing:
         if stored is not None and self.oracle.on_host(stored):
             lies = self._natural(t.shape, layout=self.oracle.stored(stored))
             return self.new(t.type, lies, (), tensor, host=True)
-        splits = self._natural(t.shape)
+        splits = self._natural(t.shape, layout=self.oracle.layout if self._around_stages(t) else None)
         if maker is not None and maker.op.converts and maker.inputs[0] in self.env:
             # A variable stays where it is stored, also when it is converted elsewhere.
             splits = self.values[self.env[maker.inputs[0]]].splits
         return self.new(t.type, splits, (), tensor)
+
+    def _around_stages(self, t: Tensor) -> bool:
+        """Whether something is made outside of stages and read inside."""
+        block: int | None = t.block if self.within else None
+        while block is not None and not self.graph.blocks[block].spread:
+            block = self.graph.blocks[block].parent
+        return bool(self.within) and block is None
 
     def loaded(self, id: int) -> int:
         """What lies on the host, brought to the device."""

@@ -6,11 +6,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
 from costmodels.liveness import memory
 from examples import moe_lm, transformer_lm, transformer_seq2seq
+from mesh_tf_core.engines import open_engine
 from mesh_tf_core.ir.program import AllGather, AllReduce, Loop, Program, ReduceScatter
 from tests.examples.helper import SMALL
 from tests.examples.hunt import Hunt, Legal
@@ -133,6 +135,46 @@ def test_gradients_of_small_parameters_are_summed_over_the_axis() -> None:
         if instr.origin.phase == "backward"
     ]
     assert summed.count(("layers", "d_model")) == 2 and ("d_model",) in summed  # of the norms
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved:2"])
+def test_outside_of_stages_it_holds_over_their_axis(schedule: str) -> None:
+    """What comes before and behind the layers is divided between the stages; inside, the axis tells them
+    apart."""
+    found = transformer_lm.model(**{**SMALL, "layers": 4, "optimizer": "sgd"})
+    layout = "layers:pipe;heads:t;d_ff:t;length@elsewhere:pipe"
+    how = mtf.Options(microbatches=2, schedule=schedule)
+    program = found.lower(mtf.Mesh("pipe:2;t:2"), mtf.Layout(layout), how)
+    ends = [i for i, _ in program.walk() if i.origin.scope == "output" and i.name == "einsum"]
+    assert ends and all("pipe" in _axes(program, i.outputs[0]) + _axes(program, i.inputs[0]) for i in ends)
+    layers = [i for i, _ in program.walk() if i.origin.scope == "feed_forward" and i.name == "einsum"]
+    assert layers and all(_axes(program, o) in ((), ("t",)) for i in layers for o in i.outputs)
+    states = [
+        i.name
+        for i, _ in program.walk()
+        if isinstance(i, AllReduce | ReduceScatter)
+        and i.axes == ("pipe",)
+        and program.values[i.inputs[0]].shape.names == ("batch", "length", "d_model")
+    ]
+    assert states and set(states) == {"reduce_scatter"}
+    whole = found.lower(mtf.Mesh("one:1"), mtf.Layout())
+    mine, its = _trained(program), _trained(whole)
+    for name, x in its.items():
+        np.testing.assert_allclose(mine[name], x, 2e-4, 2e-5, err_msg=name)
+
+
+def _axes(program: Program, value: int) -> tuple[str, ...]:
+    return tuple(axis for axes in program.values[value].splits for axis in axes)
+
+
+def _trained(program: Program) -> dict[str, Any]:
+    """The variables after a step; what is sent is what the program says."""
+    engine, rng = open_engine(program, "lockstep"), np.random.default_rng(0)
+    ids = {name: program.values[i] for name, i in sorted(program.feeds.items())}
+    fed = {n: rng.integers(0, 8, v.shape.size).reshape(v.shape.sizes).astype(v.dtype) for n, v in ids.items()}
+    engine.step(fed)
+    assert engine.communication_bytes == program.communication_bytes()
+    return {name: np.asarray(engine.read(name)) for name in program.variables}
 
 
 def grown(rng: random.Random, graph: mtf.Graph, legal: Legal) -> mtf.Layout:
