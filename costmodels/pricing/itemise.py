@@ -180,7 +180,9 @@ class Itemiser:
         """
         timed = self._timed(program, again) if kernels is None else kernels.items
         purposes = classes(program) if self.overlaps else {}
-        rings = {**beside(program), **beside_loops(program)} if self.overlaps else {}
+        rings = beside(program) if self.overlaps else {}
+        if self.overlaps:
+            rings |= beside_loops(program, lambda instr: self._carried(instr, program.local))
         stacks = _stacks(program) if self.in_parts else {}
         for what, times in timed:
             if isinstance(what, Collective):
@@ -248,8 +250,7 @@ class Itemiser:
         if isinstance(unit, Stack):
             return (Computed(of_copy(local(unit.value), unit.passes, unit.through), 0.0),)
         if isinstance(unit, Transfer):
-            moved = of_copy(local(unit.inputs[0]), 1, False)
-            return (Transferred(unit.name, moved.tiled[0] if self.tiles and moved.tiled else moved.bytes),)
+            return (Transferred(unit.name, self._carried(unit, local)),)
         found = [Computed(of_local(k, local), 0.0) for k in unit.kernels] if isinstance(unit, Beside) else []
         if isinstance(unit, Beside) and isinstance(unit.instr, Transfer):
             (item,) = self.items(unit.instr, None, find, local, mesh)
@@ -282,6 +283,11 @@ class Itemiser:
             inner = [t for t in types if math.prod(t.shape.sizes[: t.shape.index(instr.dim)]) > 1]
             return (sent, *[Computed(of_copy(t, 2 * n), 0.0) for t in inner])
         return (sent,)
+
+    def _carried(self, instr: Transfer, local: Types) -> float:
+        """Bytes of a transfer on the link: those of whole tiles, where there are."""
+        moved = of_copy(local(instr.inputs[0]), 1, False)
+        return moved.tiled[0] if self.tiles and moved.tiled else moved.bytes
 
     def of_ring(
         self,

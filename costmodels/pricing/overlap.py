@@ -18,12 +18,12 @@ brought home at the end.
 So it is of what loops keep on the hosts. An iteration's state is stored while its products run, and the part
 of the next one is loaded meanwhile: the TPU compiler begins both as an iteration begins, and takes the first
 load out of the loop (v5e:2x2, eight layers, 2026-11-23). The products of a body hide as much as they take, in
-all iterations but one, shared between the transfers by their bytes.
+all iterations but one, shared between the transfers by the bytes that the link carries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from costmodels.kernels.fusion import fusion_of
@@ -100,15 +100,16 @@ def beside(program: Program) -> dict[int, Beside]:
     return found
 
 
-def beside_loops(program: Program) -> dict[int, Beside]:
-    """What loops move between devices and hosts beside their products, by the value that it makes."""
+def beside_loops(program: Program, carried: Callable[[Transfer], float]) -> dict[int, Beside]:
+    """What loops move between devices and hosts beside their products, by the value that it makes; `carried`:
+    the bytes of it on the link."""
     found: dict[int, Beside] = {}
     for loop, _ in program.walk():
         moved = [i for i in loop.body if isinstance(i, Transfer)] if isinstance(loop, Loop) else []
         if not moved or not isinstance(loop, Loop):
             continue
         kernels = tuple(i for i in loop.body if isinstance(i, Local) and i.op.kind in PRODUCTS)
-        sizes = [program.values[i.outputs[0]].local_bytes(program.mesh) for i in moved]
+        sizes = [carried(i) for i in moved]
         often = (loop.dim.size - 1) / loop.dim.size
         for instr, size in zip(moved, sizes, strict=True):
             found[instr.outputs[0]] = Beside(instr, kernels, often * size / sum(sizes))

@@ -100,12 +100,13 @@ class HostLink:
                 values = np.rint(WHOLE * found)
                 table_of = Sparse(self.index.listed(table), values)
                 entries[way].append(Entry(self.index.scope(table.names), table_of))
-        return tuple(self._wait(way, entries[way], often) for way, often in sorted(runs.items()))
+        every = ((way, sum(map(_most, entries[way])), often) for way, often in sorted(runs.items()))
+        # Products of the same cluster may hide all that it moves.
+        return tuple(self._wait(way, entries[way], most, often) for way, most, often in every if most > 0)
 
-    def _wait(self, way: Way, entries: Sequence[Entry], runs: float) -> Waits:
+    def _wait(self, way: Way, entries: Sequence[Entry], most: float, runs: float) -> Waits:
         block, backward = way
         name = f"host link of block {block}{' in backward' * backward}"
-        most = sum(_most(entry) for entry in entries)
         steps = np.concatenate([[0.0], np.rint(np.geomspace(FINEST * most, most, STEPS))])
         # Each entry is rounded.
         return Waits(name, steps, runs, Row(name, float(len(entries)), tuple(entries)))

@@ -17,25 +17,27 @@ import numpy as np
 from layoutopt.formulation.index import Index
 from layoutopt.formulation.tables import Table
 from layoutopt.problem import Entry, Row, Sparse
+from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program, WriteVariable
 
 
 def host_row(tables: Sequence[Table], index: Index, limit: float) -> Iterator[Row]:
     """The row; none if no choice keeps more than `limit` bytes there."""
     entries, most = [], 0.0
-    known: dict[int, int] = {}
+    known: dict[tuple[int, Mesh], int] = {}
 
-    def held(program: Program | None) -> int:
-        if program is None:
+    def held(program: Program | None, mesh: Mesh | None) -> int:
+        if program is None or mesh is None:
             return 0
-        if id(program) not in known:
+        # A program is lowered once for axes of any sizes.
+        if (id(program), mesh) not in known:
             written = {i.variable for i in program.code if isinstance(i, WriteVariable)}
             own = {name: s for name, s in program.variables.items() if name in written}
-            known[id(program)] = replace(program, variables=own).host_bytes
-        return known[id(program)]
+            known[id(program), mesh] = replace(program, variables=own, mesh=mesh).host_bytes
+        return known[id(program), mesh]
 
     for table in tables:
-        each = [held(e.lowered[0].program) if e.lowered else 0 for e in table.entries.values()]
+        each = [held(e.lowered[0].program, e.mesh) if e.lowered else 0 for e in table.entries.values()]
         values = table.cluster.multiplicity * np.array(each, float)
         if values.any():
             entries.append(Entry(index.scope(table.names), Sparse(index.listed(table), values)))

@@ -3,11 +3,11 @@ second runs, on the devices or on their hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 from mesh_tf_core.errors import LayoutError
-from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.blocks import Block, Node, reads
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import TensorType
@@ -53,7 +53,8 @@ class Saving:
             stays = NOTHING if second else self.remat.kept(block, unread, alone)
             found.update((t, self.low.value_of(t)) for t in sorted(stays) if self._here(t, node))
             if block.dim is not None and self.low.oracle.keeps_on_host(block.dim.name):
-                found = self._on_host(found, node)
+                # What decides whether an iteration runs is read before it begins.
+                found |= self._on_host({key: x for key, x in found.items() if key != block.runs}, node)
         else:
             for inner in self.remat.inner(block):
                 kept = self._kept.get(inner.id, {})
@@ -120,11 +121,20 @@ class Saving:
         assert block.index is not None and forward.index is not None
         self.low.env[forward.index] = self.low.env[block.index]
         for node in leading_to([tensor for tensor, _ in again], forward, self.remat.kept(forward)):
+            if node.body is not None:
+                self._load_for(node, self._kept[forward.id])
             self._node(node, True)
         for tensor, inner in again:
             if not self.remat.unsaved(tensor):
                 self.low.env[inner] = self.low.value_of(tensor)
         return pairs
+
+    def _load_for(self, node: Node, kept: Iterable[Key]) -> None:
+        """Brings what was kept on the hosts and a loop, or a branch, reads before that begins: once for the
+        body around."""
+        self.low.origin = Origin(node.index, node.scope, "recompute")
+        for tensor in sorted(reads(node).intersection(key for key in kept if isinstance(key, int))):
+            self.low.env[tensor] = self.low.on_device(self.low.env[tensor])
 
     def _stands_for(self, block: Block) -> dict[int, int]:
         """For the body around a backward loop: its tensors -> the forward's that they stand for."""

@@ -23,6 +23,7 @@ from mesh_tf_core.lower.offload import offload_of
 from mesh_tf_core.lower.verify import ProgramError, verify
 from tests.core.test_storage import LAYERS, D, model
 from tests.examples.helper import SMALL, Result, check_same, train
+from tests.layoutopt.models import branching
 
 STATE = ("w/adam_m", "w/adam_v")
 LAYOUTS = ("batch:x", "batch:x;heads:y;d_ff:y", "d_model:x+y", "batch:y;vocab:x", "length:x")
@@ -209,6 +210,28 @@ def test_what_loops_keep_has_the_numbers_of_one_device() -> None:
             "offload": frozenset({("activations", "layers"), ("optimizer", "feed_forward/wi")}),
         }
         check_same(train(transformer_lm, SMALL, "x:2;y:2", layout, 3, **options), want)
+
+
+def stopped_early(offload: bool, parts: int = 1) -> Program:
+    """A branch in a loop that stops early, and that runs again."""
+    found = branching()
+    there = offload_of(["activations"], found.graph.variables, ["step_1"]) if offload else frozenset()
+    options = mtf.Options(recompute=frozenset(["step_1"]), microbatches=parts, offload=there)
+    return found.lower(mtf.Mesh("data:2"), mtf.Layout("batch:data"), options)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_decides_whether_an_iteration_runs_stays(parts: int) -> None:
+    """The state of three steps is stored and loaded once, whatever reads it; what decides stays here."""
+    program = stopped_early(True, parts)
+    state = 3 * parts * 4 * (8 * 16 // (2 * parts) + 1)
+    assert program.transfer_bytes() == {"host_load": state, "host_store": state}
+    (x,) = (program.values[i].shape.sizes for i in program.feeds.values())
+    batch = {"x": np.random.RandomState(0).randn(*x).astype(np.float32)}
+    engines = [open_engine(each, "lockstep") for each in (program, stopped_early(False, parts))]
+    losses = [[float(engine.step(batch)["loss"]) for _ in range(2)] for engine in engines]
+    assert losses[0] == losses[1]
+    assert engines[0].transfer_bytes["host_load"] == engines[0].transfer_bytes["host_store"]
 
 
 def test_planted_faults_are_caught() -> None:

@@ -155,11 +155,11 @@ def offloaded() -> None:
     np.testing.assert_array_equal(kept[state], engine.read(state))
     np.testing.assert_array_equal(kept[state], 2 * before)
     engine.step(batch)
-    pipeline = test_offload.weights_on_hosts("layers:x;batch:y", microbatches=2)
-    for program in (test_offload.kept_on_hosts(), pipeline):
+    pipeline = test_offload.weights_on_hosts("layers:x;batch:y", microbatches=2, schedule="1f1b")
+    for program in (test_offload.kept_on_hosts(), pipeline, test_offload.stopped_early(True)):
         engine, oracle = open_engine(program, "jax"), open_engine(program, "lockstep")
         for seed in range(2):
-            batch = tokens(program, seed)
+            batch = numbers(program) if "x" in program.feeds else tokens(program, seed)
             equal(engine.step(batch), oracle.step(batch), 2e-5)
         assert engine.transfer_bytes == oracle.transfer_bytes == program.transfer_bytes()
         assert engine.variable_bytes == oracle.variable_bytes

@@ -210,7 +210,8 @@ class _Device(WholeReplica):
 
     def zeros(self, id: int) -> Any:
         type = self.program.local(id)
-        return jnp.zeros(type.shape.sizes, np_dtype(type.dtype))
+        made = jnp.zeros(type.shape.sizes, np_dtype(type.dtype))
+        return jax_home.transferred(made, True) if self.program.values[id].host else made
 
     def add(self, total: Any, term: Any) -> Any:
         return jnp.add(total, term)
