@@ -37,7 +37,12 @@ class SolverName(StrEnum):
 
 
 def solve_problem(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help=".json or .json.gz", show_default=False)],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="As docs/search.md shows, .json or .json.gz.", show_default=False
+        ),
+    ],
     solver: Annotated[SolverName, typer.Option(help="auto chooses by the problem's size.")] = SolverName.AUTO,
     time_limit: TimeLimitOption = None,
     as_json: JsonOption = False,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
+import math
 import re
 import subprocess
 from pathlib import Path
@@ -13,6 +15,8 @@ import typer
 
 import mesh_tf_core
 from layoutopt.cli import app
+from layoutopt.problem import cost
+from layoutopt.problem.files import problem_from
 from reports.page import sections
 from reports.reader import plan_of
 from tests.reports import sample
@@ -104,6 +108,13 @@ def test_measured_numbers_of_the_cost_model_name_their_command() -> None:
     source = re.compile(r"`(?:layoutopt|python|benchmarks)[ /.]|\b(?:19|20)\d\d\b")
     found = text_of(ROOT / "docs" / "cost_model.md").split("\n\n")
     assert [p for p in found if number.search(p) and not source.search(p)] == []
+
+
+def test_the_problem_that_is_shown_is_solved() -> None:
+    page = (ROOT / "docs" / "search.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^```json\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    problem = problem_from(json.loads(shown))
+    assert [cost(problem, each) for each in ((0, 0), (0, 1), (1, 0), (1, 1))] == [4, math.inf, math.inf, 4]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
