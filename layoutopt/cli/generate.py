@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.results import Continuation, Continued
-    from mesh_tf_core.training import Trainer
 
 EXAMPLES = examples(
     'layoutopt generate examples/transformer_lm.py --checkpoint build/run --prompt "def main("',
@@ -73,8 +72,10 @@ def generate(
         terminal = session.terminal
         loaded, given = _loaded(session, model, settings or [], len(prompt), mesh, layout)
         feeds, begun = _feeds(loaded, prompt, seed)
+        _check_checkpoint(checkpoint)
         trainer = session.trainer(loaded, given)
-        step = _restored(terminal, trainer, checkpoint)
+        restored(terminal, trainer, checkpoint)
+        step = trainer.step_number
         began = time.perf_counter()
         with terminal.waiting("compiling and generating", said=True):
             found = trainer.step(feeds)
@@ -177,15 +178,15 @@ def _check_room(prompt: str, tokens: int, room: int) -> None:
         )
 
 
-def _restored(terminal: Terminal, trainer: Trainer, checkpoint: Path) -> int:
-    """Takes the variables of a checkpoint; returns its step."""
+def _check_checkpoint(checkpoint: Path) -> None:
+    """Refuses a place without any, before an engine starts for it."""
     from mesh_tf_core import UserError
+    from mesh_tf_core.training.checkpoint import listed
 
-    if not restored(terminal, trainer, checkpoint):
+    if not listed(checkpoint):
         raise UserError(
             f"--checkpoint {str(checkpoint)!r}: no checkpoint there; write one with layoutopt train"
         )
-    return trainer.step_number
 
 
 def _continuations(loaded: Loaded, found: Mapping[str, Any], row: int, begun: int) -> list[Continuation]:
