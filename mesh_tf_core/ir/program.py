@@ -175,9 +175,10 @@ class Program:
 
 def _added(loop: Loop) -> Iterator[tuple[int, int]]:
     """`Program.added` of one loop and those directly in it."""
-    if not loop.summed or loop.runs is not None:
+    # What is lowered alone does not know what decides of a branch.
+    if not loop.summed or loop.runs is not None or loop.branch is not None:
         return
-    inner = [i for i in loop.body if isinstance(i, Loop) and i.runs is None]
+    inner = [i for i in loop.body if isinstance(i, Loop) and i.runs is None and i.branch is None]
     stacks = {stack.outer for instr in inner for stack in instr.stacked}
     reads = Counter((*loop.leaving, *(i for instr in loop.body for i in instr.inputs)))
     for term, total in loop.summed:

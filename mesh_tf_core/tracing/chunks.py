@@ -52,7 +52,7 @@ class ChunkCopy(Accumulation):
       layers, stage, own, chunk: dimensions of all layers (its name), of the stages, of the layers of a stage,
         and of one of its chunks.
       again: what is copied is forward work that runs for backward.
-      links: loops keep what backward reads.
+      links: the layers keep what backward reads, as other loops always do.
       stacks: what layers stack for all of a stage.
       raw: variables that lie in the order of chunks, as they lie; `lies`: the same of sums of stacks.
     """
@@ -173,7 +173,7 @@ class ChunkCopy(Accumulation):
             block.first = self.place.first.id
 
     def _backward(self, body: Block, block: Block) -> None:
-        if self.links:
+        if self.links or self.place is None:
             super()._backward(body, block)
 
     def _number(self, block: Block) -> Tensor:

@@ -158,7 +158,7 @@ def test_outside_of_stages_it_holds_over_their_axis(schedule: str) -> None:
     ]
     assert states and set(states) == {"reduce_scatter"}
     whole = found.lower(mtf.Mesh("one:1"), mtf.Layout())
-    mine, its = _trained(program), _trained(whole)
+    mine, its = trained(program), trained(whole)
     for name, x in its.items():
         np.testing.assert_allclose(mine[name], x, 2e-4, 2e-5, err_msg=name)
 
@@ -167,7 +167,7 @@ def _axes(program: Program, value: int) -> tuple[str, ...]:
     return tuple(axis for axes in program.values[value].splits for axis in axes)
 
 
-def _trained(program: Program) -> dict[str, Any]:
+def trained(program: Program) -> dict[str, Any]:
     """The variables after a step; what is sent is what the program says."""
     engine, rng = open_engine(program, "lockstep"), np.random.default_rng(0)
     ids = {name: program.values[i] for name, i in sorted(program.feeds.items())}

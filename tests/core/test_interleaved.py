@@ -16,12 +16,15 @@ from costmodels.hardware import load_hardware
 from costmodels.liveness import memory
 from costmodels.pricing.pricer import pricer
 from costmodels.waiting import waiting
+from examples import transformer_seq2seq
 from mesh_tf_core.ir.instructions import Instr, Local, Loop, Permute
 from mesh_tf_core.lower.verify import verify
 from mesh_tf_core.ops.ticks import Schedule
 from tests.core.test_circular import FURTHER, another_turn, batch, check, drawn, lowered, model, steps
+from tests.core.test_elsewhere import trained
 from tests.core.test_one_forward_one_backward import wide
 from tests.core.test_pipelines import changed, same
+from tests.examples.helper import SMALL
 
 ORDER = "interleaved"
 
@@ -192,6 +195,17 @@ def test_planted_faults_are_seen(fault: str, plain: mtf.Model, dense: Any) -> No
     assert broken.code != program.code
     with pytest.raises(AssertionError):
         same(steps(verify(broken))[:2], dense)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved:2"])
+def test_other_loops_may_stand_before_the_layers(schedule: str) -> None:
+    sizes = {n: x for n, x in SMALL.items() if n != "layers"}
+    built = transformer_seq2seq.model(**sizes, encoder_layers=2, decoder_layers=4, optimizer="sgd")
+    how = mtf.Options(microbatches=2, schedule=schedule)
+    program = built.lower(mtf.Mesh("pipe:2"), mtf.Layout("decoder_layers:pipe"), how)
+    whole = trained(built.lower(mtf.Mesh("one:1"), mtf.Layout()))
+    for name, x in trained(program).items():
+        np.testing.assert_allclose(x, whole[name], 2e-4, 2e-5, err_msg=name)
 
 
 def test_what_it_cannot_do_is_refused_with_what_to_do(plain: mtf.Model) -> None:

@@ -14,6 +14,7 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.pricing.pricer import pricer
+from examples import transformer_seq2seq
 from examples.mlp import model as mlp
 from examples.moe_lm import model as experts
 from layoutopt import search
@@ -36,11 +37,20 @@ PRICE = 1e-9
 ROUNDING = 1 + 1e-12
 
 
-def compare(model: mtf.Model, on: str, parts: int, hardware: str, axes: str, count: int, **more: Any) -> None:
+def compare(
+    model: mtf.Model,
+    on: str,
+    parts: int,
+    hardware: str,
+    axes: str,
+    count: int,
+    of: str = "layers",
+    **more: Any,
+) -> None:
     mesh, machine, rng = mtf.Mesh(on), load_hardware(hardware), random.Random(count)
-    stages = {"layers": tuple(axes.split("+"))}
+    stages = {of: tuple(axes.split("+"))}
     allowed = Allowed(microbatches=(parts,), stages=stages, **more)
-    counts = {"layers": mesh.group_size(stages["layers"])}
+    counts = {of: mesh.group_size(stages[of])}
     decided = decisions(model.training_step(parts, counts, *allowed.schedule).graph, mesh, allowed)
     prices = pricer(machine, mesh)
     found, compared = extract(model, mesh, decided, prices), 0
@@ -85,6 +95,7 @@ CASES: list[tuple[str, str, int, str, str, dict[str, Any]]] = [
     ("transformer", "a:2;b:2;t:2", 4, "tpu-v3", "a+b", {"schedule": ("1f1b",)}),
     ("transformer", "t:2;pipe:2", 8, "h100", "pipe", {"schedule": ("1f1b",)}),
     ("experts", "pipe:2;t:2", 2, "tpu-v5e", "pipe", {"pins": {"length": ()}, "schedule": ("1f1b",)}),
+    ("both", "pipe:2;t:2", 2, "h100", "pipe", {"of": "decoder_layers", "schedule": ("interleaved:2",)}),
 ]
 
 
@@ -99,10 +110,12 @@ def built(name: str) -> mtf.Model:
     from examples.transformer_lm import model as transformer
 
     small = {**SMALL, "layers": 4}
+    sizes = {n: x for n, x in SMALL.items() if n != "layers"}
     makers = {
         "reading": reading,
         "transformer": lambda: transformer(**small, dtype="bfloat16"),
         "experts": lambda: experts(**small),
+        "both": lambda: transformer_seq2seq.model(**sizes, encoder_layers=2, decoder_layers=4),
     }
     return makers[name]()
 
