@@ -89,7 +89,7 @@ def test_no_search_splits_what_shardings_cannot() -> None:
     plan = search(model, mesh="data:2;model:2", hardware="tpu-v3")
     assert "heads" not in plan.data.layout
     with pytest.raises(
-        mtf.UserError, match=r"--pin heads:model: 'heads' is an inner part of axis 2 of 'blocks/\w+'"
+        mtf.UserError, match=r"pins heads:model: 'heads' is an inner part of axis 2 of 'blocks/\w+'"
     ):
         search(model, mesh="data:2;model:2", hardware="tpu-v3", pins="heads:model")
 
