@@ -268,6 +268,7 @@ BY_NIGHT = {
     "half stage 1",
     "half stage 2",
     "in flight",
+    "one_forward_one_backward",
     *[name for name in CASES if name.startswith("numbers ")][1::2],
 }
 """Cases that take long, or have another one like them."""
