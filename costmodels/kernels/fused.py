@@ -22,11 +22,12 @@ All of this is local to a group, and a cluster of the search holds whole groups:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from costmodels.kernels.fusion import ALONE
+from costmodels.kernels.fusion import ALONE, PRODUCT
 from costmodels.kernels.groups import Group, GroupContext, VariableCast
 from costmodels.kernels.partition import Kernel
 from mesh_tf_core.ir.program import HostLoad, Instr, Local, Loop, Program
@@ -118,7 +119,7 @@ class _Fuser:
     ) -> None:
         """One block; `ends` are values that leave it, `stacked` those that its loop stacks."""
         context = self.context
-        groups: dict[tuple[int, bool], Group] = {}
+        groups: dict[tuple[int, bool], list[Group]] = defaultdict(list)
         own: dict[int, Group] = {}
         for instr in code:
             if isinstance(instr, Local) and (instr.op.free or self._is_remade(instr)):
@@ -135,7 +136,7 @@ class _Fuser:
         for i in ends:
             context.readers[context.source(i)].add(None)
         context.stacked.update(map(context.source, stacked))
-        whole = {id(g.instrs[-1]): g for g in groups.values()}
+        whole = {id(g.instrs[-1]): g for found in groups.values() for g in found}
         casts = self.casts
         for group in whole.values():
             group.casts = casts
@@ -180,8 +181,9 @@ class _Fuser:
     def _of_variable(self, cast: Local) -> bool:
         return self.program.values[cast.outputs[0]].tensor in self.context.fusion.stored
 
-    def _group(self, instr: Instr, groups: dict[tuple[int, bool], Group]) -> Group | None:
-        """The group that an instruction belongs to, with it in it."""
+    def _group(self, instr: Instr, groups: dict[tuple[int, bool], list[Group]]) -> Group | None:
+        """The group that an instruction belongs to, with it in it: of a node that is several products, one
+        after the other (`mesh_tf_core.lower.collective_matmul`), the last one's."""
         number = self.context.fusion.group.get(instr.origin.node)
         if number is None or not isinstance(instr, Local):
             return None
@@ -189,9 +191,10 @@ class _Fuser:
         if kind == ALONE:
             return None
         again = self.again or instr.origin.phase == "recompute"
-        group = groups.get((number, again))
-        if group is None:
-            group = groups[number, again] = Group(self.context, again)
+        found = groups[number, again]
+        if not found or (kind == PRODUCT and PRODUCT in found[-1].roles):
+            found.append(Group(self.context, again))
+        group = found[-1]
         group.instrs.append(instr)
         group.roles.append(kind)
         return group

@@ -64,6 +64,11 @@ class Route:
         """The level called `name`, None when the group does not use it."""
         return next((level for level in self.levels if level.name == name), None)
 
+    @property
+    def is_ring(self) -> bool:
+        """Whether it crosses nothing but torus axes whose ends are joined."""
+        return all(level.segments and all(s.ring for s in level.segments) for level in self.levels)
+
     def size_at(self, name: str) -> int:
         """Members of the group at a level; 1 when the group does not use it."""
         level = self.level(name)

@@ -18,7 +18,7 @@ _BACKWARD = ("backward", "recompute")
 BEHIND: dict[str, tuple[str, tuple[str, ...]]] = {
     GRADIENT: ("backward, from where they are made", _BACKWARD),
     PARAMETER: ("forward and backward", ("forward", *_BACKWARD)),
-    RING: ("attention of the turn", ()),
+    RING: ("attention and products of the turn", ()),
     HOST: ("products of the layer", ()),
     ACTIVATION: ("nothing: what follows waits", ()),
 }

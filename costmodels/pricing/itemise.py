@@ -23,6 +23,8 @@
 (8) A host that launches kernels (`Hardware.host_counts`) counts itself: an operation on single whole numbers
     alone is no item. So PyTorch counts layers and microbatches in Python, and hands a dropout's seed and
     offset to its kernel as arguments (pytorch/pytorch aten/src/ATen/cuda/CUDAGeneratorImpl.cpp @03e68c4b).
+(9) On TPUs a product reads a part of an operand (`Op.cuts`) where it lies: the compiler puts the slice into the
+    product's kernel (v5e:2x4, chunks of a scatter, 2026-11-24). Elsewhere it is copied.
 """
 
 from __future__ import annotations
@@ -199,7 +201,7 @@ class Itemiser:
             elif isinstance(what, Transfer):
                 yield rings.get(what.outputs[0], what), times, None
             elif isinstance(what, Kernel | Group | VariableCast) or (
-                isinstance(what, Local) and not what.op.free
+                isinstance(what, Local) and not what.op.free and not (self.copies and what.op.cuts)
             ):
                 yield what, times, None
 
@@ -346,6 +348,7 @@ def _sent(instr: Collective, sending: Sending, pieces: Sequence[int], mesh: Mesh
         not sending.parts,
         max(1, instr.crossings(n)) if isinstance(instr, Permute) else 1,
         sending.joins and small,
+        both_ways=isinstance(instr, Permute) and instr.both_ways,
     )
 
 

@@ -89,6 +89,7 @@ class Sent:
       purpose: its class of `costmodels.pricing.overlap`.
       together: its values share one latency, else each is sent by itself.
       crossings: of a permutation, how many pieces share a link of a ring.
+      both_ways: another one of the same size goes the other way at the same time.
       joined: it travels with a larger one, which pays for the latency.
       under: of a ring, what runs meanwhile; `share` of its time is for this one.
     """
@@ -103,6 +104,7 @@ class Sent:
     joined: bool = False
     under: tuple[Computed, ...] = ()
     share: float = 1.0
+    both_ways: bool = False
     flops: ClassVar[float] = 0.0
     bytes: ClassVar[float] = 0.0
 

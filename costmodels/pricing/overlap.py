@@ -9,11 +9,11 @@ The hidden part of a collective is a fraction of its own time, so prices of coll
 needs; that there is enough compute to hide it under is not checked here. A class that a file does not name is
 exposed. Local to what a collective's value is made from and read by, so parts of a program have its classes.
 
-Of a ring it is known what runs meanwhile: the attention of one operation, lowered as one, so nothing of other
-parts of the program. It hides as much as it takes, shared between the messages by their bytes. In the loop of
-turns and around it the TPU compiler begins to send keys, values and their gradients before the kernels of a
-turn and waits behind them (v5e:2x4, one layer of 16,384 tokens, 2026-11-23). Nothing hides what is
-brought home at the end.
+Of a ring (`Permute.turn`) it is known what runs meanwhile: the attention or the products of one turn, lowered
+as one, so nothing of other parts of the program. They hide as much as they take, shared between the messages
+by their bytes. In the loop of turns and around it the TPU compiler begins to send keys, values, their gradients
+and chunks before the kernels of a turn and waits behind them (v5e:2x4, one layer of 16,384 tokens, 2026-11-23;
+products of a gather and a scatter, 2026-11-24). Nothing hides what is brought home at the end.
 
 So it is of what loops keep on the hosts. An iteration's state is stored while its products run, and the part
 of the next one is loaded meanwhile: the TPU compiler begins both as an iteration begins, and takes the first
@@ -59,8 +59,8 @@ class Beside:
 
 
 def beside(program: Program) -> dict[int, Beside]:
-    """The messages of rings that something runs beside, by the value that they make: the attention of their
-    operation up to the next ones, or to what they bring."""
+    """The messages of rings that something runs beside, by the value that they make: the attention and the
+    products up to the next ones, or to what they bring."""
     found: dict[int, Beside] = {}
     sent: list[Permute] = []
     kernels: list[Local] = []
@@ -77,7 +77,7 @@ def beside(program: Program) -> dict[int, Beside]:
 
     def block(code: Sequence[Instr]) -> None:
         for instr in code:
-            if isinstance(instr, Permute) and instr.wrap:
+            if isinstance(instr, Permute) and instr.turn:
                 if kernels or (sent and instr.origin != sent[0].origin):
                     ends()
                 sent.append(instr)
@@ -87,12 +87,13 @@ def beside(program: Program) -> dict[int, Beside]:
                 block(instr.body)
                 ends()
             elif isinstance(instr, Local) and sent:
-                attends = instr.op.kind == "attention" and instr.origin == sent[0].origin
-                if attends and brought.isdisjoint(instr.inputs):
-                    kernels.append(instr)
-                elif attends or instr.origin != sent[0].origin:
-                    ends()
-                elif not brought.isdisjoint(instr.inputs):
+                waits = not brought.isdisjoint(instr.inputs)
+                if instr.op.kind in PRODUCTS:
+                    if waits:
+                        ends()
+                    else:
+                        kernels.append(instr)
+                elif waits:
                     brought.update(instr.outputs)
 
     block(program.code)

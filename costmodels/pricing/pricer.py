@@ -174,10 +174,12 @@ class Pricer:
 
     def payloads(self, item: Sent) -> Sequence[int]:
         """Bytes that a collective is priced by. On a torus, pieces that go further than to the next chip
-        share links."""
-        if item.crossings == 1 or not isinstance(self.hardware.topology, Torus):
+        share links; what goes both ways round a ring at once takes as long as half of it one way."""
+        if not isinstance(self.hardware.topology, Torus):
             return item.payloads
-        return [size * item.crossings for size in item.payloads]
+        if item.both_ways and self.placement.route(item.axes).is_ring:
+            return [max(1, size // 2) for size in item.payloads]
+        return item.payloads if item.crossings == 1 else [size * item.crossings for size in item.payloads]
 
     def _sent(self, item: Sent) -> float:
         """Values that travel together pay for their bytes each, and for one latency (that of one byte)

@@ -207,4 +207,4 @@ def _placed(value: Value, known: BySplits) -> Placed:
 
 def _how(sent: Collective) -> Hashable:
     """What decides the price of a collective besides its axes and bytes."""
-    return (sent.shift, sent.wrap, sent.pairs) if isinstance(sent, Permute) else None
+    return (sent.shift, sent.wrap, sent.pairs, sent.both_ways) if isinstance(sent, Permute) else None

@@ -28,7 +28,15 @@ from mesh_tf_core.ir.structure import Assign, Connection, Feed, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.lower.loops import Loops
-from mesh_tf_core.lower.nodes import Plan, delivered, expansion, gathered, gradient_terms, plan_of
+from mesh_tf_core.lower.nodes import (
+    Plan,
+    delivered,
+    expansion,
+    gathered,
+    gradient_terms,
+    plan_of,
+    product_dims,
+)
 from mesh_tf_core.lower.offload import Offload
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placing import Placing
@@ -43,6 +51,7 @@ class Lowering(Placing):
 
     Attributes:
       context: dimension of keys -> the form of attention to them (`Options`).
+      collective_matmul: dimensions of products that messages go beside (`Options`).
     """
 
     def __init__(
@@ -56,9 +65,10 @@ class Lowering(Placing):
         oracle: Oracle | None = None,
         context: Mapping[str, str] | None = None,
         offload: Offload = frozenset(),
+        collective_matmul: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(graph, mesh, layout, storage, subgraph, oracle, offload)
-        self.context = context or {}
+        self.context, self.collective_matmul = context or {}, collective_matmul
         self.stored: dict[str, Stored] = {}
         self.feeds: dict[str, int] = {}
         self.loops = Loops(self, frozenset(recompute), self.node, self.nodes)
@@ -113,7 +123,11 @@ class Lowering(Placing):
             inputs = [self.on_device(masters[i]) if i in masters else self.value_of(i) for i in node.inputs]
             between = self.layout
             self.lay_out(between.around(plan.dims, plan.regrouped))
+            if self.collective_matmul:
+                around = product_dims(self.graph).get(node.index, frozenset())
+                self.chunked = not self.collective_matmul.isdisjoint(around)
             outs = self.apply(op, inputs, plan, node.outputs)
+            self.chunked = False
             if self.layout is not between:
                 self.lay_out(between)
                 outs = outs if op.converts else [o if o < 0 else self.to_natural(o) for o in outs]
@@ -279,10 +293,12 @@ def lower_base(
     oracle: Oracle | None = None,
     context: Mapping[str, str] | None = None,
     offload: Offload = frozenset(),
+    collective_matmul: frozenset[str] = frozenset(),
 ) -> Program:
     """Lowers every node alone; see the module's text. LayoutError if the layout is not legal for the
     graph."""
-    state = Lowering(graph, mesh, layout, storage, recompute, subgraph, oracle, context, offload)
+    given = storage, recompute, subgraph, oracle, context, offload, collective_matmul
+    state = Lowering(graph, mesh, layout, *given)
     state.nodes(graph.blocks[0])
     if subgraph is not None:
         state.deliver_gradients()

@@ -16,6 +16,7 @@ from mesh_tf_core.ir.structure import Assign, Connection, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import AddN
 from mesh_tf_core.ops.context import FORMS
+from mesh_tf_core.ops.einsum import Einsum
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -192,6 +193,29 @@ def check_context(graph: Graph, context: Mapping[str, str]) -> None:
             raise UserError(
                 f"context {name}={form}: no fused attention has keys along {name!r}; found {keys}"
             )
+
+
+def is_product(op: Op) -> bool:
+    """Whether what an operation gathers may come in chunks beside it, and what is scattered of it go."""
+    return isinstance(op, Einsum) and not op.chooses
+
+
+def product_dims(graph: Graph) -> Mapping[int, frozenset[str]]:
+    """Node -> the dimensions of products that it is, or that read what it renames."""
+    return graph.remembered(product_dims, lambda: _product_dims(graph))
+
+
+def _product_dims(graph: Graph) -> dict[int, frozenset[str]]:
+    found: dict[int, frozenset[str]] = {}
+    for node, _ in graph.walk():
+        if is_product(node.op):
+            dims = found[node.index] = plan_of(node, graph).dims
+            for i in node.inputs:
+                maker = graph.producer.get(i)
+                while maker is not None and maker.op.renames and maker.op.free:
+                    found[maker.index] = found.get(maker.index, frozenset()) | dims
+                    maker = graph.producer.get(maker.inputs[0])
+    return found
 
 
 def plan_of(node: Node, graph: Graph) -> Plan:

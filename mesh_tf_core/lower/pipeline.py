@@ -12,6 +12,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower.base import lower_base
+from mesh_tf_core.lower.collective_matmul import in_chunks
 from mesh_tf_core.lower.combine import combine_small
 from mesh_tf_core.lower.cut import Cut
 from mesh_tf_core.lower.dead import drop_dead
@@ -51,6 +52,8 @@ class Options:
       diloco: an axis that synchronises rarely.
       offload: what lies in the hosts' memory, by kind and variable (`lower.offload`).
       schedule: when the stages of a pipeline go backward (`ops.ticks.SCHEDULES`).
+      collective_matmul: dimensions: what products with one of them gather, split over its axes, and what is
+        scattered of them, goes in chunks beside them (`lower.collective_matmul`).
     """
 
     storage: Stages = field(default_factory=dict)
@@ -60,6 +63,7 @@ class Options:
     diloco: DiLoCo | None = None
     offload: Offload = frozenset()
     schedule: str = GPIPE
+    collective_matmul: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         check_schedule(self.schedule)
@@ -128,11 +132,13 @@ def lower(
         known = {name: max(sizes) for name, sizes in graph.dims().items()}
         layout.check(mesh, known, paths(graph))
         check_recompute(graph, options.recompute)
-    given = options.storage, options.recompute
-    program = lower_base(graph, mesh, layout, results, *given, subgraph, oracle, forms, options.offload)
+    given, beside = (options.storage, options.recompute), options.collective_matmul
+    program = lower_base(graph, mesh, layout, results, *given, subgraph, oracle, forms, options.offload, beside)
     if subgraph is not None:
         # What is dead or travels together is not known from a part of the graph.
-        return cut.end(delay_sums(cut.begin(program), oracle))
-    for _, run in PASSES:
+        return cut.end(in_chunks(delay_sums(cut.begin(program), oracle), beside, oracle))
+    for name, run in PASSES:
         program = run(program)
+        if name == "pending sums":
+            program = in_chunks(program, beside)
     return verify(program) if check else program

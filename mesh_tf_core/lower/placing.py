@@ -19,6 +19,7 @@ from mesh_tf_core.ir.program import (
     HostStore,
     Instr,
     Local,
+    Loop,
     Origin,
     Slice,
     Value,
@@ -42,6 +43,8 @@ class Placing:
     Attributes:
       layout: in force.
       within: axes over which the iterations around are spread (see `Block.spread`).
+      chunked: what the operation at hand gathers comes in chunks beside it (`collective_matmul`), so each phase
+        gathers for itself.
       env: tensor -> value.
       moved, converted: what was made of a value by other splits, on the device of what lies on the host, or
         by an operation that `converts`. Weights
@@ -67,6 +70,7 @@ class Placing:
         self.values: list[Value] = []
         self.code: list[Instr] = []
         self.within: Axes = ()
+        self.chunked = False
         self.env: dict[int, int] = {}
         self.origin = Origin(-1, "", "forward")
         self._here: dict[Shape, Splits] = {}
@@ -238,9 +242,11 @@ class Placing:
         if self.values[id].splits == splits:
             return id
         tensor = self.values[id].tensor
-        key = id, splits, pass_of(self.origin.phase) if tensor in self._weights else ""
+        way = pass_of(self.origin.phase) if tensor in self._weights else ""
+        key = id, splits, way or (self.origin.phase if self.chunked else "")
         if key not in self.moved:
-            elsewhere = self.subgraph is not None and self._moved_anyway(self.subgraph, tensor, id, splits)
+            others = self.subgraph is not None and not self.chunked
+            elsewhere = others and self._moved_anyway(self.subgraph, tensor, id, splits)
             self.moved[key] = self.like(self.values[id], splits) if elsewhere else self._move(id, splits)
         return self.moved[key]
 
@@ -304,15 +310,13 @@ class Placing:
         moved = self.moved, self.converted
         self.moved, self.converted = {}, {}
 
-        def another(id: int) -> int:
-            return self.like(self.values[id], self.values[id].splits, self.values[id].partial)
+        def inside(number: int, enter: list[int]) -> tuple[Sequence[int], Sequence[Instr]]:
+            return body(number, enter), self.code
 
-        number, enter = self.new(TensorType(Shape(()), "int32"), ()), [another(i) for i in state]
-        leave, final = body(number, enter), [another(i) for i in state]
-        inside, self.code = tuple(self.code), code
+        loop, final = carried_loop(self.values, self.origin, dim, state, inside)
+        self.code = code
         self.moved, self.converted = moved
-        carried = tuple(Carry(*c) for c in zip(state, enter, leave, final, strict=True))
-        self.emit(make_loop(self.origin, dim, False, number, carried, (), (), (), inside))
+        self.emit(loop)
         return final
 
     def joined(self, id: int, axes: Axes, combine: str) -> int:
@@ -334,3 +338,31 @@ class Placing:
 
     def _where(self) -> str:
         return f" in {self.origin.scope!r}" if self.origin.scope else ""
+
+
+def carried_loop(
+    values: list[Value],
+    origin: Origin,
+    dim: Dim,
+    state: Sequence[int],
+    body: Callable[[int, list[int]], tuple[Sequence[int], Sequence[Instr]]],
+) -> tuple[Loop, list[int]]:
+    """A loop that hands some state on, and the state after it.
+
+    Args:
+      values: of the program under way: those of the loop are added.
+      body: an iteration, of its number and the state: the state that it leaves, and its code.
+    """
+
+    def another(id: int) -> int:
+        v = values[id]
+        values.append(Value(len(values), v.shape, v.dtype, v.splits, v.partial))
+        return len(values) - 1
+
+    number = len(values)
+    values.append(Value(number, Shape(()), "int32", ()))
+    enter = [another(i) for i in state]
+    leave, code = body(number, enter)
+    final = [another(i) for i in state]
+    carried = tuple(Carry(*c) for c in zip(state, enter, leave, final, strict=True))
+    return make_loop(origin, dim, False, number, carried, (), (), (), tuple(code)), final

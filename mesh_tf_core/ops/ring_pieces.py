@@ -85,7 +85,8 @@ class Pieces:
         v = self.low.values[id]
         out = self.low.new(type_of(self.low, id), v.splits, v.partial)
         wrap = not pairs
-        self.low.emit(Permute((id,), (out,), self.low.origin, self.axes, shift, wrap, pairs))
+        beside = self.op.kind if wrap else ""
+        self.low.emit(Permute((id,), (out,), self.low.origin, self.axes, shift, wrap, pairs, beside))
         return out
 
     def position(self, id: int) -> str | None:

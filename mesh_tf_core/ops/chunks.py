@@ -1,0 +1,158 @@
+"""Chunks of a dimension that come to every device in turn, as products need them (`lower.collective_matmul`).
+
+A chunk is what one device of a group holds of a dimension that is split over the group. While chunks go
+round, every device holds another one, so a chunk counts as a value that is split no further, like the state of
+a pipeline's stages. These operations are made by lowering only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.kernel import At, Kernel
+from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.common import all_parallel
+from mesh_tf_core.ops.pieces import resized
+from mesh_tf_core.ops.stages import CalledOtherwise
+
+
+@dataclass(frozen=True)
+class ChunkAs(CalledOtherwise):
+    """A device's chunk of `dim` as all that there is of it, or the inverse: `dim` has `size` elements then.
+    What was pending over the group is done with: every term of the chunk was added as it came by."""
+
+    dim: str
+    size: int
+    done: ClassVar[str] = "chunks are called"
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return resized(inputs[0], self.dim, self.size)
+
+
+@dataclass(frozen=True)
+class Chunk(Op, abstract=True):
+    """What is done with a chunk of a dimension; lowering makes it."""
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        raise UserError("chunks of a dimension are made by lowering and have no gradient of their own")
+
+
+@dataclass(frozen=True)
+class ChunkNumber(Chunk):
+    """Whose chunk a device works on, int32 scalar: its own number (int32 scalar), `far` further round the
+    group of `count`, and `each` more for every turn that the second operand counts (int32 scalar), if there
+    is one."""
+
+    count: int
+    far: int
+    each: int = 0
+    free: ClassVar[bool] = True
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return Roles()
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return inputs[0]
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        own, *turns = slices
+        # Never negative, whatever a library's remainder of negative numbers is.
+        number = k.binary("add", own, k.scalar(self.far % self.count, "int32"))
+        for turn in turns:
+            further = k.binary("mul", turn, k.scalar(self.each % self.count, "int32"))
+            number = k.binary("add", number, further)
+        return k.binary("mod", number, k.scalar(self.count, "int32"))
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True)
+class ChunkOf(Chunk):
+    """x [..., dim] -> the chunk of `size` elements of `dim` with a number (int32 scalar)."""
+
+    dim: str
+    size: int
+    kind: ClassVar[str] = "gather"
+    linear: ClassVar[bool] = True
+    cuts: ClassVar[bool] = True
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(inputs[0])
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return resized(inputs[0], self.dim, self.size)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        x, number = slices
+        sizes, names = at.outputs[0].shape.sizes, at.outputs[0].shape.names
+        begin = k.binary("mul", number, k.scalar(sizes[names.index(self.dim)], "int32"))
+        return k.slice(x, [begin if n == self.dim else 0 for n in names], sizes)
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def moved(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> float:
+        return 2.0 * outputs[0].bytes
+
+
+@dataclass(frozen=True)
+class ChunkFirst(Chunk):
+    """A chunk of `dim` and its number (int32 scalar) -> `count` chunks, of which all others are 0 yet."""
+
+    dim: str
+    count: int
+    kind: ClassVar[str] = "gather"
+    linear: ClassVar[bool] = True
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(inputs[0])
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return resized(inputs[0], self.dim, inputs[0].shape.dim(self.dim).size * self.count)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        (chunk, number), (type,) = slices, at.outputs
+        return _put(k, k.full(type.shape.sizes, 0, type.dtype), chunk, type.shape.index(self.dim), number)
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def moved(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> float:
+        return float(2 * inputs[0].bytes + outputs[0].bytes)
+
+
+@dataclass(frozen=True)
+class ChunkPut(Chunk):
+    """x [..., dim] with a chunk of `dim` in the place that its number (int32 scalar) says."""
+
+    dim: str
+    kind: ClassVar[str] = "gather"
+    linear: ClassVar[bool] = True
+    in_place: ClassVar[bool] = True
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(inputs[0])
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return inputs[0]
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        x, chunk, number = slices
+        return _put(k, x, chunk, at.inputs[0].shape.index(self.dim), number)
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def moved(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> float:
+        return 2.0 * inputs[1].bytes
+
+
+def _put(k: Kernel, x: Any, chunk: Any, axis: int, number: Any) -> Any:
+    whole, size = tuple(x.shape), chunk.shape[axis]
+    apart = (*whole[:axis], whole[axis] // size, size, *whole[axis + 1 :])
+    return k.reshape(k.put(k.reshape(x, apart), chunk, axis, number), whole)
