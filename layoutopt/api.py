@@ -67,6 +67,7 @@ def search(
     offload: Sequence[str] = (),
     diloco: DiLoCo | str | None = None,
     schedule: Sequence[str] = (GPIPE,),
+    collective_matmul: Sequence[str] = (),
 ) -> Plan:
     """The best layout of a model, with its proof.
 
@@ -104,6 +105,8 @@ def search(
       schedule: when stages go backward: of "gpipe", after all microbatches, and "1f1b", each microbatch as
         soon as it has gone through them, so that what is in flight grows with the stages; and "circular:R"
         and "interleaved:R", as these, with R chunks of layers in each stage, which microbatches go round.
+      collective_matmul: dimensions: what products with one of them gather, and what is scattered of them, may
+        go in chunks beside the products.
       keep_best: Ctrl-C is not raised, but ends the search with the best layout so far, which is not proven;
       the plan is then `stopped`.
 
@@ -118,7 +121,7 @@ def search(
         raise UserError(f"search: {model!r} is no Model; build one, as a model file's model() does")
     chosen = machine_of(hardware)
     context = usual(objective) if context is None else context
-    lists = storage, recompute, microbatches, context, elsewhere, pipeline, offload, schedule
+    lists = storage, recompute, microbatches, context, elsewhere, pipeline, offload, schedule, collective_matmul
     _check(mesh, devices, memory, objective, refine, top, clock.limit, max_axes, pins, forbid, *lists)
     allowed = Allowed(
         parse_rules(pins),
@@ -133,6 +136,7 @@ def search(
         offload=tuple(dict.fromkeys(offload)),
         diloco=DiLoCo.parse(diloco) if isinstance(diloco, str) else diloco,
         schedule=tuple(dict.fromkeys(schedule)),
+        collective_matmul=tuple(dict.fromkeys(collective_matmul)),
     )
     if allowed.diloco is not None:
         _check_replicas(mesh, refine, allowed)
@@ -168,6 +172,7 @@ def search(
         offload=allowed.offload or None,
         diloco=None if allowed.diloco is None else str(allowed.diloco),
         schedule=None if allowed.schedule == (GPIPE,) else allowed.schedule,
+        collective_matmul=allowed.collective_matmul or None,
     )
 
     # No function of its own: a plan goes to other processes (pickle) with what completes it.
@@ -266,6 +271,7 @@ def _check(
     pipeline: Any,
     offload: Any,
     schedule: Any,
+    collective_matmul: Any,
 ) -> None:
     """Refuses arguments of the wrong kind, whatever their annotations say."""
     if objective not in OBJECTIVES:
@@ -300,6 +306,7 @@ def _check(
         "pipeline": pipeline,
         "offload": offload,
         "schedule": schedule,
+        "collective_matmul": collective_matmul,
     }
     for name, found in lists.items():
         if isinstance(found, str) or not isinstance(found, Iterable):

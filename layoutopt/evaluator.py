@@ -320,6 +320,7 @@ class Evaluator:
     Args:
       further: dimensions that searches may split further elsewhere.
       keeps: what loops that run again may keep.
+      products: dimensions; messages may go in chunks beside products that have one.
 
     Attributes:
       tight: the fastest layout of some mesh did not fit: those of others may not either.
@@ -328,9 +329,15 @@ class Evaluator:
     """
 
     def __init__(
-        self, model: Model, hardware: Hardware, further: Iterable[str] = (), keeps: Sets = SETS
+        self,
+        model: Model,
+        hardware: Hardware,
+        further: Iterable[str] = (),
+        keeps: Sets = SETS,
+        products: Iterable[str] = (),
     ) -> None:
         self.model, self.hardware, self.further, self.keeps = model, hardware, frozenset(further), keeps
+        self.products = frozenset(products)
         self.tight = False
         self.again: dict[frozenset[str], None] = {}
         self._known: dict[Hashable, Evaluation | str] = {}
@@ -365,7 +372,8 @@ class Evaluator:
     def context(self, mesh: Mesh, decided: Decisions) -> SharedContext:
         """What problems with these microbatches and as many stages have in common."""
         stages = decided.stages_on(mesh), decided.schedule
-        return shared_context(self.model, decided.microbatches, self.further, *stages, self.keeps)
+        given = self.further, *stages, self.keeps, self.products
+        return shared_context(self.model, decided.microbatches, *given)
 
     def table_prices(self, mesh: Mesh, decided: Decisions) -> TablePrices:
         """Of the problem that was asked for last they know what they priced."""

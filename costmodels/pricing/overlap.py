@@ -9,7 +9,7 @@ The hidden part of a collective is a fraction of its own time, so prices of coll
 needs; that there is enough compute to hide it under is not checked here. A class that a file does not name is
 exposed. Local to what a collective's value is made from and read by, so parts of a program have its classes.
 
-Of a ring (`Permute.turn`) it is known what runs meanwhile: the attention or the products of one turn, lowered
+Of a ring (`Permute.beside`) it is known what runs meanwhile: the attention or the products of one turn, lowered
 as one, so nothing of other parts of the program. They hide as much as they take, shared between the messages
 by their bytes. In the loop of turns and around it the TPU compiler begins to send keys, values, their gradients
 and chunks before the kernels of a turn and waits behind them (v5e:2x4, one layer of 16,384 tokens, 2026-11-23;
@@ -77,7 +77,7 @@ def beside(program: Program) -> dict[int, Beside]:
 
     def block(code: Sequence[Instr]) -> None:
         for instr in code:
-            if isinstance(instr, Permute) and instr.turn:
+            if isinstance(instr, Permute) and instr.beside:
                 if kernels or (sent and instr.origin != sent[0].origin):
                     ends()
                 sent.append(instr)
@@ -87,14 +87,14 @@ def beside(program: Program) -> dict[int, Beside]:
                 block(instr.body)
                 ends()
             elif isinstance(instr, Local) and sent:
-                waits = not brought.isdisjoint(instr.inputs)
-                if instr.op.kind in PRODUCTS:
-                    if waits:
-                        ends()
-                    else:
-                        kernels.append(instr)
-                elif waits:
+                waits, own = not brought.isdisjoint(instr.inputs), instr.origin == sent[0].origin
+                attends = sent[0].beside == "attention"
+                if instr.op.kind == sent[0].beside and not waits and (own or not attends):
+                    kernels.append(instr)
+                elif attends and own and waits and instr.op.kind != "attention":
                     brought.update(instr.outputs)
+                elif waits or (attends and not own) or instr.op.kind == "attention":
+                    ends()
 
     block(program.code)
     ends()

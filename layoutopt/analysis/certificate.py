@@ -116,7 +116,8 @@ def certify(
     """
     mesh = plan.mesh if devices is None else None
     pieces = Pieces()
-    evaluator = Evaluator(model, hardware, asked.elsewhere, kept_sets(asked.recompute))
+    given = asked.elsewhere, kept_sets(asked.recompute), asked.collective_matmul
+    evaluator = Evaluator(model, hardware, *given)
     shapes = meshes(mesh, devices, max_axes, hardware)
     allowed = Allowed(
         parse_rules(asked.pins),
@@ -130,6 +131,7 @@ def certify(
         offload=asked.offload,
         diloco=None if asked.diloco is None else DiLoCo.parse(asked.diloco),
         schedule=asked.schedule,
+        collective_matmul=asked.collective_matmul,
     )
     for subproblem in subproblems(model, shapes, allowed, evaluator.near):
         seconds = plan.predicted.step_seconds * (1 - EXACT)

@@ -111,6 +111,7 @@ class Asked:
     offload: tuple[str, ...] = ()
     diloco: str | None = None
     schedule: tuple[str, ...] = (GPIPE,)
+    collective_matmul: tuple[str, ...] = ()
 
     def with_pins(self, more: str | None) -> Mapping[str, Any]:
         """As arguments of a search, with further pins; a dimension that is pinned anew loses its old pin."""
@@ -124,7 +125,7 @@ class Asked:
         rest = tuple(x for x in allowed if not feature.means(x))
         if rest == allowed:
             raise UserError(f"--without {name}: the plan's search could not choose it; allow it there first")
-        if not rest and feature.field not in ("elsewhere", "pipeline", "offload"):
+        if not rest and feature.field not in ("elsewhere", "pipeline", "offload", "collective_matmul"):
             said = ", ".join(map(str, allowed))
             raise UserError(f"--without {name}: the plan's search allowed nothing else ({said})")
         changed: dict[str, Any] = {feature.field: rest}

@@ -91,6 +91,17 @@ class AllowedOptions:
         ),
     ] = "gpipe"
 
+    collective_matmul: Annotated[
+        str | None,
+        typer.Option(
+            "--collective-matmul",
+            metavar="DIMS",
+            help="Products with one of these dimensions may gather and scatter in chunks beside their work "
+            "(with --elsewhere length): d_ff,heads.",
+            show_default=False,
+        ),
+    ] = None
+
     def asked(self) -> dict[str, Any]:
         """They as keywords of `layoutopt.search`."""
         return {
@@ -99,6 +110,7 @@ class AllowedOptions:
             "elsewhere": listed(self.elsewhere),
             "pipeline": listed(self.pipeline),
             "schedule": listed(self.schedule),
+            "collective_matmul": listed(self.collective_matmul),
         }
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layoutopt.cli.allowed import listed
 from layoutopt.cli.options import read_mesh
 from layoutopt.cli.plans import is_plan, read_plan
 
@@ -91,6 +92,17 @@ class DecisionOptions:
         ),
     ] = "gpipe"
 
+    collective_matmul: Annotated[
+        str | None,
+        typer.Option(
+            "--collective-matmul",
+            metavar="DIMS",
+            help="Products that have one of these dimensions gather and scatter in chunks beside their work: "
+            "d_ff,heads.",
+            show_default="whole values",
+        ),
+    ] = None
+
     def __bool__(self) -> bool:
         return self != UNDECIDED
 
@@ -113,7 +125,7 @@ class DecisionOptions:
             raise UserError(
                 f"{layout} says how variables are stored, what is recomputed, how many microbatches there "
                 "are, how attention reaches its keys, which axis synchronises rarely, what lies on the "
-                "hosts and the schedule of stages; leave these options out"
+                "hosts, the schedule of stages and what goes beside products; leave these options out"
             )
         if mesh is not None and read_mesh(mesh) != plan.mesh:
             raise UserError(
@@ -128,7 +140,7 @@ class DecisionOptions:
         Where nothing is said of recomputation, it is what a JAX program says itself (jax.checkpoint).
         """
         from mesh_tf_core import Options
-        from mesh_tf_core.lower.nodes import check_context
+        from mesh_tf_core.lower.nodes import check_context, check_products
         from mesh_tf_core.lower.offload import check_offload, offload_of
 
         graph = loaded.model.graph
@@ -136,6 +148,7 @@ class DecisionOptions:
         forms = _forms(self.context or (), graph)
         check_context(graph, forms)
         hosted = offload_of(self.offload or (), graph.variables, recompute)
+        check_products(graph, listed(self.collective_matmul))
         if hosted:
             check_offload(hosted, loaded.model.step_graph.variables, recompute)
         return Options(
@@ -146,6 +159,7 @@ class DecisionOptions:
             None if self.diloco is None else _one_way(self.diloco),
             hosted,
             self.schedule,
+            frozenset(listed(self.collective_matmul)),
         )
 
 

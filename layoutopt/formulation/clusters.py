@@ -28,7 +28,7 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
 from mesh_tf_core.lower import Subgraph
-from mesh_tf_core.lower.nodes import delivered, plan_of
+from mesh_tf_core.lower.nodes import delivered, plan_of, product_dims
 from mesh_tf_core.lower.subgraph import made_by
 
 
@@ -54,6 +54,7 @@ class _Builder:
     def __init__(self, dependencies: Dependencies) -> None:
         self.graph, self.dependencies, self.further = dependencies.graph, dependencies, dependencies.further
         self.runs, self.delivered = SecondRuns(dependencies), delivered(dependencies.graph)
+        self.products = product_dims(dependencies.graph)
 
     def signature(self, nodes: list[Node]) -> Hashable:
         """Equal for clusters with the same operations on the same types, connected and repeated alike."""
@@ -124,7 +125,9 @@ class _Builder:
         variables = [self.graph.variables[self.delivered[t]] for t in made]
         own = [] if updated is None else [updated]
         again = self.runs.remat.get(node.index, ())
-        return changing(Touched(again, saved, [*own, *variables], node.op.crosses[:1], own))
+        products = sorted(self.products.get(node.index, ()))
+        keys = node.op.crosses[:1]
+        return changing(Touched(again, saved, [*own, *variables], keys, own, products=products))
 
     def _savers(self, node: Node) -> list[Block]:
         """The loops that save, for backward, what a node computes, or what its own body does."""

@@ -12,7 +12,7 @@ from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.program import Loop, Program
 from mesh_tf_core.ir.structure import Assign, Read
 from mesh_tf_core.lower.kept import SETS, Sets
-from mesh_tf_core.lower.nodes import moved_dims, pass_of, repeated, updated, weights
+from mesh_tf_core.lower.nodes import moved_dims, pass_of, product_dims, repeated, updated, weights
 from mesh_tf_core.lower.subgraph import Access
 from mesh_tf_core.lower.sums import into_totals, waiting_nodes
 from mesh_tf_core.lower.uses import Readers
@@ -28,6 +28,7 @@ class Dependencies:
       cut: additions that are not joined with what makes their operands.
       further: dimensions that rules for elsewhere may split.
       keeps: what loops that run again may keep (`kept.Recomputed`).
+      products: dimensions; messages may go in chunks beside products that have one.
 
     Attributes:
       live: nodes that the program has, in order.
@@ -53,8 +54,9 @@ class Dependencies:
         cut: Set[int] = frozenset(),
         further: Set[str] = frozenset(),
         keeps: Sets = SETS,
+        products: Set[str] = frozenset(),
     ) -> None:
-        self.further, self.keeps = further, keeps
+        self.further, self.keeps, self.products = further, keeps, products
         self.graph, self.returned, self.fusion = graph, frozenset(returned), fusion(graph)
         live = {instr.origin.node for instr, _ in program.walk()}
         loops = (instr for instr, _ in program.walk() if isinstance(instr, Loop))
@@ -79,6 +81,7 @@ class Dependencies:
         self._variables()
         self._conversions()
         self._gathers()
+        self._chunks()
         self._sums()
         self._updates()
         self._fused()
@@ -127,6 +130,16 @@ class Dependencies:
                 for name in moved_dims(node, tensor, self.graph, self.further):
                     key = self.block_of[node.index].id, way, name
                     self._join(first.setdefault(key, node.index), node.index)
+
+    def _chunks(self) -> None:
+        """Joins products with what renames a value for them: what is gathered for it comes in chunks beside
+        all of them."""
+        dims = product_dims(self.graph) if self.products else {}
+        for node in self.live:
+            if node.op.renames and not self.products.isdisjoint(dims.get(node.index, ())):
+                for reader in self.readers[node.outputs[0]]:
+                    if reader.index in dims:
+                        self._join(node.index, reader.index)
 
     # -- sums that may wait ----------------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ from layoutopt.formulation.tables import Entry, Table, Tabler, is_large, legal
 from layoutopt.problem import Problem, Row, Sparse, Term, Variable
 from layoutopt.problem.relations import Relation
 from layoutopt.space.decisions import Decisions
+from layoutopt.space.collective_matmul import products_in
 from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import Choice
 from layoutopt.space.offload import Offload, Weights
@@ -175,6 +176,7 @@ class Draft:
             stages=decided.stages_on(mesh),
             schedule=decided.schedule,
             keeps=sets_in(decided.every),
+            products=products_in(decided.every),
         )
         if not whole:
             self.context = self.context.bounded(decided)

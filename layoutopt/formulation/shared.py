@@ -49,6 +49,7 @@ class SharedContext:
       further: dimensions that may be split further elsewhere.
       stages: dimensions of layers -> how many stages of a pipeline they are, in what schedule.
       keeps: what loops that run again may keep (`kept.Recomputed`).
+      products: dimensions; messages may go in chunks beside products that have one.
     """
 
     narrow: Mapping[str, str] | None = None
@@ -62,10 +63,11 @@ class SharedContext:
         stages: Mapping[str, int] = NO_STAGES,
         schedule: str = GPIPE,
         keeps: Sets = SETS,
+        products: frozenset[str] = frozenset(),
     ) -> None:
         step = model.training_step(microbatches, stages, schedule)
         self.stages, self.schedule = stages, schedule
-        self._allowed = further, stages, schedule, keeps
+        self._allowed = further, stages, schedule, keeps, products
         self.model, self.microbatches, self.graph = model, microbatches, step.graph
         self._programs: dict[frozenset[str], Program] = {}
         self._tabler: Tabler | None = None
@@ -73,7 +75,8 @@ class SharedContext:
         self.cut, self.further = cut, further
         self._more: dict[frozenset[int], SharedContext] = {}
         returned = [t.id for t in step.results.values()]
-        self.dependencies = Dependencies(self.graph, self.program(), returned, cut, further, keeps)
+        given = returned, cut, further, keeps, products
+        self.dependencies = Dependencies(self.graph, self.program(), *given)
         self.clusters: tuple[Cluster, ...] = tuple(clusters(self.dependencies))
 
     @cached_property
@@ -137,10 +140,10 @@ def shared_context(
     stages: Mapping[str, int] = NO_STAGES,
     schedule: str = GPIPE,
     keeps: Sets = SETS,
+    products: frozenset[str] = frozenset(),
 ) -> SharedContext:
     """That of a step, made once for all searches of its graph: the next one may be for another machine."""
     step = model.training_step(microbatches, stages, schedule)
-    key = SharedContext, further, keeps, tuple(t.id for t in step.results.values())
-    return step.graph.remembered(
-        key, lambda: SharedContext(model, microbatches, frozenset(), further, stages, schedule, keeps)
-    )
+    key = SharedContext, further, keeps, products, tuple(t.id for t in step.results.values())
+    given = further, stages, schedule, keeps, products
+    return step.graph.remembered(key, lambda: SharedContext(model, microbatches, frozenset(), *given))

@@ -82,7 +82,9 @@ class Request:
     @cached_property
     def evaluator(self) -> Evaluator:
         """What answers this question: nothing is evaluated twice."""
-        return Evaluator(self.model, self.hardware, self.allowed.elsewhere, kept_sets(self.allowed.recompute))
+        allowed = self.allowed
+        sets, products = kept_sets(allowed.recompute), allowed.collective_matmul
+        return Evaluator(self.model, self.hardware, allowed.elsewhere, sets, products)
 
     def meeting(self, options: Options) -> Options:
         """Options with replicas that meet as was asked for."""

@@ -34,7 +34,7 @@ class Refined(Data):
     @model_serializer(mode="wrap")
     def _what_is_said(self, made: SerializerFunctionWrapHandler) -> dict[str, Any]:
         found: dict[str, Any] = made(self)
-        for name in ("refined", "context", "pipeline", "schedule", "diloco", "offload"):
+        for name in ("refined", "context", "pipeline", "schedule", "diloco", "offload", "collective_matmul"):
             if not found.get(name):
                 found.pop(name, None)
         return found
@@ -57,6 +57,8 @@ class Decided(Refined):
       diloco: the axis that synchronises rarely, and how: "sites:period=30,rate=0.7,momentum=0.9".
       offload: what lies in the hosts' memory ("optimizer": its state; "weights": they themselves), to the
         variables that it is of; "activations", to the dimensions of loops.
+      collective_matmul: dimensions: what products with one of them gather, and what is scattered of them, goes
+        in chunks beside the products.
     """
 
     storage: dict[str, str] = Field(default_factory=dict)
@@ -67,6 +69,7 @@ class Decided(Refined):
     schedule: str = ""
     diloco: str = ""
     offload: dict[str, Names] = Field(default_factory=dict)
+    collective_matmul: Names = Field(default_factory=list)
 
     def listed(self) -> dict[str, str]:
         """Name of a kind -> its whole decision in words, '' if plain."""
@@ -76,6 +79,7 @@ class Decided(Refined):
             "microbatches": str(self.microbatches) if self.microbatches > 1 else "",
             "context": ", ".join(f"{form} of {dim}" for dim, form in self.context.items()),
             "offload": "; ".join(f"{kind} of {', '.join(names)}" for kind, names in self.offload.items()),
+            "collective matmul": ", ".join(self.collective_matmul),
             "pipeline": " and ".join(self._pipelines()),
             "replicas": f"train alone, and meet rarely ({self.diloco})" if self.diloco else "",
             ELSEWHERE: rules_in(self.refined.get(ELSEWHERE, {})),
@@ -88,6 +92,7 @@ class Decided(Refined):
         found += [f"recompute {dim}" for dim in self.recompute]
         found += [f"{kind} ×{len(names)} on hosts" for kind, names in self.offload.items()]
         found += [f"{form} of {dim}" for dim, form in self.context.items()]
+        found += [f"collective matmul of {', '.join(self.collective_matmul)}"] if self.collective_matmul else []
         found += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
         found += self._pipelines()
         found += [f"replicas of {self.diloco.partition(':')[0]}"] if self.diloco else []

@@ -44,6 +44,7 @@ class Searched(Data):
       offload: what could lie in the hosts' memory.
       diloco: how replicas meet, and along which axis.
       schedule: those of stages that could be chosen; None: gpipe.
+      collective_matmul: dimensions beside whose products messages could go in chunks.
       command: the command line that was typed, if one was.
     """
 
@@ -63,6 +64,7 @@ class Searched(Data):
     offload: tuple[str, ...] | None = None
     diloco: str | None = None
     schedule: tuple[str, ...] | None = None
+    collective_matmul: tuple[str, ...] | None = None
     command: str = ""
 
 

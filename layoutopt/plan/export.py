@@ -56,6 +56,11 @@ def export(what: Exported, to: str) -> str:
             f"{to} says how tensors lie, not that attention to {dim!r} is {form}, as in this plan; "
             "train with layoutopt, or search with --context gather"
         )
+    if dims := what.decided.collective_matmul:
+        raise UserError(
+            f"{to} says how tensors lie, not that messages go in chunks beside products with {dims[0]!r}, as in "
+            "this plan; train with layoutopt, or search without --collective-matmul"
+        )
     for kind, names in what.decided.offload.items():
         if to not in SAY_OFFLOAD:
             raise UserError(

@@ -102,6 +102,7 @@ def size(
     elsewhere: Sequence[str] = (),
     pipeline: Sequence[str] = (),
     schedule: Sequence[str] = (GPIPE,),
+    collective_matmul: Sequence[str] = (),
     time_limit: float | Clock | None = None,
     on_progress: Tell | None = None,
     keep_best: bool = False,
@@ -125,7 +126,8 @@ def size(
       pretrained, characters: on what the models were trained before; characters of a token.
       replicas: of DiLoCo.
       inference: tokens that the model is to make afterwards, at the same cost per FLOP.
-      recompute, context, elsewhere, pipeline, schedule: what layouts may choose, as in `search`.
+      recompute, context, elsewhere, pipeline, schedule, collective_matmul: what layouts may choose, as in
+        `search`.
       keep_best: Ctrl-C is not raised, but ends it with the best so far.
 
     Raises:
@@ -148,7 +150,7 @@ def size(
     family = Family(model, _all_hparams(model, hparams), scale)
     clock = time_limit.again() if isinstance(time_limit, Clock) else Clock(time_limit)
     allowed = {"recompute": recompute, "context": context, "elsewhere": elsewhere}
-    allowed |= {"pipeline": pipeline, "schedule": schedule}
+    allowed |= {"pipeline": pipeline, "schedule": schedule, "collective_matmul": collective_matmul}
     timer = Timer(max_axes, clock, allowed)
     answering = Answering(question, forecast, family, machines, timer, candidates, sizes, every, on_progress)
     best = answering.run(keep_best)

@@ -10,6 +10,7 @@ Every decision has a name and a finite list of options, each a tuple of words; `
   "offload of <class>"       (), ("optimizer",): what lies in the hosts' memory              `offload`
   "weights of <class>"       (), ("weights",): whether they do themselves                    `offload`
   "context of <dim>"         (), ("ring",), ("zigzag",), ("all_to_all",): of keys along <dim>  `context`
+  "collective matmul of <dim>" (), ("chunks",): beside products with <dim>          `collective_matmul`
   "number of microbatches"   one number in each subproblem                                   `microbatches`
   "schedule"                 (), ("1f1b",), ("circular:2",), ("interleaved:2",): of stages,
                              one in a subproblem                                             `schedule`
@@ -23,6 +24,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.context import Context
 from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature, Touched
@@ -50,6 +52,7 @@ KINDS: tuple[type[Decision], ...] = (
     Weights,
     Recompute,
     Context,
+    CollectiveMatmul,
     Microbatches,
     Rarely,
 )

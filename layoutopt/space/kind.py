@@ -8,7 +8,7 @@ of it. Its decisions are those instances of it that `about` finds in a graph.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -52,6 +52,7 @@ class Allowed:
       offload: what may lie in the hosts' memory (`mesh_tf_core.lower.offload`).
       diloco: how replicas along an axis meet, where one synchronises rarely.
       context: "gather", and forms of attention in which keys that lie split are not.
+      collective_matmul: dimensions; messages may go in chunks beside products that have one.
     """
 
     pins: Mapping[str, Axes] = field(default_factory=dict)
@@ -68,6 +69,7 @@ class Allowed:
     offload: tuple[str, ...] = ()
     diloco: DiLoCo | None = None
     schedule: tuple[str, ...] = (GPIPE,)
+    collective_matmul: tuple[str, ...] = ()
 
     @property
     def apart(self) -> Axes:
@@ -102,6 +104,7 @@ class Touched:
       keys: the dimension of keys that it attends to.
       updated: the trained variable that it updates.
       read: the trained variable that it brings to those who read it.
+      products: dimensions of the product that it is, or that reads what it renames.
     """
 
     recomputed: Sequence[str] = ()
@@ -110,6 +113,7 @@ class Touched:
     keys: Sequence[str] = ()
     updated: Sequence[Variable] = ()
     read: Sequence[Variable] = ()
+    products: Collection[str] = ()
 
 
 @dataclass(frozen=True)

@@ -118,14 +118,14 @@ class Permute(Collective):
 
     Attributes:
       pairs: instead of a shift, who sends to whom, by position in the group; nobody sends or gets twice.
-      turn: it is sent in a turn of a ring: what is computed until something reads it runs meanwhile.
+      beside: it is sent in a turn of a ring: operations of this kind, up to what reads it, run meanwhile.
       both_ways: another one of the same size goes the other way at the same time.
     """
 
     shift: int = 1
     wrap: bool = False
     pairs: tuple[tuple[int, int], ...] = ()
-    turn: bool = False
+    beside: str = ""
     both_ways: bool = False
 
     name = "permute"

@@ -282,7 +282,8 @@ class _Turns:
         v = self.values[id]
         out = len(self.values)
         self.values.append(Value(out, v.shape, v.dtype, v.splits, v.partial))
-        self.code.append(Permute((id,), (out,), self.origin, self.axes, shift, True, (), True, both))
+        around = Permute((id,), (out,), self.origin, self.axes, shift, True, (), Einsum.kind, both)
+        self.code.append(around)
         return out
 
     def number(self, far: int, each: int = 0, turn: int | None = None) -> int:
@@ -444,5 +445,7 @@ class _Turns:
         own = term(self.own)
         total = self.alike(AddN(), own, own, *home, origin=last.origin)
         (out,) = self.message.outputs
+        # Who else reads it is known of the tensor.
+        self.values[total] = self.values[total].of(self.values[out].tensor)
         size = self.values[out].shape.dim(self.dim).size
         self.code.append(Local((total,), (out,), self.origin, ChunkAs(self.dim, size)))

@@ -218,6 +218,14 @@ def _product_dims(graph: Graph) -> dict[int, frozenset[str]]:
     return found
 
 
+def check_products(graph: Graph, dims: Iterable[str]) -> None:
+    """UserError if no product of two operands has a dimension of which collective matmul is asked."""
+    known = sorted({name for found in product_dims(graph).values() for name in found})
+    for dim in dims:
+        if dim not in known:
+            raise UserError(f"collective matmul of {dim!r}: no product has it; {known_names(dim, known)}")
+
+
 def plan_of(node: Node, graph: Graph) -> Plan:
     """The plan of a node of a graph, made once: a search lowers the same nodes under thousands of layouts."""
     plans: dict[int, Plan] = graph.remembered(plan_of, dict)

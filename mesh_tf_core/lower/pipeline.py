@@ -17,7 +17,7 @@ from mesh_tf_core.lower.combine import combine_small
 from mesh_tf_core.lower.cut import Cut
 from mesh_tf_core.lower.dead import drop_dead
 from mesh_tf_core.lower.kept import written
-from mesh_tf_core.lower.nodes import check_context
+from mesh_tf_core.lower.nodes import check_context, check_products
 from mesh_tf_core.lower.offload import Offload
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.rematerialization import check_recompute
@@ -129,11 +129,13 @@ def lower(
     forms = dict(options.context)
     if subgraph is None:
         check_context(graph, forms)
+        check_products(graph, options.collective_matmul)
         known = {name: max(sizes) for name, sizes in graph.dims().items()}
         layout.check(mesh, known, paths(graph))
         check_recompute(graph, options.recompute)
     given, beside = (options.storage, options.recompute), options.collective_matmul
-    program = lower_base(graph, mesh, layout, results, *given, subgraph, oracle, forms, options.offload, beside)
+    how = subgraph, oracle, forms, options.offload, beside
+    program = lower_base(graph, mesh, layout, results, *given, *how)
     if subgraph is not None:
         # What is dead or travels together is not known from a part of the graph.
         return cut.end(in_chunks(delay_sums(cut.begin(program), oracle), beside, oracle))

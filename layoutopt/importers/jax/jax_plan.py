@@ -50,6 +50,11 @@ class JaxPlan(Shardings):
                 f"plan.jax: the plan's attention to {dim!r} is {form}, which no sharding says; search with "
                 "--context gather"
             )
+        if dims := sorted(self.options.collective_matmul):
+            raise UserError(
+                f"plan.jax: the plan sends in chunks beside products with {dims[0]!r}, which no sharding says; "
+                "search without --collective-matmul"
+            )
         if offload := sorted(self.options.offload):
             kind, name = offload[0]
             raise UserError(

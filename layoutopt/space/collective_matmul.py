@@ -1,0 +1,72 @@
+"""Collective matmul: whether what products with a dimension gather comes in chunks beside them, and what is
+scattered of them goes so (`mesh_tf_core.lower.collective_matmul`).
+
+Only asked for: it pays where an axis splits these products and, elsewhere, what they read and make
+(`--elsewhere length`), and where products take about as long as the messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature, Touched
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.nodes import check_products
+from mesh_tf_core.tracing.graph import Graph
+
+ON = "chunks"
+
+
+@dataclass(frozen=True)
+class CollectiveMatmul(Decision):
+    """Products with one dimension: () gather and scatter whole values, ("chunks",) beside the products."""
+
+    prefix = "collective matmul of "
+    features = (
+        Feature(
+            "collective_matmul",
+            "collective_matmul",
+            lambda dim: True,
+            lambda _, options: bool(options.collective_matmul),
+        ),
+    )
+
+    @classmethod
+    def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
+        check_products(graph, allowed.collective_matmul)
+        for dim in allowed.collective_matmul:
+            yield cls(dim, ((), (ON,)))
+
+    @property
+    def leanest(self) -> Choice:
+        # What is gathered for others too lies there whole either way.
+        return self.options[0]
+
+    def apply(self, choice: Choice, to: Chosen) -> None:
+        if choice:
+            found = to.options.get("collective_matmul", frozenset())
+            to.options["collective_matmul"] = found | {self.subject}
+
+    def read(self, layout: Layout, options: Options) -> Choice:
+        return (ON,) if self.subject in options.collective_matmul else ()
+
+    @classmethod
+    def changing(cls, touched: Touched) -> list[str]:
+        return [cls.prefix + dim for dim in touched.products]
+
+    @classmethod
+    def written(cls, options: Options) -> dict[str, Any]:
+        return {"collective_matmul": sorted(options.collective_matmul)}
+
+    @classmethod
+    def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
+        return {"collective_matmul": frozenset(said["collective_matmul"])}
+
+
+def products_in(every: Iterable[Decision]) -> frozenset[str]:
+    """The dimensions of which these decisions decide."""
+    return frozenset(d.subject for d in every if isinstance(d, CollectiveMatmul))
