@@ -33,7 +33,15 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks" / "results" / "forbidden.json"
 SELECTIVE, LENGTH, LAYERS = (False, "selective", True), ("length",), ("layers",)
 FORMS, HOSTS = ("gather", "ring", "zigzag", "all_to_all"), ("optimizer", "activations")
-EVERYTHING = Asked(recompute=SELECTIVE, elsewhere=LENGTH, context=FORMS, pipeline=LAYERS, offload=HOSTS)
+PRODUCTS = ("d_ff", "heads", "vocab")
+EVERYTHING = Asked(
+    recompute=SELECTIVE,
+    elsewhere=LENGTH,
+    context=FORMS,
+    pipeline=LAYERS,
+    offload=HOSTS,
+    collective_matmul=PRODUCTS,
+)
 SIZES: dict[str, Any] = {"layers": 96, "d_kv": 128, "dtype": "bfloat16", "optimizer": "adam"}
 GPT3 = {**SIZES, "d_model": 12288, "heads": 96, "d_ff": 49152, "vocab": 51200, "length": 2048}
 SMALLER = {**SIZES, "d_model": 4096, "heads": 32, "d_ff": 16384, "vocab": 32768}
@@ -101,6 +109,14 @@ CASES = (
         TORUS,
         forbidden=("sequence",),
         asked=Asked(elsewhere=LENGTH),
+    ),
+    Case(
+        "43 billion parameters with few sequences, TPU v4",
+        {**SIZES, "d_model": 6144, "heads": 48, "d_ff": 24576, "vocab": 32768, "length": 2048, "batch": 128},
+        "tpu-v4",
+        "data:128;model:4",
+        forbidden=("sequence", "collective_matmul"),
+        asked=Asked(elsewhere=LENGTH, collective_matmul=PRODUCTS),
     ),
     Case(
         "the language model of `benchmarks/search.py`, TPU v4",
@@ -187,7 +203,7 @@ def _free(name: str) -> str:
     """What a case leaves free that searches do not by themselves, as one types it."""
     asked, usual = asdict(next(case.asked for case in CASES if case.name == name)), asdict(Asked())
     more = {k: v for k, v in asked.items() if v != usual[k]}
-    return "; ".join(f"`--{k} {_typed(v)}`" for k, v in more.items())
+    return "; ".join(f"`--{k.replace('_', '-')} {_typed(v)}`" for k, v in more.items())
 
 
 def _typed(values: tuple[bool | str, ...]) -> str:

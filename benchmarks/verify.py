@@ -50,7 +50,8 @@ from mesh_tf_core.ir.program import Program  # noqa: E402
 from mesh_tf_core.lower.storage import read_stage  # noqa: E402
 
 OUT = ROOT / "benchmarks" / "results" / "verify.json"
-_OPTIONS = {"context": lambda pairs: frozenset(map(tuple, pairs)), "recompute": frozenset}
+_SETS = dict.fromkeys(("recompute", "collective_matmul"), frozenset)
+_OPTIONS = {"context": lambda pairs: frozenset(map(tuple, pairs)), **_SETS}
 """How fields of `Options` are read from JSON, if it does not have them as they are."""
 SIDES = (
     ("peak_memory_bytes", "predicted"),

@@ -130,6 +130,13 @@ KINDS = {
     "zigzag": context("zigzag"),
     "all_to_all": context("all_to_all"),
     "sequence": Pair("v5p:2x2x1", TWO_TWO, f"{SPLIT};length@elsewhere:model", TWO_LAYERS),
+    "collective matmul": Pair(
+        "v5p:2x2x1",
+        TWO_TWO,
+        f"{SPLIT};length@elsewhere:model",
+        TWO_LAYERS,
+        options={"collective_matmul": ["d_ff", "heads", "vocab"]},
+    ),
     "hybrid": Pair("v5p:2x2x1", "pod:2;data:2", "batch:pod+data", TWO_LAYERS, stage="zero3@data"),
 }
 """One program of each kind of decision, to see what the compiler makes of its collectives."""

@@ -121,8 +121,21 @@ def search(
         raise UserError(f"search: {model!r} is no Model; build one, as a model file's model() does")
     chosen = machine_of(hardware)
     context = usual(objective) if context is None else context
-    lists = storage, recompute, microbatches, context, elsewhere, pipeline, offload, schedule, collective_matmul
-    _check(mesh, devices, memory, objective, refine, top, clock.limit, max_axes, pins, forbid, *lists)
+    lists = storage, recompute, microbatches, context, elsewhere, pipeline, offload, schedule
+    _check(
+        mesh,
+        devices,
+        memory,
+        objective,
+        refine,
+        top,
+        clock.limit,
+        max_axes,
+        pins,
+        forbid,
+        *lists,
+        collective_matmul,
+    )
     allowed = Allowed(
         parse_rules(pins),
         parse_forbid(forbid),

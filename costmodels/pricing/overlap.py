@@ -9,11 +9,12 @@ The hidden part of a collective is a fraction of its own time, so prices of coll
 needs; that there is enough compute to hide it under is not checked here. A class that a file does not name is
 exposed. Local to what a collective's value is made from and read by, so parts of a program have its classes.
 
-Of a ring (`Permute.beside`) it is known what runs meanwhile: the attention or the products of one turn, lowered
-as one, so nothing of other parts of the program. They hide as much as they take, shared between the messages
-by their bytes. In the loop of turns and around it the TPU compiler begins to send keys, values, their gradients
-and chunks before the kernels of a turn and waits behind them (v5e:2x4, one layer of 16,384 tokens, 2026-11-23;
-products of a gather and a scatter, 2026-11-24). Nothing hides what is brought home at the end.
+Of a ring (`Permute.beside`) it is known what runs meanwhile: the attention or the products of one turn,
+lowered as one, so nothing of other parts of the program. They hide as much as they take, shared between the
+messages by their bytes. In the loop of turns and around it the TPU compiler begins to send keys, values,
+their gradients and chunks before the kernels of a turn and waits behind them (v5e:2x4, one layer of 16,384
+tokens, 2026-11-23; products of a gather and a scatter, 2026-11-24). Nothing hides what is brought home at the
+end.
 
 So it is of what loops keep on the hosts. An iteration's state is stored while its products run, and the part
 of the next one is loaded meanwhile: the TPU compiler begins both as an iteration begins, and takes the first
@@ -41,6 +42,7 @@ from mesh_tf_core.ir.program import (
     Transfer,
     WriteVariable,
 )
+from mesh_tf_core.tracing.graph import Graph
 
 GRADIENT, PARAMETER, ACTIVATION = "gradient", "parameter", "activation"
 CLASSES = (GRADIENT, PARAMETER, ACTIVATION)
@@ -140,14 +142,30 @@ def _class(instr: Collective, stored: set[int], needed: set[int], written: set[i
 
 
 def _stored(program: Program) -> set[int]:
-    """Values that are variables, or parts or casts of them."""
-    tensors = fusion_of(program).stored
+    """Values that are variables, or parts or casts of them, or these under other names."""
+    tensors = _renamed(program)
     stored = {v.id for v in program.values if v.tensor in tensors}
     for instr, _ in program.walk():
         taken = instr.inputs and stored.issuperset(instr.inputs)
         if taken and _moves(instr) and instr.origin.phase != "update":
             stored.update(instr.outputs)
     return stored
+
+
+def _renamed(program: Program) -> frozenset[int]:
+    """The tensors of such values: a part of a program does not see how it came by them."""
+    graph, stored = program.graph, fusion_of(program).stored
+    if not isinstance(graph, Graph):
+        return stored
+
+    def found() -> frozenset[int]:
+        names = set(stored)
+        for node, _ in graph.walk():
+            if node.op.free and node.inputs and node.inputs[0] in names:
+                names.update(node.outputs)
+        return frozenset(names)
+
+    return graph.remembered((_renamed, stored), found)
 
 
 def _written(program: Program) -> set[int]:

@@ -45,6 +45,7 @@ from layoutopt.problem import Problem, Row, Sparse, Term, Variable
 from layoutopt.problem.relations import Relation
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.collective_matmul import products_in
+from layoutopt.space.decisions import Decisions
 from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import Choice
 from layoutopt.space.offload import Offload, Weights

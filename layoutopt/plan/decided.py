@@ -57,8 +57,8 @@ class Decided(Refined):
       diloco: the axis that synchronises rarely, and how: "sites:period=30,rate=0.7,momentum=0.9".
       offload: what lies in the hosts' memory ("optimizer": its state; "weights": they themselves), to the
         variables that it is of; "activations", to the dimensions of loops.
-      collective_matmul: dimensions: what products with one of them gather, and what is scattered of them, goes
-        in chunks beside the products.
+      collective_matmul: dimensions: what products with one of them gather, and what is scattered of them,
+        goes in chunks beside the products.
     """
 
     storage: dict[str, str] = Field(default_factory=dict)
@@ -92,7 +92,9 @@ class Decided(Refined):
         found += [f"recompute {dim}" for dim in self.recompute]
         found += [f"{kind} ×{len(names)} on hosts" for kind, names in self.offload.items()]
         found += [f"{form} of {dim}" for dim, form in self.context.items()]
-        found += [f"collective matmul of {', '.join(self.collective_matmul)}"] if self.collective_matmul else []
+        found += (
+            [f"collective matmul of {', '.join(self.collective_matmul)}"] if self.collective_matmul else []
+        )
         found += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
         found += self._pipelines()
         found += [f"replicas of {self.diloco.partition(':')[0]}"] if self.diloco else []

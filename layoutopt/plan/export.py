@@ -58,8 +58,8 @@ def export(what: Exported, to: str) -> str:
         )
     if dims := what.decided.collective_matmul:
         raise UserError(
-            f"{to} says how tensors lie, not that messages go in chunks beside products with {dims[0]!r}, as in "
-            "this plan; train with layoutopt, or search without --collective-matmul"
+            f"{to} says how tensors lie, not that messages go in chunks beside products with {dims[0]!r}, as "
+            "in this plan; train with layoutopt, or search without --collective-matmul"
         )
     for kind, names in what.decided.offload.items():
         if to not in SAY_OFFLOAD:

@@ -4,8 +4,8 @@
   optional facets  lower, spread, operands, expand, moved, contraction, overhead, unreduced, summand,
                    distributes, untrained, labels, describe; each says what holds without it
   facts            kind, free, linear, converts, divides, regroups, renames, crosses, still,
-                   scales, in_place, cuts, derives_key: attributes of the class, or properties where they depend
-                   on its fields
+                   scales, in_place, cuts, adds, derives_key: attributes of the class, or properties
+                   where they depend on its fields
 
 `roles` is the only statement about distribution. Legality, lowering, collectives, bytes and memory are read
 off it. No reader knows any single operation: what it must know, the contract says.
@@ -149,7 +149,7 @@ class Op:
     FACTS: ClassVar = {
         "kind": ("matmul", "elementwise", "reduce", "gather", "random", "data", "attention"),
         **dict.fromkeys(("free", "linear", "converts", "divides"), (False, True)),
-        **dict.fromkeys(("regroups", "derives_key", "scales", "in_place", "cuts"), (False, True)),
+        **dict.fromkeys(("regroups", "derives_key", "scales", "in_place", "cuts", "adds"), (False, True)),
         **dict.fromkeys(("renames", "crosses", "still"), ((),)),
     }
     """Fact -> the values that it may have."""
@@ -182,6 +182,8 @@ class Op:
     """True if it writes a part of its first operand, and the rest stays as it is."""
     cuts: ClassVar[bool] = False
     """True if it cuts a part out of its first operand, which a product may read where it lies."""
+    adds: ClassVar[bool] = False
+    """True if its last operand is a term of its result, pending over the same axes."""
     derives_key: ClassVar[bool] = False
     """True if it makes a random key; more int32 scalars behind its operands make another one."""
 

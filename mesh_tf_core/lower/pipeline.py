@@ -134,8 +134,8 @@ def lower(
         layout.check(mesh, known, paths(graph))
         check_recompute(graph, options.recompute)
     given, beside = (options.storage, options.recompute), options.collective_matmul
-    how = subgraph, oracle, forms, options.offload, beside
-    program = lower_base(graph, mesh, layout, results, *given, *how)
+    how = *given, subgraph, oracle, forms, options.offload, beside
+    program = lower_base(graph, mesh, layout, results, *how)
     if subgraph is not None:
         # What is dead or travels together is not known from a part of the graph.
         return cut.end(in_chunks(delay_sums(cut.begin(program), oracle), beside, oracle))

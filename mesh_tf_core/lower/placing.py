@@ -43,8 +43,8 @@ class Placing:
     Attributes:
       layout: in force.
       within: axes over which the iterations around are spread (see `Block.spread`).
-      chunked: what the operation at hand gathers comes in chunks beside it (`collective_matmul`), so each phase
-        gathers for itself.
+      chunked: what the operation at hand gathers comes in chunks beside it (`collective_matmul`), so a second
+        run gathers for itself.
       env: tensor -> value.
       moved, converted: what was made of a value by other splits, on the device of what lies on the host, or
         by an operation that `converts`. Weights
@@ -243,10 +243,11 @@ class Placing:
             return id
         tensor = self.values[id].tensor
         way = pass_of(self.origin.phase) if tensor in self._weights else ""
-        key = id, splits, way or (self.origin.phase if self.chunked else "")
+        again = self.chunked and self.origin.phase == "recompute"
+        key = id, splits, way or ("recompute" if again else "")
         if key not in self.moved:
-            others = self.subgraph is not None and not self.chunked
-            elsewhere = others and self._moved_anyway(self.subgraph, tensor, id, splits)
+            part = None if self.chunked else self.subgraph
+            elsewhere = part is not None and self._moved_anyway(part, tensor, id, splits)
             self.moved[key] = self.like(self.values[id], splits) if elsewhere else self._move(id, splits)
         return self.moved[key]
 

@@ -181,7 +181,10 @@ class _Verifier:
         if isinstance(instr.op, Total):
             self.total(instr, instr.op)
             return
-        partial = {self.of(i).partial for i in instr.inputs if not self.is_number(i, instr)}
+        terms = instr.inputs[:-1] if instr.op.adds else instr.inputs
+        partial = {self.of(i).partial for i in terms if not self.is_number(i, instr)}
+        if instr.op.adds and self.of(instr.inputs[-1]).partial != self.of(instr.outputs[0]).partial:
+            raise ProgramError(f"{instr.text()}: adds to what is pending over other axes")
         if any(partial):
             if not (instr.op.linear or rounds(instr.op, self.of(instr.outputs[0]).dtype)):
                 raise ProgramError(f"{instr.text()}: takes a pending sum but is not linear")

@@ -1,14 +1,14 @@
 """Chunks of a dimension that come to every device in turn, as products need them (`lower.collective_matmul`).
 
 A chunk is what one device of a group holds of a dimension that is split over the group. While chunks go
-round, every device holds another one, so a chunk counts as a value that is split no further, like the state of
-a pipeline's stages. These operations are made by lowering only.
+round, every device holds another one, so a chunk counts as a value that is split no further, like the state
+of a pipeline's stages. These operations are made by lowering only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
@@ -16,6 +16,7 @@ from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import all_parallel
+from mesh_tf_core.ops.einsum import Einsum
 from mesh_tf_core.ops.pieces import resized
 from mesh_tf_core.ops.stages import CalledOtherwise
 
@@ -156,3 +157,28 @@ def _put(k: Kernel, x: Any, chunk: Any, axis: int, number: Any) -> Any:
     whole, size = tuple(x.shape), chunk.shape[axis]
     apart = (*whole[:axis], whole[axis] // size, size, *whole[axis + 1 :])
     return k.reshape(k.put(k.reshape(x, apart), chunk, axis, number), whole)
+
+
+@dataclass(frozen=True)
+class AddProduct(Chunk):
+    """A product of all operands but the last, added to that: one kernel, as the TPU compiler makes it."""
+
+    product: Einsum
+    kind: ClassVar[str] = "matmul"
+    adds: ClassVar[bool] = True
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return self.product.roles(*inputs[:-1])
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return self.product.infer(*inputs[:-1])
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        found = self.product.kernel(k, replace(at, inputs=at.inputs[:-1]), *slices[:-1])
+        return k.binary("add", slices[-1], found)
+
+    def flops(self, *local: TensorType) -> float:
+        return self.product.flops(*local[:-1]) + local[-1].shape.size
+
+    def contraction(self, *local: TensorType) -> tuple[int, int, int, int] | None:
+        return self.product.contraction(*local[:-1])

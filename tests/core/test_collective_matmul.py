@@ -1,22 +1,28 @@
-"""Gathers and scatters in chunks beside products: what is sent, and the numbers of one device."""
+"""Gathers and scatters in chunks beside products (collective matmul): what is sent beside what, and the
+numbers of one device."""
 
 from __future__ import annotations
 
-import random
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
+from costmodels.pricing.overlap import beside
 from examples import moe_lm, transformer_lm, transformer_seq2seq
-from mesh_tf_core.ir.program import AllGather, Loop, Permute, Program, ReduceScatter
+from layoutopt.evaluator import evaluate
+from mesh_tf_core.ir.program import Instr, Loop, Permute, Program
+from mesh_tf_core.ops import chunks
 from tests.core.test_elsewhere import SEQUENCE, grown
-from tests.examples.helper import SMALL
-from tests.examples.hunt import Hunt
+from tests.examples.helper import SMALL, check_same, train
+from tests.examples.hunt import Hunt, alone
 from tests.marks import by_day
 
-PRODUCTS = frozenset({"d_ff", "heads", "vocab"})
+ALL = frozenset({"d_ff", "heads", "vocab"})
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "language model": (transformer_lm, {**SMALL, "gated": True, "clip_norm": 1.0, "kv_heads": 2}),
     "mixture of experts": (moe_lm, {**SMALL, "experts": 4, "optimizer": "adafactor"}),
@@ -25,19 +31,147 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
 WAYS: tuple[dict[str, Any], ...] = tuple(
     {**more, "collective_matmul": dims}
     for more in ({}, {"microbatches": 2}, {"recompute": True}, {"storage": "zero3"}, {"storage": "zero2@x"})
-    for dims in (PRODUCTS, frozenset({"d_ff"}), frozenset({"heads", "batch", "d_model"}))
+    for dims in (ALL, frozenset({"d_ff"}), frozenset({"heads", "batch", "d_model"}))
 )
-
-
-def lowered(devices: int, dims: frozenset[str], layout: str = SEQUENCE, **sizes: Any) -> Program:
-    found = {**SMALL, "layers": 2, "batch": 4, "length": 64, "d_ff": 64, "heads": 32, **sizes}
-    mesh = mtf.Mesh(f"data:2;model:{devices}")
-    return transformer_lm.model(**found).lower(
-        mesh, mtf.Layout(layout), mtf.Options(collective_matmul=dims)
-    )
-
-
 HUNT = Hunt(MODELS, WAYS, grown)
+
+
+def sized(devices: int) -> dict[str, Any]:
+    """Of a model that so many devices share."""
+    own = {"heads": devices, "d_ff": 2 * devices, "length": 2 * devices, "vocab": 4 * devices}
+    return {**SMALL, "gated": True, "batch": 2, **own}
+
+
+def lowered(devices: int, dims: frozenset[str] = ALL, **options: Any) -> Program:
+    mesh, chosen = mtf.Mesh(f"data:2;model:{devices}"), mtf.Options(collective_matmul=dims, **options)
+    return transformer_lm.model(**sized(devices)).lower(mesh, mtf.Layout(SEQUENCE), chosen)
+
+
+def inside(code: Sequence[Instr]) -> Iterator[Instr]:
+    for instr in code:
+        yield instr
+        if isinstance(instr, Loop):
+            yield from inside(instr.body)
+
+
+def in_a_layer(program: Program, phase: str) -> Counter[str]:
+    """Messages over `model` in a layer, those of inner loops once, and products; by name."""
+    loops = [i for i in program.code if isinstance(i, Loop) and i.dim.name == "layers"]
+    found = (i for loop in loops for i in inside(loop.body) if i.origin.phase == phase)
+    return Counter(i.name for i in found if getattr(i, "axes", ("model",)) == ("model",))
+
+
+@pytest.mark.parametrize(("devices", "forward"), [(2, 4), (3, 8), (4, 12)])
+def test_every_message_of_a_layer_goes_in_chunks(devices: int, forward: int) -> None:
+    """Two gathers and two scatters forward, of n - 1 chunks each; backward four and two."""
+    program = lowered(devices)
+    for phase, chunks_sent in (("forward", forward), ("backward", forward * 3 // 2)):
+        sent = in_a_layer(program, phase)
+        assert not sent["all_gather"] and not sent["reduce_scatter"]
+        assert sent["permute"] == chunks_sent
+
+
+def test_chunks_are_as_many_bytes_as_the_whole() -> None:
+    """But for gathers that backward would share with forward's second run."""
+    for devices in (2, 4, 6):
+        bytes = [lowered(devices, dims).communication_bytes()["model"] for dims in (frozenset(), ALL)]
+        assert bytes[0] == pytest.approx(bytes[1])
+
+
+def test_only_products_with_a_dimension_that_is_named() -> None:
+    sent = in_a_layer(lowered(4, frozenset({"d_ff"})), "forward")
+    assert (sent["all_gather"], sent["reduce_scatter"], sent["permute"]) == (1, 1, 6)
+    plain = lowered(4, frozenset({"d_model"}))  # which no axis splits
+    assert plain.code == lowered(4, frozenset()).code
+
+
+def test_queries_keys_and_values_share_what_comes() -> None:
+    """Keys are products of the same positions under another name: one gather serves the three."""
+    loops = [i for i in lowered(2).code if isinstance(i, Loop) and i.dim.name == "layers"]
+    puts = (getattr(i, "op", None) for i in loops[0].body)
+    into = Counter(op.dim for op in puts if isinstance(op, chunks.ChunkPut))
+    assert into == {"length": 3, "memory_length": 2}  # of q, wi and wg; of k and v
+    assert in_a_layer(lowered(2), "forward")["permute"] == 4
+
+
+@pytest.mark.parametrize("devices", by_day([2, 3, 4, 5, 7, 8, 12, 16], first=6, every=3))
+def test_rings_of_any_size(devices: int) -> None:
+    """From 7 devices on turns of scatters are a loop, from 12 on those of gathers too."""
+    sizes, layout = sized(devices), "heads:model;d_ff:model;vocab:model;length@elsewhere:model"
+    found = train(transformer_lm, sizes, f"model:{devices}", layout, 2, collective_matmul=ALL)
+    check_same(found, alone(transformer_lm, tuple(sorted(sizes.items())), 2))
+
+
+@pytest.mark.parametrize("devices", [2, 5, 8])
+def test_messages_go_beside_products_that_wait_for_none(devices: int) -> None:
+    program = lowered(devices)
+    sent = [i for i, _ in program.walk() if isinstance(i, Permute) and i.beside]
+    found = beside(program)
+    makers = {o: i for i, _ in program.walk() for o in i.outputs}
+
+    def needs(id: int, message: Permute) -> bool:
+        made = makers.get(id)
+        if made is message:
+            return True
+        return (
+            made is not None
+            and made.outputs > message.outputs
+            and any(needs(i, message) for i in made.inputs)
+        )
+
+    assert sent
+    for message in sent:
+        met = found[message.outputs[0]]
+        assert met.kernels and 0 < met.share <= 1
+        assert not any(needs(i, message) for kernel in met.kernels for i in kernel.inputs)
+
+
+def test_what_hides_is_at_most_the_products() -> None:
+    sizes = {"layers": 8, "d_model": 4096, "d_kv": 128, "heads": 32, "d_ff": 16384, "vocab": 32768}
+    model = transformer_lm.model(**sizes, batch=16, length=2048, dtype="bfloat16")
+    mesh, machine = mtf.Mesh("data:16;model:4"), load_hardware("tpu-v4")
+    seconds = []
+    for dims in (frozenset[str](), ALL):
+        options = mtf.Options(collective_matmul=dims)
+        cost = evaluate(model, mesh, mtf.Layout(f"{SEQUENCE};vocab:model"), machine, options).cost
+        rings = [x for x in cost.lines if x.purpose == "ring"]
+        hidden = sum((x.seconds - x.exposed) * x.times for x in rings)
+        products = sum(x.seconds * x.times for x in cost.lines if x.name in ("einsum", "addproduct"))
+        assert hidden <= products
+        seconds.append(cost.step_seconds)
+    assert seconds[1] < seconds[0]
+
+
+def test_unknown_dimensions_are_named() -> None:
+    with pytest.raises(
+        mtf.UserError, match="collective matmul of 'dff': no product has it; did you mean 'd_ff'"
+    ):
+        lowered(2, frozenset({"dff"}))
+
+
+FAULTS: dict[str, tuple[type, str, Any]] = {
+    "a chunk is taken for its neighbour's": (
+        chunks.ChunkNumber,
+        "kernel",
+        lambda op, k, at, own, *turns: own,
+    ),
+    "what came is not added": (
+        chunks.AddProduct,
+        "kernel",
+        lambda op, k, at, *slices: slices[-1],
+    ),
+    "a chunk is put nowhere": (chunks.ChunkPut, "kernel", lambda op, k, at, x, chunk, number: x),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, method, wrong = FAULTS[fault]
+    sizes, layout = sized(4), "heads:model;d_ff:model;vocab:model;length@elsewhere:model"
+    want = alone(transformer_lm, tuple(sorted(sizes.items())), 2)
+    monkeypatch.setattr(kind, method, wrong)
+    found = train(transformer_lm, sizes, "model:4", layout, 2, collective_matmul=ALL)
+    assert not np.allclose(found[0], want[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize(

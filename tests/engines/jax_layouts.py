@@ -23,7 +23,7 @@ import mesh_tf_core as mtf
 from examples import transformer_lm
 from mesh_tf_core.engines.jax import program as jax_program
 from mesh_tf_core.engines.jax.home import devices
-from tests.core import test_context, test_elsewhere
+from tests.core import test_collective_matmul, test_context, test_elsewhere
 from tests.examples.helper import SMALL, batches
 from tests.examples.hunt import Hunt, options
 
@@ -31,6 +31,7 @@ COUNT = 6
 HUNTS: dict[str, tuple[Hunt, str]] = {
     **{f"elsewhere, {name}": (test_elsewhere.HUNT, name) for name in test_elsewhere.MODELS},
     **{f"context, {name}": (hunt, name) for name, hunt in test_context.HUNTS.items()},
+    **{f"chunks, {name}": (test_collective_matmul.HUNT, name) for name in test_collective_matmul.MODELS},
 }
 SIZES = {**SMALL, "kv_heads": 2, "positions": "rotary", "optimizer": "sgd"}
 LAYOUT = "batch:data;length:seq;memory_length:seq;heads:model;d_ff:model;length@elsewhere:model"

@@ -12,6 +12,7 @@ from layoutopt import search
 from layoutopt.plan.build import decided as decided_of
 from layoutopt.plan.build import options_of
 from layoutopt.plan.decided import ELSEWHERE
+from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.context import Context
 from layoutopt.space.decisions import KINDS, decisions
 from layoutopt.space.kind import Allowed
@@ -40,9 +41,15 @@ def test_what_is_chosen_is_read_back(name: str, orders: str) -> None:
     graph = EXAMPLES[name]().training_step(2).graph
     further = ("length",) if name == "transformer" else ("batch",)
     more: Any = {"elsewhere": further, "offload": ("optimizer", "weights")}
+    if name == "transformer":
+        more["collective_matmul"] = ("d_ff",)
     decided = decisions(graph, MESH, Allowed(orders=orders, microbatches=(2,), **more))
     assert {n for kind in KINDS for n in decided.of(kind)} == set(decided.options)
-    asked = {*KINDS} - {Stages, Schedule, Rarely} - ({Context} if name != "transformer" else set())
+    asked = (
+        {*KINDS}
+        - {Stages, Schedule, Rarely}
+        - ({Context, CollectiveMatmul} if name != "transformer" else set())
+    )
     assert all(decided.of(kind) for kind in asked)
     for _ in range(50):
         chosen = some_choices(decided, rng)

@@ -102,6 +102,22 @@ def test_what_splits_further_elsewhere(parts: int) -> None:
     compare(EXAMPLES["transformer"](), mesh, parts, hardware, parts, 10, elsewhere=("length",))
 
 
+@pytest.mark.parametrize("parts", by_day([1, 2]))
+def test_messages_in_chunks_beside_products(parts: int) -> None:
+    hardware, mesh = load_hardware("tpu-v4"), mtf.Mesh("model:4")
+    asked = {"elsewhere": ("length",), "collective_matmul": ("d_ff", "heads", "vocab")}
+    compare(EXAMPLES["transformer"](), mesh, parts, hardware, parts, 10, **asked)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(4))
+def test_messages_in_chunks_beside_products_on_more_axes(seed: int) -> None:
+    model = transformer(**{**SMALL, "layers": 2}, kv_heads=2, gated=True)
+    hardware = load_hardware("a100" if seed % 2 else "tpu-v5e")
+    asked = {"elsewhere": ("length",), "collective_matmul": ("d_ff", "heads", "vocab")}
+    compare(model, mtf.Mesh("x:2;y:2"), 1 + seed // 2, hardware, seed, 40, **asked)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, hardware", crossed(["a100", "tpu-v5e", "cpu-local"], every=12))
 def test_examples_on_more_axes_and_hardware(name: str, hardware: str) -> None:

@@ -52,8 +52,8 @@ class JaxPlan(Shardings):
             )
         if dims := sorted(self.options.collective_matmul):
             raise UserError(
-                f"plan.jax: the plan sends in chunks beside products with {dims[0]!r}, which no sharding says; "
-                "search without --collective-matmul"
+                f"plan.jax: the plan sends in chunks beside products with {dims[0]!r}, which no sharding "
+                "says; search without --collective-matmul"
             )
         if offload := sorted(self.options.offload):
             kind, name = offload[0]

@@ -1,0 +1,282 @@
+"""The turns that stand in the place of one gather or scatter (see `collective_matmul`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.dtypes import TensorType
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.op import Op
+from mesh_tf_core.ir.program import (
+    AllGather,
+    Instr,
+    Local,
+    Loop,
+    Origin,
+    Permute,
+    ReduceScatter,
+    Value,
+)
+from mesh_tf_core.ir.values import Splits
+from mesh_tf_core.lower.oracle import Oracle
+from mesh_tf_core.lower.placing import carried_loop
+from mesh_tf_core.ops.basic import AddN
+from mesh_tf_core.ops.chunks import AddProduct, ChunkAs, ChunkFirst, ChunkNumber, ChunkOf, ChunkPut
+from mesh_tf_core.ops.einsum import Einsum
+from mesh_tf_core.ops.stages import StageNumbers, StagePart
+
+LOOPED = 2
+"""Turns are a loop where it has at least so many iterations."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A product of what is gathered.
+
+    Attributes:
+      given: its operand that this is; `dim` is what it calls the dimension, `renames` by which way.
+    """
+
+    product: Local
+    given: int
+    dim: str
+    renames: tuple[Local, ...]
+
+
+@dataclass
+class Turns:
+    """The turns in the place of one message.
+
+    Attributes:
+      source: what is gathered or scattered.
+      count: of the devices in a group.
+    """
+
+    values: list[Value]
+    oracle: Oracle
+    message: AllGather | ReduceScatter
+    source: int
+    count: int
+    code: list[Instr] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.dim, self.axes = self.message.dim, self.message.axes
+        v = self.values[self.source]
+        at = v.shape.index(self.dim)
+        gathers = isinstance(self.message, AllGather)
+        self.size = v.shape.dim(self.dim).size // self.count
+        self.whole: Axes = v.splits[at][: len(v.splits[at]) - len(self.axes)] if gathers else v.splits[at]
+        self.sides, self.opposite = (self.count - 1) // 2, (self.count - 1) % 2
+        numbers = Dim(f"{self.dim}_chunk", self.count)
+        (group,) = self.local(StageNumbers(numbers, "int32"), (), [(self.axes,)])
+        self.own = self.local(StagePart(numbers.name, None), (group,), [()])[0]
+
+    # -- instructions ----------------------------------------------------------------------------------------
+
+    @property
+    def origin(self) -> Origin:
+        return self.message.origin
+
+    def local(
+        self,
+        op: Op,
+        inputs: Sequence[int],
+        splits: Sequence[Splits],
+        partial: Axes = (),
+        origin: Origin | None = None,
+    ) -> list[int]:
+        """What an operation makes of values."""
+        found = op.infer(*(self.type(i) for i in inputs))
+        types = found if isinstance(found, tuple) else (found,)
+        outs = []
+        for type, split in zip(types, splits, strict=True):
+            outs.append(len(self.values))
+            self.values.append(Value(len(self.values), type.shape, type.dtype, split, partial))
+        self.code.append(Local(tuple(inputs), tuple(outs), origin or self.origin, op))
+        return outs
+
+    def type(self, id: int) -> TensorType:
+        return TensorType(self.values[id].shape, self.values[id].dtype)
+
+    def alike(self, op: Op, like: int, *inputs: int, origin: Origin | None = None) -> int:
+        """What an operation makes, where it lies as one of the operands does."""
+        v = self.values[like]
+        return self.local(op, inputs, [v.splits], v.partial, origin)[0]
+
+    def sent(self, id: int, shift: int, both: bool = True) -> int:
+        """A chunk of the next device on one side."""
+        v = self.values[id]
+        out = len(self.values)
+        self.values.append(Value(out, v.shape, v.dtype, v.splits, v.partial))
+        around = Permute((id,), (out,), self.origin, self.axes, shift, True, (), Einsum.kind, both)
+        self.code.append(around)
+        return out
+
+    def number(self, far: int, each: int = 0, turn: int | None = None) -> int:
+        """Whose chunk it is: of the device so far away, and `each` further for every iteration so far."""
+        inputs = (self.own,) if turn is None else (self.own, turn)
+        op = ChunkNumber(self.count, far % self.count, each % self.count if turn is not None else 0)
+        return self.local(op, inputs, [()])[0]
+
+    def looped(
+        self, count: int, state: Sequence[int], body: Callable[[int, list[int]], Sequence[int]]
+    ) -> list[int]:
+        """A loop of turns."""
+
+        def inside(turn: int, enter: list[int]) -> tuple[Sequence[int], Sequence[Instr]]:
+            around, self.code = self.code, []
+            leave = body(turn, enter)
+            found, self.code = self.code, around
+            return leave, found
+
+        dim = Dim(f"{self.dim}_turns", count)
+        loop, finals = carried_loop(self.values, self.origin, dim, state, inside)
+        self.code.append(loop)
+        return finals
+
+    def taken(self, id: int, number: int, dim: str) -> int:
+        """The chunk of a value by its number, if it has the dimension."""
+        if dim not in self.values[id].shape.names:
+            return id
+        return self.alike(ChunkOf(dim, self.size), id, id, number)
+
+    def made(self, instr: Local, operands: Sequence[int], dim: str, total: int = -1) -> int:
+        """What an instruction makes of chunks of a dimension; a product, added to a total."""
+        op, out = instr.op, self.values[instr.outputs[0]]
+        if isinstance(op, Einsum):
+            dims = (Dim(dim, self.size) if d.name == dim else d for d in op.output)
+            op = replace(op, output=Shape(dims))
+            if total >= 0:
+                op, operands = AddProduct(op), [*operands, total]
+        return self.local(op, operands, [out.splits], out.partial, instr.origin)[0]
+
+    def multiplied(self, reader: Reader, chunk: int, number: int, total: int) -> int:
+        """A product of a chunk, added to a total, if there is one; what else has the dimension is taken by
+        its number."""
+        product, given, dim = reader.product, reader.given, reader.dim
+        for rename in reader.renames:
+            chunk = self.alike(rename.op, chunk, chunk)
+        operands = [chunk if i == given else self.taken(i, number, dim) for i in product.inputs]
+        return self.made(product, operands, dim, total)
+
+    # -- rule (1) --------------------------------------------------------------------------------------------
+
+    def gathered(self, whole: int, readers: Sequence[Reader], needed: bool) -> None:
+        """The code of a gather with its products.
+
+        Args:
+          whole: what it would make; `needed`: others read that, too.
+        """
+        v = self.values[self.source]
+        at = v.shape.index(self.dim)
+        splits = tuple(self.whole if i == at else split for i, split in enumerate(v.splits))
+        (chunk,) = self.local(ChunkAs(self.dim, self.size), (self.source,), [splits], v.partial)
+        wanted = [(r.product.outputs[0], r.dim) for r in readers] + [(whole, self.dim)] * needed
+
+        def meet(state: Sequence[int], chunk: int, number: int) -> list[int]:
+            """One more chunk in all that is wanted."""
+            found = []
+            for n, (result, dim) in enumerate(wanted):
+                reader = readers[n] if n < len(readers) else None
+                into = dim in self.values[result].shape.names
+                total = state[n] if state and not into else -1
+                made = chunk if reader is None else self.multiplied(reader, chunk, number, total)
+                if into and state:
+                    made = self.alike(ChunkPut(dim), state[n], state[n], made, number)
+                elif into:
+                    made = self.alike(ChunkFirst(dim, self.count), made, made, number)
+                found.append(made)
+            return found
+
+        left = self.sent(chunk, 1, self.sides > 0)
+        right = self.sent(chunk, -1) if self.sides else -1
+        state, turn = meet((), chunk, self.own), 1
+        pairs = (self.sides - 1) // 2
+        if pairs >= LOOPED:
+
+            def body(number: int, ids: list[int]) -> list[int]:
+                left, right, *state = ids
+                for far in (1, 2):
+                    more = self.sent(left, 1), self.sent(right, -1)
+                    state = meet(state, left, self.number(-far, -2, number))
+                    state = meet(state, right, self.number(far, 2, number))
+                    left, right = more
+                return [left, right, *state]
+
+            left, right, *state = self.looped(pairs, [left, right, *state], body)
+            turn += 2 * pairs
+        for far in range(turn, self.sides + 1):
+            last = far == self.sides
+            further = self.sent(left, 1, not last) if not last or self.opposite else -1
+            back = -1 if last else self.sent(right, -1)
+            state = meet(state, left, self.number(-far))
+            state = meet(state, right, self.number(far))
+            left, right = further, back
+        if self.opposite:
+            state = meet(state, left, self.number(-self.sides - 1))
+        self._called(dict(zip(state, (result for result, _ in wanted), strict=True)))
+
+    def _called(self, names: dict[int, int]) -> None:
+        """Gives what the code makes last the names that others know."""
+        for i in range(len(self.code) - 1, -1, -1):
+            instr = self.code[i]
+            if not names.keys() & {*instr.outputs}:
+                continue
+            if isinstance(instr, Loop):
+                carried = tuple(c._replace(final=names.get(c.final, c.final)) for c in instr.carried)
+                self.code[i] = instr.remade(carried=carried)
+            else:
+                self.code[i] = replace(instr, outputs=tuple(names.get(o, o) for o in instr.outputs))
+
+    # -- rule (2) --------------------------------------------------------------------------------------------
+
+    def scattered(self, terms: Sequence[tuple[Local, str]]) -> None:
+        """The code of a scatter with its products, and the sums of these, operands first; each with what it
+        calls the dimension."""
+        sides, opposite, last = self.sides, self.opposite, terms[-1][0]
+
+        def term(number: int, come: int = -1) -> int:
+            """What this device has of a chunk, with what came of it."""
+            found: dict[int, int] = {}
+            for instr, dim in terms:
+                operands = [found[i] if i in found else self.taken(i, number, dim) for i in instr.inputs]
+                found[instr.outputs[0]] = self.made(instr, operands, dim, come)
+                come = -1  # One term has it.
+            return found[last.outputs[0]]
+
+        def turn(forth: int, come: int, back: int, on: int) -> tuple[int, int]:
+            """A message one way beside a term of the other way's chunk, and the other way round."""
+            gone = self.sent(forth, 1, False)
+            come = self.sent(term(back, come), -1, False)
+            return term(on, gone), come
+
+        forth, come = term(self.number(sides + opposite)), -1
+        turns = sides - (not opposite)
+        if turns > 0:
+            forth, come = turn(forth, come, self.number(-sides), self.number(sides + opposite - 1))
+        at = 1
+        if turns - 1 >= LOOPED:
+
+            def body(number: int, ids: list[int]) -> list[int]:
+                back = self.number(1 - sides, 1, number)
+                on = self.number(sides + opposite - 2, -1, number)
+                return [*turn(ids[0], ids[1], back, on)]
+
+            forth, come = self.looped(turns - 1, [forth, come], body)
+            at = turns
+        for far in range(at, turns):
+            forth, come = turn(forth, come, self.number(far - sides), self.number(sides + opposite - 1 - far))
+        home = [self.sent(forth, 1, False)]
+        if opposite:
+            home += [come] if sides else []
+        elif sides:
+            home.append(self.sent(term(self.number(-1), come), -1, False))
+        own = term(self.own)
+        total = self.alike(AddN(), own, own, *home, origin=last.origin)
+        (out,) = self.message.outputs
+        # Who else reads it is known of the tensor.
+        self.values[total] = self.values[total].of(self.values[out].tensor)
+        size = self.values[out].shape.dim(self.dim).size
+        self.code.append(Local((total,), (out,), self.origin, ChunkAs(self.dim, size)))
