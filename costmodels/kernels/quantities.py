@@ -70,8 +70,8 @@ def quantity_of(op: Op, inputs: tuple[TensorType, ...], outputs: tuple[TensorTyp
     kind = op.kind
     if kind == "matmul" and (matmul is None or min(matmul[:3]) == 1):
         kind = "elementwise"
-    # What is gathered from, or written to in one place, is not passed over.
-    worked = inputs[1:] if op.in_place else outputs if kind == "gather" else (*inputs, *outputs)
+    # What is gathered from, or written into in place, is not passed over.
+    worked = outputs if kind == "gather" else inputs[1:] if op.in_place else (*inputs, *outputs)
     most = max((t.shape.size for t in worked), default=0)
     flops, dtype = flops_of(op, inputs), (inputs or outputs)[0].dtype
     odd = kind == "matmul" and any(_odd(t) for t in (*inputs, *outputs))

@@ -42,7 +42,6 @@ from mesh_tf_core.ir.program import (
     Transfer,
     WriteVariable,
 )
-from mesh_tf_core.tracing.graph import Graph
 
 GRADIENT, PARAMETER, ACTIVATION = "gradient", "parameter", "activation"
 CLASSES = (GRADIENT, PARAMETER, ACTIVATION)
@@ -142,30 +141,14 @@ def _class(instr: Collective, stored: set[int], needed: set[int], written: set[i
 
 
 def _stored(program: Program) -> set[int]:
-    """Values that are variables, or parts or casts of them, or these under other names."""
-    tensors = _renamed(program)
+    """Values that are variables, or parts or casts of them."""
+    tensors = fusion_of(program).stored
     stored = {v.id for v in program.values if v.tensor in tensors}
     for instr, _ in program.walk():
         taken = instr.inputs and stored.issuperset(instr.inputs)
         if taken and _moves(instr) and instr.origin.phase != "update":
             stored.update(instr.outputs)
     return stored
-
-
-def _renamed(program: Program) -> frozenset[int]:
-    """The tensors of such values: a part of a program does not see how it came by them."""
-    graph, stored = program.graph, fusion_of(program).stored
-    if not isinstance(graph, Graph):
-        return stored
-
-    def found() -> frozenset[int]:
-        names = set(stored)
-        for node, _ in graph.walk():
-            if node.op.free and node.inputs and node.inputs[0] in names:
-                names.update(node.outputs)
-        return frozenset(names)
-
-    return graph.remembered((_renamed, stored), found)
 
 
 def _written(program: Program) -> set[int]:

@@ -70,8 +70,8 @@ def explain(
         typer.Option(
             metavar="DECISION",
             help="Show what the best step is if this may not be chosen: zero, hybrid, recompute, selective, "
-            "sequence, context, pipeline, 1f1b, circular, interleaved, collective_matmul, offload, microbatches; "
-            "all: each that the plan has.",
+            "sequence, context, pipeline, 1f1b, circular, interleaved, collective_matmul, offload, "
+            "microbatches; all: each that the plan has.",
             show_default=False,
         ),
     ] = None,

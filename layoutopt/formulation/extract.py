@@ -43,7 +43,6 @@ from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import Entry, Table, Tabler, is_large, legal
 from layoutopt.problem import Problem, Row, Sparse, Term, Variable
 from layoutopt.problem.relations import Relation
-from layoutopt.space.decisions import Decisions
 from layoutopt.space.collective_matmul import products_in
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.elsewhere import Elsewhere

@@ -132,7 +132,7 @@ class ChunkPut(Chunk):
     """x [..., dim] with a chunk of `dim` in the place that its number (int32 scalar) says."""
 
     dim: str
-    kind: ClassVar[str] = "gather"
+    kind: ClassVar[str] = "data"
     linear: ClassVar[bool] = True
     in_place: ClassVar[bool] = True
 
