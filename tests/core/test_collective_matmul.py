@@ -23,6 +23,7 @@ from tests.examples.hunt import Hunt, alone
 from tests.marks import by_day
 
 ALL = frozenset({"d_ff", "heads", "vocab"})
+RING = "heads:model;d_ff:model;vocab:model;length@elsewhere:model"
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "language model": (transformer_lm, {**SMALL, "gated": True, "clip_norm": 1.0, "kv_heads": 2}),
     "mixture of experts": (moe_lm, {**SMALL, "experts": 4, "optimizer": "adafactor"}),
@@ -97,8 +98,14 @@ def test_queries_keys_and_values_share_what_comes() -> None:
 @pytest.mark.parametrize("devices", by_day([2, 3, 4, 5, 7, 8, 12, 16], first=6, every=3))
 def test_rings_of_any_size(devices: int) -> None:
     """From 7 devices on turns of scatters are a loop, from 12 on those of gathers too."""
-    sizes, layout = sized(devices), "heads:model;d_ff:model;vocab:model;length@elsewhere:model"
-    found = train(transformer_lm, sizes, f"model:{devices}", layout, 2, collective_matmul=ALL)
+    sizes = sized(devices)
+    found = train(transformer_lm, sizes, f"model:{devices}", RING, 2, collective_matmul=ALL)
+    check_same(found, alone(transformer_lm, tuple(sorted(sizes.items())), 2))
+
+
+def test_the_local_engine_runs_them() -> None:
+    sizes = sized(5)
+    found = train(transformer_lm, sizes, "model:5", RING, 2, engine="local", collective_matmul=ALL)
     check_same(found, alone(transformer_lm, tuple(sorted(sizes.items())), 2))
 
 
@@ -167,10 +174,10 @@ FAULTS: dict[str, tuple[type, str, Any]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, method, wrong = FAULTS[fault]
-    sizes, layout = sized(4), "heads:model;d_ff:model;vocab:model;length@elsewhere:model"
+    sizes = sized(4)
     want = alone(transformer_lm, tuple(sorted(sizes.items())), 2)
     monkeypatch.setattr(kind, method, wrong)
-    found = train(transformer_lm, sizes, "model:4", layout, 2, collective_matmul=ALL)
+    found = train(transformer_lm, sizes, "model:4", RING, 2, collective_matmul=ALL)
     assert not np.allclose(found[0], want[0], rtol=1e-5)
 
 

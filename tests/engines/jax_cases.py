@@ -247,6 +247,7 @@ CASES: dict[str, Callable[[], None]] = {
     "replicas": replicas,
     **{f"kept {seed}": lambda seed=seed: kept(seed) for seed in range(8)},
     "sequence, context and hybrid parallelism": jax_layouts.all_at_once,
+    "messages in chunks beside products": jax_layouts.in_chunks,
     **{f"half stage {stage}": lambda stage=stage: half(stage) for stage in (1, 2, 3)},
     **{
         f"loop {name}": lambda case=case: case.check(lambda p, batch: open_engine(p, "jax").step(batch))

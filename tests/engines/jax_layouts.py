@@ -4,7 +4,7 @@ faults.
     JAX_PLATFORMS=cpu python -m tests.engines.jax_layouts faults|FIRST
 
 Prints one JSON object: case -> what was wrong ("" if nothing was). A number runs `COUNT` seeds from there of
-every hunt. By day, `jax_cases` runs `all_at_once`.
+every hunt. By day, `jax_cases` runs `all_at_once` and `in_chunks`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from examples import transformer_lm
 from mesh_tf_core.engines.jax import program as jax_program
 from mesh_tf_core.engines.jax.home import devices
 from tests.core import test_collective_matmul, test_context, test_elsewhere
-from tests.examples.helper import SMALL, batches
+from tests.examples.helper import SMALL, batches, check_same, train
 from tests.examples.hunt import Hunt, options
 
 COUNT = 6
@@ -76,6 +76,13 @@ def all_at_once() -> None:
         assert other.restore(folder) and other.step_number == 2
     for name, value in learned(run).items():
         np.testing.assert_array_equal(other.engine.read(name), value)
+
+
+def in_chunks() -> None:
+    """Messages beside products, both ways round eight devices, turns of scatters as a loop."""
+    sizes, options = test_collective_matmul.sized(8), {"collective_matmul": test_collective_matmul.ALL}
+    found = train(transformer_lm, sizes, "model:8", test_collective_matmul.RING, 2, engine="jax", **options)
+    check_same(found, train(transformer_lm, sizes, steps=2))
 
 
 _SCATTER, _GATHER, _SUM = (getattr(jax.lax, name) for name in ("psum_scatter", "all_gather", "psum"))
