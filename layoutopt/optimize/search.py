@@ -50,6 +50,8 @@ NAMED_SHARE = 0.25
 STOPPING = 5.0
 """Seconds after Ctrl-C in which layouts by name are priced, if nothing that fits was found yet."""
 MOST_POINTS = 200
+LEAN = 2.0
+"""Times the seconds of a layout that does not fit, which it mostly takes at most where it holds least."""
 
 
 @dataclass
@@ -268,8 +270,8 @@ class Search:
             if fits or not math.isfinite(pool.seconds(limit)):
                 found = pool.offer(subproblem.mesh, layout, options)
                 fits = found is None or found.peak <= limit  # else what is faster does not either, mostly
-            if not math.isfinite(pool.seconds(limit)):
-                pool.offer(subproblem.mesh, layout, subproblem.decided.leanest)
+                if found is not None and not fits and LEAN * found.seconds < pool.seconds(limit):
+                    pool.offer(subproblem.mesh, layout, subproblem.decided.leanest)
             return pool.seconds(limit)
 
         def heard(bound: float, part: float) -> None:
