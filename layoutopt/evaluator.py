@@ -357,10 +357,11 @@ class Evaluator:
         stages, rounds = decided.stages_on(mesh).items(), rounds_of(decided.schedule)
         plans = ((dim, Schedule(parts, n, rounds)) for dim, n in stages)
         waits = ((dim, plan.ticks / plan.works - 1) for dim, plan in plans)
-        more = max((self._alone(frozenset({dim})) * share for dim, share in waits), default=0.0)
-        return (self._alone() + more) / mesh.devices
+        more = max((self.alone(frozenset({dim})) * share for dim, share in waits), default=0.0)
+        return (self.alone() + more) / mesh.devices
 
-    def _alone(self, loops: frozenset[str] | None = None) -> float:
+    def alone(self, loops: frozenset[str] | None = None) -> float:
+        """As `computed_alone`."""
         if loops not in self._computed:
             self._computed[loops] = computed_alone(self.model, self.hardware, loops)
         return self._computed[loops]

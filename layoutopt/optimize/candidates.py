@@ -86,9 +86,8 @@ class Pieces:
 
 
 def compute_at_least(candidates: Sequence[Candidate], evaluator: Evaluator) -> None:
-    """Bounds problems before anything of them is made, where there are several: nothing waits less than not
-    at all."""
-    for each in candidates if len(candidates) > 1 else ():
+    """Bounds problems before anything of them is made: nothing waits less than not at all."""
+    for each in candidates:
         least = evaluator.least(each.subproblem.mesh, each.subproblem.decided)
         each.bound = max(each.bound, least)
 

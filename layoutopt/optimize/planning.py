@@ -38,7 +38,6 @@ from layoutopt.plan.trade_names import trade_names
 from layoutopt.plan.units import some
 from layoutopt.problem import TOLERANCE
 from layoutopt.space.microbatches import impossible
-from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.verify import verify
 
@@ -85,7 +84,11 @@ def make_plan(
     """
     verify(best.evaluation.program)
     names = axis_names(best.layout, best.mesh, request.model) if searched_mesh else {}
-    proof, beside = _Proof(proven), Alternatives(request, best, names, shapes)
+    # A bound is known of all: then so is a device's share of the work, which needs no time that is left.
+    limited = request.clock.limit is not None or not proven
+    known = request.objective != "memory" and limited and 0 < bound < math.inf
+    share = share_bound(request, best.mesh) if known else 0.0
+    proof, beside = _Proof(proven, share), Alternatives(request, best, names, shapes)
     repeats: list[str] = []
 
     def look() -> None:
@@ -244,9 +247,7 @@ def _solver(
 def share_bound(request: Request, mesh: Mesh) -> float:
     """Seconds of a device's share of what one device would compute alone: no layout takes less, as far as
     pieces never cost less than their share of the whole; else 0."""
-    if not request.evaluator.prices(mesh).pieces_cost_more:
-        return 0.0
-    return request.evaluator(mesh, Layout()).cost.compute_seconds / mesh.devices
+    return request.evaluator.alone() / mesh.devices
 
 
 def _notes(proof: _Proof, bound: float, missing: Sequence[str], unsplit: Sequence[str]) -> list[str]:
@@ -258,7 +259,11 @@ def _notes(proof: _Proof, bound: float, missing: Sequence[str], unsplit: Sequenc
             f"too many dimensions meet in one operation to list all their splits; {some(unsplit, NAMED)} "
             "stayed whole somewhere, so nothing is proven; pin some of them (--pin)"
         )
-    elif not proof.proven and bound <= proof.share > 0 and not (tables and tables.dearer):
+    elif (
+        not proof.proven
+        and proof.share > 0
+        and (tables is None or (bound <= proof.share and not tables.dearer))
+    ):
         notes.append(f"{SHARE}, and in the time given nothing more was proven")
     if tables is None or abs(tables.seconds - tables.program) <= EXACT * tables.program:
         return notes

@@ -205,7 +205,8 @@ class Search:
     def _fastest(self, limit: float) -> Found | None:
         """The fastest layout that holds at most `limit` bytes; sets `bound` and `proven`."""
         request, pool = self.request, self.pool
-        compute_at_least(self.candidates, request.evaluator)
+        if len(self.candidates) > 1 or request.clock.limit is not None:
+            compute_at_least(self.candidates, request.evaluator)
         order = sorted(self.candidates, key=lambda p: p.rank)
         if request.clock.limit is not None and not pool.fitting(limit):
             order = [*self.candidates[-1:], *order]  # what fits most likely, to have something early

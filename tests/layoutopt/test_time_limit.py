@@ -15,11 +15,13 @@ import pytest
 from costmodels.hardware import load_hardware
 from layoutopt import search
 from layoutopt.api import Standing
+from layoutopt.evaluator import ONE_DEVICE as ONE
 from layoutopt.evaluator import evaluate
 from layoutopt.optimize.subproblems import Subproblem, subproblems
 from layoutopt.plan.build import Plan
 from layoutopt.problem import TOLERANCE, Status, solve
 from mesh_tf_core.errors import InfeasibleError, LimitError
+from mesh_tf_core.ir.layout import Layout
 from tests.layoutopt.models import EXAMPLES
 from tests.problem.test_solvers import knapsacks
 
@@ -82,6 +84,17 @@ def test_the_best_so_far_is_the_answer(
     model = EXAMPLES["mlp"]()
     stick(monkeypatch, place, after)
     check(search(model, time_limit=SOON, **ON), best)
+
+
+def test_a_share_of_the_work_is_a_bound_without_more_time(
+    best: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stick(monkeypatch, "layoutopt.optimize.planning:_Proof.look")
+    plan = search(EXAMPLES["mlp"](), time_limit=2.0, **ON)
+    assert plan.solver.status == "FEASIBLE"
+    alone = evaluate(EXAMPLES["mlp"](), ONE, Layout(), load_hardware("tpu-v3")).cost.compute_seconds
+    check(plan, best)
+    assert plan.solver.bound == pytest.approx(alone / 4)
 
 
 def test_what_is_not_listed_yet_is_not_proven(best: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
