@@ -125,7 +125,7 @@ class _Builder:
         variables = [self.graph.variables[self.delivered[t]] for t in made]
         own = [] if updated is None else [updated]
         again = self.runs.remat.get(node.index, ())
-        products = sorted(self.products.get(node.index, ()))
+        products = sorted(self.products.get(node.index, frozenset()) & self.dependencies.products)
         keys = node.op.crosses[:1]
         return changing(Touched(again, saved, [*own, *variables], keys, own, products=products))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -152,9 +153,9 @@ def test_no_table_is_made_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> 
     made: list[int] = []
     table = Tabler.table
 
-    def counted(self: Tabler, cluster: Cluster, decided: Decisions) -> Table:
+    def counted(self: Tabler, cluster: Cluster, decided: Decisions, *only: Any) -> Table:
         made.append(len(legal(cluster, decided).entries) * len(cluster.subgraph.nodes))
-        return table(self, cluster, decided)
+        return table(self, cluster, decided, *only)
 
     monkeypatch.setattr(Tabler, "table", counted)
     monkeypatch.setattr("layoutopt.formulation.extract.MOST_LOWERED", 60)
