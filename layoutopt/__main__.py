@@ -10,10 +10,12 @@ def main() -> None:
     """Entry point of the console script."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of the next import either
-    from layoutopt import clock, signals
+    # Of the modules themselves: the package would be asked for such names first, and look for what is near.
+    from layoutopt.clock import begin
+    from layoutopt.signals import start
 
-    clock.begin()
-    signals.start()
+    begin()
+    start()
     from layoutopt.cli import main as command_line
 
     command_line()
