@@ -30,9 +30,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 from costmodels.hardware import Cluster, Hardware, SharedMemory
 from costmodels.kernels.array_functions import narrow
@@ -45,9 +44,9 @@ from costmodels.network.collectives import full_bytes
 from costmodels.pricing.items import Called, Computed, Item, Sent, Started, Transferred
 from costmodels.pricing.op_by_op import array_functions, is_measured
 from costmodels.pricing.overlap import ACTIVATION, RING, Beside, beside, beside_loops, classes
+from costmodels.pricing.units import Find, Sending, Stack, Unit, split_names, stays
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
-from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import (
@@ -58,7 +57,6 @@ from mesh_tf_core.ir.program import (
     Instr,
     Local,
     Loop,
-    Origin,
     Permute,
     Program,
     ReduceScatter,
@@ -66,58 +64,9 @@ from mesh_tf_core.ir.program import (
     WriteVariable,
     wire_bytes,
 )
-from mesh_tf_core.ir.values import Value
 from mesh_tf_core.lower.combine import SMALL_BYTES
 from mesh_tf_core.ops.binary import Binary
 from mesh_tf_core.ops.shape import SliceDim
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """What a loop writes of one value that it stacks or adds up.
-
-    Attributes:
-      value: of the size of what is written in one run.
-      passes: how often its bytes are read or written.
-      through: a kernel of its own sets it to zero before, or copies what is stacked.
-    """
-
-    loop: Loop
-    value: int
-    passes: int = 1
-    through: bool = False
-
-
-Unit: TypeAlias = "Local | Collective | Transfer | Beside | Kernel | Group | VariableCast | Stack"
-"""What is priced on its own; a group is one unit with an item for each of its kernels."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sending:
-    """What the price of a collective follows from besides its axes and bytes.
-
-    Attributes:
-      purpose: its class of `costmodels.pricing.overlap`.
-      parts: in how many parts each of its values is sent, one by one; none if they travel together.
-      joins: if it is small, it travels with a larger one.
-    """
-
-    purpose: str
-    parts: tuple[int, ...] = ()
-    joins: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Placed:
-    """A value's global shape, splits and dtype; equal ones of one `Templates` are one object."""
-
-    shape: Shape
-    splits: tuple[Axes, ...]
-    dtype: str
-
-
-Find = Callable[[int], Value | Placed]
-"""A value of a program by its id."""
 
 
 @dataclass(frozen=True)
@@ -364,31 +313,6 @@ def _cut(instr: Collective, types: Sequence[TensorType], n: int) -> Iterator[Cal
             op = SliceDim(name, 0, 1)
             quantity = quantity_of(op, (whole,), (part,))
             yield from [Called(op, (whole,), (part,), frozenset(), False, quantity)] * n
-
-
-def stays(phase: str) -> bool:
-    """Whether the results of a phase stay (`costmodels.kernels.calls`, equation (2))."""
-    return phase != "update"
-
-
-def split_names(values: Iterable[Value | Placed]) -> frozenset[str]:
-    """Names of the dimensions that are split in any of some values."""
-    return frozenset(name for v in values for name, axes in zip(v.shape.names, v.splits, strict=True) if axes)
-
-
-def label(unit: Unit, item: Item) -> tuple[str, str, Origin]:
-    """Name, text and origin of an item of a unit, for its line."""
-    if isinstance(unit, Kernel):
-        first = unit.product or unit.instrs[0]
-        text = " + ".join(instr.name for instr in unit.instrs) if len(unit.instrs) > 1 else ""
-        return first.name, text, first.origin
-    if isinstance(unit, Stack):
-        return "stack", unit.loop.text(), unit.loop.origin
-    unit = unit.instr if isinstance(unit, Beside) else unit
-    assert isinstance(unit, Local | Collective | Transfer)
-    if isinstance(unit, Collective) and not isinstance(item, Sent):
-        return "copy", unit.text(), unit.origin
-    return unit.name, unit.text() if isinstance(unit, Collective) else "", unit.origin
 
 
 def _moved(loop: Loop) -> frozenset[int]:

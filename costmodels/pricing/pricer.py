@@ -24,12 +24,13 @@ from costmodels.kernels.compute import Quantity, compute_seconds
 from costmodels.kernels.fused import Fused
 from costmodels.network.collectives import collective_seconds, full_bytes
 from costmodels.network.topology import Placement, place
-from costmodels.pricing.itemise import Itemiser, Placed, label
+from costmodels.pricing.itemise import Itemiser
 from costmodels.pricing.items import Called, Computed, Item, Sent, Transferred
 from costmodels.pricing.lines import Cost, Line
 from costmodels.pricing.op_by_op import OpByOp
 from costmodels.pricing.overlap import ACTIVATION, GRADIENT
 from costmodels.pricing.templates import Instance, ItemisedCost
+from costmodels.pricing.units import Placed, label
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import Origin, Program

@@ -17,17 +17,10 @@ from dataclasses import dataclass, field, replace
 
 from costmodels.kernels.groups import Group, VariableCast
 from costmodels.kernels.quantities import of_local
-from costmodels.pricing.itemise import (
-    Itemiser,
-    Placed,
-    Sending,
-    Stack,
-    Unit,
-    split_names,
-    stays,
-)
+from costmodels.pricing.itemise import Itemiser
 from costmodels.pricing.items import Computed, Item
 from costmodels.pricing.overlap import Beside
+from costmodels.pricing.units import Placed, Sending, Stack, Unit, split_names, stays
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh

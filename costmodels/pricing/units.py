@@ -1,0 +1,89 @@
+"""What of a program is priced on its own, before it has sizes (see `itemise`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from costmodels.kernels.groups import Group, VariableCast
+from costmodels.kernels.partition import Kernel
+from costmodels.pricing.items import Item, Sent
+from costmodels.pricing.overlap import Beside
+from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.program import Collective, Local, Loop, Origin, Transfer
+from mesh_tf_core.ir.values import Value
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What a loop writes of one value that it stacks or adds up.
+
+    Attributes:
+      value: of the size of what is written in one run.
+      passes: how often its bytes are read or written.
+      through: a kernel of its own sets it to zero before, or copies what is stacked.
+    """
+
+    loop: Loop
+    value: int
+    passes: int = 1
+    through: bool = False
+
+
+Unit: TypeAlias = "Local | Collective | Transfer | Beside | Kernel | Group | VariableCast | Stack"
+"""What is priced on its own; a group is one unit with an item for each of its kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """What the price of a collective follows from besides its axes and bytes.
+
+    Attributes:
+      purpose: its class of `costmodels.pricing.overlap`.
+      parts: in how many parts each of its values is sent, one by one; none if they travel together.
+      joins: if it is small, it travels with a larger one.
+    """
+
+    purpose: str
+    parts: tuple[int, ...] = ()
+    joins: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """A value's global shape, splits and dtype; equal ones of one `Templates` are one object."""
+
+    shape: Shape
+    splits: tuple[Axes, ...]
+    dtype: str
+
+
+Find = Callable[[int], Value | Placed]
+"""A value of a program by its id."""
+
+
+def stays(phase: str) -> bool:
+    """Whether the results of a phase stay (`costmodels.kernels.calls`, equation (2))."""
+    return phase != "update"
+
+
+def split_names(values: Iterable[Value | Placed]) -> frozenset[str]:
+    """Names of the dimensions that are split in any of some values."""
+    return frozenset(name for v in values for name, axes in zip(v.shape.names, v.splits, strict=True) if axes)
+
+
+def label(unit: Unit, item: Item) -> tuple[str, str, Origin]:
+    """Name, text and origin of an item of a unit, for its line."""
+    if isinstance(unit, Kernel):
+        first = unit.product or unit.instrs[0]
+        text = " + ".join(instr.name for instr in unit.instrs) if len(unit.instrs) > 1 else ""
+        return first.name, text, first.origin
+    if isinstance(unit, Stack):
+        return "stack", unit.loop.text(), unit.loop.origin
+    unit = unit.instr if isinstance(unit, Beside) else unit
+    assert isinstance(unit, Local | Collective | Transfer)
+    if isinstance(unit, Collective) and not isinstance(item, Sent):
+        return "copy", unit.text(), unit.origin
+    return unit.name, unit.text() if isinstance(unit, Collective) else "", unit.origin
