@@ -326,8 +326,9 @@ def test_errors_say_what_to_do():
 
 LATER = """
 from mesh_tf_core.engines import prepare
-prepare.__globals__["make_virtual"](2)
-print(len(prepare(16)))
+from mesh_tf_core.engines.tf.devices import make_virtual
+make_virtual(2)
+print(len(prepare(16, "local")))
 """
 
 
