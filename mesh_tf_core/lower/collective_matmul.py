@@ -11,7 +11,8 @@ product has one of some dimensions, split over the axes of the message:
   (2) reduce_scatter(product(x, w), a, d): chunks go both ways too, and every device adds its term to what
       comes. A term and what came are added in the product's kernel, which so waits for the message; so one
       way's message goes beside the other way's product. A device's own chunk comes last. A sum of products
-      (of one tensor's gradients) is one: a turn has a term of each.
+      (of one tensor's gradients) is one: a turn has a term of each. A difference is none, nor is a sum of
+      products with other dimensions or another order of them: what came is added to one of the terms.
 Two turns of (1) are one iteration of a loop, where there are many, for then the compiler need not copy what
 comes to where it came from (v5e:2x4, 2026-11-24). So it is of (2): a turn has both ways.
 """
@@ -104,17 +105,18 @@ class _Rewriting:
         """Rule (2), where it applies."""
         maker = {o: instr for instr in code for o in instr.outputs}
         terms: list[tuple[Local, str]] = []
+        names = self.values[scatter.inputs[0]].shape.names
 
         def made(id: int, dim: str) -> bool:
             instr = maker.get(id)
-            if self.uses[id] != 1 or not isinstance(instr, Local):
+            called = tuple(scatter.dim if n == dim else n for n in self.values[id].shape.names)
+            if self.uses[id] != 1 or called != names or not isinstance(instr, Local):
                 return False
             terms.append((instr, dim))
             if instr.op.renames:
                 old = next((old for old, new in instr.op.renames if new == dim), dim)
                 return instr.op.free and made(instr.inputs[0], old)
-            adds = isinstance(instr.op, AddN) or (isinstance(instr.op, Binary) and instr.op.linear)
-            if adds:
+            if isinstance(instr.op, AddN) or (isinstance(instr.op, Binary) and instr.op.fn == "add"):
                 return all(made(i, dim) for i in instr.inputs)
             return self.beside(instr, scatter.axes)
 

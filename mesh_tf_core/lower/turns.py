@@ -25,6 +25,7 @@ from mesh_tf_core.lower.placing import carried_loop
 from mesh_tf_core.ops.basic import AddN
 from mesh_tf_core.ops.chunks import AddProduct, ChunkAs, ChunkFirst, ChunkNumber, ChunkOf, ChunkPut
 from mesh_tf_core.ops.einsum import Einsum
+from mesh_tf_core.ops.shape import Rename
 from mesh_tf_core.ops.stages import StageNumbers, StagePart
 
 LOOPED = 2
@@ -241,6 +242,8 @@ class Turns:
             """What this device has of a chunk, with what came of it."""
             found: dict[int, int] = {}
             for instr, dim in terms:
+                if come >= 0 and dim != self.dim:
+                    come = self.alike(Rename(((self.dim, dim),)), come, come)
                 operands = [found[i] if i in found else self.taken(i, number, dim) for i in instr.inputs]
                 found[instr.outputs[0]] = self.made(instr, operands, dim, come)
                 come = -1  # One term has it.

@@ -15,6 +15,7 @@ from costmodels.hardware import load_hardware
 from costmodels.pricing.overlap import beside
 from examples import moe_lm, transformer_lm, transformer_seq2seq
 from layoutopt.evaluator import evaluate
+from mesh_tf_core.engines import open_engine
 from mesh_tf_core.ir.program import Instr, Loop, Permute, Program
 from mesh_tf_core.ops import chunks
 from tests.core.test_elsewhere import SEQUENCE, grown
@@ -147,6 +148,47 @@ def test_what_hides_is_at_most_the_products() -> None:
         assert hidden <= products
         seconds.append(cost.step_seconds)
     assert seconds[1] < seconds[0]
+
+
+def two_products(how: str) -> mtf.Model:
+    b, t, d, f = mtf.Dim("batch", 3), mtf.Dim("length", 12), mtf.Dim("d_model", 4), mtf.Dim("d_ff", 8)
+    g = mtf.Graph()
+    x = g.input("x", [b, t, d], "float64")
+    wi = g.variable("wi", [d, f], mtf.Normal(0.5), "float64")
+    wo = g.variable("wo", [f, d], mtf.Normal(0.5), "float64")
+    vo = g.variable("vo", [f, d], mtf.Normal(0.5), "float64")
+    h = mtf.tanh(mtf.einsum([x, wi], [b, t, f]))
+    one, more = mtf.einsum([h, wo], [b, t, d]), mtf.square(h)
+    if how == "-":
+        y = one - mtf.einsum([more, vo], [b, t, d])
+    elif how == "fewer":
+        y = one + mtf.einsum([mtf.reduce_mean(more, b), vo], [t, d])
+    else:
+        y = one + mtf.einsum([more, vo], [b, t, d] if how == "+" else [t, b, d])
+    return mtf.Model(mtf.reduce_mean(mtf.square(mtf.tanh(y) + x)), mtf.SGD(0.3))
+
+
+@pytest.mark.parametrize(("how", "scatters"), [("+", 0), ("-", 1), ("other order", 1), ("fewer", 1)])
+def test_what_came_is_added_to_equal_terms_alone(how: str, scatters: int) -> None:
+    """A scatter of a difference, or of terms whose dimensions differ, stays whole."""
+    x, losses = np.random.default_rng(1).normal(size=(3, 12, 4)), []
+    for mesh, layout in (("one:1", ""), ("model:4", "d_ff:model;length@elsewhere:model")):
+        program = two_products(how).lower(
+            mtf.Mesh(mesh), mtf.Layout(layout), mtf.Options(collective_matmul=frozenset({"d_ff"}))
+        )
+        engine = open_engine(program, "lockstep")
+        losses.append([float(engine.step({"x": x})["loss"]) for _ in range(2)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    names = [i.name for i, _ in program.walk() if i.origin.phase == "forward"]
+    assert names.count("reduce_scatter") == scatters
+
+
+def test_terms_that_call_the_positions_otherwise() -> None:
+    """Queries and keys, where an axis splits both names of the positions."""
+    layout = "heads:model;length:data;memory_length:data;length@elsewhere:model"
+    sizes = sized(4)
+    found = train(transformer_lm, sizes, "data:2;model:4", layout, 2, collective_matmul=ALL)
+    check_same(found, alone(transformer_lm, tuple(sorted(sizes.items())), 2))
 
 
 def test_unknown_dimensions_are_named() -> None:
