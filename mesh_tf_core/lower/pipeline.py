@@ -6,8 +6,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
-from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.errors import LayoutError, UserError
+from mesh_tf_core.ir.blocks import MICROBATCH
+from mesh_tf_core.ir.layout import AT, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.tensor import Tensor
@@ -96,6 +97,16 @@ def paths(graph: Graph) -> Iterator[str]:
     yield from (node.path for node, _ in graph.walk())
 
 
+def _check_parts(layout: Layout, options: Options) -> None:
+    """LayoutError if a rule splits what counts the parts of the batch: stages go through them one by one."""
+    rules = ((name, axes) for name, axes in layout.written.items() if name.partition(AT)[0] == MICROBATCH)
+    if options.microbatches > 1 and (found := next(rules, None)):
+        raise LayoutError(
+            f"layout {layout}: {found[0]!r} counts parts of the batch that run one after the other, and "
+            f"cannot be split over {'+'.join(found[1])}; split the batch"
+        )
+
+
 DEFAULT, WHOLE = Options(), Cut()
 
 
@@ -132,6 +143,7 @@ def lower(
         check_products(graph, options.collective_matmul)
         known = {name: max(sizes) for name, sizes in graph.dims().items()}
         layout.check(mesh, known, paths(graph))
+        _check_parts(layout, options)
         check_recompute(graph, options.recompute)
     given, beside = (options.storage, options.recompute), options.collective_matmul
     how = *given, subgraph, oracle, forms, options.offload, beside

@@ -96,10 +96,11 @@ def check_stages(graph: Graph, dim: str, count: int, rounds: int = 1) -> None:
         size = node.body.dim.size if node.body and node.body.dim else 0
         if not size % count and size // count % rounds:
             own = size // count
-            known = ", ".join(str(n) for n in range(1, own + 1) if own % n == 0)
+            known = ", ".join(str(n) for n in range(2, own + 1) if own % n == 0)
+            todo = f"choose one of {known}" if known else "take fewer stages, or a schedule without rounds"
             raise UserError(
-                f"pipeline over {dim!r}: {rounds} rounds do not divide the {own} layers of each of its "
-                f"{count} stages; choose one of {known}"
+                f"pipeline over {dim!r}: {rounds} rounds do not divide the {own} layer{'s'[: own - 1]} of "
+                f"each of its {count} stages; {todo}"
             )
         if size % count:
             raise UserError(

@@ -243,6 +243,12 @@ def test_what_cannot_be_a_pipeline_is_refused_with_what_to_do(plain: mtf.Model) 
     refused("layers:pipe;batch:pipe", "both 'layers' and 'batch' split over mesh axis 'pipe'", plain)
     refused("layers:pipe", "3 stages do not divide its 4 layers; choose one of 2, 4", plain, "pipe:3")
     refused("layers:pipe", "microbatches=3: 'batch' has size 8", plain, microbatches=3)
+    for rule in (
+        "microbatch:t",
+        "microbatch@elsewhere:t",
+    ):  # a piece of a part would be asked of other devices
+        said = "counts parts of the batch that run one after the other"
+        refused(f"layers:pipe;{rule}", said, plain, microbatches=2)
     g = mtf.Graph()
     x = g.input("x", [B, D], "float64")
 
