@@ -21,6 +21,7 @@ from layoutopt.evaluator import Evaluation
 from layoutopt.plan.build import Plan
 from layoutopt.problem import TOLERANCE
 from layoutopt.space.decisions import FEATURES
+from layoutopt.space.elsewhere import written
 from layoutopt.space.kind import GATHER, STORED
 from layoutopt.space.microbatches import USUAL
 from layoutopt.space.splits import parse_rules
@@ -128,6 +129,12 @@ class Asked:
         if not rest and feature.field not in ("elsewhere", "pipeline", "offload", "collective_matmul"):
             said = ", ".join(map(str, allowed))
             raise UserError(f"--without {name}: the plan's search allowed nothing else ({said})")
+        rules = {"elsewhere": map(written, self.elsewhere), "pipeline": self.pipeline}.get(feature.field, ())
+        pins = parse_rules(self.pins)
+        for rule in rules:
+            if pins.get(rule):
+                pin = f"--pin {rule}:{'+'.join(pins[rule])}"
+                raise UserError(f"--without {name}: the plan's search had to choose it ({pin})")
         changed: dict[str, Any] = {feature.field: rest}
         if not any(changed.get("recompute", self.recompute)):  # what second runs need is not saved either
             changed["offload"] = tuple(kind for kind in self.offload if kind != ACTIVATIONS)

@@ -133,7 +133,10 @@ def _show(
     items, name = items_of(loaded.model, given)
     said = predicted.cost.step_seconds
     sent = predicted.program.communication_bytes()
-    equal = "as predicted" if sent == engine.communication_bytes else f"predicted: {_sent(sent)}"
+    alike = {a: round(b) for a, b in sent.items()} == {
+        a: round(b) for a, b in engine.communication_bytes.items()
+    }
+    equal = "as predicted" if alike else f"predicted: {_sent(sent)}"
     session.terminal.show(
         facts(
             [

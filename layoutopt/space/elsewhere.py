@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature
-from layoutopt.space.splits import split_options
+from layoutopt.space.splits import split_options, why_not
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import AT, ELSEWHERE, Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -36,8 +36,15 @@ class Elsewhere(Decision):
                 )
             if name in counted:
                 raise UserError(f"--elsewhere {name}: it counts the layers of a loop and cannot be split")
-            forbidden = {*allowed.forbid.get(name, ()), *allowed.apart}
-            yield cls(written(name), tuple(split_options(mesh, sizes[name], forbidden, allowed.orders)))
+            rule = written(name)
+            banned = (*allowed.forbid.get(name, ()), *allowed.forbid.get(rule, ()))
+            options = [*split_options(mesh, sizes[name], {*banned, *allowed.apart}, allowed.orders)]
+            if rule in allowed.pins:
+                wanted = allowed.pins[rule]
+                if set(wanted) not in map(set, options):
+                    raise UserError(why_not(rule, wanted, mesh, sizes[name], False, banned))
+                options = [wanted]
+            yield cls(rule, tuple(options))
 
     @property
     def leanest(self) -> Choice:

@@ -12,7 +12,7 @@ from typing import Self
 
 from layoutopt.space.kind import Allowed, Choice, Chosen, Decision
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.layout import Axes, Layout
+from mesh_tf_core.ir.layout import AT, ELSEWHERE, Axes, Layout
 from mesh_tf_core.ir.mesh import NO_AXIS, Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.tracing.graph import Graph
@@ -59,9 +59,14 @@ def domains(graph: Graph, mesh: Mesh, allowed: Allowed = ANYTHING) -> dict[str, 
     pins, forbid = allowed.pins, allowed.forbid
     for what, rules in (("pin", pins), ("forbid", forbid)):
         for name, axes in rules.items():
-            if name not in sizes:
+            dim, further, _ = name.partition(AT)
+            if dim not in sizes:
                 raise UserError(
-                    f"--{what} {name}: no operation has this dimension; {known_names(name, sizes)}"
+                    f"--{what} {name}: no operation has this dimension; {known_names(dim, sizes)}"
+                )
+            if further and dim not in allowed.elsewhere:
+                raise UserError(
+                    f"--{what} {name}: {dim!r} may not be split further elsewhere; add --elsewhere {dim}"
                 )
             for axis in axes:
                 mesh.size(axis)
@@ -80,7 +85,7 @@ def domains(graph: Graph, mesh: Mesh, allowed: Allowed = ANYTHING) -> dict[str, 
                     raise UserError(f"--pin {name}:{'+'.join(wanted)}: {graph.unsplit[name]}; drop this pin")
                 if set(wanted) & set(apart.get(name, ())):
                     raise UserError(f"--pin {name}:{'+'.join(wanted)}: these axes tell stages apart")
-                raise UserError(_why_not(name, wanted, mesh, found, name in counted, forbid.get(name, ())))
+                raise UserError(why_not(name, wanted, mesh, found, name in counted, forbid.get(name, ())))
             options = [wanted]
         out[name] = tuple(options)
     return out
@@ -107,7 +112,8 @@ def split_options(mesh: Mesh, sizes: Set[int], forbidden: set[str], orders: str)
                 yield axes
 
 
-def _why_not(name: str, axes: Axes, mesh: Mesh, sizes: Set[int], counted: bool, forbidden: Axes) -> str:
+def why_not(name: str, axes: Axes, mesh: Mesh, sizes: Set[int], counted: bool, forbidden: Axes) -> str:
+    """Why a pin is none of the ways to split a dimension."""
     asked = f"--pin {name}:{'+'.join(axes) or 'none'}"
     if counted:
         return (
@@ -159,11 +165,21 @@ def rules_text(rules: str | Mapping[str, Axes] | None) -> str | None:
 
 def _parsed(rules: str | Mapping[str, Axes] | None) -> Iterator[tuple[str, Axes]]:
     if not isinstance(rules, str):
-        yield from ((dim, Layout({dim: axes}).axes(dim)) for dim, axes in (rules or {}).items())
+        for name, axes in (rules or {}).items():
+            yield _checked(name), Layout({name: axes}).written.get(name, ())
         return
     for part in filter(None, (p.strip() for p in rules.replace(",", ";").split(";"))):
-        dim, _, axes = part.partition(":")
-        if axes.strip() in NO_AXIS:
-            yield dim.strip(), ()
+        dim, _, over = part.partition(":")
+        name = _checked(dim.strip())
+        if over.strip() in NO_AXIS:
+            yield name, ()
         else:
-            yield from Layout(part).items()
+            yield from Layout(part).written.items()
+
+
+def _checked(name: str) -> str:
+    """The name of a rule, which holds wherever the dimension appears, or elsewhere."""
+    _, at, path = name.partition(AT)
+    if at and path != ELSEWHERE:
+        raise UserError(f"{name}: rules of a path are not pinned or forbidden; leave @{path} out")
+    return name

@@ -9,7 +9,9 @@ import pytest
 import layoutopt
 import mesh_tf_core as mtf
 from examples.mlp import model as mlp
+from examples.transformer_lm import model as transformer
 from layoutopt import search
+from layoutopt.analysis.explain import Asked, forbidden
 from layoutopt.space.splits import parse_forbid, parse_rules, rules_text
 from mesh_tf_core.errors import UserError
 
@@ -88,3 +90,46 @@ def test_only_public_names_are_shown() -> None:
         "size",
     ]
     assert dir(layoutopt) == ["Plan", "__version__", *asked, "validate", "verify"]
+
+
+def test_rules_for_elsewhere_hold_if_pinned_and_not_if_forbidden() -> None:
+    sizes = {
+        "batch": 4,
+        "length": 8,
+        "d_model": 16,
+        "d_ff": 32,
+        "heads": 2,
+        "d_kv": 8,
+        "vocab": 32,
+        "layers": 2,
+    }
+    model = transformer(**sizes)
+    asked: dict[str, Any] = {"mesh": "data:2;model:2", "microbatches": (1,), "hardware": "tpu-v3"}
+    splits = "batch:data;d_ff:model;heads:model"
+    plan = search(model, **asked, elsewhere=("length",), pins=f"{splits};length@elsewhere:model")
+    assert plan.layout.elsewhere == (("length", ("model",)),)
+    assert plan.solver.status == "OPTIMAL"
+    then = Asked(pins="length@elsewhere:model", elsewhere=("length",))
+    with pytest.raises(UserError, match="--without sequence: the plan's search had to choose it"):
+        then.without("sequence")
+    assert "sequence" not in forbidden(plan, then, ["all"])
+    assert "sequence" in forbidden(plan, Asked(elsewhere=("length",)), ["all"])
+    for rules in ({"forbid": "length@elsewhere:data+model"}, {"pins": "length@elsewhere:none"}):
+        assert search(model, **asked, elsewhere=("length",), **rules).layout.elsewhere == ()
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (
+            "lenth@elsewhere:model",
+            "lenth@elsewhere: no operation has this dimension; did you mean 'length'",
+        ),
+        ("batch@elsewhere:model", "'batch' may not be split further elsewhere; add"),
+        ("length@elsewhere:other", "has no axis 'other'"),
+        ("length@feed_forward:model", "rules of a path are not pinned or forbidden; leave @feed_forward out"),
+    ],
+)
+def test_rules_for_elsewhere_that_mean_nothing_are_refused(rules: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        search(transformer(), mesh="data:2;model:2", elsewhere=("length",), pins=rules)
