@@ -3,7 +3,8 @@
   gradient    sums of gradients that only the update of variables reads: the rest of backward runs meanwhile
   parameter   gathers of variables that are stored split, before their use or after their update: the layer
               before, or the next step's forward, runs meanwhile
-  ring        what goes round while a device attends in its turn (`mesh_tf_core.ops.context`)
+  ring        what goes round while a device attends in its turn (`mesh_tf_core.ops.context`), or multiplies
+             (`mesh_tf_core.lower.collective_matmul`)
   activation  everything else: what follows waits for it
 The hidden part of a collective is a fraction of its own time, so prices of collectives add up, as the search
 needs; that there is enough compute to hide it under is not checked here. A class that a file does not name is

@@ -99,7 +99,7 @@ class _Rewriting:
         turns = Turns(self.values, self.oracle, gather, gather.inputs[0], count)
         turns.gathered(gather.outputs[0], found.readers, gather.outputs[0] in kept)
         before, behind = found.around(kept)
-        code[begin : begin + 1 + found.seen] = [*before, *turns.code, *behind]
+        self._replace(code, begin, begin + 1 + found.seen, [*before, *turns.code, *behind])
 
     def _scatter(self, scatter: ReduceScatter, code: list[Instr]) -> None:
         """Rule (2), where it applies."""
@@ -125,9 +125,18 @@ class _Rewriting:
         turns = Turns(self.values, self.oracle, scatter, scatter.inputs[0], count)
         turns.scattered(terms[::-1])
         gone = {id(instr) for instr, _ in terms}
-        at = next(i for i, instr in enumerate(code) if instr is scatter)
-        code[at : at + 1] = turns.code
-        code[:] = [instr for instr in code if id(instr) not in gone]
+        begin = next(i for i, instr in enumerate(code) if id(instr) in gone)
+        end = next(i for i, instr in enumerate(code) if instr is scatter)
+        rest = [instr for instr in code[begin:end] if id(instr) not in gone]
+        self._replace(code, begin, end + 1, [*rest, *turns.code])
+
+    def _replace(self, code: list[Instr], begin: int, end: int, by: list[Instr]) -> None:
+        """Puts other code in the place of some. What is gathered may be an operand of products that go in
+        chunks of another gather, and then has more readers than before."""
+        for instrs, sign in ((code[begin:end], -1), (by, 1)):
+            for i, count in count_uses(instrs).items():
+                self.uses[i] += sign * count
+        code[begin:end] = by
 
 
 @dataclass

@@ -201,14 +201,14 @@ def is_product(op: Op) -> bool:
 
 
 def product_dims(graph: Graph) -> Mapping[int, frozenset[str]]:
-    """Node -> the dimensions of products that it is, or that read what it renames."""
+    """Node -> the dimensions of products of two operands that it is, or that read what it renames."""
     return graph.remembered(product_dims, lambda: _product_dims(graph))
 
 
 def _product_dims(graph: Graph) -> dict[int, frozenset[str]]:
     found: dict[int, frozenset[str]] = {}
     for node, _ in graph.walk():
-        if is_product(node.op):
+        if is_product(node.op) and len(node.inputs) == 2:
             dims = found[node.index] = plan_of(node, graph).dims
             for i in node.inputs:
                 maker = graph.producer.get(i)

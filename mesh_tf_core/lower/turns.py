@@ -13,7 +13,6 @@ from mesh_tf_core.ir.program import (
     AllGather,
     Instr,
     Local,
-    Loop,
     Origin,
     Permute,
     ReduceScatter,
@@ -220,15 +219,9 @@ class Turns:
         self._called(dict(zip(state, (result for result, _ in wanted), strict=True)))
 
     def _called(self, names: dict[int, int]) -> None:
-        """Gives what the code makes last the names that others know."""
-        for i in range(len(self.code) - 1, -1, -1):
-            instr = self.code[i]
-            if not names.keys() & {*instr.outputs}:
-                continue
-            if isinstance(instr, Loop):
-                carried = tuple(c._replace(final=names.get(c.final, c.final)) for c in instr.carried)
-                self.code[i] = instr.remade(carried=carried)
-            else:
+        """Gives what the code makes last, which is no loop, the names that others know."""
+        for i, instr in enumerate(self.code):
+            if names.keys() & {*instr.outputs}:
                 self.code[i] = replace(instr, outputs=tuple(names.get(o, o) for o in instr.outputs))
 
     # -- rule (2) --------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class CalledOtherwise(Op, abstract=True):
         return 0.0
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError(f"stages' {self.done} by lowering and have no gradient of their own")
+        raise UserError(f"{self.done} by lowering and have no gradient of their own")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class StagePart(CalledOtherwise):
 
     dim: str
     part: Dim | None
-    done: ClassVar[str] = "parts are taken"
+    done: ClassVar[str] = "stages' parts are taken"
 
     def infer(self, *inputs: TensorType) -> TensorType:
         rest = inputs[0].shape.without(self.dim)
@@ -71,7 +71,7 @@ class StageStack(CalledOtherwise):
 
     dim: Dim
     several: bool
-    done: ClassVar[str] = "parts are stacked"
+    done: ClassVar[str] = "stages' parts are stacked"
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return TensorType(Shape([self.dim, *inputs[0].shape.dims[self.several :]]), inputs[0].dtype)
@@ -81,7 +81,7 @@ class StageStack(CalledOtherwise):
 class StageTerm(CalledOtherwise):
     """Each stage's term of a sum over all of them."""
 
-    done: ClassVar[str] = "terms are added"
+    done: ClassVar[str] = "stages' terms are added"
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return inputs[0]

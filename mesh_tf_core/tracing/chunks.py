@@ -30,13 +30,13 @@ class Place:
     """Which layers are copied.
 
     Attributes:
-      stage, turn: numbers of the stage, and of its chunk if it has several.
+      stage, chunk: numbers of the stage, and of its chunk if it has several.
       begins: the first of all layers.
       first: the first of the stage's, if it has several chunks.
     """
 
     stage: Tensor
-    turn: Tensor | None
+    chunk: Tensor | None
     begins: Tensor
     first: Tensor | None
 
@@ -133,12 +133,12 @@ class ChunkCopy(Accumulation):
     # -- what has a stage's, or a chunk's --------------------------------------------------------------------
 
     @contextmanager
-    def chunk_of(self, stage: Tensor, turn: Tensor | None) -> Iterator[None]:
+    def chunk_of(self, stage: Tensor, chunk: Tensor | None) -> Iterator[None]:
         """What is copied inside is of one stage, and of one of its chunks if it has several."""
         size, stages = self.chunk.size, self.schedule.stages
-        chunk = stage if turn is None else turn * stages + stage
-        first = None if turn is None else turn * size
-        self.smaller, self.place = self.of_chunk, Place(stage, turn, chunk * size, first)
+        of_all = stage if chunk is None else chunk * stages + stage
+        first = None if chunk is None else chunk * size
+        self.smaller, self.place = self.of_chunk, Place(stage, chunk, of_all * size, first)
         try:
             yield
         finally:

@@ -53,10 +53,12 @@ class Turns(Slots):
         for node in reversed(nodes):
             copy._node(node)
 
-    def _layers(self, node: Node, stage: Tensor, turn: Tensor | None, init: Sequence[Tensor]) -> list[Tensor]:
-        """The layers of a stage, or of its chunk whose turn it is; their last states."""
+    def _layers(
+        self, node: Node, stage: Tensor, chunk: Tensor | None, init: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The layers of a stage, or of one of its chunks; their last states."""
         copy = self.copy
-        with self.new.phase(copy._phase(node), node.scope, node.name), copy.chunk_of(stage, turn):
+        with self.new.phase(copy._phase(node), node.scope, node.name), copy.chunk_of(stage, chunk):
             copy._looped(node, self._body(node), init)
         return [copy.tensors[o] for o in node.outputs[: len(init)]]
 
@@ -86,10 +88,10 @@ class Turns(Slots):
 
     def _slot(self, at: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Of a stage's own tick: whether a microbatch is there, the number of one, where it lies in the ring,
-        and in which round it is."""
-        item, turn = whose_turn(self.schedule, at)
+        and in which round it is: which chunk it takes."""
+        item, chunk = whose_turn(self.schedule, at)
         works, number = self._held(at, item)
-        return works, number, maximum(item, 0), turn
+        return works, number, maximum(item, 0), chunk
 
     def _held(self, at: Tensor, item: Tensor) -> tuple[Tensor, Tensor]:
         works = logical_and(at >= 0, item < self.parts)
@@ -114,14 +116,14 @@ class Turns(Slots):
           make: of the number of a microbatch.
         """
         schedule, new = self.schedule, self.new
-        item, turn = whose_turn(schedule, at - schedule.first(end))
+        item, chunk = whose_turn(schedule, at - schedule.first(end))
         works, number = self._held(at - schedule.first(end), item)
-        if turn is None:
+        if chunk is None:
             return [*make(number)]
         times = schedule.passing(end, *ticks)
         if not times:
             return None
-        works = logical_and(works, turn < 1)
+        works = logical_and(works, chunk < 1)
         with new.loop(Dim(f"branch_{len(new.blocks)}", 1)) as block:
             block.single, block.runs, block.branch = True, works.id, Fraction(times, ticks[1])
             made = [new.sum_output(block, new.visible(x)) for x in make(number)]

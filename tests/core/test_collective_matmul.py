@@ -183,6 +183,34 @@ def test_what_came_is_added_to_equal_terms_alone(how: str, scatters: int) -> Non
     assert names.count("reduce_scatter") == scatters
 
 
+@pytest.mark.parametrize("devices", [4, 12])
+def test_both_operands_of_a_product_are_gathered(devices: int) -> None:
+    """Over two axes; from 12 devices on a loop of turns reads the other operand, too."""
+    t, d, m, f = (
+        mtf.Dim(name, size) for name, size in zip("tdmf", (2 * devices, 4, 4, devices), strict=True)
+    )
+    g = mtf.Graph()
+    x, y = g.input("x", [t, d], "float64"), g.input("y", [m, f], "float64")
+    model = mtf.Model(mtf.reduce_mean(mtf.square(mtf.einsum([mtf.tanh(x), mtf.tanh(y)], [t, d, m, f]))))
+    random, losses = np.random.default_rng(1), []
+    feeds = {n: random.normal(size=v.shape.sizes) for n, v in (("x", x), ("y", y))}
+    for mesh, layout in (("one:1", ""), (f"a:{devices};b:2", "d:b;f:a;t@elsewhere:a;m@elsewhere:b")):
+        options = mtf.Options(collective_matmul=frozenset("df"))
+        program = model.lower(mtf.Mesh(mesh), mtf.Layout(layout), options)
+        losses.append(float(open_engine(program, "lockstep").step(feeds)["loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    assert "all_gather" not in {i.name for i, _ in program.walk()}
+
+
+def test_a_product_of_three_has_no_part_in_it() -> None:
+    d, f, h = mtf.Dim("d_model", 4), mtf.Dim("d_ff", 4), mtf.Dim("heads", 4)
+    g = mtf.Graph()
+    x, y, z = g.input("x", [d, f]), g.input("y", [f, h]), g.input("z", [d])
+    model = mtf.Model(mtf.reduce_sum(mtf.einsum([x, y, z], [h])))
+    with pytest.raises(mtf.UserError, match="collective matmul of 'd_ff': no product has it"):
+        model.lower(mtf.Mesh("one:1"), mtf.Layout(""), mtf.Options(collective_matmul=frozenset({"d_ff"})))
+
+
 def test_terms_that_call_the_positions_otherwise() -> None:
     """Queries and keys, where an axis splits both names of the positions."""
     layout = "heads:model;length:data;memory_length:data;length@elsewhere:model"
