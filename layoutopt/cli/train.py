@@ -155,7 +155,8 @@ def _refuse_decided(decided: DecisionOptions) -> None:
         )
     if decided:
         raise UserError(
-            "--layout auto decides storage, recompute, microbatches and context too; leave them out"
+            "--layout auto decides storage, recompute, microbatches and context too, without schedules of "
+            "stages or collective matmul; leave these options out, or train the plan of a search with them"
         )
 
 

@@ -47,12 +47,13 @@ class Spread(AnyAttention, abstract=True):
         wanted: Sequence[bool],
     ) -> Sequence[int] | None:
         """As `Op.spread`; LayoutError if the operands or the layout do not allow the form."""
-        axes = low.layout.axes(self.memory.name)
-        if not axes or axes != low.layout.axes(self.length.name):
-            both = f"{self.length.name} and {self.memory.name}"
-            raise refused(
-                self, form, f"needs {both} split over the same axes", f"split both, or leave {form} out"
-            )
+        names = self.length.name, self.memory.name
+        own, axes = (low.layout.axes(name) for name in names)
+        if not axes or axes != own:
+            # Rules for elsewhere split further here what a reader of the layout sees split alike.
+            found = ", ".join(f"{n}:{'+'.join(a) or 'none'}" for n, a in zip(names, (own, axes), strict=True))
+            why = f"needs {' and '.join(names)} split over the same axes, found {found}"
+            raise refused(self, form, why, f"split both, or leave {form} out")
         if low.oracle.ways(axes) == 1:
             return None
         # All else that it needs whole is gathered as ever.

@@ -25,7 +25,10 @@ def test_by_hand(run: Callable[..., Result]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("ring", "--layout", "length:seq"), "needs length and memory_length split over the same axes"),
+        (
+            ("ring", "--layout", "length:seq"),
+            "the same axes, found length:seq, memory_length:none;",
+        ),
         (("rnig",), "did you mean 'ring'"),
         (("length=ring",), "no fused attention has keys along 'length'; found 'memory_length'"),
         (("ring", "--context", "zigzag"), "--context ring and --context zigzag are both about everything"),
