@@ -111,7 +111,7 @@ CASES = (
         asked=Asked(elsewhere=LENGTH),
     ),
     Case(
-        "43 billion parameters with few sequences, TPU v4",
+        "44 billion parameters with few sequences, TPU v4",
         {**SIZES, "d_model": 6144, "heads": 48, "d_ff": 24576, "vocab": 32768, "length": 2048, "batch": 128},
         "tpu-v4",
         "data:128;model:4",

@@ -89,6 +89,7 @@ def cost(
     doubts = lint(loaded.model, found, machine, given.options)
     said = {doubt.message for doubt in doubts}
     notes = [n for n in (*loaded.model.notes(given.options), *found.notes) if n not in said]
+    notes += _idle(found, given.options)
     if given.plan is not None and hardware == THIS_MACHINE != given.plan.data.hardware:
         its = given.plan.data.hardware
         notes.append(f"the plan is for {its}, this price for {THIS_MACHINE}: name the plan's with --hardware")
@@ -116,6 +117,21 @@ def cost(
         show_doubts(terminal, doubts)
         for note in notes:
             terminal.show("", f"note: {note}")
+
+
+def _idle(found: Evaluation, options: Options) -> list[str]:
+    """That nothing goes in chunks beside products, where it was asked for."""
+    from mesh_tf_core.ir.program import Permute
+    from mesh_tf_core.ops.einsum import Einsum
+
+    asked = ",".join(sorted(options.collective_matmul))
+    sent = (i for i, _ in found.program.walk() if isinstance(i, Permute))
+    if not asked or any(i.beside == Einsum.kind for i in sent):
+        return []
+    return [
+        f"--collective-matmul {asked} changes nothing here: no product with these dimensions, split over an "
+        "axis, gathers or scatters over it, as under sequence parallelism (length@elsewhere:AXIS)"
+    ]
 
 
 def opened_lines(cost: Cost, prices: Pricer) -> list[CostLine]:

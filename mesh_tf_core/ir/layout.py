@@ -140,7 +140,7 @@ class Layout(Mapping[str, Axes]):
         return self._around[key]
 
     def inside(self, axes: Axes) -> Layout:
-        """The layout inside of what axes tell apart: with each rule for elsewhere that does not meet them."""
+        """The layout inside of what axes tell apart: rules for elsewhere over any of these are left out."""
         rest = {name: found for name, found in self.elsewhere if not set(found) & set(axes)}
         if len(rest) == len(self.elsewhere):
             return self

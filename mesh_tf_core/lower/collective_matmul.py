@@ -14,7 +14,7 @@ product has one of some dimensions, split over the axes of the message:
       (of one tensor's gradients) is one: a turn has a term of each. A difference is none, nor is a sum of
       products with other dimensions or another order of them: what came is added to one of the terms.
 Two turns of (1) are one iteration of a loop, where there are many, for then the compiler need not copy what
-comes to where it came from (v5e:2x4, 2026-11-24). So it is of (2): a turn has both ways.
+comes to where it came from (v5e:2x4, 2026-11-24). One turn of (2) is enough: it has both ways.
 """
 
 from __future__ import annotations

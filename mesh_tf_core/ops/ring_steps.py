@@ -28,7 +28,7 @@ class RingStep(Op, abstract=True):
       ring: the dimension that counts the pieces.
       step: how many places what it takes has come round.
       counted: so many more as the last operand says, an int32 scalar.
-      before: it is of devices that it has come to round the end of the ring, else of the others.
+      before: the step is for devices to which it came past the end of the ring, else for the others.
       end: it came from the devices behind, and this is the number of the last one; 0: from those before.
     """
 
@@ -183,7 +183,7 @@ class Place(Op):
 
 @dataclass(frozen=True)
 class PlaceSent(RingStep):
-    """The place of what the next device sends: `by` further, of places from `start` that begin anew after
+    """The place of what a neighbour sends: `by` further, of places from `start` that begin anew after
     `total`."""
 
     by: int = 0

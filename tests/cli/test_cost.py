@@ -268,6 +268,16 @@ def test_relative_cache_directories_are_ignored(monkeypatch: pytest.MonkeyPatch)
     assert profiles_directory() == Path.home() / ".cache/layoutopt/profiles"
 
 
+def test_what_collective_matmul_does_not_change_is_told(result: Callable[..., dict[str, Any]]) -> None:
+    words = ("cost", LM, "--mesh", "model:2", "--hardware", "tpu-v3", "--collective-matmul", "d_ff")
+    for rule, idle in (("", 1), (";length@elsewhere:model", 0)):
+        found = result(*words, "--layout", f"d_ff:model;heads:model{rule}")
+        notes = [
+            n for n in found.get("notes", ()) if n.startswith("--collective-matmul d_ff changes nothing")
+        ]
+        assert len(notes) == idle and found["collective_matmul"] == ["d_ff"]
+
+
 def test_a_doubt_is_said_once(run: Callable[..., Result], result: Callable[..., dict[str, Any]]) -> None:
     """That no kernel takes this attention is a finding of lint and a note of the price."""
     asked = (*COST, "--hardware", "a100", "--set", "layers=2")

@@ -48,18 +48,18 @@ class JaxPlan(Shardings):
             dim, form = next(iter(context.items()))
             raise UserError(
                 f"plan.jax: the plan's attention to {dim!r} is {form}, which no sharding says; search with "
-                "--context gather"
+                "context=['gather']"
             )
         if dims := sorted(self.options.collective_matmul):
             raise UserError(
                 f"plan.jax: the plan sends in chunks beside products with {dims[0]!r}, which no sharding "
-                "says; search without --collective-matmul"
+                "says; search without collective_matmul"
             )
         if offload := sorted(self.options.offload):
             kind, name = offload[0]
             raise UserError(
                 f"plan.jax: the plan keeps {kind} of {name!r} on the hosts, which your own step does not; "
-                "search without --offload"
+                "search without offload"
             )
         return constrained(
             loss or self.origin.loss,
