@@ -30,7 +30,7 @@ from typing import TypeAlias
 from costmodels.kernels.fusion import ALONE, PRODUCT
 from costmodels.kernels.groups import Group, GroupContext, VariableCast
 from costmodels.kernels.partition import Kernel
-from mesh_tf_core.ir.program import HostLoad, Instr, Local, Loop, Program
+from mesh_tf_core.ir.program import HostLoad, Instr, Local, Loop, Permute, Program
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,8 @@ class _Fuser:
 
     def _group(self, instr: Instr, groups: dict[tuple[int, bool], list[Group]]) -> Group | None:
         """The group that an instruction belongs to, with it in it: of a node that is several products, one
-        after the other (`mesh_tf_core.lower.collective_matmul`), the last one's."""
+        after the other (`mesh_tf_core.lower.collective_matmul`), the last one's; what reads what comes
+        beside that is behind it."""
         number = self.context.fusion.group.get(instr.origin.node)
         if number is None or not isinstance(instr, Local):
             return None
@@ -192,9 +193,14 @@ class _Fuser:
             return None
         again = self.again or instr.origin.phase == "recompute"
         found = groups[number, again]
-        if not found or (kind == PRODUCT and PRODUCT in found[-1].roles):
+        if not found or (PRODUCT in found[-1].roles and (kind == PRODUCT or self._comes_beside(instr))):
             found.append(Group(self.context, again))
         group = found[-1]
         group.instrs.append(instr)
         group.roles.append(kind)
         return group
+
+    def _comes_beside(self, instr: Local) -> bool:
+        """Whether it reads what comes beside products, whose kernels so do not wait for it."""
+        made = (self.context.producer.get(self.context.source(i)) for i in instr.inputs)
+        return any(isinstance(m, Permute) and m.beside == "matmul" for m in made)

@@ -13,6 +13,7 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.pricing.overlap import beside
+from costmodels.pricing.pricer import pricer
 from examples import moe_lm, transformer_lm, transformer_seq2seq
 from layoutopt.evaluator import evaluate
 from mesh_tf_core.engines import open_engine
@@ -148,6 +149,19 @@ def test_what_hides_is_at_most_the_products() -> None:
         assert hidden <= products
         seconds.append(cost.step_seconds)
     assert seconds[1] < seconds[0]
+
+
+def test_what_comes_last_is_added_by_a_kernel_of_its_own() -> None:
+    """A device's own chunk is multiplied beside the last messages, so no kernel both makes and adds it; the
+    TPU compiler has an addition of three there (v5e:2x2, 2026-11-24)."""
+    graph, (b, t, d, f) = mtf.Graph(), (mtf.Dim(n, 64) for n in ("batch", "length", "d_model", "d_ff"))
+    h, w = graph.input("h", [b, t, f], "bfloat16"), graph.variable("w", [f, d], mtf.ZEROS, "bfloat16")
+    out, options = mtf.einsum([h, w], [b, t, d]), mtf.Options(collective_matmul=frozenset({"d_ff"}))
+    layout = mtf.Layout("d_ff:model;length@elsewhere:model")
+    program = mtf.lower(graph, mtf.Mesh("model:4"), layout, {"out": out}, options)
+    lines = pricer(load_hardware("tpu-v4"), program.mesh).cost(program).lines
+    kernels = [x.name for x in lines if x.name in ("einsum", "addproduct", "addn")]
+    assert kernels == ["einsum", "einsum", "addproduct", "einsum", "addn"]
 
 
 def two_products(how: str) -> mtf.Model:
