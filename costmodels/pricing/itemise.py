@@ -23,8 +23,9 @@
 (8) A host that launches kernels (`Hardware.host_counts`) counts itself: an operation on single whole numbers
     alone is no item. So PyTorch counts layers and microbatches in Python, and hands a dropout's seed and
     offset to its kernel as arguments (pytorch/pytorch aten/src/ATen/cuda/CUDAGeneratorImpl.cpp @03e68c4b).
-(9) On TPUs a product reads a part of an operand (`Op.cuts`) where it lies: the compiler puts the slice into
-    the product's kernel (v5e:2x4, chunks of a scatter, 2026-11-24). Elsewhere it is copied.
+(9) On TPUs a product reads a part of an operand (`Op.cuts`) where it lies, and writes its result in place:
+    the compiler puts the slice, and the writing, into the product's kernel (v5e:2x4, chunks of scatters and
+    gathers, 2026-11-24). Elsewhere they are copied.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ class Op:
     in_place: ClassVar[bool] = False
     """True if it writes a part of its first operand, and the rest stays as it is."""
     cuts: ClassVar[bool] = False
-    """True if it cuts a part out of its first operand, which a product may read where it lies."""
+    """True if it is about a part of its first operand, which a product may read, or write, where it lies."""
     adds: ClassVar[bool] = False
     """True if its last operand is a term of its result, pending over the same axes."""
     derives_key: ClassVar[bool] = False

@@ -184,7 +184,8 @@ class Turns:
                 total = state[n] if state and not into else -1
                 made = chunk if reader is None else self.multiplied(reader, chunk, number, total)
                 if into and state:
-                    made = self.alike(ChunkPut(dim), state[n], state[n], made, number)
+                    put = ChunkPut(dim, reader is not None)
+                    made = self.alike(put, state[n], state[n], made, number)
                 elif into:
                     made = self.alike(ChunkFirst(dim, self.count), made, made, number)
                 found.append(made)

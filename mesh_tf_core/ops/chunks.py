@@ -129,12 +129,21 @@ class ChunkFirst(Chunk):
 
 @dataclass(frozen=True)
 class ChunkPut(Chunk):
-    """x [..., dim] with a chunk of `dim` in the place that its number (int32 scalar) says."""
+    """x [..., dim] with a chunk of `dim` in the place that its number (int32 scalar) says.
+
+    Attributes:
+      product: a product makes the chunk, and may write it to its place.
+    """
 
     dim: str
+    product: bool = False
     kind: ClassVar[str] = "data"
     linear: ClassVar[bool] = True
     in_place: ClassVar[bool] = True
+
+    @property
+    def cuts(self) -> bool:  # type: ignore[override]
+        return self.product
 
     def roles(self, *inputs: TensorType) -> Roles:
         return all_parallel(inputs[0])
