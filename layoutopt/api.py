@@ -121,21 +121,9 @@ def search(
         raise UserError(f"search: {model!r} is no Model; build one, as a model file's model() does")
     chosen = machine_of(hardware)
     context = usual(objective) if context is None else context
-    lists = storage, recompute, microbatches, context, elsewhere, pipeline, offload, schedule
-    _check(
-        mesh,
-        devices,
-        memory,
-        objective,
-        refine,
-        top,
-        clock.limit,
-        max_axes,
-        pins,
-        forbid,
-        *lists,
-        collective_matmul,
-    )
+    steps = storage, recompute, microbatches, context, elsewhere, pipeline, offload, schedule
+    lists = (*steps, collective_matmul)
+    _check(mesh, devices, memory, objective, refine, top, clock.limit, max_axes, pins, forbid, *lists)
     allowed = Allowed(
         parse_rules(pins),
         parse_forbid(forbid),

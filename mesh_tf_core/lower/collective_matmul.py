@@ -76,7 +76,7 @@ class _Rewriting:
 
     def beside(self, instr: Instr, axes: Axes) -> bool:
         """Whether it is a product of two operands with one of the dimensions, split over these axes."""
-        if not isinstance(instr, Local) or not is_product(instr.op) or len(instr.inputs) != 2:
+        if not isinstance(instr, Local) or not is_product(instr.op, instr.inputs):
             return False
         found = (self.values[i] for i in (*instr.inputs, *instr.outputs))
         return any(

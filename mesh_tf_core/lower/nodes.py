@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -195,9 +195,9 @@ def check_context(graph: Graph, context: Mapping[str, str]) -> None:
             )
 
 
-def is_product(op: Op) -> bool:
+def is_product(op: Op, operands: Sequence[int]) -> bool:
     """Whether what an operation gathers may come in chunks beside it, and what is scattered of it go."""
-    return isinstance(op, Einsum) and not op.chooses
+    return isinstance(op, Einsum) and not op.chooses and len(operands) == 2
 
 
 def product_dims(graph: Graph) -> Mapping[int, frozenset[str]]:
@@ -208,7 +208,7 @@ def product_dims(graph: Graph) -> Mapping[int, frozenset[str]]:
 def _product_dims(graph: Graph) -> dict[int, frozenset[str]]:
     found: dict[int, frozenset[str]] = {}
     for node, _ in graph.walk():
-        if is_product(node.op) and len(node.inputs) == 2:
+        if is_product(node.op, node.inputs):
             dims = found[node.index] = plan_of(node, graph).dims
             for i in node.inputs:
                 maker = graph.producer.get(i)

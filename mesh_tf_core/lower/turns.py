@@ -70,8 +70,8 @@ class Turns:
         self.whole: Axes = v.splits[at][: len(v.splits[at]) - len(self.axes)] if gathers else v.splits[at]
         self.sides, self.opposite = (self.count - 1) // 2, (self.count - 1) % 2
         numbers = Dim(f"{self.dim}_chunk", self.count)
-        (group,) = self.local(StageNumbers(numbers, "int32"), (), [(self.axes,)])
-        self.own = self.local(StagePart(numbers.name, None), (group,), [()])[0]
+        group = self.local(StageNumbers(numbers, "int32"), (), (self.axes,))
+        self.own = self.local(StagePart(numbers.name, None), (group,), ())
 
     # -- instructions ----------------------------------------------------------------------------------------
 
@@ -83,33 +83,30 @@ class Turns:
         self,
         op: Op,
         inputs: Sequence[int],
-        splits: Sequence[Splits],
+        splits: Splits,
         partial: Axes = (),
         origin: Origin | None = None,
-    ) -> list[int]:
+    ) -> int:
         """What an operation makes of values."""
-        found = op.infer(*(self.type(i) for i in inputs))
-        types = found if isinstance(found, tuple) else (found,)
-        outs = []
-        for type, split in zip(types, splits, strict=True):
-            outs.append(len(self.values))
-            self.values.append(Value(len(self.values), type.shape, type.dtype, split, partial))
-        self.code.append(Local(tuple(inputs), tuple(outs), origin or self.origin, op))
-        return outs
+        found = op.infer(*(TensorType(self.values[i].shape, self.values[i].dtype) for i in inputs))
+        assert isinstance(found, TensorType), "products and chunks have one result"
+        out = self.new(found, splits, partial)
+        self.code.append(Local(tuple(inputs), (out,), origin or self.origin, op))
+        return out
 
-    def type(self, id: int) -> TensorType:
-        return TensorType(self.values[id].shape, self.values[id].dtype)
+    def new(self, type: TensorType, splits: Splits, partial: Axes) -> int:
+        self.values.append(Value(len(self.values), type.shape, type.dtype, splits, partial))
+        return len(self.values) - 1
 
     def alike(self, op: Op, like: int, *inputs: int, origin: Origin | None = None) -> int:
         """What an operation makes, where it lies as one of the operands does."""
         v = self.values[like]
-        return self.local(op, inputs, [v.splits], v.partial, origin)[0]
+        return self.local(op, inputs, v.splits, v.partial, origin)
 
     def sent(self, id: int, shift: int, both: bool = True) -> int:
         """A chunk of the next device on one side."""
         v = self.values[id]
-        out = len(self.values)
-        self.values.append(Value(out, v.shape, v.dtype, v.splits, v.partial))
+        out = self.new(TensorType(v.shape, v.dtype), v.splits, v.partial)
         around = Permute((id,), (out,), self.origin, self.axes, shift, True, (), Einsum.kind, both)
         self.code.append(around)
         return out
@@ -118,7 +115,7 @@ class Turns:
         """Whose chunk it is: of the device so far away, and `each` further for every iteration so far."""
         inputs = (self.own,) if turn is None else (self.own, turn)
         op = ChunkNumber(self.count, far % self.count, each % self.count if turn is not None else 0)
-        return self.local(op, inputs, [()])[0]
+        return self.local(op, inputs, ())
 
     def looped(
         self, count: int, state: Sequence[int], body: Callable[[int, list[int]], Sequence[int]]
@@ -150,7 +147,7 @@ class Turns:
             op = replace(op, output=Shape(dims))
             if total >= 0:
                 op, operands = AddProduct(op), [*operands, total]
-        return self.local(op, operands, [out.splits], out.partial, instr.origin)[0]
+        return self.local(op, operands, out.splits, out.partial, instr.origin)
 
     def multiplied(self, reader: Reader, chunk: int, number: int, total: int) -> int:
         """A product of a chunk, added to a total, if there is one; what else has the dimension is taken by
@@ -172,7 +169,7 @@ class Turns:
         v = self.values[self.source]
         at = v.shape.index(self.dim)
         splits = tuple(self.whole if i == at else split for i, split in enumerate(v.splits))
-        (chunk,) = self.local(ChunkAs(self.dim, self.size), (self.source,), [splits], v.partial)
+        chunk = self.local(ChunkAs(self.dim, self.size), (self.source,), splits, v.partial)
         wanted = [(r.product.outputs[0], r.dim) for r in readers] + [(whole, self.dim)] * needed
 
         def meet(state: Sequence[int], chunk: int, number: int) -> list[int]:

@@ -61,10 +61,10 @@ class ChunkNumber(Chunk):
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         own, *turns = slices
-        # Never negative, whatever a library's remainder of negative numbers is.
-        number = k.binary("add", own, k.scalar(self.far % self.count, "int32"))
+        # Lowering counts back the long way round: libraries differ in remainders of negative numbers.
+        number = k.binary("add", own, k.scalar(self.far, "int32"))
         for turn in turns:
-            further = k.binary("mul", turn, k.scalar(self.each % self.count, "int32"))
+            further = k.binary("mul", turn, k.scalar(self.each, "int32"))
             number = k.binary("add", number, further)
         return k.binary("mod", number, k.scalar(self.count, "int32"))
 

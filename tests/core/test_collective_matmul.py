@@ -14,23 +14,18 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.pricing.overlap import beside
 from costmodels.pricing.pricer import pricer
-from examples import moe_lm, transformer_lm, transformer_seq2seq
+from examples import transformer_lm
 from layoutopt.evaluator import evaluate
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.ir.program import Instr, Loop, Permute, Program
 from mesh_tf_core.ops import chunks
-from tests.core.test_elsewhere import SEQUENCE, grown
+from tests.core.test_elsewhere import MODELS, SEQUENCE, grown
 from tests.examples.helper import SMALL, check_same, train
 from tests.examples.hunt import Hunt, alone
 from tests.marks import by_day
 
 ALL = frozenset({"d_ff", "heads", "vocab"})
 RING = "heads:model;d_ff:model;vocab:model;length@elsewhere:model"
-MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "language model": (transformer_lm, {**SMALL, "gated": True, "clip_norm": 1.0, "kv_heads": 2}),
-    "mixture of experts": (moe_lm, {**SMALL, "experts": 4, "optimizer": "adafactor"}),
-    "encoder and decoder": (transformer_seq2seq, {**SMALL, "optimizer": "sgd"}),
-}
 WAYS: tuple[dict[str, Any], ...] = tuple(
     {**more, "collective_matmul": dims}
     for more in ({}, {"microbatches": 2}, {"recompute": True}, {"storage": "zero3"}, {"storage": "zero2@x"})
