@@ -9,11 +9,12 @@ from typing import Any
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import constant_like
 from mesh_tf_core.ops.binary import binary, where
-from mesh_tf_core.ops.common import all_parallel, check_number
+from mesh_tf_core.ops.common import check_number
+from mesh_tf_core.ops.kinds import Elementwise
 from mesh_tf_core.ops.unary import unary
 
 SELU_SCALE, SELU_ALPHA = 1.0507009873554805, 1.6732632423543772
@@ -21,7 +22,7 @@ SELU_SCALE, SELU_ALPHA = 1.0507009873554805, 1.6732632423543772
 
 
 @dataclass(frozen=True)
-class Clip(Op):
+class Clip(Elementwise):
     """The nearest number in [low, high]; outside, the gradient is zero."""
 
     low: float
@@ -30,9 +31,6 @@ class Clip(Op):
     def __post_init__(self) -> None:
         if not self.low <= self.high:
             raise UserError(f"clip: low must not be above high, found {self.low} and {self.high}")
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         for bound in filter(math.isfinite, (self.low, self.high)):

@@ -15,6 +15,7 @@ from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.index import local_ids, need_ints
+from mesh_tf_core.ops.kinds import Move
 
 
 def _ordered(k: Kernel, x: Any, shape: Shape, names: Sequence[str]) -> Any:
@@ -33,7 +34,7 @@ def _rows(x: Shape, ids: Shape) -> list[Dim]:
 
 
 @dataclass(frozen=True)
-class TakeAlong(Op):
+class TakeAlong(Move):
     """x [common, dim, rows] at ids [common, more]: [the ids' dimensions, rows]; 0 where an id is outside."""
 
     dim: str
@@ -72,9 +73,6 @@ class TakeAlong(Op):
         found = k.where(inside, found, k.scalar(0, at.inputs[0].dtype))
         made = Shape([*(wanted.dim(name) for name in (*common, *more)), *rows])
         return _ordered(k, k.reshape(found, made.sizes), made, [*wanted.names, *(d.name for d in rows)])
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         x, ids = inputs

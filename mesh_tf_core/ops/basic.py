@@ -10,19 +10,17 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import check_dtype, is_float
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.common import aligned, all_parallel, check_number, listing, same_dtype
+from mesh_tf_core.ops.common import aligned, check_number, listing, same_dtype
+from mesh_tf_core.ops.kinds import Elementwise, Move, Source
 
 
 @dataclass(frozen=True)
-class AddN(Op):
+class AddN(Elementwise):
     """Adds operands of equal dimensions (the sum of a tensor's gradients)."""
 
     linear: ClassVar[bool] = True
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         dtype = same_dtype("add_n", inputs)
@@ -71,14 +69,11 @@ class Total(AddN):
 
 
 @dataclass(frozen=True)
-class Scale(Op):
+class Scale(Elementwise):
     """Multiplies by a constant."""
 
     factor: float
     linear: ClassVar[bool] = True
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         check_number("mul", self.factor, inputs[0].dtype)
@@ -87,21 +82,15 @@ class Scale(Op):
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         return k.binary("mul", slices[0], k.scalar(self.factor, at.outputs[0].dtype))
 
-    def flops(self, *local: TensorType) -> float:
-        return local[0].shape.size
-
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (scale(dy, self.factor),)
 
 
 @dataclass(frozen=True)
-class Shift(Op):
+class Shift(Elementwise):
     """Adds a constant."""
 
     offset: float
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         check_number("add", self.offset, inputs[0].dtype)
@@ -109,9 +98,6 @@ class Shift(Op):
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         return k.binary("add", slices[0], k.scalar(self.offset, at.outputs[0].dtype))
-
-    def flops(self, *local: TensorType) -> float:
-        return local[0].shape.size
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (dy,)
@@ -121,7 +107,7 @@ class Shift(Op):
 
 
 @dataclass(frozen=True)
-class Cast(Op):
+class Cast(Elementwise):
     """Changes the element type. `bool` and integers have no gradient."""
 
     dtype: str
@@ -134,33 +120,23 @@ class Cast(Op):
         """A truth value is no number."""
         return self.dtype != "bool"
 
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
-
     def infer(self, *inputs: TensorType) -> TensorType:
         return TensorType(inputs[0].shape, self.dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         return k.cast(slices[0], self.dtype)
 
-    def flops(self, *local: TensorType) -> float:
-        return local[0].shape.size
-
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (cast(dy, inputs[0].dtype) if is_float(inputs[0].dtype) else None,)
 
 
 @dataclass(frozen=True)
-class Constant(Op):
+class Constant(Source):
     """A scalar of one value."""
 
     value: float
     dtype: str
-    kind: ClassVar[str] = "data"
     free: ClassVar[bool] = True
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return Roles()
 
     def infer(self, *inputs: TensorType) -> TensorType:
         check_number("constant", self.value, check_dtype(self.dtype))
@@ -169,32 +145,16 @@ class Constant(Op):
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         return k.full((), self.value, self.dtype)
 
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        return ()
-
 
 @dataclass(frozen=True)
-class StopGradient(Op):
+class StopGradient(Move):
     """The identity, through which no gradient flows."""
 
     linear: ClassVar[bool] = True
-    kind: ClassVar[str] = "data"
     free: ClassVar[bool] = True
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
-
-    def infer(self, *inputs: TensorType) -> TensorType:
-        return inputs[0]
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         return slices[0]
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (None,)

@@ -11,11 +11,12 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.kernel import BINARY, At, Kernel
-from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import cast, constant_like, scale, shift
-from mesh_tf_core.ops.common import aligned, all_parallel, joined, listing, need_fractions, same_dtype
+from mesh_tf_core.ops.common import aligned, joined, listing, need_fractions, same_dtype
 from mesh_tf_core.ops.einsum import Einsum
+from mesh_tf_core.ops.kinds import Elementwise
 from mesh_tf_core.ops.reduce import sum_to
 from mesh_tf_core.ops.unary import unary
 
@@ -24,7 +25,7 @@ _COST = {"pow": 12}
 
 
 @dataclass(frozen=True)
-class Binary(Op):
+class Binary(Elementwise):
     """Two operands, element by element; dimensions that one lacks are broadcast."""
 
     fn: str
@@ -41,9 +42,6 @@ class Binary(Op):
     def linear(self) -> bool:  # type: ignore[override]
         """A sum waits behind additions and subtractions of equally pending operands."""
         return self.fn in ("add", "sub")
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         dtype = same_dtype(self.fn, inputs)
@@ -122,11 +120,8 @@ _BINARY_GRADIENTS: dict[str, Callable[..., Sequence[Any]]] = {
 
 
 @dataclass(frozen=True)
-class Where(Op):
+class Where(Elementwise):
     """Takes x where the condition holds, else y; broadcast by name."""
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         condition, x, y = inputs

@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Op, Roles, TensorType
-from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.common import all_parallel
+from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ops.einsum import Einsum
+from mesh_tf_core.ops.kinds import MadeByLowering, Move
 from mesh_tf_core.ops.pieces import resized
 from mesh_tf_core.ops.stages import CalledOtherwise
 
@@ -28,22 +26,13 @@ class ChunkAs(CalledOtherwise):
 
     dim: str
     size: int
-    done: ClassVar[str] = "chunks are called"
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return resized(inputs[0], self.dim, self.size)
 
 
 @dataclass(frozen=True)
-class Chunk(Op, abstract=True):
-    """What is done with a chunk of a dimension; lowering makes it."""
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError("chunks of a dimension are made by lowering and have no gradient of their own")
-
-
-@dataclass(frozen=True)
-class ChunkNumber(Chunk):
+class ChunkNumber(MadeByLowering):
     """Whose chunk a device works on, int32 scalar: its own number (int32 scalar), `far` further round the
     group of `count`, and `each` more for every turn that the second operand counts (int32 scalar), if there
     is one."""
@@ -73,7 +62,7 @@ class ChunkNumber(Chunk):
 
 
 @dataclass(frozen=True)
-class ChunkOf(Chunk):
+class ChunkOf(MadeByLowering, Move):
     """x [..., dim] -> the chunk of `size` elements of `dim` with a number (int32 scalar)."""
 
     dim: str
@@ -81,9 +70,6 @@ class ChunkOf(Chunk):
     kind: ClassVar[str] = "gather"
     linear: ClassVar[bool] = True
     cuts: ClassVar[bool] = True
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(inputs[0])
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return resized(inputs[0], self.dim, self.size)
@@ -94,24 +80,18 @@ class ChunkOf(Chunk):
         begin = k.binary("mul", number, k.scalar(sizes[names.index(self.dim)], "int32"))
         return k.slice(x, [begin if n == self.dim else 0 for n in names], sizes)
 
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
-
     def moved(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> float:
         return 2.0 * outputs[0].bytes
 
 
 @dataclass(frozen=True)
-class ChunkFirst(Chunk):
+class ChunkFirst(MadeByLowering, Move):
     """A chunk of `dim` and its number (int32 scalar) -> `count` chunks, of which all others are 0 yet."""
 
     dim: str
     count: int
     kind: ClassVar[str] = "gather"
     linear: ClassVar[bool] = True
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(inputs[0])
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return resized(inputs[0], self.dim, inputs[0].shape.dim(self.dim).size * self.count)
@@ -120,15 +100,12 @@ class ChunkFirst(Chunk):
         (chunk, number), (type,) = slices, at.outputs
         return _put(k, k.full(type.shape.sizes, 0, type.dtype), chunk, type.shape.index(self.dim), number)
 
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
-
     def moved(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> float:
         return float(2 * inputs[0].bytes + outputs[0].bytes)
 
 
 @dataclass(frozen=True)
-class ChunkPut(Chunk):
+class ChunkPut(MadeByLowering, Move):
     """x [..., dim] with a chunk of `dim` in the place that its number (int32 scalar) says.
 
     Attributes:
@@ -137,7 +114,6 @@ class ChunkPut(Chunk):
 
     dim: str
     product: bool = False
-    kind: ClassVar[str] = "data"
     linear: ClassVar[bool] = True
     in_place: ClassVar[bool] = True
 
@@ -145,18 +121,9 @@ class ChunkPut(Chunk):
     def cuts(self) -> bool:  # type: ignore[override]
         return self.product
 
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(inputs[0])
-
-    def infer(self, *inputs: TensorType) -> TensorType:
-        return inputs[0]
-
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         x, chunk, number = slices
         return _put(k, x, chunk, at.inputs[0].shape.index(self.dim), number)
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
 
     def moved(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> float:
         return 2.0 * inputs[1].bytes
@@ -169,7 +136,7 @@ def _put(k: Kernel, x: Any, chunk: Any, axis: int, number: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class AddProduct(Chunk):
+class AddProduct(MadeByLowering):
     """A product of all operands but the last, added to that: one kernel, as the TPU compiler makes it."""
 
     product: Einsum

@@ -12,6 +12,7 @@ from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.kinds import MadeByLowering
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class CumSum(Op):
 
 
 @dataclass(frozen=True)
-class PieceTotals(Op):
+class PieceTotals(MadeByLowering):
     """The sum of a device's piece of `dim`, as its one element of the dimension `pieces`."""
 
     dim: str
@@ -82,14 +83,9 @@ class PieceTotals(Op):
     def flops(self, *local: TensorType) -> float:
         return local[0].shape.size
 
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError(
-            "totals of pieces are made by the lowering of cumsum and have no gradient of their own"
-        )
-
 
 @dataclass(frozen=True)
-class CumSumAfter(Op):
+class CumSumAfter(MadeByLowering):
     """Running sums of a piece plus the totals of the pieces before it (`reverse`: after it)."""
 
     dim: str
@@ -119,9 +115,6 @@ class CumSumAfter(Op):
 
     def flops(self, *local: TensorType) -> float:
         return 2.0 * local[0].shape.size
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError("running sums after totals are made by the lowering of cumsum and have no gradient")
 
 
 def _wide(dtype: str) -> str:

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
+from mesh_tf_core.ir.op import Emitter, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import StopGradient, constant_like, stop_gradient
+from mesh_tf_core.ops.kinds import Move
 from mesh_tf_core.ops.math import maximum, sqrt, square
 from mesh_tf_core.ops.reduce import reduce_mean
 
@@ -18,7 +19,7 @@ GradientOf = Callable[[list["Tensor | None"], list["Tensor"], list["Tensor"]], "
 
 
 @dataclass(frozen=True)
-class CustomGradient(Op):
+class CustomGradient(Move):
     """The first `count` inputs as they are; the gradient goes to the others, by a function of the model.
 
     The graph keeps the function, under this number: an operation that kept it would keep the graph whose
@@ -27,7 +28,6 @@ class CustomGradient(Op):
 
     count: int
     function: int = field(compare=False)
-    kind: ClassVar[str] = "data"
     free: ClassVar[bool] = True
     linear: ClassVar[bool] = True
 
@@ -39,9 +39,6 @@ class CustomGradient(Op):
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         return slices[0] if self.count == 1 else slices[: self.count]
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
 
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         """The values under other names, each by itself."""

@@ -13,12 +13,13 @@ from typing import Any, ClassVar
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import constant_like
 from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.index import local_ids, need_ints
+from mesh_tf_core.ops.kinds import Move
 from mesh_tf_core.ops.shape import transpose
 
 
@@ -37,7 +38,7 @@ def _element(k: Kernel, x: Any, sizes: Sequence[int], axis: int, place: Any) -> 
 
 
 @dataclass(frozen=True)
-class DynamicSlice(Op):
+class DynamicSlice(Move):
     """x [..., dim] at a position (int scalar): [...]; zeros where the position is outside."""
 
     dim: str
@@ -58,9 +59,6 @@ class DynamicSlice(Op):
         found = _element(k, x, local.shape.sizes, axis, place)
         return k.where(inside, found, k.scalar(0, local.dtype))
 
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
-
     def moved(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> float:
         return 2.0 * outputs[0].bytes
 
@@ -71,15 +69,11 @@ class DynamicSlice(Op):
 
 
 @dataclass(frozen=True)
-class DynamicUpdate(Op):
+class DynamicUpdate(Move):
     """x [..., dim] with a piece [...] at a position (int scalar) of `dim`; x itself if that is outside."""
 
     dim: str
-    kind: ClassVar[str] = "data"
     in_place: ClassVar[bool] = True
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return Roles(parallel=inputs[0].shape.names)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         x, piece, _ = inputs
@@ -99,9 +93,6 @@ class DynamicUpdate(Op):
         # Devices that do not hold the position write what is there already: no copy of x, no branch.
         old = _element(k, x, shape.sizes, axis, place)
         return k.put(x, k.where(inside, piece, old), axis, place)
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
 
     def moved(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> float:
         return 3.0 * inputs[1].bytes

@@ -14,6 +14,7 @@ from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import align, all_parallel, joined, listing, same_dtype
+from mesh_tf_core.ops.kinds import Move
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,10 @@ class Einsum(Op):
 
 
 @dataclass(frozen=True)
-class Broadcast(Op):
+class Broadcast(Move):
     """Repeats the input along the dimensions of `output` that it lacks, and orders its axes like `output`."""
 
     output: Shape
-    kind: ClassVar[str] = "data"
 
     def roles(self, *inputs: TensorType) -> Roles:
         return all_parallel(TensorType(self.output, inputs[0].dtype))
@@ -110,9 +110,6 @@ class Broadcast(Op):
         shape = at.outputs[0].shape
         t = at.inputs[0].shape
         return k.broadcast_to(align(k, slices[0], t.names, shape.names, t.sizes), shape.sizes)
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (einsum([dy], inputs[0].shape),)

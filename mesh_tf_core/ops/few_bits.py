@@ -22,12 +22,12 @@ import numpy as np
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.activations import clip
 from mesh_tf_core.ops.basic import constant_like
 from mesh_tf_core.ops.binary import where
-from mesh_tf_core.ops.common import all_parallel
+from mesh_tf_core.ops.kinds import Elementwise
 from mesh_tf_core.ops.math import abs as absolute
 from mesh_tf_core.ops.math import floor, greater
 from mesh_tf_core.ops.reduce import reduce_max
@@ -76,13 +76,10 @@ def restored(codes: np.ndarray, scales: np.ndarray, shape: tuple[int, ...], bits
 
 
 @dataclass(frozen=True)
-class Pack(Op):
+class Pack(Elementwise):
     """Codes of 4 bits, float32 [..., row, ...], two neighbours along `row` in a byte: int8, half as many."""
 
     row: str
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         size = inputs[0].shape.dim(self.row).size
@@ -104,21 +101,15 @@ class Pack(Op):
         both = k.binary("add", first, k.binary("mul", second, k.scalar(16.0, "float32")))
         return k.cast(k.reshape(both, sizes), DTYPE)
 
-    def flops(self, *local: TensorType) -> float:
-        return float(local[0].shape.size)
-
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (None,)
 
 
 @dataclass(frozen=True)
-class Unpack(Op):
+class Unpack(Elementwise):
     """What `Pack` was given, of what it made."""
 
     row: str
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         if inputs[0].dtype != DTYPE:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.arrays import FixedArray, check_numbers, numbers, usual_dtype
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import check_dtype, itemsize
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Builder, Tensor
 from mesh_tf_core.ops.basic import Constant, constant_like
 from mesh_tf_core.ops.einsum import broadcast
+from mesh_tf_core.ops.kinds import Source
 
 MOST_BYTES = 2**26
 """Of a constant array: it is part of every compiled program, and compilers fold and copy what they are
@@ -22,20 +23,16 @@ given."""
 
 
 @dataclass(frozen=True)
-class ConstantArray(Op):
+class ConstantArray(Source):
     """An array that is known when the model is built. A device makes its own piece of it."""
 
     array: FixedArray
     shape: Shape
     dtype: str
-    kind: ClassVar[str] = "data"
 
     @property
     def name(self) -> str:
         return "constant"
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return Roles(parallel=self.shape.names)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         if self.array.array.shape != self.shape.sizes:
@@ -50,12 +47,6 @@ class ConstantArray(Op):
                 whole[tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))], self.dtype
             )
         return k.slice(k.array(whole, self.dtype), begin, sizes)
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        return ()
 
 
 def constant(

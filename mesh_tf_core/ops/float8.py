@@ -33,9 +33,10 @@ from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import cast, stop_gradient
-from mesh_tf_core.ops.common import all_parallel, joined, listing
+from mesh_tf_core.ops.common import joined, listing
 from mesh_tf_core.ops.custom import custom_gradient
 from mesh_tf_core.ops.einsum import Einsum, broadcast
+from mesh_tf_core.ops.kinds import Elementwise
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -93,13 +94,10 @@ class ScaleFor(Op):
 
 
 @dataclass(frozen=True)
-class Quantize(Op):
+class Quantize(Elementwise):
     """x times a scale, rounded to a format of eight bits."""
 
     format: str
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return TensorType(inputs[0].shape, self.format)

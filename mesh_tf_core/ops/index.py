@@ -15,6 +15,7 @@ from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import dtype_name, listing
 from mesh_tf_core.ops.einsum import einsum
+from mesh_tf_core.ops.kinds import Move, Source
 from mesh_tf_core.ops.shape import transpose
 
 
@@ -57,15 +58,11 @@ def one_hot_like(k: Kernel, at: At, ids: Any, dim: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Range(Op):
+class Range(Source):
     """0, 1, ... along one dimension."""
 
     dim: Dim
     dtype: str
-    kind: ClassVar[str] = "data"
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return Roles(parallel=(self.dim.name,))
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return TensorType(Shape([self.dim]), check_dtype(self.dtype))
@@ -75,12 +72,6 @@ class Range(Op):
         if self.dim.name not in at.split:
             return positions
         return k.binary("add", positions, k.scalar(at.offset(self.dim.name), self.dtype))
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        return ()
 
 
 @dataclass(frozen=True)
@@ -109,7 +100,7 @@ class OneHot(Op):
 
 
 @dataclass(frozen=True)
-class Gather(Op):
+class Gather(Move):
     """Rows of a table [dim, rest] by id: an embedding. Ids outside the table give zeros."""
 
     dim: str
@@ -136,9 +127,6 @@ class Gather(Op):
         rows = k.take(table, relative)
         mask = k.reshape(inside, (*types[1].shape.sizes, *(1 for _ in types[0].shape.sizes[1:])))
         return k.where(mask, rows, k.scalar(0, types[0].dtype))
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         table, ids = inputs
@@ -183,7 +171,7 @@ _MOST_POSITIONS = 2**31
 
 
 @dataclass(frozen=True)
-class Pick(Op):
+class Pick(Move):
     """The element of x [..., dim] at an index of its own for every other position: [...]."""
 
     dim: str
@@ -215,9 +203,6 @@ class Pick(Op):
             base = k.binary("mul", k.iota(rows, "int32"), k.scalar(n, "int32"))
             found = k.take(k.reshape(x, (rows * n,)), k.binary("add", base, relative))
         return k.reshape(k.where(inside, found, k.scalar(0, at.inputs[0].dtype)), wanted.sizes)
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         x, ids = inputs

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
+from mesh_tf_core.ir.op import Emitter, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import constant_like
 from mesh_tf_core.ops.binary import binary
-from mesh_tf_core.ops.common import all_parallel
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.index import Range, gather
+from mesh_tf_core.ops.kinds import Move
 from mesh_tf_core.ops.pieces import window
 from mesh_tf_core.ops.shape import concat, rename, slice_dim, transpose
 
 
 @dataclass(frozen=True)
-class ShiftAlong(Op):
+class ShiftAlong(Move):
     """Element i goes to place i + offset of `dim`; what leaves one end enters the other (`wrap`) or is
     lost."""
 
     dim: str
     offset: int
     wrap: bool
-    kind: ClassVar[str] = "data"
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         inputs[0].shape.index(self.dim)
@@ -53,9 +49,6 @@ class ShiftAlong(Op):
         tail = [size - cut if i == axis else s for i, s in enumerate(shape.sizes)]
         head = [cut if i == axis else s for i, s in enumerate(shape.sizes)]
         return k.concat([k.slice(x, start, tail), k.slice(x, [0] * len(shape), head)], axis)
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
 
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         """A split dimension: the window of every piece, moved against the offset."""

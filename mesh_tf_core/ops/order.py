@@ -22,6 +22,7 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.along import PutAlong, row_starts
 from mesh_tf_core.ops.binary import binary, where
 from mesh_tf_core.ops.index import Range
+from mesh_tf_core.ops.kinds import MadeByLowering
 from mesh_tf_core.ops.math import logical_not, not_equal
 from mesh_tf_core.ops.reduce import reduce_max, reduce_min, reduce_sum
 from mesh_tf_core.ops.shape import rename, reshape, slice_dim
@@ -139,7 +140,7 @@ class TopK(Op):
 
 
 @dataclass(frozen=True)
-class Candidates(Op):
+class Candidates(MadeByLowering):
     """A device's own `count` largest along its piece of `dim`, with their positions in the whole, along
     `few`."""
 
@@ -163,12 +164,9 @@ class Candidates(Op):
     def flops(self, *local: TensorType) -> float:
         return local[0].shape.size * max(1, self.count.bit_length())
 
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError("candidates are made by the lowering of top_k and have no gradient of their own")
-
 
 @dataclass(frozen=True)
-class BestOf(Op):
+class BestOf(MadeByLowering):
     """The `best.size` largest of candidates (values, positions) along their last dimension."""
 
     dim: str
@@ -195,9 +193,6 @@ class BestOf(Op):
 
     def flops(self, *local: TensorType) -> float:
         return local[0].shape.size * max(1, self.best.size.bit_length())
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError("the comparison of candidates is made by the lowering of top_k and has no gradient")
 
 
 @dataclass(frozen=True)

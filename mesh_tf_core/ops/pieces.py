@@ -7,18 +7,15 @@ all the devices' windows laid end to end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
-from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
+from mesh_tf_core.ir.op import Emitter, TensorType
 from mesh_tf_core.ir.program import Permute
-from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.common import all_parallel
+from mesh_tf_core.ops.kinds import MadeByLowering, Move
 
 
 @lru_cache(maxsize=1 << 12)
@@ -28,17 +25,13 @@ def resized(x: TensorType, dim: str, size: int) -> TensorType:
 
 
 @dataclass(frozen=True)
-class PieceSlice(Op):
+class PieceSlice(MadeByLowering, Move):
     """Elements begin .. begin+size-1 of a device's piece of `dim`."""
 
     dim: str
     begin: int
     size: int
     pieces: int
-    kind: ClassVar[str] = "data"
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return resized(inputs[0], self.dim, self.size * self.pieces)
@@ -47,25 +40,15 @@ class PieceSlice(Op):
         begin = [self.begin if n == self.dim else 0 for n in at.inputs[0].shape.names]
         return k.slice(slices[0], begin, at.outputs[0].shape.sizes)
 
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError("slices of pieces are made by lowering and have no gradient of their own")
-
 
 @dataclass(frozen=True)
-class PieceJoin(Op):
+class PieceJoin(MadeByLowering, Move):
     """A device's pieces end to end along `dim`, with zeros before and after."""
 
     dim: str
     before: int
     after: int
     pieces: int
-    kind: ClassVar[str] = "data"
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         total = sum(t.shape.dim(self.dim).size for t in inputs)
@@ -77,12 +60,6 @@ class PieceJoin(Op):
         if not self.before and not self.after:
             return x
         return k.pad(x, [(self.before, self.after) if i == axis else (0, 0) for i in range(len(x.shape))])
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError("joined pieces are made by lowering and have no gradient of their own")
 
 
 def window(low: Emitter, id: int, dim: str, begin: int, end: int, wrap: bool = False) -> int:

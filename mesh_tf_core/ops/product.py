@@ -13,6 +13,7 @@ from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import constant_like
 from mesh_tf_core.ops.binary import where
+from mesh_tf_core.ops.kinds import MadeByLowering
 from mesh_tf_core.ops.reduce import names_of, reduce_sum
 
 
@@ -66,7 +67,7 @@ class ReduceProd(Op):
 
 
 @dataclass(frozen=True)
-class PieceProducts(Op):
+class PieceProducts(MadeByLowering):
     """The product of a device's piece over `dims`, as its one element of the last dimension `pieces`."""
 
     dims: tuple[str, ...]
@@ -87,9 +88,6 @@ class PieceProducts(Op):
 
     def flops(self, *local: TensorType) -> float:
         return local[0].shape.size
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError("products of pieces are made by the lowering of reduce_prod and have no gradient")
 
 
 def reduce_prod(x: Tensor, dims: Dim | str | Sequence[Dim | str] | None = None) -> Tensor:

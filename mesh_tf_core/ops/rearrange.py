@@ -13,14 +13,12 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
-from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
+from mesh_tf_core.ir.op import Emitter, Op, TensorType
 from mesh_tf_core.ir.program import Permute, wire_bytes
-from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.common import all_parallel
+from mesh_tf_core.ops.kinds import MadeByLowering, Move
 from mesh_tf_core.ops.pieces import PieceJoin, resized
 
 
@@ -92,16 +90,12 @@ def rounds(found: Sequence[Run]) -> list[list[Run]]:
 
 
 @dataclass(frozen=True)
-class PieceTake(Op):
+class PieceTake(MadeByLowering, Move):
     """`size` elements of every device's piece of `dim`, from `begins[number of the piece]`."""
 
     dim: str
     begins: tuple[int, ...]
     size: int
-    kind: ClassVar[str] = "data"
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return resized(inputs[0], self.dim, self.size * len(self.begins))
@@ -113,12 +107,6 @@ class PieceTake(Op):
             [begin if n == self.dim else 0 for n in at.inputs[0].shape.names],
             at.outputs[0].shape.sizes,
         )
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError("parts of pieces are made by lowering and have no gradient of their own")
 
 
 _NOTHING = (0, 0, 0)
@@ -136,7 +124,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class PiecePut(Op):
+class PiecePut(MadeByLowering, Move):
     """Pieces of `length` elements along `dim`, made of runs of the operands; the other elements are
     `fill`."""
 
@@ -144,10 +132,6 @@ class PiecePut(Op):
     length: int
     fill: float
     slots: tuple[Slot, ...]
-    kind: ClassVar[str] = "data"
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return resized(inputs[0], self.dim, self.length * len(self.slots[0].table))
@@ -178,12 +162,6 @@ class PiecePut(Op):
             x = k.pad(x, [(before, after) if i == axis else (0, 0) for i in range(len(shape))])
         start = _looked_up(k, at, self.dim, [s + before for s in starts])
         return k.slice(x, [start if i == axis else 0 for i in range(len(shape))], shape.sizes)
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError("pieces put together are made by lowering and have no gradient of their own")
 
 
 def _looked_up(k: Kernel, at: At, dim: str, table: Sequence[int]) -> Any:

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Op, Roles, TensorType
-from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ops.blockwise import HIDDEN, NOTHING_SEEN
-from mesh_tf_core.ops.common import all_parallel
+from mesh_tf_core.ops.kinds import Elementwise, MadeByLowering, Source
 
 _NEVER = 2 * HIDDEN
 """Log-sum-exp of what is not to count, even beside rows that see nothing."""
@@ -21,7 +19,7 @@ _DONE = 1e30
 
 
 @dataclass(frozen=True)
-class RingStep(Op, abstract=True):
+class RingStep(MadeByLowering, Elementwise, abstract=True):
     """What depends on how far keys have come.
 
     Attributes:
@@ -38,9 +36,6 @@ class RingStep(Op, abstract=True):
     before: bool = False
     end: int = 0
 
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
-
     def counts(self, k: Kernel, at: At, slices: Sequence[Any]) -> Any:
         """Bool scalar: whether this device is one of those; None if all are."""
         if not self.step:
@@ -51,9 +46,6 @@ class RingStep(Op, abstract=True):
         if self.counted:
             step = k.binary("add", step, slices[-1])
         return k.binary("lt" if self.before else "ge", number, step)
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError("steps of a ring are made by lowering and have no gradient of their own")
 
 
 @dataclass(frozen=True)
@@ -115,16 +107,10 @@ class AddPart(RingStep):
             term = k.where(counts, term, k.scalar(0.0, wide))
         return k.cast(k.binary("add", total, term), self.dtype)
 
-    def flops(self, *local: TensorType) -> float:
-        return float(local[0].shape.size)
-
 
 @dataclass(frozen=True)
 class ChoosePart(RingStep):
     """The first of two operands on devices that `step` says, or (no step) on every second; else the other."""
-
-    def infer(self, *inputs: TensorType) -> TensorType:
-        return inputs[0]
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         counts = self.counts(k, at, slices)
@@ -133,17 +119,11 @@ class ChoosePart(RingStep):
             counts = k.binary("eq", k.binary("mod", number, k.scalar(2, "int32")), k.scalar(0, "int32"))
         return k.where(counts, *slices[:2])
 
-    def flops(self, *local: TensorType) -> float:
-        return float(local[0].shape.size)
-
 
 @dataclass(frozen=True)
 class LaterRows(RingStep):
     """The log-sum-exp of rows as keys that are not the first ones take it: rows that see nothing, and those
     of devices that the keys are hidden from, give them no weight."""
-
-    def infer(self, *inputs: TensorType) -> TensorType:
-        return inputs[0]
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         lse, wide, counts = slices[0], at.inputs[0].dtype, self.counts(k, at, slices)
@@ -155,16 +135,12 @@ class LaterRows(RingStep):
 
 
 @dataclass(frozen=True)
-class Place(Op):
+class Place(Source):
     """[ring] int32: the position at which every device's piece begins, `by` further with every device."""
 
     ring: Dim
     first: int
     by: int
-    kind: ClassVar[str] = "data"
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return Roles(parallel=(self.ring.name,))
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return TensorType(Shape([self.ring]), "int32")
@@ -173,12 +149,6 @@ class Place(Op):
         number = k.scalar(at.shard(self.ring.name), "int32")
         by, first = k.scalar(self.by, "int32"), k.scalar(self.first, "int32")
         return k.reshape(k.binary("add", first, k.binary("mul", number, by)), (1,))
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        return ()
 
 
 @dataclass(frozen=True)
@@ -189,9 +159,6 @@ class PlaceSent(RingStep):
     by: int = 0
     start: int = 0
     total: int = 1
-
-    def infer(self, *inputs: TensorType) -> TensorType:
-        return inputs[0]
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         start, total, by = (k.scalar(n, "int32") for n in (self.start, self.total, self.by % self.total))

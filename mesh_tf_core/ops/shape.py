@@ -14,19 +14,19 @@ from typing import Any, ClassVar
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
+from mesh_tf_core.ir.op import Emitter, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import align, check_number, listing, same_dtype
+from mesh_tf_core.ops.kinds import Move
 from mesh_tf_core.ops.rearrange import rearranged
 
 
 @dataclass(frozen=True)
-class Rename(Op):
+class Rename(Move):
     """The same elements under other dimension names: (old, new) pairs. The layout may split old and new
     differently."""
 
     names: tuple[tuple[str, str], ...]
-    kind: ClassVar[str] = "data"
     free: ClassVar[bool] = True
     linear: ClassVar[bool] = True
     regroups: ClassVar[bool] = True
@@ -34,9 +34,6 @@ class Rename(Op):
     @property
     def renames(self) -> tuple[tuple[str, str], ...]:  # type: ignore[override]
         return self.names
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return Roles(parallel=inputs[0].shape.names)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         (x,) = inputs
@@ -47,9 +44,6 @@ class Rename(Op):
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         return slices[0]
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
 
     def lower(self, lowering: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         """Moves the pieces to where the new names want them, then renames in place."""
@@ -62,11 +56,10 @@ class Rename(Op):
 
 
 @dataclass(frozen=True)
-class Reshape(Op):
+class Reshape(Move):
     """The elements in row-major order under another shape of the same size."""
 
     output: Shape
-    kind: ClassVar[str] = "data"
     free: ClassVar[bool] = True
     linear: ClassVar[bool] = True
     regroups: ClassVar[bool] = True
@@ -87,9 +80,6 @@ class Reshape(Op):
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         return k.reshape(slices[0], at.outputs[0].shape.sizes)
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
 
     def lower(self, lowering: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         """Group by group of dimensions that are regrouped: only a split of a group's first dimension
@@ -143,11 +133,10 @@ def groups(a: Shape, b: Shape) -> tuple[tuple[tuple[Dim, ...], tuple[Dim, ...]],
 
 
 @dataclass(frozen=True)
-class Transpose(Op):
+class Transpose(Move):
     """The same dimensions in another order."""
 
     output: Shape
-    kind: ClassVar[str] = "data"
     linear: ClassVar[bool] = True
 
     def roles(self, *inputs: TensorType) -> Roles:
@@ -163,19 +152,15 @@ class Transpose(Op):
         t = at.inputs[0].shape
         return align(k, slices[0], t.names, self.output.names, t.sizes)
 
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
-
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (transpose(dy, inputs[0].shape),)
 
 
 @dataclass(frozen=True)
-class Concat(Op):
+class Concat(Move):
     """Joins tensors along one dimension, which may differ in size."""
 
     dim: str
-    kind: ClassVar[str] = "data"
 
     def roles(self, *inputs: TensorType) -> Roles:
         kept = inputs[0].shape.without(self.dim).names
@@ -197,9 +182,6 @@ class Concat(Op):
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         return k.concat(slices, at.outputs[0].shape.index(self.dim))
 
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
-
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         parts, begin = [], 0
         for i in inputs:
@@ -218,13 +200,12 @@ class Concat(Op):
 
 
 @dataclass(frozen=True)
-class SliceDim(Op):
+class SliceDim(Move):
     """`size` elements of one dimension from `begin`; the dimension may take another name."""
 
     dim: str
     begin: int
     size: int
-    kind: ClassVar[str] = "data"
 
     def roles(self, *inputs: TensorType) -> Roles:
         kept = inputs[0].shape.without(self.dim).names
@@ -248,9 +229,6 @@ class SliceDim(Op):
         begin = [self.begin if i == axis else 0 for i in range(len(shape))]
         return k.slice(slices[0], begin, at.outputs[0].shape.sizes)
 
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
-
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         return [rearranged(low, self, inputs, types[0], self.dim, [(0, self.begin, self.size)])]
 
@@ -260,14 +238,13 @@ class SliceDim(Op):
 
 
 @dataclass(frozen=True)
-class Pad(Op):
+class Pad(Move):
     """Adds `before` and `after` elements of one value along one dimension."""
 
     dim: str
     before: int
     after: int
     value: float
-    kind: ClassVar[str] = "data"
 
     def roles(self, *inputs: TensorType) -> Roles:
         kept = inputs[0].shape.without(self.dim).names
@@ -284,9 +261,6 @@ class Pad(Op):
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         widths = [(self.before, self.after) if n == self.dim else (0, 0) for n in at.inputs[0].shape.names]
         return k.pad(slices[0], widths, self.value)
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
 
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         size = low.values[inputs[0]].shape.dim(self.dim).size

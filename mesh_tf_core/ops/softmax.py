@@ -14,9 +14,10 @@ from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import cast, stop_gradient
 from mesh_tf_core.ops.binary import where
-from mesh_tf_core.ops.common import aligned, all_parallel, listing
+from mesh_tf_core.ops.common import aligned, listing
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.index import Pick, local_ids
+from mesh_tf_core.ops.kinds import Elementwise
 from mesh_tf_core.ops.math import exp, is_finite, log, maximum
 from mesh_tf_core.ops.reduce import reduce_max, reduce_sum
 
@@ -168,16 +169,10 @@ class CrossEntropy(Op):
 
 
 @dataclass(frozen=True)
-class CrossEntropyGrad(Op):
+class CrossEntropyGrad(Elementwise):
     """(softmax(logits) - one_hot(targets)) * dy from (logits, targets, logsumexp, dy)."""
 
     dim: str
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
-
-    def infer(self, *inputs: TensorType) -> TensorType:
-        return inputs[0]
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         logits, targets, lse, dy = aligned(k, at, slices)

@@ -32,9 +32,10 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import MICROBATCH, TICK
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import listing
+from mesh_tf_core.ops.kinds import Move
 
 GPIPE, ONE_F_ONE_B, CIRCULAR, INTERLEAVED = "gpipe", "1f1b", "circular", "interleaved"
 SCHEDULES = (GPIPE, ONE_F_ONE_B, f"{CIRCULAR}:2", f"{INTERLEAVED}:2")
@@ -139,7 +140,7 @@ def _first(op: str, name: str, inputs: Sequence[TensorType], size: int) -> Shape
 
 
 @dataclass(frozen=True)
-class ToTicks(Op):
+class ToTicks(Move):
     """x [microbatch, rest] as [tick, rest]: each microbatch at the tick at which it enters the pipeline, or
     leaves it at the `end`. At the other ticks is zero, or, to `fill` it, the first microbatch: stages that
     wait work on numbers like others, and no gradient comes back from them."""
@@ -147,7 +148,6 @@ class ToTicks(Op):
     schedule: Schedule
     end: bool
     fill: bool
-    kind: ClassVar[str] = "data"
     linear: ClassVar[bool] = True
 
     def roles(self, *inputs: TensorType) -> Roles:
@@ -181,21 +181,17 @@ class ToTicks(Op):
         x = longer(x, 0, (before, max(after, 0)))
         return x if after >= 0 else k.slice(x, [0] * (1 + len(rest)), (plan.ticks, *rest))
 
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
-
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (dy.graph.apply(FromTicks(self.schedule, self.end), dy),)
 
 
 @dataclass(frozen=True)
-class FromTicks(Op):
+class FromTicks(Move):
     """x [tick, rest] as [microbatch, rest]: what is there as each microbatch enters, or leaves at the
     `end`."""
 
     schedule: Schedule
     end: bool
-    kind: ClassVar[str] = "data"
     linear: ClassVar[bool] = True
 
     def roles(self, *inputs: TensorType) -> Roles:
@@ -219,9 +215,6 @@ class FromTicks(Op):
         )
         x = k.reshape(x, (plan.groups * plan.stages, *rest))
         return k.slice(x, (0, *none), (plan.microbatches, *rest))
-
-    def flops(self, *local: TensorType) -> float:
-        return 0.0
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (dy.graph.apply(ToTicks(self.schedule, self.end, False), dy),)

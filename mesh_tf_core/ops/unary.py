@@ -10,9 +10,10 @@ from typing import Any
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.kernel import UNARY, At, Kernel
-from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.common import all_parallel, need_fractions, same_dtype
+from mesh_tf_core.ops.common import need_fractions, same_dtype
+from mesh_tf_core.ops.kinds import Elementwise
 
 _COST = {"exp": 8, "log": 8, "tanh": 10, "sigmoid": 10, "erf": 12, "gelu": 16, "silu": 12, "pow": 12}
 """Arithmetic per element where it is far from one (vector-math libraries' polynomial lengths)."""
@@ -88,7 +89,7 @@ _NO_GRADIENT = ("sign", "floor", "not", "is_finite")
 
 
 @dataclass(frozen=True)
-class Unary(Op):
+class Unary(Elementwise):
     """Applies a function to every element; the output has the input's shape."""
 
     fn: str
@@ -100,9 +101,6 @@ class Unary(Op):
     @property
     def name(self) -> str:
         return self.fn
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         (x,) = inputs
@@ -132,7 +130,7 @@ class Unary(Op):
 
 
 @dataclass(frozen=True)
-class UnaryGrad(Op):
+class UnaryGrad(Elementwise):
     """dy times the derivative of `fn`, from its input or its output (see `_SLOPES`)."""
 
     fn: str
@@ -140,9 +138,6 @@ class UnaryGrad(Op):
     @property
     def name(self) -> str:
         return self.fn + "_grad"
-
-    def roles(self, *inputs: TensorType) -> Roles:
-        return all_parallel(*inputs)
 
     def infer(self, *inputs: TensorType) -> TensorType:
         same_dtype(self.name, inputs)

@@ -1,0 +1,76 @@
+"""What operations of one kind have in common, so that each class says only what is its own.
+
+  Elementwise    every dimension may be split, the result has the first operand's type, one FLOP an element
+  Move           elements only change their place or name: no FLOPs, every dimension may be split
+  Source         no operands: a device makes its own piece of the result, and nothing is differentiated
+  MadeByLowering lowering makes it after gradients are built, so it has none
+
+A class may be of two kinds (a move that only lowering makes), and may answer any facet itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.common import all_parallel
+
+
+@dataclass(frozen=True)
+class Elementwise(Op, abstract=True):
+    """Each element of the result depends on the same element of every operand."""
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(*inputs)
+
+    def infer(self, *inputs: TensorType) -> TensorType | tuple[TensorType, ...]:
+        return inputs[0]
+
+    def flops(self, *local: TensorType) -> float:
+        return float(local[0].shape.size)
+
+
+@dataclass(frozen=True)
+class Move(Op, abstract=True):
+    """Elements are copied or called otherwise, never computed with."""
+
+    kind: ClassVar[str] = "data"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return all_parallel(*inputs)
+
+    def infer(self, *inputs: TensorType) -> TensorType | tuple[TensorType, ...]:
+        return inputs[0]
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Source(Op, abstract=True):
+    """Makes a tensor of nothing but its own fields."""
+
+    kind: ClassVar[str] = "data"
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        made = self.infer()
+        assert isinstance(made, TensorType)
+        return Roles(parallel=made.shape.names)
+
+    def flops(self, *local: TensorType) -> float:
+        return 0.0
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return ()
+
+
+@dataclass(frozen=True)
+class MadeByLowering(Op, abstract=True):
+    """Stands in programs only: gradients are built before a graph is lowered."""
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        raise UserError(f"operation {self.name} is made by lowering and has no gradient")
