@@ -32,6 +32,8 @@ SAVE = 20.0
 """The same, if it is the user who ends the job: they save what they have learned."""
 PORTS = range(20_000, 32_000)
 """Below those that systems give to outgoing connections."""
+RESUME = "--resume"
+"""The option of `train` that chooses a checkpoint."""
 FINAL = (2, 3, 4)
 """Exit codes that another start would give again."""
 REFUSED = 5.0
@@ -104,7 +106,7 @@ def launch(
       say: hears what happens to workers.
       advice: what a user can do about a failure without a checkpoint.
     """
-    tried, newest = 0, _newest(checkpoint)
+    tried, newest, began = 0, _newest(checkpoint), _there(checkpoint)
     while True:
         attempt = run_once(command, processes)
         if attempt.culprit is None or attempt.exit_code in FINAL:
@@ -114,6 +116,8 @@ def launch(
         if checkpoint is None:
             say(f"{attempt.reason()}; {advice}")
             return attempt.exit_code
+        if _there(checkpoint) != began:  # what was chosen to go on from has been gone on from
+            command = _without(command, RESUME)
         saved = _newest(checkpoint)
         tried, newest = (1 if saved != newest else tried + 1), saved
         if tried > restarts:
@@ -218,6 +222,27 @@ def _newest(checkpoint: Path | None) -> str | None:
 
     found = listed(checkpoint) if checkpoint else []
     return found[0][1].name if found else None
+
+
+def _there(checkpoint: Path | None) -> frozenset[tuple[str, int]]:
+    """Which checkpoints there are: another one of the same step is another one."""
+    from mesh_tf_core.training.checkpoint import listed
+
+    found = set()
+    for _, path in listed(checkpoint) if checkpoint else ():
+        with contextlib.suppress(OSError):
+            found.add((path.name, path.stat().st_ino))
+    return frozenset(found)
+
+
+def _without(command: Sequence[str], option: str) -> list[str]:
+    """The command without an option and its value."""
+    before = ["", *command]
+    return [
+        word
+        for last, word in zip(before, command, strict=False)
+        if option not in (last, word) and not word.startswith(f"{option}=")
+    ]
 
 
 def _last_line(notes: IO[bytes]) -> str:

@@ -107,11 +107,12 @@ class Session:
         return "this machine" if count == 1 else f"{count} processes"
 
 
-def restored(terminal: Terminal, trainer: Trainer, checkpoint: Path) -> bool:
-    """Takes the newest whole checkpoint of a directory, if it has one, and says which were passed over."""
+def restored(terminal: Terminal, trainer: Trainer, checkpoint: Path, step: int | None = None) -> bool:
+    """Takes the newest whole checkpoint of a directory, if it has one, or that of a step, and says which were
+    passed over or set aside."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = trainer.restore(checkpoint)
+        found = trainer.restore(checkpoint, step)
     for warning in caught:
         terminal.say(f"warning: {warning.message}")
     return found

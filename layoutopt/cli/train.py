@@ -63,6 +63,15 @@ def train(
     checkpoint: Annotated[
         Path | None, checkpoint_option("Save there, and resume from there under any layout.")
     ] = None,
+    resume: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="STEP",
+            help="Go on from the checkpoint of this step, not from the newest; newer ones are set aside.",
+            show_default=False,
+        ),
+    ] = None,
     every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 100,
     held_out: Annotated[
         int,
@@ -98,6 +107,8 @@ def train(
     meets = None if meet is None else Decoupled.parse(meet)
     if meets is not None and decided.diloco:
         raise UserError("--meet: each replica is one process's job; leave --diloco out")
+    if resume is not None and checkpoint is None:
+        raise UserError("--resume: say where the checkpoint is; add --checkpoint DIR")
     if layout == AUTO:
         _refuse_decided(decided)
     with contextlib.ExitStack() as stack:
@@ -124,7 +135,7 @@ def train(
                 given = _searched(session, loaded, machine, mesh)
             else:
                 given = decided.read(loaded, mesh, layout, session.plan)
-            run = TrainingRun(session, loaded, given, machine, steps, traced, checkpoint)
+            run = TrainingRun(session, loaded, given, machine, steps, traced, checkpoint, resume)
             run.train(every, held_out, evaluate_every, meets)
             run.evaluate(held_out)
         except KeyboardInterrupt:

@@ -48,6 +48,7 @@ class TrainingRun:
     steps: int
     trace: Trace
     checkpoint: Path | None = None
+    resume: int | None = None
     trainer: Trainer | None = None
     began_at: int = 0
     losses: array[float] = field(default_factory=lambda: array("d"))  # eight bytes a step, in the longest
@@ -69,7 +70,7 @@ class TrainingRun:
         """Trains; a signal ends it after the step that runs, and what was learned is saved."""
         trainer = self.trainer = self.session.trainer(self.loaded, self.given)
         checkpoint = self.checkpoint
-        if checkpoint is not None and restored(self.terminal, trainer, checkpoint):
+        if checkpoint is not None and restored(self.terminal, trainer, checkpoint, self.resume):
             self.terminal.say(
                 f"resuming from step {trainer.step_number} of {checkpoint}{_saved_elsewhere(trainer)}"
             )

@@ -14,29 +14,24 @@ read, counted or removed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from mesh_tf_core.engines.pieces import Begin, Piece, region
-from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.engines.pieces import Piece
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.files import sync_names
-from mesh_tf_core.ir.blocks import REPLICA
-from mesh_tf_core.ir.initializers import Variable
-from mesh_tf_core.kernels.numpy_kernel import np_dtype
-from mesh_tf_core.tracing.meeting import BEFORE
 from mesh_tf_core.training import array_files
 from mesh_tf_core.training import manifest as manifests
-from mesh_tf_core.training.array_files import Place
 from mesh_tf_core.training.locking import locked
 from mesh_tf_core.training.manifest import MANIFEST, Entry, Manifest, Part
+from mesh_tf_core.training.opened import Checkpoint, reason
 
 if TYPE_CHECKING:
     from mesh_tf_core.engines import Cluster
@@ -47,123 +42,12 @@ UNFINISHED = re.compile(rf"\.step-{STEP}\.[0-9a-f]{{1,16}}")
 """Left by a process that was ended while it wrote."""
 REPLACED = re.compile(rf"\.step-{STEP}\.replaced")
 """The older one of the same step, for the moment between two renamings."""
+ASIDE = ".aside"
+"""End of the name of a checkpoint that is newer than one that was chosen to go on from: the user's now."""
 
 
 class CheckpointWarning(UserWarning):
     """A checkpoint is torn or edited, and an older one is used."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint whose files all agree with their checksums.
-
-    Attributes:
-      extra: what the trainer added (the data's position, the layout at the time).
-      skipped: newer checkpoints that were passed over, and why.
-    """
-
-    path: Path
-    step: int
-    variables: Mapping[str, Entry]
-    extra: Mapping[str, Any]
-    skipped: tuple[str, ...] = ()
-    _places: dict[str, dict[str, Place]] = field(default_factory=dict, compare=False, repr=False)
-
-    def check_variables(self, variables: Iterable[Variable]) -> None:
-        """UserError unless it has these variables."""
-        where = str(self.path.parent)
-        for variable in variables:
-            name, shape = variable.name, variable.shape.sizes
-            if name not in self.variables:
-                met = f"{variable.slot_of}/{BEFORE}"
-                other = "another model"
-                if variable.slot_of is not None and name.startswith(met):
-                    other = "replicas that met otherwise, or none; train on with the same diloco"
-                raise UserError(f"checkpoint {where!r} has no variable {name!r}: it is of {other}")
-            there = self.variables[name].shape
-            if variable.shape.names[:1] == (REPLICA,) and there[-len(shape) + 1 :] == shape[1:] != shape:
-                count = there[0] if len(there) == len(shape) else 0
-                if count != shape[0]:
-                    raise UserError(
-                        f"checkpoint {where!r} is of {count or 'no'} replicas, here are {shape[0]}, each "
-                        "with an optimizer state of its own: train on with as many, or begin anew from "
-                        "weights (`save_weights`, `load`)"
-                    )
-            if there[1:] == shape and f"{name}/{BEFORE}" in self.variables:
-                raise UserError(
-                    f"checkpoint {where!r} is of {there[0]} replicas that meet rarely, here are none: train "
-                    "on with their diloco, or begin anew from weights (`save_weights`, `load`)"
-                )
-            if there != shape:
-                raise UserError(
-                    f"checkpoint {where!r}: variable {name!r} has shape {there} there, [{variable.shape}] "
-                    "here; use the same hyperparameters"
-                )
-
-    def read(self, name: str) -> Any:
-        """A whole variable."""
-        shape = self._entry(name).shape
-        return self.part(name, (0,) * len(shape), shape)
-
-    def part(self, name: str, begin: Begin, shape: Sequence[int]) -> Any:
-        """A piece of a variable, put together from the pieces that lie in files; nothing else is read."""
-        entry = self._entry(name)
-        out = np.empty(tuple(shape), np_dtype(entry.dtype))
-        for part in entry.parts:
-            low = tuple(map(max, begin, part.begin))
-            ends = ((b + n, p + m) for b, n, p, m in zip(begin, shape, part.begin, entry.part, strict=True))
-            common = [min(end) - at for end, at in zip(ends, low, strict=True)]
-            if all(size > 0 for size in common):
-                here, there = (
-                    region([at - b for at, b in zip(low, first, strict=True)], common)
-                    for first in (begin, part.begin)
-                )
-                try:
-                    found = self._place(name, entry, part).mapped()
-                    out[here] = found[there]
-                except (OSError, ValueError) as error:  # since it was checked
-                    raise UserError(
-                        f"checkpoint {str(self.path)!r}: variable {name!r} cannot be read: {_reason(error)}"
-                    ) from None
-        return out
-
-    def check(self, mine: Callable[[int], bool] = lambda number: True) -> None:
-        """Raises OSError or ValueError unless the files hold what the manifest says: those pieces whose
-        numbers are `mine`; others' files must be there too."""
-        number = 0
-        for name, entry in self.variables.items():
-            said = f"variable {name[: manifests.LONGEST]!r}"
-            for part in entry.parts:
-                place = self._place(name, entry, part)
-                if (place.dtype, place.shape) != (entry.dtype, entry.part):
-                    raise ValueError(
-                        f"{said} is {entry.dtype}{list(entry.part)} in {MANIFEST}, "
-                        f"{place.dtype}{list(place.shape)} in {part.file}"
-                    )
-                number += 1
-                if mine(number) and place.sha256() != part.sha256:
-                    raise ValueError(f"{said} differs from its checksum in {part.file}")
-
-    def _entry(self, name: str) -> Entry:
-        if name not in self.variables:
-            raise UserError(
-                f"checkpoint {str(self.path)!r} has no variable {name!r}; {known_names(name, self.variables)}"
-            )
-        return self.variables[name]
-
-    def _place(self, name: str, entry: Entry, part: Part) -> Place:
-        """Where a piece lies; the header of a file is read once."""
-        if part.file not in self._places:
-            self._places[part.file] = array_files.places(self.path / part.file)
-        found, key = (
-            self._places[part.file],
-            Piece(name, entry.dtype, entry.shape, part.begin, entry.part).key,
-        )
-        if part.file.endswith(".npy"):
-            key = ""
-        if key not in found:
-            raise ValueError(f"{part.file} lacks {key[: manifests.LONGEST]!r}")
-        return found[key]
 
 
 # -- the directory -------------------------------------------------------------------------------------------
@@ -337,25 +221,86 @@ def finish(folder: Path, step: int, written: Iterable[Any], extra: Mapping[str, 
 # -- reading -------------------------------------------------------------------------------------------------
 
 
-def newest(directory: str | Path, cluster: Cluster | None = None) -> Checkpoint | None:
-    """The newest whole checkpoint, every file checked; torn or edited ones are named in `skipped`.
+def newest(
+    directory: str | Path, cluster: Cluster | None = None, finite: Collection[str] = frozenset()
+) -> Checkpoint | None:
+    """The newest whole checkpoint, every file checked; torn or edited ones, and those that cannot be trained
+    on, are named in `skipped`.
 
     None if there is no checkpoint at all.
 
     Args:
       cluster: processes that all ask for it, and share the checking.
+      finite: variables that must be finite.
 
     Raises:
       UserError: there are checkpoints, and none is whole.
       ClusterError: processes see other checkpoints.
     """
+    return _first(directory, listed(directory), cluster, finite)
+
+
+def of_step(
+    directory: str | Path, step: int, cluster: Cluster | None = None, finite: Collection[str] = frozenset()
+) -> Checkpoint:
+    """The checkpoint of a step, every file checked; newer ones get other names (`ASIDE`) and count no more.
+
+    Args:
+      cluster, finite: see `newest`. The process that writes checkpoints renames.
+
+    Raises:
+      UserError: there is none, or it is not whole.
+      ClusterError: processes see other checkpoints.
+    """
+    there = listed(directory)
+    found = _first(directory, [one for one in there if one[0] == step], cluster, finite)
+    if found is None:
+        steps = ", ".join(str(one) for one, _ in there[::-1])
+        raise UserError(
+            f"checkpoint {str(directory)!r}: resume={step}: there is no checkpoint of that step; "
+            + (f"there are {steps}" if steps else "there is none at all")
+        )
+    said = []
+    if cluster is None or cluster.is_writer:
+        with owned(directory):
+            for path in (path for one, path in there if one > step):
+                place = _aside(path)
+                path.rename(place)
+                said.append(f"{path.name} is set aside: it is {place.name} from now on")
+            sync_names(Path(directory))
+    return replace(found, aside=tuple(said))
+
+
+def _aside(path: Path) -> Path:
+    """A free name for a checkpoint that counts no more."""
+    name = path.name.removeprefix(".").removesuffix(".replaced")
+    names = (f"{name}{ASIDE}{'' if n == 1 else f'-{n}'}" for n in itertools.count(1))
+    return next(found for each in names if not (found := path.with_name(each)).exists())
+
+
+def going_on(directory: str | Path) -> str:
+    """From which checkpoint a training that ended by its numbers can go on, in words."""
+    there = listed(directory)
+    if not there:
+        return f"nothing is saved in {str(directory)!r}"
+    older = ", ".join(str(step) for step, _ in there[1:])
+    also = f"; older ones, by resume=: {older}" if older else ""
+    return f"go on from step {there[0][0]} in {str(directory)!r}, the newest there{also}"
+
+
+def _first(
+    directory: str | Path,
+    found: Sequence[tuple[int, Path]],
+    cluster: Cluster | None,
+    finite: Collection[str],
+) -> Checkpoint | None:
+    """The first of some checkpoints that is whole."""
     skipped: list[str] = []
-    found = listed(directory)
     if cluster is not None:
         names = ", ".join(path.name for _, path in found)
         cluster.same(f"what lies in {directory}", names)
     for step, path in found:
-        opened, why = _checked(path, step, cluster)
+        opened, why = _checked(path, step, cluster, finite)
         if opened is not None:
             return replace(opened, skipped=tuple(skipped))
         skipped.append(f"{path.name}: {why}")
@@ -367,13 +312,9 @@ def newest(directory: str | Path, cluster: Cluster | None = None) -> Checkpoint 
     return None
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename:
-        return f"{Path(error.filename).name} cannot be read ({error.strerror})"
-    return " ".join(str(error).split())
-
-
-def _checked(path: Path, step: int, cluster: Cluster | None) -> tuple[Checkpoint | None, str]:
+def _checked(
+    path: Path, step: int, cluster: Cluster | None, finite: Collection[str]
+) -> tuple[Checkpoint | None, str]:
     """A checkpoint that is whole, or why it is not; the same for all processes."""
     own, count = (0, 1) if cluster is None else (cluster.index, cluster.processes)
     opened, why = None, ""
@@ -382,9 +323,9 @@ def _checked(path: Path, step: int, cluster: Cluster | None) -> tuple[Checkpoint
         if manifest.step != step:
             raise ValueError(f"{MANIFEST} says step {manifest.step}")
         opened = Checkpoint(path, step, manifest.variables, manifest.extra)
-        opened.check(lambda number: number % count == own)
+        opened.check(lambda number: number % count == own, finite)
     except (OSError, ValueError) as error:
-        why = _reason(error)
+        why = reason(error)
     if cluster is not None:
         why = next(filter(None, cluster.gather(f"checking {path.name}", why, patient=True)), "")
     return (None if why else opened), why

@@ -27,7 +27,7 @@ from mesh_tf_core.training.auto import Planned, planned
 from mesh_tf_core.training.batches import fitted, plain
 from mesh_tf_core.training.decoupled import Decoupled
 from mesh_tf_core.training.evaluation import NO_MEANS, Evaluation, EvaluationBatches, running_means
-from mesh_tf_core.training.losses import FiniteLoss
+from mesh_tf_core.training.finite import FiniteLoss, FinitePieces, finite_names
 from mesh_tf_core.training.meetings import Meetings, Met
 from mesh_tf_core.training.prefetch import Prefetch, Ready
 from mesh_tf_core.training.replicas import Replicas
@@ -107,6 +107,7 @@ class Trainer:
         self.waited = 0.0
         self._saver = Saver(cluster)
         self._evaluation: tuple[Model, bool, Evaluation] | None = None
+        self._finite = finite_names(stored.variable for stored in self.program.variables.values())
         self._losses = FiniteLoss(model.optimizer.loss_scale is not None)
 
     def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,7 +250,7 @@ class Trainer:
                     now = time.perf_counter()
                     if keep:
                         history.append(results)
-                    self._losses.check(step, results["loss"])
+                    self._check(step, results["loss"], checkpoint)
                     if on_step is not None:
                         on_step(step, results, now - last)
                     last = now
@@ -272,6 +273,17 @@ class Trainer:
         finally:
             self._saver.wait()
         return history
+
+    def _check(self, step: int, loss: float, checkpoint: str | Path | None) -> None:
+        """Raises UserError for a loss that ends the training, with the checkpoint to go on from."""
+        try:
+            self._losses.check(step, loss)
+        except UserError as error:
+            if checkpoint is None:
+                raise
+            with contextlib.suppress(UserError):  # what is being written may be of the same numbers
+                self._saver.wait()
+            raise UserError(f"{error}; {checkpoints.going_on(checkpoint)}") from None
 
     def _meetings(self, meet: Decoupled) -> Meetings:
         if self.cluster is not None or self._replicas is not None:
@@ -346,20 +358,31 @@ class Trainer:
                 "return what JSON can hold"
             ) from None
         self._saver.wait()  # then there is one snapshot at a time
-        self._saver.save(directory, self.step_number, self.engine.snapshot(), extra)
+        todo = partial(checkpoints.going_on, directory)
+        pieces = FinitePieces(self.engine.snapshot(), self._finite, self.step_number, todo)
+        self._saver.save(directory, self.step_number, pieces, extra)
         if wait:
             self._saver.wait()
 
-    def restore(self, directory: str | Path) -> bool:
-        """Continues from the newest whole checkpoint, if there is one; warns of those that are not whole."""
+    def restore(self, directory: str | Path, step: int | None = None) -> bool:
+        """Continues from the newest whole checkpoint, if there is one; warns of those that are not whole, or
+        hold numbers that are not finite.
+
+        Args:
+          step: continues from the checkpoint of this step instead. Later ones are renamed to `step-….aside`,
+            with a warning, and count no more.
+        """
         self._saver.wait()
-        found = checkpoints.newest(directory, self.cluster)
+        if step is None:
+            found = checkpoints.newest(directory, self.cluster, self._finite)
+        else:
+            found = checkpoints.of_step(directory, step, self.cluster, self._finite)
         if found is None:
             return False
-        for text in found.skipped:
-            warnings.warn(
-                f"checkpoint {text}; {found.path.name} is used", checkpoints.CheckpointWarning, stacklevel=2
-            )
+        said = [f"checkpoint {text}; {found.path.name} is used" for text in found.skipped]
+        said += [f"checkpoint {text}" for text in found.aside]
+        for text in said:
+            warnings.warn(text, checkpoints.CheckpointWarning, stacklevel=2)
         found.check_variables(stored.variable for stored in self.program.variables.values())
         if self._replicas is not None and "diloco" in found.extra:
             self._replicas.check_flight(str(directory), found.step, found.extra["diloco"])

@@ -24,6 +24,7 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
 from mesh_tf_core.training import array_files, checkpoint
+from mesh_tf_core.training.opened import Checkpoint
 
 Weights = Mapping[str, Any] | str | Path | Sequence[str | Path]
 """Arrays by name; a .npz or .safetensors file, several of them, or a directory of safetensors files or of
@@ -160,7 +161,7 @@ def _npz(variables: Mapping[str, Variable], read: Callable[[str], Any], file: Bi
 class _Checkpointed(Mapping[str, Any]):
     """The variables of a checkpoint, each read when it is asked for."""
 
-    def __init__(self, found: checkpoint.Checkpoint) -> None:
+    def __init__(self, found: Checkpoint) -> None:
         self.found = found
 
     def __getitem__(self, name: str) -> Any:

@@ -69,6 +69,24 @@ def done() -> Attempt:
     return Attempt((0, 0), (), ("", ""))
 
 
+def test_a_step_to_resume_from_is_chosen_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A job that was told to go back to step 5 and is started again goes on from what it has saved since."""
+    words, seen = ["train", "--resume", "5", "model.py", "--steps=9"], list[list[str]]()
+    for step in (5, 10):
+        (tmp_path / f"step-{step:09d}").mkdir()
+
+    def run(command: list[str], processes: int) -> Attempt:
+        seen.append(list(command))
+        if len(seen) == 2:  # sets step 10 aside, saves it again, and is killed
+            (tmp_path / "step-000000010").rename(tmp_path / "step-000000010.aside")
+            (tmp_path / "step-000000010").mkdir()
+        return done() if len(seen) == 3 else killed()
+
+    monkeypatch.setattr(launching, "run_once", run)
+    assert launch(words, 2, 2, tmp_path) == 0
+    assert seen == [words, words, ["train", "model.py", "--steps=9"]]
+
+
 def test_a_job_is_started_again_from_its_checkpoint(
     attempts: Callable[[list[Callable[[], Attempt]]], None], tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ import mesh_tf_core as mtf
 from mesh_tf_core.engines.jax.cluster import Cluster
 from mesh_tf_core.engines.pieces import Piece, region, writers
 from mesh_tf_core.training import array_files, checkpoint
+from mesh_tf_core.training.finite import FinitePieces
 from mesh_tf_core.training.saving import Saver
 from tests.cluster.test_agreement import Job, N, job
 
@@ -243,3 +244,38 @@ def test_processes_write_equally_much(layout: str, each: list[float]) -> None:
             assert v.begin(program.mesh, rank) == begin
             load[processes[rank]] += v.local(program.mesh).bytes
     assert [4 * n / sum(load) for n in load] == each
+
+
+def test_what_one_process_finds_not_finite_is_saved_by_none(job: Job, tmp_path: Path) -> None:
+    """Each looks at what it writes, and on reading at its share."""
+    savers = [Saver(one) for one in job.join(0, 1, 2)]
+    job.together(lambda one: save(one, savers[one.index], tmp_path, 1))
+
+    def fails(one: Cluster) -> str:
+        own = {piece: np.where(one.index == 2, np.nan, array) for piece, array in values(one.index).items()}
+        pieces = FinitePieces(own, frozenset("w"), 2, lambda: "go on from step 1")
+        savers[one.index].save(tmp_path, 2, pieces, {})
+        with pytest.raises(mtf.UserError) as told:
+            savers[one.index].wait()
+        return str(told.value)
+
+    said = "step 2 is not saved: variable 'w' holds numbers that are not finite; go on from step 1"
+    assert job.together(fails) == [said] * N
+    assert [step for step, _ in checkpoint.listed(tmp_path)] == [1]
+    job.together(lambda one: save(one, savers[one.index], tmp_path, 3, np.inf if one.index == 1 else 1.0))
+    for found in job.together(lambda one: checkpoint.newest(tmp_path, one, frozenset("w"))):
+        assert found.step == 1
+        assert found.skipped == ("step-000000003: variable 'w' holds numbers that are not finite",)
+
+
+def test_all_go_on_from_the_step_that_is_chosen(job: Job, tmp_path: Path) -> None:
+    savers = [Saver(one) for one in job.join(0, 1, 2)]
+    for step in (1, 2, 3):
+        job.together(lambda one, step=step: save(one, savers[one.index], tmp_path, step, float(step)))
+    found = job.together(lambda one: checkpoint.of_step(tmp_path, 1, one))
+    assert [one.step for one in found] == [1] * N
+    assert [len(one.aside) for one in found] == [2, 0, 0]  # one renames
+    np.testing.assert_array_equal(found[2].read("w"), W)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".lock", "step-000000001", "step-000000002.aside", "step-000000003.aside"
+    ]  # fmt: skip

@@ -1,0 +1,148 @@
+"""A checkpoint that is read: piece by piece, and no more than is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mesh_tf_core.engines.pieces import Begin, Piece, region
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.blocks import REPLICA
+from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.kernels.numpy_kernel import np_dtype
+from mesh_tf_core.tracing.meeting import BEFORE
+from mesh_tf_core.training import array_files
+from mesh_tf_core.training import manifest as manifests
+from mesh_tf_core.training.array_files import Place
+from mesh_tf_core.training.finite import is_finite
+from mesh_tf_core.training.manifest import MANIFEST, Entry, Part
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files all agree with their checksums.
+
+    Attributes:
+      extra: what the trainer added (the data's position, the layout at the time).
+      skipped: newer checkpoints that were passed over, and why; aside: that have another name now.
+    """
+
+    path: Path
+    step: int
+    variables: Mapping[str, Entry]
+    extra: Mapping[str, Any]
+    skipped: tuple[str, ...] = ()
+    aside: tuple[str, ...] = ()
+    _places: dict[str, dict[str, Place]] = field(default_factory=dict, compare=False, repr=False)
+
+    def check_variables(self, variables: Iterable[Variable]) -> None:
+        """UserError unless it has these variables."""
+        where = str(self.path.parent)
+        for variable in variables:
+            name, shape = variable.name, variable.shape.sizes
+            if name not in self.variables:
+                met = f"{variable.slot_of}/{BEFORE}"
+                other = "another model"
+                if variable.slot_of is not None and name.startswith(met):
+                    other = "replicas that met otherwise, or none; train on with the same diloco"
+                raise UserError(f"checkpoint {where!r} has no variable {name!r}: it is of {other}")
+            there = self.variables[name].shape
+            if variable.shape.names[:1] == (REPLICA,) and there[-len(shape) + 1 :] == shape[1:] != shape:
+                count = there[0] if len(there) == len(shape) else 0
+                if count != shape[0]:
+                    raise UserError(
+                        f"checkpoint {where!r} is of {count or 'no'} replicas, here are {shape[0]}, each "
+                        "with an optimizer state of its own: train on with as many, or begin anew from "
+                        "weights (`save_weights`, `load`)"
+                    )
+            if there[1:] == shape and f"{name}/{BEFORE}" in self.variables:
+                raise UserError(
+                    f"checkpoint {where!r} is of {there[0]} replicas that meet rarely, here are none: train "
+                    "on with their diloco, or begin anew from weights (`save_weights`, `load`)"
+                )
+            if there != shape:
+                raise UserError(
+                    f"checkpoint {where!r}: variable {name!r} has shape {there} there, [{variable.shape}] "
+                    "here; use the same hyperparameters"
+                )
+
+    def read(self, name: str) -> Any:
+        """A whole variable."""
+        shape = self._entry(name).shape
+        return self.part(name, (0,) * len(shape), shape)
+
+    def part(self, name: str, begin: Begin, shape: Sequence[int]) -> Any:
+        """A piece of a variable, put together from the pieces that lie in files; nothing else is read."""
+        entry = self._entry(name)
+        out = np.empty(tuple(shape), np_dtype(entry.dtype))
+        for part in entry.parts:
+            low = tuple(map(max, begin, part.begin))
+            ends = ((b + n, p + m) for b, n, p, m in zip(begin, shape, part.begin, entry.part, strict=True))
+            common = [min(end) - at for end, at in zip(ends, low, strict=True)]
+            if all(size > 0 for size in common):
+                here, there = (
+                    region([at - b for at, b in zip(low, first, strict=True)], common)
+                    for first in (begin, part.begin)
+                )
+                try:
+                    found = self._place(name, entry, part).mapped()
+                    out[here] = found[there]
+                except (OSError, ValueError) as error:  # since it was checked
+                    raise UserError(
+                        f"checkpoint {str(self.path)!r}: variable {name!r} cannot be read: {reason(error)}"
+                    ) from None
+        return out
+
+    def check(
+        self, mine: Callable[[int], bool] = lambda number: True, finite: Collection[str] = frozenset()
+    ) -> None:
+        """Raises OSError or ValueError unless the files hold what the manifest says, and the variables
+        `finite` nothing but finite numbers: those pieces whose numbers are `mine`; others' files must be
+        there too."""
+        number = 0
+        for name, entry in self.variables.items():
+            said = f"variable {name[: manifests.LONGEST]!r}"
+            for part in entry.parts:
+                place = self._place(name, entry, part)
+                if (place.dtype, place.shape) != (entry.dtype, entry.part):
+                    raise ValueError(
+                        f"{said} is {entry.dtype}{list(entry.part)} in {MANIFEST}, "
+                        f"{place.dtype}{list(place.shape)} in {part.file}"
+                    )
+                number += 1
+                if mine(number) and place.sha256() != part.sha256:
+                    raise ValueError(f"{said} differs from its checksum in {part.file}")
+                if mine(number) and name in finite and not is_finite(place.mapped()):
+                    raise ValueError(f"{said} holds numbers that are not finite")
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self.variables:
+            raise UserError(
+                f"checkpoint {str(self.path)!r} has no variable {name!r}; {known_names(name, self.variables)}"
+            )
+        return self.variables[name]
+
+    def _place(self, name: str, entry: Entry, part: Part) -> Place:
+        """Where a piece lies; the header of a file is read once."""
+        if part.file not in self._places:
+            self._places[part.file] = array_files.places(self.path / part.file)
+        found, key = (
+            self._places[part.file],
+            Piece(name, entry.dtype, entry.shape, part.begin, entry.part).key,
+        )
+        if part.file.endswith(".npy"):
+            key = ""
+        if key not in found:
+            raise ValueError(f"{part.file} lacks {key[: manifests.LONGEST]!r}")
+        return found[key]
+
+
+def reason(error: Exception) -> str:
+    """Why a file of a checkpoint cannot be read, in one line."""
+    if isinstance(error, OSError) and error.filename:
+        return f"{Path(error.filename).name} cannot be read ({error.strerror})"
+    return " ".join(str(error).split())
