@@ -50,7 +50,7 @@ fits is looked for, where none is known; in which what stands beside the answer 
 BESIDE, BESIDE_SHARE = 20.0, 4.0
 """Seconds that what stands beside the answer takes at most where no limit was given, and how often the time
 of the answer if that is more: a name's best plan can be harder to find than the best of all."""
-Rules = str | Mapping[str, Axes] | None
+Rules = str | Mapping[str, Axes | str] | None
 
 
 @dataclass(frozen=True)

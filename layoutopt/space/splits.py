@@ -132,7 +132,7 @@ def why_not(name: str, axes: Axes, mesh: Mesh, sizes: Set[int], counted: bool, f
     return f"{asked}: an axis of size 1 splits nothing; leave it out"
 
 
-def parse_rules(rules: str | Mapping[str, Axes] | None) -> dict[str, Axes]:
+def parse_rules(rules: str | Mapping[str, Axes | str] | None) -> dict[str, Axes]:
     """Dimension -> the axes that it must be split over; an axis `none` means not split."""
     pins: dict[str, Axes] = {}
     for dim, found in _parsed(rules):
@@ -145,7 +145,7 @@ def parse_rules(rules: str | Mapping[str, Axes] | None) -> dict[str, Axes]:
     return pins
 
 
-def parse_forbid(rules: str | Mapping[str, Axes] | None) -> dict[str, Axes]:
+def parse_forbid(rules: str | Mapping[str, Axes | str] | None) -> dict[str, Axes]:
     """Dimension -> all axes that it may not be split over."""
     forbid: dict[str, Axes] = {}
     for dim, found in _parsed(rules):
@@ -156,17 +156,20 @@ def parse_forbid(rules: str | Mapping[str, Axes] | None) -> dict[str, Axes]:
     return forbid
 
 
-def rules_text(rules: str | Mapping[str, Axes] | None) -> str | None:
+def rules_text(rules: str | Mapping[str, Axes | str] | None) -> str | None:
     """Rules as text, which parses to the same; None if there are none."""
     if isinstance(rules, str):
         return rules or None
     return ";".join(f"{dim}:{'+'.join(axes) or NO_AXIS[0]}" for dim, axes in _parsed(rules)) or None
 
 
-def _parsed(rules: str | Mapping[str, Axes] | None) -> Iterator[tuple[str, Axes]]:
+def _parsed(rules: str | Mapping[str, Axes | str] | None) -> Iterator[tuple[str, Axes]]:
     if not isinstance(rules, str):
         for name, axes in (rules or {}).items():
-            yield _checked(name), Layout({name: axes}).written.get(name, ())
+            if isinstance(axes, str):
+                yield from _parsed(f"{name}:{axes}")
+            else:
+                yield _checked(name), Layout({name: axes}).written.get(name, ())
         return
     for part in filter(None, (p.strip() for p in rules.replace(",", ";").split(";"))):
         dim, _, over = part.partition(":")

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import layoutopt
@@ -171,6 +172,100 @@ def test_narrow_whole_numbers_wrap() -> None:
         {"i": jnp.array([0, 1, 100, 128, 200, 255], "uint8"), "j": jnp.arange(6, dtype="uint8")},
     )
     assert max(compared(layoutopt.from_jax(loss, *given), loss, given, []).values()) <= 1e-5
+
+
+TILED: dict[str, tuple[Any, list[tuple[str, str]]]] = {
+    "axis": (lambda h, w: jnp.tile(h, (1, 3)), [("m:3", "copies:m"), ("m:2", "w:m")]),
+    "all axes": (
+        lambda h, w: jnp.tile(h, (3, 2, 4)),
+        [("m:2", "batch:m"), ("m:2;n:2", "copies_2:m;copies_3:n")],
+    ),
+    "one element": (lambda h, w: jnp.tile(h.mean(1, keepdims=True), (1, 6)), [("m:3", "copies:m")]),
+    "a parameter": (lambda h, w: jnp.tile(w[None], (4, 1, 1)) * h[:, None], [("m:2", "batch:m")]),
+    "cut elsewhere": (
+        lambda h, w: jnp.tile(h, (1, 2)).reshape(4, 3, 4),
+        [("m:2", "w:m"), ("m:2", "batch:m")],
+    ),
+    "einops": (  # what einops.repeat(h, "b c -> b (r c) k", r=2, k=3) is in JAX
+        lambda h, w: jnp.tile(h[:, None, :, None], (1, 2, 1, 3)).reshape(4, 12, 3),
+        [("m:3", "copies_2:m"), ("m:2", "copies:m")],
+    ),
+    "positions": (lambda h, w: h[:, jnp.tile(jnp.argmax(h, 1), 2)], [("m:2", "batch:m")]),
+}
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_copies_are_a_dimension(name: str) -> None:
+    made, layouts = TILED[name]
+
+    def loss(params, batch):
+        y = made(batch["x"] @ params["w"], params["w"])
+        return (y**3 * jnp.arange(1, y.size + 1.0).reshape(y.shape)).mean()
+
+    f = numbers()
+    given = {"w": f(5, 6)}, {"x": f(4, 5)}
+    model = layoutopt.from_jax(loss, *given)
+    assert max(compared(model, loss, given, layouts).values()) <= 1e-5
+
+
+def test_copies_in_a_loop_that_cuts_them_elsewhere() -> None:
+    def loss(params, batch):
+        def step(h, _):
+            return jnp.tile(h.reshape(4, 3, 4)[:, :, :2].reshape(4, 6), (1, 2)), h
+
+        h = batch["x"] @ params["w"]
+        h, all_of_them = jax.lax.scan(step, jnp.concatenate([h, h * h], 1), None, length=3)
+        return (h**3 * jnp.arange(12.0)).mean() + (all_of_them**3).mean()
+
+    f = numbers()
+    given = {"w": f(5, 6)}, {"x": f(4, 5)}
+    model = layoutopt.from_jax(loss, *given)
+    assert max(compared(model, loss, given, [("m:2", "batch:m")]).values()) <= 1e-5
+
+
+@pytest.mark.parametrize(("length", "reverse"), [(2, False), (3, False), (8, True), (33, False)])
+def test_an_associative_scan_is_imported(length: int, reverse: bool) -> None:
+    """It takes slices of no elements where a length is even."""
+
+    def loss(params, batch):
+        x = batch["x"] @ params["w"]
+        kept = jax.nn.sigmoid(x * params["a"])
+
+        def both(before, after):
+            return before[0] * after[0], after[0] * before[1] + after[1]
+
+        _, h = jax.lax.associative_scan(both, (kept, x), axis=1, reverse=reverse)
+        return (h**2 * jnp.arange(1.0, length + 1)[:, None]).mean()
+
+    f = numbers()
+    given = {"w": f(3, 4), "a": f(4)}, {"x": f(4, length, 3)}
+    off = compared(layoutopt.from_jax(loss, *given), loss, given, [("m:2;n:2", "batch:m;w:n")])
+    assert max(off.values()) <= 1e-5
+
+
+def test_arrays_without_elements_are_what_reductions_begin_with() -> None:
+    def loss(params, batch):
+        h = batch["x"] @ params["w"]
+        none = h[:, :0]
+        padded = jnp.pad(none, ((0, 0), (0, 2)), constant_values=3.0)
+        return ((padded * h[:, :2]).sum() + none.sum() + none.prod() * h.sum()) ** 2
+
+    f = numbers()
+    given = {"w": f(3, 4)}, {"x": f(4, 3)}
+    assert max(compared(layoutopt.from_jax(loss, *given), loss, given, []).values()) <= 1e-5
+
+
+def test_an_array_that_counts_is_imported() -> None:
+    count = np.arange(6, dtype=np.int32)
+
+    def loss(params, batch):
+        return ((batch["x"] @ params["w"]) * count).mean()
+
+    f = numbers()
+    given = {"w": f(5, 6)}, {"x": f(4, 5)}
+    model = layoutopt.from_jax(loss, *given)
+    assert not any(name.startswith("constants") for name in model.graph.variables)
+    assert max(compared(model, loss, given, [("m:2", "w:m")]).values()) <= 1e-5
 
 
 def test_another_number_for_what_is_outside_is_refused() -> None:

@@ -78,6 +78,16 @@ def test_rules_in_words_are_the_same_rules() -> None:
     assert rules_text(None) is rules_text({}) is None
 
 
+def test_axes_in_words_are_the_same_axes() -> None:
+    """A mapping's texts are read as those of a rule are."""
+    words = {"batch": "data+model", "d": "none", "length": "-"}
+    rules = {"batch": ("data", "model"), "d": (), "length": ()}
+    assert parse_rules(words) == rules and rules_text(words) == rules_text(rules)
+    assert parse_forbid({"batch": "data"}) == parse_forbid("batch:data")
+    with pytest.raises(UserError, match="--forbid d:none names no axis"):
+        parse_forbid({"d": "none"})
+
+
 def test_only_public_names_are_shown() -> None:
     asked = [
         "choose_replicas",

@@ -12,6 +12,7 @@ factors     every axis as a product of factors
 classes     which factors are one dimension
 logical     which of the names that were noted are dimensions, and whose
 naming      names for dimensions; `roles` reads them off operations, `names` keeps them
+refusals    what cannot be imported, all of it in one error
 writer      values and dimensions while a graph is written; elementwise, reductions, shapes, products,
             indexed and loops have what every primitive becomes, `narrow` how small whole numbers wrap
 model       `from_jax`, from all of these

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from layoutopt.importers.jax.equations import Block, Equation, Operand, Var, has_fractions
 from layoutopt.importers.jax.factors import Factors
-from layoutopt.importers.jax.relations import Axis, Join, Part, Regroup, Relation, Same
+from layoutopt.importers.jax.relations import Axis, Copies, Join, Part, Regroup, Relation, Same
 
 Node = int
 
@@ -269,6 +269,8 @@ def _counts(found: Classes) -> None:
     first: dict[tuple[Node, ...], Node] = {}
     for equation, relation in found.factors.related:
         match relation:
+            case Copies():
+                continue
             case Part():
                 whole, piece = found.of(*relation.x), found.of(*relation.y)
             case Join() if id(equation) in found.factors.joined:

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 
 import mesh_tf_core as mtf
-from layoutopt.importers.jax.equations import KEY, Equation, refuse
+from layoutopt.importers.jax.equations import KEY, Equation
 from layoutopt.importers.jax.key_rules import KEYED, derived, of_numbers
 from layoutopt.importers.jax.keys import Draw, Keys, counted, key_of
+from layoutopt.importers.jax.refusals import refuse
 from layoutopt.importers.jax.writer import Handler, Uniform, Writer, our_dtype
 
 

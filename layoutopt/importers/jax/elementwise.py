@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 import mesh_tf_core as mtf
-from layoutopt.importers.jax.equations import FLAT, Equation, refuse
+from layoutopt.importers.jax.equations import FLAT, Equation
 from layoutopt.importers.jax.keys import key_of
+from layoutopt.importers.jax.refusals import refuse
 from layoutopt.importers.jax.writer import Handler, Kept, Number, Uniform, Value, Writer, our_dtype
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.tensor import Tensor

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
-
-from mesh_tf_core.errors import UserError
 
 KEY = "key"
 """Dtype of random keys."""
@@ -101,16 +99,6 @@ def constant(value: Any, dtype: str) -> Constant:
     """An array as an operand."""
     array = np.asarray(value)
     return Constant(array, tuple(array.shape), dtype)
-
-
-def refuse(equation: Equation, why: str, instead: str) -> NoReturn:
-    """UserError that names a primitive, the user's line and what to do."""
-    shapes = ", ".join(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in equation.ins)
-    place = f" in {equation.scope}" if equation.scope else ""
-    raise UserError(
-        f"from_jax: {equation.where or 'unknown line'}{place}: cannot import {equation.prim} of {shapes}: "
-        f"{why}; {instead}"
-    )
 
 
 def layered(block: Block) -> set[int]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from layoutopt.importers.jax.equations import KEY, Block, Equation, Operand
 from layoutopt.importers.jax.indexing import Piece, pieces
 from layoutopt.importers.jax.ranges import index_relations
-from layoutopt.importers.jax.relations import Axis, Join, Part, Regroup, Relation, Same, relations
+from layoutopt.importers.jax.relations import Axis, Copies, Join, Part, Regroup, Relation, Same, relations
 
 
 @dataclass(eq=False, slots=True)
@@ -155,8 +155,9 @@ class _Inference:
             _unite(self._at(r.a), self._at(r.b))
 
     def _part(self, r: Part) -> None:
-        for atom in _expanded(self._at(r.y)):
-            atom.piece = True
+        if not isinstance(r, Copies):
+            for atom in _expanded(self._at(r.y)):
+                atom.piece = True
         _unite(self._at(r.x), [_Atom(r.count), *self._at(r.y)])
 
     def _join(self, equation: Equation, r: Join) -> bool:

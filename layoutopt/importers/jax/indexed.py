@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mesh_tf_core as mtf
-from layoutopt.importers.jax.equations import Equation, Operand, Var, refuse
+from layoutopt.importers.jax.equations import Equation, Operand, Var
 from layoutopt.importers.jax.indexing import indexing
+from layoutopt.importers.jax.refusals import refuse
 from layoutopt.importers.jax.shapes import sliced
 from layoutopt.importers.jax.writer import Handler, Number, Writer
 from mesh_tf_core.ir.dims import Dim

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from layoutopt.importers.jax.equations import Block, Equation, Var
+from layoutopt.importers.jax.equations import Block, Equation, Var, is_empty
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def pieces(block: Block) -> dict[int, Piece]:
     """id(equation) -> what slices take of an axis that they cut into equal pieces together."""
     cut: dict[tuple[int, int], list[tuple[int, int, Equation]]] = {}
     for equation in block.walk():
-        if equation.prim != "slice":
+        if equation.prim != "slice" or is_empty(equation.out):
             continue
         x, params = equation.ins[0], equation.params
         if any(s != 1 for s in params.get("strides") or ()):

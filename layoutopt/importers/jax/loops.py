@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 import mesh_tf_core as mtf
-from layoutopt.importers.jax.equations import KEY, Equation, Operand, Var, has_fractions, refuse
+from layoutopt.importers.jax.equations import KEY, Equation, Operand, Var, has_fractions
 from layoutopt.importers.jax.keys import Keys, at_place, state
 from layoutopt.importers.jax.products import is_weight
+from layoutopt.importers.jax.refusals import refuse
 from layoutopt.importers.jax.writer import Handler, Writer
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.tensor import Tensor

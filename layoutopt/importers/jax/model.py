@@ -195,7 +195,7 @@ def from_jax(
     writer = Writer(Graph(title), dims, called, TABLE)
     changed = {id(v) for v, n in results.new_state.items() if trace.block.outs[n] is not v}
     arguments(writer, block, arrays, pairs.get("rng", []), changed)
-    writer.block(block)
+    writer.function(block)
     for v, leaf in arrays.state:
         member = again.stacks.get(v, (v,))[0]
         if member in results.new_state:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from layoutopt.importers.jax.classes import Classes, Node
 from layoutopt.importers.jax.equations import Block, Var
 from layoutopt.importers.jax.leaves import Leaf
-from layoutopt.importers.jax.relations import Part
+from layoutopt.importers.jax.relations import Copies, Part
 
 _KINDS = ("kernel", "weight", "w", "bias", "b", "scale", "embedding", "embeddings", "gamma", "beta", "value")
 
@@ -62,7 +62,7 @@ class Names:
         self.of_batch = {n for v, _ in arrays.batch for n in classes.all(v)}
         self.counts: set[Node] = set()
         for _, relation in classes.factors.related:
-            if isinstance(relation, Part):
+            if isinstance(relation, Part) and not isinstance(relation, Copies):
                 own, inner = classes.of(*relation.x), classes.of(*relation.y)
                 self.counts.update(own[: len(own) - len(inner)])
 

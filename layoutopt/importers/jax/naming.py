@@ -14,6 +14,7 @@ from layoutopt.importers.jax.equations import Block, Var
 from layoutopt.importers.jax.leaves import Leaf
 from layoutopt.importers.jax.logical import LogicalAxis, called
 from layoutopt.importers.jax.names import Arrays, Names, last
+from layoutopt.importers.jax.relations import Copies
 from layoutopt.importers.jax.roles import name_roles
 from mesh_tf_core.errors import UserError, known_names
 
@@ -206,7 +207,12 @@ class _Naming:
                 self.names.give(node, name if len(nodes) == 1 else f"{name}_{'abcdefgh'[i % 8]}")
 
     def _parts(self) -> None:
-        """What is a part of a dimension that has a name."""
+        """What is a part of a dimension that has a name, and what counts copies of one."""
+        for _, relation in self.classes.factors.related:
+            if isinstance(relation, Copies):
+                whole, copied = self.classes.of(*relation.x), self.classes.of(*relation.y)
+                for node in whole[: len(whole) - len(copied)]:
+                    self.names.give(node, "copies")
         for e in self.block.walk():
             if e.prim not in ("slice", "dynamic_slice", "pad"):
                 continue

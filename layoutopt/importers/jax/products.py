@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 import mesh_tf_core as mtf
-from layoutopt.importers.jax.equations import Equation, Operand, refuse
+from layoutopt.importers.jax.equations import Equation, Operand
+from layoutopt.importers.jax.refusals import refuse
 from layoutopt.importers.jax.shapes import spread
 from layoutopt.importers.jax.writer import Handler, Number, Writer, our_dtype
 from mesh_tf_core.ir.dims import Dim

@@ -21,6 +21,7 @@ _KEEPING = frozenset(
         "copy",
         "stop_gradient",
         "gather",
+        "tile",
         "select_n",
         "sort",
         "split",

@@ -8,6 +8,7 @@ from typing import Any
 
 import mesh_tf_core as mtf
 from layoutopt.importers.jax.equations import Equation
+from layoutopt.importers.jax.refusals import refuse
 from layoutopt.importers.jax.writer import Handler, Number, Writer, our_dtype
 
 _REDUCE = {
@@ -18,21 +19,26 @@ _REDUCE = {
     "reduce_and": mtf.reduce_all,
     "reduce_or": mtf.reduce_any,
 }
+_OF_NOTHING = {"reduce_sum": 0, "reduce_prod": 1, "reduce_and": True, "reduce_or": False}
+"""Reductions of arrays without elements."""
 
 
 def _reduce(w: Writer, e: Equation) -> None:
     x, axes = e.ins[0], tuple(e.params["axes"])
     kept = [a for a in range(len(x.shape)) if a not in axes]
-    gone = [d for a in axes for d in w.dims(x, a)]
     value = w.value(x)
     if isinstance(value, Number):
-        count = math.prod(d.size for d in gone)
+        count = math.prod(x.shape[a] for a in axes)
+        if not count and e.prim not in _OF_NOTHING:
+            refuse(e, "an array without elements has no extreme", "leave it out")
         found: Callable[[Any], Any]
         found = {"reduce_sum": lambda v: v * count, "reduce_prod": lambda v: v**count}.get(
             e.prim, lambda v: v
         )
-        w.put(e.out, Number(found(value.value), e.out.dtype))
+        made = found(value.value) if count else _OF_NOTHING[e.prim]
+        w.put(e.out, Number(made, e.out.dtype))
         return
+    gone = [d for a in axes for d in w.dims(x, a)]
     t = w.drawn(value, x)
     # What is the same all along a dimension is summed by counting.
     lacking = math.prod(d.size for d in gone if d.name not in t.shape.names)

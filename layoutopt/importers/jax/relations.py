@@ -64,6 +64,11 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Copies(Part):
+    """Axis `x` is `count` copies of axis `y`, one behind the other."""
+
+
+@dataclass(frozen=True)
 class Join:
     """Axis `y` is axes of equal size one behind the other."""
 
@@ -189,6 +194,12 @@ def _pad(e: Equation) -> Iterator[Relation]:
     for a, widths in enumerate(e.params["padding_config"]):
         if tuple(widths) == (0, 0, 0):
             yield Same((e.ins[0], a), (e.out, a))
+
+
+def _tile(e: Equation) -> Iterator[Relation]:
+    x, y = e.ins[0], e.out
+    for a, count in enumerate(e.params["reps"]):
+        yield Same((x, a), (y, a)) if count == 1 else Copies((y, a), (x, a), count)
 
 
 def _slice(e: Equation, piece: Piece | None) -> Iterator[Relation]:
@@ -328,6 +339,7 @@ _RULES: dict[str, Callable[[Equation], Iterator[Relation]]] = {
     "stack": _stack,
     "unstack": _stack,
     "pad": _pad,
+    "tile": _tile,
     "split": _split,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update,

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 import mesh_tf_core as mtf
-from layoutopt.importers.jax.equations import Equation, Operand, Var, is_empty, refuse
+from layoutopt.importers.jax.equations import Equation, Operand, Var, is_empty
+from layoutopt.importers.jax.refusals import refuse
 from layoutopt.importers.jax.writer import Handler, Number, Writer, our_dtype
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.tensor import Tensor
@@ -225,12 +226,36 @@ def _unstack(w: Writer, e: Equation) -> None:
         w.put(y, w.renamed(t, w.between(x, y, [(a, b) for b, a in enumerate(kept)])))
 
 
+def _tile(w: Writer, e: Equation) -> None:
+    """Copies are a dimension that x has not: it is the same along it."""
+    x, y, reps = e.ins[0], e.out, e.params["reps"]
+    value = w.value(x)
+    if isinstance(value, Number):
+        w.put(y, value)
+        return
+    t, names = w.tensor(x), dict[str, str]()
+    for a, count in enumerate(reps):
+        own, made = w.dims(x, a), w.dims(y, a)
+        lead = made[: len(made) - len(own)]
+        if [d.size for d in made[len(lead) :]] == [d.size for d in own]:
+            names.update((d.name, m.name) for d, m in zip(own, made[len(lead) :], strict=True))
+            continue
+        # The result is cut elsewhere than between its copies.
+        t, one = w.one(t, x, a)
+        copies = Dim(w.fresh(f"{one.name}_copies"), count)
+        at = t.shape.index(one.name)
+        t = mtf.broadcast(t, [*t.shape.dims[:at], copies, *t.shape.dims[at:]])
+        t, whole = w.as_one(t, [copies, one])
+        t = w.onto(t, whole, made, names)
+    w.put(y, w.renamed(t, names))
+
+
 def _pad(w: Writer, e: Equation) -> None:
     x, y, config = e.ins[0], e.out, e.params["padding_config"]
     value = w.number(e.ins[1])
     if value is None:
         refuse(e, "the value that it pads with is not known", "pad with a number")
-    if w.number(x) == value:
+    if is_empty(x) or w.number(x) == value:
         w.put(y, Number(value, y.dtype))
         return
     t = w.tensor(x)
@@ -288,5 +313,6 @@ TABLE: Mapping[str, Handler] = {
     "stack": _stack,
     "unstack": _unstack,
     "pad": _pad,
+    "tile": _tile,
     "rev": _reverse,
 }

@@ -25,10 +25,10 @@ from layoutopt.importers.jax.equations import (
     Var,
     has_fractions,
     is_empty,
-    refuse,
 )
 from layoutopt.importers.jax.keys import Draw, Keys, key_of, of_words
 from layoutopt.importers.jax.narrow import WIDER, wrapped
+from layoutopt.importers.jax.refusals import OTHERWISE, Refusal, Refusals, refuse, refused
 from mesh_tf_core.ir.arrays import FixedArray
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import DTYPES
@@ -36,7 +36,6 @@ from mesh_tf_core.ir.initializers import FromArray, Initializer, Variable
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.tracing.graph import Graph
 
-_OTHERWISE = "write it with other operations, or report it"
 _INSTEAD = {
     "while": "write it as jax.lax.scan over a number of steps that is known",
     "cond": "choose with jnp.where between the results of both branches",
@@ -102,6 +101,7 @@ class Writer:
       sources: number of a node -> file and line of the user's code.
       notes: what the user should know of what was left out.
       drawn_with: what was drawn so far.
+      refusals: what cannot be imported.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class Writer:
         self._constants = 0
         self.drawn_with: list[Draw] = []
         self._taken = set(names.values())
+        self.refusals = Refusals()
 
     # -- dimensions ----------------------------------------------------------------------------------------
 
@@ -275,7 +276,8 @@ class Writer:
         first = array.reshape(-1)[0]
         if array.size == 1 or (array == first).all():
             return Number(first.item() if array.dtype.kind in "biufc" else float(first), v.dtype)
-        return self._counted(array, v) or self.stored(array, our_dtype(v.dtype), self.shape(v))
+        counted = self._counted(array, v)
+        return self.stored(array, our_dtype(v.dtype), self.shape(v)) if counted is None else counted
 
     def _counted(self, array: Any, v: Constant) -> Tensor | None:
         """0, 1, ... along one axis, which needs no storage."""
@@ -307,6 +309,21 @@ class Writer:
 
     # -- blocks --------------------------------------------------------------------------------------------
 
+    def function(self, block: Block) -> None:
+        """Writes a whole function.
+
+        Raises:
+          UserError: that lists all that cannot be imported.
+        """
+        found = self.refusals.found
+        try:
+            self.block(block)
+        except mtf.UserError:
+            if not found:
+                raise
+        if found:
+            raise refused(found) from found[0]
+
     def block(self, block: Block) -> None:
         """Writes the equations of a block, whose variables have values."""
         for equation in block.equations:
@@ -317,25 +334,43 @@ class Writer:
         if e.outs and all(is_empty(y) for y in e.outs):
             self.values.update((id(y), Number(0, y.dtype)) for y in e.outs)
             return
-        handler = self.table.get(e.prim)
-        if handler is None:
-            refuse(e, "the importer has no rule for it", _INSTEAD.get(e.prim, _OTHERWISE))
         before = self.graph.count
         self.graph.place = e.where
+        follows = self.refusals.follows(e)
         with nullcontext() if e.body is not None else self.graph.scope(scope_of(e)):
-            if e.prim != "scan" and any(isinstance(self.value(x), Keys) for x in e.ins) and _gives_keys(e):
-                self.table[KEY](self, e)
-            else:
-                try:
-                    handler(self, e)
-                    if len(e.outs) == 1 and isinstance(made := self.values.get(id(e.out)), Tensor):
-                        self.values[id(e.out)] = wrapped(e, made)
-                except (mtf.UserError, AssertionError) as error:
-                    if str(error).startswith("from_jax:"):
-                        raise
-                    refuse(e, str(error) or "its axes do not fit", _OTHERWISE)
+            try:
+                self._written(e)
+                self.refusals.leave(e)
+            except (mtf.UserError, AssertionError) as error:
+                if not follows or isinstance(error, Refusal):
+                    self.refusals.add(e, error)
+                if e.body is not None:  # half a loop is none
+                    raise
+                self._stand_in(e)
         for number in range(before, self.graph.count):
             self.sources.setdefault(number, e.where)
+
+    def _written(self, e: Equation) -> None:
+        handler = self.table.get(e.prim)
+        if handler is None:
+            refuse(e, "the importer has no rule for it", _INSTEAD.get(e.prim, OTHERWISE))
+        if e.prim != "scan" and any(isinstance(self.value(x), Keys) for x in e.ins) and _gives_keys(e):
+            self.table[KEY](self, e)
+            return
+        handler(self, e)
+        if len(e.outs) == 1 and isinstance(made := self.values.get(id(e.out)), Tensor):
+            self.values[id(e.out)] = wrapped(e, made)
+
+    def _stand_in(self, e: Equation) -> None:
+        """Zeros for what cannot be imported, so that all else is looked at."""
+        for y in e.outs:
+            if y.dtype == KEY:
+                self.values[id(y)] = Keys(0, why=f"{e.prim} in {e.where}")
+            elif our_dtype(y.dtype) in DTYPES:
+                zero = mtf.constant(self.graph, 0, (), our_dtype(y.dtype))
+                self.values[id(y)] = mtf.broadcast(zero, self.shape(y))
+            else:
+                self.values[id(y)] = Number(0, y.dtype)
 
 
 def _gives_keys(e: Equation) -> bool:

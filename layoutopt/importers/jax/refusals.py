@@ -1,0 +1,95 @@
+"""What cannot be imported: all of a function in one error, each operation with the user's lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from layoutopt.importers.jax.equations import Equation
+from mesh_tf_core.errors import UserError
+
+OTHERWISE = "write it with other operations, or report it"
+
+
+class Refusal(UserError):
+    """An operation that cannot be imported: the user's line, what it is, why, what to do.
+
+    Attributes:
+      kind: refusals of one kind are one item of a list.
+    """
+
+    def __init__(self, equation: Equation, why: str, instead: str) -> None:
+        shapes = ", ".join(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in equation.ins)
+        self.place = equation.where or "unknown line"
+        self._scope = f" in {equation.scope}" if equation.scope else ""
+        self._what = f"cannot import {equation.prim} of {shapes}: {why}; {instead}"
+        self.kind = equation.prim, why, instead
+        super().__init__(f"from_jax: {self.at(self.place)}")
+
+    def at(self, places: str) -> str:
+        """The same of several lines."""
+        return f"{places}{self._scope}: {self._what}"
+
+
+def refuse(equation: Equation, why: str, instead: str) -> NoReturn:
+    """Raises the refusal of an operation."""
+    raise Refusal(equation, why, instead)
+
+
+class Refusals:
+    """What was refused while a function is written, and what nothing more is known of because of that.
+
+    An operation that follows from a refused one may fail for that reason alone, so it is not listed.
+
+    Attributes:
+      found: in the order of the function.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[UserError] = []
+        self._unknown: set[int] = set()
+
+    def follows(self, e: Equation) -> bool:
+        """Whether an equation is of what was refused; then so is what it makes."""
+        if not any(id(x) in self._unknown for x in e.ins):
+            return False
+        self.lose(e)
+        for body in (e.body, e.backward):
+            if body is not None:
+                self._unknown.update(map(id, body.ins))
+        return True
+
+    def lose(self, e: Equation) -> None:
+        """Nothing more is known of what an equation makes."""
+        self._unknown.update(map(id, e.outs))
+
+    def leave(self, e: Equation) -> None:
+        """The end of a body: what it hands out is known if all of that is."""
+        if e.body is not None and any(id(x) in self._unknown for x in e.body.outs):
+            self.lose(e)
+
+    def add(self, e: Equation, error: Exception) -> None:
+        """An equation that could not be written."""
+        own = isinstance(error, UserError) and str(error).startswith("from_jax:")
+        made = error if own else Refusal(e, str(error) or "its axes do not fit", OTHERWISE)
+        if made not in self.found:
+            assert isinstance(made, UserError)
+            self.found.append(made)
+        self.lose(e)
+
+
+def refused(found: Sequence[UserError]) -> UserError:
+    """One error for all that an import refuses, kind by kind, each with all of its lines."""
+    kinds: dict[object, list[UserError]] = {}
+    for error in found:
+        kinds.setdefault(error.kind if isinstance(error, Refusal) else str(error), []).append(error)
+    items = []
+    for first, *others in kinds.values():
+        if isinstance(first, Refusal):
+            places = (x.place for x in (first, *others) if isinstance(x, Refusal))
+            items.append(first.at(", ".join(dict.fromkeys(places))))
+        else:
+            items.append(str(first).removeprefix("from_jax: "))
+    if len(items) == 1:
+        return UserError(f"from_jax: {items[0]}")
+    return UserError("from_jax: " + " ".join(f"({n}) {text}" for n, text in enumerate(items, 1)))
