@@ -24,11 +24,11 @@ from costmodels.calibration.machine import machine, versions  # noqa: E402
 from costmodels.hardware import read_hardware  # noqa: E402
 from costmodels.pricing.pricer import pricer  # noqa: E402
 from layoutopt.analysis.validate import Candidate, result, run, seconds_of  # noqa: E402
-from layoutopt.launching import free_port  # noqa: E402
 from layoutopt.models.loading import load_model  # noqa: E402
 from mesh_tf_core import Cluster, Layout, Mesh  # noqa: E402
 from mesh_tf_core.engines.jax.meeting import ADDRESS, PROCESS  # noqa: E402
 from mesh_tf_core.engines.jax.meeting import PROCESSES as COUNT  # noqa: E402
+from tests.jax_process import free_port  # noqa: E402
 
 MESH, PROCESSES, SAMPLES = Mesh("data:2;model:2"), 2, 8
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
+import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from mesh_tf_core.engines.jax.meeting import ADDRESS, PROCESS, PROCESSES
-from mesh_tf_core.errors import ClusterError, UserError
+from mesh_tf_core.engines.jax.codes import SECRET, SECRET_FILE
+from mesh_tf_core.engines.jax.meeting import ADDRESS, PROCESS, PROCESSES, SOCKET
+from mesh_tf_core.errors import ClusterError
 
 POLL = 0.05
 """Seconds between two looks at the workers."""
@@ -30,10 +30,10 @@ TERMINATE = 5.0
 """Seconds between asking processes to end and ending them."""
 SAVE = 20.0
 """The same, if it is the user who ends the job: they save what they have learned."""
-PORTS = range(20_000, 32_000)
-"""Below those that systems give to outgoing connections."""
 RESUME = "--resume"
 """The option of `train` that chooses a checkpoint."""
+FOLDER = "layoutopt-job-"
+"""Begins the name of the folder in which the workers of one start meet."""
 FINAL = (2, 3, 4)
 """Exit codes that another start would give again."""
 REFUSED = 5.0
@@ -128,17 +128,20 @@ def launch(
 
 
 def run_once(command: Sequence[str], processes: int) -> Attempt:
-    """Starts all workers and waits until all have ended."""
+    """Starts all workers, which get a secret of this start, and waits until all have ended."""
     with contextlib.ExitStack() as stack:
         leash, held = os.pipe()
         stack.callback(os.close, held)
         stack.callback(os.close, leash)
-        address = f"127.0.0.1:{free_port()}"
+        # A folder of mode 0700: nobody else can connect to a socket in it, as everybody can to a port.
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True))
+        address, secret = f"{SOCKET}{folder}/coordinator", secrets.token_hex(32)
         workers: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, workers)
         notes = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(processes)]
         for index in range(processes):
-            place = {ADDRESS: address, PROCESSES: str(processes), PROCESS: str(index)}
+            place = {ADDRESS: address, PROCESSES: str(processes), PROCESS: str(index), SECRET: secret}
+            place[SECRET_FILE] = ""
             workers.append(_started(command, place, leash, None if index == 0 else notes[index]))
         try:
             stuck = _watched(workers)
@@ -196,24 +199,6 @@ def _end(workers: Sequence[subprocess.Popen[bytes]], seconds: float | None = Non
         for worker in workers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.wait(None if until is None else max(0.0, until - time.monotonic()))
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
-    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
-        if _is_free(port):
-            return port
-    raise UserError(f"launch: no free port between {PORTS.start} and {PORTS.stop}")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def _newest(checkpoint: Path | None) -> str | None:

@@ -29,21 +29,30 @@ Content = str | bytes | Callable[[BinaryIO], object]
 """What is written: text, as UTF-8, bytes, or a function that puts into a file what is not held whole."""
 
 
-def write_file(path: str | Path, content: Content, what: str = "the file") -> Path:
+def write_file(path: str | Path, content: Content, what: str = "the file", follow: bool = True) -> Path:
     """Writes a file so that whoever looks sees the old one or all of the new one; returns its path.
 
-    A link stays a link: what it points to is replaced. A file that is replaced keeps its mode. Pipes, devices
-    and what this process prints to are written as they are. The file's folder is made if it is missing, but
-    none above it.
+    A link stays a link: what it points to is replaced, if this user or root made the link. (The system's rule
+    for links in shared folders, as /tmp, does not see a file that is renamed.) A file that is replaced keeps
+    its mode. Pipes, devices and what this process prints to are written as they are. The file's folder is
+    made if it is missing, but none above it.
 
     Args:
       what: names the file in errors.
+      follow: False replaces a link by the file: for names that are ours, to which no user points a link.
 
     Raises:
       UserError: it cannot be written; an old file is as it was.
     """
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     try:
+        if not follow:
+            found = os.lstat(path).st_mode if os.path.lexists(path) else stat.S_IFREG
+            if not (stat.S_ISREG(found) or stat.S_ISLNK(found)):
+                raise OSError(errno.EINVAL, "it is not a file")
+            _replace(Path(path), data)
+            return Path(path)
+        _check_link(path)
         if (stream := _stream(path)) is not None:
             said = (sys.stdout, sys.stderr)[stream - 1]
             if said is not None:
@@ -69,6 +78,7 @@ def write_file(path: str | Path, content: Content, what: str = "the file") -> Pa
 def check_writable(path: str | Path, what: str = "the file") -> None:
     """UserError where `write_file` would be refused whatever the content; nothing is made or changed."""
     try:
+        _check_link(path)
         if _stream(path) is not None:
             return
         if not _is_replaced(path):
@@ -98,6 +108,24 @@ def unwritable(path: str | Path, error: Exception, what: str = "the file") -> Us
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         todo = "make room, or name another place"
     return UserError(f"{what} {str(path)[:LONGEST]!r} cannot be written: {said}; {todo}")
+
+
+def _check_link(path: str | Path) -> None:
+    """PermissionError where another user's link says what is written."""
+    if os.path.islink(path) and not os.path.abspath(path).startswith(OPEN):
+        owner = os.lstat(path).st_uid
+        if owner not in (os.geteuid(), 0):
+            raise PermissionError(errno.EACCES, f"it is a link that another user (id {owner}) made")
+
+
+def create(path: Path) -> BinaryIO:
+    """A new file, to be written, that the users of its folder can use and nobody else; OSError where its name
+    is taken, be it by a link."""
+    mode = stat.S_IMODE(path.parent.stat().st_mode) & 0o666
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    if stat.S_IMODE(os.fstat(handle).st_mode) != mode:
+        os.fchmod(handle, mode)
+    return os.fdopen(handle, "wb")
 
 
 def _stream(path: str | Path) -> int | None:
@@ -131,7 +159,7 @@ def _need(path: str | Path, access: int) -> None:
 def _replace(place: Path, data: bytes | Callable[[BinaryIO], object]) -> None:
     place.parent.mkdir(exist_ok=True)
     mode = None
-    if place.exists():
+    if place.exists() and not place.is_symlink():
         _need(place, os.W_OK)
         mode = stat.S_IMODE(place.stat().st_mode)
     part = place.with_name(f".{place.name[:KEPT]}.{secrets.token_hex(8)}.part")

@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from layoutopt.launching import free_port
 from mesh_tf_core.engines.jax.meeting import ADDRESS, PROCESS, PROCESSES
 
 ROOT = Path(__file__).resolve().parents[1]
+PORTS = range(20_000, 32_000)
+"""Below those that systems give to outgoing connections."""
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on now."""
+    return next(port for port in random.SystemRandom().sample(PORTS, len(PORTS)) if _is_free(port))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def printed(module: str, *args: str, processes: int = 1) -> Any:

@@ -89,7 +89,7 @@ class Session:
                 _keep_compiled()
             prepare(count, kind)
 
-    def trainer(self, loaded: Loaded, given: Given) -> Trainer:
+    def trainer(self, loaded: Loaded, given: Given, checkpoint_mode: int | None = None) -> Trainer:
         """The model on this machine's mesh, or the cluster's; its variables at their initial values."""
         self.start(given.mesh.devices)
         from mesh_tf_core.training import Trainer
@@ -97,7 +97,14 @@ class Session:
         slices = None if given.plan is None else given.plan.slices
         with self.terminal.waiting("lowering it and making its variables", said=True):
             return Trainer(
-                loaded.model, given.mesh, given.layout, given.options, self.engine, self.cluster, slices
+                loaded.model,
+                given.mesh,
+                given.layout,
+                given.options,
+                self.engine,
+                self.cluster,
+                slices,
+                checkpoint_mode,
             )
 
     @property
@@ -116,6 +123,25 @@ def restored(terminal: Terminal, trainer: Trainer, checkpoint: Path, step: int |
     for warning in caught:
         terminal.say(f"warning: {warning.message}")
     return found
+
+
+@contextlib.contextmanager
+def warnings_said(terminal: Terminal) -> Iterator[None]:
+    """Says what is wrong with checkpoints in one line each, once."""
+    from mesh_tf_core.training.checkpoint import CheckpointWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", CheckpointWarning)
+        shown = warnings.showwarning
+
+        def say(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+            if issubclass(category, CheckpointWarning):
+                terminal.say(f"warning: {message}")
+            else:
+                shown(message, category, *rest)
+
+        warnings.showwarning = say  # type: ignore[assignment]
+        yield
 
 
 def _keep_compiled() -> None:

@@ -73,6 +73,14 @@ def train(
         ),
     ] = None,
     every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 100,
+    checkpoint_mode: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODE",
+            help="Mode of the folders of checkpoints, and of their files without x: 0700 for you alone.",
+            show_default="as the umask says",
+        ),
+    ] = None,
     held_out: Annotated[
         int,
         typer.Option("--held-out", min=0, metavar="N", help="Held-out batches to evaluate on at the end."),
@@ -102,6 +110,7 @@ def train(
     """Train a model on this machine's mesh, under the best layout or one of yours."""
     from mesh_tf_core.errors import UserError
     from mesh_tf_core.training.decoupled import Decoupled
+    from mesh_tf_core.training.folders import read_mode
 
     run: TrainingRun | None = None
     meets = None if meet is None else Decoupled.parse(meet)
@@ -111,11 +120,14 @@ def train(
         raise UserError("--resume: say where the checkpoint is; add --checkpoint DIR")
     if layout == AUTO:
         _refuse_decided(decided)
+    mode = None if checkpoint_mode is None else read_mode(checkpoint_mode)
+    if mode is not None and checkpoint is None:
+        raise UserError("--checkpoint-mode goes with --checkpoint DIR; add it, or leave the mode out")
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(job.open(engine, as_json, quiet))
         terminal, traced = session.terminal, Trace(session, trace)
         if checkpoint is not None and terminal.shown:
-            _own(stack, terminal, checkpoint)  # before any work is done for it
+            _own(stack, terminal, checkpoint, mode)  # before any work is done for it
         if meets is not None:
             from mesh_tf_core.training.meetings import only
 
@@ -135,7 +147,7 @@ def train(
                 given = _searched(session, loaded, machine, mesh)
             else:
                 given = decided.read(loaded, mesh, layout, session.plan)
-            run = TrainingRun(session, loaded, given, machine, steps, traced, checkpoint, resume)
+            run = TrainingRun(session, loaded, given, machine, steps, traced, checkpoint, resume, mode)
             run.train(every, held_out, evaluate_every, meets)
             run.evaluate(held_out)
         except KeyboardInterrupt:
@@ -145,11 +157,11 @@ def train(
     run.show()
 
 
-def _own(stack: contextlib.ExitStack, terminal: Terminal, checkpoint: Path) -> None:
+def _own(stack: contextlib.ExitStack, terminal: Terminal, checkpoint: Path, mode: int | None) -> None:
     """Keeps other jobs out of the directory until the end of `stack`."""
     from mesh_tf_core.training.checkpoint import owned
 
-    trouble = stack.enter_context(owned(checkpoint))
+    trouble = stack.enter_context(owned(checkpoint, mode))
     if trouble:
         terminal.say(f"warning: {trouble}")
 

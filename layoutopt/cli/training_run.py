@@ -17,7 +17,7 @@ from layoutopt import signals
 from layoutopt.cli.given import Given
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.results import layout_text
-from layoutopt.cli.running import COMPILING, Session, evaluated_model, items_of, restored
+from layoutopt.cli.running import COMPILING, Session, evaluated_model, items_of, restored, warnings_said
 from layoutopt.cli.terminal import facts
 from layoutopt.cli.tracing import Trace
 from layoutopt.plan.units import duration_text, seconds_text, throughput_text, used_text
@@ -49,6 +49,7 @@ class TrainingRun:
     trace: Trace
     checkpoint: Path | None = None
     resume: int | None = None
+    checkpoint_mode: int | None = None
     trainer: Trainer | None = None
     began_at: int = 0
     losses: array[float] = field(default_factory=lambda: array("d"))  # eight bytes a step, in the longest
@@ -68,7 +69,7 @@ class TrainingRun:
 
     def train(self, every: int, held_out: int, evaluate_every: int, meet: Decoupled | None = None) -> None:
         """Trains; a signal ends it after the step that runs, and what was learned is saved."""
-        trainer = self.trainer = self.session.trainer(self.loaded, self.given)
+        trainer = self.trainer = self.session.trainer(self.loaded, self.given, self.checkpoint_mode)
         checkpoint = self.checkpoint
         if checkpoint is not None and restored(self.terminal, trainer, checkpoint, self.resume):
             self.terminal.say(
@@ -113,7 +114,8 @@ class TrainingRun:
             data = self.loaded.data(rows=trainer.rows)
             try:
                 asked = self.steps, checkpoint, every, tell, ended, judging, evaluate_every
-                trainer.fit(data, *asked, keep=False, meet=meet, on_met=told_of)
+                with warnings_said(self.terminal):
+                    trainer.fit(data, *asked, keep=False, meet=meet, on_met=told_of)
             except KeyboardInterrupt:  # the second one, or the data's own
                 if checkpoint is not None and cluster is None and not stopped.is_set():
                     self._save(trainer, checkpoint)

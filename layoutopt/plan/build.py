@@ -48,7 +48,8 @@ class Plan:
 
     Attributes:
       data: the contents of the plan file.
-      mesh, layout, options: what `mtf.Trainer` and `Model.lower` take.
+      mesh, layout, options: what `mtf.Trainer` and `Model.lower` take; UserError once `data` was changed and
+        says something else, of which price and proof are not.
       stopped: Ctrl-C ended the search; no plan file says so.
       model: what it is for, where that is at hand; no plan file holds it.
       complete: fills in what reports show (`details`), where model and hardware are at hand.
@@ -62,11 +63,34 @@ class Plan:
         complete: Callable[[Plan], Plan] | None = None,
     ) -> None:
         self.data, self.stopped, self.model, self.complete = data, stopped, model, complete
-        self.mesh = Mesh(data.mesh)
-        self.layout = layout_of(data)
-        self.options = options_of(data)
+        self._made = self._said()
         self._jax: Any = None
         self._full: Plan | None = None
+
+    def _said(self) -> tuple[Mesh, Layout, Options]:
+        """What the data says is decided; its dicts and lists could be changed in place."""
+        return Mesh(self.data.mesh), layout_of(self.data), options_of(self.data)
+
+    def _decided(self) -> tuple[Mesh, Layout, Options]:
+        if self._said() != self._made:
+            mesh, layout, _ = self._made
+            raise UserError(
+                f"the plan's data was changed after it was made for {layout} on {mesh}, so its price and "
+                "proof are of another layout; search with pins, or price a layout of your own with `cost`"
+            )
+        return self._made
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._decided()[0]
+
+    @property
+    def layout(self) -> Layout:
+        return self._decided()[1]
+
+    @property
+    def options(self) -> Options:
+        return self._decided()[2]
 
     @property
     def slices(self) -> dict[str, int]:
@@ -87,6 +111,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan file's object."""
+        self._decided()
         return self.data.to_json()
 
     def save(self, path: str | Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mesh_tf_core.engines.pieces import Piece
+from mesh_tf_core.files import create
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
 
@@ -168,13 +169,13 @@ def flat(array: Any) -> Any:
 
 
 def write_pieces(path: Path, pieces: Mapping[Piece, Any]) -> dict[Piece, str]:
-    """Writes pieces of variables to a safetensors file, on the disk when it returns; SHA-256 of each.
+    """Writes pieces of variables to a new safetensors file, on the disk when it returns; SHA-256 of each.
 
     Each is asked for once and forgotten once it is written. The widest elements come first, so that all are
     aligned.
     """
     order = sorted(pieces, key=lambda piece: -itemsize(piece.dtype))
-    with path.open("wb") as file:
+    with create(path) as file:
         file.write(header({piece.key: (piece.dtype, piece.shape) for piece in order}))
         found = {piece: _put(file, piece, pieces[piece]) for piece in order}
         file.flush()

@@ -5,21 +5,19 @@
       manifest.json           step, extra state; dtype, shape and pieces of every variable, each with its
                               file, place in the variable and SHA-256; and the manifest's own
 
-A checkpoint is written under a temporary name and renamed when all of it is on the disk. A process writes one
-piece after the other, and reads of every variable the pieces that its devices hold, so no host needs room
-for more than these. What else lies in the directory is somebody else's: only names that are exactly ours are
-read, counted or removed.
+A checkpoint is written under a temporary name and renamed when all of it is on the disk, and every file that
+its manifest names was found there, of its size. Only then older ones are removed. A process writes one piece
+after the other, and reads of every variable the pieces that its devices hold, so no host needs room for more
+than these.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import os
-import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,114 +27,21 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.files import sync_names
 from mesh_tf_core.training import array_files
 from mesh_tf_core.training import manifest as manifests
-from mesh_tf_core.training.locking import locked
+from mesh_tf_core.training.folders import check_directory, listed, make, named, owned, tidy, unwritable
 from mesh_tf_core.training.manifest import MANIFEST, Entry, Manifest, Part
 from mesh_tf_core.training.opened import Checkpoint, reason
 
 if TYPE_CHECKING:
     from mesh_tf_core.engines import Cluster
 
-STEP = "([0-9]{9}|[1-9][0-9]{9,17})"
-NAME = re.compile(f"step-{STEP}")
-UNFINISHED = re.compile(rf"\.step-{STEP}\.[0-9a-f]{{1,16}}")
-"""Left by a process that was ended while it wrote."""
-REPLACED = re.compile(rf"\.step-{STEP}\.replaced")
-"""The older one of the same step, for the moment between two renamings."""
+__all__ = ["Checkpoint", "check_directory", "listed", "newest", "owned", "unwritable", "write"]
+
 ASIDE = ".aside"
 """End of the name of a checkpoint that is newer than one that was chosen to go on from: the user's now."""
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint is torn or edited, and an older one is used."""
-
-
-# -- the directory -------------------------------------------------------------------------------------------
-
-
-def check_directory(directory: str | Path) -> None:
-    """Raises UserError unless checkpoints can be written there; makes the directory, and the one around it,
-    but none above."""
-    if not str(directory):
-        raise UserError("checkpoint '' names no directory; write for example build/run")
-    root = Path(directory)
-    try:
-        for folder in (root.parent, root):
-            if not folder.is_dir():
-                folder.mkdir()
-    except FileExistsError as error:
-        raise UserError(
-            f"checkpoint {str(directory)!r}: {str(error.filename)!r} is a file; name a directory"
-        ) from None
-    except FileNotFoundError:
-        raise UserError(
-            f"checkpoint {str(directory)!r} cannot be made: there is no folder "
-            f"{str(root.parent.parent)!r}; make it, or name another place"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise unwritable(directory, error) from None
-    if not os.access(root, os.W_OK | os.X_OK):
-        raise UserError(f"checkpoint {str(directory)!r} cannot be written: permission denied")
-
-
-@contextlib.contextmanager
-def owned(directory: str | Path) -> Iterator[str]:
-    """Within it checkpoints can be written there, by this job alone. Yields why the directory cannot be
-    locked, or nothing.
-
-    Raises:
-      UserError: it cannot be written, or another job writes there.
-    """
-    check_directory(directory)
-    with contextlib.ExitStack() as stack:
-        try:
-            trouble = stack.enter_context(locked(directory))
-        except OSError as error:
-            raise unwritable(directory, error) from None
-        yield trouble
-
-
-def unwritable(directory: str | Path, error: Exception) -> UserError:
-    """What the system said, as the user's error."""
-    said, todo = (
-        (error.strerror if isinstance(error, OSError) else None) or error,
-        "give a directory with room",
-    )
-    if isinstance(error, FileNotFoundError):
-        said, todo = "its folder was removed", "leave it, or give another directory"
-    left = listed(directory)
-    kept = f"; {left[0][1].name} is still there" if left else ""
-    return UserError(f"checkpoint {str(directory)!r} cannot be written: {said}; {todo}{kept}")
-
-
-def listed(directory: str | Path) -> list[tuple[int, Path]]:
-    """Steps and paths of the checkpoints in a directory, the newest first, whole or not."""
-    ours = {}
-    for pattern in (REPLACED, NAME):  # the later one stands
-        for path in _entries(Path(directory)):
-            if found := pattern.fullmatch(path.name):
-                ours[int(found[1])] = path
-    return sorted(ours.items(), reverse=True)
-
-
-def _entries(root: Path) -> list[Path]:
-    """The directories in a directory; a link is somebody's own."""
-    try:
-        with os.scandir(root) as found:
-            return [Path(entry.path) for entry in found if entry.is_dir(follow_symlinks=False)]
-    except (OSError, ValueError):
-        return []
-
-
-def _tidy(root: Path) -> None:
-    """Removes what ended processes left; what one had put aside gets its name again."""
-    for path in _entries(root):
-        if found := REPLACED.fullmatch(path.name):
-            named = root / f"step-{found[1]}"
-            if not named.exists():
-                path.rename(named)
-                continue
-        if found or UNFINISHED.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+    """A checkpoint is torn or edited and an older one is used, or its directory's lock is not as it was."""
 
 
 # -- writing -------------------------------------------------------------------------------------------------
@@ -146,38 +51,41 @@ Written = list[dict[str, Any]]
 
 
 def write(
-    directory: str | Path, step: int, pieces: Mapping[Piece, Any], extra: Mapping[str, Any], keep: int = 3
+    directory: str | Path,
+    step: int,
+    pieces: Mapping[Piece, Any],
+    extra: Mapping[str, Any],
+    keep: int = 3,
+    mode: int | None = None,
 ) -> Path:
     """Writes `step-N` and removes all but the newest `keep`. Only one job may do so at a time (`locking`).
 
     Args:
       pieces: see `array_files.write_pieces`; together they are whole variables.
       extra: plain data (what JSON holds).
+      mode: of the folder; None: as the umask says.
 
     Raises:
       OSError: it cannot be written; what was there is there, and nothing else.
     """
-    with beginning(directory, step) as folder:
+    with beginning(directory, step, mode) as folder:
         return finish(folder, step, write_pieces(folder, 0, pieces), extra, keep)
 
 
 @contextlib.contextmanager
-def beginning(directory: str | Path, step: int) -> Iterator[Path]:
-    """A folder for the files of a checkpoint; if it has not got its name (`finish`), it is removed."""
+def beginning(directory: str | Path, step: int, mode: int | None = None) -> Iterator[Path]:
+    """A folder for the files of a checkpoint; if it has not got its name (`finish`), it is removed. Its files
+    get its mode (`files.create`)."""
     root = Path(directory)
     root.mkdir(exist_ok=True)
-    _tidy(root)
-    folder = root / f".{_named(step)}.{secrets.token_hex(8)}"
-    folder.mkdir()
+    tidy(root)
+    folder = root / f".{named(step)}.{secrets.token_hex(8)}"
+    make(folder, mode)
     try:
         yield folder
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def _named(step: int) -> str:
-    return f"step-{step:09d}"
 
 
 def write_pieces(folder: Path, process: int, pieces: Mapping[Piece, Any]) -> Written:
@@ -190,32 +98,68 @@ def write_pieces(folder: Path, process: int, pieces: Mapping[Piece, Any]) -> Wri
 
 
 def finish(folder: Path, step: int, written: Iterable[Any], extra: Mapping[str, Any], keep: int = 3) -> Path:
-    """Gives a checkpoint its name, once all processes have written their pieces, and removes old ones."""
-    found: dict[str, list[Any]] = {}
-    for one in written:
-        found.setdefault(one["name"], []).append(one)
-    variables = {
-        name: Entry(
-            dtype=ones[0]["dtype"],
-            shape=tuple(ones[0]["whole"]),
-            part=tuple(ones[0]["shape"]),
-            parts=tuple(Part(file=o["file"], sha256=o["sha256"], begin=tuple(o["begin"])) for o in ones),
-        )
-        for name, ones in found.items()
-    }
-    manifests.write(folder / MANIFEST, Manifest(step=step, variables=variables, extra=dict(extra)))
+    """Gives a checkpoint its name, once all processes have written their pieces, and removes old ones.
+
+    Raises:
+      OSError: it cannot be written.
+      UserError: what was written is not there. No checkpoint is removed.
+    """
+    manifest = Manifest(step=step, variables=_entries_of(step, written), extra=dict(extra))
+    manifests.write(folder / MANIFEST, manifest)
     sync_names(folder)
+    try:
+        _opened(folder, step, _no_piece)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"step {step} is not saved: {reason(error)}, though every process said that it had written its "
+            "part; the checkpoints before it are kept"
+        ) from None
     root = folder.parent
-    final = root / _named(step)
+    final = root / named(step)
     if final.exists():
         final.rename(root / f".{final.name}.replaced")
     folder.rename(final)
     sync_names(root)
-    _tidy(root)
-    others = [path for _, path in listed(root) if path != final]
-    for old in others[max(0, keep - 1) :]:
-        shutil.rmtree(old, ignore_errors=True)
+    tidy(root)
+    _prune(root, final, keep)
     return final
+
+
+def _entries_of(step: int, written: Iterable[Any]) -> dict[str, Entry]:
+    """The manifest's variables, of what processes said that they wrote."""
+    found: dict[str, list[Any]] = {}
+    try:
+        for one in written:
+            found.setdefault(one["name"], []).append(one)
+        return {
+            name: Entry(
+                dtype=ones[0]["dtype"],
+                shape=tuple(ones[0]["whole"]),
+                part=tuple(ones[0]["shape"]),
+                parts=tuple(Part(file=o["file"], sha256=o["sha256"], begin=tuple(o["begin"])) for o in ones),
+            )
+            for name, ones in found.items()
+        }
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"step {step} is not saved: the processes do not say what pieces they wrote "
+            f"({' '.join(str(error).split())[:200]})"
+        ) from None
+
+
+def _prune(root: Path, newest: Path, keep: int) -> None:
+    """Removes old checkpoints, so that `keep` are left whose files are there, the newest among them. One that
+    is torn is not counted: of whole ones as many are kept."""
+    left = keep - 1
+    for step, path in listed(root):
+        if path == newest:
+            continue
+        if left <= 0:
+            shutil.rmtree(path, ignore_errors=True)
+            continue
+        with contextlib.suppress(OSError, ValueError):
+            _opened(path, step, _no_piece)
+            left -= 1
 
 
 # -- reading -------------------------------------------------------------------------------------------------
@@ -319,13 +263,26 @@ def _checked(
     own, count = (0, 1) if cluster is None else (cluster.index, cluster.processes)
     opened, why = None, ""
     try:
-        manifest = manifests.read(path / MANIFEST)
-        if manifest.step != step:
-            raise ValueError(f"{MANIFEST} says step {manifest.step}")
-        opened = Checkpoint(path, step, manifest.variables, manifest.extra)
-        opened.check(lambda number: number % count == own, finite)
+        opened = _opened(path, step, lambda number: number % count == own, finite)
     except (OSError, ValueError) as error:
         why = reason(error)
     if cluster is not None:
         why = next(filter(None, cluster.gather(f"checking {path.name}", why, patient=True)), "")
     return (None if why else opened), why
+
+
+def _opened(
+    path: Path, step: int, mine: Callable[[int], bool], finite: Collection[str] = frozenset()
+) -> Checkpoint:
+    """A checkpoint of this step; OSError or ValueError if `Checkpoint.check` finds that it is not whole."""
+    manifest = manifests.read(path / MANIFEST)
+    if manifest.step != step:
+        raise ValueError(f"{MANIFEST} says step {manifest.step}")
+    opened = Checkpoint(path, step, manifest.variables, manifest.extra)
+    opened.check(mine, finite)
+    return opened
+
+
+def _no_piece(number: int) -> bool:
+    """For `Checkpoint.check`: every file is there and of its size, and no checksum is computed."""
+    return False

@@ -3,6 +3,9 @@
 It is the system's lock (flock) of the file `.lock` there, in which the holder says who it is. The kernel
 takes it away when the holder ends, however it ends. Of the processes of one job only the one that writes
 takes it; whoever only reads needs none. A process takes it as often as it likes: its trainers are one job.
+
+Why not the library filelock (4.3.1): it does not say who holds the lock, nor notice that its file was removed
+and another job has locked the next one, and it takes a file that has a second name for its own.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +27,10 @@ from mesh_tf_core.errors import UserError
 FILE = ".lock"
 TAKEN = (errno.EAGAIN, errno.EACCES)
 """What the system says if another process holds the lock."""
+FOREIGN = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
+"""What it says if the lock's name is a link, a folder, or what has no device behind it."""
+LONGEST = 1024
+"""Bytes that are read of a lock's file."""
 
 _guard = threading.Lock()
 _handles: dict[str, int] = {}
@@ -31,19 +39,22 @@ _counts: dict[str, int] = {}
 
 @contextlib.contextmanager
 def locked(directory: str | Path, what: str = "checkpoint") -> Iterator[str]:
-    """Within it, no other process may write checkpoints there. Yields why it cannot be locked, or nothing:
-    some network file systems have no locks.
+    """Within it, no other process may write checkpoints there. Yields what is wrong, or nothing: some network
+    file systems have no locks, and somebody may have removed the lock that this process held.
 
     Args:
       what: messages call it so.
 
     Raises:
-      UserError: another job writes there; which one.
+      UserError: another job writes there, which one; or what has the lock's name is not ours.
       OSError: the directory cannot be written.
     """
-    place = os.path.realpath(directory)
+    place, called = os.path.realpath(directory), f"{what} {str(directory)!r}"
     with _guard:
-        trouble = "" if place in _handles else _take(place, f"{what} {str(directory)!r}")
+        if place not in _handles:
+            trouble = _take(place, called)
+        else:
+            trouble = "" if _is_in_place(place, _handles[place]) else _take_again(place, called)
         _counts[place] = _counts.get(place, 0) + 1
     try:
         yield trouble
@@ -58,17 +69,23 @@ def locked(directory: str | Path, what: str = "checkpoint") -> Iterator[str]:
 
 def _take(place: str, called: str) -> str:
     """Locks, and writes down who did; returns why there is no lock."""
-    handle = os.open(os.path.join(place, FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = _holder(handle)
-        os.close(handle)
-        if error.errno in TAKEN:
-            raise UserError(
-                f"{called} is in use: {holder} writes there; wait for its end, or give another directory"
-            ) from None
-        return f"{called} cannot be locked here ({error.strerror}); see to it that no other job writes there"
+    while True:
+        handle = _opened(place, called)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = _holder(handle)
+            os.close(handle)
+            if error.errno in TAKEN:
+                raise UserError(
+                    f"{called} is in use: {holder} writes there; wait for its end, or give another directory"
+                ) from None
+            return (
+                f"{called} cannot be locked here ({error.strerror}); see to it that no other job writes there"
+            )
+        if _is_in_place(place, handle):
+            break
+        os.close(handle)  # it was removed in between: the next one to come would lock another file
     _handles[place] = handle
     own = {
         "host": socket.gethostname(),
@@ -81,10 +98,73 @@ def _take(place: str, called: str) -> str:
     return ""
 
 
+def _take_again(place: str, called: str) -> str:
+    """Takes the lock that was removed while this process held it, unless another job has; says so."""
+    lost, removed = _handles.pop(place), f"{called}: its {FILE} was removed while this job held it"
+    try:
+        trouble = _take(place, called)
+    except UserError as error:
+        _handles[place] = lost
+        raise UserError(f"{removed}, and {error}") from None
+    except BaseException:
+        _handles[place] = lost
+        raise
+    os.close(lost)
+    return trouble or f"{removed}, and is there again; leave it, for it keeps other jobs out"
+
+
+def _opened(place: str, called: str) -> int:
+    """The lock's file, made if need be; UserError if what has its name cannot be one that we made."""
+    path = os.path.join(place, FILE)
+    try:
+        # Without a link at its end, and without waiting for the other end of a pipe.
+        handle = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o666
+        )
+    except OSError as error:
+        if error.errno in FOREIGN:
+            raise _foreign(called, "a link" if os.path.islink(path) else "no file") from None
+        raise
+    found, kind = os.fstat(handle), ""
+    if not stat.S_ISREG(found.st_mode):
+        kind = "no file"
+    elif found.st_nlink > 1:
+        kind = "a file that has another name too"
+    elif not _is_ours(os.pread(handle, LONGEST, 0)):
+        kind = "a file of something else"
+    if kind:
+        os.close(handle)
+        raise _foreign(called, kind)
+    return handle
+
+
+def _foreign(called: str, kind: str) -> UserError:
+    return UserError(
+        f"{called}: what is called {FILE} there is {kind}, which would be overwritten; remove it, or give "
+        "another directory"
+    )
+
+
+def _is_ours(content: bytes) -> bool:
+    """Whether a lock's file holds what we write, or nothing, as after a crash."""
+    try:
+        return not content.strip(b"\0 \n") or "pid" in dict(json.loads(content))
+    except (ValueError, TypeError):
+        return False
+
+
+def _is_in_place(place: str, handle: int) -> bool:
+    """Whether an open file still is the lock's."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.lstat(os.path.join(place, FILE)))
+    except OSError:
+        return False
+
+
 def _holder(handle: int) -> str:
     """Who holds the lock, as it says itself."""
     try:
-        found = json.loads(os.pread(handle, 1024, 0))
+        found = json.loads(os.pread(handle, LONGEST, 0))
         return f"process {int(found['pid'])} on {found['host']!s:.80} (since {found['since']!s:.19})"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.files import create
 from mesh_tf_core.ir.dtypes import DTYPES
 
 FORMAT = "layoutopt-checkpoint/3"
@@ -101,7 +102,8 @@ class Manifest(BaseModel):
 
 
 def write(path: Path, manifest: Manifest) -> None:
-    """Writes the file, with a digest of all of it. The folder around it gets its name when it is whole.
+    """Writes the file, which is new, with a digest of all of it. The folder around it gets its name when all
+    of it is there.
 
     Raises:
       OSError: it cannot be written.
@@ -118,7 +120,7 @@ def write(path: Path, manifest: Manifest) -> None:
             f"step {manifest.step} is not saved: its {parts:,} pieces of variables are more than a manifest "
             "names; save from fewer processes, or stack equal layers"
         )
-    with path.open("wb") as file:
+    with create(path) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -131,7 +133,7 @@ def read(path: Path) -> Manifest:
       OSError: it cannot be read.
       ValueError: it is damaged, or of another format; in one line.
     """
-    found = path.stat()
+    found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
         raise ValueError(f"{path.name} is not a file")
     if found.st_size > LARGEST:

@@ -129,7 +129,10 @@ class Checkpoint:
     def _place(self, name: str, entry: Entry, part: Part) -> Place:
         """Where a piece lies; the header of a file is read once."""
         if part.file not in self._places:
-            self._places[part.file] = array_files.places(self.path / part.file)
+            path = self.path / part.file
+            if path.is_symlink():
+                raise ValueError(f"{part.file} is a link")
+            self._places[part.file] = array_files.places(path)
         found, key = (
             self._places[part.file],
             Piece(name, entry.dtype, entry.shape, part.begin, entry.part).key,

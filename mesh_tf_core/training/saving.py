@@ -6,13 +6,14 @@ import atexit
 import contextlib
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mesh_tf_core.engines.pieces import Piece
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.training import checkpoint
+from mesh_tf_core.training import checkpoint, folders
 
 if TYPE_CHECKING:
     from mesh_tf_core.engines import Cluster
@@ -26,10 +27,16 @@ class Saver:
 
     Args:
       cluster: processes that write together; every one of them calls the same methods in the same order.
+      mode: of the folders, and of the files in them without the right to execute; None: as the umask says.
+
+    Raises:
+      UserError: the mode keeps the owner out.
     """
 
-    def __init__(self, cluster: Cluster | None = None) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: Cluster | None = None, mode: int | None = None) -> None:
+        if mode is not None:
+            folders.check_mode(mode, f"{mode:#o}")
+        self._cluster, self.mode = cluster, mode
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._registered = False
@@ -45,11 +52,18 @@ class Saver:
 
         Raises:
           UserError: the directory cannot be written, or another job writes there.
+
+        Warns:
+          CheckpointWarning: the lock was removed meanwhile.
         """
         self.wait()
-        cluster, own = self._cluster, contextlib.ExitStack()
-        if cluster is None or cluster.is_writer:
-            own.enter_context(checkpoint.owned(directory))
+        cluster = self._cluster
+        with contextlib.ExitStack() as stack:
+            if cluster is None or cluster.is_writer:
+                trouble = stack.enter_context(checkpoint.owned(directory, self.mode))
+                if trouble:
+                    warnings.warn(trouble, checkpoint.CheckpointWarning, stacklevel=2)
+            own = stack.pop_all()
         if not self._registered:
             atexit.register(self._report)
             if cluster is not None:
@@ -57,9 +71,9 @@ class Saver:
             self._registered = True
         write: Callable[[], object]
         if cluster is None:
-            write = lambda: checkpoint.write(directory, step, pieces, extra)  # noqa: E731
+            write = lambda: checkpoint.write(directory, step, pieces, extra, mode=self.mode)  # noqa: E731
         else:
-            together = _Together(cluster, cluster.store.topic("checkpoint"), directory)
+            together = _Together(cluster, cluster.store.topic("checkpoint"), directory, self.mode)
             write = lambda: together.write(step, pieces, extra)  # noqa: E731
 
         def run() -> None:
@@ -90,14 +104,16 @@ class Saver:
 
 class _Together:
     """One checkpoint of several processes: the writer (worker 0) makes a folder, each writes its file into
-    it, and when all have, the writer gives it its name. Whoever fails tells the others.
+    it, and when all have, the writer gives it its name. Whoever fails tells the others. Each believes the
+    writer no more than the folder's name below its own directory.
 
     Args:
       topic: under which they post what they have done.
+      mode: of the folder.
     """
 
-    def __init__(self, cluster: Cluster, topic: str, directory: str | Path) -> None:
-        self._cluster, self._topic, self._directory = cluster, topic, directory
+    def __init__(self, cluster: Cluster, topic: str, directory: str | Path, mode: int | None) -> None:
+        self._cluster, self._topic, self._directory, self._mode = cluster, topic, directory, mode
 
     def write(self, step: int, pieces: Mapping[Piece, Any], extra: Mapping[str, Any]) -> None:
         """Returns when the checkpoint has its name.
@@ -111,9 +127,10 @@ class _Together:
             with self._told("end"):
                 self._lead(step, pieces, extra)
         else:
-            folder = Path(*self._heard("folder"))
+            name = self._heard("folder")
             with contextlib.suppress(UserError, OSError), self._told(str(self._cluster.index)) as said:
-                if not folder.is_dir():
+                folder = folders.begun(self._directory, step, *name)
+                if not folder.is_dir() or folder.is_symlink():
                     raise UserError(
                         f"{self._cluster.name(self._cluster.index)} does not see {str(folder)!r}, which "
                         f"{self._cluster.name(0)} made; --checkpoint must be a folder that all machines share"
@@ -125,8 +142,8 @@ class _Together:
     def _lead(self, step: int, pieces: Mapping[Piece, Any], extra: Mapping[str, Any]) -> None:
         with contextlib.ExitStack() as stack:
             with self._told("folder") as said:
-                folder = stack.enter_context(checkpoint.beginning(self._directory, step))
-                said.append(str(folder.absolute()))
+                folder = stack.enter_context(checkpoint.beginning(self._directory, step, self._mode))
+                said.append(folder.name)
             others = list(range(1, self._cluster.processes))
             stack.callback(self._settled, others)  # before the folder goes: a late file would make it stay
             written = checkpoint.write_pieces(folder, 0, pieces)

@@ -51,6 +51,8 @@ class Trainer:
       cluster: the processes that train together, each with a Trainer of its own that is told to do the same;
         by default this one alone. Each writes its part of a checkpoint and reads what its devices hold.
       slices: mesh axis -> over how many slices of a machine it lies (see `engines.jax.placing`); a plan says.
+      checkpoint_mode: mode of the folders that are made for checkpoints, as 0o700, and of the files in them
+        without the right to execute; by default as the umask says.
 
     Attributes:
       layout: the layout in use; plan: the plan that it came from, if it was searched.
@@ -72,6 +74,7 @@ class Trainer:
         engine: str = "auto",
         cluster: Cluster | None = None,
         slices: Mapping[str, int] | None = None,
+        checkpoint_mode: int | None = None,
     ) -> None:
         self.model, self.cluster = model, cluster
         self.plan: Any = None
@@ -105,7 +108,7 @@ class Trainer:
         self.position: Any = None
         self.torn = False
         self.waited = 0.0
-        self._saver = Saver(cluster)
+        self._saver = Saver(cluster, checkpoint_mode)
         self._evaluation: tuple[Model, bool, Evaluation] | None = None
         self._finite = finite_names(stored.variable for stored in self.program.variables.values())
         self._losses = FiniteLoss(model.optimizer.loss_scale is not None)
@@ -211,7 +214,9 @@ class Trainer:
         )
         if checkpoint is None:
             return fit(None)
-        own = checkpoints.owned(checkpoint) if self.engine.is_chief else contextlib.nullcontext("")
+        own: contextlib.AbstractContextManager[str] = contextlib.nullcontext("")
+        if self.engine.is_chief:
+            own = checkpoints.owned(checkpoint, self._saver.mode)
         with own as trouble:
             if trouble:
                 warnings.warn(trouble, checkpoints.CheckpointWarning, stacklevel=2)

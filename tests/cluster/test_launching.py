@@ -24,6 +24,7 @@ from mesh_tf_core.engines import Cluster
 from mesh_tf_core.engines.jax import meeting
 from mesh_tf_core.errors import ClusterError, UserError
 from tests.cluster.job import ROOT, Job, wait_for
+from tests.jax_process import free_port
 from tests.marks import by_day
 
 WAITS = "import os, time\nopen(f'{os.path.dirname(__file__)}/{os.getpid()}', 'w').close()\ntime.sleep(600)\n"
@@ -222,7 +223,7 @@ def test_an_engine_of_one_process_is_refused_before_anybody_waits(monkeypatch: p
 
 def test_a_process_that_never_comes_is_told() -> None:
     """JAX would abort the process that waits, with the addresses of its stack."""
-    place = ["--coordinator", f"127.0.0.1:{launching.free_port()}", "--processes", "2", "--process", "1"]
+    place = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process", "1"]
     words = ["train", "examples/mlp.py", "--mesh", "data:2", *place, "--start-timeout", "1"]
     done = subprocess.run(
         [sys.executable, "-m", "layoutopt", *words], cwd=ROOT, capture_output=True, text=True, check=False
@@ -234,7 +235,7 @@ def test_a_process_that_never_comes_is_told() -> None:
 
 def test_a_number_that_the_job_has_not_is_refused() -> None:
     """JAX would abort the process, with the addresses of its stack."""
-    port = launching.free_port()
+    port = free_port()
     service = meeting._Coordinator(f"127.0.0.1:{port}", 2)
     words = ["--coordinator", f"127.0.0.1:{port}", "--processes", "3", "--process", "2"]
     command = [sys.executable, "-m", "layoutopt", "train", "examples/mlp.py", "--mesh", "data:3", *words]

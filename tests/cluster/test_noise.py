@@ -57,7 +57,7 @@ def test_noise_does_not_end_a_job(tmp_path: Path) -> None:
     with Job(["-n", "2"], [*words, *numbers], saved) as job, contextlib.ExitStack() as stack:
         wait_for(lambda: job.newest() >= EVERY, 100, "a checkpoint")
         ports = listening(tree(job.process.pid))
-        assert len(ports) >= 3 and {address for address, _ in ports} == {"127.0.0.1"}  # the service, gloo
+        assert len(ports) >= 2 and {address for address, _ in ports} == {"127.0.0.1"}  # gloo in each
         for place in ports:
             for _ in range(CONNECTIONS):
                 one = stack.enter_context(socket.socket())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 
 from mesh_tf_core.engines.pieces import Piece
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.training import checkpoint, locking, manifest
+from mesh_tf_core.training import array_files, checkpoint, folders, locking, manifest
 from mesh_tf_core.training.locking import locked
 from mesh_tf_core.training.saving import Saver
 from tests.core.saved import VALUES, cut, flip, piece, whole, write_before
@@ -175,7 +176,8 @@ def test_where_there_are_no_locks_it_is_said(tmp_path: Path, monkeypatch: pytest
     with checkpoint.owned(tmp_path) as trouble:
         assert "cannot be locked here (No locks available); see to it that no other job" in trouble
     saver = Saver()
-    saver.save(tmp_path, 1, whole(VALUES), {})
+    with pytest.warns(checkpoint.CheckpointWarning, match="cannot be locked here"):
+        saver.save(tmp_path, 1, whole(VALUES), {})
     saver.wait()
     assert checkpoint.newest(tmp_path) is not None
 
@@ -205,6 +207,80 @@ def test_a_writing_that_fails_leaves_the_older_one(tmp_path: Path) -> None:
     found = checkpoint.newest(tmp_path)
     assert found is not None and (found.step, found.skipped) == (1, ())
     assert [p.name for p in tmp_path.iterdir()] == ["step-000000001"]  # and no room is taken
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "another", "folder"])
+def test_what_is_not_there_is_not_called_saved(tmp_path: Path, damage: str) -> None:
+    """A process said that it had written its file, and did not, or wrote it elsewhere: nothing older goes."""
+    for step in (1, 2, 3):
+        checkpoint.write(tmp_path, step, whole(VALUES), {})
+    with (
+        pytest.raises(UserError, match=r"step 4 is not saved: .*; the checkpoints before it are kept"),
+        checkpoint.beginning(tmp_path, 4) as folder,
+    ):
+        written = checkpoint.write_pieces(folder, 0, whole(VALUES))
+        file = folder / "00000.safetensors"
+        if damage == "cut":
+            cut(file)
+        else:
+            file.unlink()
+        if damage == "another":
+            array_files.write_pieces(file, whole({"w": VALUES["w"]}))
+        elif damage == "folder":
+            file.mkdir()
+        checkpoint.finish(folder, 4, written, {})
+    assert [step for step, _ in checkpoint.listed(tmp_path)] == [3, 2, 1]
+    assert len([*tmp_path.iterdir()]) == 3
+    found = checkpoint.newest(tmp_path)
+    assert found is not None and found.step == 3
+
+
+def test_of_whole_ones_as_many_are_kept(tmp_path: Path) -> None:
+    """Files that go later, as by hand: what is torn counts for nothing, and goes with what is as old."""
+    for step in range(1, 7):
+        checkpoint.write(tmp_path, step, whole(VALUES), {}, keep=9)
+    for step in (5, 6):
+        (tmp_path / f"step-{step:09d}" / "00000.safetensors").unlink()
+    checkpoint.write(tmp_path, 7, whole(VALUES), {})
+    assert [step for step, _ in checkpoint.listed(tmp_path)] == [7, 6, 5, 4, 3]
+    checkpoint.write(tmp_path, 8, whole(VALUES), {})
+    assert [step for step, _ in checkpoint.listed(tmp_path)] == [8, 7, 6, 5, 4]
+    checkpoint.write(tmp_path, 9, whole(VALUES), {})
+    assert [step for step, _ in checkpoint.listed(tmp_path)] == [9, 8, 7]
+
+
+def test_who_says_what_makes_no_sense_saves_nothing(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UserError, match="step 1 is not saved: the processes do not say what pieces"),
+        checkpoint.beginning(tmp_path, 1) as folder,
+    ):
+        checkpoint.finish(folder, 1, [{"name": "w", "file": "../../x"}], {})
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(("text", "mode"), [("0700", 0o700), ("750", 0o750), ("0777", 0o777)])
+def test_a_mode_is_that_of_folders_and_files(tmp_path: Path, text: str, mode: int) -> None:
+    """Whatever the umask of the process is."""
+    root, found = tmp_path / "run", folders.read_mode(text)
+    before = os.umask(0o027)
+    try:
+        saver = Saver(mode=found)
+        saver.save(root, 1, whole(VALUES), {})
+        saver.wait()
+    finally:
+        os.umask(before)
+    made = [root, root / "step-000000001", *(root / "step-000000001").iterdir()]
+    assert [path.stat().st_mode & 0o777 for path in made] == [mode, mode, mode & 0o666, mode & 0o666]
+
+
+def test_a_mode_that_keeps_the_owner_out_is_refused() -> None:
+    for text in ("0070", "", "rwx", "8", "1777", "-700", "0o700"):
+        with pytest.raises(
+            UserError, match=r"checkpoint mode '.*' is none that lets the owner read and write;"
+        ):
+            folders.read_mode(text)
+    with pytest.raises(UserError, match="checkpoint mode 0o600 is none"):
+        Saver(mode=0o600)
 
 
 def test_what_could_not_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

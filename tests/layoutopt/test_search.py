@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -115,6 +117,28 @@ def test_the_best_are_distinct_and_sorted(model: mtf.Model) -> None:
     assert seconds == sorted(seconds)
     layouts = [json.dumps(plan.data.layout), *(json.dumps(a.layout) for a in listed)]
     assert len(set(layouts)) == 6
+
+
+def test_a_plan_whose_data_was_changed_is_none(model: mtf.Model, tmp_path: Path) -> None:
+    """Price and proof are of what it was; nothing trains on the one and saves the other."""
+    for change in (
+        lambda plan: plan.data.layout.pop("batch"),
+        lambda plan: plan.data.layout["batch"].clear(),
+        lambda plan: plan.data.recompute.append("layers"),
+        lambda plan: plan.data.mesh.update(another=2),
+    ):
+        plan = copy.deepcopy(small(model))
+        plan.save(tmp_path / "plan.json")
+        change(plan)
+        for use in (partial(mtf.Trainer, model, plan), partial(plan.save, tmp_path / "other.json")):
+            with pytest.raises(
+                mtf.UserError, match=r"the plan's data was changed .* of another layout; search"
+            ):
+                use()
+        with pytest.raises(AttributeError):
+            plan.layout = mtf.Layout()  # type: ignore[misc]
+        assert not (tmp_path / "other.json").exists()
+        load_plan(tmp_path / "plan.json").save(tmp_path / "again.json")
 
 
 def test_no_point_of_the_frontier_is_dominated(model: mtf.Model) -> None:

@@ -241,11 +241,17 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             raise
 
     def fetch(self, key: str) -> Any:
-        """What another process posts, once it has; in any thread."""
-        while True:
+        """What another process posts, once it has; in any thread.
+
+        Raises:
+          ClusterError: the job has failed, or nothing came within `watch.PATIENT` seconds.
+        """
+        until = time.monotonic() + watch.PATIENT
+        while time.monotonic() < until:
             self.check()
             if (text := self.store.wanted(key)) is not None:
                 return json.loads(text)
+        raise ClusterError(f"the message {key!r} did not come within {watch.PATIENT:.0f} s, or was removed")
 
     @contextlib.contextmanager
     def doing(self, what: str, patient: bool = False) -> Iterator[None]:

@@ -1,15 +1,17 @@
 """Where the processes of a job meet: JAX's coordination service, in a process of its own.
 
-    python coordinator.py ADDRESS:PORT PROCESSES
+    python coordinator.py ADDRESS:PORT|unix:PATH PROCESSES
 
 The first process of the job starts it and holds its standard input. JAX aborts every process of a job at
 once when the service goes. This one outlives the process that started it until nobody is connected any more,
 at most `LINGER` seconds: all leave a job that is done, or find out that the first was lost and say so. Then
-its port is free for the next start. It imports nothing of ours.
+its port is free for the next start, or its socket is removed with the folder around it. It imports nothing of
+ours.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -22,20 +24,32 @@ HEARTBEAT = 100_000_000
 watches. JAX's own sign of life would end a process where another one has come with its number."""
 LOOK = 0.2
 """Seconds between two looks at who is connected."""
-ESTABLISHED = "01"
-"""Of a connection, in Linux's tables of them."""
+SOCKET = "unix:"
+"""Of an address that is a Unix socket: only who may write to it can connect."""
+ESTABLISHED, CONNECTED = "01", "03"
+"""Of a connection, in Linux's tables of them: of TCP, of Unix sockets."""
 
 
-def connected(port: int) -> bool:
-    """Whether somebody is connected to a port of this machine; True where the system does not tell."""
-    tables = [path for path in ("/proc/net/tcp", "/proc/net/tcp6") if os.path.exists(path)]
-    for path in tables:
-        with open(path, encoding="ascii") as file:
-            for line in file:
-                local, _, state = line.split()[1:4]
-                if state == ESTABLISHED and local.endswith(f":{port:04X}"):
-                    return True
-    return not tables
+def connected(address: str) -> bool:
+    """Whether somebody is connected to an address of this machine; True where the system does not tell."""
+    tables = ["/proc/net/tcp", "/proc/net/tcp6"]
+    path, port = "", ""
+    if address.startswith(SOCKET):
+        tables, path = ["/proc/net/unix"], address.removeprefix(SOCKET)
+    else:
+        port = f":{int(address.rpartition(':')[2]):04X}"
+
+    def here(fields: list[str]) -> bool:
+        if path:
+            return [*fields[5:6], *fields[7:]] == [CONNECTED, path]
+        return fields[3] == ESTABLISHED and fields[1].endswith(port)
+
+    known = [table for table in tables if os.path.exists(table)]
+    for table in known:
+        with open(table, encoding="utf-8", errors="surrogateescape") as file:
+            if any(here(line.rstrip("\n").split(None, 7)) for line in file):
+                return True
+    return not known
 
 
 def main() -> None:
@@ -56,9 +70,15 @@ def main() -> None:
     print("ready", flush=True)
     sys.stdin.read()
     until = time.monotonic() + LINGER
-    while time.monotonic() < until and connected(int(address.rpartition(":")[2])):
+    while time.monotonic() < until and connected(address):
         time.sleep(LOOK)
     del service
+    if address.startswith(SOCKET):
+        path = address.removeprefix(SOCKET)
+        with contextlib.suppress(OSError):  # `launch` tidies too
+            os.unlink(path)
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.dirname(path))
     sys.stdout.flush()
 
 

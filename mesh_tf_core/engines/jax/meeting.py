@@ -16,19 +16,24 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mesh_tf_core.engines.jax import coordinator
 from mesh_tf_core.engines.jax import home as jax_home
+from mesh_tf_core.engines.jax.codes import Codes, given_secret
 from mesh_tf_core.engines.jax.coordinator import HEARTBEAT
 from mesh_tf_core.engines.jax.store import BEAT, NOW, Store
 from mesh_tf_core.engines.jax.watch import SILENCE
 from mesh_tf_core.errors import ClusterError, UserError
 
 ADDRESS, PROCESSES, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+SOCKET = coordinator.SOCKET
+LONGEST_SOCKET = 107
+"""Bytes of the name of a Unix socket, in Linux."""
 ABORTS = 3600
 """Seconds after us that JAX stops to wait for the others: it aborts the process then."""
+LOOPBACK = "127.0.0.1"
 REFUSED = "bad_cast"
 """What JAX says to a process that its service refuses."""
 OWN = "give every process a number of its own, from 0 on, and all the same --processes"
@@ -36,11 +41,13 @@ OWN = "give every process a number of its own, from 0 on, and all the same --pro
 
 @dataclass(frozen=True)
 class Place:
-    """Where the processes of a job meet, how many there are, and which this is; JAX finds what is None."""
+    """Where the processes of a job meet, how many there are, and which this is; JAX finds what is None. By
+    the secret they know each other's messages."""
 
     coordinator: str | None
     processes: int | None
     process: int | None
+    secret: bytes = field(default=b"", repr=False)
 
     @classmethod
     def of(cls, coordinator: str | None, processes: int | None, process: int | None) -> Place:
@@ -54,9 +61,15 @@ class Place:
                     "cluster: there is no coordinator; give HOST:PORT of process 0 with --coordinator or "
                     f"{ADDRESS}"
                 )
-            return cls(None, None, None)
+            return cls(None, None, None, given_secret())
         host, colon, port = coordinator.rpartition(":")
-        if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        if coordinator.startswith(SOCKET):
+            if not 0 < len(os.fsencode(coordinator.removeprefix(SOCKET))) <= LONGEST_SOCKET:
+                raise UserError(
+                    f"cluster: the name of the socket {coordinator[:200]!r} is longer than {LONGEST_SOCKET} "
+                    "bytes; choose a shorter one (for launch: TMPDIR=/tmp)"
+                )
+        elif not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
             raise UserError(f"cluster: coordinator {coordinator!r} is not HOST:PORT, as host0:12345")
         if processes is None or process is None:
             raise UserError(
@@ -67,7 +80,7 @@ class Place:
             raise UserError(
                 f"cluster: this process is number {process} of {processes}; count from 0 to {processes - 1}"
             )
-        return cls(coordinator, processes, process)
+        return cls(coordinator, processes, process, given_secret())
 
 
 def _number(name: str) -> int | None:
@@ -83,11 +96,12 @@ def join(place: Place, timeout: float) -> tuple[Store, int, int]:
     """Meets the other processes; the key-value store, this process's number, and how many there are.
 
     What listens then: the coordinator at its own address, and in every process the collectives of CPU devices
-    at the address by which it reaches the coordinator. On one machine that is loopback.
+    at the address by which it reaches the coordinator. On one machine that is loopback, and the coordinator
+    may listen on a Unix socket, which the system lets nobody else connect to.
 
     Raises:
       UserError: JAX finds no other processes or runs already, or the port is in use.
-      ClusterError: not all came within `timeout` seconds.
+      ClusterError: not all came within `timeout` seconds, or they were given different secrets.
     """
     jax_home.make_ready()
     import jax
@@ -102,11 +116,14 @@ def join(place: Place, timeout: float) -> tuple[Store, int, int]:
     jax.config.update("jax_enable_preemption_service", False)  # signals have an owner
     state = distributed.global_state
     own: list[str | None] = [None]
+    met: list[Store] = []
 
     def serve(bind: str, processes: int, **_: Any) -> _Coordinator:
         address = _own_address(state.coordinator_address or bind)
         port = bind.rpartition(":")[2]
-        if address is not None and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
+        if state.coordinator_address.startswith(SOCKET):
+            bind = state.coordinator_address
+        elif address is not None and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
             bind = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
         return _Coordinator(bind, processes)
 
@@ -129,12 +146,16 @@ def join(place: Place, timeout: float) -> tuple[Store, int, int]:
             heartbeat_timeout_seconds=HEARTBEAT,
             shutdown_timeout_seconds=60,  # all have come to the end; JAX aborts those that it does not see
         )
-        take_number(Store(state.client), state.process_id, state.num_processes, state.coordinator_address)
+        store = Store(state.client, Codes(place.secret))
+        take_number(store, state.process_id, state.num_processes, state.coordinator_address)
+        store.begin_run(state.num_processes)
+        met.append(store)
 
     try:
         _within(timeout, initialize)
     except ValueError as error:
         if isinstance(error, UserError):
+            drop()
             raise
         raise UserError(
             "cluster: JAX finds no other processes here (of Slurm, Kubernetes, Open MPI or a Cloud TPU); say "
@@ -164,7 +185,7 @@ def join(place: Place, timeout: float) -> tuple[Store, int, int]:
     own[0] = _own_address(state.coordinator_address)
     gloo = _jax.make_gloo_tcp_collectives
     _jax.make_gloo_tcp_collectives = lambda distributed_client: gloo(distributed_client, hostname=own[0])
-    return Store(state.client), state.process_id, state.num_processes
+    return met[0], state.process_id, state.num_processes
 
 
 def take_number(store: Store, process: int, processes: int, where: str) -> None:
@@ -178,13 +199,13 @@ def take_number(store: Store, process: int, processes: int, where: str) -> None:
       ClusterError: another process had it and was lost, so its job is about to end.
     """
     try:
-        store.put(f"number/{process}", "taken", again=False)
+        store.take_number(process)
         return
-    except RuntimeError:
-        first, until = store.under(NOW).get(str(process)), time.monotonic() + SILENCE
+    except RuntimeError:  # this process does not know the codes of a run that began without it
+        first, until = store.raw(f"{NOW}/{process}"), time.monotonic() + SILENCE
     while time.monotonic() < until:
         time.sleep(BEAT / 2)
-        if store.under(NOW).get(str(process)) != first:
+        if store.raw(f"{NOW}/{process}") != first:
             drop()
             raise UserError(
                 f"cluster: process {process} of {processes} of the job at {where} is there already; {OWN}"
@@ -245,6 +266,8 @@ def drop() -> None:
 def _own_address(coordinator: str) -> str | None:
     """The address of this machine by which it reaches the coordinator; None if a name in a network leads to
     loopback here, as a machine's own name may."""
+    if coordinator.startswith(SOCKET):
+        return LOOPBACK
     host, _, port = coordinator.rpartition(":")
     host = host.strip("[]")
     try:
@@ -261,6 +284,8 @@ def _own_address(coordinator: str) -> str | None:
 def _check_free(bind: str) -> None:
     """UserError where somebody listens already, and goes on when the service of a job that was lost would be
     gone: JAX's would share the port with it, and the processes of a job would meet in two places."""
+    if bind.startswith(SOCKET):
+        return  # no two share one
     host, _, port = bind.rpartition(":")
     until = time.monotonic() + coordinator.LINGER
     while True:

@@ -1,10 +1,21 @@
-"""JAX's key-value store as the processes of a job use it: what they post, and that they live."""
+"""JAX's key-value store as the processes of a job use it: what they post, and that they live.
+
+Whoever reaches the service can write there. So every message carries a code (`codes`), and what has none of
+this job's is refused.
+"""
 
 from __future__ import annotations
 
 import json
+import secrets
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
+
+from mesh_tf_core.engines.jax import watch
+from mesh_tf_core.engines.jax.codes import SECRET, SECRET_FILE, Codes
+from mesh_tf_core.errors import ClusterError
 
 BEAT = 1.0
 """Seconds between two signs of life."""
@@ -13,27 +24,93 @@ NOW = "now"
 """Where every process says under its number that it lives and what it does."""
 
 
-class Store:
-    """The store, under keys of ours; `client` is JAX's. Its errors are RuntimeErrors."""
+NUMBER = "number"
+"""Where every process takes its number in the job, with a random text for the codes of this run."""
+NAMED = 5
+"""Refused keys that a process names, so that whoever writes them cannot fill its messages."""
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
+
+def refused(text: str) -> None:
+    """Says which message was refused; the job goes on."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+class Store:
+    """The store, under keys of ours; `client` is JAX's. Its errors are RuntimeErrors.
+
+    Args:
+      codes: of the job's messages.
+      say: hears what was refused.
+    """
+
+    def __init__(self, client: Any, codes: Codes | None = None, say: Callable[[str], None] = refused) -> None:
+        self._client, self._codes, self._say = client, codes or Codes(), say
         self._topics = 0
         self._posts: list[list[str]] = []
+        self._named: set[str] = set()
+        self._lost: dict[str, float] = {}
 
     def put(self, key: str, value: str, again: bool = True) -> None:
-        """Writes a value; over another one if it may be written `again`."""
-        self._client.key_value_set(f"{ROOT}/{key}", value, allow_overwrite=again)
+        """Writes a value; over another one of this job if it may be written `again`."""
+        place, sealed = f"{ROOT}/{key}", self._codes.sealed(key, value)
+        try:
+            self._client.key_value_set(place, sealed, allow_overwrite=again)
+        except RuntimeError:
+            if again or self._opened(key, self._read(key)) is not None:
+                raise
+            self._client.key_value_set(place, sealed, allow_overwrite=True)
 
     def under(self, place: str) -> dict[str, str]:
-        """What lies under a place, by the rest of its keys."""
+        """What this job's processes wrote under a place, by the rest of its keys."""
         start = f"{ROOT}/{place}/"
-        return {key.removeprefix(start): value for key, value in self._client.key_value_dir_get(start)}
+        found = {key.removeprefix(start): message for key, message in self._client.key_value_dir_get(start)}
+        opened = {key: self._opened(f"{place}/{key}", message) for key, message in found.items()}
+        return {key: value for key, value in opened.items() if value is not None}
+
+    def raw(self, key: str) -> str | None:
+        """What lies under a key, whoever wrote it; None if nothing does."""
+        return self._read(key)
 
     def wanted(self, key: str) -> str | None:
-        """A value that another process writes; None if it has not within `BEAT`, or the service is gone."""
+        """A value that another process writes; None if it has not within `BEAT`, or the service is gone.
+
+        Raises:
+          ClusterError: what lies there was refused for `watch.SILENCE` seconds: the value is lost.
+        """
+        found = self._read(key)
+        value = self._opened(key, found)
+        if found is None or value is not None:
+            self._lost.pop(key, None)
+        else:  # if it was there too early, the right one will replace it
+            if time.monotonic() - self._lost.setdefault(key, time.monotonic()) > watch.SILENCE:
+                raise ClusterError(f"{_why(key)}; the one that belongs there is lost")
+            time.sleep(BEAT / 10)
+        return value
+
+    def begin_run(self, processes: int) -> None:
+        """Waits until every process has its number, and makes this run's codes from what each drew."""
+        nonces = []
+        for number in range(processes):
+            while (found := self.wanted(f"{NUMBER}/{number}")) is None:
+                pass
+            nonces.append(found)
+        self._codes.begin(nonces)
+
+    def take_number(self, number: int) -> None:
+        """Writes that a process has this number; RuntimeError if another one has it."""
+        self.put(f"{NUMBER}/{number}", secrets.token_hex(16), again=False)
+
+    def _read(self, key: str) -> str | None:
         found = tried(lambda: self._client.blocking_key_value_get(f"{ROOT}/{key}", int(BEAT * 1000)))
         return None if found is None else str(found)
+
+    def _opened(self, key: str, message: str | None) -> str | None:
+        """The text of a message; None, and said once, if no process of this job wrote it there."""
+        value = None if message is None else self._codes.opened(key, message)
+        if message is not None and value is None and key not in self._named and len(self._named) < NAMED:
+            self._named.add(key)
+            self._say(f"{_why(key)}; it is ignored")
+        return value
 
     def drop(self, key: str) -> None:
         """Takes a value away that nobody will read."""
@@ -53,6 +130,13 @@ class Store:
         """Leaves what JSON holds under a key of the newest topic."""
         self._posts[-1].append(key)
         self.put(key, json.dumps(value))
+
+
+def _why(key: str) -> str:
+    return (
+        f"the message {key[:60]!r} has no code of this job: somebody else wrote to the job's coordinator, or "
+        f"its processes were given different secrets ({SECRET}, {SECRET_FILE})"
+    )
 
 
 def tried(call: Callable[[], Any]) -> Any:

@@ -63,10 +63,11 @@ class Watch:
         self.own = Doing(what, time.monotonic(), self.own.place + places, patient)
 
     def hears(self, states: Mapping[int, Sequence[Any]]) -> None:
-        """The service answered with the newest sign of each process: its number, then `Doing.told`."""
+        """The service answered with the newest sign of each process: its number, then `Doing.told`. One that
+        is not newer than the last, as one that somebody recorded and wrote again, is none."""
         self._answered = now = time.monotonic()
         for i, (number, what, seconds, place, patient) in states.items():
-            if i in self._heard and number != self._heard[i].number:
+            if i in self._heard and number > self._heard[i].number:
                 self._heard[i] = _Heard(number, now, Doing(what, now - seconds, place, patient))
 
     def starts_anew(self) -> None:
