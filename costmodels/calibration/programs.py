@@ -15,6 +15,7 @@ from costmodels.kernels.array_functions import calls
 from costmodels.kernels.calls import Call
 from mesh_tf_core import ONES, Graph
 from mesh_tf_core import layers as nn
+from mesh_tf_core.ir.builder import Builder
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import Constant, Variable
 from mesh_tf_core.ir.layout import Axes, Layout
@@ -33,7 +34,6 @@ from mesh_tf_core.ir.program import (
     ReadVariable,
     ReduceScatter,
     Stored,
-    Value,
     WriteVariable,
 )
 from mesh_tf_core.ops.basic import Shift, StopGradient
@@ -46,18 +46,18 @@ _ORIGIN = Origin(-1, "calibration", "forward")
 Splits = tuple[Axes, ...]
 
 
-class _Builder:
+class _Builder(Builder):
+    """A program whose operands are read from variables, and whose results are stored."""
+
     def __init__(self, mesh: Mesh) -> None:
+        super().__init__(origin=_ORIGIN)
         self.mesh = mesh
-        self.values: list[Value] = []
-        self.code: list[Instr] = []
         self.variables: dict[str, Stored] = {}
         self.writes: list[Instr] = []
 
     def value(self, type: TensorType, splits: Splits = (), partial: Axes = ()) -> int:
-        splits = splits or ((),) * len(type.shape)
-        self.values.append(Value(len(self.values), type.shape, type.dtype, splits, partial))
-        return len(self.values) - 1
+        """A value that is whole on every device where nothing says how it is split."""
+        return self.new(type, splits or ((),) * len(type.shape), partial)
 
     def read(self, name: str, type: TensorType, splits: Splits = (), fill: float = 1.0) -> int:
         out = self.value(type, splits)
@@ -78,9 +78,7 @@ class _Builder:
         host's memory, where nothing waits for a GPU."""
         counter = TensorType(Shape(), "float32")
         old = self.read("step", counter, fill=0.0)
-        new = self.value(counter)
-        self.code.append(Local((old,), (new,), _ORIGIN, Shift(1)))
-        self.write("step", new)
+        self.write("step", self.applied(Shift(1), old))
         code = (*self.code, *self.writes)
         return Program(self.mesh, Layout(), tuple(self.values), code, self.variables, {}, {"step": old})
 
@@ -121,12 +119,10 @@ def local_program(
         if i and own:
             rest = [build.read(f"x_{i}_{j}", t) for j, t in enumerate(inputs[1:])]
         if factor is not None:
-            source, first = first, build.value(inputs[0])
-            build.code.append(Local((source, factor), (first,), _ORIGIN, Binary("mul")))
+            first = build.applied(Binary("mul"), first, factor)
         elif i and not chained:
             first = build.read(f"first_{i}", inputs[0])
-        results = [build.value(t) for t in made]
-        build.code.append(Local((first, *rest), tuple(results), _ORIGIN, op))
+        results = build.local(op, (first, *rest), made, [((),) * len(t.shape) for t in made])
         if warm and made[0] == warming(op, inputs):
             factor = results[0]
         if kept or not chained or i == repeats - 1 or (i + 1) % length == 0:
@@ -206,8 +202,7 @@ def collective_program(mesh: Mesh, kind: str, axes: Axes, full_bytes: int, repea
     for i in range(repeats):
         partial = axes if kind in ("all_reduce", "reduce_scatter") else ()
         x = build.read(f"x_{i}", type, splits)
-        source = build.value(type, splits, partial)
-        build.code.append(Local((x,), (source,), _ORIGIN, StopGradient()))
+        source = build.applied(StopGradient(), x, splits=splits, partial=partial)
         y, instr = _exchange(build, kind, axes, type, source)
         build.code.append(instr)
         build.write(f"y_{i}", y)

@@ -94,17 +94,43 @@ class Emitter(Protocol):
         """Appends an instruction."""
         ...
 
+    def type_of(self, id: int) -> TensorType:
+        """The global type of a value."""
+        ...
+
     def local(
-        self, op: Op, inputs: Sequence[int], types: Sequence[TensorType], splits: Sequence[Splits]
+        self,
+        op: Op,
+        inputs: Sequence[int],
+        types: Sequence[TensorType],
+        splits: Sequence[Splits],
+        partials: Iterable[Axes] = (),
     ) -> list[int]:
-        """New values that every device computes from its pieces of the inputs."""
+        """New values that every device computes from its pieces of the inputs; `partials` are pending."""
+        ...
+
+    def applied(self, op: Op, *inputs: int, splits: Splits | None = None, partial: Axes = ()) -> int:
+        """The one result of a local operation; without `splits`, it lies as the first input does."""
+        ...
+
+    def sent(
+        self,
+        id: int,
+        axes: Axes,
+        shift: int = 1,
+        wrap: bool = True,
+        pairs: tuple[tuple[int, int], ...] = (),
+        beside: str = "",
+        both_ways: bool = False,
+    ) -> int:
+        """The piece that another device of the group sends (see `Permute`)."""
         ...
 
     def placed(self, id: int, splits: Splits) -> int:
         """The value with other splits."""
         ...
 
-    def repeated(
+    def loop(
         self, dim: Dim, state: Sequence[int], body: Callable[[int, list[int]], Sequence[int]]
     ) -> list[int]:
         """A loop: what `body` makes, again and again, of the number of an iteration and the state."""

@@ -51,36 +51,30 @@ class Loops(Saving):
         init = [self.low.to_natural(self.low.value_of(i)) for i in inputs]
         if self.low.subgraph is None:
             self._bring(block)
-        outer_code, self.low.code = self.low.code, []
-        outer_memory = self.low.moved, self.low.converted
-        self.low.moved, self.low.converted = {}, {}
-        outer_within, self.low.within = self.low.within, (*self.low.within, *over)
-        outer_layout = self.low.layout
-        self.low.lay_out(outer_layout)
-        index = self.low.new(self.low.graph.tensor(block.index).type, ())  # type: ignore[arg-type]
-        self.low.env[block.index] = index  # type: ignore[index]
-        carry_in = []
-        for tensor, start in zip(starts, init, strict=True):
-            v = self.low.values[start]
-            self.low.env[tensor] = self.low.like(v, v.splits)
-            carry_in.append(self.low.env[tensor])
-        sliced = self._sliced(block)
-        runs = None if decides is None else self.low.value_of(decides)
-        self._nodes(block)
-        carry_out = [self.low.to_natural(self.low.value_of(t)) for t in block.carry_out] if whole else []
-        self.low.within = outer_within
-        self.low.lay_out(outer_layout)
-        finals = [self._outer(v, None) for v in carry_in]
-        stacks, sums, saves = self._made(node, block)
-        pairs = self._read_again([*stacks, *self._saves(block, saves)], block)
-        stacked = [self._result(inner, outer, block) for inner, outer in pairs]
-        stacked += self._keeps(block, node, starts)
-        summed = [self._result(inner, outer, None) for inner, outer in sums]
-        behind = list[Instr]()
-        if not over:
-            summed, behind = self._stacked_after(summed, {*carry_out, *(r.inner for r in stacked)})
-        body, self.low.code = tuple(self.low.code), outer_code
-        self.low.moved, self.low.converted = outer_memory
+        with self.low.block() as code:
+            with self.low.inside(over):
+                index = self.low.new(self.low.graph.tensor(block.index).type, ())  # type: ignore[arg-type]
+                self.low.env[block.index] = index  # type: ignore[index]
+                carry_in = []
+                for tensor, start in zip(starts, init, strict=True):
+                    v = self.low.values[start]
+                    self.low.env[tensor] = self.low.like(v, v.splits)
+                    carry_in.append(self.low.env[tensor])
+                sliced = self._sliced(block)
+                runs = None if decides is None else self.low.value_of(decides)
+                self._nodes(block)
+                ends = block.carry_out if whole else ()
+                carry_out = [self.low.to_natural(self.low.value_of(t)) for t in ends]
+            finals = [self._outer(v, None) for v in carry_in]
+            stacks, sums, saves = self._made(node, block)
+            pairs = self._read_again([*stacks, *self._saves(block, saves)], block)
+            stacked = [self._result(inner, outer, block) for inner, outer in pairs]
+            stacked += self._keeps(block, node, starts)
+            summed = [self._result(inner, outer, None) for inner, outer in sums]
+            behind = list[Instr]()
+            if not over:
+                summed, behind = self._stacked_after(summed, {*carry_out, *(r.inner for r in stacked)})
+        body = tuple(code)
         if over:
             self._spread(block, over, origin, index, sliced, body, stacked, summed)
             for _, total in sums if self.low.layout.elsewhere else ():
@@ -151,7 +145,7 @@ class Loops(Saving):
             found.append(Result(v.id, low.like(v, v.splits, v.partial)))
             after.append(Local((found[-1].outer,), (total,), maker.origin, maker.op))
         unread = makers.keys() & {r.inner for r in summed} - {*kept, *(i for x in low.code for i in x.inputs)}
-        low.code = [i for i in low.code if unread.isdisjoint(i.outputs)]
+        low.code[:] = [i for i in low.code if unread.isdisjoint(i.outputs)]
         return found, after
 
     def _made(self, scan: Node, block: Block) -> tuple[Pairs, Pairs, Pairs]:

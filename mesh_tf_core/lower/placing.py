@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from mesh_tf_core.errors import LayoutError
-from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.builder import Builder
+from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.layout import Axes, Layout, check_disjoint
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.program import (
     AllGather,
-    AllReduce,
     AllToAll,
-    Carry,
     HostLoad,
     HostStore,
     Instr,
-    Local,
-    Loop,
-    Origin,
     Slice,
     Value,
-    make_loop,
 )
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.ir.tensor import Tensor
@@ -37,8 +33,8 @@ from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.tracing.graph import Graph
 
 
-class Placing:
-    """The values of one lowering so far, the code of the block being lowered, where tensors are.
+class Placing(Builder):
+    """The program of one lowering so far, and where tensors are.
 
     Attributes:
       layout: in force.
@@ -46,9 +42,9 @@ class Placing:
       chunked: what the operation at hand gathers comes in chunks beside it (`collective_matmul`), so a second
         run gathers for itself.
       env: tensor -> value.
-      moved, converted: what was made of a value by other splits, on the device of what lies on the host, or
-        by an operation that `converts`. Weights
-        are moved once for forward and once more for backward (FSDP), so that nobody keeps them in between.
+      moved: (value, splits, pass) -> the value so split, on the device. Weights have an entry for each pass,
+        so that nobody keeps them between forward and backward (FSDP).
+      converted: (value, cast) -> what the cast makes of it.
       masters: a variable's tensor, or a part of it -> its master copy as it is stored, where `env` has the
         half of it.
     """
@@ -63,16 +59,14 @@ class Placing:
         oracle: Oracle | None = None,
         offload: Offload = frozenset(),
     ) -> None:
+        super().__init__()
         self.graph, self.mesh, self.layout, self.subgraph = graph, mesh, layout, subgraph
         self.oracle = oracle or Oracle(
             mesh, layout, graph.variables, storage or {}, narrow=narrow_reads(graph), offload=offload
         )
-        self.values: list[Value] = []
-        self.code: list[Instr] = []
         self.within: Axes = ()
         self.chunked = False
         self.env: dict[int, int] = {}
-        self.origin = Origin(-1, "", "forward")
         self._here: dict[Shape, Splits] = {}
         self._inside: dict[tuple[Layout, Axes], Layout] = {}
         self._placements: dict[Layout, dict[Shape, Splits]] = {layout: self._here}
@@ -138,33 +132,11 @@ class Placing:
                 )
         return splits
 
-    def new(
-        self,
-        type: TensorType,
-        splits: Splits,
-        partial: Axes = (),
-        tensor: int = -1,
-        host: bool = False,
-    ) -> int:
-        values = self.values
-        id = len(values)
-        values.append(Value(id, type.shape, type.dtype, splits, partial, tensor, host))
-        return id
-
-    def like(self, value: Value, splits: Splits, partial: Axes = ()) -> int:
-        """A new value of the same type."""
-        id = len(self.values)
-        self.values.append(Value(id, value.shape, value.dtype, splits, partial))
-        return id
-
     def bind(self, tensor: int, value: int) -> None:
         """Notes the value of a tensor, and in the value whose it is: computed again, a tensor has two."""
         self.env[tensor] = value
         if self.values[value].tensor != tensor:
             self.values[value] = self.values[value].of(tensor)
-
-    def emit(self, instr: Instr) -> None:
-        self.code.append(instr)
 
     def value_of(self, tensor: int) -> int:
         """The value of a tensor, on the device."""
@@ -288,13 +260,6 @@ class Placing:
             return id
         return self.placed(id, self.natural(v.shape))
 
-    def local(
-        self, op: Op, inputs: Sequence[int], types: Sequence[TensorType], splits: Sequence[Splits]
-    ) -> list[int]:
-        outs = [self.new(t, s) for t, s in zip(types, splits, strict=True)]
-        self.emit(Local(tuple(inputs), tuple(outs), self.origin, op))
-        return outs
-
     def without(self, id: int, whole: Iterable[str]) -> int:
         """The value with the dimensions `whole` gathered."""
         v = self.values[id]
@@ -302,34 +267,36 @@ class Placing:
             id, tuple(() if n in whole else s for n, s in zip(v.shape.names, v.splits, strict=True))
         )
 
-    def repeated(
-        self, dim: Dim, state: Sequence[int], body: Callable[[int, list[int]], Sequence[int]]
-    ) -> list[int]:
-        """A loop that is in no graph: what it makes of some state, each iteration of its number and of what
-        the one before left. Sums that are pending stay so."""
-        code, self.code = self.code, []
-        moved = self.moved, self.converted
+    @contextmanager
+    def inside(self, axes: Axes) -> Iterator[None]:
+        """What is lowered inside is in iterations that are spread over some axes more."""
+        within, layout = self.within, self.layout
+        self.within = (*within, *axes)
+        self.lay_out(layout)
+        try:
+            yield
+        finally:
+            self.within = within
+            self.lay_out(layout)
+
+    @contextmanager
+    def block(self) -> Iterator[list[Instr]]:
+        """Code inside goes to the list that this gives, and asks anew for what was moved or converted."""
+        around = self.moved, self.converted
         self.moved, self.converted = {}, {}
-
-        def inside(number: int, enter: list[int]) -> tuple[Sequence[int], Sequence[Instr]]:
-            return body(number, enter), self.code
-
-        loop, final = carried_loop(self.values, self.origin, dim, state, inside)
-        self.code = code
-        self.moved, self.converted = moved
-        self.emit(loop)
-        return final
+        with super().block() as code:
+            try:
+                yield code
+            finally:
+                self.moved, self.converted = around
 
     def joined(self, id: int, axes: Axes, combine: str) -> int:
         """All-reduces a value."""
         v = self.values[id]
         if v.dtype == "bool":
-            number = self.local(Cast("int32"), [id], [TensorType(v.shape, "int32")], [v.splits])[0]
-            joined = self.joined(number, axes, combine)
-            return self.local(Cast("bool"), [joined], [TensorType(v.shape, "bool")], [v.splits])[0]
-        out = self.like(v, v.splits)
-        self.emit(AllReduce((id,), (out,), self.origin, axes, combine))
-        return out
+            number = self.applied(Cast("int32"), id, splits=v.splits)
+            return self.applied(Cast("bool"), self.joined(number, axes, combine))
+        return self.reduced(id, axes, combine)
 
     def check_disjoint(self, op: Op, names: Iterable[str]) -> None:
         """LayoutError if two of an operation's dimensions are split over the same axis."""
@@ -339,31 +306,3 @@ class Placing:
 
     def _where(self) -> str:
         return f" in {self.origin.scope!r}" if self.origin.scope else ""
-
-
-def carried_loop(
-    values: list[Value],
-    origin: Origin,
-    dim: Dim,
-    state: Sequence[int],
-    body: Callable[[int, list[int]], tuple[Sequence[int], Sequence[Instr]]],
-) -> tuple[Loop, list[int]]:
-    """A loop that hands some state on, and the state after it.
-
-    Args:
-      values: of the program under way: those of the loop are added.
-      body: an iteration, of its number and the state: the state that it leaves, and its code.
-    """
-
-    def another(id: int) -> int:
-        v = values[id]
-        values.append(Value(len(values), v.shape, v.dtype, v.splits, v.partial))
-        return len(values) - 1
-
-    number = len(values)
-    values.append(Value(number, Shape(()), "int32", ()))
-    enter = [another(i) for i in state]
-    leave, code = body(number, enter)
-    final = [another(i) for i in state]
-    carried = tuple(Carry(*c) for c in zip(state, enter, leave, final, strict=True))
-    return make_loop(origin, dim, False, number, carried, (), (), (), tuple(code)), final

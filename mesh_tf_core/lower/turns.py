@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+from mesh_tf_core.ir.builder import Builder
 from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.layout import Axes
-from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.program import (
     AllGather,
-    Instr,
     Local,
-    Origin,
-    Permute,
     ReduceScatter,
     Value,
 )
-from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.lower.oracle import Oracle
-from mesh_tf_core.lower.placing import carried_loop
 from mesh_tf_core.ops.basic import AddN
 from mesh_tf_core.ops.chunks import AddProduct, ChunkAs, ChunkFirst, ChunkNumber, ChunkOf, ChunkPut
 from mesh_tf_core.ops.einsum import Einsum
@@ -45,99 +39,59 @@ class Reader:
     renames: tuple[Local, ...]
 
 
-@dataclass
-class Turns:
+class Turns(Builder):
     """The turns in the place of one message.
 
-    Attributes:
+    Args:
+      values: of the program.
       source: what is gathered or scattered.
       count: of the devices in a group.
     """
 
-    values: list[Value]
-    oracle: Oracle
-    message: AllGather | ReduceScatter
-    source: int
-    count: int
-    code: list[Instr] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.dim, self.axes = self.message.dim, self.message.axes
-        v = self.values[self.source]
+    def __init__(
+        self,
+        values: list[Value],
+        oracle: Oracle,
+        message: AllGather | ReduceScatter,
+        source: int,
+        count: int,
+    ) -> None:
+        super().__init__(values, message.origin)
+        self.oracle, self.message, self.source, self.count = oracle, message, source, count
+        self.dim, self.axes = message.dim, message.axes
+        v = values[source]
         at = v.shape.index(self.dim)
-        gathers = isinstance(self.message, AllGather)
-        self.size = v.shape.dim(self.dim).size // self.count
+        gathers = isinstance(message, AllGather)
+        self.size = v.shape.dim(self.dim).size // count
         self.whole: Axes = v.splits[at][: len(v.splits[at]) - len(self.axes)] if gathers else v.splits[at]
-        self.sides, self.opposite = (self.count - 1) // 2, (self.count - 1) % 2
-        numbers = Dim(f"{self.dim}_chunk", self.count)
-        group = self.local(StageNumbers(numbers, "int32"), (), (self.axes,))
-        self.own = self.local(StagePart(numbers.name, None), (group,), ())
+        self.sides, self.opposite = (count - 1) // 2, (count - 1) % 2
+        numbers = Dim(f"{self.dim}_chunk", count)
+        group = self.applied(StageNumbers(numbers, "int32"), splits=(self.axes,))
+        self.own = self.applied(StagePart(numbers.name, None), group, splits=())
 
     # -- instructions ----------------------------------------------------------------------------------------
 
-    @property
-    def origin(self) -> Origin:
-        return self.message.origin
-
-    def local(
-        self,
-        op: Op,
-        inputs: Sequence[int],
-        splits: Splits,
-        partial: Axes = (),
-        origin: Origin | None = None,
-    ) -> int:
-        """What an operation makes of values."""
-        found = op.infer(*(TensorType(self.values[i].shape, self.values[i].dtype) for i in inputs))
-        assert isinstance(found, TensorType), "products and chunks have one result"
-        out = self.new(found, splits, partial)
-        self.code.append(Local(tuple(inputs), (out,), origin or self.origin, op))
-        return out
-
-    def new(self, type: TensorType, splits: Splits, partial: Axes) -> int:
-        self.values.append(Value(len(self.values), type.shape, type.dtype, splits, partial))
-        return len(self.values) - 1
-
-    def alike(self, op: Op, like: int, *inputs: int, origin: Origin | None = None) -> int:
-        """What an operation makes, where it lies as one of the operands does."""
-        v = self.values[like]
-        return self.local(op, inputs, v.splits, v.partial, origin)
-
-    def sent(self, id: int, shift: int, both: bool = True) -> int:
+    def next_to(self, id: int, shift: int, both: bool = True) -> int:
         """A chunk of the next device on one side."""
-        v = self.values[id]
-        out = self.new(TensorType(v.shape, v.dtype), v.splits, v.partial)
-        around = Permute((id,), (out,), self.origin, self.axes, shift, True, (), Einsum.kind, both)
-        self.code.append(around)
-        return out
+        return self.sent(id, self.axes, shift, beside=Einsum.kind, both_ways=both)
 
     def number(self, far: int, each: int = 0, turn: int | None = None) -> int:
         """Whose chunk it is: of the device so far away, and `each` further for every iteration so far."""
         inputs = (self.own,) if turn is None else (self.own, turn)
         op = ChunkNumber(self.count, far % self.count, each % self.count if turn is not None else 0)
-        return self.local(op, inputs, ())
+        return self.applied(op, *inputs)
 
-    def looped(
+    def turns(
         self, count: int, state: Sequence[int], body: Callable[[int, list[int]], Sequence[int]]
     ) -> list[int]:
         """A loop of turns."""
-
-        def inside(turn: int, enter: list[int]) -> tuple[Sequence[int], Sequence[Instr]]:
-            around, self.code = self.code, []
-            leave = body(turn, enter)
-            found, self.code = self.code, around
-            return leave, found
-
-        dim = Dim(f"{self.dim}_turns", count)
-        loop, finals = carried_loop(self.values, self.origin, dim, state, inside)
-        self.code.append(loop)
-        return finals
+        return self.loop(Dim(f"{self.dim}_turns", count), state, body)
 
     def taken(self, id: int, number: int, dim: str) -> int:
         """The chunk of a value by its number, if it has the dimension."""
         if dim not in self.values[id].shape.names:
             return id
-        return self.alike(ChunkOf(dim, self.size), id, id, number)
+        return self.applied(ChunkOf(dim, self.size), id, number)
 
     def made(self, instr: Local, operands: Sequence[int], dim: str, total: int = -1) -> int:
         """What an instruction makes of chunks of a dimension; a product, added to a total."""
@@ -147,14 +101,15 @@ class Turns:
             op = replace(op, output=Shape(dims))
             if total >= 0:
                 op, operands = AddProduct(op), [*operands, total]
-        return self.local(op, operands, out.splits, out.partial, instr.origin)
+        with self.at(instr.origin):
+            return self.applied(op, *operands, splits=out.splits, partial=out.partial)
 
     def multiplied(self, reader: Reader, chunk: int, number: int, total: int) -> int:
         """A product of a chunk, added to a total, if there is one; what else has the dimension is taken by
         its number."""
         product, given, dim = reader.product, reader.given, reader.dim
         for rename in reader.renames:
-            chunk = self.alike(rename.op, chunk, chunk)
+            chunk = self.applied(rename.op, chunk)
         operands = [chunk if i == given else self.taken(i, number, dim) for i in product.inputs]
         return self.made(product, operands, dim, total)
 
@@ -169,7 +124,7 @@ class Turns:
         v = self.values[self.source]
         at = v.shape.index(self.dim)
         splits = tuple(self.whole if i == at else split for i, split in enumerate(v.splits))
-        chunk = self.local(ChunkAs(self.dim, self.size), (self.source,), splits, v.partial)
+        chunk = self.applied(ChunkAs(self.dim, self.size), self.source, splits=splits, partial=v.partial)
         wanted = [(r.product.outputs[0], r.dim) for r in readers] + [(whole, self.dim)] * needed
 
         def meet(state: Sequence[int], chunk: int, number: int) -> list[int]:
@@ -182,14 +137,14 @@ class Turns:
                 made = chunk if reader is None else self.multiplied(reader, chunk, number, total)
                 if into and state:
                     put = ChunkPut(dim, reader is not None)
-                    made = self.alike(put, state[n], state[n], made, number)
+                    made = self.applied(put, state[n], made, number)
                 elif into:
-                    made = self.alike(ChunkFirst(dim, self.count), made, made, number)
+                    made = self.applied(ChunkFirst(dim, self.count), made, number)
                 found.append(made)
             return found
 
-        left = self.sent(chunk, 1, self.sides > 0)
-        right = self.sent(chunk, -1) if self.sides else -1
+        left = self.next_to(chunk, 1, self.sides > 0)
+        right = self.next_to(chunk, -1) if self.sides else -1
         state, turn = meet((), chunk, self.own), 1
         pairs = (self.sides - 1) // 2
         if pairs >= LOOPED:
@@ -197,18 +152,18 @@ class Turns:
             def body(number: int, ids: list[int]) -> list[int]:
                 left, right, *state = ids
                 for far in (1, 2):
-                    more = self.sent(left, 1), self.sent(right, -1)
+                    more = self.next_to(left, 1), self.next_to(right, -1)
                     state = meet(state, left, self.number(-far, -2, number))
                     state = meet(state, right, self.number(far, 2, number))
                     left, right = more
                 return [left, right, *state]
 
-            left, right, *state = self.looped(pairs, [left, right, *state], body)
+            left, right, *state = self.turns(pairs, [left, right, *state], body)
             turn += 2 * pairs
         for far in range(turn, self.sides + 1):
             last = far == self.sides
-            further = self.sent(left, 1, not last) if not last or self.opposite else -1
-            back = -1 if last else self.sent(right, -1)
+            further = self.next_to(left, 1, not last) if not last or self.opposite else -1
+            back = -1 if last else self.next_to(right, -1)
             state = meet(state, left, self.number(-far))
             state = meet(state, right, self.number(far))
             left, right = further, back
@@ -234,7 +189,7 @@ class Turns:
             found: dict[int, int] = {}
             for instr, dim in terms:
                 if come >= 0 and dim != self.dim:
-                    come = self.alike(Rename(((self.dim, dim),)), come, come)
+                    come = self.applied(Rename(((self.dim, dim),)), come)
                 operands = [found[i] if i in found else self.taken(i, number, dim) for i in instr.inputs]
                 found[instr.outputs[0]] = self.made(instr, operands, dim, come)
                 come = -1  # One term has it.
@@ -242,8 +197,8 @@ class Turns:
 
         def turn(forth: int, come: int, back: int, on: int) -> tuple[int, int]:
             """A message one way beside a term of the other way's chunk, and the other way round."""
-            gone = self.sent(forth, 1, False)
-            come = self.sent(term(back, come), -1, False)
+            gone = self.next_to(forth, 1, False)
+            come = self.next_to(term(back, come), -1, False)
             return term(on, gone), come
 
         forth, come = term(self.number(sides + opposite)), -1
@@ -258,19 +213,20 @@ class Turns:
                 on = self.number(sides + opposite - 2, -1, number)
                 return [*turn(ids[0], ids[1], back, on)]
 
-            forth, come = self.looped(turns - 1, [forth, come], body)
+            forth, come = self.turns(turns - 1, [forth, come], body)
             at = turns
         for far in range(at, turns):
             forth, come = turn(forth, come, self.number(far - sides), self.number(sides + opposite - 1 - far))
-        home = [self.sent(forth, 1, False)]
+        home = [self.next_to(forth, 1, False)]
         if opposite:
             home += [come] if sides else []
         elif sides:
-            home.append(self.sent(term(self.number(-1), come), -1, False))
+            home.append(self.next_to(term(self.number(-1), come), -1, False))
         own = term(self.own)
-        total = self.alike(AddN(), own, own, *home, origin=last.origin)
+        with self.at(last.origin):
+            total = self.applied(AddN(), own, *home)
         (out,) = self.message.outputs
         # Who else reads it is known of the tensor.
         self.values[total] = self.values[total].of(self.values[out].tensor)
         size = self.values[out].shape.dim(self.dim).size
-        self.code.append(Local((total,), (out,), self.origin, ChunkAs(self.dim, size)))
+        self.emit(Local((total,), (out,), self.origin, ChunkAs(self.dim, size)))

@@ -25,10 +25,9 @@ from dataclasses import dataclass
 
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.op import Emitter, TensorType
-from mesh_tf_core.ir.program import Local
 from mesh_tf_core.ops.attending import AnyAttention
 from mesh_tf_core.ops.ring import Ring
-from mesh_tf_core.ops.ring_pieces import ALL_TO_ALL, RING, ZIGZAG, refused, summed, type_of
+from mesh_tf_core.ops.ring_pieces import ALL_TO_ALL, RING, ZIGZAG, refused, summed
 
 FORMS = (RING, ZIGZAG, ALL_TO_ALL)
 """What a layout's options may say of a dimension of keys; without a word they are gathered."""
@@ -57,7 +56,7 @@ class Spread(AnyAttention, abstract=True):
         if low.oracle.ways(axes) == 1:
             return None
         # All else that it needs whole is gathered as ever.
-        others = [n for n in self.roles(*(type_of(low, i) for i in inputs)).whole if n != self.memory.name]
+        others = [n for n in self.roles(*(low.type_of(i) for i in inputs)).whole if n != self.memory.name]
         if whole := low.layout.split(others):
             inputs = [low.without(i, whole) for i in inputs]
         lies = low.layout.with_rules(dict.fromkeys(others, ()))
@@ -74,7 +73,7 @@ def _exchanged(
     axes: Axes,
     lies: Layout,
 ) -> Sequence[int]:
-    sides = op.sides(*(type_of(low, i) for i in inputs[:3]))
+    sides = op.sides(*(low.type_of(i) for i in inputs[:3]))
     heads = (*reversed(sides.shared.dims), *reversed(sides.group.dims))
     fits = (d for d in heads if not d.size % low.oracle.ways((*lies.axes(d.name), *axes)))
     dim = next(fits, None)
@@ -89,13 +88,10 @@ def _exchanged(
         """The natural ones, with the axes taken from the positions to the heads."""
         return tuple(taken.get(n, lies.axes(n)) for n in names)
 
-    given = [type_of(low, i) for i in inputs]
+    given = [low.type_of(i) for i in inputs]
     placed = [low.placed(i, split(t.shape.names)) for i, t in zip(inputs, given, strict=True)]
-    reduced, made = op.roles(*given).reduced, []
-    for t in types:
-        lacking = split([n for n in reduced if n not in t.shape.names])
-        made.append(
-            low.new(t, split(t.shape.names), low.oracle.ordered(a for found in lacking for a in found))
-        )
-    low.emit(Local(tuple(placed), tuple(made), low.origin, op))
+    reduced = op.roles(*given).reduced
+    lacking = (split([n for n in reduced if n not in t.shape.names]) for t in types)
+    partials = [low.oracle.ordered(a for found in each for a in found) for each in lacking]
+    made = low.local(op, placed, types, [split(t.shape.names) for t in types], partials)
     return [summed(low, o) for o in made]

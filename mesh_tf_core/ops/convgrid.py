@@ -13,7 +13,6 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import Edge, Kernel
 from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
-from mesh_tf_core.ir.program import Local
 from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.windows import Window, padded, strided
 
@@ -217,6 +216,5 @@ def finish(low: Emitter, op: Op, inputs: Sequence[int], type: TensorType, spatia
     kept = dict(zip(low.values[spatial].shape.names, low.values[spatial].splits, strict=True))
     splits = tuple(() if n in roles.whole else kept.get(n, natural[n]) for n in type.shape.names)
     partial = low.oracle.ordered(a for n in roles.reduced for a in split.get(n, ()))
-    out = low.new(type, splits, partial)
-    low.emit(Local(tuple(inputs), (out,), low.origin, op))
+    (out,) = low.local(op, inputs, [type], [splits], [partial])
     return low.joined(out, partial, "sum") if partial else out

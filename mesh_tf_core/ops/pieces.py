@@ -14,7 +14,6 @@ from typing import Any
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Emitter, TensorType
-from mesh_tf_core.ir.program import Permute
 from mesh_tf_core.ops.kinds import MadeByLowering, Move
 
 
@@ -80,28 +79,15 @@ def window(low: Emitter, id: int, dim: str, begin: int, end: int, wrap: bool = F
         if not wrap and abs(far) >= count:
             before, after = (before + last - first, after) if far < 0 else (before, after + last - first)
             continue
-        part = id if last - first == size else _cut(low, id, dim, first, last - first, count)
+        whole = last - first == size
+        part = id if whole else low.applied(PieceSlice(dim, first, last - first, count), id)
         parts.append(_moved(low, part, axes, -far, wrap))
     if len(parts) == 1 and not before and not after:
         return parts[0]
-    op = PieceJoin(dim, before, after, count)
-    return low.local(op, parts, [op.infer(*(_type(low, p) for p in parts))], [v.splits])[0]
-
-
-def _type(low: Emitter, id: int) -> TensorType:
-    return TensorType(low.values[id].shape, low.values[id].dtype)
-
-
-def _cut(low: Emitter, id: int, dim: str, begin: int, size: int, count: int) -> int:
-    op = PieceSlice(dim, begin, size, count)
-    return low.local(op, [id], [op.infer(_type(low, id))], [low.values[id].splits])[0]
+    return low.applied(PieceJoin(dim, before, after, count), *parts, splits=v.splits)
 
 
 def _moved(low: Emitter, id: int, axes: tuple[str, ...], shift: int, wrap: bool) -> int:
     count = low.oracle.ways(axes)
     shift = (shift + count // 2) % count - count // 2 if wrap else shift
-    if not shift:
-        return id
-    out = low.new(_type(low, id), low.values[id].splits)
-    low.emit(Permute((id,), (out,), low.origin, axes, shift, wrap))
-    return out
+    return low.sent(id, axes, shift, wrap) if shift else id

@@ -17,7 +17,7 @@ from typing import Any
 
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Emitter, Op, TensorType
-from mesh_tf_core.ir.program import Permute, wire_bytes
+from mesh_tf_core.ir.program import wire_bytes
 from mesh_tf_core.ops.kinds import MadeByLowering, Move
 from mesh_tf_core.ops.pieces import PieceJoin, resized
 
@@ -199,9 +199,7 @@ def rearranged(
         return low.local(op, whole_inputs, [type], [splits])[0]
     own = inputs[0]
     if len(inputs) > 1:
-        join = PieceJoin(dim, 0, 0, count)
-        joined = join.infer(*(TensorType(v.shape, v.dtype) for v in values))
-        (own,) = low.local(join, inputs, [joined], [kept])
+        own = low.applied(PieceJoin(dim, 0, 0, count), *inputs, splits=kept)
     operands, slots = [own], list(own_slots)
     for number, step in enumerate(steps, 1):
         operand, slot = _sent(low, own, dim, step, number, count)
@@ -238,10 +236,7 @@ def _sent(low: Emitter, own: int, dim: str, step: Sequence[Run], number: int, co
         table[run.target] = (run.begin - begins[run.source], run.at, run.size)
     source = own
     if longest < piece:
-        take = PieceTake(dim, tuple(begins), longest)
-        (source,) = low.local(take, [own], [take.infer(TensorType(v.shape, v.dtype))], [v.splits])
-    s = low.values[source]
-    out = low.new(TensorType(s.shape, s.dtype), s.splits)
+        source = low.applied(PieceTake(dim, tuple(begins), longest), own)
     pairs = tuple(sorted((run.source, run.target) for run in step))
-    low.emit(Permute((source,), (out,), low.origin, v.split_of(dim), pairs=pairs))
+    out = low.sent(source, v.split_of(dim), wrap=False, pairs=pairs)
     return out, Slot(number, tuple(table))

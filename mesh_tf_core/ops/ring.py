@@ -136,7 +136,7 @@ class Ring(Pieces):
             return [*sent, *(x for each in after for x in each)]
 
         turns = Dim(f"{self.ring.name}_turns", turn.times)
-        return parted(self.low.repeated(turns, [*going, *(x for each in state for x in each)], body))
+        return parted(self.low.loop(turns, [*going, *(x for each in state for x in each)], body))
 
     @property
     def place(self) -> int:

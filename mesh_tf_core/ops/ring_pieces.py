@@ -9,7 +9,6 @@ from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.op import Emitter, Op, TensorType
-from mesh_tf_core.ir.program import Local, Permute
 from mesh_tf_core.ops.attending import AnyAttention
 from mesh_tf_core.ops.ring_steps import ChoosePart, Place, PlaceSent
 from mesh_tf_core.ops.shape import Concat, Reshape, SliceDim
@@ -20,11 +19,6 @@ RING, ZIGZAG, ALL_TO_ALL = "ring", "zigzag", "all_to_all"
 def refused(op: AnyAttention, form: str, why: str, instead: str) -> LayoutError:
     """That a form cannot be had, and what can."""
     return LayoutError(f"{op.name}: {form} of {op.memory.name!r} {why}; {instead}")
-
-
-def type_of(low: Emitter, id: int) -> TensorType:
-    """Of a value."""
-    return TensorType(low.values[id].shape, low.values[id].dtype)
 
 
 def summed(low: Emitter, id: int) -> int:
@@ -49,18 +43,17 @@ class Pieces:
     def local(self, op: Op, *inputs: int) -> list[int]:
         """What an operation makes of values whose dimensions, but the ring, lie as the layout says; sums over
         what else is split are still to be taken."""
-        given = [type_of(self.low, i) for i in inputs]
+        given = [self.low.type_of(i) for i in inputs]
         made = op.infer(*given)
         types = made if isinstance(made, tuple) else (made,)
         reduced = [] if op.regroups or op.linear else op.roles(*given).reduced
-        out = []
+        partials = []
         for t in types:
             lacking = (n for n in reduced if n not in t.shape.names and n != self.op.length.name)
             axes = (a for n in lacking for a in self.lies.axes(n))
             pending = self.low.values[inputs[0]].partial if op.linear else self.low.oracle.ordered(axes)
-            out.append(self.low.new(t, self.splits(t.shape), pending))
-        self.low.emit(Local(tuple(inputs), tuple(out), self.low.origin, op))
-        return out
+            partials.append(pending)
+        return self.low.local(op, inputs, types, [self.splits(t.shape) for t in types], partials)
 
     def splits(self, shape: Shape) -> tuple[Axes, ...]:
         positions = {self.op.length.name: (), self.op.memory.name: (), self.ring.name: self.axes}
@@ -82,12 +75,7 @@ class Pieces:
 
     def sent(self, id: int, shift: int = 1, pairs: tuple[tuple[int, int], ...] = ()) -> int:
         """What lies on the device before; with `pairs`, on the one that is named."""
-        v = self.low.values[id]
-        out = self.low.new(type_of(self.low, id), v.splits, v.partial)
-        wrap = not pairs
-        beside = self.op.kind if wrap else ""
-        self.low.emit(Permute((id,), (out,), self.low.origin, self.axes, shift, wrap, pairs, beside))
-        return out
+        return self.low.sent(id, self.axes, shift, not pairs, pairs, "" if pairs else self.op.kind)
 
     def position(self, id: int) -> str | None:
         """The name of a value's positions."""

@@ -1,0 +1,144 @@
+"""A program under construction: values, and the code of the block that is being written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.dtypes import TensorType
+from mesh_tf_core.ir.instructions import AllReduce, Carry, Local, Permute, make_loop
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.op import Op, inferred
+from mesh_tf_core.ir.values import Instr, Origin, Splits, Value
+
+
+class Builder:
+    """Makes values and appends the instructions that compute them.
+
+    Attributes:
+      values: of the whole program; several builders of one program share the list.
+      code: of the block under construction.
+      origin: of what is appended from now on.
+    """
+
+    def __init__(self, values: list[Value] | None = None, origin: Origin | None = None) -> None:
+        self.values = [] if values is None else values
+        self.code: list[Instr] = []
+        self.origin = origin or Origin(-1, "", "forward")
+
+    def new(
+        self, type: TensorType, splits: Splits, partial: Axes = (), tensor: int = -1, host: bool = False
+    ) -> int:
+        """A value, which an instruction must compute."""
+        values = self.values
+        id = len(values)
+        values.append(Value(id, type.shape, type.dtype, splits, partial, tensor, host))
+        return id
+
+    def like(self, value: Value, splits: Splits, partial: Axes = ()) -> int:
+        """A new value of the same type."""
+        id = len(self.values)
+        self.values.append(Value(id, value.shape, value.dtype, splits, partial))
+        return id
+
+    def type_of(self, id: int) -> TensorType:
+        """The global type of a value."""
+        v = self.values[id]
+        return TensorType(v.shape, v.dtype)
+
+    def emit(self, instr: Instr) -> None:
+        """Appends an instruction."""
+        self.code.append(instr)
+
+    def local(
+        self,
+        op: Op,
+        inputs: Sequence[int],
+        types: Sequence[TensorType],
+        splits: Sequence[Splits],
+        partials: Iterable[Axes] = (),
+    ) -> list[int]:
+        """New values that every device computes from its pieces of the inputs.
+
+        Args:
+          partials: axes over which each result is pending; without them, none is.
+        """
+        pending = partials or ((),) * len(types)
+        outs = [self.new(t, s, p) for t, s, p in zip(types, splits, pending, strict=True)]
+        self.emit(Local(tuple(inputs), tuple(outs), self.origin, op))
+        return outs
+
+    def applied(self, op: Op, *inputs: int, splits: Splits | None = None, partial: Axes = ()) -> int:
+        """The one result of a local operation, of the type that it infers.
+
+        Args:
+          splits, partial: of the result; without `splits`, both are those of the first input.
+        """
+        if splits is None:
+            splits, partial = self.values[inputs[0]].splits, self.values[inputs[0]].partial
+        types = inferred(op, op.infer(*map(self.type_of, inputs)))
+        return self.local(op, inputs, types, [splits], [partial])[0]
+
+    def sent(
+        self,
+        id: int,
+        axes: Axes,
+        shift: int = 1,
+        wrap: bool = True,
+        pairs: tuple[tuple[int, int], ...] = (),
+        beside: str = "",
+        both_ways: bool = False,
+    ) -> int:
+        """The piece that another device of the group sends (see `Permute`)."""
+        v = self.values[id]
+        out = self.like(v, v.splits, v.partial)
+        self.emit(Permute((id,), (out,), self.origin, axes, shift, wrap, pairs, beside, both_ways))
+        return out
+
+    def reduced(self, id: int, axes: Axes, combine: str = "sum") -> int:
+        """The value with its pieces on all devices of the groups combined."""
+        v = self.values[id]
+        out = self.like(v, v.splits)
+        self.emit(AllReduce((id,), (out,), self.origin, axes, combine))
+        return out
+
+    @contextmanager
+    def at(self, origin: Origin) -> Iterator[None]:
+        """What is appended inside comes from there."""
+        around, self.origin = self.origin, origin
+        try:
+            yield
+        finally:
+            self.origin = around
+
+    @contextmanager
+    def block(self) -> Iterator[list[Instr]]:
+        """Code that is appended inside goes to the list that this gives."""
+        around, self.code = self.code, []
+        try:
+            yield self.code
+        finally:
+            self.code = around
+
+    def loop(
+        self, dim: Dim, state: Sequence[int], body: Callable[[int, list[int]], Sequence[int]]
+    ) -> list[int]:
+        """A loop that hands a state on; the state after the last iteration. Pending sums stay pending.
+
+        Args:
+          dim: an iteration for each element.
+          body: (number of the iteration, state) -> the state that it leaves.
+        """
+        number = self.new(TensorType(Shape(()), "int32"), ())
+        enter = [self._same(i) for i in state]
+        with self.block() as code:
+            leave = body(number, enter)
+        final = [self._same(i) for i in state]
+        carried = tuple(Carry(*c) for c in zip(state, enter, leave, final, strict=True))
+        self.emit(make_loop(self.origin, dim, False, number, carried, (), (), (), tuple(code)))
+        return final
+
+    def _same(self, id: int) -> int:
+        v = self.values[id]
+        return self.like(v, v.splits, v.partial)
