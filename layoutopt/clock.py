@@ -154,7 +154,7 @@ class _Alarm:
 
     def _wait(self, seconds: float) -> None:
         ring, deaf = time.monotonic() + seconds, 0.0
-        while not self._off.wait(max(ring - time.monotonic(), 0.0)):
+        while not self._off.wait(min(max(ring - time.monotonic(), 0.0), threading.TIMEOUT_MAX)):
             with self._lock:
                 now = time.monotonic()
                 if now < ring or self._off.is_set():

@@ -33,6 +33,12 @@ def test_work_is_ended_where_it_is() -> None:
     assert threading.active_count() == before
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_limit_of_centuries() -> None:
+    """Longer than any lock waits."""
+    assert Clock(1e12).within(0.0, a_moment)
+
+
 def test_work_that_ends_by_itself() -> None:
     done: list[int] = []
     assert Clock(100).within(0.0, lambda: done.append(1))
