@@ -17,8 +17,11 @@ from reports.reader import plan_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
 FORMATS = ("svg", "png", "pdf")
+FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n")
+"""Beginnings of cells that spreadsheets take for formulas."""
 METADATA: Mapping[str, dict[str, Any]] = {
     "svg": {"Date": None, "Creator": None},
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
@@ -79,8 +82,30 @@ def write_tables(
             frame = build(plan)
             if len(frame):
                 path = at / f"{prefix}{build.__name__}.csv"
-                written.append(write_file(path, frame.to_csv(index=False), "the table"))
+                written.append(write_file(path, csv_text(frame), "the table"))
     return written
+
+
+def csv_text(frame: DataFrame) -> str:
+    """A table as CSV, in which no text is a formula.
+
+    Spreadsheets compute a cell that begins with =, +, - or @, or with a tab or a line's end, and names come
+    from models and plans of others. An apostrophe before it makes it text (OWASP, "CSV Injection"). Numbers
+    stay.
+    """
+    texts = frame.select_dtypes(exclude=["number", "bool"]).columns
+    cells = frame.assign(**{name: frame[name].map(_inert) for name in texts})
+    return str(cells.rename(columns=_inert).to_csv(index=False))
+
+
+def _inert(cell: Any) -> Any:
+    if not (isinstance(cell, str) and cell.startswith(FORMULAS)):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
 
 
 def _plans(plans: Mapping[str, Any] | PlanFile | Sequence[Mapping[str, Any] | PlanFile]) -> list[PlanFile]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import itertools
 from pathlib import Path
 
 import pandas as pd
@@ -9,6 +11,7 @@ import pytest
 
 import reports
 from reports import tables
+from reports.files import csv_text
 from tests.reports import sample
 
 
@@ -61,3 +64,22 @@ def test_csv_files_give_the_frames_back(tmp_path: Path) -> None:
 def test_empty_tables_are_no_files(tmp_path: Path) -> None:
     names = {p.stem for p in reports.write_tables(sample.plain_plan(), tmp_path)}
     assert names == {"summary", "layouts", "dims"}
+
+
+def test_no_cell_of_a_csv_file_is_a_formula(tmp_path: Path) -> None:
+    """Names come from models of others, and spreadsheets compute what begins so; numbers stay numbers."""
+    plan, names = sample.full_plan(), ("=1+1", "+x", "-x", "@x", "-1.5")
+    rows = plan["details"]["variables"]
+    for name, row in zip(names, itertools.cycle(rows[:1]), strict=False):
+        rows.append({**row, "name": name})
+    reports.write_tables(plan, tmp_path)
+    for path in tmp_path.iterdir():
+        with path.open(newline="", encoding="utf-8") as file:
+            cells = [cell for row in csv.reader(file) for cell in row]
+        for cell in cells:
+            if cell.startswith(("=", "+", "-", "@", "\t", "\r")):
+                float(cell)  # ValueError for what is no number
+        if path.stem == "variables":
+            assert {"'=1+1", "'+x", "'-x", "'@x", "-1.5"} <= {*cells}
+    text = csv_text(pd.DataFrame({"=a": [-1.5, 2], "b": ["+3", None], "c": ["\tx", "x"]}))
+    assert text == "'=a,b,c\n-1.5,+3,'\tx\n2.0,,x\n"
