@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from mesh_tf_core.arguments import PATH, check
 from mesh_tf_core.errors import UserError
 
 STREAMS = (1, 2)
@@ -21,6 +22,7 @@ OPEN = ("/dev/fd/", "/dev/std", "/proc/")
 """Such names are of what somebody has opened: it is written to, and not replaced by another file."""
 KEPT = 32
 """Characters of a file's name that its temporary name has too; a name has at most 255 bytes."""
+PIPE = "it is a named pipe, which would wait for its other end"
 MOST_BYTES = 1 << 28
 """Of a file that is read whole."""
 LONGEST = 200
@@ -34,8 +36,8 @@ def write_file(path: str | Path, content: Content, what: str = "the file", follo
 
     A link stays a link: what it points to is replaced, if this user or root made the link. (The system's rule
     for links in shared folders, as /tmp, does not see a file that is renamed.) A file that is replaced keeps
-    its mode. Pipes, devices and what this process prints to are written as they are. The file's folder is
-    made if it is missing, but none above it.
+    its mode. Devices, and what this process prints to or has open, are written as they are; a named pipe is
+    refused, for it would wait for a reader. The file's folder is made if it is missing, but none above it.
 
     Args:
       what: names the file in errors.
@@ -44,6 +46,7 @@ def write_file(path: str | Path, content: Content, what: str = "the file", follo
     Raises:
       UserError: it cannot be written; an old file is as it was.
     """
+    check(what, path=(path, PATH))
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     try:
         if not follow:
@@ -77,6 +80,7 @@ def write_file(path: str | Path, content: Content, what: str = "the file", follo
 
 def check_writable(path: str | Path, what: str = "the file") -> None:
     """UserError where `write_file` would be refused whatever the content; nothing is made or changed."""
+    check(what, path=(path, PATH))
     try:
         _check_link(path)
         if _stream(path) is not None:
@@ -146,9 +150,12 @@ def _is_replaced(path: str | Path) -> bool:
     if os.path.abspath(path).startswith(OPEN):
         return False
     try:
-        return stat.S_ISREG(os.stat(path).st_mode)
+        mode = os.stat(path).st_mode
     except FileNotFoundError:
         return True
+    if stat.S_ISFIFO(mode):
+        raise OSError(errno.ESPIPE, PIPE)
+    return stat.S_ISREG(mode)
 
 
 def _need(path: str | Path, access: int) -> None:
@@ -200,8 +207,17 @@ def sync_names(folder: Path) -> None:
 
 
 def read_file(path: str | Path, most: int = MOST_BYTES) -> bytes:
-    """All of a file; OSError where there are more than `most` bytes, as of a device that never ends."""
+    """All of a file, or of what this process has open, as /dev/stdin.
+
+    Raises:
+      OSError: it cannot be read, has more than `most` bytes, or is a named pipe or a device, which may never
+        end.
+    """
+    check("reading", path=(path, PATH))
     try:
+        mode = os.stat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or os.path.abspath(path).startswith(OPEN)):
+            raise OSError(errno.ESPIPE, PIPE if stat.S_ISFIFO(mode) else "it is a device and not a file")
         with open(path, "rb") as file:
             data = file.read(most + 1)
     except ValueError:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import Result
+
+from tests.reports import sample
 
 LM = "examples/transformer_lm.py"
 ON = (LM, "--mesh", "data:2;model:4")
@@ -160,6 +164,41 @@ def test_a_full_disk_is_one_line(run: Callable[..., Result]) -> None:
     )
     assert done.stderr.splitlines()[-1] == f"{line} place"
     assert "the answer" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["solve-problem", "pipe"],
+        ["explain", "pipe"],
+        ["report", "pipe"],
+        ["size", "examples/mlp.py", "--budget", "1e20", "--fit", "pipe"],
+        ["search", "pipe", "--mesh", "data:2"],
+        ["cost", "examples/mlp.py", "--mesh", "data:2", "--hardware", "pipe"],
+        ["search", "examples/mlp.py", "--mesh", "data:2", "--out", "pipe"],
+        ["export", "plan.json", "--to", "jax", "--out", "pipe"],
+    ],
+    ids=" ".join,
+)
+def test_a_named_pipe_is_refused_at_once(
+    command: list[str], refused: Callable[..., str], tmp_path: Path
+) -> None:
+    """Nobody may ever come to its other end."""
+    at = {"pipe": tmp_path / "pipe.json", "plan.json": tmp_path / "plan.json"}
+    os.mkfifo(at["pipe"])
+    at["plan.json"].write_text(json.dumps(sample.plain_plan()), encoding="utf-8")
+
+    def late(*_: object) -> None:
+        raise TimeoutError("it waits")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(60)
+    try:
+        line = refused(*(str(at.get(word, word)) for word in command))
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert "it is a named pipe, which would wait for its other end" in line or "does not exist" in line
 
 
 @pytest.mark.parametrize("out", ["", "a\tb", "a\x1b[2Jb", "a\nb"])

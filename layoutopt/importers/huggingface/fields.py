@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.files import read_file
 
 LARGEST_FILE = 4_000_000
 """Bytes: published configurations have a few thousand."""
@@ -132,9 +133,7 @@ def read(path: Path, shown: str) -> dict[str, Any]:
       shown: the file's name in errors.
     """
     try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise UserError(f"{shown}: more than {LARGEST_FILE:,} bytes is no model's configuration")
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_file(path, LARGEST_FILE).decode())
     except OSError as error:
         raise UserError(f"{shown}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

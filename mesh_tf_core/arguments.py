@@ -1,0 +1,80 @@
+"""Arguments that scripts give: each is of the kind that its function takes, or one line says so.
+
+Annotations tell a type checker; whoever uses none would get an error from deep inside, or the answer to
+another question.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from mesh_tf_core.errors import UserError
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an argument may be.
+
+    Attributes:
+      words: say after "give" what it may be.
+    """
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
+def is_whole(value: Any) -> bool:
+    """Whether it is a whole number, of NumPy's too; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a real number; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def at_least(least: int) -> Kind:
+    """A whole number."""
+    return Kind(lambda value: is_whole(value) and value >= least, f"a whole number of at least {least}")
+
+
+def instance(types: type | tuple[type, ...], words: str) -> Kind:
+    """An object of one of some types."""
+    return Kind(lambda value: isinstance(value, types), words)
+
+
+def optional(kind: Kind) -> Kind:
+    """Also None."""
+    return Kind(lambda value: value is None or kind.holds(value), f"{kind.words}, or None")
+
+
+PATH = instance((str, os.PathLike), "a path, as text or as pathlib has it")
+FUNCTION = Kind(callable, "a function")
+BATCH = instance(Mapping, "a dict of arrays by the names of the model's inputs")
+BATCHES = Kind(
+    lambda value: isinstance(value, Iterable) and not isinstance(value, str | Mapping),
+    "the batches one after the other, each a dict of arrays: a list of them, or a generator",
+)
+
+
+def check(what: str, **given: tuple[Any, Kind]) -> None:
+    """Raises UserError unless every argument is of its kind.
+
+    Args:
+      what: the function, as the user calls it.
+      given: name -> the argument and what it may be.
+    """
+    for name, (value, kind) in given.items():
+        if not kind.holds(value):
+            raise UserError(f"{what}: {name} is {shown(value)}; give {kind.words}")
+
+
+def shown(value: Any) -> str:
+    """A value in an error: plain ones as they are written, others by their type."""
+    plain = value is None or isinstance(value, str | bool | int | float)
+    kind = type(value).__name__
+    return repr(value)[:100] if plain else f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
