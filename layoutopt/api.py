@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from numbers import Integral, Real
 from typing import Any
 
 from costmodels.hardware import Hardware, machine_of
@@ -29,6 +28,7 @@ from layoutopt.space.kind import GATHER, STORED, Allowed
 from layoutopt.space.mesh_shapes import meshes
 from layoutopt.space.microbatches import USUAL
 from layoutopt.space.splits import parse_forbid, parse_rules, rules_text
+from mesh_tf_core.arguments import is_number, is_whole
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
@@ -279,6 +279,8 @@ def _check(
         raise UserError(f"objective {objective!r}: choose one of {', '.join(OBJECTIVES)}")
     if not isinstance(mesh, Mesh | str | None):
         raise UserError(f"mesh {mesh!r}: give a Mesh, or its axes as 'data:2;model:4'")
+    if mesh is not None and not str(mesh).strip():
+        raise UserError("--mesh '' names no axis; write for example --mesh 'data:2;model:4'")
     if refine and objective != "time":
         raise UserError(
             f"--refine looks for less time, not for less memory; leave --objective {objective} out"
@@ -286,14 +288,14 @@ def _check(
     if (mesh is None) == (devices is None):
         raise UserError("give either a mesh (--mesh 'data:2;model:4') or a number of devices (--devices 8)")
     for name, number in (("--devices", devices), ("--max-axes", max_axes), ("--top", top)):
-        if number is not None and not isinstance(number, Integral):
+        if number is not None and not is_whole(number):
             raise UserError(f"{name} {number!r}: needs a whole number")
     check_limit(memory)
     if top < 1:
         raise UserError(f"--top {top}: needs at least 1")
     if top > MOST_LISTED:
         raise UserError(f"--top {top}: at most {MOST_LISTED:,} are listed")
-    if time_limit is not None and not (isinstance(time_limit, Real) and 0 < float(time_limit) < math.inf):
+    if time_limit is not None and not (is_number(time_limit) and 0 < float(time_limit) < math.inf):
         raise UserError(f"--time-limit {time_limit!r}: needs a positive number of seconds")
     for name, rules in (("pins", pins), ("forbid", forbid)):
         if not isinstance(rules, str | Mapping | None):

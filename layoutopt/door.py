@@ -183,7 +183,7 @@ def cost(
         mesh, layout, options = plan.mesh, plan.layout, plan.options
         hardware = plan.data.hardware if hardware is None else hardware
     machine = machine_of(HARDWARE if hardware is None else hardware)
-    mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
+    mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     layout = _layout(layout)
     options = options or Options()
     found = evaluate(model, mesh, layout, machine, options)

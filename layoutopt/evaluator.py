@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from numbers import Real
 from typing import Any
 
 from costmodels.hardware import Hardware
@@ -27,6 +26,7 @@ from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.plan.schema import Predicted
 from layoutopt.plan.units import seconds_text, share_text, size_text
 from layoutopt.space.decisions import Decisions
+from mesh_tf_core.arguments import is_number
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.layout import Axes, Layout
@@ -293,7 +293,7 @@ def computed_alone(model: Model, hardware: Hardware, loops: Collection[str] | No
 
 def check_limit(memory: Any) -> None:
     """UserError if that is no limit of a device's memory, whatever annotations say; None is none."""
-    if memory is not None and not (isinstance(memory, Real) and float(memory) > 0):
+    if memory is not None and not (is_number(memory) and float(memory) > 0):
         raise UserError(f"memory {memory!r}: needs a positive number of bytes")
 
 

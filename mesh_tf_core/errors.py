@@ -53,7 +53,7 @@ def known_names(asked: str, known: Iterable[str]) -> str:
     """Says which names exist, the nearest first: the tail of every 'unknown name' message."""
     names = sorted(known)
     lower = {name.lower(): name for name in reversed(names)}
-    near = difflib.get_close_matches(asked.lower(), lower, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(str(asked).lower(), lower, n=1, cutoff=0.6)
     hint = f"did you mean {lower[near[0]]!r}? " if near else ""
     return f"{hint}known: {', '.join(names) if names else 'none'}"
 

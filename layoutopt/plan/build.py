@@ -21,6 +21,7 @@ from layoutopt.plan.schema import (
 from layoutopt.plan.training import Training
 from layoutopt.plan.units import bytes_text, seconds_text
 from layoutopt.space.decisions import KINDS
+from mesh_tf_core.arguments import PATH, check
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.files import write_file
 from mesh_tf_core.ir.layout import ELSEWHERE, Layout
@@ -243,6 +244,7 @@ def load_plan(path: str | Path, on_damage: Told | None = None) -> Plan:
       on_damage: hears what is wrong with the plan's details, which only explanations and reports read; the
         plan is then read without them. Without it, that is an error too.
     """
+    check("load_plan", path=(path, PATH))
     return Plan(read_plan_file(path, on_damage))
 
 

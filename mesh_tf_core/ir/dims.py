@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from mesh_tf_core.arguments import is_whole
 from mesh_tf_core.errors import UserError, known_names
 
 NAME = re.compile(r"[^\s:;,+\[\]\x00-\x1f\x7f-\x9f]+")
@@ -27,7 +28,9 @@ class Dim:
             raise UserError(
                 f"dimension name {self.name!r}: use a non-empty name without spaces or any of ':;,+[]'"
             )
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+        if type(self.size) is not int and is_whole(self.size):
+            object.__setattr__(self, "size", int(self.size))  # one of NumPy's
+        if type(self.size) is not int or self.size < 1:
             raise UserError(f"dimension {self.name!r}: size must be a positive integer, found {self.size!r}")
         if self.size > LARGEST:
             raise UserError(f"dimension {self.name!r}: size must be less than 2^63")

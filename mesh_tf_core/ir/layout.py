@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from mesh_tf_core.arguments import check, instance, shown
 from mesh_tf_core.errors import LayoutError, UserError, known_names
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.mesh import Mesh
@@ -25,6 +26,7 @@ NOWHERE = "none"
 """Written as the axis of a rule of a path: not split there."""
 ELSEWHERE = "elsewhere"
 """Written as the path of a rule for elsewhere."""
+RULES = instance((str, Mapping), "rules as 'batch:data;heads:model', or a dict of dimensions and their axes")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,9 +54,12 @@ class Layout(Mapping[str, Axes]):
     _around: dict[tuple[frozenset[str], frozenset[str]], Layout] = field(init=False, repr=False)
 
     def __init__(self, rules: str | Given = "", refined: Mapping[str, Given] | None = None) -> None:
+        check("Layout", rules=(rules, RULES), refined=(refined or {}, RULES))
         items = _parse(rules) if isinstance(rules, str) else rules.items()
         tables: dict[str, dict[str, Axes]] = {"": {}}
         for name, axes in items:
+            if not isinstance(name, str):
+                raise UserError(f"layout: {shown(name)} is no dimension; give its name")
             dim, _, path = name.partition(AT)
             _add(tables.setdefault(path, {}), name, dim, _axes(axes, bool(path)))
         for path, found in (refined or {}).items():
@@ -239,7 +244,11 @@ def check_disjoint(splits: Mapping[str, Axes], what: str) -> None:
 
 
 def _axes(axes: str | Iterable[str], somewhere: bool) -> Axes:
-    found = (axes,) if isinstance(axes, str) else tuple(axes)
+    try:
+        found = (axes,) if isinstance(axes, str) else tuple(axes)
+        "".join(found)
+    except TypeError:
+        raise UserError(f"layout: {shown(axes)} is no axis; give its name, or a list of names") from None
     return () if somewhere and found == (NOWHERE,) else found
 
 

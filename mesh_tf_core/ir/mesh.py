@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from mesh_tf_core.arguments import is_whole, shown
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import NAME
 
@@ -31,17 +32,21 @@ class Mesh:
     def __init__(self, axes: str | Mapping[str, int] | Iterable[tuple[str, int]]) -> None:
         if isinstance(axes, str):
             pairs = tuple(_parse(axes))
-        elif isinstance(axes, Mapping):
-            pairs = tuple(axes.items())
         else:
-            pairs = tuple((n, s) for n, s in axes)
+            try:
+                items = axes.items() if isinstance(axes, Mapping) else axes
+                pairs = tuple((n, int(s) if is_whole(s) else s) for n, s in items)
+            except (TypeError, ValueError):
+                raise UserError(
+                    f"mesh is {shown(axes)}; give its axes as 'data:2;model:4', or a dict of names and sizes"
+                ) from None
         object.__setattr__(self, "axes", pairs)
         for name, size in pairs:
             if not isinstance(name, str) or not NAME.fullmatch(name):
                 raise UserError(f"mesh axis name {name!r}: use a non-empty name without spaces or ':;,+[]'")
             if name in NO_AXIS:
                 raise UserError(f"mesh axis name {name!r}: in rules it means not split; use another name")
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            if type(size) is not int or size < 1:
                 raise UserError(f"mesh axis {name!r}: size must be a positive integer, found {size!r}")
         names = [n for n, _ in pairs]
         for name in names:

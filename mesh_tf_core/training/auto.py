@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.metadata import entry_points
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from mesh_tf_core.engines import Cluster
 from mesh_tf_core.errors import UserError
@@ -14,6 +14,7 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
 
 
+@runtime_checkable
 class Planned(Protocol):
     """What a plan decides; `layoutopt.search` gives one."""
 

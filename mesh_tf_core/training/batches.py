@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mesh_tf_core.arguments import BATCH, check
 from mesh_tf_core.engines.feeds import widened
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import REPLICA
@@ -24,6 +25,7 @@ def fitted(batch: Mapping[str, Any], model: Model, program: Program, rows: Any) 
     Raises:
       UserError: an input is missing, or its shape is not what the model was built for.
     """
+    check("training", batch=(batch, BATCH))
     replicas = program.layout.axes(REPLICA)
     of = (program.mesh.group_size(replicas),) if replicas else ()
     found = {}

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from mesh_tf_core.arguments import BATCH, BATCHES, check
 from mesh_tf_core.engines import Cluster, Engine
 from mesh_tf_core.engines.feeds import rows_of, widened
 from mesh_tf_core.errors import UserError
@@ -122,6 +123,8 @@ class Evaluation:
         Raises:
           UserError: no batch, a batch that is too large, a short one where a result needs whole ones.
         """
+        if not callable(batches):
+            check("evaluate", batches=(batches, BATCHES))
         rows = self.rows if callable(batches) else None
         stream = iter(batches(rows) if callable(batches) else batches)
         counts: list[int] = []
@@ -171,6 +174,7 @@ class Evaluation:
         """Whole batches, of which those `rows` count (None: all); `counts` gets the number of true ones."""
         most, least = (self.size, 1) if rows is None else (len(rows), 0)
         for batch in stream:
+            check("evaluate", batch=(batch, BATCH))
             short = {n: np.asarray(batch[n]) for n in self.batched if n in batch}
             sizes = {a.shape[0] if a.ndim else 1 for a in short.values()}
             count = min(sizes, default=most)
