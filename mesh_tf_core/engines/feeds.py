@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.dtypes import is_float, whole_numbers
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.program import Program, Stored
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
@@ -31,12 +32,40 @@ def check_batch(program: Program, batch: Mapping[str, Any]) -> dict[str, Any]:
                 "feed arrays of that size or build the model for yours"
             )
         wanted = np_dtype(v.dtype)
+        if not are_numbers(array.dtype):
+            raise UserError(
+                f"input {name!r}: the model reads {v.dtype}, found {array.dtype}; feed real numbers"
+            )
         if array.dtype.kind in "fc" and wanted.kind in "iub":
             raise UserError(
                 f"input {name!r}: the model reads {v.dtype}, found {array.dtype}; convert it first"
             )
         out[name] = array.astype(wanted, copy=False)
     return out
+
+
+def are_numbers(dtype: Any) -> bool:
+    """Whether a NumPy dtype is one of real numbers, those of ml_dtypes included: not complex, text, dates."""
+    return dtype.kind in "biuf" or (dtype.kind == "V" and dtype.type is not np.void)
+
+
+def holds(array: Any, dtype: str) -> Any:
+    """Which numbers of an array a dtype holds, bool [n...]: finite ones, rounded to a narrower float where
+    they are floats, and else exact."""
+    kind = array.dtype.kind
+    with np.errstate(over="ignore", invalid="ignore"):
+        if is_float(dtype):
+            made = array.astype(np_dtype(dtype), copy=False)
+            if kind in "iu":
+                wide, limits = made.astype(np.float64), np.iinfo(array.dtype)
+                inside = (wide >= limits.min) & (wide < limits.max + 1)
+                return inside & (wide.astype(array.dtype) == array)
+            return np.isfinite(made.astype(np.float32) if made.itemsize == 2 else made)  # three times as fast
+        low, high = whole_numbers(dtype)
+        if kind in "biu":
+            return (array >= low) & (array <= high)
+        wide = array.astype(np.float64)
+        return (wide >= low) & (wide < high + 1) & (wide == np.floor(wide))
 
 
 def stored(program: Program, name: str) -> Stored:

@@ -1,27 +1,31 @@
 """Files that hold arrays by name: where each lies in them, and how they are written piece by piece.
 
 A safetensors file is a number of 8 bytes, a JSON header of so many bytes (name -> dtype, shape, first byte
-and end), and the arrays in row-major order (https://github.com/huggingface/safetensors, "Format"). A .npy
-file holds one array, here under the name "", and its checksum covers the file.
+and end), and the arrays in row-major order, one after the other: the format allows no gap between them, no
+overlap and no surplus (https://github.com/huggingface/safetensors, "Format"). A .npy file holds one array,
+here under the name "", and its checksum covers the file. A .npz file is a zip archive of .npy files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO, NoReturn
 
 import numpy as np
 
 from mesh_tf_core.engines.pieces import Piece
 from mesh_tf_core.files import create
-from mesh_tf_core.ir.dtypes import itemsize
+from mesh_tf_core.ir.dtypes import check_dtype, itemsize
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
 
 SAFE = {
@@ -34,10 +38,19 @@ SAFE = {
     "U32": "uint32",
     "I8": "int8",
     "BOOL": "bool",
+    "I16": "int16",
+    "U8": "uint8",
+    "U16": "uint16",
+    "U64": "uint64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "C64": "complex64",
 }
-"""The format's names of our element types."""
+"""Element types by the format's names; NumPy has none for the others (of less than 8 bits, say)."""
 HEADER = 100_000_000
 """Most bytes of a safetensors header: the format's own limit."""
+NPY_HEADER = 1 << 16
+"""Most bytes of a .npy header; it needs about a hundred."""
 CHUNK = 1 << 22
 """Bytes that are written or hashed at once."""
 
@@ -58,7 +71,7 @@ class Place:
 
     @property
     def bytes(self) -> int:
-        return itemsize(self.dtype) * math.prod(self.shape)
+        return int(np_dtype(self.dtype).itemsize) * math.prod(self.shape)
 
     def mapped(self) -> Any:
         """The array, mapped into memory: what is not looked at is not read."""
@@ -87,36 +100,68 @@ def digest(file: BinaryIO, bytes: int) -> str:
 
 
 def places(path: Path) -> dict[str, Place]:
-    """The arrays in a file by name; no array is read.
+    """The arrays in a .npy or safetensors file by name; no array is read.
 
     Raises:
       OSError: it cannot be read.
       ValueError: it is no such file, or its arrays are not all there; in one line.
     """
+    _check_file(path)
+    return {"": _npy(path)} if path.suffix == ".npy" else _safetensors(path)
+
+
+def _check_file(path: Path) -> None:
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError(f"{path.name} is not a file")
-    return {"": _npy(path)} if path.suffix == ".npy" else dict(_safetensors(path))
 
 
-def _safetensors(path: Path) -> Iterator[tuple[str, Place]]:
+@contextlib.contextmanager
+def _parsing(what: str) -> Iterator[None]:
+    """Parsers of damaged bytes raise errors of many kinds; here all are a ValueError of one line."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if type(error) is ValueError else type(error).__name__
+        why = " ".join(f"{kind} {error}".split())
+        raise ValueError(f"{what} cannot be read ({why[:200]})") from None
+
+
+def _safetensors(path: Path) -> dict[str, Place]:
     with path.open("rb") as file:
         length = path.stat().st_size
         size = int.from_bytes(file.read(8), "little")
         if size > min(HEADER, length - 8):
             raise ValueError(f"{path.name} has {length} bytes, and a header of {size}")
-        try:
-            header = json.loads(file.read(size))
+        with _parsing(f"{path.name}: its header"):
+            header = json.loads(file.read(size).decode(), object_pairs_hook=_once, parse_constant=_refuse)
             if not isinstance(header, dict):
                 raise ValueError("it is no object")
-            for name, said in header.items():
-                if name != "__metadata__":
-                    yield name, _place(path, name, 8 + size, length, said)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            why = " ".join(str(error).split())
-            raise ValueError(f"{path.name}: its header cannot be read ({why[:200]})") from None
+            about = header.pop("__metadata__", None) or {}
+            "".join([*header, *about, *about.values()]).encode()  # all are text
+            found = {name: _place(path, name, 8 + size, said) for name, said in header.items()}
+        end = 8 + size
+        for name, place in sorted(found.items(), key=lambda each: (each[1].offset, each[1].bytes)):
+            if place.offset != end:
+                raise ValueError(f"{path.name}: {name[:80]!r} begins at {place.offset}, and not at {end}")
+            end += place.bytes
+        if end != length:
+            raise ValueError(f"{path.name} has {length} bytes, and its arrays end at {end}")
+    return found
 
 
-def _place(path: Path, name: str, begin: int, length: int, said: Mapping[str, Any]) -> Place:
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; the format forbids to name an array twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("it has a name twice")
+    return found
+
+
+def _refuse(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not JSON")
+
+
+def _place(path: Path, name: str, begin: int, said: Mapping[str, Any]) -> Place:
     if said["dtype"] not in SAFE:
         raise ValueError(f"{name[:80]!r} is of {str(said['dtype'])[:20]!r}")
     first, end = said["data_offsets"]
@@ -124,28 +169,68 @@ def _place(path: Path, name: str, begin: int, length: int, said: Mapping[str, An
     if not all(type(number) is int and 0 <= number < 1 << 62 for number in (*shape, first, end)):
         raise ValueError(f"{name[:80]!r} has a size that is none")
     found = Place(path, begin + first, begin + first, SAFE[said["dtype"]], shape)
-    if end - first != found.bytes or begin + end > length:
-        raise ValueError(
-            f"{name[:80]!r} has {found.bytes} bytes and lies from {first} to {end} of {length - begin}"
-        )
+    if end - first != found.bytes:
+        raise ValueError(f"{name[:80]!r} has {found.bytes} bytes and lies from {first} to {end}")
     return found
 
 
 def _npy(path: Path) -> Place:
     """bfloat16, which the format lacks, is stored as uint16."""
-    with path.open("rb") as file:
-        try:
-            version = np.lib.format.read_magic(file)
-            if version == (1, 0):
-                shape, turned, dtype = np.lib.format.read_array_header_1_0(file)
-            else:
-                shape, turned, dtype = np.lib.format.read_array_header_2_0(file)
-            found = Place(path, file.tell(), 0, "bfloat16" if dtype == np.uint16 else str(dtype), shape)
-            length = found.bytes
-        except Exception as error:  # its parser raises many kinds
-            raise ValueError(f"{path.name} is no array: {type(error).__name__}") from None
-    if turned or found.offset + length != path.stat().st_size:
+    with path.open("rb") as file, _parsing(path.name):
+        shape, turned, dtype, offset = _npy_header(file)
+        found = Place(path, offset, 0, "bfloat16" if dtype == np.uint16 else check_dtype(str(dtype)), shape)
+    if turned or found.offset + found.bytes != path.stat().st_size:
         raise ValueError(f"{path.name} is {dtype}{list(shape)} and has {path.stat().st_size} bytes")
+    return found
+
+
+def _npy_header(file: BinaryIO | IO[bytes]) -> tuple[tuple[int, ...], bool, Any, int]:
+    """Shape, whether the order is Fortran's, dtype, and where the array begins."""
+    head = io.BytesIO(file.read(NPY_HEADER))
+    version = np.lib.format.read_magic(head)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, turned, dtype = read(head)
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in shape):
+        raise ValueError(f"its shape is {shape}")
+    return shape, turned, dtype, head.tell()
+
+
+@dataclass(frozen=True)
+class Zipped:
+    """An array in a .npz file."""
+
+    archive: zipfile.ZipFile
+    entry: zipfile.ZipInfo
+    dtype: Any
+    shape: tuple[int, ...]
+
+    def read(self) -> Any:
+        """The array; ValueError, in one line, if it is damaged or takes more memory than there is."""
+        with _parsing(f"{self.entry.filename!r}"), self.archive.open(self.entry) as file:
+            return np.lib.format.read_array(file, allow_pickle=False)
+
+
+def zipped(path: Path) -> dict[str, Zipped]:
+    """The arrays in a .npz file by name; no array is read, however many bytes they are.
+
+    Raises:
+      OSError: it cannot be read.
+      ValueError: it is no such file, or its arrays are not all there; in one line.
+    """
+    _check_file(path)
+    found = {}
+    with _parsing(path.name):
+        archive = zipfile.ZipFile(path)
+        if min(entry.header_offset for entry in archive.infolist()) != 0:
+            raise ValueError("something lies before its first array")
+        entries = [entry for entry in archive.infolist() if entry.filename.endswith(".npy")]
+        for name, entry in _once([(entry.filename.removesuffix(".npy"), entry) for entry in entries]).items():
+            with archive.open(entry) as file:
+                shape, _, dtype, offset = _npy_header(file)
+            # Then reading the array reads all of the entry, which checks its checksum.
+            if not dtype.hasobject and offset + dtype.itemsize * math.prod(shape) != entry.file_size:
+                raise ValueError(f"{name[:80]!r} is {dtype}{list(shape)} and has {entry.file_size} bytes")
+            found[name] = Zipped(archive, entry, dtype, shape)
     return found
 
 

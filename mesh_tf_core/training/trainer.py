@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mesh_tf_core.arguments import BATCHES, FUNCTION, PATH, at_least, check, instance, optional
 from mesh_tf_core.engines import Cluster, Engine, open_engine
 from mesh_tf_core.engines.feeds import rows_of
 from mesh_tf_core.errors import UserError
@@ -35,6 +36,9 @@ from mesh_tf_core.training.saving import Saver
 from mesh_tf_core.training.weights import Loaded, Source, Weights, read_weights, write_trained
 
 DEFAULT = Options()
+MODEL = instance(Model, "a Model, as mtf.Model(loss) makes")
+PLACE = instance((Mesh, str, Planned), "a mesh as 'data:2;model:4', or a plan")
+LAYOUT = instance((Layout, str), "a layout as 'batch:data;heads:model', or 'auto'")
 OnStep = Callable[[int, dict[str, Any], float], None]
 
 
@@ -59,7 +63,7 @@ class Trainer:
       step_number: steps done so far, also those before a resumed checkpoint.
       resumed: what the restored checkpoint says of its writer (mesh, layout, processes, data); else empty.
       position: where the data stood after the last step, None if it cannot tell.
-      torn: a step was interrupted, so the variables may be of two steps; `restore` makes them whole again.
+      torn: a step, or `load`, was interrupted, so variables may be of two steps; `restore` makes them whole.
       waited: share of the time of the last `fit` that the devices waited for input.
       rows: with a cluster, which rows of every batch (along the first dimension of its arrays) this process's
         devices read, int64 [n]; a batch may hold these alone, in this order. None: whole batches.
@@ -83,6 +87,8 @@ class Trainer:
                 raise UserError(
                     f"Trainer: {given!r} is a file; write Trainer(model, layoutopt.load_plan({given!r}))"
                 )
+        check("Trainer", model=(model, MODEL), mesh=(mesh, PLACE), layout=(layout, LAYOUT))
+        check("Trainer", options=(options, instance(Options, "mtf.Options")))
         if not isinstance(mesh, Mesh | str):
             if layout or options != DEFAULT:
                 raise UserError("Trainer: a plan decides the layout and the options; leave them out")
@@ -209,6 +215,11 @@ class Trainer:
           UserError: the loss is not a finite number, the data ended, a checkpoint is of another model, or
             another job writes into the directory.
         """
+        check("fit", batches=(batches, BATCHES), steps=(steps, at_least(0)), every=(every, at_least(1)))
+        check("fit", checkpoint=(checkpoint, optional(PATH)), evaluate_every=(evaluate_every, at_least(1)))
+        check("fit", stop=(stop, FUNCTION), on_met=(on_met, FUNCTION))
+        check("fit", on_step=(on_step, optional(FUNCTION)), evaluate=(evaluate, optional(FUNCTION)))
+        check("fit", meet=(meet, optional(instance(Decoupled, "mtf.Decoupled"))))
         fit = partial(
             self._fit, batches, steps, every, on_step, stop, evaluate, evaluate_every, keep, meet, on_met
         )
@@ -346,6 +357,7 @@ class Trainer:
         Raises:
           UserError: it cannot be written, another job writes there, or the variables are `torn`.
         """
+        check("save", directory=(directory, PATH))
         if self.torn:
             raise UserError(
                 f"step {self.step_number + 1} was interrupted, so the variables may be of two steps and are "
@@ -377,6 +389,7 @@ class Trainer:
           step: continues from the checkpoint of this step instead. Later ones are renamed to `step-….aside`,
             with a warning, and count no more.
         """
+        check("restore", directory=(directory, PATH), step=(step, optional(at_least(0))))
         self._saver.wait()
         if step is None:
             found = checkpoints.newest(directory, self.cluster, self._finite)
@@ -419,10 +432,12 @@ class Trainer:
         """
         held, replicas = (stored.variable for stored in self.program.variables.values()), self._replicas
         variables = held if replicas is None else map(replicas.one, held)
-        made, loaded = read_weights(variables, weights, names or {}, new)
+        made, loaded = read_weights(variables, weights, names or {}, new, self.cluster)
         write = self.engine.write if replicas is None else replicas.write
+        torn, self.torn = self.torn, True  # what ends it in between leaves weights of two models
         for name, array in made:
             write(name, array)
+        self.torn = torn
         return loaded
 
     def save_weights(self, path: str | Path, ema: bool = False) -> None:

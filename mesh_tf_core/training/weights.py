@@ -1,11 +1,16 @@
 """Weights from elsewhere: arrays by name, `.npz` and safetensors files, checkpoints, into variables.
 
-A file is mapped into memory, so that a device's piece is read and not the whole; the variables of a stack of
-layers, which have a dimension that counts them, are put together layer by layer.
+A safetensors file is mapped into memory, so that no array is held whole; the variables of a stack of layers,
+which have a dimension that counts them, are put together layer by layer.
+
+Every number that a variable takes is looked at before the first one is set. A weight must be finite, and the
+variable's dtype must hold it: a float may be rounded to a narrower float, but not beyond its range; any other
+conversion (a whole number to a float, a float to a whole number, to fewer bits) must be exact.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import zipfile
@@ -13,22 +18,32 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from mesh_tf_core.engines import Engine
+from mesh_tf_core.arguments import PATH, Kind, check, instance
+from mesh_tf_core.engines import Cluster, Engine
+from mesh_tf_core.engines.feeds import are_numbers, holds
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.files import write_file
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
 from mesh_tf_core.training import array_files, checkpoint
-from mesh_tf_core.training.opened import Checkpoint
 
 Weights = Mapping[str, Any] | str | Path | Sequence[str | Path]
 """Arrays by name; a .npz or .safetensors file, several of them, or a directory of safetensors files or of
 checkpoints."""
+WEIGHTS = Kind(PATH.holds, "arrays by name, or a .npz or .safetensors file, several, or a directory of them")
+NAMES = instance(Mapping, "a dict of variables and the names of their weights")
+PIECE = 1 << 18
+"""Numbers that are looked at at once: they stay in the processor's cache."""
+_PIECEWISE: tuple[Literal["external_loop", "buffered", "zerosize_ok"], ...] = (
+    "external_loop",
+    "buffered",
+    "zerosize_ok",
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +61,18 @@ class Source:
     transpose: tuple[int, ...] = ()
 
 
+NAME = instance((str, Source), "the name of a weight, or an mtf.Source")
+
+
+def _is_pattern(text: Any) -> bool:
+    with contextlib.suppress(re.error, TypeError):
+        return bool(re.compile(text)) and isinstance(text, str)
+    return False
+
+
+PATTERN = Kind(_is_pattern, "a regular expression, as text")
+
+
 @dataclass(frozen=True)
 class Loaded:
     """What was loaded.
@@ -61,7 +88,11 @@ class Loaded:
 
 
 def read_weights(
-    variables: Iterable[Variable], weights: Weights, names: Mapping[str, str | Source], new: str = ""
+    variables: Iterable[Variable],
+    weights: Weights,
+    names: Mapping[str, str | Source],
+    new: str = "",
+    cluster: Cluster | None = None,
 ) -> tuple[Iterator[tuple[str, Any]], Loaded]:
     """Every variable's array, made when it is asked for, and what is loaded. All is checked before.
 
@@ -69,10 +100,13 @@ def read_weights(
       variables: of the model; those of optimizers and the step are left out.
       names: variable -> where its weights are; the others have their own names there.
       new: regular expression; variables in whose names it is found need no weights.
+      cluster: the processes that load together; each looks at the numbers of some arrays, for all.
 
     Raises:
-      UserError: variables without weights, or weights of another shape, all of them named.
+      UserError: variables without weights, or weights of another shape or that a variable cannot hold, all of
+        them named; files that are damaged.
     """
+    check("load", names=(names, NAMES), new=(new, PATTERN))
     arrays = _arrays(weights)
     wanted = {v.name: v for v in variables if v.slot_of is None and v.name != "step"}
     for name in names:
@@ -83,11 +117,13 @@ def read_weights(
     wrong: list[str] = []
     for variable in wanted.values():
         given = names.get(variable.name, variable.name)
+        check("load", names=(given, NAME))
         source = Source(given) if isinstance(given, str) else given
         parts = _parts(variable, source)
         absent = [name for name in parts.names if name not in arrays]
         if not absent:
             found[variable.name] = parts
+            arrays.update({name: _given(name, arrays[name]) for name in parts.names})
             wrong += _misfits(variable, parts, arrays)
         elif variable.name in names or not (new and re.search(new, variable.name)):
             missing.append(f"{variable.name!r} (looked for {absent[0]!r})")
@@ -96,6 +132,7 @@ def read_weights(
         there = ", ".join(list(arrays)[:3])
         hint = f"; there are {there} and others: give names=, or new= for what keeps its initial values"
         raise UserError(f"load: {'; '.join([*said, *wrong])}{hint if missing else ''}")
+    _check_numbers({wanted[name]: parts for name, parts in found.items()}, arrays, cluster)
     taken = {name for parts in found.values() for name in parts.names}
     kept, unused = (n for n in wanted if n not in found), (n for n in arrays if n not in taken)
     loaded = Loaded(tuple(found), tuple(kept), tuple(unused))
@@ -110,6 +147,7 @@ def write_weights(path: str | Path, variables: Mapping[str, Variable], read: Cal
       variables: whose arrays they are, by the names that these have in the file.
       read: name of a variable -> its array; asked for in this order.
     """
+    check("save_weights", path=(path, PATH))
     write = {".npz": _npz, ".safetensors": _safetensors}.get(Path(path).suffix)
     if write is None:
         raise UserError(f"save_weights: {str(path)!r} must end in .npz or .safetensors")
@@ -158,49 +196,64 @@ def _npz(variables: Mapping[str, Variable], read: Callable[[str], Any], file: Bi
 # -- where weights are ---------------------------------------------------------------------------------------
 
 
-class _Checkpointed(Mapping[str, Any]):
-    """The variables of a checkpoint, each read when it is asked for."""
+@dataclass(frozen=True)
+class _Array:
+    """An array that is read when it is needed.
 
-    def __init__(self, found: Checkpoint) -> None:
-        self.found = found
+    Attributes:
+      dtype: NumPy's.
+    """
 
-    def __getitem__(self, name: str) -> Any:
-        return self.found.read(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.found.variables
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.found.variables)
-
-    def __len__(self) -> int:
-        return len(self.found.variables)
+    shape: tuple[int, ...]
+    dtype: Any
+    read: Callable[[], Any]
 
 
-def _arrays(weights: Weights) -> Mapping[str, Any]:
+def _arrays(weights: Weights) -> dict[str, Any]:
+    """Arrays as they are given, or as `_Array`."""
     if isinstance(weights, Mapping):
-        return weights
-    if not isinstance(weights, str | Path):
+        return dict(weights)
+    if isinstance(weights, Iterable) and not isinstance(weights, str):
         return {name: array for path in weights for name, array in _arrays(path).items()}
+    check("load", weights=(weights, WEIGHTS))
     path = Path(weights)
-    if path.is_dir():
-        files = sorted(path.glob("*.safetensors"))
-        if files:
-            return _arrays(files)
-        found = checkpoint.newest(path)
-        if found is None:
-            raise UserError(f"load: {str(path)!r} has no safetensors files and no checkpoint")
-        return _Checkpointed(found)
     try:
+        if path.is_dir():
+            files = sorted(path.glob("*.safetensors"))
+            return _arrays(files) if files else _checkpointed(path)
         if path.suffix == ".npz":
-            opened = np.load(path, allow_pickle=False)
-            if isinstance(opened, Mapping):
-                return opened
-        elif path.suffix == ".safetensors":
-            return {name: place.mapped() for name, place in array_files.places(path).items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"load: {str(path)!r} cannot be read: {error}") from None
+            archive = array_files.zipped(path)
+            return {name: _Array(entry.shape, entry.dtype, entry.read) for name, entry in archive.items()}
+        if path.suffix == ".safetensors":
+            found = array_files.places(path)
+            return {name: _Array(p.shape, np_dtype(p.dtype), p.mapped) for name, p in found.items()}
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UserError(f"load: {str(path)!r} cannot be read: {error}; give a whole file") from None
     raise UserError(f"load: {str(path)!r} is no .npz or .safetensors file, and no directory")
+
+
+def _given(name: str, array: Any) -> _Array:
+    if isinstance(array, _Array):
+        return array
+    try:
+        dtype = getattr(array, "dtype", None)
+        dtype = dtype if isinstance(dtype, np.dtype) else np.asarray(array).dtype
+        return _Array(tuple(np.shape(array)), dtype, partial(np.asarray, array))
+    except Exception as error:  # as many kinds as there are things that are no arrays
+        why = " ".join(f"{type(error).__name__} {error}".split())[:200]
+        raise UserError(f"load: {name!r} is no array ({why}); give arrays by name") from None
+
+
+def _checkpointed(path: Path) -> dict[str, _Array]:
+    found = checkpoint.newest(path)
+    if found is None:
+        raise UserError(f"load: {str(path)!r} has no safetensors files and no checkpoint")
+    return {
+        name: _Array(entry.shape, np_dtype(entry.dtype), partial(found.read, name))
+        for name, entry in found.variables.items()
+    }
 
 
 # -- what a variable takes -----------------------------------------------------------------------------------
@@ -237,11 +290,13 @@ def _parts(variable: Variable, source: Source) -> _Parts:
     return _Parts(names, source.transpose, sizes[counted:])
 
 
-def _misfits(variable: Variable, parts: _Parts, arrays: Mapping[str, Any]) -> Iterator[str]:
+def _misfits(variable: Variable, parts: _Parts, arrays: Mapping[str, _Array]) -> Iterator[str]:
     turned = bool(parts.transpose)
     for name in parts.names:
-        shape = tuple(np.shape(arrays[name]))
-        if turned and sorted(parts.transpose) != list(range(len(shape))):
+        shape, dtype = arrays[name].shape, arrays[name].dtype
+        if not are_numbers(dtype):
+            yield f"{variable.name!r} needs real numbers, {name!r} is of dtype {dtype}"
+        elif turned and sorted(parts.transpose) != list(range(len(shape))):
             yield f"{name!r} has shape {list(shape)}, which cannot be transposed {parts.transpose}"
         elif shape != parts.shape and not (turned and math.prod(shape) == math.prod(parts.shape)):
             yield (
@@ -250,8 +305,37 @@ def _misfits(variable: Variable, parts: _Parts, arrays: Mapping[str, Any]) -> It
             )
 
 
-def _made(variable: Variable, parts: _Parts, arrays: Mapping[str, Any]) -> Any:
-    given = (arrays[name] for name in parts.names)
+def _check_numbers(
+    found: Mapping[Variable, _Parts], arrays: Mapping[str, _Array], cluster: Cluster | None
+) -> None:
+    """UserError, naming all, where a variable cannot hold a number of its weights."""
+    pairs = [(variable, name) for variable, parts in found.items() for name in parts.names]
+    if cluster is None:
+        wrong = [said for variable, name in pairs for said in _beyond(variable, name, arrays[name])]
+    else:
+        mine = pairs[cluster.index :: cluster.processes]
+        own = [said for variable, name in mine for said in _beyond(variable, name, arrays[name])]
+        wrong = [said for each in cluster.gather("a look at the weights", own, patient=True) for said in each]
+    if wrong:
+        raise UserError(f"load: {'; '.join(wrong)}; nothing is loaded")
+
+
+def _beyond(variable: Variable, name: str, array: _Array) -> Iterator[str]:
+    """The first number of an array that a variable cannot hold."""
+    try:
+        numbers = array.read()
+        parts = np.nditer(numbers, _PIECEWISE, buffersize=PIECE)  # never all of it in another dtype
+        bad = (part[~holds(part, variable.dtype)] for part in parts)
+        first = next((each[0] for each in bad if each.size), None)
+    except (OSError, ValueError, MemoryError) as error:
+        yield f"{name!r} cannot be read: {' '.join(str(error).split())[:300]}"
+    else:
+        if first is not None:
+            yield f"{variable.name!r} is {variable.dtype}, and {name!r} holds {first}, of dtype {array.dtype}"
+
+
+def _made(variable: Variable, parts: _Parts, arrays: Mapping[str, _Array]) -> Any:
+    given = (arrays[name].read() for name in parts.names)
     each = [
         np.reshape(np.transpose(x, parts.transpose), parts.shape) if parts.transpose else x for x in given
     ]

@@ -25,7 +25,7 @@ FILE = "00000.safetensors"
 DAMAGE = {
     "a cut file": (
         lambda p: cut(p / FILE),
-        "its header cannot be read ('b' has 4 bytes and lies from 100 to",
+        "has 383 bytes, and its arrays end at 384",
     ),
     "a flipped bit": (lambda p: flip(p / FILE), "variable 'b' differs from its checksum"),
     "a lost file": (lambda p: (p / FILE).unlink(), "00000.safetensors cannot be read"),

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
+import re
 import tracemalloc
+import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +19,7 @@ import mesh_tf_core as mtf
 from mesh_tf_core import layers
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
+from mesh_tf_core.training import array_files
 from mesh_tf_core.training.weights import read_weights, write_weights
 
 B, L, D = mtf.Dim("batch", 2), mtf.Dim("length", 3), mtf.Dim("d_model", 4)
@@ -194,3 +201,207 @@ def test_one_variable_is_held_at_a_time(suffix: str, tmp_path: Path) -> None:
     assert {name: (array.shape, float(array[-1])) for name, array in made} == {
         n: ((size,), float(ord(n))) for n in names
     }
+
+
+# -- what is not whole, and what is no number ----------------------------------------------------------------
+
+F32, ZEROS8 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, b"\0" * 8
+
+
+def packed(header: Any, data: bytes) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def nothing(at: int) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [0], "data_offsets": [at, at]}
+
+
+OF_THE_LIBRARY = {
+    "whole": (packed({"w": F32}, ZEROS8), True),
+    "padded header": (packed(json.dumps({"w": F32}).encode() + b"   ", ZEROS8), True),
+    "about it": (packed({"__metadata__": {"format": "pt"}, "w": F32}, ZEROS8), True),
+    "an array of nothing": (packed({"z": nothing(0), "w": F32}, ZEROS8), True),
+    "another order": (packed({"v": {**F32, "data_offsets": [8, 16]}, "w": F32}, ZEROS8 * 2), True),
+    "a byte before": (packed({"w": F32}, b"x" + ZEROS8), False),
+    "a byte after": (packed({"w": F32}, ZEROS8 + b"x"), False),
+    "a byte less": (packed({"w": F32}, ZEROS8[1:]), False),
+    "a gap": (packed({"w": F32, "v": {**F32, "data_offsets": [12, 20]}}, ZEROS8 + b"1234" + ZEROS8), False),
+    "an overlap": (packed({"w": F32, "v": {**F32, "data_offsets": [4, 12]}}, ZEROS8 + b"1234"), False),
+    "all at one place": (packed({"w": F32, "v": F32}, ZEROS8), False),
+    "a nothing inside": (packed({"z": nothing(4), "w": F32}, ZEROS8), False),
+    "too few bytes": (packed({"w": {**F32, "shape": [1]}}, ZEROS8), False),
+    "backwards": (packed({"w": {**F32, "data_offsets": [8, 0]}}, ZEROS8), False),
+    "a size with a point": (packed({"w": {**F32, "shape": [2.0]}}, ZEROS8), False),
+    "a size of true": (packed({"w": {**F32, "shape": [2, True]}}, ZEROS8), False),
+    "about it a number": (packed({"__metadata__": {"a": 1}, "w": F32}, ZEROS8), False),
+    "about it a list": (packed({"__metadata__": [1], "w": F32}, ZEROS8), False),
+    "half a letter": (packed(b'{"\\ud800":' + json.dumps(F32).encode() + b"}", ZEROS8), False),
+    "UTF-16": (packed(json.dumps({"w": F32}).encode("utf-16-le"), ZEROS8), False),
+    "a byte order mark": (packed(b"\xef\xbb\xbf" + json.dumps({"w": F32}).encode(), ZEROS8), False),
+    "zeros after the header": (packed(json.dumps({"w": F32}).encode() + b"\0\0", ZEROS8), False),
+    "NaN in the header": (packed(json.dumps({"w": {**F32, "x": np.nan}}).encode(), ZEROS8), False),
+    "a size twice": (packed(b'{"w":{"dtype":"F32",' + json.dumps(F32)[1:].encode() + b"}", ZEROS8), False),
+}  # fmt: skip
+"""Files, and whether the official library (safetensors 0.8.0) loads them."""
+
+
+@pytest.mark.parametrize("name", OF_THE_LIBRARY)
+def test_what_the_official_library_refuses_is_refused(name: str, tmp_path: Path) -> None:
+    content, loads = OF_THE_LIBRARY[name]
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(content)
+    if loads:
+        np.testing.assert_array_equal(array_files.places(path)["w"].mapped(), np.zeros(2, np.float32))
+        return
+    with pytest.raises(ValueError, match=r"^w\.safetensors") as found:
+        array_files.places(path)
+    assert "\n" not in str(found.value)
+
+
+def test_an_array_that_is_named_twice_is_refused(tmp_path: Path) -> None:
+    """The format forbids it; the official library takes the last."""
+    said = json.dumps(F32).encode()
+    (tmp_path / "w.safetensors").write_bytes(packed(b'{"w":' + said + b',"w":' + said + b"}", ZEROS8))
+    with pytest.raises(ValueError, match="it has a name twice"):
+        array_files.places(tmp_path / "w.safetensors")
+    with zipfile.ZipFile(tmp_path / "w.npz", "w") as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for content in (np.zeros(2), np.ones(2)):
+            file = io.BytesIO()
+            np.save(file, content)
+            archive.writestr("w.npy", file.getvalue())
+    with pytest.raises(ValueError, match="it has a name twice"):
+        array_files.zipped(tmp_path / "w.npz")
+
+
+HELD: list[tuple[Any, str, bool]] = [
+    ([1.5, -2], "float32", True),
+    ([1.1], "bfloat16", True),
+    ([3e38], "float32", True),
+    ([1e300], "float32", False),
+    ([7e4], "float16", False),
+    ([1e-300], "float32", True),
+    ([np.nan], "float32", False),
+    ([np.inf], "float64", False),
+    (np.array([1e9], np.longdouble), "float32", True),
+    ([2**24, -(2**24)], "float32", True),
+    ([2**24 + 1], "float32", False),
+    ([2**63 - 1], "float64", False),
+    ([-(2**63)], "float64", True),
+    (np.array([2**64 - 1], np.uint64), "float64", False),
+    (np.array([2**63], np.uint64), "float32", True),
+    ([256], "bfloat16", True),
+    ([257], "bfloat16", False),
+    ([65536], "float16", False),
+    ([True, False], "float32", True),
+    ([True], "int8", True),
+    ([3.0, -7.0], "int32", True),
+    ([3.5], "int32", False),
+    ([2.0**31], "int32", False),
+    ([np.nan], "int32", False),
+    ([2**31], "int32", False),
+    ([-1], "uint32", False),
+    ([127, -128], "int8", True),
+    ([0, 1], "bool", True),
+    ([2], "bool", False),
+    ([-(2.0**63)], "int64", True),
+    ([2.0**63], "int64", False),
+]
+
+
+@pytest.mark.parametrize(("array", "dtype", "held"), HELD)
+def test_no_number_becomes_another_in_silence(array: Any, dtype: str, held: bool) -> None:
+    """Floats may be rounded to narrower ones; else conversions are exact; and all is finite."""
+    variable = Variable("w", mtf.Shape([mtf.Dim("n", len(array))]), dtype, mtf.ONES)
+    if held:
+        ((_, found),), _ = read_weights([variable], {"w": array}, {})
+        np.testing.assert_array_equal(found, np.asarray(array))
+        return
+    bad = str(np.asarray(array)[0])
+    with pytest.raises(mtf.UserError, match=rf"'w' is {dtype}, and 'w' holds {re.escape(bad)}, of dtype"):
+        read_weights([variable], {"w": array}, {})
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array([1j, 2]), np.array(["1", "2"]), np.array([b"1", b"2"]), np.array([1, 2], "M8[s]"),
+        np.array([1, 2], "m8[s]"), np.array([(1,), (2,)], [("x", "f4")]), np.array([1, None]),
+        np.zeros(2, "V4"),
+    ],
+    ids=lambda array: str(array.dtype),
+)  # fmt: skip
+def test_what_is_no_number_is_refused(array: Any, tmp_path: Path) -> None:
+    variable = Variable("w", mtf.Shape([mtf.Dim("n", 2)]), "float32", mtf.ONES)
+    sources: list[Any] = [{"w": array}]
+    np.savez(tmp_path / "w.npz", w=array)
+    sources.append(tmp_path / "w.npz")
+    for source in sources:
+        with pytest.raises(mtf.UserError, match=r"'w' needs real numbers, 'w' is of dtype"):
+            read_weights([variable], source, {})
+        assert read_weights([], source, {})[1].unused == ("w",)
+
+
+def test_nothing_is_set_where_one_number_is_wrong() -> None:
+    run, given = trainer(), torch_like()
+    before = {name: run.engine.read(name) for name in NAMES}
+    given["head.weight"][2, 1] = np.nan
+    with pytest.raises(
+        mtf.UserError, match=r"'head' is float32, and 'head.weight' holds nan, of .* nothing is"
+    ):
+        run.load(given, NAMES)
+    assert all(np.array_equal(run.engine.read(name), x) for name, x in before.items())
+
+
+def test_a_load_that_is_interrupted_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trainer()
+    write = run.engine.write
+
+    def interrupted(name: str, array: Any) -> None:
+        write(name, array)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run.engine, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.load(torch_like(), NAMES)
+    with pytest.raises(mtf.UserError, match="was interrupted"):
+        run.save(tmp_path / "ckpt")
+
+
+def test_an_archive_that_unfolds_to_gibibytes_is_not_unfolded(tmp_path: Path) -> None:
+    """A quarter of a GiB in a MB: neither where no variable takes it nor where that has another shape."""
+    path, whole = tmp_path / "w.npz", np.arange(2, dtype=np.float32)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, count in (("w", 2), ("bomb", 1 << 26)):
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                head = {"descr": "<f4", "fortran_order": False, "shape": (count,)}
+                np.lib.format.write_array_header_1_0(entry, head)
+                for _ in range(max(1, count >> 20)):
+                    entry.write(bytes(4 * min(count, 1 << 20)) if count > 2 else whole.tobytes())
+    small = Variable("w", mtf.Shape([mtf.Dim("n", 2)]), "float32", mtf.ONES)
+    tracemalloc.start()
+    try:
+        ((_, found),), loaded = read_weights([small], path, {})
+        with pytest.raises(mtf.UserError, match=r"needs shape \[2\], 'bomb' has \[67108864\]"):
+            read_weights([small], path, {"w": "bomb"})
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_array_equal(found, whole)
+    assert loaded.unused == ("bomb",) and peak < 4 << 20
+
+
+@pytest.mark.parametrize("name", ["w.npz", "w.safetensors", "folder"])
+def test_what_is_no_file_is_refused_at_once(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if name == "folder":
+        path.mkdir()
+        os.mkfifo(path / "w.safetensors")
+    else:
+        os.mkfifo(path)
+    with pytest.raises(mtf.UserError, match=r"is not a file; give a whole file"):
+        trainer().load(path)
+    (tmp_path / f"zero{path.suffix or '.npz'}").symlink_to("/dev/zero")
+    with pytest.raises(mtf.UserError, match=r"is not a file; give a whole file"):
+        trainer().load(tmp_path / f"zero{path.suffix or '.npz'}")
