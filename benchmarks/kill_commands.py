@@ -1,12 +1,15 @@
 """Whole commands killed at random moments: what was saved stays, and the next one goes on from it.
 
-    python benchmarks/kill_commands.py [--train 20] [--search 15] [--calibrate 15] [--signal KILL] [--seed 0]
+    python benchmarks/kill_commands.py [--train 20] [--launch 0] [--search 15] [--calibrate 15]
+        [--signal KILL] [--seed 0]
 
 `train` goes on from its newest checkpoint after every kill; in the end its variables must be those of an
-undisturbed run. `search` writes a plan over an older one: after a kill the file is one of the two, whole.
-`calibrate` goes on from its measurements, of which none may be missing. With `--signal TERM`, `HUP` or `INT`
-the command is asked instead, and must end by itself within 30 s with the exit code of that signal and without
-a traceback. A writer alone is killed by `tests/core/test_checkpoint.py` (450 times by `make test-nightly`).
+undisturbed run. Every second kill comes while a checkpoint is written. `launch` is the same in two processes:
+with the launcher all that it started end. `search` writes a plan over an older one: after a kill the file is
+one of the two, whole. `calibrate` goes on from its measurements, of which none may be missing. With
+`--signal TERM`, `HUP` or `INT` the command is asked instead, and must end by itself within 30 s with the exit
+code of that signal and without a traceback. A writer alone is killed by `tests/core/test_checkpoint.py` (450
+times by `make test-nightly`).
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +39,7 @@ from tests.cluster.job import contents  # noqa: E402
 STEPS, EVERY = 150, 5
 ON = ["--mesh", "data:2;model:2", "--layout", "batch:data;hidden:model"]
 TRAIN = ["train", "examples/mlp.py", *ON, "--steps", str(STEPS), "--every", str(EVERY), "--held-out", "0"]
+LAUNCH = ("launch", "-n", "2", "--")
 SEARCH = ["search", "examples/transformer_lm.py", "--mesh", "data:2;model:4", "--hardware", "tpu-v3"]
 CALIBRATE = ["calibrate", "--mesh", "data:2"]
 PATIENCE = 30.0
@@ -62,13 +67,21 @@ def command(words: list[str], said: str) -> None:
     main()
 
 
-def attempt(words: list[str], number: int, moment: float | None) -> Ended:
-    """Runs a command, and sends it a signal at a moment (None: never)."""
+def writing(place: Path) -> bool:
+    """Whether a checkpoint is being written."""
+    return place.is_dir() and any(name.startswith(".step-") for name in os.listdir(place))
+
+
+def attempt(words: list[str], number: int, moment: float | None, saves: Path | None = None) -> Ended:
+    """Runs a command, and sends it a signal at a moment (None: never); from then on when a checkpoint is
+    written, if a directory is given into which it saves."""
     with tempfile.NamedTemporaryFile("r") as said:
         began, asked = time.monotonic(), None
         process = LOADED.Process(target=command, args=(words, said.name))
         process.start()
         process.join(moment)
+        while saves is not None and process.is_alive() and not writing(saves):
+            time.sleep(0.0005)
         if process.is_alive():
             asked = time.monotonic() - began
             assert process.pid is not None
@@ -88,9 +101,9 @@ class Hunt:
     folder: Path
     slowest: float = 0.0
 
-    def kill(self, words: list[str], most: float) -> Ended:
-        """One attempt, ended within `most` seconds; checks how it ended."""
-        ended = attempt(words, self.number, self.rng.uniform(0.0, most))
+    def kill(self, words: list[str], most: float, saves: Path | None = None) -> Ended:
+        """One attempt, ended within `most` seconds or in the next save; checks how it ended."""
+        ended = attempt(words, self.number, self.rng.uniform(0.0, most), saves)
         if "Traceback" in ended.said:
             raise SystemExit(f"a traceback of {words[0]}:\n{ended.said}")
         if ended.asked is None:
@@ -104,16 +117,24 @@ class Hunt:
             self.slowest = max(self.slowest, ended.seconds - ended.asked)
         return ended
 
-    def train(self, kills: int) -> str:
+    def launch(self, kills: int) -> str:
+        """The same in two processes."""
+        return self.train(kills, LAUNCH)
+
+    def train(self, kills: int, first: Sequence[str] = ()) -> str:
         """Kills until there were enough, then to the end."""
         place, whole = self.folder / "run", self.folder / "whole"
-        undisturbed = attempt([*TRAIN, "--checkpoint", str(whole)], self.number, None)
-        wanted, before, killed, rounds = contents(whole, STEPS), -1, 0, 0
+        undisturbed = attempt([*first, *TRAIN, "--checkpoint", str(whole)], self.number, None)
+        wanted, before, killed, rounds, during = contents(whole, STEPS), -1, 0, 0, 0
         while killed < kills or before < STEPS:
-            words = [*TRAIN, "--checkpoint", str(place)]
-            last = killed >= kills
-            ended = attempt(words, self.number, None) if last else self.kill(words, 1.1 * undisturbed.seconds)
+            words = [*first, *TRAIN, "--checkpoint", str(place)]
+            if killed >= kills:
+                ended = attempt(words, self.number, None)
+            else:
+                saves = place if killed % 2 else None
+                ended = self.kill(words, 1.1 * undisturbed.seconds / (1 + killed % 2), saves)
             killed += ended.asked is not None
+            during += ended.asked is not None and writing(place)
             if before > 0 and "resuming" in ended.said and f"resuming from step {before} " not in ended.said:
                 raise SystemExit(f"step {before} was saved:\n{ended.said}")
             found = checkpoint.newest(place) if place.exists() else None
@@ -129,7 +150,10 @@ class Hunt:
                     raise SystemExit("the variables differ from those of an undisturbed run")
                 if killed < kills:
                     place, before = self.folder / f"run-{rounds}", -1
-        return f"train: {killed} kills, {rounds} runs to the end, variables equal to an undisturbed run's"
+        return (
+            f"{first[0] if first else 'train'}: {killed} kills, of which {during} left an unfinished "
+            f"checkpoint; {rounds} runs to the end, all with variables equal to an undisturbed run's"
+        )
 
     def search(self, kills: int) -> str:
         """Writes plans over an older one."""
@@ -169,14 +193,14 @@ class Hunt:
 
 def hunts() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    for kind, kills in (("train", 20), ("search", 15), ("calibrate", 15)):
+    for kind, kills in (("train", 20), ("launch", 0), ("search", 15), ("calibrate", 15)):
         parser.add_argument(f"--{kind}", type=int, default=kills, help="kills")
     parser.add_argument("--signal", default="KILL")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     number = signal.Signals[f"SIG{args.signal}"]
     attempt(["--version"], number, None)  # the libraries are loaded
-    for kind in ("train", "search", "calibrate"):
+    for kind in ("train", "launch", "search", "calibrate"):
         kills = getattr(args, kind)
         if kills:
             with tempfile.TemporaryDirectory() as name:
