@@ -1,7 +1,7 @@
 """Whole commands killed at random moments: what was saved stays, and the next one goes on from it.
 
     python benchmarks/kill_commands.py [--train 20] [--launch 0] [--search 15] [--calibrate 15]
-        [--signal KILL] [--seed 0]
+        [--signal KILL] [--seed 0] [--engine auto]
 
 `train` goes on from its newest checkpoint after every kill; in the end its variables must be those of an
 undisturbed run. Every second kill comes while a checkpoint is written. `launch` is the same in two processes:
@@ -38,7 +38,19 @@ from tests.cluster.job import contents  # noqa: E402
 
 STEPS, EVERY = 150, 5
 ON = ["--mesh", "data:2;model:2", "--layout", "batch:data;hidden:model"]
-TRAIN = ["train", "examples/mlp.py", *ON, "--steps", str(STEPS), "--every", str(EVERY), "--held-out", "0"]
+SIZES = ["--set", "hidden=16", "--set", "layers=1", "--set", "batch=8"]
+TRAIN = [
+    "train",
+    "examples/mlp.py",
+    *ON,
+    *SIZES,
+    "--steps",
+    str(STEPS),
+    "--every",
+    str(EVERY),
+    "--held-out",
+    "0",
+]
 LAUNCH = ("launch", "-n", "2", "--")
 SEARCH = ["search", "examples/transformer_lm.py", "--mesh", "data:2;model:4", "--hardware", "tpu-v3"]
 CALIBRATE = ["calibrate", "--mesh", "data:2"]
@@ -99,6 +111,7 @@ class Hunt:
     number: int
     rng: random.Random
     folder: Path
+    engine: str
     slowest: float = 0.0
 
     def kill(self, words: list[str], most: float, saves: Path | None = None) -> Ended:
@@ -119,15 +132,16 @@ class Hunt:
 
     def launch(self, kills: int) -> str:
         """The same in two processes."""
-        return self.train(kills, LAUNCH)
+        return self.train(kills, LAUNCH, "jax")
 
-    def train(self, kills: int, first: Sequence[str] = ()) -> str:
+    def train(self, kills: int, first: Sequence[str] = (), engine: str = "") -> str:
         """Kills until there were enough, then to the end."""
+        command = [*first, *TRAIN, "--engine", engine or self.engine]
         place, whole = self.folder / "run", self.folder / "whole"
-        undisturbed = attempt([*first, *TRAIN, "--checkpoint", str(whole)], self.number, None)
+        undisturbed = attempt([*command, "--checkpoint", str(whole)], self.number, None)
         wanted, before, killed, rounds, during = contents(whole, STEPS), -1, 0, 0, 0
         while killed < kills or before < STEPS:
-            words = [*first, *TRAIN, "--checkpoint", str(place)]
+            words = [*command, "--checkpoint", str(place)]
             if killed >= kills:
                 ended = attempt(words, self.number, None)
             else:
@@ -144,6 +158,7 @@ class Hunt:
             if "saved in" in ended.said and f"after step {step} " not in ended.said:
                 raise SystemExit(f"what was said is not what is there, step {step}:\n{ended.said}")
             before = step
+            print(f"{killed} of {kills} kills, saved up to step {step}", file=sys.stderr, flush=True)
             if step == STEPS:
                 rounds += 1
                 if contents(place, STEPS) != wanted:
@@ -196,6 +211,7 @@ def hunts() -> None:
     for kind, kills in (("train", 20), ("launch", 0), ("search", 15), ("calibrate", 15)):
         parser.add_argument(f"--{kind}", type=int, default=kills, help="kills")
     parser.add_argument("--signal", default="KILL")
+    parser.add_argument("--engine", default="auto", help="of `train` in one process")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     number = signal.Signals[f"SIG{args.signal}"]
@@ -204,7 +220,7 @@ def hunts() -> None:
         kills = getattr(args, kind)
         if kills:
             with tempfile.TemporaryDirectory() as name:
-                hunt = Hunt(number, random.Random(f"{kind} {args.seed}"), Path(name))
+                hunt = Hunt(number, random.Random(f"{kind} {args.seed}"), Path(name), args.engine)
                 print(getattr(hunt, kind)(kills), flush=True)
                 if number != signal.SIGKILL:
                     print(f"  asked by {number.name}, the slowest end took {hunt.slowest:.1f} s", flush=True)
