@@ -31,7 +31,7 @@ Content = str | bytes | Callable[[BinaryIO], object]
 """What is written: text, as UTF-8, bytes, or a function that puts into a file what is not held whole."""
 
 
-def write_file(path: str | Path, content: Content, what: str = "the file", follow: bool = True) -> Path:
+def write_file(path: str | Path, content: Content, what: str = "the file") -> Path:
     """Writes a file so that whoever looks sees the old one or all of the new one; returns its path.
 
     A link stays a link: what it points to is replaced, if this user or root made the link. (The system's rule
@@ -41,7 +41,6 @@ def write_file(path: str | Path, content: Content, what: str = "the file", follo
 
     Args:
       what: names the file in errors.
-      follow: False replaces a link by the file: for names that are ours, to which no user points a link.
 
     Raises:
       UserError: it cannot be written; an old file is as it was.
@@ -49,12 +48,6 @@ def write_file(path: str | Path, content: Content, what: str = "the file", follo
     check(what, path=(path, PATH))
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     try:
-        if not follow:
-            found = os.lstat(path).st_mode if os.path.lexists(path) else stat.S_IFREG
-            if not (stat.S_ISREG(found) or stat.S_ISLNK(found)):
-                raise OSError(errno.EINVAL, "it is not a file")
-            _replace(Path(path), data)
-            return Path(path)
         _check_link(path)
         if (stream := _stream(path)) is not None:
             said = (sys.stdout, sys.stderr)[stream - 1]
@@ -166,7 +159,7 @@ def _need(path: str | Path, access: int) -> None:
 def _replace(place: Path, data: bytes | Callable[[BinaryIO], object]) -> None:
     place.parent.mkdir(exist_ok=True)
     mode = None
-    if place.exists() and not place.is_symlink():
+    if place.exists():
         _need(place, os.W_OK)
         mode = stat.S_IMODE(place.stat().st_mode)
     part = place.with_name(f".{place.name[:KEPT]}.{secrets.token_hex(8)}.part")

@@ -394,3 +394,14 @@ def _hunted(*words: str) -> str:
     return subprocess.run(
         [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(120, marks=pytest.mark.nightly)])
+def test_a_training_that_is_killed_learns_the_same(tmp_path: Path, kills: int) -> None:
+    """Every second kill comes while a checkpoint is written."""
+    words = [sys.executable, "-m", "tests.core.killed_training", str(tmp_path), str(kills)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {**found, "kills": kills, "back": 0, "torn": 0, "differ": 0}
+    assert found["runs"] > 0 and found["while saving"] > 0

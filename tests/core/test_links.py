@@ -125,18 +125,17 @@ def test_files_of_a_checkpoint_are_new(tmp_path: Path) -> None:
     assert precious.read_text() == "all my work" and checkpoint.listed(tmp_path) == []
 
 
-def test_names_of_ours_replace_a_link(tmp_path: Path) -> None:
-    precious, link, pipe = tmp_path / "precious", tmp_path / "state.npz", tmp_path / "pipe"
+def test_what_is_new_replaces_nothing(tmp_path: Path) -> None:
+    precious, link = tmp_path / "precious", tmp_path / "state.npz"
     precious.write_text("all my work")
-    link.symlink_to(precious)
-    write_file(link, "ours", follow=False)
-    assert precious.read_text() == "all my work"
-    assert link.read_text() == "ours" and not link.is_symlink()
-    os.mkfifo(pipe)
-    with pytest.raises(UserError, match="cannot be written: it is not a file"):
-        write_file(pipe, "ours", follow=False)
+    for target in (precious, tmp_path / "nothing"):
+        link.symlink_to(target)
+        with pytest.raises(FileExistsError):
+            create(link)
+        link.unlink()
     with pytest.raises(FileExistsError):
-        create(link)
+        create(precious)
+    assert precious.read_text() == "all my work" and [*tmp_path.iterdir()] == [precious]
 
 
 def test_a_link_of_the_users_own_is_followed(tmp_path: Path) -> None:
