@@ -73,7 +73,7 @@ class Priced:
             quantity = x.item.quantity
             found = compute_cost(hardware, quantity, program.mesh.devices)
             worked = [0.0, 0.0, 0.0]
-            if x.kind not in ("matmul", "conv"):
+            if x.kind != "matmul":
                 worked[2] = found.flop_seconds
             elif quantity.unaligned:
                 worked[1] = found.flop_seconds * shipped[SUSTAINED] * shipped[UNALIGNED]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from costmodels.kernels.compute import MATMUL_CLASSES
 from costmodels.kernels.quantities import flops_of
 from mesh_tf_core.ir.program import Local, Program
 from mesh_tf_core.tracing.graph import Graph
@@ -39,7 +40,7 @@ def repeated(program: Program) -> dict[str, Repeated]:
     axes, apart = [a for a in program.mesh.names if program.mesh.size(a) > 1], _apart(program)
     found, total = {a: Repeated() for a in axes}, 0.0
     for instr, times in program.walk():
-        if not isinstance(instr, Local) or instr.op.kind not in ("matmul", "conv"):
+        if not isinstance(instr, Local) or instr.op.kind not in MATMUL_CLASSES:
             continue
         values = [program.values[i] for i in (*instr.inputs, *instr.outputs)]
         flops = times * flops_of(instr.op, [program.local(i) for i in instr.inputs])

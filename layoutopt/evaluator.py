@@ -12,11 +12,11 @@ from functools import cached_property
 from typing import Any
 
 from costmodels.hardware import Hardware
+from costmodels.kernels.compute import MATMUL_CLASSES
 from costmodels.kernels.fused import Fused
 from costmodels.kernels.refused import sentences
 from costmodels.liveness import Memory, memory
 from costmodels.pricing.items import HOST
-from costmodels.pricing.overlap import PRODUCTS
 from costmodels.pricing.pricer import Cost, Line, Pricer, pricer
 from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
 from costmodels.waiting import waiting
@@ -152,6 +152,7 @@ class Evaluation:
             *self.waits,
             *self.cost.notes,
             *sentences(self.program, self.prices.hardware),
+            *filter(None, map(self.prices.hardware.peak_note, unsplit_flops(self.model))),
         )
         best, mfu = self.prices.hardware.chip.published_mfu, self.predicted.mfu
         if best is None or mfu is None or mfu <= best.value:
@@ -287,7 +288,7 @@ def computed_alone(model: Model, hardware: Hardware, loops: Collection[str] | No
     if loops is None:
         return cost.compute_seconds
     inside = {n.index for b in model.step_graph.blocks if b.dim and b.dim.name in loops for n, _ in b.walk()}
-    products = (x for x in cost.lines if x.kind in PRODUCTS and x.origin.phase != "update")
+    products = (x for x in cost.lines if x.kind in MATMUL_CLASSES and x.origin.phase != "update")
     return sum(x.seconds * x.times for x in products if x.origin.node in inside)
 
 

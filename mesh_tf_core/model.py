@@ -190,9 +190,25 @@ class Model:
         return TrainingStep(graph, {n: found[n] for n in whole.results}, tuple(pairs))
 
     def notes(self, options: Options) -> tuple[str, ...]:
-        """What readers of a plan with these options should know of the model: where it was imported, what is
-        not as its author wrote it."""
-        return ()
+        """What readers of a plan with these options should know of the model: float16 without a loss scale,
+        and where it was imported, what is not as its author wrote it."""
+        if self.optimizer.loss_scale is not None or not self._backward_in("float16"):
+            return ()
+        how = "--set dtype=bfloat16" if "dtype" in self.hparams else "bfloat16"
+        return (
+            "gradients are float16 and the loss is not scaled, so that those below 6e-8 become 0 "
+            f"(Micikevicius et al. 2018, section 3.2): train in {how}, or give the optimizer a loss_scale",
+        )
+
+    def _backward_in(self, dtype: str) -> bool:
+        """Whether a gradient of the step is made in an element type."""
+        graph = self.step_graph
+
+        def found() -> bool:
+            backward = (node for node, _ in graph.walk() if node.phase == "backward")
+            return any(graph.tensor(o).dtype == dtype for node in backward for o in node.outputs)
+
+        return graph.remembered(("backward in", dtype), found)
 
     def lower(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT, *, check: bool = True) -> Program:
         """The training step as an SPMD program; `check` as in `lower`."""

@@ -28,6 +28,7 @@ from costmodels.hardware.numbers import (
     Rate,
     Time,
 )
+from costmodels.hardware.peaks import computed_in, note_of
 from mesh_tf_core.errors import UserError
 
 
@@ -78,6 +79,9 @@ class Chip:
     `host_link`: between a chip and its host's memory, one way while nothing goes the other; `host_memory`: a
     chip's share of that. None: of the first, none is known, so nothing lies on the host; of the second, it is
     not checked.
+    `memory_doubt`: share of the usable memory that a step may need beyond what is predicted: what allocators
+    cannot use and libraries take, and what predictions are too low. No price and no limit reads it; a plan
+    that leaves less is doubted (`layoutopt.plan.known`). None: nothing is known.
     `product_launch`: of a matrix product whose operands lie on the chip, as those of small ones do; then
     `matmul_efficiency` is of such ones where it begins. None: as any kernel's.
     """
@@ -104,6 +108,7 @@ class Chip:
     product_launch: Time | None = None
     host_link: Bandwidth | None = None
     host_memory: Memory | None = None
+    memory_doubt: Fraction | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,26 +259,17 @@ class Hardware:
         return {dtype: number.value / self.devices_per_chip for dtype, number in self.chip.peak_flops}
 
     def peak_dtype(self, dtype: str) -> str:
-        """The dtype whose peak rate products of `dtype` run at: itself, or the nearest one listed.
-
-        A dtype without its own peak runs at the rate of the next narrower float (TPUs multiply float32 in
-        bfloat16 passes at default precision) or else of the next wider one. The formats of float8 have one
-        peak, and where a chip has none they are multiplied in bfloat16.
-        """
-        order = ("float64", "float32", "bfloat16", "float16", "int8")
-        if dtype.startswith("float8"):
-            dtype = "float8" if "float8" in self._peaks else "bfloat16"
-        if dtype in self._peaks:
-            return dtype
-        start = order.index(dtype) if dtype in order else order.index("float32")
-        for other in (*order[start:], *reversed(order[:start])):
-            if other in self._peaks:
-                return other
-        return next(iter(self._peaks))
+        """The dtype whose peak products of `dtype` run at (`costmodels.hardware.peaks`)."""
+        return computed_in(dtype, self._peaks)
 
     def peak_flops(self, dtype: str) -> float:
         """Peak FLOP/s of one device for products of `dtype` (see `peak_dtype`)."""
         return self._peaks[self.peak_dtype(dtype)]
+
+    def peak_note(self, dtype: str) -> str | None:
+        """What to know of products of `dtype`, where the chip has no peak for it; None: nothing. Hosts have
+        one measured rate, which stands for all."""
+        return None if self.is_host else note_of(dtype, self._peaks, self.name)
 
     def contention(self, devices: int) -> float:
         """How many devices share one core when `devices` of them run: 1 unless devices are virtual."""

@@ -28,6 +28,7 @@ from pydantic import (
 
 from costmodels.hardware import links, model, numbers
 from costmodels.hardware.curve import Curve, curve_fault
+from costmodels.hardware.peaks import peaks_fault
 from costmodels.hardware.units import UNITS, to_si, units_of
 from mesh_tf_core.ir.program import COLLECTIVES
 
@@ -140,7 +141,9 @@ def _field(hint: Any) -> Any:
 
 
 def _chip(chip: Any) -> str | None:
-    return "memory_reserve leaves no memory" if chip.memory_reserve.si >= chip.memory.si else None
+    if chip.memory_reserve.si >= chip.memory.si:
+        return "memory_reserve leaves no memory"
+    return peaks_fault(chip.peak_flops)
 
 
 def _wraparound(ends: Any) -> str | None:

@@ -33,7 +33,8 @@ from dataclasses import dataclass
 from costmodels.hardware import ComputeCurve, Hardware, MatrixUnit
 from mesh_tf_core.errors import UserError
 
-MATMUL_CLASSES = ("matmul", "conv", "attention")
+MATMUL_CLASSES = ("matmul", "attention")
+"""Kinds of operations whose FLOPs are products of matrices (`Op.kind`): the one list of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Quantity:
     Attributes:
       flops: floating-point operations as computed (a multiplication and an addition are two).
       bytes: bytes read and written.
-      op_class: 'matmul', 'conv' or 'attention' (the matrix unit), or any other word: 'elementwise', 'gather',
+      op_class: one of `MATMUL_CLASSES` (the matrix unit), or any other word: 'elementwise', 'gather',
       'reduce', …
       dtype: element type of the operands.
       matmul_dims: (m, n, k, batch) of a product [batch, m, k] x [batch, k, n]; None when unknown: no
@@ -143,6 +144,10 @@ def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Co
         adding = contention * _adding_seconds(hardware, quantity)
         if adding > flops:
             flops, where = adding, "at the rate at which the partial results of taps are added"
+        # The vector unit has one rate for all types, which may be above the peak of a wide one.
+        at_peak = contention * quantity.flops / hardware.peak_flops(quantity.dtype)
+        if at_peak > flops:
+            flops, where = at_peak, "at the peak"
     else:
         memory += contention * _passing_seconds(hardware, quantity)
     launch = contention * _launch(hardware, quantity)

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from costmodels.kernels.compute import MATMUL_CLASSES
 from costmodels.kernels.fusion import fusion_of
 from mesh_tf_core.ir.program import (
     AllGather,
@@ -47,8 +48,6 @@ from mesh_tf_core.ir.program import (
 GRADIENT, PARAMETER, ACTIVATION = "gradient", "parameter", "activation"
 CLASSES = (GRADIENT, PARAMETER, ACTIVATION)
 RING = "ring"
-PRODUCTS = ("matmul", "attention")
-"""Kinds of operations that hide what moves meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +110,7 @@ def beside_loops(program: Program, carried: Callable[[Transfer], float]) -> dict
         moved = [i for i in loop.body if isinstance(i, Transfer)] if isinstance(loop, Loop) else []
         if not moved or not isinstance(loop, Loop):
             continue
-        kernels = tuple(i for i in loop.body if isinstance(i, Local) and i.op.kind in PRODUCTS)
+        kernels = tuple(i for i in loop.body if isinstance(i, Local) and i.op.kind in MATMUL_CLASSES)
         sizes = [carried(i) for i in moved]
         often = (loop.dim.size - 1) / loop.dim.size
         for instr, size in zip(moved, sizes, strict=True):

@@ -22,9 +22,9 @@ from functools import partial
 
 import numpy as np
 
+from costmodels.kernels.compute import MATMUL_CLASSES
 from costmodels.kernels.quantities import of_local
 from costmodels.pricing.items import Computed
-from costmodels.pricing.overlap import PRODUCTS
 from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.dependencies import Dependencies
@@ -145,7 +145,7 @@ class HostLink:
                     (item,) = self.prices.itemiser.items(instr, None, find, local, mesh)
                     moved = loop.origin.node, times * loop.times, isinstance(instr, HostLoad)
                     found[moved] += self.prices.seconds_of(item)[0]
-                elif isinstance(instr, Local) and instr.op.kind in PRODUCTS:
+                elif isinstance(instr, Local) and instr.op.kind in MATMUL_CLASSES:
                     product = Computed(of_local(instr, local), 0.0)
                     found[loop.origin.node, 0.0, False] += self.prices.seconds_of(product)[0]
             self._known[key] = found

@@ -108,7 +108,7 @@ class JaxModel(mtf.Model):
         parts = [f"{w}: jax.checkpoint of a part is left out: {KEEPS}" for w in self.origin.parts_recomputed]
         own = sorted(self.origin.recomputed - dims_of(options.recompute))
         left = [f"the function's own jax.checkpoint of {', '.join(own)} is left out: nothing recomputes it"]
-        return (*self.origin.notes, *parts, *(left if own else ()))
+        return (*super().notes(options), *self.origin.notes, *parts, *(left if own else ()))
 
     def _in_parts(self, microbatches: int) -> TrainingStep:
         """Only where the user's own step can be run so too: no search finds what `plan.jax` would refuse."""

@@ -1,0 +1,77 @@
+"""Which peak rate products of a type run at on a chip whose file has none for that type.
+
+A type without a peak of its own is computed in another one, the first of a list that the chip has. No float
+is ever computed in integers.
+
+  float64, float32  in the widest float there is: a TPU multiplies float32 in bfloat16 passes at default
+                    precision (docs.cloud.google.com/tpu/docs/bfloat16, read 2026-11-25)
+  float16           as bfloat16 on a TPU: for products of 4096 x 4096 x 4096 the compiler of libtpu 0.0.42
+                    estimates 1,121,024 cycles in float16 on v5e, 1,083,068 in bfloat16 and 543,542 in int8;
+                    on v5p 561,063, 544,925 and 275,904 (compiled 2026-11-25)
+  bfloat16          in float32 on GPUs before Ampere (openxla/xla issue 12429, 2024-05-13)
+  float8            in bfloat16, to which a chip without units for it converts its factors
+  integers          in floats, which hold those of 8 bits exactly
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from mesh_tf_core.ir.dtypes import DTYPES, FLOATS
+
+FLOAT8 = "float8"
+"""The formats of float8 have one peak."""
+PEAKS = (*DTYPES, FLOAT8)
+"""Types that a file may give a peak for."""
+_WIDER = ("float32", "float64")
+_COMPUTED_IN: Mapping[str, tuple[str, ...]] = {
+    "float64": ("float32", "bfloat16"),
+    "float32": ("bfloat16", "float64"),
+    "bfloat16": _WIDER,
+    "float16": ("bfloat16", *_WIDER),
+    FLOAT8: ("bfloat16", *_WIDER),
+    "int8": ("bfloat16", *_WIDER),
+}
+_OTHERS = ("float32", "bfloat16", "float64")
+"""Of wider integers and of bool."""
+
+
+def computed_in(dtype: str, peaks: Iterable[str]) -> str:
+    """The type whose peak products of `dtype` run at: itself, or what it is computed in.
+
+    Args:
+      peaks: types that the chip has a peak for; at least one is a float (`peaks_fault`).
+    """
+    known, name = set(peaks), FLOAT8 if dtype.startswith(FLOAT8) else dtype
+    floats = (other for other in FLOATS if other in known)
+    order = (name, *_COMPUTED_IN.get(name, _OTHERS), *floats)
+    return next(other for other in order if other in known)
+
+
+def peaks_fault(peaks: Iterable[str]) -> str | None:
+    """Why these cannot be all the types that a chip has a peak for; None if they can."""
+    known = tuple(peaks)
+    if strange := [name for name in known if name not in PEAKS]:
+        return f"peak_flops of {', '.join(strange)}: no such type; known: {', '.join(PEAKS)}"
+    if not set(known) & set(FLOATS):
+        return f"peak_flops has no float; give one of {', '.join(FLOATS)}"
+    return None
+
+
+def note_of(dtype: str, peaks: Mapping[str, float], name: str) -> str | None:
+    """A sentence on products of a float type that has no peak of its own on a chip; None if there is nothing
+    to say. Float32 on a TPU and float8 have none either: that is the rule there, and no surprise.
+
+    Args:
+      peaks: type -> FLOP/s of a device; name: of the hardware.
+    """
+    own = computed_in(dtype, peaks)
+    if own == dtype or dtype not in ("float64", "bfloat16", "float16"):
+        return None
+    said = f"{name} has no rate of its own for {dtype}: its products are priced at that of {own}"
+    if dtype == "float64":
+        return f"{said}, so they take longer than predicted"
+    faster = [other for other in ("bfloat16", "float16") if peaks.get(other, 0.0) > peaks[own]]
+    if faster:
+        return f"{said}; {faster[0]} has a faster one"
+    return f"{said}; {own} would lose no speed and needs no loss scale" if own == "bfloat16" else said
