@@ -17,6 +17,7 @@ from layoutopt.analysis.validate import validate as measured
 from layoutopt.analysis.verify import Verified, generation
 from layoutopt.analysis.verify import verify as compiled
 from layoutopt.clock import UNLIMITED, Clock
+from layoutopt.details.of_machine import errors_known
 from layoutopt.evaluator import Evaluation, check_limit, evaluate
 from layoutopt.plan.build import Plan
 from layoutopt.plan.evidence import Validation
@@ -60,8 +61,19 @@ class Priced(Shown):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to know of the price."""
-        return self.evaluation.notes
+        """What to know of the price, and of how it fits."""
+        doubt = errors_known(self.evaluation.prices.hardware).barely(
+            self.predicted.peak_memory_bytes, self.limit
+        )
+        return (*self.evaluation.notes, *([doubt] if doubt else []))
+
+    @property
+    def _fit(self) -> str:
+        """What to know of how it fits; '' where there is nothing."""
+        if not self.fits:
+            return ", does not fit"
+        known = errors_known(self.evaluation.prices.hardware)
+        return ", barely fits" if known.barely(self.predicted.peak_memory_bytes, self.limit) else ""
 
     def to_frame(self) -> Any:
         """Every priced instruction, in the order of the program; numbers are of one of its `runs`."""
@@ -87,7 +99,7 @@ class Priced(Shown):
         p, program = self.predicted, self.evaluation.program
         return (
             f"Priced({self.evaluation.layout} on {program.mesh}: {seconds_text(p.step_seconds)} a step, "
-            f"{used_text(p.peak_memory_bytes, self.limit)}{'' if self.fits else ', does not fit'})"
+            f"{used_text(p.peak_memory_bytes, self.limit)}{self._fit})"
         )
 
 

@@ -24,7 +24,7 @@ from layoutopt.cli.options import (
     read_memory,
 )
 from layoutopt.cli.results import given_json, layout_text
-from layoutopt.cli.terminal import BAD, GOOD, Terminal, facts
+from layoutopt.cli.terminal import BAD, FITS, Terminal, facts
 from layoutopt.cli.training_cost import (
     PriceOption,
     TokensOption,
@@ -70,6 +70,7 @@ def cost(
 ) -> None:
     """Price a layout: per operation, per axis, per phase, and its peak memory."""
     from layoutopt.analysis.lint import lint
+    from layoutopt.details.of_machine import errors_known
     from layoutopt.models.loading import load_model
     from layoutopt.plan.results import CostResult, Finding
 
@@ -90,6 +91,8 @@ def cost(
     said = {doubt.message for doubt in doubts}
     notes = [n for n in (*loaded.model.notes(given.options), *found.notes) if n not in said]
     notes += _idle(found, given.options)
+    known = errors_known(machine)
+    notes += filter(None, [known.barely(found.memory.peak, limit)])
     if given.plan is not None and hardware == THIS_MACHINE != given.plan.data.hardware:
         its = given.plan.data.hardware
         notes.append(f"the plan is for {its}, this price for {THIS_MACHINE}: name the plan's with --hardware")
@@ -184,7 +187,7 @@ def _show(
         phase_table,
     )
     from layoutopt.cli.plan_tables import forms_text
-    from layoutopt.details.of_machine import sure
+    from layoutopt.details.of_machine import errors_known, sure
     from layoutopt.plan.build import decided
     from layoutopt.plan.trade_names import trade_names
 
@@ -192,6 +195,7 @@ def _show(
     said = decided(options, found.layout, found.pipeline)
     forms = trade_names(loaded.model, found.program.mesh, found.layout, said)
     peak = held.points[held.at].origin if held.points else None
+    fits = errors_known(machine).fits(held.peak, limit)
     rows = [
         ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
         ("mesh", f"{found.program.mesh} ({found.program.mesh.devices} devices)"),
@@ -215,8 +219,8 @@ def _show(
             + (f", the most in {peak.scope or 'the model'} ({peak.phase})" if peak else ""),
         ),
         *([("host", found.predicted.host)] if found.predicted.host else []),
-        ("how sure", sure(machine, held.peak, limit)),
-        ("fits", "yes" if reason is None else f"no: {reason}"),
+        ("how sure", sure(machine)),
+        ("fits", fits if reason is None else f"no: {reason}"),
     ]
     tables = [
         operation_table(price),
@@ -225,8 +229,8 @@ def _show(
         phase_table(price),
         memory_table(held),
     ]
-    fits = GOOD if reason is None else BAD
-    terminal.show(facts(rows, {"fits": fits, "memory": fits}))
+    colour = BAD if reason is not None else FITS[fits]
+    terminal.show(facts(rows, {"fits": colour, "memory": colour}))
     for part in tables:
         if part is not None:
             terminal.show("", part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,7 +34,7 @@ from layoutopt.cli.progress import Steps
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.cli.ways import compared_on_links, show_turning, show_ways, with_turning
 from layoutopt.clock import Clock
-from layoutopt.details.of_machine import sure
+from layoutopt.details.of_machine import errors_known, sure
 from layoutopt.plan.units import bytes_text, seconds_text, share_text, some
 
 if TYPE_CHECKING:
@@ -254,9 +255,10 @@ def _tell(
     checks = [("checked", checked)] if proof is None else [("checked", checked), ("proof", str(proof))]
     held = [("waits", words) for words in evaluation.waits]
     held += [("peak", _peak(evaluation.memory)), _binds(found, evaluation, answers)]
-    behind = sure(found.hardware, found.plan.predicted.peak_memory_bytes, found.limit)
-    said_of = summary(found.plan, found.limit, behind)
-    terminal.show(facts([*said_of, *checks, *held], verdicts(found.plan, found.limit)))
+    known = errors_known(found.hardware)
+    said_of = summary(found.plan, found.limit, sure(found.hardware))
+    fits = partial(known.fits, limit=found.limit)
+    terminal.show(facts([*said_of, *checks, *held], verdicts(found.plan, fits)))
     memory = for_memory(found)
     terminal.show(
         "", worth_table("What each split is worth", evaluation, memory, answers["splits"], "without it")
@@ -279,7 +281,8 @@ def _tell(
         changed.show(terminal)
     show_ways(terminal, found.plan)
     show_turning(terminal, turning)
-    for note in found.loaded.model.notes(found.plan.options):
+    doubt = known.barely(found.plan.predicted.peak_memory_bytes, found.limit)
+    for note in (*found.loaded.model.notes(found.plan.options), *([doubt] if doubt else [])):
         terminal.show("", f"note: {note}")
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from layoutopt.cli.plans import where_of
-from layoutopt.cli.terminal import BAD, DOUBT, GOOD, Terminal, facts, table
-from layoutopt.details.of_machine import sure
+from layoutopt.cli.terminal import DOUBT, FITS, GOOD, Terminal, facts, table
+from layoutopt.details.of_machine import errors_known, sure
 from layoutopt.plan.units import (
     bytes_text,
     duration_text,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from layoutopt.plan.schema import Alternative, PlanFile, Predicted
 
 ANSWER = "the answer"
+Fits = Callable[[float], str]
+"""fits(peak memory) -> 'yes', 'barely' or 'no'."""
 WIDE = 120
 """Characters from which on a table has room for every column."""
 
@@ -37,11 +40,12 @@ WIDE = 120
 def show_plan(terminal: Terminal, plan: Plan, limit: int, machine: Hardware) -> None:
     """Prints a plan; `limit` is the memory of a device that it was searched for, on this machine."""
     width = terminal.out.width
-    behind = sure(machine, plan.predicted.peak_memory_bytes, limit)
-    answer = facts(summary(plan, limit, behind), verdicts(plan, limit))
-    terminal.show(answer, "", alternatives_table(plan, width))
+    known = errors_known(machine)
+    fits = partial(known.fits, limit=limit)
+    answer = facts(summary(plan, limit, sure(machine)), verdicts(plan, fits))
+    terminal.show(answer, "", alternatives_table(plan, width, fits))
     if plan.data.frontier:
-        terminal.show("", frontier_table(plan.data, width))
+        terminal.show("", frontier_table(plan.data, width, fits))
     reasons = [(a.name, a.reason) for a in plan.alternatives if a.reason is not None]
     if reasons:
         terminal.show("", facts(reasons))
@@ -79,10 +83,10 @@ def summary(plan: Plan, limit: int, behind: str) -> list[tuple[str, str]]:
     ]
 
 
-def verdicts(plan: Plan, limit: int) -> dict[str, str]:
+def verdicts(plan: Plan, fits: Fits) -> dict[str, str]:
     """The colours of what is proven and of whether it fits."""
-    fits = plan.predicted.peak_memory_bytes <= limit
-    return {"proof": GOOD if plan.solver.proven else DOUBT, "memory": GOOD if fits else BAD}
+    memory = FITS[fits(plan.predicted.peak_memory_bytes)]
+    return {"proof": GOOD if plan.solver.proven else DOUBT, "memory": memory}
 
 
 def proof(plan: Plan) -> str:
@@ -126,23 +130,23 @@ class _Row:
         return self.predicted.peak_memory_bytes if self.predicted else math.inf
 
 
-def alternatives_table(plan: Plan, width: int = WIDE) -> Table:
+def alternatives_table(plan: Plan, width: int = WIDE, fits: Fits = lambda peak: "yes") -> Table:
     """The answer and every alternative on the same numbers, the best by what was asked for first."""
-    own, alike = _alike(plan)
+    own, alike = _alike(plan, fits)
     answer = _Row(
         f"{ANSWER}, {own}" if own else ANSWER,
         plan.data.mesh,
         plan.data.layout,
         plan.data.in_short(),
         plan.predicted,
-        "yes",
+        fits(plan.predicted.peak_memory_bytes),
     )
     lean = where_of(plan).objective == "memory"
     rows = sorted(alike, key=lambda row: row.bytes if lean else row.seconds)
     return _table("Alternatives", "layout", "of the answer's", [answer, *rows], width, strong=0, lean=lean)
 
 
-def _alike(plan: Plan) -> tuple[str, list[_Row]]:
+def _alike(plan: Plan, fits: Fits) -> tuple[str, list[_Row]]:
     """Names of the answer itself, and a row for every other layout with all its names."""
     from layoutopt.plan.alike import grouped, identity
 
@@ -153,23 +157,25 @@ def _alike(plan: Plan) -> tuple[str, list[_Row]]:
         if first.predicted is not None and identity(first, mesh) == answer:
             own = names
         else:
-            rows.append(_row(first, names))
+            rows.append(_row(first, fits, names))
     return own, rows
 
 
-def frontier_table(plan: PlanFile, width: int = WIDE) -> Table:
+def frontier_table(plan: PlanFile, width: int = WIDE, fits: Fits = lambda peak: "yes") -> Table:
     """Time against memory: what every byte less costs; at a knee, more memory begins to buy little time."""
     from reports.views.choices import frontier
 
     knees = {p.predicted.peak_memory_bytes for p in frontier(plan) if p.knee}
-    rows = [_row(a) for a in plan.frontier or ()]
+    rows = [_row(a, fits) for a in plan.frontier or ()]
     marked = [replace(row, name=f"{row.name}, knee") if row.bytes in knees else row for row in rows]
     return _table("Frontier of time and memory", "point", "of the fastest", marked, width)
 
 
-def _row(a: Alternative, names: str = "") -> _Row:
-    fits = "not legal" if a.predicted is None else "yes" if a.feasible else "no"
-    return _Row(names or a.name, a.mesh, a.layout, a.in_short(), a.predicted, fits)
+def _row(a: Alternative, fits: Fits, names: str = "") -> _Row:
+    said = "not legal" if a.predicted is None else "no"
+    if a.predicted is not None and a.feasible:
+        said = fits(a.predicted.peak_memory_bytes)
+    return _Row(names or a.name, a.mesh, a.layout, a.in_short(), a.predicted, said)
 
 
 def _table(

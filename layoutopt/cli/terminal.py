@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 PIPE_WIDTH = 240
 GOOD, DOUBT, BAD = "bold green", "bold yellow", "bold red"
+FITS = {"yes": GOOD, "barely": DOUBT, "no": BAD}
+"""Colours of what `layoutopt.plan.known.Known.fits` says."""
 """Colours of verdicts, which the words say too."""
 PLAIN: Mapping[str, str] = {}
 

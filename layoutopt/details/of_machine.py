@@ -41,28 +41,31 @@ def hardware_details(machine: Hardware, mesh: Mesh) -> HardwareInfo:
         numbers=tuple(
             Number(path=path, value=n.given, source=n.source, date=n.date) for path, n in machine.numbers()
         ),
-        **({"known": known} if known.words else {}),
+        known=known,
     )
 
 
 def errors_known(machine: Hardware) -> Known:
-    """How far predictions for a machine are off, as far as that was compared."""
+    """How far predictions for a machine are off, as far as that was compared, and what memory they should
+    leave."""
     from costmodels.hardware.known import known_errors
-    from layoutopt.plan.known import Known
+    from layoutopt.plan.known import Known, Margin
 
-    return Known.model_validate(known_errors(machine))
+    found, doubt = Known.model_validate(known_errors(machine)), machine.chip.memory_doubt
+    if doubt is None:
+        return found
+    return found.model_copy(update={"memory": Margin(share=doubt.value, source=doubt.source)})
 
 
-def sure(machine: Hardware, peak: float, limit: float) -> str:
-    """What stands behind a predicted step on this machine, in words, and whether it leaves open that a peak
-    is within the limit."""
+def sure(machine: Hardware) -> str:
+    """What stands behind a predicted step on this machine, in words."""
     from layoutopt.plan.details import Number
 
     if machine.calibrated:
         return "calibrated on this hardware; `layoutopt validate MODEL` times whole steps of a model"
     known = errors_known(machine)
     if known.words:
-        return "; ".join(filter(None, (known.words, known.barely(peak, limit))))
+        return known.words
     numbers = [Number(path=path, value=n.given, source=n.source) for path, n in machine.numbers()]
     assumed = sum(number.assumed for number in numbers)
     sources = f"{len(numbers)} numbers with sources, {assumed} of them assumptions"

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from costmodels.hardware import Hardware
 from costmodels.network.topology import place
 from costmodels.repeated import near_sizes, repeated
+from layoutopt.details.of_machine import errors_known
 from layoutopt.evaluator import Evaluation
 from layoutopt.optimize.alternatives import (
     Alternatives,
@@ -120,6 +121,7 @@ def make_plan(
         notes=[
             *request.model.notes(best.options),
             *best.evaluation.notes,
+            *_tight(request, best.evaluation),
             *_notes(proof, bound, missing, unsplit),
             *beside.notes(),
             *repeats,
@@ -314,6 +316,12 @@ def _uneven(name: str, size: int, ways: int, split: int, microbatches: int) -> s
         f"{name!r} of size {size * microbatches} does not divide into {parts} parts{each}; a size of {would} "
         f"would, or an axis of {' or '.join(map(str, dict.fromkeys(axes)))}"
     )
+
+
+def _tight(request: Request, of: Evaluation) -> list[str]:
+    """That a plan barely fits, and why that may not be enough."""
+    doubt = errors_known(request.hardware).barely(of.memory.peak, request.limit)
+    return [doubt] if doubt else []
 
 
 def _unsplit(request: Request) -> list[str]:

@@ -1,4 +1,5 @@
-"""How far predictions for a piece of hardware are from what others published and what its compiler says."""
+"""How far predictions for a piece of hardware are from what others published and what its compiler says, and
+how much memory a plan should leave."""
 
 from __future__ import annotations
 
@@ -34,26 +35,56 @@ class Compiled(Data):
     memory: float
 
 
+class Margin(Data):
+    """What a step may need beyond its predicted peak.
+
+    Attributes:
+      share: of the usable memory.
+      source: where that is from.
+    """
+
+    share: float
+    source: str = ""
+
+
+LEAST_MARGIN = 0.05
+"""Of any machine: vllm-project/compressed-tensors pull request 587 (2026-02-17) leaves 5 % for fragmentation
+alone, after GPUs ran out of memory with less."""
+
+
 class Known(Data):
-    """Both; what there is none of is None."""
+    """All of it; what there is none of is None."""
 
     steps: Steps | None = None
     compiler: Compiled | None = None
+    memory: Margin | None = None
 
     @property
     def words(self) -> str:
-        """All that is known, in a sentence."""
+        """All that is known of times, in a sentence, and of the compiler's peaks."""
         return "; ".join(self._parts())
 
+    @property
+    def margin(self) -> float:
+        """Share of the memory that a step may need beyond its prediction, at the most that is known."""
+        compiled = self.compiler.memory if self.compiler else 0.0
+        return max(LEAST_MARGIN, compiled, self.memory.share if self.memory else 0.0)
+
+    def fits(self, peak: float, limit: float) -> str:
+        """Whether a peak is within the limit: 'yes', 'no', or 'barely' if it leaves less than the margin."""
+        if peak > limit:
+            return "no"
+        return "yes" if peak <= limit * (1 - self.margin) else "barely"
+
     def barely(self, peak: float, limit: float) -> str:
-        """What a peak that fits leaves of the limit, where predictions of memory are off by more; '' if they
-        are not, or it does not fit."""
-        off = 0.0 if self.compiler is None else self.compiler.memory
-        if not limit * (1 - off) < peak <= limit:
+        """What a peak that barely fits leaves of the limit, and why that may not be enough; '' if it is, or
+        if the peak does not fit."""
+        if self.fits(peak, limit) != "barely":
             return ""
+        asks = "" if self.compiler is None else ", which `layoutopt verify` asks the compiler"
         return (
-            f"{percent(1 - peak / limit)} of the memory is left, less than predictions are off: it may not "
-            "fit, which `layoutopt verify` asks the compiler"
+            f"{percent(1 - peak / limit)} of the memory is left, and a step may need {percent(self.margin)} "
+            f"more than predicted (fragmentation, libraries, the prediction's error): it may not fit{asks}"
         )
 
     def _parts(self) -> Iterator[str]:

@@ -24,6 +24,7 @@ from pydantic import (
 from layoutopt.plan.decided import Decided
 from layoutopt.plan.details import Details
 from layoutopt.plan.fields import LARGEST, Amount, Data, Flag, Names, Size, Whole, refusal, wrong
+from layoutopt.plan.known import Known
 from layoutopt.plan.training import Training
 from layoutopt.plan.units import bytes_text, clean, rate_text, share_text, throughput_text
 from mesh_tf_core.errors import UserError
@@ -256,6 +257,18 @@ class PlanFile(Decided):
         if self.details.memory and self.details.memory.limit:
             return self.details.memory.limit
         return self.details.hardware.memory_bytes if self.details.hardware else None
+
+    @property
+    def known(self) -> Known:
+        """How far predictions for its hardware are off, as far as the plan says."""
+        return self.details.hardware.known if self.details.hardware else Known()
+
+    def fit_of(self, choice: Priced) -> str:
+        """Whether a layout that was priced beside it fits: 'yes', 'barely' or 'no'."""
+        limit, predicted = self.memory_limit, choice.predicted
+        if limit is None or predicted is None or not choice.feasible:
+            return "yes" if choice.feasible else "no"
+        return self.known.fits(predicted.peak_memory_bytes, limit)
 
     @property
     def fits(self) -> bool | None:

@@ -105,8 +105,7 @@ def fit(plan: PlanFile) -> Answer:
         note = f"needs {memory(peak)}, a device has {memory(limit)}{helps}"
         return Answer(question, "No", note, "bad", share)
     used = f"{memory(peak)} of {memory(limit)} ({percent(share)}) on the fullest device"
-    known = plan.details.hardware.known if plan.details.hardware else Known()
-    if doubt := known.barely(peak, limit):
+    if doubt := plan.known.barely(peak, limit):
         return Answer(question, "Barely", f"{used}; {doubt}", "warn", share)
     return Answer(question, "Yes", used, "good", share)
 

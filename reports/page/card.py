@@ -33,7 +33,7 @@ def card_html(plan: Any) -> str:
         where = f"{layout_text(c.layout).replace(';', '; ') or 'replicated'} on {mesh_text(c.mesh)}"
         where += f"; {c.in_short()}" if c.in_short() else ""
         numbers = (seconds(p.step_seconds), memory(p.peak_memory_bytes)) if p else ("–", "–")
-        rows.append((name, shorten(where, 160), *numbers, "yes" if c.feasible else "no"))
+        rows.append((name, shorten(where, 160), *numbers, found.fit_of(c)))
     head = ("layout", "splits", "step", "memory", "fits")
     return (
         f"<div><b>{escape(shorten(found.model.name, 80))}</b>, {escape(subject(found))}"

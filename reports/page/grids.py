@@ -160,8 +160,8 @@ def _layout(plan: PlanFile, r: Ranked) -> list[Cell]:
     where += f"; {c.in_short()}" if c.in_short() else ""
     name = Cell("This plan" if r.is_answer else r.names, where, strong=r.is_answer)
     over = p is not None and plan.memory_limit is not None and p.peak_memory_bytes > plan.memory_limit
-    verdict = "yes" if c.feasible else "no"
-    fits = Cell(verdict, (c.reason or ""), state="" if c.feasible else "bad")
+    verdict = plan.fit_of(c)
+    fits = Cell(verdict, (c.reason or ""), state={"barely": "warn", "no": "bad"}.get(verdict, ""))
     if p is None:
         return [name, Cell("–"), Cell("–"), Cell("–"), Cell("no price", (c.reason or ""), state="bad")]
     ratio = times(r.ratio) if r.ratio is not None and not (r.is_answer or r.twin) else ""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import pytest
+
 from benchmarks.known import known
 from costmodels.hardware import hardware_names, load_hardware
 from costmodels.hardware.known import FILE, known_errors
-from layoutopt.plan.known import Known
+from layoutopt.details.of_machine import errors_known
+from layoutopt.plan.known import LEAST_MARGIN, Known
 
 
 def test_the_file_is_of_the_stored_results() -> None:
@@ -45,7 +48,28 @@ def test_words() -> None:
 def test_what_nearly_fills_the_memory_may_not_fit() -> None:
     known = Known.model_validate({"compiler": {"rows": 14, "compute": 0.15, "memory": 0.034}})
     assert known.barely(989, 1000).startswith(
-        "1.1\u00a0% of the memory is left, less than predictions are off"
+        "1.1\u00a0% of the memory is left, and a step may need 5.0\u00a0% more than predicted"
     )
-    assert [known.barely(peak, 1000) for peak in (960, 1001)] == ["", ""]
-    assert Known().barely(1000, 1000) == ""
+    assert known.barely(989, 1000).endswith("`layoutopt verify` asks the compiler")
+    assert [known.barely(peak, 1000) for peak in (940, 1001)] == ["", ""]
+    assert "verify" not in Known().barely(1000, 1000) != ""
+
+
+@pytest.mark.parametrize("name", hardware_names())
+def test_every_hardware_has_a_doubt_with_its_source(name: str) -> None:
+    """Above 95 %, or above the limit less the doubt, nothing is a plain yes, compiler or not."""
+    machine = load_hardware(name)
+    doubt, known = machine.chip.memory_doubt, errors_known(machine)
+    assert doubt is not None and doubt.source and known.margin >= max(doubt.value, LEAST_MARGIN)
+    limit = machine.usable_memory_bytes
+    edge = limit * (1 - known.margin)
+    peaks = (edge * 0.999, edge * 1.001, 0.951 * limit, limit, limit * 1.001)
+    said = [known.fits(peak, limit) for peak in peaks]
+    assert said == ["yes", "barely", "barely", "barely", "no"]
+
+
+def test_a_file_without_a_doubt_has_the_least() -> None:
+    machine = load_hardware("h100")
+    bare = replace(machine, chip=replace(machine.chip, memory_doubt=None))
+    assert errors_known(bare).margin == LEAST_MARGIN < errors_known(machine).margin == 0.059
+    assert errors_known(load_hardware("h100, memory_doubt=0.2")).margin == 0.2

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import reports
+from layoutopt.plan.schema import PlanFile, Priced, plan_file
 from mesh_tf_core.errors import UserError
 from tests.reports import sample
 
@@ -172,6 +173,28 @@ def test_what_barely_fits_is_told_so() -> None:
         html
     )
     assert '<div class="answer warn"><dt>Does it fit</dt>' in html
+
+
+def test_a_full_memory_is_no_plain_yes_whatever_is_known() -> None:
+    """Of a GPU too, for which no compiler was compared: on the first screen, and in the table of layouts."""
+    plan = sample.full_plan()
+    limit = plan["details"]["hardware"]["memory_bytes"] = 7.0 * sample.GIB
+    plan["details"].pop("memory", None)
+    plan["predicted"]["peak_memory_bytes"] = int(0.96 * limit)
+    html = reports.report_html([plan])
+    assert "Does it fit Barely" in hero(html) and "4.0 % of the memory is left" in hero(html)
+    assert '<div class="answer warn"><dt>Does it fit</dt>' in html
+    plan["predicted"]["peak_memory_bytes"] = int(0.94 * limit)
+    assert "Does it fit Yes" in hero(reports.report_html([plan]))
+    plan["details"]["hardware"]["known"] = {"memory": {"share": 0.1, "source": "a run"}}
+    assert "Does it fit Barely" in hero(reports.report_html([plan]))
+    shown = plan_file(plan)
+    assert [shown.fit_of(shown_as(shown, peak)) for peak in (0.8, 0.95, 1.1)] == ["yes", "barely", "no"]
+
+
+def shown_as(plan: PlanFile, share: float) -> Priced:
+    peak = int(share * (plan.memory_limit or 0.0))
+    return Priced(predicted=plan.predicted.model_copy(update={"peak_memory_bytes": peak}))
 
 
 def test_close_call_is_called_close() -> None:
