@@ -15,12 +15,12 @@ from layoutopt.cli.options import (
     THIS_MACHINE,
     EngineName,
     EngineOption,
-    HardwareOption,
     JsonOption,
     LayoutOption,
     MeshOption,
     ModelArgument,
     QuietOption,
+    RunsOnOption,
     SetHardwareOption,
     SetOption,
     examples,
@@ -28,7 +28,7 @@ from layoutopt.cli.options import (
 )
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.results import layout_text
-from layoutopt.cli.running import COMPILING, Session, Timed, batches, items_of, timed_steps
+from layoutopt.cli.running import COMPILING, Session, Timed, batches, items_of, machine_of_run, timed_steps
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.cli.tracing import Trace, TraceOption
 from layoutopt.plan.units import bytes_text, seconds_text, throughput_text
@@ -57,7 +57,7 @@ def measure(
     steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 10,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps before, which are not timed.")] = 2,
     trace: TraceOption = None,
-    hardware: HardwareOption = THIS_MACHINE,
+    hardware: RunsOnOption = None,
     set_hardware: SetHardwareOption = None,
     engine: EngineOption = EngineName.auto,
     job: Job = ALONE,
@@ -68,11 +68,12 @@ def measure(
     from layoutopt.plan.build import axes_of, refined_of
     from layoutopt.plan.results import MeasureResult
 
-    machine = read_hardware(hardware, set_hardware)
+    read_hardware(hardware or THIS_MACHINE, set_hardware)  # refused before anything takes time
     with job.open(engine, as_json, quiet) as session:
         terminal, traced = session.terminal, Trace(session, trace)
         loaded = session.load(model, settings, mesh, layout)
         given = decided.read(loaded, mesh, layout, session.plan)
+        machine = machine_of_run(session, given, hardware, set_hardware)
         predicted = given.priced(loaded, machine)
         trainer = session.trainer(loaded, given)
         timed = _timed(terminal, loaded, trainer, warm_up, steps, lambda run: traced.record(run, predicted))

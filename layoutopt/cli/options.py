@@ -74,6 +74,16 @@ HardwareOption = Annotated[
         autocompletion=complete_hardware,
     ),
 ]
+RunsOnOption = Annotated[
+    str | None,
+    typer.Option(
+        "--hardware",
+        metavar="NAME_OR_FILE",
+        help="Predict for this hardware (see `layoutopt hardware`).",
+        autocompletion=complete_hardware,
+        show_default=f"a plan's own if this run is on it, else {THIS_MACHINE}",
+    ),
+]
 HardwaresOption = Annotated[
     list[str] | None,
     typer.Option(

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from layoutopt import signals
 from layoutopt.cli.given import Given
-from layoutopt.cli.options import read_mesh
-from layoutopt.cli.plans import is_plan, say_damage
+from layoutopt.cli.options import THIS_MACHINE, read_hardware, read_mesh
+from layoutopt.cli.plans import hardware_of, is_plan, say_damage
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import plural
 
 if TYPE_CHECKING:
+    from costmodels.hardware import Hardware
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.build import Plan
     from mesh_tf_core import Model
@@ -112,6 +113,34 @@ class Session:
         """Whose devices a mesh has, in words."""
         count = 1 if self.cluster is None else self.cluster.processes
         return "this machine" if count == 1 else f"{count} processes"
+
+
+def runs_on(session: Session, machine: Hardware) -> bool:
+    """Whether the devices of a run are such a machine's: accelerators, or virtual devices of a host on the
+    engine that the machine describes (XLA compiles a whole program on some, `Hardware.fuses`)."""
+    from mesh_tf_core.engines import chosen
+    from mesh_tf_core.engines.jax import home
+
+    engine = chosen(session.engine, session.cluster)
+    accelerated = engine == "jax" and home.accelerated()
+    if accelerated or not machine.is_host:
+        return accelerated and not machine.is_host
+    return engine != "lockstep" and machine.fuses == (engine == "jax")
+
+
+def machine_of_run(
+    session: Session, given: Given, hardware: str | None, settings: Sequence[str] | None
+) -> Hardware:
+    """The machine that a run is predicted for: the one that is named; else the plan's own, if the run is on
+    such devices; else this machine's CPU."""
+    from mesh_tf_core.errors import UserError
+
+    if hardware is None and given.plan is not None:
+        with contextlib.suppress(UserError):  # a file that is not here
+            machine = read_hardware(hardware_of(given.plan), settings)
+            if runs_on(session, machine):
+                return machine
+    return read_hardware(hardware or THIS_MACHINE, settings)
 
 
 def restored(terminal: Terminal, trainer: Trainer, checkpoint: Path, step: int | None = None) -> bool:

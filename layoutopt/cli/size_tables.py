@@ -98,7 +98,18 @@ def _answer(found: SizeResult, best: SizedCandidate) -> list[tuple[str, str]]:
 
 def _rows(found: SizeResult) -> Table:
     priced = any(each.money is not None for each in found.candidates)
-    columns = ["parameters", "tokens", "loss", "hardware", "devices", "mesh", "MFU", "days", "chip-hours"]
+    columns = [
+        "parameters",
+        "tokens",
+        "loss",
+        "hardware",
+        "devices",
+        "mesh",
+        "MFU",
+        "days",
+        "sure",
+        "chip-hours",
+    ]
     columns += ["money"] if priced else []
     every = found.candidates
     first = sorted(range(len(every)), key=lambda i: (every[i] != found.best, not every[i].frontier, i))
@@ -113,6 +124,7 @@ def _rows(found: SizeResult) -> Table:
             mesh_option(each.mesh),
             share_text(each.mfu or 0.0, 1),
             number(each.days),
+            found.accuracy_of(each.hardware).in_short(),
             number(each.chip_hours),
             *([number(each.money)] if priced else []),
             "frontier" if each.frontier else "",
@@ -123,11 +135,12 @@ def _rows(found: SizeResult) -> Table:
     title = "Candidates"
     if len(shown) < len(every):
         title += f", {len(shown)} of {len(every)}: those of the frontier first; --json has all"
-    return table(title, [*columns, ""], rows, (0, 1, 2, 4, 6, 7, 8, 9), strong=strong)
+    return table(title, [*columns, ""], rows, (0, 1, 2, 4, 6, 7, 8, 9, 10), strong=strong)
 
 
 def _remarks(found: SizeResult) -> list[tuple[str, str]]:
-    said = [(sweep.hardware, sweep.in_words()) for sweep in found.sweeps]
+    said = [(f"how sure {each.hardware}", each.words) for each in found.accuracy]
+    said += [(sweep.hardware, sweep.in_words()) for sweep in found.sweeps]
     batch, critical = found.best.batch_tokens, found.critical_batch_tokens
     if critical:
         said.append(

@@ -16,11 +16,11 @@ from layoutopt.cli.options import (
     THIS_MACHINE,
     EngineName,
     EngineOption,
-    HardwareOption,
     JsonOption,
     MeshOption,
     ModelArgument,
     QuietOption,
+    RunsOnOption,
     SetHardwareOption,
     SetOption,
     checkpoint_option,
@@ -30,7 +30,7 @@ from layoutopt.cli.options import (
 )
 from layoutopt.cli.progress import Bounds
 from layoutopt.cli.results import layout_text
-from layoutopt.cli.running import Session
+from layoutopt.cli.running import Session, machine_of_run
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.tracing import Trace, TraceOption
 from layoutopt.cli.training_run import TrainingRun
@@ -100,7 +100,7 @@ def train(
         ),
     ] = None,
     trace: TraceOption = None,
-    hardware: HardwareOption = THIS_MACHINE,
+    hardware: RunsOnOption = None,
     set_hardware: SetHardwareOption = None,
     engine: EngineOption = EngineName.auto,
     job: Job = ALONE,
@@ -140,13 +140,14 @@ def train(
         if session.cluster is None:  # the others of a cluster are told
             stack.enter_context(signals.nothing_to_keep(stopped))
         try:
-            machine = read_hardware(hardware, set_hardware)
+            machine = read_hardware(hardware or THIS_MACHINE, set_hardware)
             loaded = session.load(model, settings, mesh, layout)
             loaded.needed("data")  # before any work is done for it
             if layout == AUTO:
                 given = _searched(session, loaded, machine, mesh)
             else:
                 given = decided.read(loaded, mesh, layout, session.plan)
+                machine = machine_of_run(session, given, hardware, set_hardware)
             run = TrainingRun(session, loaded, given, machine, steps, traced, checkpoint, resume, mode)
             run.train(every, held_out, evaluate_every, meets)
             run.evaluate(held_out)

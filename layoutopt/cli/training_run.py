@@ -17,7 +17,15 @@ from layoutopt import signals
 from layoutopt.cli.given import Given
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.results import layout_text
-from layoutopt.cli.running import COMPILING, Session, evaluated_model, items_of, restored, warnings_said
+from layoutopt.cli.running import (
+    COMPILING,
+    Session,
+    evaluated_model,
+    items_of,
+    restored,
+    runs_on,
+    warnings_said,
+)
 from layoutopt.cli.terminal import facts
 from layoutopt.cli.tracing import Trace
 from layoutopt.plan.units import duration_text, seconds_text, throughput_text, used_text
@@ -62,7 +70,15 @@ class TrainingRun:
     def __post_init__(self) -> None:
         self.terminal = self.session.terminal
         self.evaluation = self.given.priced(self.loaded, self.machine)
+        plan = self.given.plan
         self.predicted = self.evaluation.predicted
+        if plan is not None and plan.data.hardware == self.machine.name:
+            self.predicted = plan.predicted
+        # A number for other devices than those of the run says so wherever it stands.
+        self.elsewhere = "" if runs_on(self.session, self.machine) else f" for {self.machine.name}"
+        self.notes = self.loaded.model.notes(self.given.options)
+        for note in self.notes:
+            self.terminal.say(f"note: {note}")
         self.items, self.item = items_of(self.loaded.model, self.given)
 
     # -- running ---------------------------------------------------------------------------------------------
@@ -202,7 +218,8 @@ class TrainingRun:
         left = (self.steps - step) * actual
         return (
             f"loss {self.losses[-1]:.4f}, {throughput_text(self.items / actual, self.item)}, "
-            f"{seconds_text(actual)} a step ({seconds_text(self.predicted.step_seconds)} predicted), "
+            f"{seconds_text(actual)} a step ({seconds_text(self.predicted.step_seconds)} predicted"
+            f"{self.elsewhere}), "
             f"{duration_text(left)} left"
         )
 
@@ -228,6 +245,7 @@ class TrainingRun:
             held_out=self.held_out,
             evaluations={str(step): found for step, found in self.evaluations.items()},
             reference_losses=self.references,
+            notes=list(self.notes),
             **rate,
         )
 

@@ -323,6 +323,7 @@ class TrainResult(LayoutResult):
     held_out: Mapping[str, Figure]
     evaluations: Mapping[str, Mapping[str, Figure]] = {}
     reference_losses: Mapping[str, Figure]
+    notes: list[str] = Field(default_factory=list)
 
 
 class ExportResult(Result):

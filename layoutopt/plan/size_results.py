@@ -10,7 +10,7 @@ from layoutopt.plan.decided import Decided
 from layoutopt.plan.fields import Data, Figure, Flag, Names
 from layoutopt.plan.results import Result
 from layoutopt.plan.training import lasts, money_text
-from layoutopt.plan.units import count, number, plural, rounded
+from layoutopt.plan.units import count, number, plural, rounded, share_text
 
 PAYS = 1.25
 """Times the least cost of a token that are still worth the time."""
@@ -180,6 +180,24 @@ class Sweep(Data):
         return f"fits from {plural(self.fits_from, 'device')}; {pays}"
 
 
+class Accuracy(Data):
+    """How sure the times of a piece of hardware are.
+
+    Attributes:
+      words: what stands behind them.
+      steps: published steps that were compared with predictions.
+      mean: their error, as a share of the published time, on average; None: no step was compared.
+    """
+
+    hardware: str
+    words: str
+    steps: int = 0
+    mean: Figure = None
+
+    def in_short(self) -> str:
+        return "not compared" if self.mean is None else f"±{share_text(self.mean, 1)}"
+
+
 class Course(Data):
     """The loss of one size as it is trained: FLOPs and loss, in order."""
 
@@ -191,6 +209,7 @@ class SizeResult(Result):
     """`size`.
 
     Attributes:
+      accuracy: how sure the times of each hardware of the candidates are.
       scaled: hyperparameters in which sizes differ, with their powers of a common factor.
       courses: of some of the sizes that were searched; `least`: the least loss by the law at some FLOPs.
     """
@@ -210,7 +229,13 @@ class SizeResult(Result):
     critical_batch_tokens: Figure = None
     least: list[tuple[float, float]] = Field(default_factory=list)
     courses: list[Course] = Field(default_factory=list)
+    accuracy: list[Accuracy] = Field(default_factory=list)
     notes: Names = Field(default_factory=list)
+
+    def accuracy_of(self, hardware: str) -> Accuracy:
+        """How sure the times of a piece of hardware are."""
+        unknown = Accuracy(hardware=hardware, words="nothing is known of it")
+        return next((each for each in self.accuracy if each.hardware == hardware), unknown)
 
     def family(self) -> str:
         """In what its sizes differ, in words; '' of one size."""

@@ -264,6 +264,7 @@ def _result(answering: Answering, best: Row) -> SizeResult:
         critical_batch_tokens=batch,
         least=summary.least(answering, best),
         courses=summary.courses(answering, best),
+        accuracy=[*summary.accuracy(answering)],
         notes=[*_notes(answering, best, answer, batch)],
     )
 
@@ -290,6 +291,8 @@ def _notes(answering: Answering, best: Row, answer: SizedCandidate, batch: float
         )
     if answer.status != "OPTIMAL":
         notes.append(f"the layout of the best is not proven ({answer.status}, gap {answer.gap or 0:.1%})")
+    if best.timing.plan is not None:
+        notes += (f"its layout: {each}" for each in best.timing.plan.data.notes)
     if count := len(answering.beaten):
         notes.append(
             f"{count} of {count + len(answering.rows) + len(answering.unfit)} were not searched: even if "

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from layoutopt.details.of_machine import errors_known, sure
 from layoutopt.plan.decided import Decided
-from layoutopt.plan.size_results import PAYS, Beaten, Course, Flat, Optimum, SizedCandidate, Sweep
+from layoutopt.plan.size_results import PAYS, Accuracy, Beaten, Course, Flat, Optimum, SizedCandidate, Sweep
 from layoutopt.sizing.answer import Answering
 from layoutopt.sizing.fitting import FittedLaw
 from layoutopt.sizing.forecast import Forecast
@@ -46,6 +47,19 @@ def sweeps(answering: Answering, best: Row) -> Iterator[Sweep]:
                 fits_from=min(counts),
                 pays_to=None if pays == max(counts) else pays,
                 searched_to=max(counts),
+            )
+
+
+def accuracy(answering: Answering) -> Iterator[Accuracy]:
+    """How sure the times of each machine with a row are."""
+    for machine in answering.machines:
+        if any(r.timing.machine is machine for r in answering.rows):
+            steps = errors_known(machine.hardware).steps
+            yield Accuracy(
+                hardware=machine.name,
+                words=sure(machine.hardware),
+                steps=steps.rows if steps else 0,
+                mean=steps.mean if steps else None,
             )
 
 

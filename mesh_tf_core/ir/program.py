@@ -143,7 +143,8 @@ class Program:
         return frozenset(i for i in stacks if self.values[i].shape.sizes[0] != loop.dim.size)
 
     def communication_bytes(self) -> dict[str, float]:
-        """Bytes that a device sends in one step, per mesh axis (axes that act together are joined by '+')."""
+        """Bytes that a device sends in one step, per mesh axis (axes that act together are joined by '+'), as
+        `expected`: a branch counts half of the time, so that an engine sends more or less."""
         out: dict[str, float] = dict.fromkeys(self.mesh.names, 0.0)
         for instr, times in self.expected():
             if isinstance(instr, Collective):

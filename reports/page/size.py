@@ -6,11 +6,11 @@ import datetime
 from pathlib import Path
 from typing import Any
 
-from layoutopt.plan.size_results import SizedCandidate, SizeResult
+from layoutopt.plan.size_results import Accuracy, SizedCandidate, SizeResult
 from layoutopt.plan.units import count, digits, memory, mesh_text, number, percent, rounded, shorten
 from mesh_tf_core.files import write_file
 from reports.figures import size as figures
-from reports.page.answers import Answer
+from reports.page.answers import ENOUGH, GOOD_ERROR, Answer
 from reports.page.cells import Block, Cell, Column, Grid, Panel, Section
 from reports.page.grids import record
 from reports.page.render import environment, script, style
@@ -73,12 +73,22 @@ def _answers(found: SizeResult) -> tuple[Answer, ...]:
             best.costs(),
         ),
         Answer(
-            "How sure",
+            "How sure of the loss",
             "Beyond the runs" if best.beyond else "Within the runs",
             f"law: {found.law.name}; layout {best.status}",
             "warn" if best.beyond else "good",
         ),
+        _sure(found.accuracy_of(best.hardware)),
     )
+
+
+def _sure(times: Accuracy) -> Answer:
+    """What stands behind the times of the answer's hardware."""
+    question = "How sure of the time"
+    if times.mean is None:
+        return Answer(question, "Not compared", times.words, "warn")
+    good = times.steps >= ENOUGH and times.mean <= GOOD_ERROR
+    return Answer(question, times.in_short(), times.words, "good" if good else "warn")
 
 
 def _mfu(each: SizedCandidate) -> str:
@@ -132,7 +142,7 @@ def _row(found: SizeResult, c: SizedCandidate) -> list[Cell]:
         Cell(count(c.tokens or 0)),
         Cell(f"{c.loss:.4f}", "frontier" if c.frontier else ""),
         Cell(f"{c.devices:,} × {c.hardware}", f"{mesh_text(c.mesh)}; {memory(c.peak_memory_bytes)}"),
-        Cell(f"{digits(c.step_seconds or 0)} s", _mfu(c)),
+        Cell(f"{digits(c.step_seconds or 0)} s", f"{_mfu(c)}; {found.accuracy_of(c.hardware).in_short()}"),
         Cell(number(c.days)),
         Cell(hours if c.money is None else number(c.money), "" if c.money is None else hours),
     ]
@@ -146,6 +156,7 @@ def _law(found: SizeResult) -> Block:
     if law.exponents is not None:
         pairs.append(("Exponents of the compute", "N {:.3g}, D {:.3g}".format(*law.exponents)))
     pairs += [(f"Runs: {name}", f"{count(low)} to {count(high)}") for name, (low, high) in law.ranges.items()]
-    notes = (*filter(None, [law.note]), *law.sources, *found.notes)
+    times = (f"Times of {each.hardware}: {each.words}" for each in found.accuracy)
+    notes = (*filter(None, [law.note]), *law.sources, *times, *found.notes)
     unfit = [f"Cannot: {each.in_words()}" for each in found.unfit]
     return Block(grid=record(pairs, "The law"), notes=(*notes, *unfit))

@@ -15,11 +15,17 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
+import mesh_tf_core as mtf
+from costmodels import load_hardware
+from layoutopt.cli.given import Given
+from layoutopt.cli.running import Session, machine_of_run, runs_on
+from layoutopt.cli.terminal import Terminal
 from mesh_tf_core.training import Trainer
 from mesh_tf_core.training.checkpoint import listed
 from tests.cluster.job import contents
 
 MLP = "examples/mlp.py"
+ON_ITS_OWN = (("jax", "cpu-jax"), ("local", "cpu-local"))
 ON = ("--mesh", "data:2;model:2", "--layout", "batch:data;hidden:model")
 
 
@@ -217,6 +223,45 @@ def test_training_under_a_plan(
     found = result("train", MLP, "--layout", plan, "--steps", "2", "--held-out", "0")
     assert found["layout"] == json.loads(Path(plan).read_text(encoding="utf-8"))["layout"]
     assert found["predicted"] == result("cost", MLP, "--layout", plan)["predicted"]
+
+
+def test_a_plan_is_held_against_its_own_prediction(
+    result: Callable[..., dict[str, Any]], run: Callable[..., Result], tmp_path: Path
+) -> None:
+    """What the plan said, not what its hardware's profile would say now; of other hardware, by name."""
+    plan = tmp_path / "plan.json"
+    result("search", MLP, "--mesh", "data:2;model:2", "--out", str(plan))
+    said = json.loads(plan.read_text())
+    said["predicted"]["step_seconds"] = 123.0
+    plan.write_text(json.dumps(said))
+    asked = ("train", MLP, "--layout", str(plan), "--steps", "2", "--held-out", "0", "--engine", "local")
+    found = result(*asked)
+    assert (found["predicted"]["step_seconds"], found["hardware"]) == (123.0, "cpu-local")
+    told = run(*asked)
+    assert "(123 s predicted)" in told.stderr and "(predicted 123 s for cpu-local)" in told.stdout
+    other = run(*asked, "--hardware", "tpu-v4")
+    assert "predicted for tpu-v4)" in other.stderr and " for tpu-v4)" in other.stdout
+
+
+@pytest.mark.parametrize(
+    ("engine", "planned", "asked", "found"),
+    [
+        ("jax", "cpu-jax", None, "cpu-jax"),
+        ("local", "cpu-jax", None, "cpu-local"),
+        ("lockstep", "cpu-local", None, "cpu-local"),
+        ("jax", "tpu-v4", None, "cpu-local"),
+        ("jax", "no such file", None, "cpu-local"),
+        ("jax", "cpu-jax", "h100", "h100"),
+    ],
+)
+def test_the_machine_of_a_run(
+    monkeypatch: pytest.MonkeyPatch, engine: str, planned: str, asked: str | None, found: str
+) -> None:
+    monkeypatch.setattr("layoutopt.cli.running.hardware_of", lambda plan: plan)
+    given = Given(mtf.Mesh("a:2"), mtf.Layout(), mtf.Options(), planned)  # type: ignore[arg-type]
+    session = Session(Terminal(False, True), engine)
+    assert machine_of_run(session, given, asked, None).name == found
+    assert runs_on(session, load_hardware(found)) == ((engine, found) in ON_ITS_OWN)
 
 
 def test_training_on_text_tells_the_unigram_entropy(result: Callable[..., dict[str, Any]]) -> None:

@@ -65,6 +65,18 @@ def test_a_branch_that_is_not_run_sends_nothing() -> None:
     assert sent[0] > sent[1]
 
 
+def test_predicted_bytes_are_the_mean_of_two_branches() -> None:
+    """An engine counts what it sends: all of a branch that runs, nothing of the other."""
+    program, sent = branches(), []
+    for flag in (1.0, 0.0):
+        engine = LockstepEngine(program)
+        engine.step({**batches(program)[0], "x": np.ones((8, 4)), "means": np.full(3, flag)})
+        sent.append(engine.communication_bytes)
+    assert sent[0]["x"] > sent[1]["x"]
+    mean = {axis: (sent[0][axis] + sent[1][axis]) / 2 for axis in sent[0]}
+    assert mean == pytest.approx(program.communication_bytes(), 1e-12)
+
+
 def test_price_is_the_mean_of_two_branches() -> None:
     loops = [instr for instr, _ in branches().walk() if isinstance(instr, Loop) and instr.branch]
     assert len(loops) == 4 and {loop.times for loop in loops} == {0.5}
