@@ -405,3 +405,39 @@ def test_what_is_no_file_is_refused_at_once(name: str, tmp_path: Path) -> None:
     (tmp_path / f"zero{path.suffix or '.npz'}").symlink_to("/dev/zero")
     with pytest.raises(mtf.UserError, match=r"is not a file; give a whole file"):
         trainer().load(tmp_path / f"zero{path.suffix or '.npz'}")
+
+
+class Counted:
+    """An array that counts how often it is read."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array, self.shape, self.dtype, self.reads = array, array.shape, array.dtype, 0
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        self.reads += 1
+        return self.array
+
+
+class Process:
+    """One of two in a cluster, of which the other has found what is given."""
+
+    processes = 2
+
+    def __init__(self, index: int, other: list[str]) -> None:
+        self.index, self.other, self.own = index, other, None
+
+    def gather(self, what: str, value: Any, patient: bool = False) -> list[Any]:
+        self.own = value
+        return [value, self.other] if self.index == 0 else [self.other, value]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_processes_share_the_look_and_all_refuse(index: int) -> None:
+    variables = [Variable(n, mtf.Shape([mtf.Dim("n", 2)]), "float32", mtf.ONES) for n in "abcd"]
+    given = {n: Counted(np.full(2, np.nan if n == "c" else 1, np.float32)) for n in "abcd"}
+    said = "'c' is float32, and 'c' holds nan, of dtype float32"
+    process = Process(index, [said] if index else [])
+    with pytest.raises(mtf.UserError, match=f"^load: {said}; nothing is loaded$"):
+        read_weights(variables, given, {}, cluster=process)
+    assert process.own == ([] if index else [said])
+    assert [each.reads for each in given.values()] == ([0, 1, 0, 1] if index else [1, 0, 1, 0])
