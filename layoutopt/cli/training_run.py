@@ -129,7 +129,7 @@ class TrainingRun:
             judging = judge if held_out and evaluate_every else None
             data = self.loaded.data(rows=trainer.rows)
             try:
-                asked = self.steps, checkpoint, every, tell, ended, judging, evaluate_every
+                asked = self.steps, checkpoint, every, tell, ended, judging, max(1, evaluate_every)
                 with warnings_said(self.terminal):
                     trainer.fit(data, *asked, keep=False, meet=meet, on_met=told_of)
             except KeyboardInterrupt:  # the second one, or the data's own

@@ -202,6 +202,34 @@ def test_a_checkpoint_needs_a_name(refused: Callable[..., str], words: tuple[str
     assert "it names nothing; give a path" in line
 
 
+def test_checkpoints_have_the_mode_that_is_asked_for(
+    run: Callable[..., Result],
+    refused: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """A lock that is removed meanwhile is one line."""
+    words = ("train", MLP, "--mesh", "data:2", "--layout", "batch:data", "--engine", "lockstep")
+    assert "goes with --checkpoint DIR; add it" in refused(*words, "--checkpoint-mode", "0700")
+    place = ("--checkpoint", str(tmp_path / "run"))
+    assert "checkpoint mode '0077' is none that lets the" in refused(
+        *words, *place, "--checkpoint-mode", "0077"
+    )
+    save = Trainer.save
+
+    def saves(trainer: Trainer, *given: Any, **more: Any) -> None:
+        (tmp_path / "run" / ".lock").unlink(missing_ok=trainer.step_number > 1)
+        save(trainer, *given, **more)
+
+    monkeypatch.setattr(Trainer, "save", saves)
+    numbers = ("--steps", "2", "--every", "1", "--held-out", "0")
+    done = run(*words, *place, *numbers, "--checkpoint-mode", "0700")
+    assert done.exit_code == 0, done.stderr
+    assert done.stderr.count("its .lock was removed while this job held it, and is there again") == 1
+    made = [tmp_path / "run", *(tmp_path / "run").glob("step*"), *(tmp_path / "run").glob("step*/*")]
+    assert [path.stat().st_mode & 0o777 for path in made] == [0o700] * 3 + [0o600] * 4
+
+
 def test_training_searches_its_layout(
     run: Callable[..., Result], result: Callable[..., dict[str, Any]]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from layoutopt import launching
-from mesh_tf_core.engines.jax import codes, meeting, store, watch
+from mesh_tf_core.engines.jax import codes, coordinator, meeting, store, watch
 from mesh_tf_core.engines.jax.codes import DIGITS, SECRET, SECRET_FILE, Codes, given_secret
 from mesh_tf_core.engines.jax.meeting import SOCKET
 from mesh_tf_core.training import checkpoint
@@ -251,6 +252,32 @@ def test_a_stranger_changes_nothing_in_a_job_that_meets_at_a_port(
     assert [one.returncode for one in started] == [0, 0], ended
     assert "warning: the message 'now/" in ended[0] and "Traceback" not in "".join(ended)
     assert {path.name for path in tmp_path.iterdir()} == {"saved"} and contents(saved, 400)
+
+
+@pytest.mark.parametrize("path", ["", "/" + 107 * "x"])
+def test_a_socket_has_a_name_that_the_system_takes(path: str) -> None:
+    with pytest.raises(
+        mtf.UserError, match=r"longer than 107 bytes; choose a shorter one \(for launch: TMPDIR"
+    ):
+        meeting.Place.of(f"{SOCKET}{path}", 2, 0)
+    assert meeting.Place.of(f"{SOCKET}/{106 * 'x'}", 2, 0).process == 0
+
+
+def test_the_coordinator_sees_who_is_connected(tmp_path: Path) -> None:
+    place = str(tmp_path / "a name with spaces")
+    with socket.socket(socket.AF_UNIX) as server, socket.create_server(("127.0.0.1", 0)) as port:
+        server.bind(place)
+        server.listen()
+        for one, address in (
+            (server, SOCKET + place),
+            (port, f"127.0.0.1:{port.getsockname()[1]}"),
+        ):
+            assert not coordinator.connected(address)
+            with socket.socket(one.family) as client:
+                client.connect(one.getsockname())
+                with one.accept()[0]:
+                    assert coordinator.connected(address)
+        assert not coordinator.connected(SOCKET + place + "x")
 
 
 def test_launch_gives_every_start_a_secret_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

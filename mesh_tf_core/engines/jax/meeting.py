@@ -66,8 +66,8 @@ class Place:
         if coordinator.startswith(SOCKET):
             if not 0 < len(os.fsencode(coordinator.removeprefix(SOCKET))) <= LONGEST_SOCKET:
                 raise UserError(
-                    f"cluster: the name of the socket {coordinator[:200]!r} is longer than {LONGEST_SOCKET} "
-                    "bytes; choose a shorter one (for launch: TMPDIR=/tmp)"
+                    f"cluster: the name of the socket {coordinator[:200]!r} is empty or longer than "
+                    f"{LONGEST_SOCKET} bytes; choose a shorter one (for launch: TMPDIR=/tmp)"
                 )
         elif not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
             raise UserError(f"cluster: coordinator {coordinator!r} is not HOST:PORT, as host0:12345")
