@@ -45,7 +45,7 @@ def test_a_path_may_be_given_whole_or_its_end() -> None:
         ("node_egress=fast", "is not NAME=NUMBER with a unit"),
         ("node_egress=100GB", "topology.node_egress: unit 'GB' is not a bandwidth; use one of B/s, GB/s"),
         ("memory=-1GB", "chip.memory: the memory must be at least 0, found -1 GB"),
-        ("peak_flops=1TFLOP/s", "may mean any of chip.peak_flops.bfloat16, chip.peak_flops.float16"),
+        ("peak_flops=1TFLOP/s", "may mean any of chip.peak_flops.float64, chip.peak_flops.bfloat16"),
         ("node_bandwidth=900GB/s", "node_bandwidth.2 is above node_bandwidth_spec, the physical limit"),
     ],
 )
