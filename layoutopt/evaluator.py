@@ -26,6 +26,7 @@ from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.plan.schema import Predicted
 from layoutopt.plan.units import seconds_text, share_text, size_text
 from layoutopt.space.decisions import Decisions
+from layoutopt.space.undivided import Undivided, split_stages, storage_of, stored_at, undivided
 from mesh_tf_core.arguments import is_number
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.blocks import REPLICA
@@ -35,6 +36,7 @@ from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.kept import SETS, Sets
 from mesh_tf_core.lower.replicas import ReplicaPrograms
+from mesh_tf_core.lower.storage import Storage
 from mesh_tf_core.model import Model
 from mesh_tf_core.ops.ticks import Schedule, rounds_of
 from mesh_tf_core.tracing.diloco import DiLoCo
@@ -50,12 +52,38 @@ class Evaluation:
     Attributes:
       replicas: those that train alone for some steps, whose step `program` is: they and their meeting,
         of which a step's price has its share.
+      options: what the program was lowered with.
     """
 
     model: Model = field(repr=False, compare=False)
     program: Program
     prices: Pricer = field(repr=False, compare=False)
     replicas: ReplicaPrograms | None = None
+    options: Options = field(default=DEFAULT, repr=False, compare=False)
+
+    @cached_property
+    def storage(self) -> Storage:
+        """How the program's variables are stored."""
+        variables = (stored.variable for stored in self.program.variables.values())
+        return storage_of(variables, self.program.mesh, self.program.layout, self.options.storage)
+
+    @cached_property
+    def undivided(self) -> tuple[Undivided, ...]:
+        """Variables that their stage cannot split."""
+        return tuple(undivided(self.storage))
+
+    def left_whole(self, stage: str) -> tuple[Undivided, ...]:
+        """Variables that a stage could not split under this layout, of those with no stage of their own."""
+        stages = stored_at(self.storage.variables.values(), stage)
+        known = split_stages(self.storage)
+        others = replace(self.options, storage={n: s for n, s in stages.items() if n not in known})
+        return replace(self, options=others).undivided
+
+    @property
+    def decided(self) -> Options:
+        """The options without stages that split nothing."""
+        split = split_stages(self.storage)
+        return replace(self.options, storage={n: s for n, s in self.options.storage.items() if n in split})
 
     @cached_property
     def _kernels(self) -> Fused | None:
@@ -147,6 +175,7 @@ class Evaluation:
         """What to know of the price: where it is of another kind, what it prices too low, and where it claims
         more than anyone published."""
         own = (
+            *map(str, self.undivided),
             *self._offloads(),
             *self._meets(),
             *self.waits,
@@ -311,8 +340,9 @@ def evaluate(
     prices = prices or pricer(hardware, mesh)
     if options.diloco is not None:
         found = model.replicas(mesh, layout, options, check=check)
-        return Evaluation(model, found.inner, prices, found)
-    return Evaluation(model, model.lower(mesh, layout, options, check=check), prices)
+        return Evaluation(model, found.inner, prices, found, options)
+    program = model.lower(mesh, layout, options, check=check)
+    return Evaluation(model, program, prices, options=options)
 
 
 class Evaluator:

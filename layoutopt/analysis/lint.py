@@ -3,6 +3,7 @@
   wasted axis        no product is split over a mesh axis: its devices all do the same work
   repeated work      some products are not split over an axis that splits others
   indivisible        a dimension of repeated work would have to have another size to be split
+  undivided storage  variables that their stage of storage cannot split, and so are stored whole
   repeated memory    variables and optimizer state that every device of an axis holds alike
   axis of one        a rule names an axis of one device: it splits nothing
   no kernel          attention that no library's kernel takes works through blocks, and takes longer
@@ -101,6 +102,8 @@ class _Lint:
             yield self._work(axis, found)
             yield from self._indivisible(axis, found)
         yield from self._ones()
+        for each in self.evaluation.undivided:
+            yield Finding("undivided storage", str(each))
         yield from self._memory()
         for message in sentences(self.program, self.hardware):
             yield Finding("no kernel", message)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from layoutopt.cli.given import UNDECIDED, DecisionOptions
@@ -101,7 +101,7 @@ def cost(
         more["lines"] = opened
     terminal.result(
         CostResult(
-            **given_json(loaded.model, given),
+            **given_json(loaded.model, replace(given, options=found.decided)),
             hardware=machine.name,
             predicted=found.predicted,
             training=total,
@@ -112,7 +112,7 @@ def cost(
         )
     )
     if not as_json:
-        _show(terminal, loaded, found, machine, limit, reason, given.options, total)
+        _show(terminal, loaded, found, machine, limit, reason, total)
         if lines:
             from layoutopt.cli.cost_tables import line_table
 
@@ -176,7 +176,6 @@ def _show(
     machine: Hardware,
     limit: int,
     reason: str | None,
-    options: Options,
     total: Training | None,
 ) -> None:
     from layoutopt.cli.cost_tables import (
@@ -192,7 +191,7 @@ def _show(
     from layoutopt.plan.trade_names import trade_names
 
     price, held = found.cost, found.memory
-    said = decided(options, found.layout, found.pipeline)
+    said = decided(found.decided, found.layout, found.pipeline)
     forms = trade_names(loaded.model, found.program.mesh, found.layout, said)
     peak = held.points[held.at].origin if held.points else None
     fits = errors_known(machine).fits(held.peak, limit)

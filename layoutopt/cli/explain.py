@@ -31,10 +31,11 @@ from layoutopt.cli.plans import (
     where_of,
 )
 from layoutopt.cli.progress import Steps
-from layoutopt.cli.terminal import Terminal, facts
+from layoutopt.cli.terminal import Terminal, facts, table
 from layoutopt.cli.ways import compared_on_links, show_turning, show_ways, with_turning
 from layoutopt.clock import Clock
 from layoutopt.details.of_machine import errors_known, sure
+from layoutopt.plan.covered import listed
 from layoutopt.plan.units import bytes_text, seconds_text, share_text, some
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from layoutopt.evaluator import Evaluation
     from layoutopt.plan.results import Against, ExplainResult, Worth
     from layoutopt.plan.ways import Turning
+    from layoutopt.space.undivided import Undivided
 
 EXAMPLES = examples(
     "layoutopt explain plan.json",
@@ -281,9 +283,21 @@ def _tell(
         changed.show(terminal)
     show_ways(terminal, found.plan)
     show_turning(terminal, turning)
+    if own.space is not None and own.space.not_looked_at:
+        left = listed(own.space.not_looked_at)
+        terminal.show("", table("Not looked at", ["choices", "looked at with"], left))
     doubt = known.barely(found.plan.predicted.peak_memory_bytes, found.limit)
-    for note in (*found.loaded.model.notes(found.plan.options), *([doubt] if doubt else [])):
+    whole = map(str, _whole(found, evaluation))
+    for note in (*found.loaded.model.notes(found.plan.options), *whole, *([doubt] if doubt else [])):
         terminal.show("", f"note: {note}")
+
+
+def _whole(found: Planned, evaluation: Evaluation) -> tuple[Undivided, ...]:
+    """Variables that the plan's search could not store split."""
+    from mesh_tf_core.lower.storage import STAGES
+
+    stages = [stage for stage in STAGES[1:] if stage in asked_of(found.plan).storage]
+    return evaluation.left_whole(stages[-1]) if stages else ()
 
 
 def _binds(found: Planned, evaluation: Evaluation, answers: dict[str, list[Answer]]) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -74,6 +74,7 @@ def lint(
     found = given.priced(loaded, machine)
     doubts = [Doubt("placed unlike", text) for text in unlike]
     doubts += doubts_of(loaded.model, found, machine, given.options)
+    given = replace(given, options=found.decided)
     terminal.say("searching for the best layout of this mesh")
     best = search(loaded.model, mesh=given.mesh, hardware=machine, time_limit=time_limit)
     its = Given(best.mesh, best.layout, best.options)

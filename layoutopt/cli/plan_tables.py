@@ -94,12 +94,17 @@ def proof(plan: Plan) -> str:
     s = plan.solver
     if s.gap is None:
         return f"nothing is known of it ({s.status})"
-    spent = f"{s.layouts_considered} layouts, {duration_text(s.wall_seconds or 0)}"
+    space = plan.data.space
+    among = f"{s.layouts_considered} layouts" if space is None else space.count
+    limits = "" if space is None else space.limits
+    spent = f"gap {100 * s.gap:.2g}%, {duration_text(s.wall_seconds or 0)}"
+    more = "; ".join(filter(None, (spent, limits)))
     if s.status == "OPTIMAL":
-        return f"optimal: no layout is better (gap {100 * s.gap:.2g}%; {spent})"
+        return f"optimal under this cost model, of {among} ({more})"
     if plan.data.frontier and s.gap == 0:
-        return f"the fastest is proven, the frontier is not complete ({s.status}; {spent})"
-    return f"not proven: at most {100 * s.gap:.1f}% from the best ({s.status}; {spent})"
+        return f"the fastest is proven, the frontier is not complete ({s.status}, of {among}; {more})"
+    likely = "" if s.likely_gap is None else f", likely {100 * s.likely_gap:.2g}% (see the note)"
+    return f"not proven: at most {100 * s.gap:.1f}% from the best{likely} ({s.status}, of {among}; {more})"
 
 
 def rules_text(layout: Mapping[str, Sequence[str]]) -> str:

@@ -108,7 +108,9 @@ def refusal(
     from mesh_tf_core.errors import InfeasibleError
 
     said = InfeasibleError("; ".join(filter(None, (str(error), str(found) if as_json else found.why))))
-    said.more = {"conflict": list(found.conflict), "repairs": [each.to_json() for each in repairs]}
+    space = None if error.nearest is None else error.nearest.data.space
+    said.more = {} if space is None else {"space": space.model_dump(mode="json")}
+    said.more |= {"conflict": list(found.conflict), "repairs": [each.to_json() for each in repairs]}
     return said
 
 

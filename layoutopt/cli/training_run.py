@@ -85,6 +85,8 @@ class TrainingRun:
 
     def train(self, every: int, held_out: int, evaluate_every: int, meet: Decoupled | None = None) -> None:
         """Trains; a signal ends it after the step that runs, and what was learned is saved."""
+        for each in self.evaluation.undivided:
+            self.terminal.say(f"note: {each}")
         trainer = self.trainer = self.session.trainer(self.loaded, self.given, self.checkpoint_mode)
         checkpoint = self.checkpoint
         if checkpoint is not None and restored(self.terminal, trainer, checkpoint, self.resume):

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision
+from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Target
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -37,6 +37,11 @@ class PendingSum(Decision):
     """Over which axes the operands of one addition are pending sums; lowering decides it."""
 
     prefix: ClassVar[str] = "sum at "
+
+    @classmethod
+    def everything(cls, target: Target) -> dict[str, Any]:
+        """Nothing: a search chooses none."""
+        return {}
 
     @classmethod
     def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:

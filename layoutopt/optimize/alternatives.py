@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from layoutopt.evaluator import Evaluation
-from layoutopt.optimize.baselines import Baselines, Pinned, axis_names, by_name
+from layoutopt.optimize.baselines import FSDP, Baselines, Pinned, axis_names, by_name
 from layoutopt.optimize.heuristics import HEURISTICS
 from layoutopt.optimize.request import EXACT, Request
 from layoutopt.optimize.restricted import FAR, Answer, BestPlans
@@ -16,11 +16,13 @@ from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.build import axes_of, decided
 from layoutopt.plan.schema import Alternative, Predicted
 from layoutopt.space.kind import GATHER
+from layoutopt.space.undivided import storage_of, stored_at, undivided
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.nodes import crossed
+from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.ops.context import FORMS
 
 Shapes = Set[tuple[int, ...]] | None
@@ -38,6 +40,7 @@ class Alternatives:
       found: as far as it goes.
       missing: names of those for which there was no time.
       over, far: names whose plans are all too large, or all too slow to look for one that fits.
+      none: names that no plan has, as storage splits too little.
     """
 
     request: Request
@@ -48,12 +51,14 @@ class Alternatives:
     missing: list[str] = field(default_factory=list)
     over: list[str] = field(default_factory=list)
     far: list[str] = field(default_factory=list)
+    none: list[str] = field(default_factory=list)
 
     def look(self, subproblem: Subproblem) -> None:
         """Fills them in; `subproblem`: what was decided where the answer is."""
         request, best = self.request, self.best
         quick = {name: (m, x, o) for name, m, x, o in by_name(request.model, best.mesh, self.names)}
         plans = Baselines(request.model, best.mesh, self.shapes).restrictions()
+        self.none = [name for name in (FSDP,) if name not in plans]
         search = BestPlans(request, best.seconds)
         self.missing += dict.fromkeys([*plans, *quick, *HEURISTICS])  # until they are found
         for name, some in plans.items():
@@ -97,7 +102,15 @@ class Alternatives:
         if self.far:
             why = f"none that fits was looked for, as all take {FAR:g} times the answer's step at least"
             notes.append(f"{why}: {', '.join(self.far)}")
+        if self.none and self._unsplit():
+            notes.append(f"no plan is {', '.join(self.none)}: {self._unsplit()}")
         return notes + self._elsewhere() + self._gathers()
+
+    def _unsplit(self) -> str:
+        """Why storage splits too little where nothing else is split; '' if it does not."""
+        variables, mesh = self.request.model.graph.variables.values(), self.best.mesh
+        found = undivided(storage_of(variables, mesh, Layout(), stored_at(variables, STAGES[-1])))
+        return str(found[0]) if found else ""
 
     def _gathers(self) -> list[str]:
         """That the answer gathers keys that it splits, where nothing else was asked for."""
@@ -141,20 +154,20 @@ def point(request: Request, found: Found, number: int, searched_mesh: bool) -> A
         predicted=predicted_of(found.evaluation, names),
         feasible=True,
         **decided(
-            found.options.renamed(names), found.layout.renamed(names), found.evaluation.pipeline
+            found.evaluation.decided.renamed(names), found.layout.renamed(names), found.evaluation.pipeline
         ).model_dump(),
     )
 
 
 def _tried(
     request: Request, mesh: Mesh, layout: Layout, options: Options, names: Mapping[str, str]
-) -> tuple[Predicted | None, str | None]:
-    """What a layout comes to, and why it does not fit or is not legal."""
+) -> tuple[Predicted | None, str | None, Options]:
+    """What a layout comes to, why it does not fit or is not legal, and the options that change something."""
     try:
         evaluation = request.evaluator(mesh, layout, options)
     except LayoutError as error:
-        return None, str(error)
-    return predicted_of(evaluation, names), evaluation.reason(request.limit)
+        return None, str(error), options
+    return predicted_of(evaluation, names), evaluation.reason(request.limit), evaluation.decided
 
 
 def priced(
@@ -162,10 +175,10 @@ def priced(
 ) -> Alternative:
     """A layout beside the answer, priced, or with the reason why it is not legal; `names`: of the axes."""
     called, rules = called_mesh(mesh, names), layout.renamed(names)
-    predicted, reason = _tried(request, mesh, layout, options, names)
+    predicted, reason, used = _tried(request, mesh, layout, options, names)
     if reason is not None and called != mesh and not request.late:
         # Reasons speak of axes.
-        predicted, reason = _tried(request, called, rules, options.renamed(names), {})
+        predicted, reason, _ = _tried(request, called, rules, options.renamed(names), {})
     return Alternative(
         name=name,
         mesh=called.as_dict(),
@@ -173,7 +186,7 @@ def priced(
         predicted=predicted,
         feasible=reason is None,
         reason=reason,
-        **decided(options.renamed(names), rules, request.model.stages(mesh, layout)).model_dump(),
+        **decided(used.renamed(names), rules, request.model.stages(mesh, layout)).model_dump(),
     )
 
 

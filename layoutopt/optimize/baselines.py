@@ -27,6 +27,7 @@ from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import Allowed
 from layoutopt.space.parallelism import parallelism
 from layoutopt.space.splits import Split, domains
+from layoutopt.space.undivided import mostly_split, storage_of
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -36,6 +37,8 @@ from mesh_tf_core.model import Model
 
 WHOLE, SPLIT = STAGES[:3], STAGES[3:]
 """Stages at which a variable is whole between its updates, and others."""
+FSDP = "fully sharded (FSDP)"
+"""The name of plans in which most parameters are stored split."""
 
 
 class Plans(ABC):
@@ -120,6 +123,16 @@ class Restriction(Plans):
         stage = stage_number(self.stages[0]) if self.stages else 0
         return Layout(rules), Options(dict.fromkeys(trained, stage) if stage else {})
 
+    @property
+    def is_split(self) -> bool:
+        """Whether storage splits most parameters, where everything is as wide as can be."""
+        found = self.plain()
+        if found is None:
+            return False
+        layout, options = found
+        variables = self.model.graph.variables.values()
+        return mostly_split(storage_of(variables, self.mesh, layout, options.storage))
+
 
 @dataclass(frozen=True)
 class Pinned(Plans):
@@ -167,7 +180,7 @@ class Baselines:
         """Name -> where its plans are."""
         found = {
             "data parallel": [*self._data(WHOLE)],
-            "fully sharded (FSDP)": [*self._data(SPLIT)],
+            FSDP: [*self._data(SPLIT)],
             "tensor parallel": [*self._tensor()],
             "data + tensor parallel": [*self._both()],
             "expert parallel": [*self._experts()],
@@ -182,7 +195,9 @@ class Baselines:
             data = max(self._parts(mesh), key=mesh.group_size, default=())
             rest = tuple(a for a in _axes(mesh) if a not in data)
             if data:
-                yield Restriction(self.model, mesh, data, rest, self.dims.sequence if rest else (), stages)
+                found = Restriction(self.model, mesh, data, rest, self.dims.sequence if rest else (), stages)
+                if found.is_split or stages != SPLIT:
+                    yield found
             if not rest:
                 break
 

@@ -29,7 +29,7 @@ from layoutopt.optimize.alternatives import (
     ranked,
 )
 from layoutopt.optimize.baselines import axis_names, by_name
-from layoutopt.optimize.request import BESIDE, BESIDE_SHARE, EXACT, PLANNED, Request
+from layoutopt.optimize.request import BESIDE, BESIDE_SHARE, EXACT, PLANNED, Request, left_whole, space_of
 from layoutopt.optimize.search import Search
 from layoutopt.optimize.subproblem import Found
 from layoutopt.optimize.subproblems import Subproblem
@@ -110,17 +110,19 @@ def make_plan(
         mesh=called_mesh(best.mesh, names).as_dict(),
         layout=axes_of(best.layout.renamed(names)),
         **decided(
-            best.options.renamed(names), best.layout.renamed(names), best.evaluation.pipeline
+            best.evaluation.decided.renamed(names), best.layout.renamed(names), best.evaluation.pipeline
         ).model_dump(),
         hardware=request.hardware.name,
         slices={names.get(axis, axis): n for axis, n in _slices(request.hardware, best.mesh)},
         predicted=predicted_of(best.evaluation, names),
         solver=_solver(request, best, proof, bound, considered, seconds),
+        space=space_of(request, best.mesh, considered, shapes),
         alternatives=[*beside.found, *ranked(request, others, searched_mesh)],
         frontier=[point(request, f, i, searched_mesh) for i, f in enumerate(frontier)] or None,
         notes=[
             *request.model.notes(best.options),
             *best.evaluation.notes,
+            *left_whole(request, best.evaluation),
             *_tight(request, best.evaluation),
             *_notes(proof, bound, missing, unsplit),
             *beside.notes(),
@@ -151,7 +153,7 @@ def nearest_plan(request: Request, search: Search, searched_mesh: bool) -> Plan 
         request.clock.elapsed,
         alternatives=False,
     )
-    proof = plan.solver.model_copy(update={"status": INFEASIBLE})
+    proof = plan.solver.model_copy(update={"status": INFEASIBLE, "likely_bound": None, "likely_gap": None})
     return Plan(plan.data.model_copy(update={"solver": proof}), model=request.model)
 
 
@@ -228,7 +230,7 @@ def _solver(
     request: Request, best: Found, proof: _Proof, bound: float, considered: int, seconds: float
 ) -> SolverInfo:
     memory, tables, proven = request.objective == "memory", proof.tables, proof.proven
-    value = float(best.peak) if memory else best.seconds
+    value, searched = float(best.peak) if memory else best.seconds, bound
     if not memory and (tables is None or tables.dearer):
         bound, proven = proof.share, False  # what the tables say is no bound on programs, or not known to be
     elif not proven:
@@ -236,6 +238,7 @@ def _solver(
     bound = min(bound, value)  # but for rounding, and what the tables count too much within the tolerance
     gap = (value - bound) / value if value else 0.0
     gap, bound = (0.0, value) if gap < EXACT else (gap, bound)
+    likely = None if memory or tables is None else _likely(tables, searched, value)
     return SolverInfo(
         status="OPTIMAL" if proven and gap <= TOLERANCE else "FEASIBLE",
         objective=value,
@@ -243,7 +246,15 @@ def _solver(
         gap=gap,
         wall_seconds=seconds,
         layouts_considered=f"{considered:,}",
+        likely_bound=likely,
+        likely_gap=None if likely is None else (value - likely) / value,
     )
+
+
+def _likely(tables: _Tables, bound: float, value: float) -> float | None:
+    """The bound of tables that come to more than the answer's program, if those of no layout come to more by
+    a larger share than those that were compared; None where the bound holds without that."""
+    return min(bound / (1 + tables.over), value) if tables.dearer and bound > 0 else None
 
 
 def share_bound(request: Request, mesh: Mesh) -> float:
@@ -274,11 +285,13 @@ def _notes(proof: _Proof, bound: float, missing: Sequence[str], unsplit: Sequenc
         f"({(tables.seconds / tables.program - 1) * 100:+.2g} %): what operations share is not all in the "
         "tables"
     )
-    if tables.dearer and bound > 0:
+    likely = _likely(tables, bound, tables.program)
+    if likely is not None:
         notes.append(
-            f"{SHARE}: no program is below it; if the tables come to at most "
+            f"{SHARE}: no program is below it, and that is the gap; if the tables come to at most "
             f"{tables.over * 100:.2g} % more than the program of any layout, the most "
-            f"of {tables.count} compared, no layout takes less than {bound / (1 + tables.over):.9g} s"
+            f"of {tables.count} compared, no layout takes less than {likely:.9g} s, and the gap is "
+            f"{100 * (1 - likely / tables.program):.2g} %"
         )
     return notes
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Set
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from costmodels.hardware import Hardware
 from layoutopt.clock import Clock
-from layoutopt.evaluator import Evaluator
-from layoutopt.space.decisions import KINDS
-from layoutopt.space.kind import Allowed
+from layoutopt.evaluator import Evaluation, Evaluator
+from layoutopt.plan.covered import LeftOut, Space
+from layoutopt.space.decisions import KINDS, left_out
+from layoutopt.space.kind import Allowed, Target
+from layoutopt.space.mesh_shapes import other_meshes
 from layoutopt.space.recompute import kept_sets
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.model import Model
 
 
@@ -86,6 +91,15 @@ class Request:
         sets, products = kept_sets(allowed.recompute), allowed.collective_matmul
         return Evaluator(self.model, self.hardware, allowed.elsewhere, sets, products)
 
+    @property
+    def hosts(self) -> bool:
+        """Whether something may lie in the hosts' memory: its link is known, and it is another memory."""
+        try:
+            self.hardware.host_seconds(0.0)
+        except UserError:
+            return False
+        return not self.hardware.is_host
+
     def meeting(self, options: Options) -> Options:
         """Options with replicas that meet as was asked for."""
         return options if self.allowed.diloco is None else replace(options, diloco=self.allowed.diloco)
@@ -94,3 +108,24 @@ class Request:
     def late(self) -> bool:
         """Whether the time is over."""
         return self.clock.over
+
+
+def left_whole(request: Request, of: Evaluation) -> list[str]:
+    """Variables that the search could not store split, where it was allowed to."""
+    stages = [stage for stage in STAGES[1:] if stage in request.allowed.storage]
+    return [] if not stages else [str(each) for each in of.left_whole(stages[-1])]
+
+
+def space_of(request: Request, mesh: Mesh, considered: int, shapes: Set[tuple[int, ...]] | None) -> Space:
+    """What a search looked at, and what it did not.
+
+    Args:
+      mesh: of its answer.
+      considered: how many layouts.
+      shapes: of the meshes that it looked at; None: the mesh was given.
+    """
+    left = left_out(Target(request.model, mesh, request.hosts), request.allowed)
+    return Space(
+        layouts=considered,
+        not_looked_at=tuple(LeftOut(**asdict(each)) for each in (*left, *other_meshes(mesh, shapes))),
+    )

@@ -34,11 +34,13 @@ from layoutopt.optimize.least_memory import leanest, least_memory, too_much
 from layoutopt.optimize.merging import merged
 from layoutopt.optimize.pace import Pace, looked_at
 from layoutopt.optimize.pool import Pool
-from layoutopt.optimize.request import ANSWERED, BESIDE, SEARCHED, Request, Standing
+from layoutopt.optimize.request import ANSWERED, BESIDE, SEARCHED, Request, Standing, left_whole, space_of
 from layoutopt.optimize.restricted import held, lean
 from layoutopt.optimize.subproblem import Found, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.units import size_text
+from layoutopt.space.decisions import left_out
+from layoutopt.space.kind import UNEQUAL, Target
 from mesh_tf_core.errors import InfeasibleError, LimitError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -49,6 +51,8 @@ NAMED_SHARE = 0.25
 """Part of a time limit in which layouts by name are priced before anything is solved."""
 STOPPING = 5.0
 """Seconds after Ctrl-C in which layouts by name are priced, if nothing that fits was found yet."""
+EVENLY = " whose shards divide evenly"
+"""Said of the layouts that are looked at where others could split more."""
 MOST_POINTS = 200
 LEAN = 2.0
 """Times the seconds of a layout that does not fit, which it mostly takes at most where it holds least."""
@@ -143,8 +147,20 @@ class Search:
         if best is not None:
             self.best = self.simpler(best)
         elif self.proven:
-            self.none = f"no layout of {request.model.name!r} fits into {size_text(request.limit)} a device"
+            even = EVENLY if self._uneven else ""
+            self.none = (
+                f"no layout of {request.model.name!r}{even} fits into {size_text(request.limit)} a device"
+            )
             self.none += self._needed() if request.explains else ""
+
+    @property
+    def _uneven(self) -> bool:
+        """Whether unequal shards could split more on some mesh."""
+        request = self.request
+        targets = (
+            Target(request.model, m) for m in dict.fromkeys(c.subproblem.mesh for c in self.candidates)
+        )
+        return any(UNEQUAL in left.what for target in targets for left in left_out(target, request.allowed))
 
     def _conclude(self) -> None:
         """Makes the best so far the answer of a search that was ended, or came to its end with none for want
@@ -391,4 +407,8 @@ class Search:
         if nearest is None:
             return ": the pins and prohibitions allow no legal layout; drop one of them" if ended else advice
         low = max(request.limit, min(candidate.low for candidate in self.candidates))
-        return too_much(nearest, request.limit, low) + advice
+        whole = "".join(f"; {each}" for each in left_whole(request, nearest.evaluation))
+        shapes = {each.subproblem.mesh.shape for each in self.candidates} if self.renames else None
+        space = space_of(request, nearest.mesh, self.considered, shapes)
+        said = f"; {space.count} were looked at ({space.limits})" if space.limits else ""
+        return too_much(nearest, request.limit, low) + whole + advice + said

@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from layoutopt.plan.covered import Space
 from layoutopt.plan.decided import Decided
 from layoutopt.plan.details import Details
 from layoutopt.plan.fields import LARGEST, Amount, Data, Flag, Names, Size, Whole, refusal, wrong
@@ -133,7 +134,12 @@ INFEASIBLE = "INFEASIBLE"
 
 
 class SolverInfo(Data):
-    """What the solver proved. `objective` and `bound` are in the objective's own unit."""
+    """What the solver proved. `objective` and `bound` are in the objective's own unit.
+
+    Attributes:
+      likely_bound, likely_gap: what they would be if tables were off by no more than on the layouts that were
+        compared (a note says by how much); left out where the proof needs no such condition.
+    """
 
     status: str
     objective: Amount | None = None
@@ -141,6 +147,8 @@ class SolverInfo(Data):
     gap: Amount | None = None
     wall_seconds: Amount | None = None
     layouts_considered: str = ""
+    likely_bound: Amount | None = Field(default=None, exclude_if=lambda value: value is None)
+    likely_gap: Amount | None = Field(default=None, exclude_if=lambda value: value is None)
 
     @property
     def proven(self) -> bool:
@@ -207,6 +215,7 @@ class PlanFile(Decided):
       slices: mesh axis to over how many slices of the machine it lies; left out where it is one.
       training: what training takes and costs, where that was asked.
       refinement: of a layout that is `refined`.
+      space: what `solver` is about.
     """
 
     format: Literal["layoutopt-plan/1"]
@@ -218,6 +227,7 @@ class PlanFile(Decided):
     predicted: Predicted
     training: Training | None = None
     solver: SolverInfo | None = None
+    space: Space | None = None
     alternatives: list[Alternative] = Field(default_factory=list)
     frontier: list[Alternative] | None = None
     refinement: Refinement | None = None
@@ -235,7 +245,7 @@ class PlanFile(Decided):
     def to_json(self) -> dict[str, Any]:
         """The plan file's object; `details` are what was said of them."""
         found = self.model_dump(mode="json", exclude={"details"})
-        for absent in ("frontier", "notes", "refinement", "slices", "training"):
+        for absent in ("frontier", "notes", "refinement", "slices", "space", "training"):
             if not found.get(absent):
                 found.pop(absent, None)
         if self.details.model_fields_set:

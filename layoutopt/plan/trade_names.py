@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterator
 
 from layoutopt.plan.decided import Decided
 from layoutopt.space.parallelism import parallelism
+from layoutopt.space.undivided import storage_of
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.lower.storage import STAGES, read_stage
+from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.model import Model
 
 STORED = {"zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "FSDP"}
@@ -24,7 +25,7 @@ def trade_names(model: Model, mesh: Mesh, layout: Layout, decided: Decided) -> d
       decided: what a plan file says beside the layout.
     """
     return {
-        axis: " + ".join(dict.fromkeys(_forms(model, axis, layout, decided))) or IDLE
+        axis: " + ".join(dict.fromkeys(_forms(model, mesh, axis, layout, decided))) or IDLE
         if axis != decided.diloco.partition(":")[0]
         else RARE
         for axis, size in mesh.axes
@@ -32,11 +33,11 @@ def trade_names(model: Model, mesh: Mesh, layout: Layout, decided: Decided) -> d
     }
 
 
-def _forms(model: Model, axis: str, layout: Layout, decided: Decided) -> Iterator[str]:
+def _forms(model: Model, mesh: Mesh, axis: str, layout: Layout, decided: Decided) -> Iterator[str]:
     known = parallelism(model)
     split = [name for name, axes in layout.items() if axis in axes]
     further = [name for name, axes in layout.elsewhere if axis in axes]
-    stored = _stored(model, axis, layout, decided)
+    stored = _stored(model, mesh, axis, layout, decided)
     if any(name in known.data for name in split):
         yield f"data ({stored})" if stored else "data"
     elif stored:
@@ -60,14 +61,13 @@ def _forms(model: Model, axis: str, layout: Layout, decided: Decided) -> Iterato
     yield from (name for name in split if name not in named)
 
 
-def _stored(model: Model, axis: str, layout: Layout, decided: Decided) -> str:
+def _stored(model: Model, mesh: Mesh, axis: str, layout: Layout, decided: Decided) -> str:
     """How most parameters are stored along an axis; '' if most are whole there, or split by the layout."""
     trained = {n: v for n, v in model.graph.variables.items() if v.trainable}
+    storage = storage_of(trained.values(), mesh, layout, decided.storage)
     found: Counter[str] = Counter()
-    for name, variable in trained.items():
-        stage = read_stage(decided.storage.get(name, 0))
-        split = {a for dim in variable.shape.names for a in layout.axes(dim)}
-        if stage.number and axis not in split and (stage.over is None or axis in stage.over):
-            found[STORED[STAGES[stage.number]]] += variable.shape.size
+    for name, stage in storage.stages.items():
+        if axis in storage.further(name)[0]:
+            found[STORED[STAGES[stage.number]]] += trained[name].shape.size
     most = sum(v.shape.size for v in trained.values()) / 2
     return found.most_common(1)[0][0] if found.total() > most else ""

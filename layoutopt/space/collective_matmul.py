@@ -8,14 +8,16 @@ Only asked for: it pays where an axis splits these products and, elsewhere, what
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature, Touched
+from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature, LeftOut, Target, Touched, missing
+from layoutopt.space.parallelism import parallelism
+from layoutopt.space.splits import split_options
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.nodes import check_products
+from mesh_tf_core.lower.nodes import check_products, product_dims
 from mesh_tf_core.tracing.graph import Graph
 
 ON = "chunks"
@@ -26,6 +28,7 @@ class CollectiveMatmul(Decision):
     """Products with one dimension: () gather and scatter whole values, ("chunks",) beside the products."""
 
     prefix = "collective matmul of "
+    label = "collective matmul"
     features = (
         Feature(
             "collective_matmul",
@@ -34,6 +37,21 @@ class CollectiveMatmul(Decision):
             lambda _, options: bool(options.collective_matmul),
         ),
     )
+
+    @classmethod
+    def everything(cls, target: Target) -> dict[str, Any]:
+        graph = target.model.step_graph
+        sizes, own = graph.dims(), {n for names in product_dims(graph).values() for n in names}
+        found = (n for n in sorted(own) if len([*split_options(target.mesh, sizes[n], set(), "mesh")]) > 1)
+        return {"collective_matmul": tuple(found)}
+
+    @classmethod
+    def left_out(cls, target: Target, allowed: Allowed) -> Iterator[LeftOut]:
+        every, known = cls.everything(target)["collective_matmul"], parallelism(target.model).weights
+        usual, others = tuple(n for n in every if n in known), tuple(n for n in every if n not in known)
+        yield from missing(cls.label, "collective_matmul", allowed.collective_matmul, usual)
+        for left in missing(cls.label, "collective_matmul", allowed.collective_matmul, others):
+            yield replace(left, what=f"{cls.label} of {', '.join(others)}", finer=True)
 
     @classmethod
     def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from layoutopt.space.kind import GATHER, Allowed, Choice, Chosen, Decision, Feature, Touched
+from layoutopt.space.kind import GATHER, Allowed, Choice, Chosen, Decision, Feature, Target, Touched
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -29,9 +29,14 @@ class Context(Decision):
     """Attention to the keys along one dimension: () gathers them, else one of `FORMS`."""
 
     prefix = "context of "
+    label = "context parallelism"
     features = (
         Feature("context", "context", lambda form: form != GATHER, lambda _, options: bool(options.context)),
     )
+
+    @classmethod
+    def everything(cls, target: Target) -> dict[str, Any]:
+        return {"context": WAYS if target.axes and crossed(target.model.graph) else ()}
 
     @classmethod
     def check(cls, allowed: Allowed) -> None:

@@ -23,11 +23,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.context import Context
 from layoutopt.space.elsewhere import Elsewhere
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature, Touched
+from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature, LeftOut, Target, Touched
 from layoutopt.space.microbatches import Microbatches
 from layoutopt.space.offload import Offload, Weights
 from layoutopt.space.rarely import Rarely
@@ -140,6 +141,21 @@ class Decisions:
 def decisions(graph: Graph, mesh: Mesh, allowed: Allowed = ANYTHING) -> Decisions:
     """The decisions about a graph on a mesh; UserError if what is allowed does not suit it."""
     return Decisions(tuple(d for kind in KINDS for d in kind.about(graph, mesh, allowed)))
+
+
+def everything(target: Target) -> Allowed:
+    """All that a search can choose for a model on a mesh, of all kinds."""
+    found: dict[str, Any] = {}
+    for kind in KINDS:
+        for name, widest in kind.everything(target).items():
+            together = isinstance(widest, tuple)
+            found[name] = (*found.get(name, ()), *widest) if together else widest
+    return Allowed(**{name: widest for name, widest in found.items() if widest})
+
+
+def left_out(target: Target, allowed: Allowed) -> list[LeftOut]:
+    """What `layoutopt.cost` prices and a search did not look at, in the order of the kinds."""
+    return [left for kind in KINDS for left in kind.left_out(target, allowed)]
 
 
 def changing(touched: Touched) -> tuple[str, ...]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature
+from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature, LeftOut, Target, missing
+from layoutopt.space.parallelism import parallelism
 from layoutopt.space.splits import split_options, why_not
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import AT, ELSEWHERE, Layout
@@ -23,7 +24,27 @@ from mesh_tf_core.tracing.graph import Graph
 class Elsewhere(Decision):
     """The axes that split one dimension further; its subject is the rule, "length@elsewhere"."""
 
+    label = "sequence parallelism"
     features = (Feature("sequence", "elsewhere", lambda dim: True, lambda layout, _: bool(layout.elsewhere)),)
+
+    @classmethod
+    def everything(cls, target: Target) -> dict[str, Any]:
+        graph = target.model.graph
+        counted = {b.dim.name for b in graph.blocks if b.dim is not None}
+        options = {
+            n: [*split_options(target.mesh, sizes, set(), "mesh")] for n, sizes in graph.dims().items()
+        }
+        return {"elsewhere": tuple(n for n, axes in options.items() if len(axes) > 1 and n not in counted)}
+
+    @classmethod
+    def left_out(cls, target: Target, allowed: Allowed) -> Iterator[LeftOut]:
+        given = {name for t in target.model.graph.inputs.values() for name in t.shape.names}
+        known = given & {*parallelism(target.model).sequence}
+        every = cls.everything(target)["elsewhere"]
+        usual = tuple(name for name in every if name in known)
+        yield from missing(cls.label, "elsewhere", allowed.elsewhere, usual)
+        for other in missing("", "elsewhere", allowed.elsewhere, tuple(n for n in every if n not in known)):
+            yield LeftOut(cls.label, "further splits of other dimensions elsewhere", other.allow, finer=True)
 
     @classmethod
     def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:

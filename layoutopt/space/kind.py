@@ -17,6 +17,7 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import STAGES
+from mesh_tf_core.model import Model
 from mesh_tf_core.ops.ticks import GPIPE
 from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
@@ -28,6 +29,10 @@ HYBRID = "hybrid"
 meshes that have others too."""
 STORED = (*STAGES, HYBRID)
 """All that is allowed if nothing is said."""
+UNEQUAL = "unequal shards"
+"""In words of what is left out: what would need them (`Storage`, `Split`)."""
+OFFLOADING = "offloading"
+"""The label of kinds that keep something in the hosts' memory."""
 GATHER = "gather"
 """Attention to keys that lie split, if nothing else is chosen."""
 
@@ -133,6 +138,41 @@ class Feature:
 
 
 @dataclass(frozen=True)
+class Target:
+    """For what a search decides.
+
+    Attributes:
+      hosts: something may lie in the hosts' memory: the hardware knows the link to it.
+    """
+
+    model: Model
+    mesh: Mesh
+    hosts: bool = True
+
+    @property
+    def axes(self) -> Axes:
+        """The axes that can split something."""
+        return tuple(axis for axis, size in self.mesh.axes if size > 1)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Choices that `layoutopt.cost` prices and a search did not look at: what it proves says nothing of them.
+
+    Attributes:
+      kind: the label of their kind.
+      what: in words.
+      allow: options of `search` that allow them; "": none do.
+      finer: the search chose among other choices of this kind.
+    """
+
+    kind: str
+    what: str
+    allow: str = ""
+    finer: bool = False
+
+
+@dataclass(frozen=True)
 class Decision(ABC):
     """One thing that is decided.
 
@@ -140,12 +180,14 @@ class Decision(ABC):
       subject: what it is about.
       options: what may be chosen, the plain option first.
       prefix: of the names of this kind's decisions.
+      label: what the kind is called.
       features: what of it users may forbid.
     """
 
     subject: str
     options: tuple[Choice, ...]
     prefix: ClassVar[str] = ""
+    label: ClassVar[str] = ""
     features: ClassVar[tuple[Feature, ...]] = ()
 
     @property
@@ -161,6 +203,17 @@ class Decision(ABC):
     @classmethod  # noqa: B027  (a kind may have nothing to refuse)
     def check(cls, allowed: Allowed) -> None:
         """Raises UserError if what is allowed means nothing to this kind, whatever the model."""
+
+    @classmethod
+    @abstractmethod
+    def everything(cls, target: Target) -> dict[str, Any]:
+        """Its fields of `Allowed`, each with all that a search can choose there; () where that is nothing."""
+
+    @classmethod
+    def left_out(cls, target: Target, allowed: Allowed) -> Iterator[LeftOut]:
+        """What of `everything` is not allowed. A kind of which no search can choose all that `layoutopt.cost`
+        prices says that too."""
+        yield from not_allowed(cls, target, allowed)
 
     @classmethod
     @abstractmethod
@@ -189,3 +242,23 @@ class Decision(ABC):
     def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
         """Its fields of `Options`, from those of `layoutopt.plan.decided.Decided`."""
         return {}
+
+
+def not_allowed(kind: type[Decision], target: Target, allowed: Allowed) -> Iterator[LeftOut]:
+    """What of `everything` of a kind is not allowed."""
+    for name, widest in kind.everything(target).items():
+        yield from missing(kind.label, name, getattr(allowed, name), widest)
+
+
+def missing(label: str, field: str, allowed: Any, widest: Any) -> Iterator[LeftOut]:
+    """What of all values of a field of `Allowed` is not allowed; `label`: of the kind whose field it is."""
+    option = f"--{field.replace('_', '-')}"
+    if isinstance(widest, str):
+        if allowed != widest:
+            yield LeftOut(label, f"{label} with {field} of {widest}", f"{option} {widest}", finer=True)
+        return
+    values = [value for value in widest if value not in allowed]
+    if values:
+        every, some = dict.fromkeys((*allowed, *values)), len(values) < len(widest)
+        what = f"{label}: {', '.join(map(str, values))}" if some else label
+        yield LeftOut(label, what, f"{option} {','.join(map(str, every))}", some)

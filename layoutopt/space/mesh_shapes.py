@@ -5,7 +5,10 @@ Another shape is another machine, so every shape is a subproblem of its own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Set
+
 from costmodels.hardware import Cluster, Hardware
+from layoutopt.space.kind import LeftOut
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import MOST_DEVICES, Mesh
 
@@ -20,6 +23,25 @@ def meshes(mesh: Mesh | str | None, devices: int | None, max_axes: int, hardware
     assert devices is not None
     shapes = mesh_shapes(devices, max_axes, isinstance(hardware.topology, Cluster))
     return [Mesh([(f"axis{i}", n) for i, n in enumerate(s)]) for s in shapes]
+
+
+def other_meshes(mesh: Mesh, shapes: Set[tuple[int, ...]] | None) -> Iterator[LeftOut]:
+    """Meshes of as many devices that a search did not look at.
+
+    Args:
+      shapes: that it looked at; None: `mesh` was given.
+    """
+    axes = 0 if shapes is None else max(map(len, shapes))
+    if shapes is None and mesh.devices > 1:
+        yield LeftOut("meshes", "other meshes", f"--devices {mesh.devices}", finer=True)
+    elif shapes is not None and any(
+        not _prime(size) for shape in shapes for size in shape if len(shape) == axes
+    ):
+        yield LeftOut("meshes", f"meshes of more than {axes} axes", f"--max-axes {axes + 1}", finer=True)
+
+
+def _prime(size: int) -> bool:
+    return all(size % n for n in range(2, int(size**0.5) + 1))
 
 
 def mesh_shapes(devices: int, max_axes: int, ordered: bool) -> list[tuple[int, ...]]:

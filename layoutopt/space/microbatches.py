@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature
+from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature, Target
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -25,9 +25,15 @@ USUAL = (1, 2, 4, 8, 16, 32)
 class Microbatches(Decision):
     """The number of microbatches, as a word."""
 
+    label = "microbatches"
     features = (
         Feature("microbatches", "microbatches", lambda n: n > 1, lambda _, options: options.microbatches > 1),
     )
+
+    @classmethod
+    def everything(cls, target: Target) -> dict[str, Any]:
+        size = _size(target.model)
+        return {"microbatches": tuple(number for number in range(1, size + 1) if size % number == 0)}
 
     @classmethod
     def check(cls, allowed: Allowed) -> None:
@@ -84,9 +90,7 @@ def _impossible(model: Model, numbers: Sequence[int]) -> dict[int, str]:
 
 
 def _dividing(model: Model, allowed: Sequence[int]) -> list[int]:
-    size = 1
-    if model.batch_dim is not None:
-        size = min(t.shape.dims[0].size for t in model.graph.inputs.values() if len(t.shape))
+    size = _size(model)
     found = [m for m in sorted(set(allowed)) if size % m == 0]
     if not found:
         has = "the model has no batch" if model.batch_dim is None else f"{model.batch_dim!r} has size {size}"
@@ -95,6 +99,13 @@ def _dividing(model: Model, allowed: Sequence[int]) -> list[int]:
             f"allow 1{' or another divisor' if size > 1 else ''}"
         )
     return found
+
+
+def _size(model: Model) -> int:
+    """The examples of a batch that parts may divide; 1 without a batch."""
+    if model.batch_dim is None:
+        return 1
+    return min(t.shape.dims[0].size for t in model.graph.inputs.values() if len(t.shape))
 
 
 def _listed(allowed: Sequence[int]) -> str:

@@ -8,10 +8,21 @@ run again (`recompute`). Only asked for: it takes time over the host link, and h
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature, Touched
+from layoutopt.space.kind import (
+    OFFLOADING,
+    Allowed,
+    Choice,
+    Chosen,
+    Decision,
+    Feature,
+    LeftOut,
+    Target,
+    Touched,
+    not_allowed,
+)
 from layoutopt.space.storage import stored_classes
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.initializers import Variable
@@ -28,10 +39,25 @@ class Offload(Decision):
 
     variables: tuple[str, ...] = ()
     prefix = "offload of "
+    label = OFFLOADING
+    held: ClassVar[str] = "the optimizer's state"
     kind: ClassVar[str] = OPTIMIZER
     features: ClassVar[tuple[Feature, ...]] = (
         Feature("offload", "offload", lambda kind: True, lambda _, options: bool(options.offload)),
     )
+
+    @classmethod
+    def everything(cls, target: Target) -> dict[str, Any]:
+        graph = target.model.step_graph
+        found = target.hosts and any(cls.having(alike, graph) for alike in stored_classes(graph).values())
+        return {"offload": (cls.kind,) if found else ()}
+
+    @classmethod
+    def left_out(cls, target: Target, allowed: Allowed) -> Iterator[LeftOut]:
+        for left in not_allowed(cls, target, allowed):
+            yield replace(left, what=f"{cls.label} of {cls.held}", finer=bool(allowed.offload))
+        if target.hosts and any(len(alike) > 1 for alike in stored_classes(target.model.graph).values()):
+            yield LeftOut(cls.label, f"{cls.label} of {cls.held}, variable by variable", finer=True)
 
     @classmethod
     def check(cls, allowed: Allowed) -> None:
@@ -96,6 +122,7 @@ class Weights(Offload):
     """Whether one class of variables itself lies on the host: (), or ("weights",)."""
 
     prefix = "weights of "
+    held: ClassVar[str] = "weights"
     features: ClassVar[tuple[Feature, ...]] = ()
     kind: ClassVar[str] = WEIGHTS
 

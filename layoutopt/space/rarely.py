@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision
+from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, LeftOut, Target
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.layout import Layout
@@ -27,6 +27,19 @@ class Rarely(Decision):
     """The axis that the replicas lie along, and how they meet."""
 
     diloco: DiLoCo | None = None
+    label = "replicas that meet rarely"
+
+    @classmethod
+    def everything(cls, target: Target) -> dict[str, Any]:
+        """Nothing: a step in which replicas train alone is another step."""
+        return {}
+
+    @classmethod
+    def left_out(cls, target: Target, allowed: Allowed) -> Iterator[LeftOut]:
+        if target.axes and allowed.diloco is None:
+            yield LeftOut(cls.label, cls.label, "--diloco AXIS")
+        elif target.axes:
+            yield LeftOut(cls.label, "other ways to meet", "--diloco", finer=True)
 
     @classmethod
     def check(cls, allowed: Allowed) -> None:

@@ -4,10 +4,21 @@ their bodies compute, and what of it they keep (`mesh_tf_core.lower.kept`)."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature, Touched
+from layoutopt.space.kind import (
+    OFFLOADING,
+    Allowed,
+    Choice,
+    Chosen,
+    Decision,
+    Feature,
+    LeftOut,
+    Target,
+    Touched,
+    missing,
+)
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -34,6 +45,7 @@ class Recompute(Decision):
     ("on", "products", "host") and keeps that on the hosts."""
 
     prefix = "recompute "
+    label = "recomputation"
     features = (
         Feature("recompute", "recompute", bool, lambda _, options: bool(options.recompute)),
         Feature(
@@ -43,6 +55,25 @@ class Recompute(Decision):
             lambda _, options: any(Recomputed.parse(text).keep for text in options.recompute),
         ),
     )
+
+    @classmethod
+    def everything(cls, target: Target) -> dict[str, Any]:
+        if not recomputable(target.model.step_graph):
+            return {"recompute": (), "offload": ()}
+        return {"recompute": (False, SELECTIVE, True), "offload": (ACTIVATIONS,) * target.hosts}
+
+    @classmethod
+    def left_out(cls, target: Target, allowed: Allowed) -> Iterator[LeftOut]:
+        every = cls.everything(target)
+        words = {False: "never", True: "always"}
+        for left in missing(cls.label, "recompute", allowed.recompute, every["recompute"]):
+            less = [words.get(value, value) for value in every["recompute"] if value not in allowed.recompute]
+            what = f"{cls.label}: {', '.join(map(str, less))}" if left.finer else cls.label
+            yield LeftOut(cls.label, what, f"--recompute {SELECTIVE}", left.finer)
+        for left in missing(OFFLOADING, "offload", allowed.offload, every["offload"]):
+            yield replace(left, what=f"{OFFLOADING} of saved activations", finer=bool(allowed.offload))
+        if every["recompute"]:
+            yield LeftOut(cls.label, f"{cls.label} with sets of your own", "--keep SETS", finer=True)
 
     @classmethod
     def check(cls, allowed: Allowed) -> None:

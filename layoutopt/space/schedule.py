@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature
+from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature, LeftOut, Target, not_allowed
+from layoutopt.space.stages import Stages
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -20,6 +21,7 @@ from mesh_tf_core.ops.ticks import (
     GPIPE,
     INTERLEAVED,
     ONE_F_ONE_B,
+    SCHEDULES,
     alternates,
     check_schedule,
     rounds_of,
@@ -36,6 +38,7 @@ def _goes_round(schedule: str, at_once: bool) -> bool:
 class Schedule(Decision):
     """The schedule of a subproblem with stages."""
 
+    label = "schedules of pipelines"
     features = (
         Feature(
             ONE_F_ONE_B,
@@ -56,6 +59,17 @@ class Schedule(Decision):
             lambda _, options: _goes_round(options.schedule, True),
         ),
     )
+
+    @classmethod
+    def everything(cls, target: Target) -> dict[str, Any]:
+        return {"schedule": SCHEDULES if Stages.everything(target)["pipeline"] else ()}
+
+    @classmethod
+    def left_out(cls, target: Target, allowed: Allowed) -> Iterator[LeftOut]:
+        if allowed.pipeline:  # else no pipeline was looked at
+            yield from not_allowed(cls, target, allowed)
+            rounds = f"--schedule {CIRCULAR}:R,{INTERLEAVED}:R"
+            yield LeftOut(cls.label, f"{cls.label}: more rounds", rounds, finer=True)
 
     @classmethod
     def check(cls, allowed: Allowed) -> None:

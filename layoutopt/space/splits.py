@@ -8,9 +8,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision
+from layoutopt.space.kind import UNEQUAL, Allowed, Choice, Chosen, Decision, LeftOut, Target, not_allowed
+from layoutopt.space.undivided import first_of
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import AT, ELSEWHERE, Axes, Layout
 from mesh_tf_core.ir.mesh import NO_AXIS, Mesh
@@ -24,6 +25,23 @@ ANYTHING = Allowed()
 @dataclass(frozen=True)
 class Split(Decision):
     """The mesh axes that one dimension is split over, wherever it appears."""
+
+    label = "splits"
+
+    @classmethod
+    def everything(cls, target: Target) -> dict[str, Any]:
+        return {"orders": ORDERS[1]} if len(target.axes) > 1 else {}
+
+    @classmethod
+    def left_out(cls, target: Target, allowed: Allowed) -> Iterator[LeftOut]:
+        yield from not_allowed(cls, target, allowed)
+        if allowed.pins or allowed.forbid:
+            yield LeftOut(cls.label, f"{cls.label} that --pin or --forbid rule out", finer=True)
+        if uneven := [*_uneven(target)]:
+            what = f"{cls.label} into {UNEQUAL}: {first_of(uneven)}"
+            yield LeftOut(cls.label, what, finer=True)
+        if target.axes:
+            yield LeftOut(cls.label, f"{cls.label} of single operations", "--refine", finer=True)
 
     @classmethod
     def check(cls, allowed: Allowed) -> None:
@@ -100,6 +118,17 @@ def inside(graph: Graph, stages: Mapping[str, Axes]) -> dict[str, Axes]:
             for t in (*node.inputs, *node.outputs):
                 found.update((n, (*found.get(n, ()), *axes)) for n in graph.tensor(t).shape.names)
     return found
+
+
+def _uneven(target: Target) -> Iterator[str]:
+    """Dimensions that an axis of fewer devices does not divide."""
+    graph = target.model.graph
+    counted = {b.dim.name for b in graph.blocks if b.dim is not None}
+    ways = [target.mesh.size(axis) for axis in target.axes]
+    for name, sizes in graph.dims().items():
+        whole = name in counted or name in graph.unsplit
+        if not whole and any(size > n and size % n for size in sizes for n in ways):
+            yield name
 
 
 def split_options(mesh: Mesh, sizes: Set[int], forbidden: set[str], orders: str) -> Iterator[Axes]:

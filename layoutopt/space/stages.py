@@ -7,25 +7,38 @@ its own, where nothing is left to choose. Only asked for: a search then has many
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
-from layoutopt.space.kind import Allowed, Feature
+from layoutopt.space.kind import Allowed, Feature, LeftOut, Target, not_allowed
 from layoutopt.space.splits import Split, split_options
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
 from mesh_tf_core.ops.ticks import GPIPE
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.pipeline import loop_dims
+from mesh_tf_core.tracing.pipeline import check_stages, loop_dims
 
 
 @dataclass(frozen=True)
 class Stages(Split):
     """The axes that one dimension of layers is split over."""
 
+    label = "pipelines"
     features = (Feature("pipeline", "pipeline", lambda dim: True, lambda *_: True),)
+
+    @classmethod
+    def everything(cls, target: Target) -> dict[str, Any]:
+        dims = target.model.graph.dims()
+        named = (n for n in loop_dims(target.model.graph) if len([*_possible(target, n, dims[n])]) > 1)
+        return {"pipeline": tuple(named)}
+
+    @classmethod
+    def left_out(cls, target: Target, allowed: Allowed) -> Iterator[LeftOut]:
+        yield from not_allowed(cls, target, allowed)
 
     @classmethod
     def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
@@ -68,6 +81,15 @@ def ways(model: Model, mesh: Mesh, allowed: Allowed) -> Iterator[Allowed]:
         if len({a for axes in stages.values() for a in axes}) == sum(map(len, stages.values())):
             for schedule in allowed.schedule if stages else (GPIPE,):
                 yield replace(plain, stages=stages, schedule=(schedule,))
+
+
+def _possible(target: Target, dim: str, sizes: Set[int]) -> Iterator[Axes]:
+    """The axes that some layers can lie over as stages."""
+    for axes in split_options(target.mesh, sizes, set(), "mesh"):
+        with suppress(UserError):
+            if axes:
+                check_stages(target.model.graph, dim, target.mesh.group_size(axes))
+            yield axes
 
 
 def count(mesh: Mesh, allowed: Allowed) -> dict[str, int]:

@@ -10,7 +10,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from layoutopt.space.kind import HYBRID, Allowed, Choice, Chosen, Decision, Feature, Touched
+from layoutopt.space.kind import (
+    HYBRID,
+    STORED,
+    UNEQUAL,
+    Allowed,
+    Choice,
+    Chosen,
+    Decision,
+    Feature,
+    LeftOut,
+    Target,
+    Touched,
+    not_allowed,
+)
+from layoutopt.space.undivided import storage_of, stored_at, undivided
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.initializers import Variable
@@ -18,7 +32,7 @@ from mesh_tf_core.ir.layout import AT, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import STAGES, Stage, read_stage
-from mesh_tf_core.ops.ticks import alternates
+from mesh_tf_core.ops.ticks import INTERLEAVED, ONE_F_ONE_B, alternates
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -29,6 +43,7 @@ class Storage(Decision):
 
     variables: tuple[str, ...] = ()
     prefix = "storage of "
+    label = "storage (ZeRO)"
     features = (
         Feature("zero", "storage", lambda stage: stage != STAGES[0], lambda _, options: bool(_said(options))),
         Feature(
@@ -38,6 +53,28 @@ class Storage(Decision):
             lambda _, options: any(stage.over for stage in _said(options)),
         ),
     )
+
+    @classmethod
+    def everything(cls, target: Target) -> dict[str, Any]:
+        stages = STORED if len(target.axes) > 1 else STAGES
+        return {"storage": stages if target.axes and stored_classes(target.model.graph) else ()}
+
+    @classmethod
+    def left_out(cls, target: Target, allowed: Allowed) -> Iterator[LeftOut]:
+        yield from not_allowed(cls, target, allowed)
+        graph = target.model.graph
+        if len(target.axes) > 1:
+            yield LeftOut(
+                cls.label, f"{cls.label} over other axes", f"--storage {STAGES[-1]}@AXIS", finer=True
+            )
+        if target.axes and any(len(alike) > 1 for alike in stored_classes(graph).values()):
+            yield LeftOut(cls.label, f"{cls.label} of single variables", finer=True)
+        if allowed.pipeline and any(map(alternates, allowed.schedule)):
+            late = f"{cls.label} from {STAGES[2]} on of what no stage has, in {ONE_F_ONE_B} and {INTERLEAVED}"
+            yield LeftOut(cls.label, late, finer=True)
+        every = graph.variables.values()
+        if undivided(storage_of(every, target.mesh, Layout(), stored_at(every, STAGES[-1]))):
+            yield LeftOut(cls.label, f"{cls.label} in {UNEQUAL}", finer=True)
 
     @classmethod
     def check(cls, allowed: Allowed) -> None:

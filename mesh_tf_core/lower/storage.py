@@ -147,6 +147,20 @@ class Storage:
                     )
         self._views: dict[str, Layout] = {}
 
+    def further(self, variable: str) -> tuple[Axes, Axes]:
+        """The axes that the stage of a variable splits it over further, and those left to it that divide none
+        of its dimensions: over these every device keeps all of it. Both are empty at stage 0."""
+        stage, v = self.stages.get(variable), self.variables[variable]
+        if stage is None:
+            return (), ()
+        before, after = (
+            {axis for name in v.shape.names for axis in layout.axes(name)}
+            for layout in (self.read_in(variable), self.view(variable))
+        )
+        spare = [axis for axis, size in self.mesh.axes if size > 1 and axis not in before]
+        own = [axis for axis in spare if stage.over is None or axis in stage.over]
+        return tuple(a for a in own if a in after), tuple(a for a in own if a not in after)
+
     def stage(self, variable: str) -> int:
         """The stage of a variable; 0 if no axis is left over which it could be split further."""
         stage = self.stages.get(variable)

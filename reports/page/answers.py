@@ -201,21 +201,25 @@ def proof(plan: PlanFile) -> Answer:
     if solver is None:
         return Answer(question, "Not proven", "the plan has no record of a search", "warn")
     considered = considered_words(solver.layouts_considered)
+    limits = f"; not looked at: {plan.space.names}" if plan.space and plan.space.not_looked_at else ""
     spent = f" in {seconds(solver.wall_seconds)}" if solver.wall_seconds is not None else ""
     if solver.status == INFEASIBLE:
         least = f"; none needs less than {memory(solver.bound)}" if solver.bound else ""
         among = f"none of {considered} fits" if considered else "no layout fits"
         return Answer(
-            question, "Nothing fits", f"proven: {among}{least}; this is the leanest one found", "bad"
+            question, "Nothing fits", f"proven: {among}{least}; this is the leanest one found{limits}", "bad"
         )
     if solver.proven:
         among = f"none of {considered} is better" if considered else "no layout is better"
         said = f", with {shorten(rules(plan), 80)}" if rules(plan) else ""
-        note = f"{among} under this cost model{said}; shown{spent}"
+        note = f"{among} under this cost model{said}; shown{spent}{limits}"
         return _checked(Answer(question, "Proven optimal", note, "good"), plan.details.proof)
     status = solver.status.replace("_", " ").lower()
     if solver.gap is not None:
-        note = f"best found{spent}; a better one would gain at most {percent(abs(solver.gap))}"
+        likely = "" if solver.likely_gap is None else f", likely {percent(solver.likely_gap)} (see the notes)"
+        note = (
+            f"best found{spent}; a better one would gain at most {percent(abs(solver.gap))}{likely}{limits}"
+        )
         return Answer(question, f"Not proven: {shorten(status, 24)}", note, "warn")
     return Answer(
         question, f"Not proven: {shorten(status, 24)}", f"the search ended{spent} without a bound", "warn"

@@ -1,0 +1,137 @@
+"""Variables that a stage of storage (ZeRO) cannot split: none of their dimensions divides by the devices.
+
+`mesh_tf_core.lower.storage.Storage.further` is the rule; whatever names storage, or says why it saves
+nothing, asks here: prices, plans, named plans, the words for axes, likely mistakes, and why nothing fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower.storage import Stage, Stages, Storage, read_stage
+
+MENTIONED = 0.01
+"""Share of the trained bytes; what is stored whole and is less is not mentioned: scales, biases."""
+NAMED = 3
+"""Variables or dimensions that a text names."""
+WIDER = 2
+"""Up to so many times as many devices are looked at for a number that divides."""
+
+
+@dataclass(frozen=True)
+class Undivided:
+    """Variables with the same stage that is split over fewer devices than it asks for.
+
+    Attributes:
+      ways: devices that share one replica's storage.
+      parts: into which they are split all the same; 1: they are stored whole.
+      variables: their names, the largest first.
+      share: of the bytes of all trained variables.
+      below, above: the nearest numbers of devices that divide them; 0: none is near.
+      inside: the largest divisor of `ways` that divides them; 1: there is none.
+    """
+
+    stage: str
+    ways: int
+    parts: int
+    variables: tuple[str, ...]
+    share: float
+    below: int = 0
+    above: int = 0
+    inside: int = 1
+
+    def __str__(self) -> str:
+        count = f"{len(self.variables)} variable{'s' * (len(self.variables) > 1)}"
+        which = f"{count} ({100 * self.share:.0f} % of the bytes: {first_of(self.variables)})"
+        does = "splits nothing of" if self.parts == 1 else f"splits into {self.parts} parts, not {self.ways},"
+        return f"{self.stage} {does} {which}: no dimension divides into {self.ways} parts; {self.fix}"
+
+    @property
+    def fix(self) -> str:
+        """Numbers of devices that would divide."""
+        near = " or ".join(str(n) for n in (self.below, self.above) if n)
+        fixes = [f"{near} devices would divide"] if near else []
+        if self.inside > max(1, self.parts):
+            rest = self.ways // self.inside
+            fixes.append(
+                f"so would an axis of {self.inside} of these {self.ways} (axes of {rest} and {self.inside})"
+            )
+        return ", and ".join(fixes) or "split a dimension of theirs by the layout, or give it another size"
+
+
+def storage_of(
+    variables: Iterable[Variable], mesh: Mesh, layout: Layout, stages: Mapping[str, str | int | Stage]
+) -> Storage:
+    """The storage of some variables; stages of others are left out."""
+    known = {v.name: v for v in variables}
+    return Storage(mesh, layout, known, {n: read_stage(s) for n, s in stages.items() if n in known})
+
+
+def split_stages(storage: Storage) -> dict[str, str]:
+    """Variable -> its stage, of those that it splits further."""
+    return {name: str(stage) for name, stage in storage.stages.items() if storage.further(name)[0]}
+
+
+def undivided(storage: Storage) -> list[Undivided]:
+    """What stages leave whole, or split less than they ask for, the largest part first; too little to mention
+    is left out."""
+    trained = {n: v for n, v in storage.variables.items() if v.trainable}
+    total = sum(v.bytes for v in trained.values())
+    groups: dict[tuple[str, int, int], list[Variable]] = {}
+    for name in storage.stages.keys() & trained.keys():
+        done, left = storage.further(name)
+        if left and len(trained[name].shape):
+            ways = storage.mesh.group_size((*done, *left))
+            key = str(storage.stages[name]), ways, storage.mesh.group_size(done)
+            groups.setdefault(key, []).append(trained[name])
+    found = []
+    for (stage, ways, parts), some_of in groups.items():
+        some_of.sort(key=lambda v: (-v.bytes, v.name))
+        share = sum(v.bytes for v in some_of) / total
+        if share >= MENTIONED:
+            names, numbers = tuple(v.name for v in some_of), dict(_numbers(storage, some_of, ways))
+            found.append(Undivided(stage, ways, parts, names, share, **numbers))
+    return sorted(found, key=lambda each: -each.share)
+
+
+def _numbers(storage: Storage, variables: Iterable[Variable], ways: int) -> Iterator[tuple[str, int]]:
+    """The fields of numbers that divide most of what is stored: all but what is too little to mention."""
+    pieces = [(v.bytes, [*_pieces(storage, v)]) for v in variables]
+    total = sum(size for size, _ in pieces)
+
+    def divides(n: int) -> bool:
+        return sum(size for size, own in pieces if any(p % n == 0 for p in own)) >= (1 - MENTIONED) * total
+
+    yield "below", next((n for n in range(ways - 1, 1, -1) if divides(n)), 0)
+    yield "above", next((n for n in range(ways + 1, WIDER * ways + 1) if divides(n)), 0)
+    yield "inside", next((n for n in range(ways // 2, 1, -1) if ways % n == 0 and divides(n)), 1)
+
+
+def _pieces(storage: Storage, variable: Variable) -> Iterator[int]:
+    """The sizes that a device finds of the dimensions that may be split further."""
+    layout = storage.read_in(variable.name)
+    for dim in variable.shape.dims[variable.stacked :]:
+        yield dim.size // storage.mesh.group_size(layout.axes(dim.name))
+
+
+def mostly_split(storage: Storage) -> bool:
+    """Whether most parameters are split further than the layout says."""
+    trained = {n: v.shape.size for n, v in storage.variables.items() if v.trainable}
+    split = sum(size for name, size in trained.items() if storage.further(name)[0])
+    return split > math.fsum(trained.values()) / 2
+
+
+def stored_at(variables: Iterable[Variable], stage: str) -> Stages:
+    """All trained variables at one stage; scalars have none."""
+    return {v.name: read_stage(stage).short for v in variables if v.trainable and len(v.shape)}
+
+
+def first_of(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return f"{', '.join(names[:NAMED])}{more}"
