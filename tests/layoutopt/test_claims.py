@@ -42,7 +42,14 @@ def test_where_tables_and_program_differ_nothing_is_called_optimal(
         assert 0.009 <= said.gap <= 0.012
     assert any("the tables sum to" in note for note in plan.data.notes)
     condition = "if the tables come to at most 1.2 % more than the program of any layout"
-    assert any(condition in note for note in plan.data.notes) == (factor > 1)
+    notes = [note for note in plan.data.notes if condition in note]
+    assert bool(notes) == (factor > 1)
+    for note in notes:  # the gap under the condition is in the plan too, beside the one that holds without it
+        assert said.likely_gap == pytest.approx(1 - said.likely_bound / said.objective) and said.gap > 0.1
+        assert (
+            f"takes less than {said.likely_bound:.9g} s, and the gap is {100 * said.likely_gap:.2g} %" in note
+        )
+    assert (said.likely_gap is None) == (factor < 1)
 
 
 def test_within_the_tolerance_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:

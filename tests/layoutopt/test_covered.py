@@ -1,0 +1,115 @@
+"""A proof says what it is of: how many layouts, and which choices are none of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+import mesh_tf_core as mtf
+from examples.transformer_lm import model as transformer
+from layoutopt.plan.build import parse_plan
+from layoutopt.plan.covered import LeftOut, Space, count_text
+from layoutopt.space.decisions import KINDS, everything, left_out
+from layoutopt.space.kind import Allowed, Decision, Target
+from tests.layoutopt.models import EXAMPLES, SMALL
+from tests.searching import search
+
+MESH = mtf.Mesh("x:2;y:2")
+TARGET = Target(transformer(**{**SMALL, "layers": 4}, attention="fused"), MESH)
+NOT_CHOSEN = {"near", "stages", "pins", "forbid", "diloco"}
+"""Fields of `Allowed` that say where, or what is given: nothing more of them can be allowed."""
+
+
+def names(allowed: Allowed, target: Target = TARGET) -> set[str]:
+    return {left.kind for left in left_out(target, allowed) if not left.finer}
+
+
+def test_every_kind_says_what_it_can_choose_and_what_was_left_out() -> None:
+    for kind in KINDS:
+        assert kind.label, kind
+        assert kind.everything is not Decision.everything
+    said = {name for kind in KINDS for name in kind.everything(TARGET)}
+    assert said == {f.name for f in fields(Allowed)} - NOT_CHOSEN
+
+
+def test_with_everything_allowed_only_what_no_search_chooses_is_left_out() -> None:
+    wide = everything(TARGET)
+    assert names(wide) == {"replicas that meet rarely"}
+    for f in fields(Allowed):
+        if f.name not in NOT_CHOSEN:
+            assert getattr(wide, f.name) != getattr(replace(Allowed(), storage=(), microbatches=()), f.name)
+
+
+class Watched:
+    """What is allowed, and which fields were read."""
+
+    def __init__(self, allowed: Allowed) -> None:
+        self.allowed, self.read = allowed, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.read.add(name)
+        return getattr(self.allowed, name)
+
+
+def test_no_field_of_what_is_allowed_is_forgotten() -> None:
+    """A new field that no kind reads when it says what was left out is a proof that says too much."""
+    watched: Any = Watched(replace(everything(TARGET), pins={}))
+    list(left_out(TARGET, watched))
+    assert watched.read >= {f.name for f in fields(Allowed)} - {"near", "stages"}
+
+
+@pytest.mark.parametrize("name", sorted({f.name for f in fields(Allowed)} - NOT_CHOSEN))
+def test_less_allowed_is_said(name: str) -> None:
+    wide, plain = everything(TARGET), Allowed(context=("gather",))
+    less = replace(wide, **{name: plain.__dict__[name] if name != "storage" else ("layout",)})
+    if name == "recompute":
+        less = replace(less, recompute=(False,))
+    before, after = set(left_out(TARGET, wide)), set(left_out(TARGET, less))
+    assert (after - before) or (name == "schedule" and less.schedule != wide.schedule)
+    options = {left.allow.partition(" ")[0] for left in after - before}
+    assert f"--{name.replace('_', '-')}" in options
+
+
+def test_pins_are_said() -> None:
+    whats = {left.what for left in left_out(TARGET, Allowed(pins={"batch": ("x",)}))}
+    assert "splits that --pin or --forbid rule out" in whats
+
+
+def test_a_plan_carries_it() -> None:
+    plan = search(EXAMPLES["mlp"](), mesh=MESH, hardware="tpu-v3", microbatches=(1,))
+    space = plan.data.space
+    assert plan.solver.layouts_considered == f"{space.layouts:,}"
+    assert [left.model_dump() for left in space.not_looked_at][: len(KINDS)]
+    assert "offloading" in space.names and "--offload optimizer,weights" in space.allow
+    again = parse_plan(json.loads(json.dumps(plan.to_json())))
+    assert again.data.space == space
+    older = plan.to_json()
+    del older["space"]
+    assert parse_plan(older).data.space is None
+
+
+def test_meshes_are_said() -> None:
+    given = search(EXAMPLES["mlp"](), mesh="x:4", hardware="tpu-v3", microbatches=(1,))
+    free = search(EXAMPLES["mlp"](), devices=4, max_axes=1, hardware="tpu-v3", microbatches=(1,))
+    wide = search(EXAMPLES["mlp"](), devices=4, hardware="tpu-v3", microbatches=(1,))
+    said = [[x.what for x in p.data.space.not_looked_at if x.kind == "meshes"] for p in (given, free, wide)]
+    assert said == [["other meshes"], ["meshes of more than 1 axes"], []]
+
+
+def test_words() -> None:
+    left = (
+        LeftOut(kind="pipelines", what="pipelines", allow="--pipeline layers"),
+        LeftOut(kind="offloading", what="offloading of weights", allow="--offload weights"),
+        LeftOut(kind="offloading", what="offloading of the optimizer's state", allow="--offload optimizer"),
+        LeftOut(kind="offloading", what="offloading of single variables", finer=True),
+        LeftOut(kind="splits", what="splits of single operations", allow="--refine", finer=True),
+    )
+    space = Space(layouts=1_859_000_000_000, not_looked_at=left)
+    assert space.count == "1.9e12 layouts" and count_text(98_304) == "98,304"
+    assert space.limits == (
+        "not looked at: pipelines, offloading, finer choices of splits; "
+        "--pipeline layers --offload weights,optimizer"
+    )
