@@ -56,7 +56,11 @@ class Offload(Decision):
     def left_out(cls, target: Target, allowed: Allowed) -> Iterator[LeftOut]:
         for left in not_allowed(cls, target, allowed):
             yield replace(left, what=f"{cls.label} of {cls.held}", finer=bool(allowed.offload))
-        if target.hosts and any(len(alike) > 1 for alike in stored_classes(target.model.graph).values()):
+        if not target.hosts:  # a search refuses it there, and prices know of it
+            yield LeftOut(
+                cls.label, f"{cls.label} of {cls.held} where hosts have no other memory", finer=True
+            )
+        elif any(len(alike) > 1 for alike in stored_classes(target.model.graph).values()):
             yield LeftOut(cls.label, f"{cls.label} of {cls.held}, variable by variable", finer=True)
 
     @classmethod

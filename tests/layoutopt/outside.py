@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from layoutopt.plan.covered import Space
 from layoutopt.space import decisions as space
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.elsewhere import Elsewhere
-from layoutopt.space.kind import Allowed, Target
+from layoutopt.space.kind import Allowed, Decision, Target
 from layoutopt.space.microbatches import Microbatches, numbers
 from layoutopt.space.schedule import Schedule
 from layoutopt.space.splits import Split
@@ -58,6 +58,7 @@ TINY = {
     "batch": 4,
     "length": 8,
 }
+MESHES = ("x:4", "x:2", "x:2;y:2", "x:6", "x:3")
 PROVEN = ("OPTIMAL", "INFEASIBLE")
 PLAIN = Allowed(context=("gather",))
 
@@ -231,7 +232,7 @@ def thin(seed: int) -> mtf.Model:
 
 def setting(seed: int) -> tuple[mtf.Model, str]:
     """A model and a mesh; some models have attention, or experts."""
-    mesh = ("x:4", "x:2", "x:2;y:2", "x:6", "x:3")[seed % 5]
+    mesh = MESHES[seed % len(MESHES)]
     if seed % 12 == 3:
         return transformer(**TINY, attention="fused", optimizer=("adam", "sgd")[seed % 4 == 1]), mesh
     if seed % 12 == 5:
@@ -259,8 +260,20 @@ class Hunt:
     status: dict[str, int] = field(default_factory=dict)
     outside: dict[str, int] = field(default_factory=dict)
 
-    def look(self, model: mtf.Model, mesh: str, hardware: Hardware, seed: int, many: int) -> None:
-        """Holds one search against so many prices; AssertionError where they contradict."""
+    def look(
+        self,
+        model: mtf.Model,
+        mesh: str,
+        hardware: Hardware,
+        seed: int,
+        many: int,
+        forgets: type[Decision] | None = None,
+    ) -> None:
+        """Holds one search against so many prices; AssertionError where they contradict.
+
+        Args:
+          forgets: a kind that the search does not know of: a planted fault.
+        """
         rng, target = random.Random(seed), Target(model, mtf.Mesh(mesh))
         target = replace(target, hosts=has_hosts(hardware))
         found = [*prices(target, hardware, rng, many)]
@@ -272,7 +285,8 @@ class Hunt:
         if rng.random() < 0.4:
             allowed = fewer(allowed, rng)
         where = f"seed {seed}, {model.name} on {mesh}, {hardware.name}, {limit:.0f} bytes, {allowed}"
-        status, bound, covered = answer(target, hardware, limit, allowed, where)
+        with forgotten(forgets):
+            status, bound, covered = answer(target, hardware, limit, allowed, where)
         if status not in PROVEN:  # there was no time for so much; of less there is
             allowed = fewer(allowed, rng)
             where = f"{where}, fewer: {allowed}"
@@ -290,6 +304,16 @@ class Hunt:
             )
             for kind in kinds:
                 self.outside[kind] = self.outside.get(kind, 0) + 1
+
+
+@contextmanager
+def forgotten(kind: type[Decision] | None) -> Iterator[None]:
+    """A search without one of the kinds."""
+    try:
+        space.KINDS = tuple(each for each in ALL_KINDS if each is not kind)  # type: ignore[misc]
+        yield
+    finally:
+        space.KINDS = ALL_KINDS  # type: ignore[misc]
 
 
 def has_hosts(hardware: Hardware) -> bool:
