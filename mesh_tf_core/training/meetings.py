@@ -1,11 +1,12 @@
-"""Replicas that are jobs of their own, and meet in a directory: one that is late or lost stops nobody.
+"""Replicas that are jobs of their own, and meet in a directory: one that is late or lost stops no other.
 
 Replicas train alone as those of an axis do (`tracing.replicas`), but each in a job of its own, on whatever
 devices. In common they have a row of outer states, each one file: the variables that all begin from, and the
 outer momentum. Round r is open from when state r is there until state r + 1 is. After every `period` steps a
 replica
 
-    posts      how far it came from the state that it began from, into the round that is open now
+    saves      its checkpoint, if it keeps any, with the state that it began from
+    posts      how far it came from that state, into the round that is open now
     waits      until all that were in the last meeting (at first all) have posted there, the round is closed,
                or its patience is over
     closes     the round, if it still is open: of the mean over the posts that are there follows the next
@@ -14,46 +15,51 @@ replica
 
 so that a lost replica costs the others their patience once, a late one joins the round that is open when it
 comes, unless it began more than `staleness` rounds before that (then what it did is dropped), and one that
-returns takes the newest state. Optimizer state stays with its replica. Files appear whole or not at all: they
-are written beside their place and renamed, and a state that is there is never replaced. With all replicas in
-time it is algorithm 1 of Douillard et al. 2023.
+returns takes the newest state. Optimizer state stays with its replica. With all replicas in time it is
+algorithm 1 of Douillard et al. 2023.
+
+Work is posted once. A replica that is killed goes on from its checkpoint, which is no older than its last
+post: it meets first if it had not yet, and if a state has its work in it already, it takes that state and
+posts nothing. So after any kills, with nobody too late, the states and variables are those of an undisturbed
+run.
+
+A post that is not finite, or has not what posts of this model have, is left out of the mean, which
+the state says.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import re
 import time
-import zipfile
-import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from mesh_tf_core.engines import Engine
+from mesh_tf_core.engines.pieces import Piece
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.files import write_file
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.ops.few_bits import WHOLE, quantised, restored
+from mesh_tf_core.ops.few_bits import BITS, DTYPE, WHOLE, quantised, restored
 from mesh_tf_core.tracing.diloco import Part, fragments_of
 from mesh_tf_core.tracing.meeting import MOMENTUM
 from mesh_tf_core.training.decoupled import Decoupled
-from mesh_tf_core.training.locking import locked
+from mesh_tf_core.training.finite import is_finite
+from mesh_tf_core.training.meeting_files import FLOATS, Arrays, Directory, State, Unfit
+from mesh_tf_core.training.opened import Checkpoint
 
-Arrays = dict[str, np.ndarray]
 CODES, SCALES = "codes", "scales"
 """Names, below a variable's own, of what stands for it in few bits."""
-ABOUT = "about"
-"""The array of a file that says what else is known of it, as JSON."""
-POLL = 0.05
-"""Seconds between two looks at the directory, at first; a thousandth of the patience if that is more."""
+BEGAN, LOST = "meet/began", "meet/lost"
+"""Names, below a variable's own, of what a checkpoint has of the meetings: the state that the replica began
+from, and what rounding lost of its last post."""
+EXTRA = "meet"
+"""What else a checkpoint says of them, by this name."""
+POLL, SLOWEST = 0.05, 1.0
+"""Seconds between two looks at the directory: a thousandth of the patience, within these."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +69,21 @@ class Met:
     Attributes:
       round: the state that was taken.
       present: replicas whose work is in it.
-      dropped: what this one did is not: it was too old.
+      dropped: what this one did is not: it was too old, or left out.
       bytes: that it posted, each time it did, without the file's own.
+      left: replicas whose posts were left out of it, and why.
     """
 
     round: int
     present: tuple[int, ...]
     dropped: bool
     bytes: int = 0
+    left: Mapping[int, str] = field(default_factory=dict)
 
     def words(self, count: int) -> str:
         """'round 3, 3 of 4 replicas'."""
-        lost = "; what this one did was too old and is dropped" if self.dropped else ""
+        lost = "; what this one did was too old and is dropped" if self.dropped and not self.left else ""
+        lost += "".join(f"; the post of replica {one} is left out: {why}" for one, why in self.left.items())
         return f"round {self.round}, {len(self.present)} of {count} replicas{lost}"
 
 
@@ -83,24 +92,31 @@ class Meetings:
 
     Args:
       engine, program: of its training.
+      found: the checkpoint that it goes on from.
 
     Attributes:
       round: the state that the replica began from.
+      pending: a meeting is due before the next step.
     """
 
-    def __init__(self, how: Decoupled, engine: Engine, program: Program) -> None:
+    def __init__(
+        self, how: Decoupled, engine: Engine, program: Program, found: Checkpoint | None = None
+    ) -> None:
         self.how, self.engine = how, engine
         self._shapes = {v.name: v.shape.sizes for v in _trained(program)}
         self.names = [*self._shapes]
         self._parts = fragments_of(_trained(program), how.fragments)
-        self.round, self._began = -1, Arrays()
-        self._lost: list[Arrays] = [{} for _ in self._parts]
-        _folder(Path(how.directory))
-        if self._newest() < 0:
+        self.round, self._began, self.pending = -1, Arrays(), False
+        self._lost = Arrays()
+        if how.bits != WHOLE:
+            self._lost = {v.name: _wide(np.zeros(v.shape.sizes, v.dtype)) for v in _trained(program)}
+        self.directory = Directory(how)
+        if self.directory.newest() < 0:
             began = {name: _wide(engine.read(name)) for name in self.names}
             still = {f"{name}/{MOMENTUM}": np.zeros_like(x) for name, x in began.items()}
-            self._put_state(0, {**began, **still}, ())
-        self._take()
+            self.directory.put_state(0, {**began, **still})
+        if found is None or not self._goes_on(found):
+            self._take(self.directory.newest())
 
     def stream(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         """Of all batches, every replica its own in turn."""
@@ -110,185 +126,243 @@ class Meetings:
         """Whether replicas meet after a step."""
         return step % (self.how.period // self.how.fragments) == 0
 
-    def meet(self) -> Met:
-        """Posts what was done since the last meeting, and takes the newest state."""
+    def meet(self, stop: Callable[[], bool] = lambda: False) -> Met | None:
+        """Posts what was done since the last meeting, and takes the newest state.
+
+        Args:
+          stop: asked while others are waited for; once it is true, None is returned, and `pending` stays.
+
+        Raises:
+          UserError: the variables are not finite, or what lies in the directory cannot be gone on from.
+        """
+        self.pending = True
         since, size = self.round, 0
         while True:
-            open = self._newest()
+            open = self.directory.newest()
             if open < since:
                 raise UserError(
                     f"meet: {str(self.how.directory)!r} had state {since} and has it no longer; somebody "
                     "removed it: begin all replicas anew, in another directory"
                 )
+            held = self._held(since, open)
+            if held is not None:  # before this process was
+                self._lost = self._made(held - 1)[1]
+                return self._taken(held, size=size)
             if open - since > self.how.staleness * self.how.fragments:
-                return self._taken(dropped=True, size=size)
-            fragment = open % self.how.fragments
-            came = {
-                name: self._began[name][part] - _wide(self.engine.read(name))[part]
-                for name, part in self._parts[fragment].items()
-            }
-            post, lost = self._rounded(came, self._lost[fragment])
+                return self._taken(open, size=size, dropped=True)
+            post, lost = self._made(open)
             size = sum(array.nbytes for array in post.values())
-            _write(self._post(open, self.how.replica), post, {"since": since, "bits": self.how.bits})
-            self._await(open)
-            if self._newest() == open:
+            self.directory.put_post(open, since, post)
+            if not self._await(open, stop):
+                return None
+            if self.directory.newest() == open:
                 self._close(open)
             with contextlib.suppress(FileNotFoundError):  # it is long ago
-                if self.how.replica in self._state(open + 1)[1]["present"]:
-                    self._lost[fragment] = lost
-                    return self._taken(dropped=False, size=size)
+                about = self.directory.about(open + 1)
+                if self.how.replica in about.present:
+                    self._lost = lost
+                if self.how.replica in (*about.present, *about.left):
+                    return self._taken(self.directory.newest(), size, self.how.replica in about.left)
             # Another one closed it just before the post was there: the next round takes it.
 
-    # -- few bits --------------------------------------------------------------------------------------------
+    # -- a checkpoint ----------------------------------------------------------------------------------------
 
-    def _rounded(self, came: Arrays, before: Arrays) -> tuple[Arrays, Arrays]:
-        """What is posted, and what of it is lost by rounding; `before`: what was lost of the last post."""
+    def kept(self) -> tuple[dict[Piece, Any], dict[str, Any]]:
+        """What a checkpoint must have so that a training goes on from it as if nothing had been: arrays, and
+        plain data."""
+        arrays = {f"{name}/{BEGAN}": array for name, array in self._began.items()}
+        arrays |= {f"{name}/{LOST}": array for name, array in self._lost.items()}
+        pieces: dict[Piece, Any] = {}
+        for name, array in arrays.items():
+            begin = (0,) * array.ndim
+            pieces[Piece(name, str(array.dtype), array.shape, begin, array.shape)] = array
+        who = {"replica": self.how.replica, "count": self.how.count, "run": self.directory.run}
+        return pieces, {EXTRA: {**who, "round": self.round, "pending": self.pending}}
+
+    def _goes_on(self, found: Checkpoint) -> bool:
+        """Goes on from the checkpoint, if this replica wrote it in this run and not too long ago."""
+        kept, newest = found.extra.get(EXTRA, {}), self.directory.newest()
+        self.directory.about(newest)
+        who = {"replica": self.how.replica, "count": self.how.count, "run": self.directory.run}
+        if not kept or any(kept.get(name) != here for name, here in who.items()):
+            return False
+        late = newest - kept["round"] > self.how.staleness * self.how.fragments
+        if late and not kept["pending"]:
+            return False  # what it would do until the next meeting would be dropped there
+        self.round, self.pending = kept["round"], kept["pending"]
+        self._began = {name: found.read(f"{name}/{BEGAN}") for name in self.names}
+        for name in self._lost:
+            if f"{name}/{LOST}" in found.variables:
+                self._lost[name] = found.read(f"{name}/{LOST}")
+        return True
+
+    def _held(self, since: int, open: int) -> int | None:
+        """The first state after the one it began from that has its work in it, if it posted in a life before:
+        a checkpoint is no older than the last post."""
+        for round in range(max(since + 1, open - self.how.fragments - 1), open + 1):
+            with contextlib.suppress(FileNotFoundError):
+                if self.how.replica in self.directory.about(round).present:
+                    return round
+        return None
+
+    # -- a post ----------------------------------------------------------------------------------------------
+
+    def _fragment(self, round: int) -> dict[str, Part]:
+        return self._parts[round % self.how.fragments]
+
+    def _made(self, round: int) -> tuple[Arrays, Arrays]:
+        """What is posted into a round, and what is lost by rounding after that."""
+        came = Arrays()
+        for name, part in self._fragment(round).items():
+            came[name] = self._began[name][part] - _wide(self.engine.read(name))[part]
+            if not is_finite(came[name]):
+                raise UserError(
+                    f"meet: variable {name!r} holds numbers that are not finite, so nothing is posted and "
+                    "the others go on without this replica; start it again from a checkpoint before, with "
+                    "a smaller learning rate, a warm-up or clip_norm in the optimizer"
+                )
         if self.how.bits == WHOLE:
-            return came, {}
-        post, lost = Arrays(), Arrays()
-        for name, array in came.items():
-            whole = array + before[name] if name in before else array
+            return came, self._lost
+        post, lost = Arrays(), dict(self._lost)
+        for name, part in self._fragment(round).items():
+            whole = came[name] + lost[name][part]
             codes, scales = quantised(whole, self.how.bits)
-            lost[name] = whole - restored(codes, scales, whole.shape, self.how.bits)
+            lost[name] = lost[name].copy()
+            lost[name][part] = whole - restored(codes, scales, whole.shape, self.how.bits)
             post[f"{name}/{CODES}"], post[f"{name}/{SCALES}"] = codes, scales
         return post, lost
 
     def _posted(self, round: int, replica: int) -> Arrays:
-        """What a replica posted."""
-        found, about = _read(self._post(round, replica))
-        if about["bits"] == WHOLE:
+        """What a replica posted; raises as `Directory.read_post`."""
+        shapes = {n: self._began[n][part].shape for n, part in self._fragment(round).items()}
+        wanted: dict[int, Any] = {WHOLE: {name: (FLOATS, shape) for name, shape in shapes.items()}}
+        for bits in set(BITS) - {WHOLE}:
+            wanted[bits] = {}
+            for name, shape in shapes.items():
+                *rows, last = shape or (1,)
+                wanted[bits][f"{name}/{CODES}"] = (DTYPE,), (*rows, -(-last * bits // 8))
+                wanted[bits][f"{name}/{SCALES}"] = ("float32",), tuple(rows)
+        about, found = self.directory.read_post(round, replica, wanted)
+        if about.bits == WHOLE:
             return found
-        shapes = {
-            n: self._began[n][part].shape for n, part in self._parts[round % self.how.fragments].items()
-        }
-        return {
-            name: restored(found[f"{name}/{CODES}"], found[f"{name}/{SCALES}"], shape, about["bits"])
-            for name, shape in shapes.items()
-        }
-
-    # -- the directory ---------------------------------------------------------------------------------------
-
-    def _place(self, name: str) -> Path:
-        return Path(self.how.directory) / f"{name}.npz"
-
-    def _post(self, round: int, replica: int) -> Path:
-        return self._place(f"round-{round:08d}-replica-{replica}")
-
-    def _newest(self) -> int:
-        """The newest state; -1 if there is none."""
-        try:
-            names = os.listdir(self.how.directory)
-        except OSError as error:
-            raise UserError(
-                f"meet: the directory {str(self.how.directory)!r} cannot be read ({error.strerror})"
-            ) from None
-        found = (re.fullmatch(r"state-(\d{8})\.npz", name) for name in names)
-        return max((int(each[1]) for each in found if each), default=-1)
-
-    def _state(self, round: int) -> tuple[Arrays, dict[str, Any]]:
-        return _read(self._place(f"state-{round:08d}"))
-
-    def _put_state(self, round: int, arrays: Arrays, present: tuple[int, ...]) -> None:
-        """Makes a state, if it is not there yet."""
-        place = self._place(f"state-{round:08d}")
-        beside = self._place(f"state-{round:08d}-by-{self.how.replica}")
-        _write(beside, arrays, {"present": present, **self.how.shared})
-        with contextlib.suppress(FileExistsError):
-            os.link(beside, place)  # unlike a rename it replaces nothing
-        beside.unlink()
+        with np.errstate(over="ignore"):
+            return {
+                name: restored(found[f"{name}/{CODES}"], found[f"{name}/{SCALES}"], shape, about.bits)
+                for name, shape in shapes.items()
+            }
 
     # -- a meeting -------------------------------------------------------------------------------------------
 
-    def _await(self, open: int) -> None:
-        """Until those that were there last have posted, or the round is closed, or the time is over."""
+    def _await(self, open: int, stop: Callable[[], bool]) -> bool:
+        """Until those that were there last have posted, or the round is closed, or the time is over; whether
+        it was not stopped."""
         try:
-            there = self._state(open)[1]["present"] or range(self.how.count)
+            there = self.directory.about(open).present or range(self.how.count)
         except FileNotFoundError:
-            return  # it was closed long ago
-        pause, until = max(POLL, self.how.patience / 1000), time.monotonic() + self.how.patience
-        every = [self._post(open, replica) for replica in there]
-        while time.monotonic() < until and self._newest() == open and not all(p.exists() for p in every):
+            return True  # it was closed long ago
+        pause = min(max(POLL, self.how.patience / 1000), SLOWEST)
+        until, missing = time.monotonic() + self.how.patience, [*there]
+        while time.monotonic() < until and self.directory.newest() == open:
+            missing = [replica for replica in missing if not self.directory.has_post(open, replica)]
+            if not missing:
+                break
+            if stop():
+                return False
             time.sleep(pause)
+        return True
 
     def _close(self, open: int) -> None:
-        """Makes the next state of the mean over the posts of a round."""
-        state = self._before(open)
-        posts = [r for r in range(self.how.count) if self._post(open, r).exists()]
-        came = [self._posted(open, replica) for replica in posts]
+        """Makes the next state of the mean over the posts of a round that can be used."""
+        state, posts, left = self._before(open), dict[int, Arrays](), dict[int, str]()
+        for replica in range(self.how.count):
+            with contextlib.suppress(FileNotFoundError):
+                try:
+                    posts[replica] = self._posted(open, replica)
+                except Unfit as error:
+                    left[replica] = str(error)
+        while posts:
+            made = self._outer(open, state, posts)
+            if all(map(is_finite, made.values())):
+                self.directory.put_state(open + 1, made, [*posts], left)
+                self.directory.tidy(open - self.how.fragments)
+                return
+            worst = max(posts, key=lambda replica: _largest(posts[replica]))
+            del posts[worst]
+            left[worst] = "its numbers are too large"
+        said = "; ".join(f"replica {replica}: {why}" for replica, why in left.items())
+        raise UserError(
+            f"meet: no post of round {open} in {str(self.how.directory)!r} can be used ({said}); see who "
+            "writes there, and start again"
+        )
+
+    def _outer(self, open: int, state: Arrays, posts: Mapping[int, Arrays]) -> Arrays:
+        """The outer step: algorithm 1 of the paper, with Nesterov's momentum."""
         rate, mu, made = self.how.learning_rate, self.how.momentum, Arrays()
-        for name in self._parts[open % self.how.fragments]:
-            mean = np.mean([each[name] for each in came], axis=0)
-            momentum = mu * state[f"{name}/{MOMENTUM}"] + mean
-            made[name] = state[name] - rate * (mean + mu * momentum)
-            made[f"{name}/{MOMENTUM}"] = momentum
-        self._put_state(open + 1, made, tuple(posts))
-        self._tidy(open)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for name in self._fragment(open):
+                mean = np.mean([each[name] for each in posts.values()], axis=0)
+                momentum = mu * state[f"{name}/{MOMENTUM}"] + mean
+                made[name] = state[name] - rate * (mean + mu * momentum)
+                made[f"{name}/{MOMENTUM}"] = momentum
+        return made
 
     def _before(self, open: int) -> Arrays:
         """The last state of the fragment whose round is open; the first state is of all."""
-        last = open + 1 - self.how.fragments
+        last, parts = open + 1 - self.how.fragments, self._fragment(open)
+        at = max(last, 0)
+        found = self.directory.read_state(at, self._wanted(at, parts, ("", f"/{MOMENTUM}")))[1]
         if last > 0:
-            return self._state(last)[0]
-        first, parts = self._state(0)[0], self._parts[open % self.how.fragments]
+            return found
         return {
-            f"{n}{more}": first[f"{n}{more}"][p] for n, p in parts.items() for more in ("", f"/{MOMENTUM}")
+            f"{n}{more}": found[f"{n}{more}"][p] for n, p in parts.items() for more in ("", f"/{MOMENTUM}")
         }
 
-    def _tidy(self, closed: int) -> None:
-        """Removes what nobody reads again."""
-        for path in Path(self.how.directory).iterdir():
-            found = re.match(r"(?:state|round)-(\d{8})", path.name)
-            if found and int(found[1]) < closed - self.how.fragments:
-                path.unlink(missing_ok=True)
+    def _wanted(
+        self, round: int, parts: Mapping[str, Part], more: tuple[str, ...] = ("",)
+    ) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of what is read of a state; the first one is of whole variables."""
+        shapes = {n: np.broadcast_to(0, self._shapes[n])[p if round else ...].shape for n, p in parts.items()}
+        return {f"{name}{one}": shape for name, shape in shapes.items() for one in more}
 
-    def _taken(self, dropped: bool, size: int) -> Met:
-        present = self._take()
-        return Met(self.round, present, dropped, size)
+    def _taken(self, newest: int, size: int, dropped: bool = False) -> Met:
+        about = self._take(newest)
+        self.pending = False
+        return Met(self.round, about.present, dropped, size, about.left)
 
-    def _take(self) -> tuple[int, ...]:
-        """The newest state of every fragment as the variables; whose work is in the last."""
-        while True:
-            newest = self._newest()
+    def _take(self, newest: int) -> State:
+        """The newest state of every fragment up to one as the variables; what the last one says of itself."""
+        found: list[tuple[Mapping[str, Part], State, Arrays]] = []
+        while not found:
             first = max(self.round + 1, newest + 1 - self.how.fragments, 0)
-            with contextlib.suppress(FileNotFoundError):  # it was there when it was looked for
-                found = [(round, *self._state(round)) for round in range(first, newest + 1)]
-                break
-        for round, state, about in found:
-            self._agree(about)
-            parts = self._parts[(round - 1) % self.how.fragments] if round else dict.fromkeys(self.names, ...)
+            try:
+                for round in range(first, newest + 1):
+                    parts: Mapping[str, Part] = dict.fromkeys(self.names, ...)
+                    if round:
+                        parts = self._fragment(round - 1)
+                    found.append((parts, *self.directory.read_state(round, self._wanted(round, parts))))
+            except FileNotFoundError:  # it was there when it was looked for
+                found, newest = [], self.directory.newest()
+        for parts, _, state in found:
             for name, part in parts.items():
-                self._write(name, part, state)
+                self._write(name, part, state[name])
         self.round = newest
-        return tuple(found[-1][2]["present"]) if found else ()
+        return found[-1][1]
 
-    def _agree(self, about: Mapping[str, Any]) -> None:
-        """Raises UserError where replicas that meet otherwise made a state: they would not count this one."""
-        for name, here in self.how.shared.items():
-            there = about.get(name, here)
-            so = "replica=…/" if name == "replica" else f"{name}="
-            if there != here:
-                raise UserError(
-                    f"meet: replicas meet in {str(self.how.directory)!r} with {so}{there:g}, this one comes "
-                    f"with {so}{here:g}; say the same, or name another directory"
-                )
-
-    def _write(self, name: str, part: Part, state: Arrays) -> None:
-        """A fragment of a variable as a state has it."""
+    def _write(self, name: str, part: Part, array: np.ndarray) -> None:
+        """Sets a fragment of a variable."""
         whole = np.array(self.engine.read(name))
-        if name not in state or state[name].shape != whole[part].shape:
-            raise UserError(
-                f"meet: {str(self.how.directory)!r} has the states of another model: {name!r} is missing or "
-                "of another shape; name another directory, or the same hyperparameters and fragments"
-            )
-        if name not in self._began:
-            self._began[name] = _wide(whole).copy()
-        self._began[name][part] = state[name]
-        whole[part] = state[name]
+        began = np.array(self._began.get(name, _wide(whole)))  # a checkpoint may be writing the one before
+        began[part] = whole[part] = array
+        self._began[name] = began
         self.engine.write(name, whole)
 
 
 def _trained(program: Program) -> list[Variable]:
     return [s.variable for s in program.variables.values() if s.variable.trainable]
+
+
+def _largest(arrays: Arrays) -> float:
+    return max(float(np.abs(array).max(initial=0.0)) for array in arrays.values())
 
 
 class _Own(Iterator[Mapping[str, Any]]):
@@ -309,60 +383,7 @@ class _Own(Iterator[Mapping[str, Any]]):
         raise AttributeError(name)
 
 
-@contextlib.contextmanager
-def only(how: Decoupled) -> Iterator[str]:
-    """Within it no other process is the same replica. Yields why that is not sure, or nothing.
-
-    Raises:
-      UserError: another one is.
-    """
-    place = Path(how.directory) / f"replica-{how.replica}"
-    for path in (place.parent, place):
-        _folder(path)
-    with locked(place, f"replica {how.replica}/{how.count}") as trouble:
-        yield trouble
-
-
-def _folder(path: Path) -> None:
-    try:
-        path.mkdir(exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"meet: no directory {str(path)!r} ({error.strerror}); name one that can be written"
-        ) from None
-
-
 def _wide(array: Any) -> np.ndarray:
     """As outer steps compute: in float32 at least."""
     found = np.asarray(array)
     return found if found.dtype == np.float64 else found.astype(np.float32)
-
-
-def _write(path: Path, arrays: Mapping[str, np.ndarray], about: Mapping[str, Any]) -> None:
-    said = np.frombuffer(json.dumps(about).encode(), np.uint8)
-
-    def put(file: BinaryIO) -> None:
-        np.savez(file, **{ABOUT: said}, **arrays)  # type: ignore[arg-type]
-
-    write_file(path, put, "what replicas meet with")
-
-
-def _read(path: Path) -> tuple[Arrays, dict[str, Any]]:
-    """What `_write` wrote.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      UserError: it is another one, or torn.
-    """
-    try:
-        with np.load(path, allow_pickle=False) as found:
-            arrays = {name: found[name] for name in found.files}
-        about = json.loads(arrays.pop(ABOUT).tobytes())
-    except FileNotFoundError:
-        raise
-    except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(
-            f"meet: {str(path)!r} is torn, or nothing that a replica wrote ({error}); remove it, and start "
-            "again"
-        ) from None
-    return arrays, about

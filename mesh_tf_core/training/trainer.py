@@ -16,6 +16,7 @@ from typing import Any
 from mesh_tf_core.arguments import BATCHES, FUNCTION, PATH, at_least, check, instance, optional
 from mesh_tf_core.engines import Cluster, Engine, open_engine
 from mesh_tf_core.engines.feeds import rows_of
+from mesh_tf_core.engines.pieces import Piece
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
@@ -30,6 +31,7 @@ from mesh_tf_core.training.decoupled import Decoupled
 from mesh_tf_core.training.evaluation import NO_MEANS, Evaluation, EvaluationBatches, running_means
 from mesh_tf_core.training.finite import FiniteLoss, FinitePieces, finite_names
 from mesh_tf_core.training.meetings import Meetings, Met
+from mesh_tf_core.training.opened import Checkpoint
 from mesh_tf_core.training.prefetch import Prefetch, Ready
 from mesh_tf_core.training.replicas import Replicas
 from mesh_tf_core.training.saving import Saver
@@ -115,6 +117,8 @@ class Trainer:
         self.torn = False
         self.waited = 0.0
         self._saver = Saver(cluster, checkpoint_mode)
+        self._meetings: Meetings | None = None
+        self._restored: Checkpoint | None = None
         self._evaluation: tuple[Model, bool, Evaluation] | None = None
         self._finite = finite_names(stored.variable for stored in self.program.variables.values())
         self._losses = FiniteLoss(model.optimizer.loss_scale is not None)
@@ -249,9 +253,16 @@ class Trainer:
         on_met: Callable[[int, Met], object],
         checkpoint: str | Path | None,
     ) -> list[dict[str, Any]]:
-        meetings = None if meet is None else self._meetings(meet)
+        meetings = None if meet is None else self._joined(meet)
         batches = batches if meetings is None else meetings.stream(iter(batches))
         meets = (lambda step: False) if meetings is None else meetings.due
+
+        def met(at: Meetings) -> bool:
+            found = at.meet(stop)
+            if found is not None:
+                on_met(self.step_number, found)
+            return found is not None
+
         saves = (lambda step: step % every == 0) if checkpoint is not None else lambda step: False
         judges = (lambda step: step % evaluate_every == 0) if evaluate is not None else lambda step: False
         history: list[dict[str, Any]] = []
@@ -259,6 +270,10 @@ class Trainer:
         began = last = time.perf_counter()
         saved = self.step_number
         try:
+            if meetings is not None and meetings.pending:
+                if not met(meetings):
+                    return history
+                saved = -1
             with Prefetch(stream, self._prepared, left, stop) as ready:
                 for step, results in self._steps(
                     ready, lambda step: saves(step) or judges(step) or meets(step)
@@ -272,8 +287,13 @@ class Trainer:
                     last = now
                     self.waited = ready.waited / (now - began)
                     if meetings is not None and meets(step):
-                        on_met(step, meetings.meet())
-                    if checkpoint is not None and (saves(step) or step == steps):
+                        meetings.pending = True
+                        if checkpoint is not None:  # first, so that what is posted is never done again
+                            self.save(checkpoint)
+                            saved = step
+                        if not met(meetings):
+                            break
+                    if checkpoint is not None and (step == steps or (saves(step) and saved != step)):
                         self.save(checkpoint, wait=False)
                         saved = step
                     if evaluate is not None and judges(step):  # what ends it does not lose the step
@@ -301,12 +321,16 @@ class Trainer:
                 self._saver.wait()
             raise UserError(f"{error}; {checkpoints.going_on(checkpoint)}") from None
 
-    def _meetings(self, meet: Decoupled) -> Meetings:
+    def _joined(self, meet: Decoupled) -> Meetings:
+        """The meetings of this training: those of a `fit` before, or of the checkpoint, if they are the
+        same."""
         if self.cluster is not None or self._replicas is not None:
             raise UserError(
                 "meet: each replica is one process's job; leave its cluster's options and diloco out"
             )
-        return Meetings(meet, self.engine, self.program)
+        if self._meetings is None or self._meetings.how != meet:
+            self._meetings = Meetings(meet, self.engine, self.program, self._restored)
+        return self._meetings
 
     def _continued(self, stream: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         """The stream from the next step's batch on."""
@@ -376,7 +400,12 @@ class Trainer:
             ) from None
         self._saver.wait()  # then there is one snapshot at a time
         todo = partial(checkpoints.going_on, directory)
-        pieces = FinitePieces(self.engine.snapshot(), self._finite, self.step_number, todo)
+        pieces: Mapping[Piece, Any] = FinitePieces(
+            self.engine.snapshot(), self._finite, self.step_number, todo
+        )
+        if self._meetings is not None:
+            kept, more = self._meetings.kept()
+            pieces, extra = collections.ChainMap(kept, pieces), {**extra, **more}  # type: ignore[arg-type]
         self._saver.save(directory, self.step_number, pieces, extra)
         if wait:
             self._saver.wait()
@@ -409,6 +438,7 @@ class Trainer:
             for name in self.program.variables:
                 self.engine.fill(name, partial(found.part, name))
         self.step_number, self.position = found.step, found.extra.get("data")
+        self._restored, self._meetings = found, None
         self.resumed = found.extra
         self.torn = False
         return True
@@ -435,6 +465,7 @@ class Trainer:
         made, loaded = read_weights(variables, weights, names or {}, new, self.cluster)
         write = self.engine.write if replicas is None else replicas.write
         torn, self.torn = self.torn, True  # what ends it in between leaves weights of two models
+        self._restored = self._meetings = None
         for name, array in made:
             write(name, array)
         self.torn = torn

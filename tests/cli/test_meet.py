@@ -23,6 +23,31 @@ def test_what_it_refuses(run: Callable[..., Result]) -> None:
     assert found.stderr == "error: --meet: each replica is one process's job; leave --diloco out\n"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_replica_that_waits_ends_at_once(number: int, tmp_path: Path) -> None:
+    """Alone, with an hour's patience, and a stray state beside; what it did is saved, and goes on."""
+    where, saved = tmp_path / "run", tmp_path / "saved"
+    meet = f"dir={where},replica=0/2,period=5,patience=3600"
+    words = [*WORDS[:-1], "lockstep", "--steps", "10", "--held-out", "0", "--checkpoint", str(saved)]
+    whole = [sys.executable, "-m", "layoutopt", *words, "--meet", meet]
+    for _ in range(2):  # the second one is resumed
+        job = subprocess.Popen(whole, stderr=subprocess.PIPE, text=True)
+        until = time.monotonic() + 120
+        while not (where / "round-00000000-replica-0.npz").exists():
+            assert job.poll() is None and time.monotonic() < until, job.communicate()[1]
+            time.sleep(0.05)
+        (where / "round-00000000-replica-0.npz").unlink()
+        (where / "state-99999999.npz").write_bytes(b"a copy")
+        began = time.monotonic()
+        time.sleep(0.5)
+        job.send_signal(number)
+        _, said = job.communicate(timeout=60)
+        assert time.monotonic() - began < 10.0 and job.returncode == 128 + number, said
+        assert "Traceback" not in said
+    assert "resuming from step 5" in said and f"{saved} is as it was" in said
+    assert (where / "state-99999999.npz").read_bytes() == b"a copy"
+
+
 @pytest.mark.nightly
 def test_a_killed_replica_stops_nobody(tmp_path: Path) -> None:
     """Of two jobs one is killed in the middle; the other ends all its steps, and the first comes back to

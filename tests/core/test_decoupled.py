@@ -3,6 +3,8 @@ ever for one that is lost."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import subprocess
 import sys
 import threading
@@ -16,14 +18,22 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core.ops.few_bits import quantised, restored
+from mesh_tf_core.training import checkpoint
 from mesh_tf_core.training.decoupled import Decoupled
-from mesh_tf_core.training.meetings import Meetings, Met, _write, only
+from mesh_tf_core.training.meeting_files import _write, only
+from mesh_tf_core.training.meetings import Meetings, Met
 from mesh_tf_core.training.trainer import Trainer
 from tests.core.test_replicas import alone, data, model
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def trainer() -> Trainer:
     return Trainer(model(mtf.Adam(3e-2)), "data:2", "batch:data", engine="lockstep")
+
+
+def state_of(its: Meetings, round: int) -> dict[str, Any]:
+    return dict(np.load(its.directory.place(f"state-{round:08d}")))
 
 
 def meetings(one: Trainer, where: Path, replica: int = 0) -> Meetings:
@@ -31,13 +41,15 @@ def meetings(one: Trainer, where: Path, replica: int = 0) -> Meetings:
     return Meetings(Decoupled(where, replica, 2, 1, patience=0.0), one.engine, one.program)
 
 
-def job(where: Path, replica: int, steps: int, found: dict[int, Any], **more: Any) -> threading.Thread:
+def job(
+    where: Path, replica: int, steps: int, found: dict[int, Any], place: Path | None = None, **more: Any
+) -> threading.Thread:
     """A replica of two in a thread of its own."""
     how = Decoupled(where, replica, 2, **{"period": 3, "patience": 60.0, **more})
 
     def run() -> None:
         own, met = trainer(), list[Met]()
-        history = own.fit(data(), steps, meet=how, on_met=lambda _, each: met.append(each))
+        history = own.fit(data(), steps, place, 5, meet=how, on_met=lambda _, each: met.append(each))
         found[replica] = own, [r["loss"] for r in history], met
 
     thread = threading.Thread(target=run)
@@ -56,7 +68,7 @@ def test_in_time_they_are_replicas_of_one_job(tmp_path: Path) -> None:
         assert [(m.round, m.present, m.dropped) for m in met] == [(1, (0, 1), False), (2, (0, 1), False)]
     newest = meetings(found[0][0], tmp_path)
     assert newest.round == 2
-    state, _ = newest._state(2)
+    state = state_of(newest, 2)
     for name, value in outer.items():
         np.testing.assert_allclose(state[name], value, rtol=1e-8)
 
@@ -94,6 +106,81 @@ def test_a_lost_replica_stops_nobody_and_takes_the_newest_state(tmp_path: Path) 
     assert [(m.round, m.present) for m in met] == [(6, (1,))]
 
 
+def saved(place: Path) -> dict[str, np.ndarray]:
+    """The variables that a training ended with, and where its meetings stood."""
+    found = checkpoint.newest(place)
+    assert found is not None and not found.skipped
+    return {"step": np.array(found.step), **{name: found.read(name) for name in found.variables}}
+
+
+@pytest.mark.parametrize(
+    ("after", "more"),
+    [
+        ("the post", {"bits": 4}),
+        ("the meeting", {"period": 4, "fragments": 2}),
+        ("a later save", {}),
+        *(pytest.param(after, {}, marks=pytest.mark.nightly) for after in ("the post", "the meeting")),
+    ],
+)
+def test_work_is_posted_once(after: str, more: dict[str, Any], tmp_path: Path) -> None:
+    """A replica is killed when it has posted, when it has met, or in the steps that follow, and begins again
+    from its checkpoint: it ends as undisturbed, and so does the other."""
+    ends = {}
+    for kind in ("whole", "killed"):
+        place, found = tmp_path / kind, dict[int, Any]()
+        place.mkdir()
+        how: dict[str, Any] = {"period": 3, "patience": 60.0, **more}
+        other = job(place / "meet", 0, 9, found, place / "saved-0", **how)
+        own, words = Decoupled(place / "meet", 1, 2, **how), (9, place / "saved-1", 5)
+        if kind == "killed":
+            one = trainer()
+
+            def die(*_: Any) -> None:
+                raise Lost
+
+            met = die if after == "the meeting" else lambda *_: None
+            third = place / "meet" / "state-00000002.npz"
+            stop = third.exists if after == "a later save" else bool
+            with pytest.MonkeyPatch.context() as patch:
+                if after == "the post":
+                    patch.setattr(Meetings, "_await", lambda its, *_: die() if its.how.replica else True)
+                with contextlib.suppress(Lost):
+                    one.fit(data(), *words, meet=own, on_met=met, stop=stop)
+            assert 0 < one.step_number < 9
+        trainer().fit(data(), *words, meet=own)
+        other.join()
+        ends[kind] = [saved(place / f"saved-{n}") for n in range(2)]
+        names = {path.name for path in (place / "meet").iterdir() if path.name.startswith("state")}
+        ends[kind].append({name: np.array(0) for name in names})
+    for whole, killed in zip(*ends.values(), strict=True):
+        assert whole.keys() == killed.keys()
+        for name in whole:
+            np.testing.assert_array_equal(killed[name], whole[name])
+
+
+@pytest.mark.parametrize("kills", [5, pytest.param(80, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("how", [{}, pytest.param({"bits": 8}, marks=pytest.mark.nightly)])
+def test_kills_change_nothing(tmp_path: Path, kills: int, how: dict[str, Any]) -> None:
+    """Of both replicas, at any moment. In a process that has no threads: it forks."""
+    code = "import dataclasses, json, pathlib, sys; from tests.core.killed_meetings import hunt; "
+    code += "print(json.dumps(dataclasses.asdict("
+    code += "hunt(pathlib.Path(sys.argv[1]), int(sys.argv[2]), **json.loads(sys.argv[3])))))"
+    words = [sys.executable, "-c", code, str(tmp_path / "run"), str(kills), json.dumps(how)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT)
+    counts = json.loads(done.stdout)
+    assert counts["kills"] >= kills and counts["faults"] == [] and counts["equal"] == counts["runs"] > 0
+
+
+def test_a_replica_that_is_not_finite_ends_alone(tmp_path: Path) -> None:
+    """It posts nothing, and the other goes on; what it posted is in no state."""
+    its, other = meetings(trainer(), tmp_path, 1), meetings(trainer(), tmp_path)
+    its.engine.write("wo", np.full((2, 8, 4), np.nan))
+    with pytest.raises(mtf.UserError, match="variable 'wo' holds numbers that are not finite, so nothing is"):
+        its.meet()
+    met = other.meet()
+    assert met == Met(1, (0,), False, 1024) and not its.directory.has_post(0, 1)
+
+
 def test_what_is_too_old_is_dropped(tmp_path: Path) -> None:
     late = trainer()
     slow = meetings(late, tmp_path, 1)
@@ -111,7 +198,7 @@ def test_what_is_too_old_is_dropped(tmp_path: Path) -> None:
         trained(quick)
         ahead.meet()
     trained(late)
-    before = ahead._state(ahead.round)[0]
+    before = state_of(ahead, ahead.round)
     found = slow.meet()
     assert found.dropped and found.round == ahead.round
     np.testing.assert_array_equal(late.engine.read("wi"), before["wi"])
@@ -130,7 +217,7 @@ def test_nobody_reads_half_a_file(tmp_path: Path) -> None:
     one.step(next(data()))
     assert its.meet() == Met(1, (0,), False, 1024)
     said = (tmp_path / "state-00000001.npz").read_bytes()
-    its._put_state(1, {"wi": np.zeros(3)}, (1,))
+    its.directory.put_state(1, {"wi": np.zeros(3)}, (1,))
     assert (tmp_path / "state-00000001.npz").read_bytes() == said
 
 
@@ -148,9 +235,9 @@ def test_few_bits_lose_nothing_in_the_long_run(bits: int, tmp_path: Path) -> Non
         moved += before - one.engine.read("wi")
         met = its.meet()
         assert met.bytes == 2 * 64 * bits // 8 + 4 * 2 * (4 + 8)
-        scales = np.load(its._post(met.round - 1, 0))["wi/scales"]
-        assert (np.abs(its._lost[0]["wi"]) <= scales[..., None] / 2 * 1.001).all()
-    np.testing.assert_allclose(began - its._began["wi"] + its._lost[0]["wi"], moved, rtol=1e-5, atol=1e-6)
+        scales = np.load(its.directory.post(met.round - 1, 0))["wi/scales"]
+        assert (np.abs(its._lost["wi"]) <= scales[..., None] / 2 * 1.001).all()
+    np.testing.assert_allclose(began - its._began["wi"] + its._lost["wi"], moved, rtol=1e-5, atol=1e-6)
 
 
 def test_fragments_meet_in_turn(tmp_path: Path) -> None:
@@ -224,8 +311,9 @@ def test_errors(text: str, error: str) -> None:
 
 def test_states_of_another_model_are_refused(tmp_path: Path) -> None:
     its = meetings(trainer(), tmp_path)
-    _write(its._place("state-00000000"), {"wi": its._began["wi"]}, {"present": []})
-    with pytest.raises(mtf.UserError, match="has the states of another model: 'wo' is missing"):
+    about = its.directory.about(0)
+    _write(its.directory.place("state-00000000"), {"wi": its._began["wi"]}, about)
+    with pytest.raises(mtf.UserError, match=r"has the states of another model, .* 'wo' is missing"):
         meetings(trainer(), tmp_path, 1)
 
 
@@ -248,7 +336,8 @@ def test_replicas_that_would_meet_otherwise_are_refused(
 
 def test_nobody_is_a_replica_twice(tmp_path: Path) -> None:
     how = Decoupled(tmp_path / "run", 0, 2)
-    code = "import sys; from mesh_tf_core.training.meetings import *; "
+    code = "import sys; from mesh_tf_core.training.meeting_files import *; "
+    code += "from mesh_tf_core.training.decoupled import Decoupled; "
     code += "only(Decoupled(sys.argv[1], 0, 2)).__enter__()"
     with only(how) as trouble:
         assert not trouble
@@ -258,11 +347,10 @@ def test_nobody_is_a_replica_twice(tmp_path: Path) -> None:
         assert "replica 0/2 " in done.stderr and "is in use" in done.stderr
 
 
-@pytest.mark.parametrize(("name", "half"), [("state-00000000", b"PK"), ("round-00000000-replica-1", b"")])
-def test_a_torn_file_is_named(name: str, half: bytes, tmp_path: Path) -> None:
+def test_a_torn_state_is_named(tmp_path: Path) -> None:
     its = meetings(trainer(), tmp_path)
-    its._place(name).write_bytes(half)
-    with pytest.raises(mtf.UserError, match=f"{name}.npz' is torn, or nothing that a replica wrote"):
+    its.directory.place("state-00000000").write_bytes(b"PK")
+    with pytest.raises(mtf.UserError, match=r"state-00000000.npz' is torn, or nothing that a replica wrote"):
         its.meet()
 
 

@@ -1,0 +1,371 @@
+"""The directory in which replicas meet: its names, and what of its files is believed.
+
+    state-00000007.npz             what replicas begin from after the 7th round: variables and outer momentum
+    round-00000007-replica-1.npz   a post: how far replica 1 came, into round 7
+    state-00000008-by-1.npz        a state that replica 1 is making
+    replica-1/.lock                replica 1's, for as long as it runs
+
+Others write there too, and disks fail. So a file counts only if it says itself what its name says (round,
+replica, run), and before an array is read its type and shape must be what is expected: nothing else is read,
+however much is there. A state counts only behind the one before it, so that a stray copy with a large number
+is none. Only names that are exactly ours are removed, and files alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.files import sync_names, unwritable
+from mesh_tf_core.ops.few_bits import BITS
+from mesh_tf_core.training import array_files
+from mesh_tf_core.training.decoupled import Decoupled
+from mesh_tf_core.training.finite import is_finite
+from mesh_tf_core.training.locking import locked
+
+Arrays = dict[str, np.ndarray]
+Shape = tuple[int, ...]
+Wanted = Mapping[str, tuple[Sequence[str], Shape]]
+"""Name of an array -> the dtypes that it may have, and its shape."""
+ABOUT = "about.json"
+"""The array of a file that says what else is known of it."""
+MOST_ABOUT = 1 << 20
+"""Bytes of that."""
+STATE = re.compile(r"state-(\d{8})\.npz")
+OURS = re.compile(r"(?:state-(\d{8})(?:-by-\d+)?|round-(\d{8})-replica-\d+)\.npz")
+FLOATS = ("float32", "float64")
+
+Round = Annotated[int, Field(ge=0, lt=10**8)]
+Replica = Annotated[int, Field(ge=0)]
+
+
+class MeetWarning(UserWarning):
+    """Something lies where replicas meet that is none of their files."""
+
+
+class Unfit(ValueError):
+    """Why a file is not used, in one line."""
+
+
+class Post(BaseModel):
+    """What a post says of itself.
+
+    Attributes:
+      run: which the directory's first state began; round: into which it is.
+      since: the state that its replica began from.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    run: str
+    round: Round
+    replica: Replica
+    since: Round
+    bits: int
+
+
+class State(BaseModel):
+    """What a state says of itself.
+
+    Attributes:
+      present: replicas whose work of the round before is in it; left: those whose posts were left out, why.
+      shared: what all replicas must say alike.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    run: str
+    round: Round
+    present: tuple[Replica, ...]
+    left: dict[Replica, str]
+    shared: dict[str, float]
+
+
+About = TypeVar("About", Post, State)
+
+
+class Directory:
+    """The files of one run, as one replica reads and writes them.
+
+    Attributes:
+      run: the run's name, once a state was read or made.
+    """
+
+    def __init__(self, how: Decoupled) -> None:
+        self.how, self.root, self.run = how, Path(how.directory), ""
+        self._told: set[str] = set()
+        make_folder(self.root)
+        own = how.replica
+        left = re.compile(rf"\.(round-\d{{8}}-replica|state-\d{{8}}-by)-{own}\.npz\.[0-9a-f]{{16}}\.part")
+        self._remove(lambda name: bool(left.fullmatch(name)))
+
+    # -- names -----------------------------------------------------------------------------------------------
+
+    def place(self, name: str) -> Path:
+        """A file's path."""
+        return self.root / f"{name}.npz"
+
+    def post(self, round: int, replica: int) -> Path:
+        """The path of a post."""
+        return self.place(f"round-{round:08d}-replica-{replica}")
+
+    def _names(self) -> list[str]:
+        try:
+            return os.listdir(self.root)
+        except OSError as error:
+            raise UserError(
+                f"meet: the directory {str(self.root)!r} cannot be read ({error.strerror})"
+            ) from None
+
+    def newest(self) -> int:
+        """The newest state; -1 if there is none. One without the state before it is somebody's copy."""
+        rounds = {int(found[1]) for name in self._names() if (found := STATE.fullmatch(name))}
+        newest = max((r for r in rounds if r == 0 or r - 1 in rounds), default=-1)
+        if rounds and newest < 0:
+            raise UserError(
+                f"meet: {str(self.root)!r} has state {max(rounds)} and not the one before it: a copy "
+                "strayed there, or the others were removed; move it away, or name another directory"
+            )
+        for stray in sorted(r for r in rounds if r > newest):
+            name = f"state-{stray:08d}.npz"
+            if name not in self._told:
+                self._told.add(name)
+                warnings.warn(
+                    f"meet: {name} in {str(self.root)!r} is not counted: the state before it is not there",
+                    MeetWarning,
+                    stacklevel=2,
+                )
+        return newest
+
+    def tidy(self, before: int) -> None:
+        """Removes the files of rounds that nobody reads again."""
+        found = ((name, OURS.fullmatch(name)) for name in self._names())
+        old = {name for name, match in found if match and int(match[1] or match[2]) < before}
+        self._remove(old.__contains__)
+
+    def _remove(self, which: Any) -> None:
+        for name in self._names():
+            if which(name):
+                with contextlib.suppress(OSError):  # a folder of such a name stays
+                    (self.root / name).unlink()
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def has_post(self, round: int, replica: int) -> bool:
+        """Whether a replica has posted; a post of another run, left from before, is none."""
+        path = self.post(round, replica)
+        try:
+            return _about(_opened(path), Post).run == self.run
+        except FileNotFoundError:
+            return False
+        except Unfit:
+            return True  # it is named when the round is closed
+
+    def read_post(self, round: int, replica: int, wanted: Mapping[int, Wanted]) -> tuple[Post, Arrays]:
+        """A post and its arrays.
+
+        Args:
+          wanted: bits -> the arrays that a post of so many has, their dtype and shape.
+
+        Raises:
+          FileNotFoundError: there is none.
+          Unfit: it is none that can be used.
+        """
+        arrays = _opened(self.post(round, replica))
+        about = _about(arrays, Post)
+        for name, here, there in (
+            ("run", self.run, about.run),
+            ("round", round, about.round),
+            ("replica", replica, about.replica),
+        ):
+            if here != there:
+                raise Unfit(f"it is of {name} {str(there)[:40]}, not {here}")
+        if about.bits not in BITS:
+            raise Unfit(f"it has bits={about.bits}")
+        return about, _read(arrays, wanted[about.bits])
+
+    def about(self, round: int) -> State:
+        """What a state says of itself.
+
+        Raises:
+          FileNotFoundError: it is not there.
+          UserError: it is no state of replicas that meet as this one does.
+        """
+        return self._state(round)[0]
+
+    def read_state(self, round: int, wanted: Mapping[str, Shape]) -> tuple[State, Arrays]:
+        """A state, and those of its arrays that are wanted; raises as `about` does."""
+        about, arrays = self._state(round)
+        try:
+            return about, _read(arrays, {name: (FLOATS, shape) for name, shape in wanted.items()})
+        except Unfit as error:
+            raise UserError(
+                f"meet: {str(self.root)!r} has the states of another model, or damaged ones: in "
+                f"state-{round:08d}.npz {error}; name another directory, or the same hyperparameters and "
+                "fragments"
+            ) from None
+
+    def _state(self, round: int) -> tuple[State, Mapping[str, Any]]:
+        path = self.place(f"state-{round:08d}")
+        try:
+            arrays = _opened(path)
+            about = _about(arrays, State)
+            if about.round != round:
+                raise Unfit(f"it is state {about.round}")
+            if self.run and about.run != self.run:
+                raise Unfit("it is of another run")
+            if about.shared.get("replica") == self.how.count <= max(about.present, default=0):
+                raise Unfit(f"it is of replica {max(about.present)}")
+        except Unfit as error:
+            raise UserError(
+                f"meet: {str(path)!r} is torn, or nothing that a replica wrote ({error}); remove it, and "
+                "start again"
+            ) from None
+        self._agree(about)
+        self.run = about.run
+        return about, arrays
+
+    def _agree(self, about: State) -> None:
+        """Raises UserError where replicas that meet otherwise made a state: they would not count this one."""
+        for name, here in self.how.shared.items():
+            there = about.shared.get(name, float("nan"))
+            so = "replica=…/" if name == "replica" else f"{name}="
+            if there != here:
+                raise UserError(
+                    f"meet: replicas meet in {str(self.root)!r} with {so}{there:g}, this one comes "
+                    f"with {so}{here:g}; say the same, or name another directory"
+                )
+
+    # -- writing ---------------------------------------------------------------------------------------------
+
+    def put_post(self, round: int, since: int, arrays: Arrays) -> None:
+        """Posts, in the place of what lay there."""
+        own = self.how.replica
+        about = Post(run=self.run, round=round, replica=own, since=since, bits=self.how.bits)
+        _write(self.post(round, own), arrays, about)
+
+    def put_state(
+        self, round: int, arrays: Arrays, present: Sequence[int] = (), left: Mapping[int, str] | None = None
+    ) -> None:
+        """Makes a state, if it is not there yet."""
+        place, beside = (self.place(f"state-{round:08d}{by}") for by in ("", f"-by-{self.how.replica}"))
+        run = self.run or secrets.token_hex(8)
+        shared = {name: float(said) for name, said in self.how.shared.items()}
+        about = State(run=run, round=round, present=tuple(present), left=dict(left or {}), shared=shared)
+        _write(beside, arrays, about)
+        try:
+            os.link(beside, place)  # unlike a rename it replaces nothing
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise UserError(
+                f"meet: no state can be made in {str(self.root)!r} ({error.strerror}); name a directory that "
+                "has hard links, as local disks and NFS have"
+            ) from None
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def only(how: Decoupled) -> Iterator[str]:
+    """Within it no other process is the same replica. Yields why that is not sure, or nothing.
+
+    Raises:
+      UserError: another one is.
+    """
+    place = Path(how.directory) / f"replica-{how.replica}"
+    for path in (place.parent, place):
+        make_folder(path)
+    with locked(place, f"replica {how.replica}/{how.count}") as trouble:
+        yield trouble
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder, if it is not there; UserError if it cannot be."""
+    try:
+        path.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"meet: no directory {str(path)!r} ({error.strerror}); name one that can be written"
+        ) from None
+
+
+# -- one file ------------------------------------------------------------------------------------------------
+
+
+def _write(path: Path, arrays: Mapping[str, np.ndarray], about: BaseModel) -> None:
+    """Writes beside the place and renames: a link, a pipe or a device that lies there is replaced, not
+    opened."""
+    said = np.frombuffer(about.model_dump_json().encode(), np.uint8)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    try:
+        try:
+            with part.open("xb") as file:
+                with zipfile.ZipFile(file, "w") as archive:
+                    for name, array in [(ABOUT, said), *arrays.items()]:
+                        with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                            np.lib.format.write_array(entry, np.asarray(array, order="C"), allow_pickle=False)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise unwritable(path, error, "what replicas meet with") from None
+    sync_names(path.parent)
+
+
+def _opened(path: Path) -> Mapping[str, array_files.Zipped]:
+    """The arrays of a file; none is read."""
+    try:
+        return array_files.zipped(path)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise Unfit(str(error)) from None
+
+
+def _about(arrays: Mapping[str, array_files.Zipped], kind: type[About]) -> About:
+    found = arrays.get(ABOUT)
+    if found is None or found.dtype != np.uint8 or len(found.shape) != 1 or found.shape[0] > MOST_ABOUT:
+        raise Unfit("it does not say what it is")
+    try:
+        return kind.model_validate_json(found.read().tobytes())
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))[:80]
+        raise Unfit(f"what it says of itself: {where!r}: {' '.join(first['msg'].split())[:200]}") from None
+    except ValueError as error:
+        raise Unfit(str(error)) from None
+
+
+def _read(arrays: Mapping[str, array_files.Zipped], wanted: Wanted) -> Arrays:
+    """The arrays that are wanted. Types and shapes of all are looked at before one is read."""
+    for name, (dtypes, shape) in wanted.items():
+        if name not in arrays:
+            raise Unfit(f"{name[:80]!r} is missing")
+        found = arrays[name]
+        if str(found.dtype) not in dtypes or found.shape != shape:
+            said = f"{found.dtype!s:.40}{list(found.shape)!s:.80}"
+            raise Unfit(f"{name[:80]!r} is {said}, not {dtypes[0]}{list(shape)}")
+    made = {}
+    for name in wanted:
+        try:
+            made[name] = arrays[name].read()
+        except (OSError, ValueError) as error:
+            raise Unfit(str(error)) from None
+        if not is_finite(made[name]):
+            raise Unfit(f"{name[:80]!r} holds numbers that are not finite")
+    return made
