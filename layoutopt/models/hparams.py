@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,15 +31,32 @@ class Default:
         return named if named in ("bool", "int", "float", "str") else "any"
 
 
-def defaults_of(function: Callable[..., Any], source: str) -> dict[str, Default]:
-    """The hyperparameters of a model function, by name."""
+class Defaults(dict[str, Default]):
+    """Hyperparameters by name.
+
+    Attributes:
+      open: the function takes others too, by **hparams.
+    """
+
+    open = False
+
+    def check(self, names: Iterable[str], before: str) -> None:
+        """UserError for a name that the function does not take; `before` begins it."""
+        for name in names if not self.open else ():
+            if name not in self:
+                raise UserError(f"{before} has no hyperparameter {name!r}; {known_names(name, self)}")
+
+
+def defaults_of(function: Callable[..., Any], source: str) -> Defaults:
+    """The hyperparameters of a model function."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         raise UserError(
             f"{source}: the parameters of {function!r} cannot be read; write a plain function"
         ) from None
-    found: dict[str, Default] = {}
+    found = Defaults()
+    found.open = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for p in parameters:
         if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
             continue
@@ -55,8 +72,8 @@ def defaults_of(function: Callable[..., Any], source: str) -> dict[str, Default]
     return found
 
 
-def parse_settings(settings: Sequence[str], defaults: Mapping[str, Default], source: str) -> dict[str, Any]:
-    """Values of texts `name=value`; each is read by the type of the name's default.
+def parse_settings(settings: Sequence[str], defaults: Defaults, source: str) -> dict[str, Any]:
+    """Values of texts `name=value`; each is read by the type of the name's default, or as what it looks like.
 
     Raises:
       UserError: not `name=value`, an unknown name, or a value of another type.
@@ -67,14 +84,11 @@ def parse_settings(settings: Sequence[str], defaults: Mapping[str, Default], sou
         name, text = name.strip(), text.strip()
         if not equals or not name:
             raise UserError(f"--set {setting!r} is not NAME=VALUE; write for example --set layers=12")
-        if name not in defaults:
-            raise UserError(
-                f"--set {setting}: {source} has no hyperparameter {name!r}; {known_names(name, defaults)}"
-            )
+        defaults.check([name], f"--set {setting}: {source}")
+        default = defaults.get(name, Default())
         try:
-            values[name] = _value(text, defaults[name])
+            values[name] = _value(text, default)
         except ValueError:
-            default = defaults[name]
             raise UserError(
                 f"--set {setting}: {text!r} is not {_ASKED[default.kind]}; "
                 f"the default of {name!r} is {default.value!r}"

@@ -16,13 +16,11 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from layoutopt.models.hparams import Default, defaults_of, parse_settings
-from layoutopt.models.labels import Labels, check_labels, labels_of
+from layoutopt.models.hparams import Defaults, defaults_of, parse_settings
 from layoutopt.models.recorded import (
     MOST,
     file_and_function,
@@ -133,15 +131,7 @@ class Loaded:
                     f"{self.source}: batch input {name!r} has shape {found}, but {whose} is "
                     f"{wanted} [{tensor.shape}]"
                 )
-        try:
-            check_labels(self._labels, batch)
-        except UserError as error:
-            raise UserError(f"{self.source}: {error}") from None
         return dict(batch)
-
-    @cached_property
-    def _labels(self) -> Labels:
-        return labels_of(self.model.graph)
 
 
 def _is_numbers(value: Any) -> bool:
@@ -231,8 +221,7 @@ def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) ->
     module, name, function = function_of(source)
     defaults = _defaults(function, source, module)
     changed = dict(settings) if isinstance(settings, Mapping) else parse_settings(settings, defaults, source)
-    for unknown in changed.keys() - defaults.keys():
-        raise UserError(f"{source}: has no hyperparameter {unknown!r}; {known_names(unknown, defaults)}")
+    defaults.check(changed, f"{source}:")
     hparams = {**{n: d.value for n, d in defaults.items() if d.given}, **changed}
     missing = [n for n in defaults if n not in hparams]
     if missing:
@@ -251,7 +240,7 @@ def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) ->
     return Loaded(model, source, hparams, module, loaded_files(before))
 
 
-def hyperparameters(source: str) -> dict[str, Default]:
+def hyperparameters(source: str) -> Defaults:
     """Those of the model that `source` names, which is not built.
 
     Raises:
@@ -261,12 +250,13 @@ def hyperparameters(source: str) -> dict[str, Default]:
     return _defaults(function, source, module)
 
 
-def _defaults(function: Callable[..., Any], source: str, module: ModuleType) -> dict[str, Default]:
+def _defaults(function: Callable[..., Any], source: str, module: ModuleType) -> Defaults:
     """The hyperparameters of a function; one that takes any, as generate(beams=0, **hparams) does, has those
-    of the file's `model` too."""
+    of the file's `model` too, and others only if `model` has."""
     found = defaults_of(function, source)
     base = getattr(module, "model", None)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
-    if not takes_any or base is function or not callable(base):
+    if not found.open or base is function or not callable(base):
         return found
-    return {**defaults_of(base, source), **found}
+    both = defaults_of(base, source)
+    both.update(found)
+    return both

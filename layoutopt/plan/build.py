@@ -157,13 +157,17 @@ class Plan:
 
         return card(self.full().data)
 
+    def check(self, model: Model) -> None:
+        """Raises UserError, naming the difference, unless it was made for this model."""
+        check_plan_model(self, model)
+
     def of(self, model: Model) -> Plan:
         """The same plan with its model at hand.
 
         Raises:
           UserError: it was made for another one.
         """
-        check_plan_model(self, model)
+        self.check(model)
         return Plan(self.data, self.stopped, model, self.complete)
 
     @property

@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from layoutopt.models.labels import labels_of
 from layoutopt.sizing.forecast import Size
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.model import Model
+from mesh_tf_core.tracing.graph import Graph
 
 Build = Callable[..., Model]
 DEPTH = (
@@ -263,9 +263,18 @@ def whole(value: float) -> int:
 def counted(model: Model) -> Size:
     """Trained scalars, exactly; without those of words (variables with the dimension of the labels) and of
     learned positions (with a dimension of the tokens')."""
-    words = {dim.name for dim, _ in labels_of(model.graph).values()}
+    words = set(_words(model.graph))
     places = {"positions", *(d.name if isinstance(d, Dim) else d for d in model.token_dims)}
     trained = [v for v in model.graph.variables.values() if v.trainable]
     total = sum(v.shape.size for v in trained)
     without = sum(v.shape.size for v in trained if not {*v.shape.names} & (words | places))
     return Size(total, without or total)
+
+
+def _words(graph: Graph) -> Iterator[str]:
+    """The dimensions whose elements labels name: inputs, of each of which one must be meant."""
+    fed = {tensor.id for tensor in graph.inputs.values()}
+    for node, _ in graph.walk():
+        label = node.op.labels(*(graph.tensor(i).type for i in node.inputs))
+        if label is not None and node.inputs[label[0]] in fed and not label[2]:
+            yield label[1].name

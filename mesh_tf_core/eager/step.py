@@ -14,7 +14,7 @@ from mesh_tf_core.eager.machine import Machine
 from mesh_tf_core.eager.store import Store
 from mesh_tf_core.eager.tensor import EagerTensor
 from mesh_tf_core.eager.unroll import Stopped, Turn, Unrolled, taken_apart, whole
-from mesh_tf_core.engines.feeds import check_batch
+from mesh_tf_core.engines.feeds import Feeds
 from mesh_tf_core.engines.lockstep import Pieces
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.blocks import Block, Node
@@ -225,7 +225,7 @@ class EagerStep(Graph):
         what = f"input {op.feed!r}"
         mesh, layout, value = self.machine.mesh, self.machine.layout, self.machine.value(op.type, what)
         asked = Program(mesh, layout, (value,), (), feeds={op.feed: 0})
-        return self.machine.placed(check_batch(asked, self.batch)[op.feed], op.type, what)
+        return self.machine.placed(Feeds(asked).checked(self.batch)[op.feed], op.type, what)
 
     def _set(self, id: int, pieces: Pieces) -> None:
         tensor = self.tensors[id]

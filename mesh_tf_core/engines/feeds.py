@@ -3,45 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from mesh_tf_core.engines.ids import Ids, ids_of
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dtypes import is_float, whole_numbers
 from mesh_tf_core.ir.initializers import Variable
-from mesh_tf_core.ir.program import Program, Stored
+from mesh_tf_core.ir.program import Program, Stored, Value
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
 
 
-def check_batch(program: Program, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The program's inputs as arrays of its dtypes, taken from a batch that may hold more.
+class Feeds:
+    """What a program is fed."""
 
-    Raises:
-      UserError: an input is missing, or its shape or kind of number is not what the model was built for.
-    """
-    out = {}
-    for name, id in program.feeds.items():
-        v = program.values[id]
-        if name not in batch:
-            raise UserError(f"the batch has no {name!r}, which the model reads; {known_names(name, batch)}")
-        array = np.asarray(batch[name])
-        if array.shape != v.shape.sizes:
-            raise UserError(
-                f"input {name!r}: the model was built for shape [{v.shape}], found {list(array.shape)}; "
-                "feed arrays of that size or build the model for yours"
-            )
-        wanted = np_dtype(v.dtype)
-        if not are_numbers(array.dtype):
-            raise UserError(
-                f"input {name!r}: the model reads {v.dtype}, found {array.dtype}; feed real numbers"
-            )
-        if array.dtype.kind in "fc" and wanted.kind in "iub":
-            raise UserError(
-                f"input {name!r}: the model reads {v.dtype}, found {array.dtype}; convert it first"
-            )
-        out[name] = array.astype(wanted, copy=False)
-    return out
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    @cached_property
+    def _ids(self) -> Ids:
+        return ids_of(self.program)
+
+    def checked(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The program's inputs as arrays of its dtypes, taken from a batch that may hold more.
+
+        Raises:
+          UserError: an input is missing, its shape or kind of number is not what the model was built for, or
+            it has numbers that its dtype does not have, or that name no element of a dimension (see `ids`).
+        """
+        out = {}
+        for name, id in self.program.feeds.items():
+            out[name] = _fed(name, self.program.values[id], batch)
+            if out[name].dtype.kind in "iu":
+                self._ids.check(name, out[name])
+        return out
+
+
+def _fed(name: str, v: Value, batch: Mapping[str, Any]) -> Any:
+    """One input as an array of its dtype."""
+    if name not in batch:
+        raise UserError(f"the batch has no {name!r}, which the model reads; {known_names(name, batch)}")
+    array = np.asarray(batch[name])
+    if array.shape != v.shape.sizes:
+        raise UserError(
+            f"input {name!r}: the model was built for shape [{v.shape}], found {list(array.shape)}; "
+            "feed arrays of that size or build the model for yours"
+        )
+    wanted = np_dtype(v.dtype)
+    if not are_numbers(array.dtype):
+        raise UserError(f"input {name!r}: the model reads {v.dtype}, found {array.dtype}; feed real numbers")
+    if array.dtype.kind in "fc" and wanted.kind in "iub":
+        raise UserError(f"input {name!r}: the model reads {v.dtype}, found {array.dtype}; convert it first")
+    if array.dtype.kind in "iu" and wanted.kind in "iu" and array.size:
+        _check_width(name, array, wanted)
+    return array.astype(wanted, copy=False)
+
+
+def _check_width(name: str, array: Any, wanted: Any) -> None:
+    """UserError if whole numbers are none of a dtype's, which would make others of them."""
+    if np.can_cast(array.dtype, wanted):
+        return
+    least, most = np.iinfo(wanted).min, np.iinfo(wanted).max
+    low, high = array.min(), array.max()
+    if low < least or high > most:
+        raise UserError(
+            f"input {name!r}: the model reads {wanted}, {least} to {most}, found numbers from {low} to "
+            f"{high}; give it numbers in this range (of hashed ids, modulo the size of their table), or make "
+            "the input of the model int64"
+        )
 
 
 def are_numbers(dtype: Any) -> bool:
@@ -106,8 +137,8 @@ def rows_of(program: Program, batch: str, ranks: Iterable[int]) -> Any:
 
 
 def widened(array: Any, rows: Any, size: int) -> Any:
-    """An array of `size` rows that holds `array` as the given ones; the others hold anything, and take no
-    memory if they are many."""
-    whole = np.empty((size, *array.shape[1:]), array.dtype)
+    """An array of `size` rows that holds `array` as the given ones; the others hold zeros, and take no memory
+    if they are many."""
+    whole = np.zeros((size, *array.shape[1:]), array.dtype)
     whole[rows] = array
     return whole

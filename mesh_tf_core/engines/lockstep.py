@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mesh_tf_core.engines.feeds import check_array, check_batch, stored
+from mesh_tf_core.engines.feeds import check_array, stored
 from mesh_tf_core.engines.loops import Iterations, Left, in_turn
 from mesh_tf_core.engines.meter import Meter
 from mesh_tf_core.engines.pieces import Piece, in_order, initial, joined, lying, per_device, region
@@ -140,7 +140,7 @@ class LockstepEngine(Stepping):
     # -- running ---------------------------------------------------------------------------------------------
 
     def feed(self, batch: Mapping[str, Any]) -> Any:
-        return check_batch(self.program, batch)
+        return self._feeds.checked(batch)
 
     def run(self, fed: Any) -> dict[str, Any]:
         self._ready()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from mesh_tf_core.engines import feeds
@@ -16,6 +17,10 @@ class Stepping:
 
     in_flight = 1
     program: Program
+
+    @cached_property
+    def _feeds(self) -> feeds.Feeds:
+        return feeds.Feeds(self.program)
 
     @property
     def ranks(self) -> Sequence[int]:

@@ -347,9 +347,10 @@ class Op:
         takes; without it, it does itself."""
         return None
 
-    def labels(self, *inputs: TensorType) -> tuple[int, Dim] | None:
-        """Position of the input whose numbers each name an element of a dimension, and this dimension, where
-        a number beyond it is a mistake in the data; without it, there is none."""
+    def labels(self, *inputs: TensorType) -> tuple[int, Dim, bool] | None:
+        """Position of the input whose numbers each name an element of a dimension, this dimension, and
+        whether negative numbers name none on purpose (padding); any other number beyond it is a mistake in
+        the data. Without it, there is no such input."""
         return None
 
     def describe(self) -> str:

@@ -128,6 +128,9 @@ class Gather(Move):
         mask = k.reshape(inside, (*types[1].shape.sizes, *(1 for _ in types[0].shape.sizes[1:])))
         return k.where(mask, rows, k.scalar(0, types[0].dtype))
 
+    def labels(self, *inputs: TensorType) -> tuple[int, Dim, bool]:
+        return 1, inputs[0].shape.dim(self.dim), True
+
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         table, ids = inputs
         return (dy.graph.apply(ScatterAdd(table.shape.dim(self.dim)), dy, ids), None)
@@ -203,6 +206,9 @@ class Pick(Move):
             base = k.binary("mul", k.iota(rows, "int32"), k.scalar(n, "int32"))
             found = k.take(k.reshape(x, (rows * n,)), k.binary("add", base, relative))
         return k.reshape(k.where(inside, found, k.scalar(0, at.inputs[0].dtype)), wanted.sizes)
+
+    def labels(self, *inputs: TensorType) -> tuple[int, Dim, bool]:
+        return 1, inputs[0].shape.dim(self.dim), False
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         x, ids = inputs

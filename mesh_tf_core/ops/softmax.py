@@ -157,8 +157,8 @@ class CrossEntropy(Op):
     def flops(self, *local: TensorType) -> float:
         return 4.0 * local[1].shape.size
 
-    def labels(self, *inputs: TensorType) -> tuple[int, Dim]:
-        return 1, inputs[0].shape.dim(self.dim)
+    def labels(self, *inputs: TensorType) -> tuple[int, Dim, bool]:
+        return 1, inputs[0].shape.dim(self.dim), False
 
     def expand(self, *inputs: Tensor) -> Tensor:
         logits, targets, lse = inputs

@@ -18,6 +18,10 @@ from mesh_tf_core.model import Model
 class Planned(Protocol):
     """What a plan decides; `layoutopt.search` gives one."""
 
+    def check(self, model: Model) -> None:
+        """UserError, naming the difference, unless it was made for this model."""
+        ...
+
     @property
     def mesh(self) -> Mesh: ...
 

@@ -50,7 +50,7 @@ class Trainer:
     Args:
       mesh, layout: where and how; `layout="auto"` searches the best one for this machine (after
         `import layoutopt`).
-        A plan in place of the mesh decides everything: `Trainer(model, plan)`.
+        A plan of this model in place of the mesh decides everything: `Trainer(model, plan)`.
       options: storage, recomputation and microbatches.
       engine: `auto`, `local` (TensorFlow), `jax` or `lockstep` (NumPy, exact and slow); see
         `engines.open_engine`.
@@ -92,6 +92,9 @@ class Trainer:
         check("Trainer", model=(model, MODEL), mesh=(mesh, PLACE), layout=(layout, LAYOUT))
         check("Trainer", options=(options, instance(Options, "mtf.Options")))
         if not isinstance(mesh, Mesh | str):
+            if not isinstance(mesh, Planned):
+                raise UserError(f"Trainer: {mesh!r} is no mesh; give one such as 'data:8', or a plan")
+            mesh.check(model)
             if layout or options != DEFAULT:
                 raise UserError("Trainer: a plan decides the layout and the options; leave them out")
             self.plan, layout, options = mesh, mesh.layout, mesh.options

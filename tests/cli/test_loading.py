@@ -137,6 +137,35 @@ def test_other_settings_are_refused(tmp_path: Path, setting: str, message: str) 
         loaded(tmp_path, "", setting)
 
 
+PASSED_ON = """
+
+def small(batch=4, **hparams):
+    return model(batch, **hparams)
+"""
+
+
+def test_hyperparameters_that_are_passed_on(tmp_path: Path) -> None:
+    """A function with **hparams takes any; what it makes of them is its own affair."""
+    source = written(tmp_path, MODEL + PASSED_ON)
+    found = load_model(f"{source}:small", ["batch=6", "wide=True"])
+    # Beside `model`, which takes none but its own, those are known.
+    assert found.hparams["batch"] == 6 and found.hparams["wide"] is True
+    with pytest.raises(UserError, match=r"has no hyperparameter 'wyde'; did you mean 'wide'"):
+        load_model(f"{source}:small", ["wyde=True"])
+    alone = written(
+        tmp_path, MODEL.replace("def model(", "def made(") + PASSED_ON.replace("model(", "made("), "alone.py"
+    )
+    found = load_model(
+        f"{alone}:small", ["batch=6", "wide=True", "kind=adam", "sizes=(1, 2, 3)", "rate=1e-2"]
+    )
+    assert found.hparams == {"batch": 6, "wide": True, "kind": "adam", "sizes": (1, 2, 3), "rate": 0.01}
+    assert found.model.hparams == found.hparams
+    again = load_model(f"{alone}:small", found.hparams)  # as a plan has them
+    assert again.model.fingerprint == found.model.fingerprint
+    with pytest.raises(UserError, match=r"small\(wyde=1\).*unexpected keyword argument 'wyde'"):
+        load_model(f"{alone}:small", ["wyde=1"])
+
+
 def test_a_hyperparameter_without_default(tmp_path: Path) -> None:
     source = written(tmp_path, MODEL.replace("batch: int = 4", "batch: int"))
     with pytest.raises(

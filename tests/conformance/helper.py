@@ -136,6 +136,9 @@ class Built:
         made = sample.apply(g, *self.inputs)
         self.outputs = list(made) if isinstance(made, tuple) else [made]
         self.results = {f"out{i}": y for i, y in enumerate(self.outputs)}
+        for i, (a, x) in enumerate(zip(sample.args, self.inputs, strict=True)):
+            if a.kind.startswith("odd:"):  # engines refuse ids that no model sets apart
+                self.results[f"inside{i}"] = mtf.logical_and(x >= 0, x < int(a.kind[4:]))
         self.sets = [set(t.shape.names) for t in (*self.inputs, *self.outputs)]
         self.sets += [set(text.split()) for text in sample.together]
         self.sizes: dict[str, set[int]] = {}

@@ -318,6 +318,15 @@ def test_a_plan_decides_everything() -> None:
         mtf.Trainer(model, plan, "batch:a")
 
 
+def test_a_plan_of_another_model_is_refused() -> None:
+    """As on the command line: its layout may be legal, and is not the best one of this model."""
+    plan = search(network(), mesh="a:2", hardware="cpu-local")
+    with pytest.raises(mtf.UserError, match="the plan was made for another model: "):
+        mtf.Trainer(network(hidden=16), plan)
+    with pytest.raises(mtf.UserError, match="Trainer: None is no mesh; give one such as 'data:8', or a plan"):
+        mtf.Trainer(network(), None)  # type: ignore[arg-type]
+
+
 def test_the_share_of_waiting_for_input_is_measured() -> None:
     run = trainer()
     assert run.waited == 0

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mesh_tf_core.engines.feeds import check_array, check_batch, stored
+from mesh_tf_core.engines.feeds import check_array, stored
 from mesh_tf_core.engines.jax import home as jax_home
 from mesh_tf_core.engines.jax.cluster import Cluster
 from mesh_tf_core.engines.jax.placing import placed
@@ -226,7 +226,7 @@ class JaxEngine(Stepping):
     # -- running ---------------------------------------------------------------------------------------------
 
     def feed(self, batch: Mapping[str, Any]) -> Any:
-        arrays = check_batch(self.program, batch)
+        arrays = self._feeds.checked(batch)
         values = self.program.values
         with jax_home.wide_numbers(self._wide):
             return {

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from mesh_tf_core.engines.feeds import check_array, check_batch, stored
+from mesh_tf_core.engines.feeds import check_array, stored
 from mesh_tf_core.engines.meter import Meter
 from mesh_tf_core.engines.pieces import Piece, joined
 from mesh_tf_core.engines.stepping import Stepping, check_beside
@@ -95,7 +95,7 @@ class TfLocalEngine(Stepping):
     # -- running ---------------------------------------------------------------------------------------------
 
     def feed(self, batch: Mapping[str, Any]) -> Any:
-        arrays = check_batch(self.program, batch)
+        arrays = self._feeds.checked(batch)
         return [tf.constant(arrays[name]) for name in self.program.feeds]
 
     def run(self, fed: Any) -> dict[str, Any]:
