@@ -87,6 +87,30 @@ def test_dimensions_have_the_names_of_what_they_do(name: str) -> None:
     assert found == EXPECTED[name]
 
 
+def test_equal_sizes_of_other_layers_are_other_dimensions() -> None:
+    """The last layer of the second stage has as many outputs as the first of the first: no evidence."""
+
+    def loss(params, batch):
+        h = batch["x"]
+        for stage in params.values():
+            h = (
+                jnp.tanh(h @ stage["fc_1"]["w"] + stage["fc_1"]["b"]) @ stage["fc_2"]["w"]
+                + stage["fc_2"]["b"]
+            )
+        return (h**2).mean()
+
+    def layer(n, m):
+        return {"w": jax.ShapeDtypeStruct((n, m), jnp.float32), "b": jax.ShapeDtypeStruct((m,), jnp.float32)}
+
+    params = {
+        "stage_0": {"fc_1": layer(6, 64), "fc_2": layer(64, 32)},
+        "stage_1": {"fc_1": layer(32, 16), "fc_2": layer(16, 64)},
+    }
+    model = layoutopt.from_jax(loss, params, {"x": jax.ShapeDtypeStruct((8, 6), jnp.float32)})
+    made = {path: array.named[-1] for path, array in model.origin.parameters.items() if path.endswith("b")}
+    assert len(set(made.values())) == 4, made
+
+
 def test_state_is_stored_and_metrics_are_reported() -> None:
     model, _ = imported("convolutions")
     assert list(model.metrics) == ["norm"]

@@ -282,18 +282,39 @@ def _counts(found: Classes) -> None:
             found.unite(first.setdefault((*piece, -found.size[lead[0]]), lead[0]), lead[0])
 
 
+_NUMBER = re.compile(r"_?\d+(-\d+)?")
+
+
 def template(path: str) -> str:
     """A path without its numbers: that of the same parameter in every layer (Keras leaves out the first)."""
-    return re.sub(r"_?\d+(-\d+)?", "", path)
+    return _NUMBER.sub("", path)
 
 
 def _templates(found: Classes, parameters: Sequence[Var], stacks: Collection[Var]) -> None:
-    """Parameters whose paths differ by a number only have the same dimensions, where that is possible."""
-    alike: dict[tuple[object, ...], list[list[Axis]]] = defaultdict(list)
+    """Parameters of equal layers have the same dimensions, where that is possible.
+
+    Their paths differ by one number, and all parameters beside them have the sizes of those beside the other:
+    numbers at two places (`stage_0/fc_1/b`, `stage_1/fc_2/b`), or equal sizes of one of several parameters
+    (`fc_1/b`, `fc_3/b` of kernels that are unlike), are no evidence.
+    """
+    axes: dict[Var, list[Axis]]
+    axes = {v: [(v, a) for a in range(int(v in stacks), len(v.shape))] for v in parameters}
+    sizes = {v: tuple(found.factors.of(*axis) for axis in axes[v]) for v in parameters}
+    beside: dict[str, list[Var]] = defaultdict(list)
     for v in parameters:
-        axes: list[Axis] = [(v, a) for a in range(int(v in stacks), len(v.shape))]
-        sizes = tuple(found.factors.of(*axis) for axis in axes)
-        alike[template(v.path), sizes].append(axes)
+        beside[_parent(v.path)].append(v)
+    alike: dict[tuple[object, ...], list[list[Axis]]] = defaultdict(list)
+    numbers, counted = _numbers(parameters)
+    for v in parameters:
+        folder = _parent(v.path)
+        own = {at: n for at, n in numbers[v].items() if at >= len(template(folder))}
+        for place in numbers[v].keys() - counted:
+            group = beside[folder]
+            if place in own:  # w_0 and b_0 are a layer
+                group = [x for x in group if own.items() <= numbers[x].items()]
+            layer = frozenset((template(x.path), sizes[x]) for x in group)
+            rest = frozenset((at, n) for at, n in numbers[v].items() if at not in (place, *counted))
+            alike[template(v.path), place, rest, sizes[v], layer].append(axes[v])
     for layers in alike.values():
         for first, *others in zip(*layers, strict=True):
             nodes = list(zip(*(found.of(*axis) for axis in (first, *others)), strict=True))
@@ -301,6 +322,28 @@ def _templates(found: Classes, parameters: Sequence[Var], stacks: Collection[Var
             if not any(x in found.apart(y) for group in nodes for x in group for y in group):
                 for other in others:
                     _unite_axes(found, first, other)
+
+
+def _parent(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def _numbers(parameters: Sequence[Var]) -> tuple[dict[Var, dict[int, str]], set[int]]:
+    """The numbers of each path by their place in its template, "" for one that others have there; and the
+    places of numbers that count all arrays one by one, which say nothing of layers."""
+    found: dict[Var, dict[int, str]] = {}
+    places: dict[str, set[int]] = defaultdict(set)
+    for v in parameters:
+        found[v], gone = {}, 0
+        for number in _NUMBER.finditer(v.path):
+            found[v][number.start() - gone] = number[0]
+            gone += len(number[0])
+        places[template(v.path)].update(found[v])
+    for v, own in found.items():
+        own.update((at, "") for at in places[template(v.path)] - own.keys())
+    shared = set.intersection(*(set(own) for own in found.values())) if found else set()
+    counted = {at for at in shared if len({own[at] for own in found.values()}) == len(found) > 1}
+    return found, counted
 
 
 def _twins(found: Classes, of_parameters: set[Node]) -> None:
