@@ -21,8 +21,10 @@ from costmodels.pricing.pricer import pricer
 from examples.moe_lm import model as mixture
 from examples.transformer_lm import model as transformer
 from layoutopt import search
+from layoutopt.clock import Clock
 from layoutopt.evaluator import evaluate
-from layoutopt.optimize.request import space_of
+from layoutopt.optimize import request
+from layoutopt.optimize.request import Request, space_of
 from layoutopt.plan.covered import Space
 from layoutopt.space import decisions as space
 from layoutopt.space.decisions import Decisions
@@ -60,7 +62,7 @@ TINY = {
 }
 MESHES = ("x:4", "x:2", "x:2;y:2", "x:6", "x:3")
 PROVEN = ("OPTIMAL", "INFEASIBLE")
-PLAIN = Allowed(context=("gather",))
+PLAIN = Allowed(context=("gather",), storage=("layout",), recompute=(False,))
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ def records(target: Target, wide: Allowed) -> list[Decisions]:
 
 def _stages(target: Target, graph: Graph, rng: random.Random) -> dict[str, int | Stage]:
     trained = [v.name for v in graph.variables.values() if v.trainable and len(v.shape)]
-    over = None if rng.random() < 0.5 else tuple(rng.sample(target.axes, rng.randint(1, len(target.axes))))
+    some = rng.sample(target.axes, rng.randint(0, len(target.axes) - 1))  # all axes are the stage itself
+    over = tuple(some) or None
     return {name: Stage(rng.randint(1, 3), over) for name in trained if rng.random() < 0.5}
 
 
@@ -272,7 +275,7 @@ class Hunt:
         """Holds one search against so many prices; AssertionError where they contradict.
 
         Args:
-          forgets: a kind that the search does not know of: a planted fault.
+          forgets: a kind of which it chooses nothing, and does not say so: a planted fault.
         """
         rng, target = random.Random(seed), Target(model, mtf.Mesh(mesh))
         target = replace(target, hosts=has_hosts(hardware))
@@ -282,12 +285,16 @@ class Hunt:
         peaks = sorted({price.peak for price in found})
         limit = rng.choice([float("inf"), rng.choice(peaks), peaks[len(peaks) // 4], peaks[0], peaks[0] - 1])
         allowed = space.everything(target)
-        if rng.random() < 0.4:
+        if forgets is not None:
+            limit = peaks[0]
+            plain = {name: getattr(PLAIN, name) for name in forgets.everything(target)}
+            allowed = replace(allowed, **plain)
+        elif rng.random() < 0.4:
             allowed = fewer(allowed, rng)
         where = f"seed {seed}, {model.name} on {mesh}, {hardware.name}, {limit:.0f} bytes, {allowed}"
         with forgotten(forgets):
             status, bound, covered = answer(target, hardware, limit, allowed, where)
-        if status not in PROVEN:  # there was no time for so much; of less there is
+        if status not in PROVEN and forgets is None:  # there was no time for so much; of less there is
             allowed = fewer(allowed, rng)
             where = f"{where}, fewer: {allowed}"
             status, bound, covered = answer(target, hardware, limit, allowed, where)
@@ -308,12 +315,15 @@ class Hunt:
 
 @contextmanager
 def forgotten(kind: type[Decision] | None) -> Iterator[None]:
-    """A search without one of the kinds."""
+    """What a search leaves out of one of the kinds is not said."""
+    said = space.left_out
     try:
-        space.KINDS = tuple(each for each in ALL_KINDS if each is not kind)  # type: ignore[misc]
+        if kind is not None:
+            label = kind.label
+            request.left_out = lambda *asked: [left for left in said(*asked) if left.kind != label]
         yield
     finally:
-        space.KINDS = ALL_KINDS  # type: ignore[misc]
+        request.left_out = said
 
 
 def has_hosts(hardware: Hardware) -> bool:
@@ -353,11 +363,8 @@ def answer(
             **asked,
         )
     except InfeasibleError:
-        from layoutopt.clock import Clock
-        from layoutopt.optimize.request import Request
-
-        request = Request(target.model, hardware, limit, "time", allowed, 1, Clock(None), None, None)
-        return "INFEASIBLE", float("inf"), space_of(request, target.mesh, 0, None)
+        asking = Request(target.model, hardware, limit, "time", allowed, 1, Clock(None), None, None)
+        return "INFEASIBLE", float("inf"), space_of(asking, target.mesh, 0, None)
     except LimitError:
         return "LIMIT", 0.0, Space(layouts=0)
     solver = plan.solver
