@@ -6,7 +6,7 @@ solver.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,6 @@ from costmodels.pricing.pricer import Cost, Line, Pricer, pricer
 from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
 from costmodels.waiting import waiting
 from layoutopt.formulation.extract import Draft
-from layoutopt.formulation.shared import SharedContext, shared_context
 from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.plan.schema import Predicted
 from layoutopt.plan.units import seconds_text, share_text, size_text
@@ -34,7 +33,6 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.kept import SETS, Sets
 from mesh_tf_core.lower.replicas import ReplicaPrograms
 from mesh_tf_core.lower.storage import Storage
 from mesh_tf_core.model import Model
@@ -348,27 +346,14 @@ def evaluate(
 class Evaluator:
     """Evaluations of one model on one piece of hardware, and what they share: nothing is made twice.
 
-    Args:
-      further: dimensions that searches may split further elsewhere.
-      keeps: what loops that run again may keep.
-      products: dimensions; messages may go in chunks beside products that have one.
-
     Attributes:
       tight: the fastest layout of some mesh did not fit: those of others may not either.
       again: sets of loops (`again_in`) that ran again in a layout that did not fit: their rows are needed on
         other meshes too.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        hardware: Hardware,
-        further: Iterable[str] = (),
-        keeps: Sets = SETS,
-        products: Iterable[str] = (),
-    ) -> None:
-        self.model, self.hardware, self.further, self.keeps = model, hardware, frozenset(further), keeps
-        self.products = frozenset(products)
+    def __init__(self, model: Model, hardware: Hardware) -> None:
+        self.model, self.hardware = model, hardware
         self.tight = False
         self.again: dict[frozenset[str], None] = {}
         self._known: dict[Hashable, Evaluation | str] = {}
@@ -401,19 +386,12 @@ class Evaluator:
         """Its axes inside nodes or slices, where others lie between them."""
         return self.prices(mesh).placement.near
 
-    def context(self, mesh: Mesh, decided: Decisions) -> SharedContext:
-        """What problems with these microbatches and as many stages have in common."""
-        stages = decided.stages_on(mesh), decided.schedule
-        given = self.further, *stages, self.keeps, self.products
-        return shared_context(self.model, decided.microbatches, *given)
-
     def table_prices(self, mesh: Mesh, decided: Decisions) -> TablePrices:
         """Of the problem that was asked for last they know what they priced."""
         found = self._table_prices
         if found is None or found.draft.mesh != mesh or found.draft.decided is not decided:
-            context = self.context(mesh, decided)
             self._table_prices = found = TablePrices(
-                Draft(self.model, mesh, decided, self.prices(mesh), context, whole=True)
+                Draft(self.model, mesh, decided, self.prices(mesh), whole=True)
             )
         return found
 

@@ -29,7 +29,6 @@ from layoutopt.plan.build import Plan
 from layoutopt.problem import Choices, Row
 from layoutopt.space.kind import Allowed
 from layoutopt.space.mesh_shapes import meshes
-from layoutopt.space.recompute import kept_sets
 from layoutopt.space.splits import parse_forbid, parse_rules
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.diloco import DiLoCo
@@ -116,8 +115,7 @@ def certify(
     """
     mesh = plan.mesh if devices is None else None
     pieces = Pieces()
-    given = asked.elsewhere, kept_sets(asked.recompute), asked.collective_matmul
-    evaluator = Evaluator(model, hardware, *given)
+    evaluator = Evaluator(model, hardware)
     shapes = meshes(mesh, devices, max_axes, hardware)
     allowed = Allowed(
         parse_rules(asked.pins),

@@ -8,10 +8,10 @@ from collections.abc import Collection, Hashable, Set
 from fractions import Fraction
 
 from costmodels.kernels.fusion import fusion
+from layoutopt.space.decisions import Structure
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.program import Loop, Program
 from mesh_tf_core.ir.structure import Assign, Read
-from mesh_tf_core.lower.kept import SETS, Sets
 from mesh_tf_core.lower.nodes import moved_dims, pass_of, product_dims, repeated, updated, weights
 from mesh_tf_core.lower.subgraph import Access
 from mesh_tf_core.lower.sums import into_totals, waiting_nodes
@@ -24,11 +24,9 @@ class Dependencies:
 
     Args:
       program: the graph lowered under any layout; operations that it does not have are dead and left out.
+      structure: what decisions make of it.
       returned: tensors that a step returns.
       cut: additions that are not joined with what makes their operands.
-      further: dimensions that rules for elsewhere may split.
-      keeps: what loops that run again may keep (`kept.Recomputed`).
-      products: dimensions; messages may go in chunks beside products that have one.
 
     Attributes:
       live: nodes that the program has, in order.
@@ -50,13 +48,11 @@ class Dependencies:
         self,
         graph: Graph,
         program: Program,
+        structure: Structure,
         returned: Collection[int] = (),
         cut: Set[int] = frozenset(),
-        further: Set[str] = frozenset(),
-        keeps: Sets = SETS,
-        products: Set[str] = frozenset(),
     ) -> None:
-        self.further, self.keeps, self.products = further, keeps, products
+        self.further, self.keeps, self.products = structure.further, structure.keeps, structure.products
         self.graph, self.returned, self.fusion = graph, frozenset(returned), fusion(graph)
         live = {instr.origin.node for instr, _ in program.walk()}
         loops = (instr for instr, _ in program.walk() if isinstance(instr, Loop))

@@ -39,18 +39,16 @@ from layoutopt.formulation.index import Index
 from layoutopt.formulation.meeting import meetings
 from layoutopt.formulation.memory_constraints import MemoryConstraints
 from layoutopt.formulation.natural_memory import NaturalMemory
-from layoutopt.formulation.shared import SharedContext
+from layoutopt.formulation.shared import shared_context
 from layoutopt.formulation.tables import Entry, Table, Tabler, is_large, legal
 from layoutopt.problem import Problem, Row, Sparse, Term, Variable
 from layoutopt.problem.relations import Relation
-from layoutopt.space.collective_matmul import products_in
 from layoutopt.space.decisions import Decisions
-from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import Choice
 from layoutopt.space.offload import Offload, Weights
-from layoutopt.space.recompute import HOST, Recompute, sets_in
+from layoutopt.space.recompute import HOST, Recompute
 from mesh_tf_core.ir.dtypes import itemsize
-from mesh_tf_core.ir.layout import AT, Layout
+from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.combine import Key
@@ -118,11 +116,9 @@ class Extraction:
         return None if name else found
 
 
-def legal_problem(
-    model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer, context: SharedContext | None = None
-) -> Extraction:
+def legal_problem(model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer) -> Extraction:
     """The problem without its seconds: what is legal, and what it holds."""
-    draft = Draft(model, mesh, decided, pricer, context)
+    draft = Draft(model, mesh, decided, pricer)
     for cluster in draft.left:
         draft.bound(cluster)
     decided = decided.within({n: draft.decided.options[n] for n in decided.options})
@@ -130,11 +126,9 @@ def legal_problem(
     return draft.extraction(NaturalMemory(draft.context, mesh, decided, decided.free))
 
 
-def extract(
-    model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer, context: SharedContext | None = None
-) -> Extraction:
+def extract(model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer) -> Extraction:
     """The problem of a model on a mesh; `decided` is what may be chosen."""
-    draft = Draft(model, mesh, decided, pricer, context)
+    draft = Draft(model, mesh, decided, pricer)
     for cluster in draft.left:
         draft.make(cluster)
     return draft.extraction()
@@ -144,7 +138,6 @@ class Draft:
     """A problem whose tables are being made.
 
     Args:
-      context: of the model and the microbatches, if it is known.
       whole: clusters are only asked for single entries, so none is cut.
 
     Attributes:
@@ -160,7 +153,6 @@ class Draft:
         mesh: Mesh,
         decided: Decisions,
         pricer: Pricer,
-        context: SharedContext | None = None,
         whole: bool = False,
     ) -> None:
         self.model, self.mesh, self.decided, self.pricer = model, mesh, decided, pricer
@@ -168,16 +160,7 @@ class Draft:
             decided.diloco is not None and decided.diloco.delay
         ):  # what does not fit beside them, see `meeting`
             self.pricer = pricer = pricer.without(decided.diloco.axis)
-        further = frozenset(name.partition(AT)[0] for name in decided.of(Elsewhere))
-        self.context = context or SharedContext(
-            model,
-            decided.microbatches,
-            further=further,
-            stages=decided.stages_on(mesh),
-            schedule=decided.schedule,
-            keeps=sets_in(decided.every),
-            products=products_in(decided.every),
-        )
+        self.context = shared_context(model, decided.structure(mesh))
         if not whole:
             self.context = self.context.bounded(decided)
             sums = (PendingSum.at(node, mesh) for node in sorted(self.context.cut))

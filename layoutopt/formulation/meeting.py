@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from layoutopt.formulation.lifetimes import Reading
 from layoutopt.formulation.memory_points import Thing
 from layoutopt.formulation.shared import SharedContext
-from layoutopt.space.decisions import Decisions
+from layoutopt.space.decisions import Decisions, Structure
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
@@ -58,9 +58,9 @@ class Meeting(SharedContext):
     """
 
     def __init__(
-        self, step: TrainingStep, stages: Mapping[str, int], by: DiLoCo, graph: Graph, known: Collection[str]
+        self, step: TrainingStep, structure: Structure, by: DiLoCo, graph: Graph, known: Collection[str]
     ) -> None:
-        super().__init__(_Meets(TrainingStep(graph, {}, ())), stages=stages)
+        super().__init__(_Meets(TrainingStep(graph, {}, ())), structure)
         self.period, self.narrow = by.period, narrow_reads(step.graph)
         self.kept = tuple(name for name in _written(graph) if name not in known)
         self.clusters = tuple(replace(c, multiplicity=c.multiplicity / by.period) for c in self.clusters)
@@ -78,16 +78,16 @@ def meetings(model: Model, mesh: Mesh, decided: Decisions) -> tuple[Meeting, ...
     by = decided.diloco
     if by is None:
         return ()
-    stages, count = decided.stages_on(mesh), mesh.size(by.axis)
-    step = model.training_step(decided.microbatches, stages, decided.schedule)
-    return step.graph.remembered((Meeting, count, by), lambda: tuple(_meetings(step, stages, count, by)))
+    structure, count = decided.structure(mesh), mesh.size(by.axis)
+    step, key = structure.step_of(model), (Meeting, structure, count, by)
+    return step.graph.remembered(key, lambda: tuple(_meetings(step, structure, count, by)))
 
 
-def _meetings(step: TrainingStep, stages: Mapping[str, int], count: int, by: DiLoCo) -> Iterator[Meeting]:
+def _meetings(step: TrainingStep, structure: Structure, count: int, by: DiLoCo) -> Iterator[Meeting]:
     known = set(step.graph.variables)
     met = replica_graphs(step.graph, step.results, count, by)[2]
     for graph in (graph for each in met for graph in each.graphs):
-        yield Meeting(step, stages, by, graph, known)
+        yield Meeting(step, structure, by, graph, known)
         known |= _written(graph).keys()
 
 

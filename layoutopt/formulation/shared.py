@@ -14,69 +14,53 @@ from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.makers import Makers
 from layoutopt.formulation.memory_points import Points
 from layoutopt.formulation.tables import Tabler
-from layoutopt.space.decisions import Decisions
+from layoutopt.space.decisions import Decisions, Steps, Structure
 from layoutopt.space.recompute import options_of
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.kept import SETS, Sets
-from mesh_tf_core.model import NO_STAGES, Model, TrainingStep
-from mesh_tf_core.ops.ticks import GPIPE
+from mesh_tf_core.model import Model
 
 ONE = Mesh([("device", 1)])
+PLAIN = Structure()
 
 
-class Steps(Protocol):
-    """What has steps: a model, or what replicas do when they meet."""
-
-    def training_step(
-        self, microbatches: int = 1, stages: Mapping[str, int] = NO_STAGES, schedule: str = GPIPE
-    ) -> TrainingStep: ...
+class Lowered(Steps, Protocol):
+    """Steps that can be lowered."""
 
     def lower(self, mesh: Mesh, layout: Layout, options: Options = ..., *, check: bool = True) -> Program: ...
 
 
 class SharedContext:
-    """A step with some number of microbatches, nothing of it split but layers into stages.
+    """A step with nothing of it split but layers into stages.
 
     Attributes:
       dependencies: which of its operations must be priced together; `clusters` of these.
       narrow: see `Tabler`.
 
     Args:
+      structure: what decisions make of it.
       cut: additions that are priced apart from their operands.
-      further: dimensions that may be split further elsewhere.
-      stages: dimensions of layers -> how many stages of a pipeline they are, in what schedule.
-      keeps: what loops that run again may keep (`kept.Recomputed`).
-      products: dimensions; messages may go in chunks beside products that have one.
     """
 
     narrow: Mapping[str, str] | None = None
 
     def __init__(
         self,
-        model: Steps,
-        microbatches: int = 1,
+        model: Lowered,
+        structure: Structure = PLAIN,
         cut: frozenset[int] = frozenset(),
-        further: frozenset[str] = frozenset(),
-        stages: Mapping[str, int] = NO_STAGES,
-        schedule: str = GPIPE,
-        keeps: Sets = SETS,
-        products: frozenset[str] = frozenset(),
     ) -> None:
-        step = model.training_step(microbatches, stages, schedule)
-        self.stages, self.schedule = stages, schedule
-        self._allowed = further, stages, schedule, keeps, products
-        self.model, self.microbatches, self.graph = model, microbatches, step.graph
+        step = structure.step_of(model)
+        self.model, self.structure, self.graph = model, structure, step.graph
         self._programs: dict[frozenset[str], Program] = {}
         self._tabler: Tabler | None = None
         self._points: dict[tuple[frozenset[str], bool], Points] = {}
-        self.cut, self.further = cut, further
+        self.cut = cut
         self._more: dict[frozenset[int], SharedContext] = {}
         returned = [t.id for t in step.results.values()]
-        given = returned, cut, further, keeps, products
-        self.dependencies = Dependencies(self.graph, self.program(), *given)
+        self.dependencies = Dependencies(self.graph, self.program(), structure, returned, cut)
         self.clusters: tuple[Cluster, ...] = tuple(clusters(self.dependencies))
 
     @cached_property
@@ -101,7 +85,7 @@ class SharedContext:
             return self
         cut = self.cut | large
         if cut not in self._more:
-            self._more[cut] = SharedContext(self.model, self.microbatches, cut, *self._allowed)
+            self._more[cut] = SharedContext(self.model, self.structure, cut)
         return self._more[cut].bounded(decided)
 
     def program(self, again: frozenset[str] = frozenset()) -> Program:
@@ -109,9 +93,10 @@ class SharedContext:
         its mesh only."""
         if again not in self._programs:
             more = options_of(again)
-            options = Options(microbatches=self.microbatches, schedule=self.schedule, **more)
-            mesh = Mesh([(dim, n) for dim, n in self.stages.items()]) if self.stages else ONE
-            layout = Layout({dim: (dim,) for dim in self.stages})
+            own, stages = self.structure, dict(self.structure.stages)
+            options = Options(microbatches=own.microbatches, schedule=own.schedule, **more)
+            mesh = Mesh([*stages.items()]) if stages else ONE
+            layout = Layout({dim: (dim,) for dim in stages})
             self._programs[again] = self.model.lower(mesh, layout, options, check=False)
         return self._programs[again]
 
@@ -133,17 +118,8 @@ class SharedContext:
         return self._points[again, fuses]
 
 
-def shared_context(
-    model: Model,
-    microbatches: int = 1,
-    further: frozenset[str] = frozenset(),
-    stages: Mapping[str, int] = NO_STAGES,
-    schedule: str = GPIPE,
-    keeps: Sets = SETS,
-    products: frozenset[str] = frozenset(),
-) -> SharedContext:
+def shared_context(model: Model, structure: Structure) -> SharedContext:
     """That of a step, made once for all searches of its graph: the next one may be for another machine."""
-    step = model.training_step(microbatches, stages, schedule)
-    key = SharedContext, further, keeps, products, tuple(t.id for t in step.results.values())
-    given = further, stages, schedule, keeps, products
-    return step.graph.remembered(key, lambda: SharedContext(model, microbatches, frozenset(), *given))
+    step = structure.step_of(model)
+    key = SharedContext, structure, tuple(t.id for t in step.results.values())
+    return step.graph.remembered(key, lambda: SharedContext(model, structure))

@@ -137,8 +137,7 @@ def faster(
       was no time for all tables.
     """
     mesh, decided = subproblem.mesh, subproblem.decided
-    prices, context = evaluator.prices(mesh), evaluator.context(mesh, decided)
-    draft = Draft(evaluator.model, mesh, decided, prices, context)
+    draft = Draft(evaluator.model, mesh, decided, evaluator.prices(mesh))
     bound = fix_options(draft, upper, propose, clock, weights, heard)
     if draft.left or bound >= upper * (1 - EXACT):
         return 0.0 if draft.unsplit else bound, None

@@ -57,11 +57,8 @@ def least_memory(request: Request, subproblem: Subproblem) -> Baseline | None:
     }
     if any(() not in subproblem.decided.options[n] for n in plain):
         return None
-    prices, context = (
-        request.evaluator.prices(subproblem.mesh),
-        request.evaluator.context(subproblem.mesh, subproblem.decided),
-    )
-    known = legal_problem(request.model, subproblem.mesh, subproblem.decided, prices, context)
+    prices = request.evaluator.prices(subproblem.mesh)
+    known = legal_problem(request.model, subproblem.mesh, subproblem.decided, prices)
     search = SubproblemSearch(
         request.model, subproblem.mesh, subproblem.decided, request.hardware, known, request.evaluator
     )

@@ -28,10 +28,7 @@ from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.extract import Extraction
 from layoutopt.formulation.memory_points import Key
 from layoutopt.problem import Entry, Row, Sparse
-from layoutopt.space.elsewhere import written
 from layoutopt.space.recompute import Recompute, again_in
-from layoutopt.space.storage import storage_class
-from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.program import Collective, Instr, Program, Slice
 
 SAME = 0.5
@@ -134,27 +131,8 @@ def _related(dependencies: Dependencies, key: Key) -> Iterable[int]:
 
 
 def _decisions(found: Extraction, numbers: Iterable[int]) -> frozenset[str]:
-    """What is decided about the clusters of some nodes."""
-    dependencies = found.memory.dependencies
-    roots = {dependencies.root(number) for number in numbers}
-    decided = set(found.names).intersection(found.decided.of(Recompute))
-    for node in dependencies.live:
-        if dependencies.root(node.index) in roots:
-            decided.update(_about(dependencies, node))
-    decided.update({*map(written, decided)} & {*found.names})
-    return frozenset(decided)
-
-
-def _about(dependencies: Dependencies, node: Node) -> Iterable[str]:
-    """The dimensions that a node's tensors have, and the storage of variables that it reads, makes the
-    gradients of, or updates."""
-    graph = dependencies.graph
-    variables = {node.scope} if node.phase == "update" else set[str]()
-    for t in (*node.inputs, *node.outputs):
-        yield from graph.tensor(t).shape.names
-        variables.update(name for name in (dependencies.owner.get(t),) if name)
-    for t in (later for o in node.outputs for later in dependencies.leads_to(o)):
-        variables.update(name for name in (graph.gradient_of.get(t),) if name)
-    for name in variables & graph.variables.keys():
-        yield from graph.variables[name].shape.names
-        yield storage_class(graph.variables[name])
+    """What is decided about the clusters of some nodes, and which loops run again."""
+    clusters = (table.cluster for table in found.tables)
+    nodes = frozenset(numbers)
+    about = (c.decisions for c in clusters if any(not nodes.isdisjoint(members) for members in c.members))
+    return frozenset({*found.decided.of(Recompute), *(name for names in about for name in names)})

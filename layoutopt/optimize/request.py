@@ -13,7 +13,6 @@ from layoutopt.plan.covered import LeftOut, Space
 from layoutopt.space.decisions import KINDS, left_out
 from layoutopt.space.kind import Allowed, Target
 from layoutopt.space.mesh_shapes import other_meshes
-from layoutopt.space.recompute import kept_sets
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
@@ -87,9 +86,7 @@ class Request:
     @cached_property
     def evaluator(self) -> Evaluator:
         """What answers this question: nothing is evaluated twice."""
-        allowed = self.allowed
-        sets, products = kept_sets(allowed.recompute), allowed.collective_matmul
-        return Evaluator(self.model, self.hardware, allowed.elsewhere, sets, products)
+        return Evaluator(self.model, self.hardware)
 
     @property
     def hosts(self) -> bool:

@@ -150,8 +150,7 @@ class _Search:
         if decided is None or plain is None:
             return math.inf
         evaluator = self.request.evaluator
-        prices, context = evaluator.prices(plans.mesh), evaluator.context(plans.mesh, decided)
-        draft = Draft(evaluator.model, plans.mesh, decided, prices, context)
+        draft = Draft(evaluator.model, plans.mesh, decided, evaluator.prices(plans.mesh))
         weights = fill(self.weights.setdefault(number, {}), draft)
         chosen = decided.write(plain[0], replace(decided.leanest, recompute=frozenset()))
         total = 0.0
@@ -279,8 +278,7 @@ def lean(request: Request, subproblem: Subproblem) -> Found | None:
             solution = Solution(Status.FEASIBLE, (), evaluation.memory.peak, 0.0, 0.0, "by name")
             return Found(mesh, layout, options, evaluation, solution)
         return None
-    context = evaluator.context(mesh, decided)
-    known = legal_problem(evaluator.model, mesh, decided, evaluator.prices(mesh), context)
+    known = legal_problem(evaluator.model, mesh, decided, evaluator.prices(mesh))
     search = SubproblemSearch(evaluator.model, mesh, decided, evaluator.hardware, known, evaluator)
     return least_memory.lean(search, {}, request.clock)
 

@@ -104,8 +104,7 @@ class SubproblemSearch:
         self.model, self.mesh, self.hardware = model, mesh, hardware
         self._evaluator = evaluator or Evaluator(model, hardware)
         self.prices = self._evaluator.prices(mesh)
-        context = self._evaluator.context(mesh, decided)
-        self.extraction = extraction or extract(model, mesh, decided, self.prices, context)
+        self.extraction = extraction or extract(model, mesh, decided, self.prices)
         self.evaluations: dict[tuple[int, ...], Evaluation] = {}
         self.again: list[frozenset[str]] = [frozenset(), *self._again_elsewhere()]
         self.cuts: dict[str, Row] = {}

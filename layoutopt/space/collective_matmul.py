@@ -7,7 +7,7 @@ Only asked for: it pays where an axis splits these products and, elsewhere, what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -83,8 +83,3 @@ class CollectiveMatmul(Decision):
     @classmethod
     def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
         return {"collective_matmul": frozenset(said["collective_matmul"])}
-
-
-def products_in(every: Iterable[Decision]) -> frozenset[str]:
-    """The dimensions of which these decisions decide."""
-    return frozenset(d.subject for d in every if isinstance(d, CollectiveMatmul))

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.context import Context
@@ -40,8 +40,20 @@ from layoutopt.space.storage import Storage
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.kept import Sets
+from mesh_tf_core.model import NO_STAGES, TrainingStep
+from mesh_tf_core.ops.ticks import GPIPE
 from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
+
+
+class Steps(Protocol):
+    """What has steps: a model, or what replicas do when they meet."""
+
+    def training_step(
+        self, microbatches: int = 1, stages: Mapping[str, int] = NO_STAGES, schedule: str = GPIPE
+    ) -> TrainingStep: ...
+
 
 KINDS: tuple[type[Decision], ...] = (
     Split,
@@ -60,6 +72,30 @@ KINDS: tuple[type[Decision], ...] = (
 """The kinds of decisions, in the order of their variables in problems."""
 FEATURES: dict[str, Feature] = {f.name: f for kind in KINDS for f in kind.features}
 """What of them users may forbid, by its name."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What decisions make of a step before any is taken: its graph, and which operations must be lowered
+    together. Problems that agree here share clusters and all that is known of them.
+
+    Attributes:
+      stages: dimensions of layers -> how many stages of a pipeline they are, in what `schedule`.
+      further: dimensions that may be split further elsewhere.
+      keeps: what loops that run again may keep (`kept.Recomputed`).
+      products: dimensions; messages may go in chunks beside products that have one.
+    """
+
+    microbatches: int = 1
+    stages: tuple[tuple[str, int], ...] = ()
+    schedule: str = GPIPE
+    further: frozenset[str] = frozenset()
+    keeps: Sets = ()
+    products: frozenset[str] = frozenset()
+
+    def step_of(self, model: Steps) -> TrainingStep:
+        """The step of a model."""
+        return model.training_step(self.microbatches, dict(self.stages), self.schedule)
 
 
 @dataclass(frozen=True)
@@ -111,6 +147,17 @@ class Decisions:
     def stages_on(self, mesh: Mesh) -> dict[str, int]:
         """How many stages they are."""
         return {dim: mesh.group_size(axes) for dim, axes in self.stages.items()}
+
+    def structure(self, mesh: Mesh) -> Structure:
+        """What these decisions make of a step; the same for fewer options."""
+        return Structure(
+            self.microbatches,
+            tuple(self.stages_on(mesh).items()),
+            self.schedule,
+            frozenset(d.dim for d in self.every if isinstance(d, Elsewhere)),
+            tuple(dict.fromkeys(keep for d in self.every if isinstance(d, Recompute) for keep in d.kept)),
+            frozenset(d.subject for d in self.every if isinstance(d, CollectiveMatmul)),
+        )
 
     def of(self, kind: type[Decision]) -> tuple[str, ...]:
         """Names of the decisions of one kind."""

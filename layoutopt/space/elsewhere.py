@@ -68,6 +68,11 @@ class Elsewhere(Decision):
             yield cls(rule, tuple(options))
 
     @property
+    def dim(self) -> str:
+        """The dimension."""
+        return self.subject.partition(AT)[0]
+
+    @property
     def leanest(self) -> Choice:
         # What this holds depends on the layout.
         return self.options[0]

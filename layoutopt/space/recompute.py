@@ -42,8 +42,13 @@ ON_HOSTS = " on the hosts"
 @dataclass(frozen=True)
 class Recompute(Decision):
     """The loops over one dimension: () saves, ("on",) recomputes, ("on", "products") but for what is kept,
-    ("on", "products", "host") and keeps that on the hosts."""
+    ("on", "products", "host") and keeps that on the hosts.
 
+    Attributes:
+      kept: what some option keeps, also where fewer options are left.
+    """
+
+    kept: Sets = ()
     prefix = "recompute "
     label = "recomputation"
     features = (
@@ -94,7 +99,7 @@ class Recompute(Decision):
             kept = keep_sets(graph, dim, kept_sets(allowed.recompute))
             some = [(*ON, *keep) for keep in kept]
             there = [(*each, HOST) for each in (*some, *whole)] if ACTIVATIONS in allowed.offload else []
-            yield cls(dim, (*plain, *some, *there, *whole) or (ON,))
+            yield cls(dim, (*plain, *some, *there, *whole) or (ON,), kept)
 
     def apply(self, choice: Choice, to: Chosen) -> None:
         if choice:
@@ -125,13 +130,6 @@ def kept_sets(allowed: Iterable[bool | str]) -> Sets:
         if isinstance(one, str):
             found += SETS if one == SELECTIVE else [Recomputed.parse(f"loops:{one}").keep]
     return tuple(dict.fromkeys(found))
-
-
-def sets_in(decisions: Iterable[Decision]) -> Sets:
-    """The same of decisions, and what a search knows."""
-    options = (choice for d in decisions if isinstance(d, Recompute) for choice in d.options)
-    named = (tuple(word for word in choice[1:] if word != HOST) for choice in options)
-    return tuple(dict.fromkeys((*SETS, *filter(None, named))))
 
 
 def _check_named(graph: Graph, allowed: Iterable[bool | str]) -> None:

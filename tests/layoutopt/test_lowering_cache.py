@@ -68,8 +68,8 @@ def compare(
         prices = pricer(hardware, mesh)
         decided = decisions(step.graph, mesh, Allowed(microbatches=(parts,)))
         program = model.lower(mesh, mtf.Layout(), Options(microbatches=parts))
-        tabler = Tabler(step.graph, mesh, prices)
-        for cluster in clusters(Dependencies(step.graph, program, [t.id for t in step.results.values()])):
+        tabler, results = Tabler(step.graph, mesh, prices), [t.id for t in step.results.values()]
+        for cluster in clusters(Dependencies(step.graph, program, decided.structure(mesh), results)):
             table = tabler.table(cluster, decided)
             for assignment in rng.sample(sorted(table.entries), min(count, len(table.entries))):
                 found, chosen = table.entries[assignment], dict(zip(table.names, assignment, strict=True))

@@ -1,0 +1,248 @@
+"""Random small models, machines and questions in which every kind of decision is free at once.
+
+`OPENED` says for each of `KINDS` what to allow so that it is decided; a kind without a row fails every test that
+asks for a question, on its first day.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import mesh_tf_core as mtf
+from costmodels.hardware import Hardware, load_hardware, with_settings
+from layoutopt.clock import UNLIMITED
+from layoutopt.evaluator import Evaluation, Evaluator
+from layoutopt.optimize.request import Request
+from layoutopt.optimize.subproblems import Subproblem, subproblems
+from layoutopt.space.collective_matmul import CollectiveMatmul
+from layoutopt.space.context import Context
+from layoutopt.space.decisions import KINDS
+from layoutopt.space.elsewhere import Elsewhere
+from layoutopt.space.kind import HYBRID, Allowed, Choice, Decision
+from layoutopt.space.microbatches import Microbatches
+from layoutopt.space.offload import Offload, Weights
+from layoutopt.space.rarely import Rarely
+from layoutopt.space.recompute import Recompute
+from layoutopt.space.schedule import Schedule
+from layoutopt.space.splits import Split
+from layoutopt.space.stages import Stages
+from layoutopt.space.storage import Storage
+from mesh_tf_core.optimizers import by_name
+
+MACHINES = ("tpu-v3", "a100", "h100", "tpu-v4", "tpu-v5e")
+Kinds = tuple[type[Decision], ...]
+
+
+def whole_model(seed: int) -> mtf.Model:
+    """A model about which every kind has something to decide: layers of attention, products and a few random
+    operations, and an optimizer that keeps state."""
+    rng = random.Random(seed)
+    g = mtf.Graph(f"whole {seed}")
+    dtype = rng.choice(["float32", "bfloat16"])
+    b, s = mtf.Dim("batch", 4), mtf.Dim("length", 4)
+    d, f = mtf.Dim("d", rng.choice([4, 8, 32])), mtf.Dim("f", rng.choice([4, 8, 16, 64]))
+    heads, kv, keys = mtf.Dim("heads", 2), mtf.Dim("kv", 4), mtf.Dim("keys", s.size)
+    layers, made = mtf.Dim("layers", 4), itertools.count()
+    attends, first = rng.random() < 0.5, rng.random() < 0.5
+    extra = [rng.choice(["bias", "norm", "unary", "softmax", "none", "none"]) for _ in range(3)]
+    x = g.input("x", [b, s, d], "float32").cast(dtype)
+
+    def weight(*dims: mtf.Dim) -> mtf.Tensor:
+        return g.variable(f"w{next(made)}", [*dims], mtf.Normal(0.1), activation_dtype=dtype)
+
+    def some(kind: str, x: mtf.Tensor) -> mtf.Tensor:
+        if kind == "bias":
+            return x + weight(d)
+        if kind == "norm":
+            return mtf.layer_norm(x, d, weight(d))
+        if kind == "softmax":
+            return mtf.softmax(x, d)
+        return mtf.tanh(x) * 0.5 if kind == "unary" else x
+
+    def attention(x: mtf.Tensor) -> mtf.Tensor:
+        q = mtf.einsum([x, weight(d, heads, kv)], [b, s, heads, kv]) if attends else mtf.reshape(x, x.shape)
+        if not attends:  # queries, keys and values are the same, of one head
+            wide = mtf.rename(x, d="kv")
+            other = mtf.rename(wide, length="keys")
+            done = mtf.attention(wide, other, other, s, keys, "kv")
+            return x + mtf.rename(done, kv="d")
+        read = mtf.rename(x, length="keys")
+        k = mtf.einsum([read, weight(d, heads, kv)], [b, keys, heads, kv])
+        done = mtf.attention(q, k, k, s, keys, kv, causal=True)
+        return x + mtf.einsum([done, weight(d, heads, kv)], [b, s, d])
+
+    def layer(x: mtf.Tensor) -> mtf.Tensor:
+        y = some(extra[0], attention(x))
+        hidden = mtf.relu(mtf.einsum([some(extra[1], y), weight(d, f)], [b, s, f]))
+        return y + mtf.einsum([hidden, weight(f, d)], [b, s, d])
+
+    x = mtf.einsum([x, weight(d)], [b, s, d]) if first else x
+    x = some(extra[2], mtf.scan(layer, x, layers))
+    optimizer = by_name(rng.choice(["adam", "adam", "adafactor"]), 0.1, rng.choice([0.0, 1.0]))
+    return mtf.Model(mtf.reduce_mean(mtf.square(x.cast("float32"))), optimizer, name=f"whole {seed}")
+
+
+Opens = Callable[[random.Random, mtf.Model], Mapping[str, Any]]
+OPENED: dict[type[Decision], Opens] = {
+    Split: lambda rng, _: {"orders": rng.choice(["mesh", "mesh", "all"])},
+    Stages: lambda *_: {"pipeline": ("layers",)},
+    Schedule: lambda rng, _: {
+        "schedule": ("gpipe", *rng.sample(["1f1b", "circular:2", "interleaved:2"], rng.choice([1, 2])))
+    },
+    Elsewhere: lambda rng, _: {"elsewhere": (rng.choice(["length", "length", "d", "batch"]),)},
+    Storage: lambda rng, _: {
+        "storage": ("layout", *rng.sample(["zero1", "zero2", "zero3", "zero3@x", HYBRID], rng.choice([1, 2])))
+    },
+    Offload: lambda *_: {"offload": ("optimizer", "weights", "activations")},
+    Weights: lambda *_: {"offload": ("optimizer", "weights", "activations")},
+    Recompute: lambda rng, _: {
+        "recompute": rng.choice([(False, True), (False, "selective", True), (True, "keep=attention", False)])
+    },
+    Context: lambda rng, _: {
+        "context": ("gather", *rng.sample(["ring", "zigzag", "all_to_all"], rng.choice([1, 2])))
+    },
+    CollectiveMatmul: lambda rng, _: {"collective_matmul": rng.choice([("f",), ("d",), ("f", "d")])},
+    Microbatches: lambda rng, _: {"microbatches": rng.choice([(1, 2), (1, 2), (2, 4)])},
+    Rarely: lambda rng, _: {
+        "diloco": mtf.DiLoCo("sites", rng.choice([2, 4]), fragments=rng.choice([1, 2]))
+    },
+}
+"""What to allow so that a kind is decided."""
+APART = (Rarely,)
+"""Those that are asked for in one question of `RARE`: nothing is split over the axis then, nor on the hosts."""
+RARE = 6
+
+
+def opened(rng: random.Random, model: mtf.Model, rarely: bool = False) -> Allowed:
+    """Everything of every kind; replicas that meet rarely are a search of their own."""
+    said: dict[str, Any] = {}
+    for kind in KINDS:
+        its = OPENED[kind](rng, model)
+        said |= its if rarely or kind not in APART else {}
+    if rarely:  # of replicas nothing lies on the hosts
+        said |= {"offload": ()}
+    return Allowed(**said)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A question about a model: some options of every kind, few enough to try all of them.
+
+    Attributes:
+      allowed: what they are of.
+    """
+
+    model: mtf.Model
+    mesh: mtf.Mesh
+    hardware: Hardware
+    allowed: Allowed
+    problems: tuple[Subproblem, ...]
+
+    @property
+    def count(self) -> int:
+        """How many combinations there are, legal or not."""
+        return sum(math.prod(map(len, each.decided.options.values())) for each in self.problems)
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        return Evaluator(self.model, self.hardware)
+
+    def request(self, limit: float, objective: str = "time") -> Request:
+        """The question under a memory limit."""
+        return Request(
+            self.model, self.hardware, limit, objective, self.allowed, 1, UNLIMITED, None, None, False
+        )
+
+    def chosen(self) -> Iterator[tuple[Subproblem, dict[str, Choice]]]:
+        """All combinations."""
+        for each in self.problems:
+            for picked in itertools.product(*each.decided.options.values()):
+                yield each, dict(zip(each.decided.options, picked, strict=True))
+
+    def evaluated(self) -> Iterator[Evaluation]:
+        """Every legal layout, as the evaluator sees it; what the hosts have no room for is none."""
+        for each, chosen in self.chosen():
+            try:
+                found = self.evaluator(self.mesh, *each.decided.read(chosen))
+            except mtf.LayoutError:
+                continue
+            if found.beyond_hosts is None:
+                yield found
+
+    @property
+    def free(self) -> set[type[Decision]]:
+        """The kinds of which more than one option is left, in one problem or over all of them."""
+        found = {
+            type(d) for each in self.problems for d in each.decided.every if len(d.options) > 1
+        }
+        for kind in KINDS:
+            options = {
+                tuple(d.options for d in each.decided.every if type(d) is kind) for each in self.problems
+            }
+            if len(options) > 1:
+                found.add(kind)
+        return found
+
+
+def whole_question(seed: int, most: int, rarely: bool = False) -> Whole:
+    """A random model and question with at most about `most` combinations: options leave at random, of what has
+    most of them first, and the last two of a kind stay as long as others have more."""
+    rng, model = random.Random(seed), whole_model(seed)
+    mesh = mtf.Mesh(rng.choice(["x:2;y:2", "x:2;y:2", "x:4", "x:2"]) + (";sites:2" if rarely else ""))
+    hardware = _machine(rng)
+    allowed = opened(rng, model, rarely)
+    evaluator = Evaluator(model, hardware)
+    found = [*subproblems(model, [mesh], allowed, evaluator.near)]
+    found = _some(found, rng)
+    options: dict[str, list[Choice]] = {}
+    kinds: dict[str, type[Decision]] = {}
+    for each in found:
+        for d in each.decided.every:
+            kinds[d.name] = type(d)
+            known = options.setdefault(d.name, [])
+            known += [o for o in d.options if o not in known]
+
+    def whole() -> Whole:
+        return Whole(model, mesh, hardware, allowed, tuple(_left(each, options) for each in found))
+
+    question = whole()
+    while question.count > most:
+        spare = [n for n, left in options.items() if len(left) > 1]
+        of = {k: sum(kinds[n] is k for n in spare) for k in KINDS}
+        spare = [n for n in spare if len(options[n]) > 2 or of[kinds[n]] > 1] or spare
+        name = rng.choice(spare)
+        left = options[name]
+        plain = left[:1] if rng.random() < 0.7 else []
+        gone = rng.choice([o for o in left if o not in plain])
+        options[name] = [o for o in left if o != gone]
+        question = whole()
+    return question
+
+
+def _left(each: Subproblem, options: Mapping[str, list[Choice]]) -> Subproblem:
+    """A problem with what is left of its options; where that is none of them, with its first."""
+    decided = each.decided
+    left = {
+        n: tuple(o for o in found if o in options[n]) or found[:1] for n, found in decided.options.items()
+    }
+    return Subproblem(each.mesh, decided.within(left))
+
+
+def _some(found: list[Subproblem], rng: random.Random) -> list[Subproblem]:
+    """At most four of the problems, with and without stages, of two numbers of microbatches and schedules."""
+    plain = [each for each in found if not each.decided.stages]
+    staged = [each for each in found if each.decided.stages]
+    return plain[:2] + rng.sample(staged, min(2, len(staged)))
+
+
+def _machine(rng: random.Random) -> Hardware:
+    """With hosts, and links to them, so that what lies there has a price."""
+    name = rng.choice(MACHINES)
+    known = load_hardware(name)
+    return known if known.host_memory_bytes else load_hardware(with_settings(name, ["host_memory=64GB"]))
