@@ -24,10 +24,11 @@ from layoutopt.plan.build import Plan, parse_plan
 from layoutopt.plan.details import Searched
 from layoutopt.plan.fields import LARGEST
 from layoutopt.space.context import usual
-from layoutopt.space.kind import GATHER, STORED, Allowed
+from layoutopt.space.kind import STORED, Allowed
 from layoutopt.space.mesh_shapes import meshes
 from layoutopt.space.microbatches import USUAL
-from layoutopt.space.splits import parse_forbid, parse_rules, rules_text
+from layoutopt.space.recorded import recorded
+from layoutopt.space.splits import parse_forbid, parse_rules
 from mesh_tf_core.arguments import is_number, is_whole
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.mesh import Mesh
@@ -162,18 +163,7 @@ def search(
         devices=None if devices is None else int(devices),
         max_axes=int(max_axes),
         objective=objective,
-        pins=rules_text(pins),
-        forbid=rules_text(forbid),
-        storage=allowed.storage,
-        recompute=allowed.recompute,
-        microbatches=tuple(map(int, allowed.microbatches)),
-        context=None if allowed.context == (GATHER,) else allowed.context,
-        elsewhere=allowed.elsewhere or None,
-        pipeline=allowed.pipeline or None,
-        offload=allowed.offload or None,
-        diloco=None if allowed.diloco is None else str(allowed.diloco),
-        schedule=None if allowed.schedule == (GPIPE,) else allowed.schedule,
-        collective_matmul=allowed.collective_matmul or None,
+        **recorded(allowed),
     )
 
     # No function of its own: a plan goes to other processes (pickle) with what completes it.

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from costmodels.hardware import Hardware, load_hardware, machine_of
-from layoutopt.analysis.explain import Answer, Asked, finder, split_rules
+from layoutopt.analysis.explain import Answer, finder, split_rules
 from layoutopt.analysis.validate import validate as measured
 from layoutopt.analysis.verify import Verified, generation
 from layoutopt.analysis.verify import verify as compiled
@@ -24,6 +24,7 @@ from layoutopt.plan.evidence import Validation
 from layoutopt.plan.schema import Predicted
 from layoutopt.plan.units import plural, seconds_text, share_text, used_text
 from layoutopt.shown import Shown, table
+from layoutopt.space.recorded import allowed_by
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -230,9 +231,7 @@ def explain(
             "explain: a plan for the least memory; layoutopt explain PLAN says what its splits save"
         )
     clock = time_limit if isinstance(time_limit, Clock) else Clock(time_limit) if time_limit else UNLIMITED
-    names = Asked.__dataclass_fields__
-    said = {n: v for n in names if asked is not None and (v := getattr(asked, n)) is not None}
-    find = finder(model, plan, machine, Asked(**said))
+    find = finder(model, plan, machine, allowed_by(asked))
     limit = None if asked is None or asked.memory_bytes is None else float(asked.memory_bytes)
     rules = split_rules(plan)
     splits = [

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from mesh_tf_core.errors import LayoutError, UserError
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
@@ -19,7 +19,7 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.kept import Recomputed
 from mesh_tf_core.lower.offload import check_offload
-from mesh_tf_core.lower.replicas import ReplicaPrograms, lower_replicas
+from mesh_tf_core.lower.replicas import ReplicaPrograms, check_whole, lower_replicas
 from mesh_tf_core.ops.ticks import GPIPE, alternates, rounds_of
 from mesh_tf_core.optimizers import SGD, Optimizer, by_name
 from mesh_tf_core.optimizers.base import apply_updates
@@ -238,13 +238,7 @@ class Model:
             raise UserError(
                 "with an axis that synchronises rarely nothing can lie on the hosts; leave offload out"
             )
-        stages = self.stages(mesh, layout)
-        if stages or options.schedule != GPIPE:
-            what = f"split {' and '.join(stages)} over no axis" if stages else "leave the schedule out"
-            raise LayoutError(
-                f"replicas along an axis that synchronises rarely ({options.diloco}) have no stages of a "
-                f"pipeline yet: {what}, or leave diloco out"
-            )
+        check_whole(options.diloco, self.stages(mesh, layout), options.schedule)
         step = self.training_step(options.microbatches)
         return lower_replicas(step.graph, step.results, mesh, layout, options, check)
 

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.hardware import Hardware
-from layoutopt.analysis.explain import Asked
 from layoutopt.evaluator import Evaluator
+from layoutopt.formulation.extract import count_layouts
 from layoutopt.optimize.candidates import Pieces
 from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.request import EXACT
@@ -29,9 +29,7 @@ from layoutopt.plan.build import Plan
 from layoutopt.problem import Choices, Row
 from layoutopt.space.kind import Allowed
 from layoutopt.space.mesh_shapes import meshes
-from layoutopt.space.splits import parse_forbid, parse_rules
 from mesh_tf_core.model import Model
-from mesh_tf_core.tracing.diloco import DiLoCo
 
 MOST = 5000
 """Layouts listed for one problem."""
@@ -42,6 +40,7 @@ class Ruled:
     """What is shown of one problem.
 
     Attributes:
+      layouts: how many combinations of decisions it has, legal or not.
       how: 'pieces', 'bound', 'listed', 'open', or 'faster' (the proof is wrong: something faster fits).
       bound: seconds that no layout of it is faster than, whatever memory it takes.
       listed: faster layouts that do not fit.
@@ -50,6 +49,7 @@ class Ruled:
 
     mesh: str
     microbatches: int
+    layouts: int
     how: str
     bound: float
     listed: int = 0
@@ -61,16 +61,33 @@ class Certificate:
     """The problems of a plan's search.
 
     Attributes:
+      allowed: what may be chosen in them.
+      considered: how many layouts the plan says that its search had, if it says so.
       complete: these are all.
     """
 
     problems: tuple[Ruled, ...]
+    allowed: Allowed
+    considered: int | None = None
     complete: bool = True
 
     @property
     def verified(self) -> bool:
         """Nothing that was searched is faster than the plan."""
-        return self.complete and all(p.how in ("pieces", "bound", "listed") for p in self.problems)
+        known = all(p.how in ("pieces", "bound", "listed") for p in self.problems)
+        return self.complete and known and not self.other
+
+    @property
+    def layouts(self) -> int:
+        """Combinations of decisions of all problems, legal or not."""
+        return sum(p.layouts for p in self.problems)
+
+    @property
+    def other(self) -> str:
+        """How this is not the space that the plan's search had; '' if it is, as far as is known."""
+        if not self.complete or self.considered in (None, self.layouts):
+            return ""
+        return f"the plan's search had {self.considered:,} layouts, what it says of them has {self.layouts:,}"
 
     @property
     def faster(self) -> Ruled | None:
@@ -93,7 +110,10 @@ class Certificate:
         count = len(self.problems)
         if not count:
             return "no problem was checked: there was no time"
-        said = f"{count} problem{'s' if count > 1 else ''}, ruled out without a solver: {', '.join(parts)}"
+        space = f"{count} problem{'s' if count > 1 else ''} with {self.layouts:,} layouts"
+        if self.other:
+            return f"of another space: {self.other}"
+        said = f"{space}, ruled out without a solver: {', '.join(parts)}"
         if counts["open"]:
             said += f"; {counts['open']} not checked: too many layouts to list"
         return said if self.complete else f"{said}; then the time was over, and the others are not checked"
@@ -104,7 +124,7 @@ def certify(
     plan: Plan,
     hardware: Hardware,
     limit: float,
-    asked: Asked,
+    asked: Allowed,
     devices: int | None = None,
     max_axes: int = 2,
 ) -> Iterator[Ruled]:
@@ -117,30 +137,22 @@ def certify(
     pieces = Pieces()
     evaluator = Evaluator(model, hardware)
     shapes = meshes(mesh, devices, max_axes, hardware)
-    allowed = Allowed(
-        parse_rules(asked.pins),
-        parse_forbid(asked.forbid),
-        storage=asked.storage,
-        elsewhere=asked.elsewhere,
-        recompute=asked.recompute,
-        microbatches=asked.microbatches,
-        context=asked.context,
-        pipeline=asked.pipeline,
-        offload=asked.offload,
-        diloco=None if asked.diloco is None else DiLoCo.parse(asked.diloco),
-        schedule=asked.schedule,
-        collective_matmul=asked.collective_matmul,
-    )
-    for subproblem in subproblems(model, shapes, allowed, evaluator.near):
+    for subproblem in subproblems(model, shapes, asked, evaluator.near):
         seconds = plan.predicted.step_seconds * (1 - EXACT)
         known = pieces.bound(subproblem)
         if known >= seconds:
-            yield Ruled(_where(subproblem), subproblem.microbatches, "pieces", known)
+            yield replace(_open(subproblem), how="pieces", bound=known)
             continue
         found = _ruled(evaluator, subproblem, seconds, limit)
         if evaluator.prices(subproblem.mesh).pieces_cost_more and found.how == "bound":
             pieces.keep(subproblem, found.bound)
         yield found
+
+
+def considered_by(plan: Plan) -> int | None:
+    """How many layouts a plan's search had; None where it does not say that in a number."""
+    said = plan.solver.layouts_considered.partition(" and ")[0].replace(",", "")
+    return int(said) if said.isascii() and said.isdigit() else None
 
 
 def _where(subproblem: Subproblem) -> str:
@@ -150,9 +162,15 @@ def _where(subproblem: Subproblem) -> str:
     return "".join((str(subproblem.mesh), *stages, *order))
 
 
+def _open(subproblem: Subproblem) -> Ruled:
+    """A problem of which nothing is shown yet."""
+    layouts = count_layouts(subproblem.decided.options)
+    return Ruled(_where(subproblem), subproblem.microbatches, layouts, "open", 0.0)
+
+
 def _ruled(evaluator: Evaluator, subproblem: Subproblem, seconds: float, limit: float) -> Ruled:
     bound, search = faster(evaluator, subproblem, seconds, lambda *_: math.inf)
-    ruled = Ruled(_where(subproblem), subproblem.microbatches, "open", bound)
+    ruled = replace(_open(subproblem), bound=bound)
     if search is None:
         return replace(ruled, how="bound")
     known = search.eliminated

@@ -10,8 +10,8 @@ All of them are proven where the searches are. Of a plan for the least memory th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from costmodels.hardware import Hardware
@@ -22,8 +22,7 @@ from layoutopt.plan.build import Plan
 from layoutopt.problem import TOLERANCE
 from layoutopt.space.decisions import FEATURES
 from layoutopt.space.elsewhere import written
-from layoutopt.space.kind import GATHER, STORED
-from layoutopt.space.microbatches import USUAL
+from layoutopt.space.kind import Allowed
 from layoutopt.space.splits import parse_rules
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError, known_names
 from mesh_tf_core.lower.offload import ACTIVATIONS
@@ -97,53 +96,36 @@ class Answer:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What else was asked of the search that made a plan; others compare only under the same."""
-
-    pins: str | None = None
-    forbid: str | None = None
-    storage: tuple[str, ...] = STORED
-    recompute: tuple[bool | str, ...] = (False, True)
-    microbatches: tuple[int, ...] = USUAL
-    context: tuple[str, ...] = (GATHER,)
-    elsewhere: tuple[str, ...] = ()
-    pipeline: tuple[str, ...] = ()
-    offload: tuple[str, ...] = ()
-    diloco: str | None = None
-    schedule: tuple[str, ...] = (GPIPE,)
-    collective_matmul: tuple[str, ...] = ()
-
-    def with_pins(self, more: str | None) -> Mapping[str, Any]:
-        """As arguments of a search, with further pins; a dimension that is pinned anew loses its old pin."""
-        rules = {**parse_rules(self.pins), **parse_rules(more)}
-        return {**asdict(self), "pins": rules or None}
-
-    def without(self, name: str) -> Asked:
-        """The same without one of `FEATURES`; UserError if the search could not choose it, or only it."""
-        feature = FEATURES[name]
-        allowed = getattr(self, feature.field)
-        rest = tuple(x for x in allowed if not feature.means(x))
-        if rest == allowed:
-            raise UserError(f"--without {name}: the plan's search could not choose it; allow it there first")
-        if not rest and feature.field not in ("elsewhere", "pipeline", "offload", "collective_matmul"):
-            said = ", ".join(map(str, allowed))
-            raise UserError(f"--without {name}: the plan's search allowed nothing else ({said})")
-        rules = {"elsewhere": map(written, self.elsewhere), "pipeline": self.pipeline}.get(feature.field, ())
-        pins = parse_rules(self.pins)
-        for rule in rules:
-            if pins.get(rule):
-                pin = f"--pin {rule}:{'+'.join(pins[rule])}"
-                raise UserError(f"--without {name}: the plan's search had to choose it ({pin})")
-        changed: dict[str, Any] = {feature.field: rest}
-        if not any(changed.get("recompute", self.recompute)):  # what second runs need is not saved either
-            changed["offload"] = tuple(kind for kind in self.offload if kind != ACTIVATIONS)
-        if not changed.get("pipeline", self.pipeline):  # without stages there is no schedule of them
-            changed["schedule"] = (GPIPE,)
-        return replace(self, **changed)
+def with_pins(asked: Allowed, more: str | None) -> dict[str, Any]:
+    """What was asked, as arguments of a search, with further pins; a dimension that is pinned anew loses its
+    old pin."""
+    return {**asked.keywords, "pins": {**asked.pins, **parse_rules(more)} or None}
 
 
-def forbidden(plan: Plan, asked: Asked, names: Sequence[str]) -> list[str]:
+def without(asked: Allowed, name: str) -> Allowed:
+    """The same without one of `FEATURES`; UserError if the search could not choose it, or only it."""
+    feature = FEATURES[name]
+    allowed = getattr(asked, feature.field)
+    rest = tuple(x for x in allowed if not feature.means(x))
+    if rest == allowed:
+        raise UserError(f"--without {name}: the plan's search could not choose it; allow it there first")
+    if not rest and getattr(Allowed(), feature.field):
+        said = ", ".join(map(str, allowed))
+        raise UserError(f"--without {name}: the plan's search allowed nothing else ({said})")
+    rules = {"elsewhere": map(written, asked.elsewhere), "pipeline": asked.pipeline}.get(feature.field, ())
+    for rule in rules:
+        if asked.pins.get(rule):
+            pin = f"--pin {rule}:{'+'.join(asked.pins[rule])}"
+            raise UserError(f"--without {name}: the plan's search had to choose it ({pin})")
+    changed: dict[str, Any] = {feature.field: rest}
+    if not any(changed.get("recompute", asked.recompute)):  # what second runs need is not saved either
+        changed["offload"] = tuple(kind for kind in asked.offload if kind != ACTIVATIONS)
+    if not changed.get("pipeline", asked.pipeline):  # without stages there is no schedule of them
+        changed["schedule"] = (GPIPE,)
+    return replace(asked, **changed)
+
+
+def forbidden(plan: Plan, asked: Allowed, names: Sequence[str]) -> list[str]:
     """The features that are named, or with "all" those that the plan has and its search need not have had.
 
     Raises:
@@ -157,12 +139,12 @@ def forbidden(plan: Plan, asked: Asked, names: Sequence[str]) -> list[str]:
         if name != ALL and name not in FEATURES:
             raise UserError(f"--without {name}: {known_names(name, [*FEATURES, ALL])}")
         if name != ALL:
-            asked.without(name)
+            without(asked, name)
             found.append(name)
             continue
         for each in used:
             with contextlib.suppress(UserError):
-                asked.without(each)
+                without(asked, each)
                 found.append(each)
     return list(dict.fromkeys(found))
 
@@ -173,7 +155,7 @@ Find = Callable[[str, float | None, str | None, Clock, str | None], Answer]
 NO_TIME = "there was no time"
 
 
-def finder(model: Model, plan: Plan, hardware: Hardware, asked: Asked, objective: str = "time") -> Find:
+def finder(model: Model, plan: Plan, hardware: Hardware, asked: Allowed, objective: str = "time") -> Find:
     """Searches on the plan's mesh under other conditions, for the same `objective`."""
     from layoutopt.api import search
 
@@ -182,12 +164,12 @@ def finder(model: Model, plan: Plan, hardware: Hardware, asked: Asked, objective
         memory: float | None,
         pins: str | None,
         clock: Clock = UNLIMITED,
-        without: str | None = None,
+        forbid: str | None = None,
     ) -> Answer:
         if clock.over:
             return Answer(condition, None, None, "", False, NO_TIME)
-        rules = asked.without(without) if without else asked
-        more = {**rules.with_pins(pins), "objective": objective, "time_limit": clock.rest}
+        rules = without(asked, forbid) if forbid else asked
+        more = {**with_pins(rules, pins), "objective": objective, "time_limit": clock.rest}
         try:
             found = search(model, mesh=plan.mesh, hardware=hardware, memory=memory, **more)
         except (InfeasibleError, LimitError) as error:

@@ -19,7 +19,7 @@ from typing import Any
 
 from costmodels.hardware import Hardware, drawn, with_bandwidth
 from costmodels.pricing.pricer import pricer
-from layoutopt.analysis.explain import Asked
+from layoutopt.analysis.explain import with_pins
 from layoutopt.clock import UNLIMITED, Clock
 from layoutopt.evaluator import evaluate
 from layoutopt.optimize.request import EXACT
@@ -27,6 +27,7 @@ from layoutopt.plan import details
 from layoutopt.plan.build import Plan, layout_of, options_of
 from layoutopt.plan.details import Robustness
 from layoutopt.plan.units import mesh_option
+from layoutopt.space.kind import Allowed
 from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
@@ -87,7 +88,7 @@ def sensitivity(
     plan: Plan,
     hardware: Hardware,
     limit: float,
-    asked: Asked,
+    asked: Allowed,
     told: Told = lambda _: None,
     clock: Clock = UNLIMITED,
 ) -> list[Curve]:
@@ -98,7 +99,7 @@ def sensitivity(
     """
     from layoutopt.api import search
 
-    more: Mapping[str, Any] = asked.with_pins(None)
+    more: Mapping[str, Any] = with_pins(asked, None)
     devices = plan.mesh.devices
     reshaped = not (asked.pins or asked.forbid or asked.diloco) and devices % 2 == 0
     left = itertools.count(6 if reshaped else 4, -1)

@@ -16,12 +16,13 @@ from costmodels.hardware import Hardware
 from costmodels.hardware.vary import NETWORK, varied
 from costmodels.network.topology import Placement, place
 from costmodels.pricing.pricer import pricer
-from layoutopt.analysis.explain import Asked
+from layoutopt.analysis.explain import with_pins
 from layoutopt.clock import UNLIMITED, Clock
 from layoutopt.evaluator import Evaluation, evaluate
 from layoutopt.plan.build import options_of
 from layoutopt.plan.schema import Predicted
 from layoutopt.plan.ways import AtLink, Turning, Way
+from layoutopt.space.kind import Allowed
 from mesh_tf_core.errors import InfeasibleError, LimitError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -83,7 +84,7 @@ def searched(
     ways: Sequence[Way],
     build: Callable[[Way], Model],
     hardware: Hardware,
-    asked: Asked,
+    asked: Allowed,
     limit: float,
     clock: Clock = UNLIMITED,
     factors: Sequence[float] = SEARCHED,
@@ -108,7 +109,7 @@ def searched(
         found: dict[str, Predicted] = {}
         for way, model in known:
             own = clock.part(1 / next(left))
-            rules = {**asked.with_pins(None), "diloco": way.diloco or None, "time_limit": own.rest}
+            rules = {**with_pins(asked, None), "diloco": way.diloco or None, "time_limit": own.rest}
             with suppress(LimitError, InfeasibleError):
                 plan = search(model, mesh=mesh, hardware=machine, memory=limit, alternatives=False, **rules)
                 found[way.name] = plan.predicted

@@ -108,6 +108,13 @@ def with_found(plan: Plan, changed: Changed | None, proof: Certificate | None) -
 def proven(found: Certificate) -> Proof:
     """Every problem of the search and how it was ruled out."""
     from layoutopt.plan.details import Proof, RuledOut
+    from layoutopt.space.recorded import allowed_text
 
     problems = tuple(RuledOut(**asdict(p)) for p in found.problems)
-    return Proof(verified=found.verified, words=str(found), problems=problems)
+    return Proof(
+        verified=found.verified,
+        words=str(found),
+        layouts=found.layouts,
+        allowed=allowed_text(found.allowed),
+        problems=problems,
+    )

@@ -159,7 +159,7 @@ def checked_proof(
     Raises:
       UserError: a plan that was for memory, claims no proof, or is not what it says.
     """
-    from layoutopt.analysis.certificate import Certificate, Ruled, certify
+    from layoutopt.analysis.certificate import Certificate, Ruled, certify, considered_by
     from mesh_tf_core.errors import UserError
 
     plan, asked = found.plan, where_of(found.plan)
@@ -179,7 +179,7 @@ def checked_proof(
         problems = certify(found.loaded.model, plan, found.hardware, found.limit, rules, asked.devices, axes)
         ruled: list[Ruled] = []
         complete = clock.within(0.0, lambda: ruled.extend(problems))
-        return Certificate(tuple(ruled), complete)
+        return Certificate(tuple(ruled), rules, considered_by(plan), complete)
 
 
 def _against(found: Planned, layout: str | None) -> Evaluation | None:
@@ -254,7 +254,11 @@ def _tell(
     if terminal.as_json:
         return
     checked = "lowered and priced again: the same" if not said else "; ".join(said)
-    checks = [("checked", checked)] if proof is None else [("checked", checked), ("proof", str(proof))]
+    checks = [("checked", checked)]
+    if proof is not None:
+        from layoutopt.space.recorded import allowed_text
+
+        checks += [("proof", str(proof)), ("allowed", allowed_text(proof.allowed) or "what is usual")]
     held = [("waits", words) for words in evaluation.waits]
     held += [("peak", _peak(evaluation.memory)), _binds(found, evaluation, answers)]
     known = errors_known(found.hardware)

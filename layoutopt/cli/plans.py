@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,11 +11,11 @@ import typer
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
-    from layoutopt.analysis.explain import Asked
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.build import Plan
     from layoutopt.plan.details import Searched
     from layoutopt.plan.schema import Told
+    from layoutopt.space.kind import Allowed
 
 PlanArgument = Annotated[
     Path, typer.Argument(metavar="PLAN", help="A file made by `search --out`.", show_default=False)
@@ -48,12 +48,11 @@ def where_of(plan: Plan) -> Searched:
     return plan.data.details.search or Searched()
 
 
-def asked_of(plan: Plan) -> Asked:
-    """The rules of the plan's search; what the file does not say is the default."""
-    from layoutopt.analysis.explain import Asked
+def asked_of(plan: Plan) -> Allowed:
+    """What the plan's search was allowed; what the file does not say is the default."""
+    from layoutopt.space.recorded import allowed_by
 
-    said, rules = where_of(plan), [field.name for field in fields(Asked)]
-    return Asked(**{name: value for name in rules if (value := getattr(said, name)) is not None})
+    return allowed_by(where_of(plan))
 
 
 def limit_of(plan: Plan, hardware: Hardware) -> int:

@@ -9,6 +9,9 @@ from layoutopt.cli.again import Changed, command_line
 from layoutopt.cli.terminal import Terminal, table
 from layoutopt.plan.units import seconds_text, share_text, used_text
 
+OPTIONS = {"pins": "--pin"}
+"""Options that are not called as the arguments are that they say."""
+
 if TYPE_CHECKING:
     import typer
 
@@ -30,11 +33,9 @@ def repairs_of(found: Diagnosis, asked: Mapping[str, Any], context: typer.Contex
     from layoutopt.plan.details import Repair
     from layoutopt.plan.units import layout_text
 
-    before = _options(asked)
     made = []
     for each in found.repairs:
-        now, data = _options(each.asked), each.plan.data
-        changed: dict[str, Changed] = {o: value for o, value in now.items() if value != before[o]}
+        data, changed = each.plan.data, _changed(asked, each.asked)
         if each.change.startswith("--set "):
             changed["--set"] = settings_with(context.params.get("settings") or (), each.change)
         if "--hardware" in changed:
@@ -114,33 +115,31 @@ def refusal(
     return said
 
 
-def _options(asked: Mapping[str, Any]) -> dict[str, str | None]:
-    """Options of `search` as these arguments say them; None where an option is left out."""
-    from layoutopt.space.kind import STORED
-    from layoutopt.space.microbatches import USUAL
-    from layoutopt.space.splits import parse_forbid, parse_rules
+def _changed(asked: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Changed]:
+    """Options of `search` with which other arguments are asked: those that differ, whatever they are."""
+    from layoutopt.cli.allowed import recompute_words
 
-    mesh, devices, machine = asked.get("mesh"), asked.get("devices"), asked.get("hardware")
-    memory = asked.get("memory")
-    free = {False, True} <= set(asked["recompute"])
-    return {
-        "--mesh": None if mesh is None else str(mesh),
-        "--devices": None if devices is None else str(devices),
-        "--hardware": None if machine is None else machine.name,
-        "--memory": None if memory is None else str(memory),
-        "--pin": _rules(parse_rules(asked.get("pins"))),
-        "--forbid": _rules(parse_forbid(asked.get("forbid"))),
-        "--storage": _listed(asked["storage"], STORED),
-        "--recompute": None if free else "as it was",  # which only ever goes
-        "--microbatches": _listed(asked["microbatches"], USUAL),
-        "--context": None if asked["context"] is None else ",".join(asked["context"]),
-        "--elsewhere": _listed(asked["elsewhere"], ()),
-    }
+    found: dict[str, Changed] = {}
+    for name in dict.fromkeys((*asked, *now)):
+        value = now.get(name)
+        if value == asked.get(name):
+            continue
+        if name == "recompute" and value is not None:
+            found["--recompute"], found["--keep"] = recompute_words(value)
+        else:
+            found[OPTIONS.get(name, f"--{name.replace('_', '-')}")] = _text(value)
+    return found
 
 
-def _rules(rules: Mapping[str, Sequence[str]]) -> str | None:
-    return ";".join(f"{dim}:{'+'.join(axes) or 'none'}" for dim, axes in rules.items()) or None
+def _text(value: Any) -> str | None:
+    """A value as its option has it; None where that is left out."""
+    from costmodels.hardware import Hardware
+    from layoutopt.space.splits import rules_text
 
-
-def _listed(values: Sequence[Any], usual: Sequence[Any]) -> str | None:
-    return None if set(values) == set(usual) else ",".join(map(str, values))
+    if isinstance(value, Mapping):
+        return rules_text(value)
+    if isinstance(value, Hardware):
+        return value.name
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ",".join(map(str, value)) or None
+    return None if value is None else str(value)

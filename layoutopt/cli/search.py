@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
@@ -12,7 +11,7 @@ import typer
 
 from layoutopt.cli.advice import after_search
 from layoutopt.cli.again import command_line
-from layoutopt.cli.allowed import USUAL, AllowedOptions, MaxAxesOption, listed
+from layoutopt.cli.allowed import USUAL, AllowedOptions, MaxAxesOption
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
     THIS_MACHINE,
@@ -70,13 +69,6 @@ DETAILED = 1.35
 """Seconds after the time limit in which a plan's details are made."""
 
 
-class Orders(StrEnum):
-    """In which order a split over several axes may have them."""
-
-    MESH = "mesh"
-    ALL = "all"
-
-
 class Objective(StrEnum):
     """What is minimised."""
 
@@ -114,29 +106,7 @@ def search(
         list[str] | None,
         typer.Option(metavar="RULES", help='Must not hold, as "vocab:model".', show_default=False),
     ] = None,
-    storage: Annotated[
-        str,
-        typer.Option(
-            metavar="STAGES",
-            help="How variables may be stored (ZeRO; hybrid: zero3 inside a node), of these.",
-        ),
-    ] = "layout,zero1,zero2,zero3,hybrid",
     allowed: AllowedOptions = USUAL,
-    microbatches: Annotated[
-        str, typer.Option(metavar="NUMBERS", help="Into how many parts the batch may be split.")
-    ] = "1,2,4,8,16,32",
-    offload: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KINDS",
-            help="What may lie in host memory between its uses: optimizer, its state; weights, variables "
-            "themselves; activations, what loops save to run again.",
-            show_default=False,
-        ),
-    ] = None,
-    orders: Annotated[
-        Orders, typer.Option(help="A split over several axes: in the order of the mesh, or in every order.")
-    ] = Orders.MESH,
     diloco: WaysOption = None,
     accept_loss: AcceptLossOption = None,
     top: Annotated[int, typer.Option(metavar="K", help="List the K best layouts.")] = 1,
@@ -179,10 +149,7 @@ def search(
     asked: dict[str, Any] = {
         "pins": ";".join(pin or ()) or None,
         "forbid": ";".join(forbid or ()) or None,
-        "storage": _stages(storage),
-        "microbatches": _numbers(microbatches),
         **allowed.asked(),
-        "offload": listed(offload),
     }
     where: dict[str, Any] = {
         "mesh": None if mesh is None else read_mesh(mesh),
@@ -201,7 +168,6 @@ def search(
                     "top": top,
                     "time_limit": clock,
                     "refine": refine,
-                    "orders": orders.value,
                     "on_progress": bounds.show,
                     "on_better": lambda words, seconds, peak: terminal.say(
                         f"so far {seconds_text(seconds)}, {bytes_text(peak)}: {words}"
@@ -343,22 +309,3 @@ def _shared(plan: Plan) -> list[str]:
     if found is None or plan.options.diloco is None:
         return []
     return [f"{n}={v}" for n, v in found.compared[0].hparams.items()]
-
-
-def _stages(text: str) -> list[str]:
-    from layoutopt.space.kind import HYBRID
-    from mesh_tf_core.lower.storage import read_stage
-
-    parts = [part.strip() for part in text.split(",")]
-    return [part if part == HYBRID else str(read_stage(part)) for part in parts]
-
-
-def _numbers(text: str) -> list[int]:
-    from mesh_tf_core.errors import UserError
-
-    parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"0*[1-9][0-9]{0,8}", part) for part in parts):
-        raise UserError(
-            f"--microbatches {text!r} is not a list of numbers; write for example --microbatches 1,2,4"
-        )
-    return [int(part) for part in parts]

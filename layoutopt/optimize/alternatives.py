@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from layoutopt.evaluator import Evaluation
-from layoutopt.optimize.baselines import FSDP, Baselines, Pinned, axis_names, by_name
+from layoutopt.optimize.baselines import FSDP, Baselines, Pinned, axis_names, by_name, chosen_by_name
 from layoutopt.optimize.heuristics import HEURISTICS
 from layoutopt.optimize.request import EXACT, Request
 from layoutopt.optimize.restricted import FAR, Answer, BestPlans
@@ -15,7 +15,8 @@ from layoutopt.optimize.subproblem import Found
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.build import axes_of, decided
 from layoutopt.plan.schema import Alternative, Predicted
-from layoutopt.space.kind import GATHER
+from layoutopt.space.decisions import FEATURES
+from layoutopt.space.kind import GATHER, Allowed, Feature
 from layoutopt.space.undivided import storage_of, stored_at, undivided
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
@@ -104,7 +105,22 @@ class Alternatives:
             notes.append(f"{why}: {', '.join(self.far)}")
         if self.none and self._unsplit():
             notes.append(f"no plan is {', '.join(self.none)}: {self._unsplit()}")
-        return notes + self._elsewhere() + self._gathers()
+        return notes + self._elsewhere() + self._gathers() + self._not_by_name()
+
+    def _not_by_name(self) -> list[str]:
+        """What the answer has and layouts by name could not choose."""
+        whole, best = self.request.allowed, self.best
+        few = chosen_by_name(whole)
+
+        def allows(said: Allowed, feature: Feature) -> bool:
+            return any(map(feature.means, getattr(said, feature.field)))
+
+        lost = [f for f in FEATURES.values() if allows(whole, f) and not allows(few, f)]
+        used = [f.name for f in lost if f.used(best.layout, best.options)]
+        if not self.request.model.stages(best.mesh, best.layout):  # a layout does not say what counts layers
+            used = [name for name in used if FEATURES[name].field != "pipeline"]
+        had = ", ".join(used)
+        return [f"layouts by name were searched without {had}, which the answer has"] if had else []
 
     def _unsplit(self) -> str:
         """Why storage splits too little where nothing else is split; '' if it does not."""

@@ -24,12 +24,12 @@ from dataclasses import dataclass, replace
 
 from layoutopt.space.decisions import Decisions, decisions
 from layoutopt.space.elsewhere import Elsewhere
-from layoutopt.space.kind import Allowed
+from layoutopt.space.kind import HYBRID, Allowed
 from layoutopt.space.parallelism import parallelism
 from layoutopt.space.splits import Split, domains
 from layoutopt.space.undivided import mostly_split, storage_of
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.layout import Axes, Layout
+from mesh_tf_core.ir.layout import AT, Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import STAGES, stage_number
@@ -39,6 +39,17 @@ WHOLE, SPLIT = STAGES[:3], STAGES[3:]
 """Stages at which a variable is whole between its updates, and others."""
 FSDP = "fully sharded (FSDP)"
 """The name of plans in which most parameters are stored split."""
+NOT_BY_NAME = ("pins", "forbid", "pipeline", "schedule", "elsewhere", "storage", "diloco")
+"""What names say themselves, or have none of: fields of `Allowed`."""
+
+
+def chosen_by_name(allowed: Allowed) -> Allowed:
+    """What plans that go by a name may choose, of what a search may: all that no name says otherwise. They
+    have no stages of pipelines, split nothing further elsewhere, and the user's pins are none of theirs."""
+    whole = tuple(stage for stage in allowed.storage if stage != HYBRID and AT not in stage)
+    plain = Allowed(storage=whole or STAGES[:1])
+    none = {name: getattr(plain, name) for name in NOT_BY_NAME}
+    return replace(allowed, near=(), stages={}, **none)
 
 
 class Plans(ABC):
@@ -80,10 +91,11 @@ class Restriction(Plans):
 
     def decided(self, allowed: Allowed, microbatches: int) -> Decisions | None:
         stages = tuple(s for s in allowed.storage if s in self.stages) or self.stages[:1] or allowed.storage
-        parts, further = (microbatches,), allowed.elsewhere
-        wanted = Allowed(storage=stages, recompute=allowed.recompute, microbatches=parts, elsewhere=further)
+        wanted = replace(chosen_by_name(allowed), storage=stages, microbatches=(microbatches,))
+        # The same decisions as those of the whole search, so that what is lowered for it is known here.
+        wanted = replace(wanted, elsewhere=allowed.elsewhere)
         every = decisions(self.model.training_step(microbatches).graph, self.mesh, wanted)
-        every = every.within(dict.fromkeys(every.of(Elsewhere), ((),)))  # names say nothing of it
+        every = every.within(dict.fromkeys(every.of(Elsewhere), ((),)))
         options = self.options({n: every.options[n] for n in every.of(Split)})
         return None if options is None else every.within(options)
 

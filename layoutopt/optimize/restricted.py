@@ -31,6 +31,7 @@ from layoutopt.space.storage import stage_of, stored_classes
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import AT
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower.offload import place_of
 from mesh_tf_core.lower.storage import narrow_reads
 from mesh_tf_core.model import Model
 
@@ -284,9 +285,9 @@ def lean(request: Request, subproblem: Subproblem) -> Found | None:
 
 
 def held(model: Model, mesh: Mesh, decided: Decisions) -> float:
-    """Bytes of variables that a device holds at least, whatever is chosen."""
+    """Bytes of variables that a device holds at least between steps, whatever is chosen."""
     graph, stages = model.step_graph, dict[str, int]()
-    masters = narrow_reads(graph)
+    masters, there = narrow_reads(graph), decided.leanest.offload
     for name, variables in stored_classes(graph).items():
         last = max(stage_of(choice).number for choice in decided.options[name])
         stages.update(dict.fromkeys((v.name for v in variables), last))
@@ -294,6 +295,8 @@ def held(model: Model, mesh: Mesh, decided: Decisions) -> float:
     most.update(dict.fromkeys((n.partition(AT)[0] for n in decided.of(Elsewhere)), mesh.devices))
     total = 0.0
     for v in graph.variables.values():
+        if place_of(v) in there:
+            continue
         further = stages.get(v.slot_of or v.name, 0) >= (1 if v.slot_of or v.name in masters else 3)
         ways = math.prod(most.get(n, 1) for n in v.shape.names)
         total += v.bytes / (mesh.devices if further else min(ways, mesh.devices))

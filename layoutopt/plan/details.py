@@ -31,12 +31,14 @@ from layoutopt.plan.ways import Ways
 
 
 class Searched(Data):
-    """What was asked of the search, besides the model and the mesh.
+    """What was asked of the search, besides the model and the mesh: what may be chosen as the fields of
+    `layoutopt.space.kind.Allowed` (`space.recorded`).
 
     Attributes:
       hardware: a name or a file.
       memory_bytes: of a device; None: what the hardware has.
       devices, max_axes: of a search for the mesh too; no devices: the plan's mesh was given.
+      orders: of the axes of a split; None: that of the mesh.
       storage, recompute, microbatches: what could be decided; None: everything.
       context: forms of attention that could be chosen; None: keys were gathered.
       elsewhere: dimensions that could be split further elsewhere.
@@ -55,6 +57,7 @@ class Searched(Data):
     objective: str = "time"
     pins: str | None = None
     forbid: str | None = None
+    orders: str | None = None
     storage: tuple[str, ...] | None = None
     recompute: tuple[Flag | str, ...] | None = None
     microbatches: tuple[Size, ...] | None = None
@@ -263,10 +266,12 @@ class Robustness(Data):
 
 
 class RuledOut(Data):
-    """One problem of a search and what is shown of it; `how` is 'faster' where the proof is wrong."""
+    """One problem of a search, how many layouts it has, and what is shown of it; `how` is 'faster' where the
+    proof is wrong."""
 
     mesh: str = ""
     microbatches: Whole = 1
+    layouts: Whole = 0
     how: str = ""
     bound: float = Field(default=0.0, allow_inf_nan=True)
     listed: Whole = 0
@@ -274,10 +279,17 @@ class RuledOut(Data):
 
 
 class Proof(Data):
-    """A second look at the proof, without a solver: what was found, in words."""
+    """A second look at the proof, without a solver: what was found, in words.
+
+    Attributes:
+      layouts: of all problems together, legal or not.
+      allowed: what could be chosen there, as far as it is not usual.
+    """
 
     verified: Flag = False
     words: str = ""
+    layouts: Whole = 0
+    allowed: str = ""
     problems: tuple[RuledOut, ...] = ()
 
     @property

@@ -22,16 +22,18 @@ from layoutopt.sizing.laws import critical_batch, data, published
 from layoutopt.sizing.question import Question
 from layoutopt.sizing.rows import Row, frontier
 from layoutopt.sizing.timing import Machine, Timer
+from layoutopt.space.kind import Allowed
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.mesh import MOST_DEVICES
 from mesh_tf_core.model import Model
-from mesh_tf_core.ops.ticks import GPIPE
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 MOST_CANDIDATES = 200
 HARDWARE = "cpu-local"
+LAYOUTS = tuple(name for name in Allowed.asked() if name not in ("pins", "forbid", "diloco"))
+"""What layouts may choose: not what names axes, for meshes are searched."""
 
 
 @dataclass(frozen=True)
@@ -97,15 +99,10 @@ def size(
     inference: float = 0.0,
     memory: float | None = None,
     max_axes: int = 2,
-    recompute: Sequence[bool | str] = (False, True),
-    context: Sequence[str] | None = None,
-    elsewhere: Sequence[str] = (),
-    pipeline: Sequence[str] = (),
-    schedule: Sequence[str] = (GPIPE,),
-    collective_matmul: Sequence[str] = (),
     time_limit: float | Clock | None = None,
     on_progress: Tell | None = None,
     keep_best: bool = False,
+    **allowed: Any,
 ) -> Sizing:
     """Which size of a model to train, on which chips, on how many, for how long.
 
@@ -126,9 +123,9 @@ def size(
       pretrained, characters: on what the models were trained before; characters of a token.
       replicas: of DiLoCo.
       inference: tokens that the model is to make afterwards, at the same cost per FLOP.
-      recompute, context, elsewhere, pipeline, schedule, collective_matmul: what layouts may choose, as in
-        `search`.
       keep_best: Ctrl-C is not raised, but ends it with the best so far.
+      allowed: what layouts may choose, as in `search`: storage, recompute, microbatches, orders, context,
+        elsewhere, pipeline, schedule, offload, collective_matmul; all but what names axes of a mesh.
 
     Raises:
       InfeasibleError: nothing can answer.
@@ -149,8 +146,9 @@ def size(
     forecast = Forecast(_law(law, runs), unique, pretrained, characters, replicas)
     family = Family(model, _all_hparams(model, hparams), scale)
     clock = time_limit.again() if isinstance(time_limit, Clock) else Clock(time_limit)
-    allowed = {"recompute": recompute, "context": context, "elsewhere": elsewhere}
-    allowed |= {"pipeline": pipeline, "schedule": schedule, "collective_matmul": collective_matmul}
+    for name in allowed:
+        if name not in LAYOUTS:
+            raise UserError(f"size: layouts choose no {name!r}; {known_names(name, LAYOUTS)}")
     timer = Timer(max_axes, clock, allowed)
     answering = Answering(question, forecast, family, machines, timer, candidates, sizes, every, on_progress)
     best = answering.run(keep_best)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 from mesh_tf_core.ir.initializers import Variable
@@ -35,6 +35,8 @@ OFFLOADING = "offloading"
 """The label of kinds that keep something in the hosts' memory."""
 GATHER = "gather"
 """Attention to keys that lie split, if nothing else is chosen."""
+OF_A_PROBLEM = {"of": "a subproblem"}
+"""What marks the fields of `Allowed` that nobody asks for."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +68,25 @@ class Allowed:
     storage: tuple[str, ...] = STORED
     recompute: tuple[bool | str, ...] = (False, True)
     microbatches: tuple[int, ...] = (1,)
-    near: Axes = ()
+    near: Axes = field(default=(), metadata=OF_A_PROBLEM)
     context: tuple[str, ...] = (GATHER,)
     elsewhere: tuple[str, ...] = ()
     pipeline: tuple[str, ...] = ()
-    stages: Mapping[str, Axes] = field(default_factory=dict)
+    stages: Mapping[str, Axes] = field(default_factory=dict, metadata=OF_A_PROBLEM)
     offload: tuple[str, ...] = ()
     diloco: DiLoCo | None = None
     schedule: tuple[str, ...] = (GPIPE,)
     collective_matmul: tuple[str, ...] = ()
+
+    @classmethod
+    def asked(cls) -> tuple[str, ...]:
+        """The fields that are asked of a search, as its keywords; others are of one subproblem."""
+        return tuple(f.name for f in fields(cls) if f.metadata != OF_A_PROBLEM)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What was asked, as arguments of `layoutopt.search`."""
+        return {name: getattr(self, name) for name in self.asked()}
 
     @property
     def apart(self) -> Axes:

@@ -16,7 +16,7 @@ from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.replicas import check_axis
+from mesh_tf_core.lower.replicas import check_axis, check_whole
 from mesh_tf_core.lower.storage import read_stage
 from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
@@ -60,6 +60,7 @@ class Rarely(Decision):
     def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
         if allowed.diloco is not None:
             check_axis(allowed.diloco, mesh)
+            check_whole(allowed.diloco, allowed.stages)
             yield cls(REPLICA, ((allowed.diloco.axis,),), allowed.diloco)
 
     def apply(self, choice: Choice, to: Chosen) -> None:

@@ -27,6 +27,13 @@ Offload = frozenset[tuple[str, str]]
 """(kind, the variable that it is or whose state it is, or the dimension of the loops)."""
 
 
+def place_of(variable: Variable) -> tuple[str, str] | None:
+    """What of `Offload` puts a variable (or an optimizer's slot) on the hosts; None if nothing does."""
+    if variable.slot_of is not None:
+        return OPTIMIZER, variable.slot_of
+    return (WEIGHTS, variable.name) if variable.trainable else None
+
+
 def check_offload(offload: Offload, variables: Mapping[str, Variable], recompute: Iterable[str]) -> None:
     """UserError unless there is something of each.
 

@@ -15,7 +15,7 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.lower.offload import ACTIVATIONS, OPTIMIZER, WEIGHTS, Offload
+from mesh_tf_core.lower.offload import ACTIVATIONS, Offload, place_of
 from mesh_tf_core.lower.redistribute import Move, Splits, plan_moves, straight
 from mesh_tf_core.lower.storage import Stages, Storage
 
@@ -119,9 +119,8 @@ class Oracle:
 
     def on_host(self, variable: Variable) -> bool:
         """Whether a variable (or an optimizer's slot) lies in the hosts' memory between steps."""
-        if variable.slot_of is not None:
-            return bool(self._ask("host", OPTIMIZER, variable.slot_of))
-        return variable.trainable and bool(self._ask("host", WEIGHTS, variable.name))
+        place = place_of(variable)
+        return place is not None and bool(self._ask("host", *place))
 
     def keeps_on_host(self, dim: str) -> bool:
         """Whether what loops over a dimension keep for their second runs lies in the hosts' memory."""

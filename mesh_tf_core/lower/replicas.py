@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from mesh_tf_core.errors import LayoutError, UserError, known_names
@@ -16,6 +16,7 @@ from mesh_tf_core.lower.pipeline import Options, lower, paths
 from mesh_tf_core.lower.storage import Stage, narrow_reads, read_stage
 from mesh_tf_core.lower.verify import ProgramError
 from mesh_tf_core.ops.few_bits import DTYPE, WHOLE
+from mesh_tf_core.ops.ticks import GPIPE
 from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.meeting import Meeting, outer_steps
@@ -58,6 +59,17 @@ def check_axis(diloco: DiLoCo, mesh: Mesh) -> int:
     if count < 2:
         raise UserError(f"diloco: axis {axis!r} of mesh {mesh} has one device: no replicas to meet")
     return count
+
+
+def check_whole(diloco: DiLoCo | None, stages: Iterable[str], schedule: str = GPIPE) -> None:
+    """LayoutError if the layers of replicas are to be stages of a pipeline, or to have a schedule of them."""
+    split = " and ".join(stages)
+    if split or schedule != GPIPE:
+        what = f"split {split} over no axis" if split else "leave the schedule out"
+        raise LayoutError(
+            f"replicas along an axis that synchronises rarely ({diloco}) have no stages of a pipeline yet: "
+            f"{what}, or leave diloco out"
+        )
 
 
 def replica_graphs(

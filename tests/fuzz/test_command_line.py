@@ -23,6 +23,7 @@ import typer
 from hypothesis import strategies as st
 
 from layoutopt.cli import app
+from layoutopt.space.kind import Allowed
 from tests.fuzz import hostile
 from tests.fuzz.test_formats import CONTEST, FORMATS
 
@@ -198,6 +199,16 @@ RIGHT = {
     "recompute": ["auto", "never"],
     "microbatches": ["1", "2", "1,2"],
     "objective": ["time", "memory", "pareto"],
+    "orders": ["mesh", "all"],
+    "context": ["gather", "gather,ring,zigzag"],
+    "elsewhere": ["batch", "d,batch"],
+    "pipeline": ["layers"],
+    "schedule": ["gpipe", "gpipe,1f1b"],
+    "offload": ["weights", "weights,activations"],
+    "collective_matmul": ["out", "d"],
+    "keep": ["products", "others"],
+    "diloco": ["never", "data:period=2", "free"],
+    "accept_loss": ["0.1"],
     "to": ["jax", "dtensor", "haliax", "maxtext", "mesh-tensorflow"],
     "topology": ["v5e:2x2", "v5e:2x4"],
     "target": ["tpu-v5e"],
@@ -349,6 +360,12 @@ def value(name: str) -> st.SearchStrategy[str]:
     right = st.sampled_from(RIGHT.get(name, FILES))
     wrong = st.sampled_from(WRONG.get(name, FILES))
     return st.integers(0, 19).flatmap(lambda n: right if n < 15 else wrong if n < 19 else text())
+
+
+def test_what_may_be_chosen_is_typed_as_it_is_meant() -> None:
+    """Whatever there is to choose, with an option of its own or a field of one."""
+    meant = {"pins": "pin"}
+    assert {meant.get(name, name) for name in Allowed.asked()} <= RIGHT.keys()
 
 
 def test_so_many_cases_are_tried() -> None:

@@ -1,7 +1,7 @@
 """Random small models, machines and questions in which every kind of decision is free at once.
 
-`OPENED` says for each of `KINDS` what to allow so that it is decided; a kind without a row fails every test that
-asks for a question, on its first day.
+`OPENED` says for each of `KINDS` what to allow so that it is decided; a kind without a row fails every test
+that asks for a question, on its first day.
 """
 
 from __future__ import annotations
@@ -44,13 +44,11 @@ def whole_model(seed: int) -> mtf.Model:
     operations, and an optimizer that keeps state."""
     rng = random.Random(seed)
     g = mtf.Graph(f"whole {seed}")
-    dtype = rng.choice(["float32", "bfloat16"])
-    b, s = mtf.Dim("batch", 4), mtf.Dim("length", 4)
-    d, f = mtf.Dim("d", rng.choice([4, 8, 32])), mtf.Dim("f", rng.choice([4, 8, 16, 64]))
-    heads, kv, keys = mtf.Dim("heads", 2), mtf.Dim("kv", 4), mtf.Dim("keys", s.size)
-    layers, made = mtf.Dim("layers", 4), itertools.count()
-    attends, first = rng.random() < 0.5, rng.random() < 0.5
-    extra = [rng.choice(["bias", "norm", "unary", "softmax", "none", "none"]) for _ in range(3)]
+    dtype = rng.choice(["float32", "float32", "bfloat16"])
+    b, s, d = mtf.Dim("batch", 4), mtf.Dim("length", 4), mtf.Dim("d", rng.choice([4, 8, 32]))
+    f, keys = mtf.Dim("f", rng.choice([4, 8, 16, 64])), mtf.Dim("keys", s.size)
+    made, causal, first, wide = itertools.count(), *(rng.random() < p for p in (0.5, 0.3, 0.6))
+    extra = [rng.choice(["bias", "norm", "unary", "softmax", *["none"] * 6]) for _ in range(3)]
     x = g.input("x", [b, s, d], "float32").cast(dtype)
 
     def weight(*dims: mtf.Dim) -> mtf.Tensor:
@@ -66,25 +64,23 @@ def whole_model(seed: int) -> mtf.Model:
         return mtf.tanh(x) * 0.5 if kind == "unary" else x
 
     def attention(x: mtf.Tensor) -> mtf.Tensor:
-        q = mtf.einsum([x, weight(d, heads, kv)], [b, s, heads, kv]) if attends else mtf.reshape(x, x.shape)
-        if not attends:  # queries, keys and values are the same, of one head
-            wide = mtf.rename(x, d="kv")
-            other = mtf.rename(wide, length="keys")
-            done = mtf.attention(wide, other, other, s, keys, "kv")
-            return x + mtf.rename(done, kv="d")
-        read = mtf.rename(x, length="keys")
-        k = mtf.einsum([read, weight(d, heads, kv)], [b, keys, heads, kv])
-        done = mtf.attention(q, k, k, s, keys, kv, causal=True)
-        return x + mtf.einsum([done, weight(d, heads, kv)], [b, s, d])
+        heads, kv = mtf.Dim("heads", 2), mtf.Dim("kv", 4)
+        q = mtf.einsum([x, weight(d, heads, kv)], [b, s, heads, kv])
+        k = mtf.einsum([mtf.rename(x, length=keys.name), weight(d, heads, kv)], [b, keys, heads, kv])
+        done = mtf.attention(q, k, k, s, keys, kv, causal=causal)
+        return x + mtf.einsum([done, weight(heads, kv, d)], [b, s, d])
 
     def layer(x: mtf.Tensor) -> mtf.Tensor:
         y = some(extra[0], attention(x))
         hidden = mtf.relu(mtf.einsum([some(extra[1], y), weight(d, f)], [b, s, f]))
-        return y + mtf.einsum([hidden, weight(f, d)], [b, s, d])
+        return y + mtf.einsum([hidden, weight(f, d)], [b, s, d]) if wide else y + mtf.reduce_sum(hidden, f)
 
     x = mtf.einsum([x, weight(d)], [b, s, d]) if first else x
-    x = some(extra[2], mtf.scan(layer, x, layers))
-    optimizer = by_name(rng.choice(["adam", "adam", "adafactor"]), 0.1, rng.choice([0.0, 1.0]))
+    x = some(extra[2], mtf.scan(layer, x, mtf.Dim("layers", 4)))
+    clip = rng.choice([0.0, 0.0, 1.0])
+    optimizer = rng.choice(
+        [mtf.SGD(0.1, momentum=0.9, clip_norm=clip), mtf.Adam(0.1, clip_norm=clip), by_name("adafactor", 0.1)]
+    )
     return mtf.Model(mtf.reduce_mean(mtf.square(x.cast("float32"))), optimizer, name=f"whole {seed}")
 
 
@@ -102,20 +98,18 @@ OPENED: dict[type[Decision], Opens] = {
     Offload: lambda *_: {"offload": ("optimizer", "weights", "activations")},
     Weights: lambda *_: {"offload": ("optimizer", "weights", "activations")},
     Recompute: lambda rng, _: {
-        "recompute": rng.choice([(False, True), (False, "selective", True), (True, "keep=attention", False)])
+        "recompute": rng.choice([(False, True), (False, "selective", True), (True, "selective", False)])
     },
     Context: lambda rng, _: {
         "context": ("gather", *rng.sample(["ring", "zigzag", "all_to_all"], rng.choice([1, 2])))
     },
     CollectiveMatmul: lambda rng, _: {"collective_matmul": rng.choice([("f",), ("d",), ("f", "d")])},
     Microbatches: lambda rng, _: {"microbatches": rng.choice([(1, 2), (1, 2), (2, 4)])},
-    Rarely: lambda rng, _: {
-        "diloco": mtf.DiLoCo("sites", rng.choice([2, 4]), fragments=rng.choice([1, 2]))
-    },
+    Rarely: lambda rng, _: {"diloco": mtf.DiLoCo("sites", rng.choice([2, 4]), fragments=rng.choice([1, 2]))},
 }
 """What to allow so that a kind is decided."""
 APART = (Rarely,)
-"""Those that are asked for in one question of `RARE`: nothing is split over the axis then, nor on the hosts."""
+"""Those that are asked for in one question of `RARE`: replicas have no stages, and nothing on the hosts."""
 RARE = 6
 
 
@@ -125,8 +119,8 @@ def opened(rng: random.Random, model: mtf.Model, rarely: bool = False) -> Allowe
     for kind in KINDS:
         its = OPENED[kind](rng, model)
         said |= its if rarely or kind not in APART else {}
-    if rarely:  # of replicas nothing lies on the hosts
-        said |= {"offload": ()}
+    if rarely:  # replicas have no stages, and nothing on the hosts
+        said |= {"offload": (), "pipeline": (), "schedule": ("gpipe",)}
     return Allowed(**said)
 
 
@@ -154,10 +148,12 @@ class Whole:
         return Evaluator(self.model, self.hardware)
 
     def request(self, limit: float, objective: str = "time") -> Request:
-        """The question under a memory limit."""
-        return Request(
+        """The question under a memory limit; its layouts are evaluated once, whatever is asked."""
+        found = Request(
             self.model, self.hardware, limit, objective, self.allowed, 1, UNLIMITED, None, None, False
         )
+        vars(found)["evaluator"] = self.evaluator
+        return found
 
     def chosen(self) -> Iterator[tuple[Subproblem, dict[str, Choice]]]:
         """All combinations."""
@@ -178,9 +174,7 @@ class Whole:
     @property
     def free(self) -> set[type[Decision]]:
         """The kinds of which more than one option is left, in one problem or over all of them."""
-        found = {
-            type(d) for each in self.problems for d in each.decided.every if len(d.options) > 1
-        }
+        found = {type(d) for each in self.problems for d in each.decided.every if len(d.options) > 1}
         for kind in KINDS:
             options = {
                 tuple(d.options for d in each.decided.every if type(d) is kind) for each in self.problems
@@ -191,8 +185,8 @@ class Whole:
 
 
 def whole_question(seed: int, most: int, rarely: bool = False) -> Whole:
-    """A random model and question with at most about `most` combinations: options leave at random, of what has
-    most of them first, and the last two of a kind stay as long as others have more."""
+    """A random model and question with at most `most` combinations: options leave at random, but the last two
+    of a kind stay as long as others have more."""
     rng, model = random.Random(seed), whole_model(seed)
     mesh = mtf.Mesh(rng.choice(["x:2;y:2", "x:2;y:2", "x:4", "x:2"]) + (";sites:2" if rarely else ""))
     hardware = _machine(rng)
@@ -218,7 +212,7 @@ def whole_question(seed: int, most: int, rarely: bool = False) -> Whole:
         spare = [n for n in spare if len(options[n]) > 2 or of[kinds[n]] > 1] or spare
         name = rng.choice(spare)
         left = options[name]
-        plain = left[:1] if rng.random() < 0.7 else []
+        plain = left[:1] if rng.random() < (0.9 if kinds[name] is Split else 0.7) else []
         gone = rng.choice([o for o in left if o not in plain])
         options[name] = [o for o in left if o != gone]
         question = whole()
@@ -235,10 +229,10 @@ def _left(each: Subproblem, options: Mapping[str, list[Choice]]) -> Subproblem:
 
 
 def _some(found: list[Subproblem], rng: random.Random) -> list[Subproblem]:
-    """At most four of the problems, with and without stages, of two numbers of microbatches and schedules."""
+    """A few of the problems: without stages, of one or two numbers of microbatches, and one with stages."""
     plain = [each for each in found if not each.decided.stages]
     staged = [each for each in found if each.decided.stages]
-    return plain[:2] + rng.sample(staged, min(2, len(staged)))
+    return plain[: rng.choice([1, 1, 2])] + rng.sample(staged, min(1, len(staged)))
 
 
 def _machine(rng: random.Random) -> Hardware:

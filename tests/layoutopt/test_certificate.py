@@ -8,13 +8,15 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
-from layoutopt.analysis.certificate import Certificate, certify
-from layoutopt.analysis.explain import Asked
+from layoutopt.analysis.certificate import Certificate, certify, considered_by
+from layoutopt.analysis.explain import with_pins
 from layoutopt.plan.build import Plan
+from layoutopt.space.kind import Allowed
+from layoutopt.space.microbatches import USUAL
 from tests.layoutopt.models import EXAMPLES
 from tests.searching import search
 
-ASKED = Asked(storage=("layout", "zero1"), recompute=(False,))
+ASKED = Allowed(storage=("layout", "zero1"), recompute=(False,), microbatches=USUAL)
 ROOM = 1e12
 
 
@@ -29,22 +31,26 @@ def hardware() -> Hardware:
 
 
 def found(model: mtf.Model, hardware: Hardware, **asked: Any) -> Plan:
-    return search(model, hardware=hardware, **{"mesh": "data:2;model:2", **ASKED.with_pins(None), **asked})
+    return search(model, hardware=hardware, **{"mesh": "data:2;model:2", **with_pins(ASKED, None), **asked})
 
 
 def certificate(model: mtf.Model, plan: Plan, hardware: Hardware, limit: float, **asked: Any) -> Certificate:
-    return Certificate(tuple(certify(model, plan, hardware, limit, ASKED, **asked)))
+    return Certificate(
+        tuple(certify(model, plan, hardware, limit, ASKED, **asked)), ASKED, considered_by(plan)
+    )
 
 
 def test_with_room_the_bound_is_enough(model: mtf.Model, hardware: Hardware) -> None:
-    proof = certificate(model, found(model, hardware), hardware, ROOM)
+    plan = found(model, hardware)
+    proof = certificate(model, plan, hardware, ROOM)
     assert proof.verified
     how = [p.how for p in proof.problems]
     # The first bound may miss the plan's own seconds by a rounding; then the second problem has its own.
     assert how in (["bound", *["pieces"] * 3], ["bound", "bound", *["pieces"] * 2])
     count = how.count("bound")
     said = f"{count} by their bound, {4 - count} as pieces of these"
-    assert str(proof) == f"4 problems, ruled out without a solver: {said}"
+    assert proof.layouts == considered_by(plan) and not proof.other
+    assert str(proof) == f"4 problems with {proof.layouts:,} layouts, ruled out without a solver: {said}"
 
 
 def test_where_memory_binds_what_is_faster_is_listed(model: mtf.Model, hardware: Hardware) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -16,13 +16,18 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from examples.moe_lm import model as experts
 from examples.resnet import model as resnet
+from examples.transformer_lm import model as transformer
 from layoutopt.evaluator import Evaluation
-from layoutopt.optimize import subproblem
+from layoutopt.formulation.extract import Extraction
+from layoutopt.optimize import lazy_cuts, subproblem
 from layoutopt.optimize.lazy_cuts import lazy_cut
 from layoutopt.optimize.least_memory import leanest
 from layoutopt.optimize.subproblem import SubproblemSearch
+from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.decisions import decisions
-from layoutopt.space.kind import Allowed, Choice
+from layoutopt.space.kind import Allowed, Choice, Decision
+from layoutopt.space.splits import parse_rules
+from tests.layoutopt.every_kind import RARE, whole_question
 from tests.layoutopt.models import EXAMPLES, HARDWARE, SMALL, crossed, random_model, some_choices
 
 ROUNDING = 1e-3
@@ -105,6 +110,56 @@ def test_many_random_models(seed: int) -> None:
 def test_examples(name: str, hardware: str) -> None:
     for parts, mesh in ((2, "data:2;model:2"), (1, "data:2;model:4")):
         check(opened(MODELS[name](), mesh, parts, hardware), 3, cuts=8, others=4)
+
+
+# -- every kind of decision --
+
+EVERY = "batch:none;vocab:none;d_model:none;positions:none;memory_length:none;d_kv:none"
+
+
+def whole_space() -> SubproblemSearch:
+    """A transformer with layouts that differ in the chunks of products alone, and in what they need."""
+    model, mesh = transformer(**{**SMALL, "layers": 2}), mtf.Mesh("model:4")
+    asked: dict[str, Any] = {"storage": ("layout",), "elsewhere": ("length",)}
+    asked["collective_matmul"] = ("d_ff", "heads")
+    decided = decisions(model.training_step().graph, mesh, Allowed(parse_rules(EVERY), **asked))
+    return SubproblemSearch(model, mesh, decided, load_hardware("tpu-v4"))
+
+
+def test_a_cut_does_not_forbid_what_is_done_in_chunks() -> None:
+    found = whole_space().fastest(85384)
+    assert found.found is not None and found.proven and found.found.peak <= 85384
+    assert found.found.options.collective_matmul == {"heads"}
+
+
+@pytest.mark.parametrize("kind", [CollectiveMatmul])
+def test_a_kind_that_cuts_forget_is_found_out(kind: type[Decision], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = lazy_cuts._decisions
+
+    def forgets(found: Extraction, numbers: Iterable[int]) -> frozenset[str]:
+        return whole(found, numbers) - {*found.decided.of(kind)}
+
+    monkeypatch.setattr(lazy_cuts, "_decisions", forgets)
+    with pytest.raises(AssertionError):
+        test_a_cut_does_not_forbid_what_is_done_in_chunks()
+
+
+def check_whole(seed: int) -> None:
+    """Cuts of a random question about every kind."""
+    question = whole_question(seed, 64, rarely=seed % RARE == RARE - 1)
+    for each in question.problems:
+        check(SubproblemSearch(question.model, each.mesh, each.decided, question.hardware), seed, 4, 4)
+
+
+def test_cuts_of_every_kind_hold() -> None:
+    check_whole(2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_cuts_of_every_kind_hold_in_many_models(first: int) -> None:
+    for seed in range(first, first + 10):
+        check_whole(seed)
 
 
 def test_a_rival_is_not_asked_for_a_proof_among_layouts_that_are_a_little_too_large(

@@ -16,7 +16,7 @@ from costmodels.hardware import load_hardware
 from costmodels.pricing.items import HOST
 from costmodels.pricing.pricer import pricer
 from examples.mlp import model as mlp
-from layoutopt.analysis.explain import Asked
+from layoutopt.analysis.explain import without
 from layoutopt.evaluator import evaluate
 from layoutopt.formulation.extract import extract
 from layoutopt.plan.build import parse_plan
@@ -221,11 +221,11 @@ def test_what_cannot_be_is_refused(hardware: str, kinds: tuple[str, ...], said: 
 
 
 def test_it_can_be_forbidden() -> None:
-    assert Asked(offload=("optimizer",)).without("offload") == Asked()
-    both = Asked(offload=("optimizer", "activations"))
-    assert both.without("recompute") == Asked(offload=("optimizer",), recompute=(False,))
+    assert without(Allowed(offload=("optimizer",)), "offload") == Allowed()
+    both = Allowed(offload=("optimizer", "activations"))
+    assert without(both, "recompute") == Allowed(offload=("optimizer",), recompute=(False,))
     with pytest.raises(mtf.UserError, match="--without offload: the plan's search could not choose it"):
-        Asked().without("offload")
+        without(Allowed(), "offload")
 
 
 def test_exports_say_it_or_refuse_it() -> None:

@@ -18,7 +18,7 @@ from examples import transformer_seq2seq
 from examples.mlp import model as mlp
 from examples.moe_lm import model as experts
 from layoutopt import search
-from layoutopt.analysis.explain import Asked
+from layoutopt.analysis.explain import without
 from layoutopt.evaluator import Evaluation, Evaluator, evaluate
 from layoutopt.formulation.extract import extract
 from layoutopt.optimize.candidates import Pieces
@@ -127,8 +127,8 @@ def test_tables_and_rows(case: int) -> None:
 
 
 def test_a_search_without_stages_has_no_schedule() -> None:
-    asked = Asked(pipeline=("layers",), schedule=("1f1b",))
-    assert asked.without("pipeline") == Asked()
+    asked = Allowed(pipeline=("layers",), schedule=("1f1b",))
+    assert without(asked, "pipeline") == Allowed()
     with pytest.raises(
         mtf.UserError, match="schedule=1f1b: nothing may be the stages of a pipeline; this model has no"
     ):

@@ -11,7 +11,8 @@ import mesh_tf_core as mtf
 from examples.mlp import model as mlp
 from examples.transformer_lm import model as transformer
 from layoutopt import search
-from layoutopt.analysis.explain import Asked, forbidden
+from layoutopt.analysis.explain import forbidden, without
+from layoutopt.space.kind import Allowed
 from layoutopt.space.splits import parse_forbid, parse_rules, rules_text
 from mesh_tf_core.errors import UserError
 
@@ -119,11 +120,11 @@ def test_rules_for_elsewhere_hold_if_pinned_and_not_if_forbidden() -> None:
     plan = search(model, **asked, elsewhere=("length",), pins=f"{splits};length@elsewhere:model")
     assert plan.layout.elsewhere == (("length", ("model",)),)
     assert plan.solver.status == "OPTIMAL"
-    then = Asked(pins="length@elsewhere:model", elsewhere=("length",))
+    then = Allowed({"length@elsewhere": ("model",)}, elsewhere=("length",))
     with pytest.raises(UserError, match="--without sequence: the plan's search had to choose it"):
-        then.without("sequence")
+        without(then, "sequence")
     assert "sequence" not in forbidden(plan, then, ["all"])
-    assert "sequence" in forbidden(plan, Asked(elsewhere=("length",)), ["all"])
+    assert "sequence" in forbidden(plan, Allowed(elsewhere=("length",)), ["all"])
     for rules in ({"forbid": "length@elsewhere:data+model"}, {"pins": "length@elsewhere:none"}):
         assert search(model, **asked, elsewhere=("length",), **rules).layout.elsewhere == ()
 

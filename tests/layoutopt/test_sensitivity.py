@@ -9,13 +9,14 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from layoutopt import search
-from layoutopt.analysis.explain import Asked, forbidden
+from layoutopt.analysis.explain import forbidden, with_pins
 from layoutopt.analysis.sensitivity import Curve, Trial, as_details, robustness, sensitivity
 from layoutopt.clock import Clock
 from layoutopt.plan.build import Plan
+from layoutopt.space.kind import Allowed
 from tests.layoutopt.models import EXAMPLES
 
-ASKED = Asked(storage=("layout", "zero1"), recompute=(False,), microbatches=(1,))
+ASKED = Allowed(storage=("layout", "zero1"), recompute=(False,), microbatches=(1,))
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def hardware() -> Hardware:
 
 @pytest.fixture(scope="module")
 def plan(model: mtf.Model, hardware: Hardware) -> Plan:
-    return search(model, mesh="data:2;model:2", hardware=hardware, **ASKED.with_pins(None))
+    return search(model, mesh="data:2;model:2", hardware=hardware, **with_pins(ASKED, None))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def test_half_the_memory_is_proven_too_little_or_slower(curves: dict[str, Curve]
 def test_a_trial_is_what_a_search_finds(
     curves: dict[str, Curve], model: mtf.Model, plan: Plan, hardware: Hardware
 ) -> None:
-    found = search(model, devices=8, hardware=hardware, **ASKED.with_pins(None))
+    found = search(model, devices=8, hardware=hardware, **with_pins(ASKED, None))
     assert curves["devices"].trials[2].step_seconds == pytest.approx(found.predicted.step_seconds, rel=1e-9)
 
 

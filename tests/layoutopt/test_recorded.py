@@ -1,0 +1,158 @@
+"""What a search was allowed is in its plan, whatever it is, and is what is asked of it later."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import layoutopt
+import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
+from layoutopt.analysis.certificate import Certificate, certify, considered_by
+from layoutopt.cli.allowed import AllowedOptions
+from layoutopt.cli.repairs import _changed
+from layoutopt.evaluator import Evaluator
+from layoutopt.formulation.extract import count_layouts
+from layoutopt.optimize.baselines import chosen_by_name
+from layoutopt.optimize.subproblems import subproblems
+from layoutopt.plan.details import Searched
+from layoutopt.sizing.sizing import LAYOUTS
+from layoutopt.space.decisions import FEATURES
+from layoutopt.space.kind import Allowed
+from layoutopt.space.recorded import USUALLY, allowed_by, allowed_text, recorded
+from mesh_tf_core.errors import UserError
+from tests.layoutopt.every_kind import whole_model
+from tests.layoutopt.models import EXAMPLES
+from tests.searching import search
+
+SAID: dict[str, Any] = {
+    "pins": {"batch": ("a", "b"), "length@elsewhere": ()},
+    "forbid": {"d": ("a", "b")},
+    "orders": "all",
+    "storage": ("layout", "zero3@a"),
+    "recompute": (True, "keep=attention+wi", False),
+    "microbatches": (2, 8),
+    "context": ("gather", "zigzag"),
+    "elsewhere": ("length",),
+    "pipeline": ("layers",),
+    "offload": ("optimizer", "weights"),
+    "diloco": mtf.DiLoCo("c", 10, fragments=2),
+    "schedule": ("1f1b", "circular:2"),
+    "collective_matmul": ("d_ff",),
+}
+"""Of every field that is asked for, something that is not usual."""
+
+
+def by_json(allowed: Allowed) -> Allowed:
+    """What a plan file that was saved and read again says."""
+    said = json.loads(json.dumps(Searched(**recorded(allowed)).to_json()))
+    return allowed_by(Searched.model_validate(said))
+
+
+def test_every_field_is_looked_at() -> None:
+    assert SAID.keys() == {*Allowed.asked()} <= Searched.model_fields.keys()
+    assert {name for name in SAID if SAID[name] == getattr(USUALLY, name)} == set()
+
+
+@pytest.mark.parametrize("name", Allowed.asked())
+def test_what_was_allowed_comes_back_from_a_plan_file(name: str) -> None:
+    for asked in (replace(USUALLY, **{name: SAID[name]}), Allowed(**SAID), USUALLY):
+        assert by_json(asked) == asked
+        assert (name.replace("_", " ") in allowed_text(asked)) is (asked != USUALLY or name == "context")
+
+
+def test_a_plan_that_says_nothing_means_what_is_usual() -> None:
+    assert allowed_by(Searched()) == allowed_by(None) == USUALLY
+
+
+def test_every_door_has_every_field() -> None:
+    asked = {*Allowed.asked()}
+    assert asked <= inspect.signature(layoutopt.search).parameters.keys()
+    assert asked == AllowedOptions().asked().keys() | {"pins", "forbid", "diloco"}
+    assert {*LAYOUTS} == AllowedOptions().asked().keys()
+    with pytest.raises(UserError, match="layouts choose no 'pins'; known: "):
+        layoutopt.size(EXAMPLES["mlp"], tokens=1e6, pins="batch:data")
+
+
+def test_what_a_search_was_asked_is_in_its_plan() -> None:
+    asked = {"orders": "all", "pins": "batch:b+a", "microbatches": (1,), "storage": ("layout", "zero1")}
+    plan = search(EXAMPLES["mlp"](), mesh="a:2;b:2", hardware="tpu-v3", **asked)
+    found = allowed_by(plan.data.details.search)
+    assert found.orders == "all" and found.pins == {"batch": ("b", "a")} and found.microbatches == (1,)
+    assert by_json(found) == found
+
+
+# -- the space that is checked is the plan's --
+
+
+def test_a_proof_over_all_orders_is_checked_over_all_orders() -> None:
+    model, machine = EXAMPLES["mlp"](), load_hardware("tpu-v3")
+    plan = search(
+        model, mesh="a:2;b:2", hardware=machine, orders="all", microbatches=(1,), recompute=(False,)
+    )
+    asked = allowed_by(plan.data.details.search)
+    whole, few = (
+        Certificate(tuple(certify(model, plan, machine, 1e12, each)), each, considered_by(plan))
+        for each in (asked, replace(asked, orders="mesh"))
+    )
+    assert whole.verified and whole.layouts == considered_by(plan)
+    assert f"1 problem with {whole.layouts:,} layouts, ruled out" in str(whole)
+    assert few.layouts < whole.layouts and not few.verified
+    assert str(few) == f"of another space: {few.other}" and f"had {whole.layouts:,} layouts" in few.other
+
+
+@pytest.mark.parametrize("field", [n for n in Allowed.asked() if n not in ("pins", "forbid", "diloco")])
+def test_a_field_that_a_check_forgets_is_another_space(field: str) -> None:
+    """Whatever is left out of what is checked, the number of layouts tells it."""
+    model, mesh = whole_model(3), mtf.Mesh("x:2;y:2")
+    said = {
+        "orders": "all", "storage": ("layout", "zero1"), "recompute": (False,), "microbatches": (1, 2),
+        "context": ("gather", "ring"), "elsewhere": ("length",), "pipeline": ("layers",),
+        "offload": ("optimizer",), "schedule": ("gpipe", "1f1b"), "collective_matmul": ("f",),
+    }  # fmt: skip
+
+    def layouts(asked: Allowed) -> int:
+        found = subproblems(model, [mesh], asked, Evaluator(model, load_hardware("tpu-v4")).near)
+        return sum(count_layouts(each.decided.options) for each in found)
+
+    assert said.keys() == {*LAYOUTS}
+    whole, usual = Allowed(**said), Allowed(microbatches=(1,), recompute=(False, True))
+    lost = (field, "schedule") if field == "pipeline" else (field,)  # there is none without stages
+    assert layouts(replace(whole, **{name: getattr(usual, name) for name in lost})) != layouts(whole)
+
+
+# -- what stands beside an answer --
+
+
+def test_named_plans_may_choose_whatever_names_do_not_say() -> None:
+    found = chosen_by_name(Allowed(**{**SAID, "storage": ("layout", "zero3@a", "zero1")}))
+    same = {name for name in SAID if getattr(found, name) == SAID[name]}
+    assert same == {"orders", "recompute", "microbatches", "context", "offload", "collective_matmul"}
+    assert found.storage == ("layout", "zero1")
+
+
+def test_what_an_answer_has_and_named_plans_have_not_is_said() -> None:
+    model = EXAMPLES["transformer"]()
+    pins = {"length@elsewhere": ("model",), "heads": ("model",), "d_ff": ("model",)}
+    asked: dict[str, Any] = {"storage": ("layout",), "recompute": (False,), "microbatches": (1,)}
+    plan = layoutopt.search(
+        model, mesh="model:4", hardware="tpu-v4", pins=pins, elsewhere=("length",), **asked
+    )
+    assert plan.layout.elsewhere
+    (note,) = [n for n in plan.data.notes if n.startswith("layouts by name")]
+    assert note == "layouts by name were searched without sequence, which the answer has"
+    assert {f.field for f in FEATURES.values()} <= {*Allowed.asked()}
+
+
+def test_a_repair_names_whatever_it_changes() -> None:
+    asked = {"microbatches": (1,), "recompute": (False,), "pins": "batch:a", "offload": (), "mesh": None}
+    now = {**asked, "offload": ("optimizer", "weights"), "recompute": (False, True), "pins": None}
+    found = _changed(asked, {**now, "collective_matmul": ("d_ff",), "microbatches": (1, 2)})
+    assert found == {
+        "--offload": "optimizer,weights", "--recompute": "auto", "--keep": None, "--pin": None,
+        "--collective-matmul": "d_ff", "--microbatches": "1,2",
+    }  # fmt: skip
