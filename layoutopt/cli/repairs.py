@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from layoutopt.cli.again import Changed, command_line
@@ -116,19 +117,30 @@ def refusal(
 
 
 def _changed(asked: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Changed]:
-    """Options of `search` with which other arguments are asked: those that differ, whatever they are."""
+    """Options of `search` with which other arguments are asked: those that differ, whatever they are; None
+    where the option is left out."""
+    from layoutopt.api import search
     from layoutopt.cli.allowed import recompute_words
 
+    usual = {name: p.default for name, p in signature(search).parameters.items()}
     found: dict[str, Changed] = {}
     for name in dict.fromkeys((*asked, *now)):
-        value = now.get(name)
+        value, option = now.get(name), OPTIONS.get(name, f"--{name.replace('_', '-')}")
         if value == asked.get(name):
             continue
+        plain = _alike(value, usual.get(name))
         if name == "recompute" and value is not None:
-            found["--recompute"], found["--keep"] = recompute_words(value)
+            word, kept = recompute_words(value)
+            found |= {option: None if plain else word, "--keep": kept}
         else:
-            found[OPTIONS.get(name, f"--{name.replace('_', '-')}")] = _text(value)
+            found[option] = None if plain else _text(value)
     return found
+
+
+def _alike(value: Any, other: Any) -> bool:
+    """Whether two arguments ask for the same; the order of a list is none."""
+    lists = isinstance(value, list | tuple) and isinstance(other, list | tuple)
+    return {*value} == {*other} if lists else value == other
 
 
 def _text(value: Any) -> str | None:

@@ -153,6 +153,6 @@ def test_a_repair_names_whatever_it_changes() -> None:
     now = {**asked, "offload": ("optimizer", "weights"), "recompute": (False, True), "pins": None}
     found = _changed(asked, {**now, "collective_matmul": ("d_ff",), "microbatches": (1, 2)})
     assert found == {
-        "--offload": "optimizer,weights", "--recompute": "auto", "--keep": None, "--pin": None,
+        "--offload": "optimizer,weights", "--recompute": None, "--keep": None, "--pin": None,
         "--collective-matmul": "d_ff", "--microbatches": "1,2",
     }  # fmt: skip
