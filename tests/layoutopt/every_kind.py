@@ -173,8 +173,10 @@ class Whole:
 
     @property
     def free(self) -> set[type[Decision]]:
-        """The kinds of which more than one option is left, in one problem or over all of them."""
-        found = {type(d) for each in self.problems for d in each.decided.every if len(d.options) > 1}
+        """The kinds of which more than one option is left, in one problem or over all of them; and those that
+        are a search of their own, if this is one."""
+        every = [d for each in self.problems for d in each.decided.every]
+        found = {type(d) for d in every if len(d.options) > 1 or isinstance(d, APART)}
         for kind in KINDS:
             options = {
                 tuple(d.options for d in each.decided.every if type(d) is kind) for each in self.problems
