@@ -24,7 +24,6 @@ from costmodels.repeated import Repeated, near_sizes, repeated
 from layoutopt.evaluator import Evaluation, evaluate
 from layoutopt.plan.units import seconds_text, size_text
 from mesh_tf_core.errors import LayoutError
-from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options
@@ -174,9 +173,8 @@ class _Lint:
         """Variables that are held more often than once, if storing them split saves memory worth it."""
         held = repeated = 0
         for stored in self.program.variables.values():
-            v = stored.variable
             ways = self.mesh.group_size(a for axes in stored.splits for a in axes)
-            here = v.shape.size * itemsize(v.dtype) // ways
+            here = stored.value.local_bytes(self.mesh)
             held += here
             repeated += here - here * ways // self.mesh.devices
         peak = self.evaluation.memory.peak

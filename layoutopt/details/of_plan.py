@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from layoutopt.plan.details import MemoryTimeline, PricedLine, Shares, Variable
     from mesh_tf_core import Mesh, Model, Program
     from mesh_tf_core.ir.initializers import Variable as InitialValue
-    from mesh_tf_core.ir.layout import Axes
     from mesh_tf_core.ir.values import Origin, Value
 
 NOTHING: Mapping[str, str] = {}
@@ -74,15 +73,16 @@ def with_details(
 def _variables(program: Program) -> Iterable[Variable]:
     for name, stored in program.variables.items():
         kind = "parameter" if stored.variable.trainable else "state"
-        yield _held(program.mesh, name, stored.variable, stored.splits, kind)
+        yield _held(program.mesh, name, stored.variable, stored.value, kind)
 
 
 def _inputs(program: Program) -> Iterable[Variable]:
     for name, at in program.feeds.items():
-        yield _held(program.mesh, name, program.values[at], program.values[at].splits, "input")
+        yield _held(program.mesh, name, program.values[at], program.values[at], "input")
 
 
-def _held(mesh: Mesh, name: str, of: InitialValue | Value, splits: Sequence[Axes], kind: str) -> Variable:
+def _held(mesh: Mesh, name: str, of: InitialValue | Value, held: Value, kind: str) -> Variable:
+    """A tensor, and the bytes of a device's piece as it is held: padded, where devices do not divide it."""
     from layoutopt.plan.details import Variable
     from mesh_tf_core.ir.dtypes import itemsize
 
@@ -91,9 +91,9 @@ def _held(mesh: Mesh, name: str, of: InitialValue | Value, splits: Sequence[Axes
         name=name,
         shape=tuple((d.name, d.size) for d in of.shape),
         dtype=of.dtype,
-        splits=tuple(tuple(axes) for axes in splits),
+        splits=tuple(tuple(axes) for axes in held.splits),
         bytes=size,
-        local_bytes=size // mesh.group_size(a for axes in splits for a in axes),
+        local_bytes=held.local_bytes(mesh),
         kind=kind,
     )
 

@@ -30,6 +30,7 @@ from mesh_tf_core.lower import Options, Subgraph, lower
 from mesh_tf_core.lower.combine import Key, Waiting, together, waiting
 from mesh_tf_core.lower.cut import Cut
 from mesh_tf_core.lower.oracle import Oracle
+from mesh_tf_core.lower.padding import paddable
 from mesh_tf_core.lower.pipeline import WHOLE
 from mesh_tf_core.lower.replicas import alone
 from mesh_tf_core.lower.storage import Stage, narrow_reads
@@ -185,6 +186,7 @@ class Tabler:
     ) -> None:
         self.graph, self.mesh, self.pricer = graph, mesh, pricer
         self.narrow = narrow_reads(graph) if narrow is None else narrow
+        self.paddable = paddable(graph)
         self.cache, self.namings = lowering_cache(graph, pricer), Namings(pricer)
         self.sizes = graph.dims()
         self._entries: dict[Cluster, dict[Assignment, Entry | None]] = {}
@@ -274,6 +276,7 @@ class Tabler:
             naming.real,
             self.narrow,
             options.offload,
+            self.paddable,
         )
         first = options if cluster.saves or not options.recompute else replace(options, recompute=NOTHING)
         lowered = self._lowered(cluster, cluster.subgraph, first, oracle, naming, cut)

@@ -39,6 +39,14 @@ def export(what: Exported, to: str) -> str:
             f"{to} has no pipelines as this plan's: {dim!r} is split into {n} stages that microbatches go "
             f"through; take a layout that does not split {dim!r}, or train it here"
         )
+    for v in what.variables:
+        for name, size, axes in zip(v.dims, v.sizes, v.splits, strict=True):
+            if size % (ways := what.mesh.group_size(axes)):
+                raise UserError(
+                    f"{to} has shards of equal size alone, but this plan stores {v.name!r} padded: {ways} "
+                    f"devices do not divide its {name!r} of {size}; search with --storage layout, or train "
+                    "with layoutopt"
+                )
     if what.decided.storage and to in SAY_NO_TENSOR:
         stage, names = next(iter(what.decided.stages().items()))
         raise UserError(

@@ -3,7 +3,6 @@ first element."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from mesh_tf_core.ir.dims import PaddedDim
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program, Stored, Value
@@ -89,53 +89,87 @@ Reader = Callable[[Begin, Sequence[int]], Any]
 """Gives the piece of a variable that begins at an index and has a shape."""
 
 
+@dataclass(frozen=True)
+class Run:
+    """What of a stored piece the model has next to each other.
+
+    Attributes:
+      begin, sizes: where it begins in the variable, and its shape.
+      within: the part of the piece that it is.
+    """
+
+    begin: Begin
+    sizes: tuple[int, ...]
+    within: tuple[slice, ...]
+
+
+def runs(stored: Stored, begin: Begin, extent: Sequence[int]) -> list[Run]:
+    """What a stored piece has of the variable, in the order in which it lies. Padding is in none."""
+    order, padded, sizes = stored.variable.order, stored.padded, tuple(extent)
+    if order is not None:
+        found = order.runs(stored.variable.shape.sizes[0], begin[0], sizes[0])
+        at, parts = 0, [(first, count, n * count) for n, (first, count) in enumerate(found)]
+    elif padded is not None:
+        at = stored.variable.shape.index(padded.name)
+        parts = _counting(padded, begin[at], sizes[at])
+    else:
+        return [Run(tuple(begin), sizes, region((0,) * len(sizes), sizes))]
+
+    def with_(values: Sequence[int], value: int) -> tuple[int, ...]:
+        return (*values[:at], value, *values[at + 1 :])
+
+    nothing = (0,) * len(sizes)
+    return [
+        Run(with_(begin, first), with_(sizes, count), region(with_(nothing, offset), with_(sizes, count)))
+        for first, count, offset in parts
+    ]
+
+
+def _counting(dim: PaddedDim, begin: int, count: int) -> list[tuple[int, int, int]]:
+    """Of stored elements from one on: those that count, run by run. (Where they begin in the variable, how
+    many they are, and how far behind the first they lie.)"""
+    length, found = dim.size // dim.pieces, []
+    for run in range(begin // length, -(-(begin + count) // length)):
+        first, last = max(begin, run * length), min(begin + count, run * length + dim.run)
+        if first < last:
+            found.append((run * dim.run + first - run * length, last - first, first - begin))
+    return found
+
+
 def in_runs(stored: Stored, read: Reader) -> Reader:
     """What gives a variable's pieces as they lie, of what gives them in the model's order."""
-    if stored.variable.order is None:
+    if stored.variable.order is None and stored.padded is None:
         return read
 
     def lying(begin: Begin, extent: Sequence[int]) -> Any:
-        found = [read(own, sizes) for own, sizes in runs(stored, begin, extent)]
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        out = np.zeros(tuple(extent), np_dtype(stored.variable.dtype))
+        for run in runs(stored, begin, extent):
+            out[run.within] = read(run.begin, run.sizes)
+        return out
 
     return lying
 
 
-def runs(stored: Stored, begin: Begin, extent: Sequence[int]) -> list[tuple[Begin, tuple[int, ...]]]:
-    """A variable's piece as equal pieces of what the model has next to each other, in the order in which they
-    lie: where they begin there, and their shape."""
-    order, sizes = stored.variable.order, stored.variable.shape.sizes
-    if order is None:
-        return [(begin, tuple(extent))]
-    found = order.runs(sizes[0], begin[0], extent[0])
-    return [((first, *begin[1:]), (count, *extent[1:])) for first, count in found]
-
-
-def run_of(array: Any, number: int, sizes: tuple[int, ...]) -> Any:
-    """One of the equal `runs` of a device's piece."""
-    size = math.prod(sizes)
-    return np.asarray(array).reshape(-1)[number * size : (number + 1) * size].reshape(sizes)
-
-
 def lying(stored: Stored, whole: Any) -> Any:
-    """A whole variable in the order in which it lies, of one in the model's."""
-    return whole if stored.variable.order is None else np.asarray(whole)[_places(stored)]
+    """A whole variable as it lies, of one in the model's order."""
+    if stored.variable.order is None and stored.padded is None:
+        return whole
+    whole, sizes = np.asarray(whole), stored.value.shape.sizes
+    out = np.zeros(sizes, whole.dtype)
+    for run in runs(stored, (0,) * len(sizes), sizes):
+        out[run.within] = whole[region(run.begin, run.sizes)]
+    return out
 
 
 def in_order(stored: Stored, whole: Any) -> Any:
     """A whole variable in the model's order, of one as it lies."""
-    if stored.variable.order is None:
+    if stored.variable.order is None and stored.padded is None:
         return whole
-    out, array = np.empty_like(whole := np.asarray(whole)), whole
-    out[_places(stored)] = array
+    whole = np.asarray(whole)
+    out = np.empty(stored.variable.shape.sizes, whole.dtype)
+    for run in runs(stored, (0,) * whole.ndim, whole.shape):
+        out[region(run.begin, run.sizes)] = whole[run.within]
     return out
-
-
-def _places(stored: Stored) -> Any:
-    """Where the model has each element of the first dimension, in the order in which they lie."""
-    sizes = stored.variable.shape.sizes
-    found = runs(stored, (0,) * len(sizes), sizes)
-    return np.concatenate([np.arange(begin[0], begin[0] + extent[0]) for begin, extent in found])
 
 
 def writers(program: Program, processes: Sequence[int]) -> dict[str, dict[Begin, int]]:

@@ -78,7 +78,7 @@ def check_beside(program: Program, other: Program) -> None:
         own = program.variables[name]
         if own.variable.order != stored.variable.order:
             raise UserError(f"variable {name!r} lies in other rounds of stages in the other program")
-        if (own.variable.type, own.splits, own.host) != (stored.variable.type, stored.splits, stored.host):
+        if (own.value, own.variable.type) != (stored.value, stored.variable.type):
             raise UserError(
                 f"variable {name!r} is {own.variable.type} stored over {own.splits}{_where(own)} here, "
                 f"{stored.variable.type} over {stored.splits}{_where(stored)} in the other program"

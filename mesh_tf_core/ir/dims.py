@@ -39,6 +39,29 @@ class Dim:
         return f"{self.name}:{self.size}"
 
 
+@dataclass(frozen=True, slots=True)
+class PaddedDim(Dim):
+    """A dimension of what is stored, longer than what it holds, so that devices which do not divide that can
+    share it: of each of `pieces` equal runs the first elements count, and zeros follow.
+
+    Attributes:
+      real: how many elements count in all.
+    """
+
+    real: int = 0
+    pieces: int = 1
+
+    @property
+    def run(self) -> int:
+        """Elements of a run that count."""
+        return self.real // self.pieces
+
+    @property
+    def plain(self) -> Dim:
+        """The dimension that it holds."""
+        return Dim(self.name, self.real)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Shape:
     """An ordered tuple of dimensions with unique names.
@@ -100,6 +123,15 @@ class Shape:
 
     def without(self, *names: str) -> Shape:
         return Shape(d for d in self.dims if d.name not in names)
+
+    @property
+    def padded(self) -> PaddedDim | None:
+        """The dimension that is longer than what it holds, if one is."""
+        return next((d for d in self.dims if isinstance(d, PaddedDim)), None)
+
+    def resized(self, dim: Dim) -> Shape:
+        """With another dimension of its name, if it has one."""
+        return Shape(dim if d.name == dim.name else d for d in self.dims)
 
     def replace(self, **sizes: int) -> Shape:
         """The same names with other sizes for those given."""

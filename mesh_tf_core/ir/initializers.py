@@ -197,6 +197,7 @@ class Variable:
       stacked: how many leading dimensions count layers (a scan made them).
       slot_of: for an optimizer's state, the name of the variable that it belongs to.
       order: in which its first dimension lies on the devices; None: in that of the model.
+      even: its shards have equal sizes without padding, as another library holds them.
     """
 
     name: str
@@ -207,6 +208,7 @@ class Variable:
     stacked: int = 0
     slot_of: str | None = None
     order: Interleaved | None = None
+    even: bool = False
 
     @property
     def bytes(self) -> int:

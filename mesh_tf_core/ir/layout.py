@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from mesh_tf_core.arguments import check, instance, shown
 from mesh_tf_core.errors import LayoutError, UserError, known_names
-from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.dims import PaddedDim, Shape
 from mesh_tf_core.ir.mesh import Mesh
 
 Axes = tuple[str, ...]
@@ -43,17 +43,25 @@ class Layout(Mapping[str, Axes]):
       refined: the rules of paths, those of a path before those of what is inside it. As a mapping, a layout
         is the other rules alone.
       elsewhere: dimension -> the axes that split it further where they split nothing else.
+      padded: a dimension that is held longer, as its devices do not divide it: of the state of a variable
+        (`lower.storage`); nobody writes it.
     """
 
     rules: tuple[tuple[str, Axes], ...]
     refined: tuple[tuple[str, tuple[tuple[str, Axes], ...]], ...]
     elsewhere: tuple[tuple[str, Axes], ...]
+    padded: PaddedDim | None
     _table: dict[str, Axes] = field(init=False, repr=False)
     _hash: int = field(init=False, repr=False)
     _at: dict[str, Layout] = field(init=False, repr=False)
     _around: dict[tuple[frozenset[str], frozenset[str]], Layout] = field(init=False, repr=False)
 
-    def __init__(self, rules: str | Given = "", refined: Mapping[str, Given] | None = None) -> None:
+    def __init__(
+        self,
+        rules: str | Given = "",
+        refined: Mapping[str, Given] | None = None,
+        padded: PaddedDim | None = None,
+    ) -> None:
         check("Layout", rules=(rules, RULES), refined=(refined or {}, RULES))
         items = _parse(rules) if isinstance(rules, str) else rules.items()
         tables: dict[str, dict[str, Axes]] = {"": {}}
@@ -71,15 +79,17 @@ class Layout(Mapping[str, Axes]):
         object.__setattr__(self, "rules", rules_)
         object.__setattr__(self, "refined", parts)
         object.__setattr__(self, "elsewhere", further)
+        object.__setattr__(self, "padded", padded)
         object.__setattr__(self, "_table", dict(rules_))
-        object.__setattr__(self, "_hash", hash((rules_, parts, further) if parts or further else rules_))
+        more = parts or further or padded
+        object.__setattr__(self, "_hash", hash((rules_, parts, further, padded) if more else rules_))
         object.__setattr__(self, "_at", {})
         object.__setattr__(self, "_around", {})
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
             return NotImplemented
-        mine, its = ((x.rules, x.refined, x.elsewhere) for x in (self, other))
+        mine, its = ((x.rules, x.refined, x.elsewhere, x.padded) for x in (self, other))
         return mine == its
 
     def __hash__(self) -> int:
@@ -166,9 +176,16 @@ class Layout(Mapping[str, Axes]):
         """With other rules of paths."""
         return Layout(self.written, refined)
 
-    def with_rules(self, rules: Mapping[str, Axes]) -> Layout:
+    def with_rules(self, rules: Mapping[str, Axes], padded: PaddedDim | None = None) -> Layout:
         """With other rules for some dimensions; those of paths stay."""
-        return Layout({**self.written, **rules}, {path: dict(found) for path, found in self.refined})
+        return Layout({**self.written, **rules}, {path: dict(found) for path, found in self.refined}, padded)
+
+    def held(self, shape: Shape) -> Shape:
+        """The shape of what is held in this layout."""
+        long = self.padded
+        if long is None or shape.padded is not None or long.name not in shape.names:
+            return shape
+        return shape.resized(long) if shape.dim(long.name).size == long.real else shape
 
     def renamed(self, axes: Mapping[str, str]) -> Layout:
         """With other names for some mesh axes."""

@@ -4,7 +4,7 @@
   optional facets  lower, spread, operands, expand, moved, contraction, overhead, unreduced, summand,
                    distributes, untrained, labels, describe; each says what holds without it
   facts            kind, free, linear, converts, divides, regroups, renames, crosses, still,
-                   scales, in_place, cuts, adds, derives_key: attributes of the class, or properties
+                   scales, in_place, cuts, vanishes, adds, derives_key: attributes of the class, or properties
                    where they depend on its fields
 
 `roles` is the only statement about distribution. Legality, lowering, collectives, bytes and memory are read
@@ -175,7 +175,9 @@ class Op:
     FACTS: ClassVar = {
         "kind": ("matmul", "elementwise", "reduce", "gather", "random", "data", "attention"),
         **dict.fromkeys(("free", "linear", "converts", "divides"), (False, True)),
-        **dict.fromkeys(("regroups", "derives_key", "scales", "in_place", "cuts", "adds"), (False, True)),
+        **dict.fromkeys(
+            ("regroups", "derives_key", "scales", "in_place", "cuts", "adds", "vanishes"), (False, True)
+        ),
         **dict.fromkeys(("renames", "crosses", "still"), ((),)),
     }
     """Fact -> the values that it may have."""
@@ -208,6 +210,8 @@ class Op:
     """True if it writes a part of its first operand, and the rest stays as it is."""
     cuts: ClassVar[bool] = False
     """True if it is about a part of its first operand, which a product may read, or write, where it lies."""
+    vanishes: ClassVar[bool] = False
+    """True if it has one operand and makes 0 of 0."""
     adds: ClassVar[bool] = False
     """True if its last operand is a term of its result, pending over the same axes."""
     derives_key: ClassVar[bool] = False

@@ -15,6 +15,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TypeVar
 
+from mesh_tf_core.ir.dims import PaddedDim
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.instructions import (
     COLLECTIVES,
@@ -77,16 +78,22 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Stored:
-    """How a variable lies on the devices, or in the memory of their hosts, between steps."""
+    """How a variable lies on the devices, or in the memory of their hosts, between steps.
+
+    Attributes:
+      padded: the dimension that is stored longer than the variable has it, so that its devices divide it.
+    """
 
     variable: Variable
     splits: tuple[Axes, ...]
     host: bool = False
+    padded: PaddedDim | None = None
 
     @property
     def value(self) -> Value:
         """The same as a value, of no program."""
-        return Value(-1, self.variable.shape, self.variable.dtype, self.splits, host=self.host)
+        shape = self.variable.shape if self.padded is None else self.variable.shape.resized(self.padded)
+        return Value(-1, shape, self.variable.dtype, self.splits, host=self.host)
 
 
 @dataclass(frozen=True)

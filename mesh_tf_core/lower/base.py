@@ -26,7 +26,6 @@ from mesh_tf_core.ir.program import (
 )
 from mesh_tf_core.ir.structure import Assign, Connection, Feed, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.lower.loops import Loops
 from mesh_tf_core.lower.nodes import (
     Plan,
@@ -112,8 +111,7 @@ class Lowering(Placing):
         variable = self._terms[tensor]
         if self.oracle.stage(variable, 2):
             value = self.env[tensor]
-            splits = self.natural(self.values[value].shape, layout=self.oracle.view(variable))
-            scattered = self.placed(value, splits)
+            scattered = self.lying_as(value, self.oracle.view(variable))
             self.values[scattered] = self.values[scattered].of(tensor)
 
     def _in_layout(self, node: Node, plan: Plan) -> None:
@@ -144,11 +142,14 @@ class Lowering(Placing):
         elif isinstance(op, Read):
             (tensor,), (type,) = node.outputs, plan.types
             host = self.oracle.on_host(op.variable)
-            out = self.new(type, self.stored_splits(op), tensor=tensor, host=host)
+            stored = self.stored_as(op)
+            type = TensorType(stored.value.shape, type.dtype)
+            out = self.new(type, stored.splits, tensor=tensor, host=host)
             self.emit(ReadVariable((), (out,), self.origin, op.variable.name))
             self.bind(tensor, self._half(op.variable, out))
         elif isinstance(op, Assign):
-            value = self.placed(self.value_of(node.inputs[0]), self.stored_splits(op))
+            self.stored_as(op)
+            value = self.lying_as(self.value_of(node.inputs[0]), self.oracle.stored(op.variable))
             if self.oracle.on_host(op.variable):
                 value = self.kept_on_host(value)
             self.emit(WriteVariable((value,), (), self.origin, op.variable.name))
@@ -160,19 +161,22 @@ class Lowering(Placing):
         if dtype is None:
             return master
         self.masters[v.tensor] = master
-        type = TensorType(v.shape, dtype)
         if self.subgraph is not None and self.subgraph.again:
-            return self.new(type, self.natural(v.shape), (), v.tensor)
-        half = self.new(type, v.splits, (), v.tensor)
+            plain = TensorType(self.plain_type(v).shape, dtype)
+            return self.new(plain, self.natural(plain.shape), (), v.tensor)
+        half = self.new(TensorType(v.shape, dtype), v.splits, (), v.tensor)
         self.emit(Local((self.on_device(master),), (half,), self.origin, Cast(dtype)))
-        return self.placed(half, self.natural(v.shape))
+        return self.to_natural(half)
 
-    def stored_splits(self, op: Read | Assign) -> Splits:
+    def stored_as(self, op: Read | Assign) -> Stored:
+        """How a variable lies between steps."""
         variable = op.variable
         layout = self.oracle.stored(variable)
-        splits = self.natural(variable.shape, f"variable {variable.name!r}", layout)
-        self.stored[variable.name] = Stored(variable, splits, self.oracle.on_host(variable))
-        return splits
+        shape = layout.held(variable.shape)
+        splits = self.natural(shape, f"variable {variable.name!r}", layout)
+        stored = Stored(variable, splits, self.oracle.on_host(variable), shape.padded)
+        self.stored[variable.name] = stored
+        return stored
 
     def apply(self, op: Op, inputs: Sequence[int], plan: Plan, tensors: Sequence[int]) -> Sequence[int]:
         """Lowers one operation; returns its outputs in natural sharding, nothing pending; -1 for what nobody
@@ -190,7 +194,9 @@ class Lowering(Placing):
             made = op.lower(self, [self.to_natural(i) for i in inputs], plan.types)
             return [self.to_natural(o) for o in made]
         inputs = [self.to_natural(i) for i in inputs]
-        layout = self.layout
+        layout, types = self.layout, plan.types
+        if layout.padded is not None:
+            types = tuple(TensorType(layout.held(t.shape), t.dtype) for t in types)
         reduced = layout.split(roles.reduced) if roles.reduced else []
         self.check_disjoint(op, layout.split(roles.parallel) + reduced)
         if self.context and (form := self.context.get(next(iter(op.crosses), ""))):
@@ -208,13 +214,13 @@ class Lowering(Placing):
             # What comes out is in its place.
             outs = [
                 self.new(t, self.natural(t.shape), (), tensor)
-                for t, tensor in zip(plan.types, tensors, strict=True)
+                for t, tensor in zip(types, tensors, strict=True)
             ]
             self.emit(Local(tuple(inputs), tuple(outs), self.origin, op))
             return outs
-        lacking = [self._partial([n for n in reduced if n not in t.shape.names]) for t in plan.types]
+        lacking = [self._partial([n for n in reduced if n not in t.shape.names]) for t in types]
         outs = []
-        for t, partial in zip(plan.types, lacking, strict=True):
+        for t, partial in zip(types, lacking, strict=True):
             splits = self.natural(t.shape)
             if whole:
                 splits = tuple(() if n in whole else s for n, s in zip(t.shape.names, splits, strict=True))
@@ -249,7 +255,8 @@ class Lowering(Placing):
             return input
         known = {} if self.origin.phase == "update" else self.converted
         if (input, op) not in known:
-            known[input, op] = self.new(plan.types[0], self.values[input].splits, (), tensor)
+            v = self.values[input]
+            known[input, op] = self.new(TensorType(v.shape, plan.types[0].dtype), v.splits, (), tensor)
             self.emit(Local((input,), (known[input, op],), self.origin, op))
         return known[input, op]
 
@@ -279,7 +286,7 @@ class Lowering(Placing):
                 value, view = self.env[tensor], self.oracle.view(variable)
                 # The update asks for it: a sum that only the update reads may travel with others.
                 self.origin = Origin(self.origin.node, variable, "update")
-                self.placed(value, self.natural(self.values[value].shape, layout=view))
+                self.lying_as(value, view)
 
 
 def lower_base(

@@ -207,5 +207,4 @@ class Loops(Saving):
         """A layer's part of a gradient, as its variable's state is split (from storage stage 2 on)."""
         if variable is None or not self.low.oracle.stage(variable, 2):
             return value
-        view = self.low.oracle.view(variable)
-        return self.low.placed(value, self.low.natural(self.low.values[value].shape, layout=view))
+        return self.low.lying_as(value, self.low.oracle.view(variable))

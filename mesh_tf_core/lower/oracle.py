@@ -33,9 +33,11 @@ class Oracle:
       real: the names that the mesh's axes have elsewhere, which decide between equally cheap moves.
       narrow: see `storage.narrow_reads`.
       offload: what lies in the hosts' memory.
+      paddable: see `padding.paddable`.
 
     Attributes:
       asked: every question so far, with its answer.
+      shards: the state of a variable may be split further than the layout says.
     """
 
     def __init__(
@@ -48,11 +50,13 @@ class Oracle:
         real: Mapping[str, str] | None = None,
         narrow: Mapping[str, str] | None = None,
         offload: Offload = frozenset(),
+        paddable: Mapping[str, frozenset[str]] | None = None,
     ) -> None:
         self.offload = offload
         self.real, self.narrow = real, narrow or {}
         self.mesh, self.layout, self.variables, self.known = mesh, layout, variables, known or {}
-        self.storage = Storage(mesh, layout, variables, stages)
+        self.storage = Storage(mesh, layout, variables, stages, paddable)
+        self.shards = bool(self.storage.stages)
         self.asked: dict[Question, Any] = {}
         self._answers: dict[Question, Any] = {}
 
@@ -73,7 +77,7 @@ class Oracle:
             return about in self.offload
         if what == "view":
             view = self.storage.view(about[0])
-            return tuple(view.axes(n) for n in self.variables[about[0]].shape.names)
+            return (*(view.axes(n) for n in self.variables[about[0]].shape.names), view.padded)
         if what == "ways":
             return self.mesh.group_size(about[0])
         if what == "divides":

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.builder import Builder
-from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.dims import PaddedDim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.layout import Axes, Layout, check_disjoint
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.op import Op
+from mesh_tf_core.ir.op import Op, inferred
 from mesh_tf_core.ir.program import (
     AllGather,
     AllToAll,
@@ -27,9 +27,11 @@ from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.lower.nodes import pass_of, read_nodes, repeated, weights
 from mesh_tf_core.lower.offload import Offload
 from mesh_tf_core.lower.oracle import Oracle
+from mesh_tf_core.lower.padding import paddable
 from mesh_tf_core.lower.storage import Stages, narrow_reads
 from mesh_tf_core.lower.subgraph import Subgraph
 from mesh_tf_core.ops.basic import Cast
+from mesh_tf_core.ops.pieces import CutPadding, PadPieces
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -42,7 +44,8 @@ class Placing(Builder):
       chunked: what the operation at hand gathers comes in chunks beside it (`collective_matmul`), so a second
         run gathers for itself.
       env: tensor -> value.
-      moved: (value, splits, pass) -> the value so split, on the device. Weights have an entry for each pass,
+      moved: (value, splits, pass) -> the value so split, on the device; (value, operation, "") -> the value
+        padded or cut. Weights have an entry for each pass,
         so that nobody keeps them between forward and backward (FSDP).
       converted: (value, cast) -> what the cast makes of it.
       masters: a variable's tensor, or a part of it -> its master copy as it is stored, where `env` has the
@@ -62,7 +65,13 @@ class Placing(Builder):
         super().__init__()
         self.graph, self.mesh, self.layout, self.subgraph = graph, mesh, layout, subgraph
         self.oracle = oracle or Oracle(
-            mesh, layout, graph.variables, storage or {}, narrow=narrow_reads(graph), offload=offload
+            mesh,
+            layout,
+            graph.variables,
+            storage or {},
+            narrow=narrow_reads(graph),
+            offload=offload,
+            paddable=paddable(graph),
         )
         self.within: Axes = ()
         self.chunked = False
@@ -70,7 +79,7 @@ class Placing(Builder):
         self._here: dict[Shape, Splits] = {}
         self._inside: dict[tuple[Layout, Axes], Layout] = {}
         self._placements: dict[Layout, dict[Shape, Splits]] = {layout: self._here}
-        self.moved: dict[tuple[int, Splits, str], int] = {}
+        self.moved: dict[tuple[int, Splits | Op, str], int] = {}
         self._weights = weights(graph)
         self.converted: dict[tuple[int, Op], int] = {}
         self.masters: dict[int, int] = {}
@@ -170,7 +179,14 @@ class Placing(Builder):
 
     def _brought(self, v: Value) -> int:
         """A weight that others bring, gathered as its readers want it."""
-        return self.new(TensorType(v.shape, v.dtype), self.natural(v.shape), (), v.tensor)
+        type = self.plain_type(v)
+        return self.new(type, self.natural(type.shape), (), v.tensor)
+
+    @staticmethod
+    def plain_type(v: Value) -> TensorType:
+        """The type of a value without padding."""
+        long = v.shape.padded
+        return TensorType(v.shape if long is None else v.shape.resized(long.plain), v.dtype)
 
     def _given(self, tensor: int) -> int:
         assert self.subgraph is not None, f"tensor %{tensor} is used before it is computed"
@@ -180,13 +196,20 @@ class Placing(Builder):
         t, maker = self.graph.tensor(tensor), self.graph.producer.get(tensor)
         stored = maker.op.variable if maker is not None and isinstance(maker.op, Read) else None
         if stored is not None and self.oracle.on_host(stored):
-            lies = self._natural(t.shape, layout=self.oracle.stored(stored))
-            return self.new(t.type, lies, (), tensor, host=True)
-        splits = self._natural(t.shape, layout=self.oracle.layout if self._around_stages(t) else None)
+            layout = self.oracle.stored(stored)
+            shape = layout.held(t.shape)
+            lies = self._natural(shape, layout=layout)
+            return self.new(TensorType(shape, t.dtype), lies, (), tensor, host=True)
+        layout = self.oracle.layout if self._around_stages(t) else self.layout
+        if stored is not None and layout.padded is not None:
+            layout = self.oracle.stored(stored)  # An update pads its own copy of what is stored whole.
+        type = TensorType(layout.held(t.shape), t.dtype)
+        splits = self._natural(type.shape, layout=None if layout is self.layout else layout)
         if maker is not None and maker.op.converts and maker.inputs[0] in self.env:
             # A variable stays where it is stored, also when it is converted elsewhere.
-            splits = self.values[self.env[maker.inputs[0]]].splits
-        return self.new(t.type, splits, (), tensor)
+            source = self.values[self.env[maker.inputs[0]]]
+            type, splits = TensorType(source.shape, t.dtype), source.splits
+        return self.new(type, splits, (), tensor)
 
     def _around_stages(self, t: Tensor) -> bool:
         """Whether something is made outside of stages and read inside."""
@@ -256,9 +279,43 @@ class Placing(Builder):
     def to_natural(self, id: int) -> int:
         """The value in its natural sharding."""
         v = self.values[id]
-        if self._here.get(v.shape) == v.splits and not self.within:
+        if self.oracle.shards and (sized := self._sized(id, self.layout)) != id:
+            id, v = sized, self.values[sized]
+        elif self._here.get(v.shape) == v.splits and not self.within:
             return id
         return self.placed(id, self.natural(v.shape))
+
+    def lying_as(self, id: int, layout: Layout) -> int:
+        """The value as a layout says of what is stored."""
+        id = self._sized(id, layout)
+        return self.placed(id, self.natural(self.values[id].shape, layout=layout))
+
+    def _sized(self, id: int, layout: Layout) -> int:
+        """The value padded as a layout holds it, or cut where that does not pad it."""
+        shape = self.values[id].shape
+        long = shape.padded
+        plain = shape if long is None else shape.resized(long.plain)
+        wanted = layout.held(plain)
+        if wanted == shape:
+            return id
+        if long is not None:
+            id = self._resized(id, CutPadding(long), long)
+        more = wanted.padded
+        return id if more is None else self._resized(id, PadPieces(more), more)
+
+    def _resized(self, id: int, op: CutPadding | PadPieces, dim: PaddedDim) -> int:
+        """What an operation that pads or cuts makes, of whole runs on each device."""
+        v = self.values[id]
+        axes = v.split_of(dim.name)
+        # What splits the runs comes first; what splits one further is gathered.
+        own = next(axes[:n] for n in range(len(axes) + 1) if self.oracle.ways(axes[:n]) == dim.pieces)
+        splits = tuple([own if n == dim.name else s for n, s in zip(v.shape.names, v.splits, strict=True)])
+        others = self.subgraph is not None and self._moved_anyway(self.subgraph, v.tensor, id, splits)
+        id = self.placed(id, splits)
+        if (id, op, "") not in self.moved:
+            type = inferred(op, op.infer(self.type_of(id)))[0]
+            self.moved[id, op, ""] = self.new(type, splits) if others else self.applied(op, id)
+        return self.moved[id, op, ""]
 
     def without(self, id: int, whole: Iterable[str]) -> int:
         """The value with the dimensions `whole` gathered."""

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import Block, Node
-from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.dims import PaddedDim, Shape
 from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import AT, Axes, Layout
@@ -128,10 +128,19 @@ class Storage:
 
     Args:
       stages: variables that are not named have stage 0.
+      paddable: variable -> dimensions that may be padded.
     """
 
-    def __init__(self, mesh: Mesh, layout: Layout, variables: Mapping[str, Variable], stages: Stages) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        layout: Layout,
+        variables: Mapping[str, Variable],
+        stages: Stages,
+        paddable: Mapping[str, frozenset[str]] | None = None,
+    ) -> None:
         self.mesh, self.layout, self.variables = mesh, layout, variables
+        self.paddable = paddable or {}
         for name in stages:
             if name not in variables:
                 raise UserError(
@@ -177,7 +186,11 @@ class Storage:
         if variable not in self._views:
             over = self.stages[variable].over
             self._views[variable] = shard_layout(
-                self.variables[variable], self.read_in(variable), self.mesh, over
+                self.variables[variable],
+                self.read_in(variable),
+                self.mesh,
+                over,
+                self.paddable.get(variable, frozenset()),
             )
         return self._views[variable]
 
@@ -226,30 +239,60 @@ def _narrowed(node: Node, graph: Graph) -> str | None:
     return after if is_float(after) and itemsize(after) < itemsize(before) else None
 
 
-def shard_layout(variable: Variable, layout: Layout, mesh: Mesh, over: Axes | None = None) -> Layout:
+def shard_layout(
+    variable: Variable,
+    layout: Layout,
+    mesh: Mesh,
+    over: Axes | None = None,
+    paddable: frozenset[str] = frozenset(),
+) -> Layout:
     """The layout with this variable's dimensions split further over every axis that does not split them yet.
 
-    All spare axes go to one dimension if one is divisible (the largest piece first), else axis by axis; an
-    axis that divides no dimension is left out. Dimensions that count layers stay whole.
+    All spare axes go to one dimension if one is divisible (the largest piece first), else axis by axis, and
+    an axis that divides no dimension is left out; or, where shards are smaller so, all go to one dimension
+    that is padded to what they divide. Dimensions that count layers stay whole.
 
     Args:
       over: only these axes.
+      paddable: dimensions that may be padded (`lower.padding`).
     """
     names = variable.shape.names
     before = tuple(map(layout.axes, names))
     allowed = mesh.names if over is None else tuple(a for a in mesh.names if a in over)
-    after = _further(variable.shape, variable.stacked, before, mesh, allowed)
+    after, padded = _further(variable.shape, variable.stacked, before, mesh, allowed, paddable)
     if after == before:
         return layout
-    return layout.with_rules(dict(zip(names, after, strict=True)))
+    return layout.with_rules(dict(zip(names, after, strict=True)), padded)
 
 
 @lru_cache(maxsize=1 << 14)
-def _further(shape: Shape, stacked: int, splits: Splits, mesh: Mesh, over: Axes) -> Splits:
+def _further(
+    shape: Shape, stacked: int, splits: Splits, mesh: Mesh, over: Axes, paddable: frozenset[str]
+) -> tuple[Splits, PaddedDim | None]:
     own = Shape(shape.dims[stacked:])
     rules = dict(zip(shape.names, splits, strict=True))
     used = {a for axes in splits for a in axes}
     spare = tuple(a for a in over if a not in used and mesh.size(a) > 1)
+    even = _evenly(own, rules, mesh, spare)
+    ways = mesh.group_size(spare)
+    pieces = {n: own.dim(n).size // mesh.group_size(rules.get(n, ())) for n in own.names if n in paddable}
+    # A shard is never mostly zeros.
+    long = [n for n, piece in pieces.items() if piece >= ways]
+    if spare and long:
+        name = min(long, key=lambda n: (-(-pieces[n] // ways) / pieces[n], -pieces[n]))
+        shard = -(-pieces[name] // ways)
+        taken = mesh.group_size([a for axes in even.values() for a in axes if a in spare])
+        if shard * taken < pieces[name]:
+            count = mesh.group_size(rules.get(name, ()))
+            padded = PaddedDim(name, shard * ways * count, pieces[name] * count, count)
+            rules[name] = (*rules.get(name, ()), *spare)
+            return tuple(rules[n] for n in shape.names), padded
+    return tuple(even[n] for n in shape.names), None
+
+
+def _evenly(own: Shape, splits: Mapping[str, Axes], mesh: Mesh, spare: Axes) -> dict[str, Axes]:
+    """The splits with the spare axes that divide something."""
+    rules = dict(splits)
 
     def piece(name: str) -> int:
         return own.dim(name).size // mesh.group_size(rules.get(name, ()))
@@ -263,4 +306,4 @@ def _further(shape: Shape, stacked: int, splits: Splits, mesh: Mesh, over: Axes)
         chosen = next((n for n in order if axes and fits(n, axes)), None)
         if chosen is not None:
             rules[chosen] = (*rules.get(chosen, ()), *axes)
-    return tuple(rules[n] for n in shape.names)
+    return rules

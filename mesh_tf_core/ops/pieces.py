@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
-from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.dims import Dim, PaddedDim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Emitter, TensorType
 from mesh_tf_core.ops.kinds import MadeByLowering, Move
@@ -59,6 +59,41 @@ class PieceJoin(MadeByLowering, Move):
         if not self.before and not self.after:
             return x
         return k.pad(x, [(self.before, self.after) if i == axis else (0, 0) for i in range(len(x.shape))])
+
+
+@dataclass(frozen=True)
+class PadPieces(MadeByLowering, Move):
+    """A device's own piece of a dimension with zeros behind, as `PaddedDim` says.
+
+    It costs nothing: the kernel that makes the piece writes it into the longer array.
+    """
+
+    dim: PaddedDim
+    free: ClassVar[bool] = True
+    linear: ClassVar[bool] = True
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return TensorType(inputs[0].shape.resized(self.dim), inputs[0].dtype)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        sizes, wanted = at.inputs[0].shape.sizes, at.outputs[0].shape.sizes
+        return k.pad(slices[0], [(0, more - size) for size, more in zip(sizes, wanted, strict=True)])
+
+
+@dataclass(frozen=True)
+class CutPadding(MadeByLowering, Move):
+    """The inverse: the elements of a device's own piece that count, which readers take where they lie."""
+
+    dim: PaddedDim
+    free: ClassVar[bool] = True
+    cuts: ClassVar[bool] = True
+    linear: ClassVar[bool] = True
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return TensorType(inputs[0].shape.resized(self.dim.plain), inputs[0].dtype)
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        return k.slice(slices[0], [0] * len(at.outputs[0].shape), at.outputs[0].shape.sizes)
 
 
 def window(low: Emitter, id: int, dim: str, begin: int, end: int, wrap: bool = False) -> int:

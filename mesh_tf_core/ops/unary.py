@@ -17,6 +17,8 @@ from mesh_tf_core.ops.kinds import Elementwise
 
 _COST = {"exp": 8, "log": 8, "tanh": 10, "sigmoid": 10, "erf": 12, "gelu": 16, "silu": 12, "pow": 12}
 """Arithmetic per element where it is far from one (vector-math libraries' polynomial lengths)."""
+_VANISH = {"neg", "abs", "sign", "expm1", "log1p", "sqrt", "square", "sin", "tanh", "erf", "floor", "relu"}
+"""Those that make 0 of 0."""
 
 
 def _gelu_grad(k: Kernel, dy: Any, x: Any, dtype: str) -> Any:
@@ -101,6 +103,10 @@ class Unary(Elementwise):
     @property
     def name(self) -> str:
         return self.fn
+
+    @property
+    def vanishes(self) -> bool:  # type: ignore[override]
+        return self.fn in _VANISH
 
     def infer(self, *inputs: TensorType) -> TensorType:
         (x,) = inputs

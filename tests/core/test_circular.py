@@ -16,7 +16,7 @@ from costmodels.hardware import load_hardware
 from costmodels.pricing.pricer import pricer
 from costmodels.waiting import waiting
 from mesh_tf_core.engines import open_engine
-from mesh_tf_core.engines.pieces import in_order, in_runs, lying, run_of, runs
+from mesh_tf_core.engines.pieces import in_order, in_runs, lying, runs
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.instructions import Local, Loop, Permute
 from mesh_tf_core.ir.program import Program, Stored
@@ -244,10 +244,9 @@ def test_pieces_are_made_of_what_the_model_has_there(stages: int, rounds: int, p
     np.testing.assert_array_equal(in_order(stored, there), array)
     # What a process of several writes of it.
     saved, found = np.zeros_like(array), runs(stored, (own, 0), (own, 4))
-    assert len({sizes for _, sizes in found}) == 1
-    for number, (begin, sizes) in enumerate(found):
-        written = run_of(there[own : 2 * own], number, sizes)
-        saved[begin[0] : begin[0] + sizes[0]] = written
+    assert len({run.sizes for run in found}) == 1
+    for run in found:
+        saved[run.begin[0] : run.begin[0] + run.sizes[0]] = there[own : 2 * own][run.within]
     held = (saved != 0).any(1)
     assert held.sum() == own
     np.testing.assert_array_equal(saved[held], array[held])

@@ -96,6 +96,14 @@ def test_storage_over_some_axes(parts: int) -> None:
     compare(EXAMPLES["transformer"](), mesh, parts, hardware, parts, 8, **allowed)
 
 
+@pytest.mark.parametrize(("mesh", "parts"), by_day([("data:3", 1), ("a:3;b:2", 2)], first=1))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shards_that_are_padded(mesh: str, parts: int, dtype: str) -> None:
+    sizes = {"d_model": 20, "d_kv": 5, "heads": 4, "d_ff": 28, "vocab": 22, "batch": 12, "length": 6}
+    model = transformer(layers=2, **sizes, dtype=dtype, clip_norm=1.0)
+    compare(model, mtf.Mesh(mesh), parts, load_hardware("tpu-v4"), parts, 6)
+
+
 @pytest.mark.parametrize("parts", by_day([1, 2], first=1))
 def test_what_splits_further_elsewhere(parts: int) -> None:
     hardware, mesh = load_hardware("tpu-v4"), mtf.Mesh("data:2;model:2")

@@ -70,7 +70,13 @@ def _variable(w: Writer, v: Var, name: str, leaf: Leaf, trained: bool, stacked: 
     shape = Shape(w.shape(v))
     lead = int(stacked and len(v.shape) > 0 and len(w.dims(v, 0)) == 1)
     variable = Variable(
-        name, shape, _checked(v.dtype, leaf.path), _initial(leaf, shape, lead, scales), trained, lead
+        name,
+        shape,
+        _checked(v.dtype, leaf.path),
+        _initial(leaf, shape, lead, scales),
+        trained,
+        lead,
+        even=True,
     )
     if name in w.graph.variables:
         raise UserError(f"from_jax: two parameters have the path {name!r}; give them different names")

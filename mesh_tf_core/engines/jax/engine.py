@@ -31,7 +31,6 @@ from mesh_tf_core.engines.pieces import (
     initial,
     joined,
     lying,
-    run_of,
     runs,
     writers,
 )
@@ -104,7 +103,7 @@ class JaxEngine(Stepping):
 
     def _filled(self, variable: Stored, read: Callable[[Begin, Sequence[int]], Any]) -> Any:
         """A variable of the pieces that this process's devices hold."""
-        sizes = variable.variable.shape.sizes
+        sizes = variable.value.shape.sizes
         made: dict[tuple[int, ...], Any] = {}  # devices that hold the same are asked for one by one
 
         def piece(where: tuple[slice, ...]) -> Any:
@@ -176,11 +175,11 @@ class JaxEngine(Stepping):
             else:
                 shape = v.local(mesh).shape.sizes
                 for begin, array in mine.items():
-                    for number, (there, sizes) in enumerate(runs(variable, begin, shape)):
-                        piece = Piece(name, v.dtype, v.shape.sizes, there, sizes)
-                        kept[piece] = array, number, sizes
+                    for run in runs(variable, begin, shape):
+                        piece = Piece(name, v.dtype, variable.variable.shape.sizes, run.begin, run.sizes)
+                        kept[piece] = array, run.within
         if self.cluster:
-            return OneByOne(kept, lambda found: run_of(*found))
+            return OneByOne(kept, lambda found: np.asarray(found[0])[found[1]])
         return OneByOne(kept, lambda found: in_order(found[0], joined(found[0].value, mesh, found[1])))
 
     @cached_property

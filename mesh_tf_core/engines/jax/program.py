@@ -85,7 +85,7 @@ class JaxProgram:
         """Shapes, dtypes and shardings of the variables and of the batch."""
         p = self.program
         variables = {
-            name: self._abstract(s.variable.shape.sizes, s.variable.dtype, s.splits, s.host)
+            name: self._abstract(s.value.shape.sizes, s.variable.dtype, s.splits, s.host)
             for name, s in p.variables.items()
         }
         batch = {

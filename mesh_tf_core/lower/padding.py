@@ -1,0 +1,76 @@
+"""Which dimensions of a variable's state may be longer than what they hold, so that any number of devices can
+share it.
+
+What is stored of a variable is then padded with zeros. Its update works on shards as they are stored, so it
+must not mix elements along that dimension: element by element zeros do no harm, as nobody reads what becomes
+of them, and a sum over the dimension is the same where the zeros are zeros still (the norm of gradients).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from mesh_tf_core.ir.blocks import REPLICA, Node
+from mesh_tf_core.ir.op import Op
+from mesh_tf_core.ir.structure import Connection
+from mesh_tf_core.lower.nodes import plan_of, updated
+from mesh_tf_core.tracing.graph import Graph
+
+
+def paddable(graph: Graph) -> Mapping[str, frozenset[str]]:
+    """Trained variable -> its dimensions that may be padded where it is stored."""
+    return graph.remembered(paddable, lambda: _paddable(graph))
+
+
+def _paddable(graph: Graph) -> dict[str, frozenset[str]]:
+    nodes: dict[str, list[Node]] = defaultdict(list)
+    for node, _ in graph.walk():
+        owner = updated(node, graph)
+        if owner is not None:
+            nodes[owner].append(node)
+    gradients = {name: tensor for tensor, name in graph.gradient_of.items()}
+    found = {}
+    for name, variable in graph.variables.items():
+        # Replicas have their parts in another order, as stages with chunks have.
+        own = variable.order is None and not variable.even and REPLICA not in variable.shape.names
+        if variable.trainable and variable.slot_of is None and own and name in gradients:
+            zero = {gradients[name]}
+            found[name] = _alone(nodes[name], zero, frozenset(variable.shape.names), graph)
+    return found
+
+
+def _alone(nodes: list[Node], zero: set[int], names: frozenset[str], graph: Graph) -> frozenset[str]:
+    """Those of some dimensions along which an update works element by element, or adds up zeros.
+
+    Args:
+      zero: tensors that are zero where they are padded; grows.
+    """
+    left = set(names)
+    for node in nodes:
+        if isinstance(node.op, Connection):
+            continue
+        plan = plan_of(node, graph)
+        if plan.roles is None and not node.op.converts:
+            left -= plan.dims
+            continue
+        keeps = _keeps_zero(node.op, [i in zero for i in node.inputs])
+        zero.update(node.outputs if keeps else ())
+        if plan.roles is None:
+            continue
+        sums = plan.roles.reduced if keeps and plan.roles.combine == "sum" else ()
+        made = {n for o in node.outputs for n in graph.tensor(o).shape.names}
+        given = {n for i in node.inputs for n in graph.tensor(i).shape.names}
+        # A new dimension has a size of its own.
+        left -= {*plan.roles.whole, *plan.regrouped, *(made - given)}
+        left -= {*plan.roles.reduced} - {*sums}
+    return frozenset(left)
+
+
+def _keeps_zero(op: Op, zero: list[bool]) -> bool:
+    """Whether a result is zero where those operands are that are known to be."""
+    if not any(zero):
+        return False
+    if op.vanishes or ((op.linear or op.converts) and all(zero)):
+        return True
+    return any(z and op.distributes([j != i for j in range(len(zero))]) for i, z in enumerate(zero))
