@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +17,6 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
-from mesh_tf_core.lower.kept import Recomputed
 from mesh_tf_core.lower.offload import check_offload
 from mesh_tf_core.lower.replicas import ReplicaPrograms, check_whole, lower_replicas
 from mesh_tf_core.ops.ticks import GPIPE, alternates, rounds_of
@@ -28,7 +27,6 @@ from mesh_tf_core.tracing.graph import Graph, graph_of
 from mesh_tf_core.tracing.microbatch import accumulate
 from mesh_tf_core.tracing.one_forward_one_backward import one_forward_one_backward
 from mesh_tf_core.tracing.pipeline import loop_dims, pipelined
-from mesh_tf_core.tracing.rounds import layers_of_stage
 
 DEFAULT = Options()
 NO_STAGES: Mapping[str, int] = MappingProxyType({})
@@ -222,12 +220,6 @@ class Model:
                 f"schedule {options.schedule}: the layout splits no layers into stages; split the dimension "
                 "of a loop over layers, as layers:pipe, or leave the schedule out"
             )
-        if stages:
-            own = {name: layers_of_stage(name) for name in stages}
-            again = map(Recomputed.parse, options.recompute)
-            told = (str(replace(loop, dim=own.get(loop.dim, loop.dim))) for loop in again)
-            hosts = frozenset((kind, own.get(name, name)) for kind, name in options.offload)
-            options = replace(options, recompute=frozenset(told), offload=hosts)
         return lower(step.graph, mesh, layout, step.results, options, check=check)
 
     def replicas(

@@ -195,12 +195,25 @@ class _Fuser:
             return None
         again = self.again or instr.origin.phase == "recompute"
         found = groups[number, again]
-        if not found or (PRODUCT in found[-1].roles and (kind == PRODUCT or self._comes_beside(instr))):
+        begins = (
+            PRODUCT in found[-1].roles and (kind == PRODUCT or self._comes_beside(instr)) if found else True
+        )
+        if begins or self._runs_once_more(instr, found[-1]):
             found.append(Group(self.context, again))
         group = found[-1]
         group.instrs.append(instr)
         group.roles.append(kind)
         return group
+
+    def _runs_once_more(self, instr: Local, group: Group) -> bool:
+        """Whether a group has another run of the same: what stages do, and what is made again beside their
+        backward, may stand in one block."""
+        if instr.origin.phase != "recompute":
+            return False
+        values = self.program.values
+        made = [values[o].tensor for o in instr.outputs if values[o].tensor >= 0]
+        same = (i for i in group.instrs if i.origin == instr.origin and i.op == instr.op)
+        return any(values[o].tensor in made for i in same for o in i.outputs)
 
     def _comes_beside(self, instr: Local) -> bool:
         """Whether it reads what comes beside products, whose kernels so do not wait for it."""

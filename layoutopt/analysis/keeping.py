@@ -20,6 +20,7 @@ from mesh_tf_core.lower.kept import Recomputed, words_of
 from mesh_tf_core.lower.rematerialization import has_backward, rematerialization
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.rounds import loop_name
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Keeping:
 
 def keepings(model: Model, mesh: Mesh, layout: Layout, options: Options, hardware: Hardware) -> list[Keeping]:
     """Every change of one kind, or name, of value that loops keep; the fastest first."""
-    graph = model.training_step(options.microbatches).graph
+    graph = model.training_step(options.microbatches, model.stages(mesh, layout), options.schedule).graph
     prices, found = pricer(hardware, mesh), list[Keeping]()
     for text in sorted(options.recompute):
         others = options.recompute - {text}
@@ -55,8 +56,7 @@ def keepings(model: Model, mesh: Mesh, layout: Layout, options: Options, hardwar
 
 def _changes(asked: Recomputed, graph: Graph) -> Iterator[tuple[str, str]]:
     """What may be said of some loops instead, and what then is other."""
-    blocks = [b for b in graph.blocks if b.dim is not None and b.dim.name == asked.dim]
-    blocks = [b for b in blocks if has_backward(b, graph)]
+    blocks = [b for b in graph.blocks if loop_name(b, graph) == asked.dim and has_backward(b, graph)]
 
     def kept(text: str) -> tuple[frozenset[int], ...]:
         return tuple(map(rematerialization(graph, frozenset({text})).kept, blocks))

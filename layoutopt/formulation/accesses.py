@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from layoutopt.formulation.cluster import Cluster, numbers_of, pairs_of, rules_of, stages_of, subgraph_of
 from layoutopt.formulation.dependencies import Dependencies
-from layoutopt.formulation.second_runs import SecondRuns
+from layoutopt.formulation.second_runs import Run, SecondRuns, Texts
 from layoutopt.space.decisions import changing
 from layoutopt.space.kind import Touched
 from mesh_tf_core.ir.blocks import Block, Node
@@ -16,7 +16,6 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.kept import Recomputed
-from mesh_tf_core.lower.rematerialization import keep_sets, stands_beside_backward
 from mesh_tf_core.lower.subgraph import Access
 
 
@@ -52,8 +51,8 @@ class Accesses:
             return None
         nodes = [*reads, *casts]
         again = self._access_again(casts, accesses)
-        dims_again = tuple(dict.fromkeys(Recomputed.parse(text).dim for text in again))
-        switches = changing(Touched(recomputed=dims_again, variables=[variable], read=[variable]))
+        loops = self._loops(again)
+        switches = changing(Touched(recomputed=loops, variables=[variable], read=[variable]))
         subgraph = subgraph_of(self.dependencies, nodes, frozenset(accesses))
         own = variable.shape.names
         dims = tuple(dict.fromkeys((*own, *stages_of(self.graph, (), subgraph))))
@@ -62,41 +61,59 @@ class Accesses:
             variable.stacked,
             tuple(sorted((self.dependencies.block_of[n.index].id, n.op.describe()) for n in casts)),
             _places(accesses),
-            tuple((text, len(k.nodes), _places(k.natural)) for text, k in again.items()),
+            tuple(
+                (texts, tuple((k.again, len(k.nodes), _places(k.natural)) for k in found))
+                for texts, found in again.items()
+            ),
         )
         name, members = f"{variable.name} (access)", (numbers_of(nodes),)
-        alike = self.runs.alike(again, {})
+        alike = self.runs.alike(again, {}, loops)
+        nests = tuple(nest for nest in self.runs.nests if not nest.isdisjoint(loops))
         shapes = own, *pairs_of(own, self.dependencies.further)
         every = *dims, *rules_of(dims, self.dependencies.further)
-        return key, Cluster(name, subgraph, again, every, switches, shapes, members=members, alike=alike)
+        return key, Cluster(
+            name, subgraph, again, every, switches, shapes, members=members, alike=alike, nests=nests
+        )
 
-    def _access_again(self, casts: list[Node], accesses: set[Access]) -> dict[str, Subgraph]:
+    def _loops(self, again: Mapping[Texts, Sequence[Subgraph]]) -> tuple[str, ...]:
+        """Names of the loops that have a say in what is done again."""
+        names = dict.fromkeys(name for nest in self.runs.nests for name in sorted(nest))
+
+        def matters(name: str) -> bool:
+            others = {texts: {t for t in texts if Recomputed.parse(t).dim != name} for texts in again}
+            return any(
+                tuple(again.get(frozenset(rest), ())) != again[texts] for texts, rest in others.items()
+            )
+
+        return tuple(filter(matters, names))
+
+    def _access_again(self, casts: list[Node], accesses: set[Access]) -> dict[Texts, tuple[Subgraph, ...]]:
         """What recomputation adds: casts and gathers that the backward body does not have anyway.
 
         What a body inside of the recomputed one does, it does once more in any case.
         """
-        extra: dict[str, tuple[set[int], set[Access]]] = {}
+        extra: dict[Run, tuple[set[int], set[Access]]] = {}
         for backward in self.graph.blocks:
-            forward = backward.forward
-            if forward is None or forward.dim is None or not stands_beside_backward(forward, self.graph):
+            if backward.forward is None:
                 continue
-            for keep in ((), *keep_sets(self.graph, forward.dim.name, self.dependencies.keeps)):
-                text = str(Recomputed(forward.dim.name, keep))
-                nodes, gathers = extra.setdefault(text, (set(), set()))
-                self._extra(text, forward, backward, casts, accesses, nodes, gathers)
+            for run in self.runs.of(backward.forward):
+                nodes, gathers = extra.setdefault(run, (set(), set()))
+                self._extra(run, backward.forward, backward, casts, accesses, nodes, gathers)
         reads = [n for n in self.dependencies.live if isinstance(n.op, Read)]
-        found = {}
-        for text, (nodes, gathers) in extra.items():
+        found: dict[Texts, tuple[Subgraph, ...]] = {}
+        different: dict[Subgraph, Subgraph] = {}
+        for run, (nodes, gathers) in extra.items():
             if nodes or gathers:
                 subgraph = subgraph_of(
                     self.dependencies, [*reads, *(n for n in casts if n.index in nodes)], frozenset(gathers)
                 )
-                found[text] = replace(subgraph, again=True)
+                second = replace(subgraph, again=run.name)
+                found[run.texts] = (*found.get(run.texts, ()), different.setdefault(second, second))
         return found
 
     def _extra(
         self,
-        text: str,
+        run: Run,
         forward: Block,
         backward: Block,
         casts: list[Node],
@@ -105,10 +122,10 @@ class Accesses:
         gathers: set[Access],
     ) -> None:
         """Adds to `nodes` and `gathers` what one loop's second run has more."""
-        remat = self.runs.again[text]
+        remat = self.runs.again[run]
         for cast in casts:
             here = self.dependencies.block_of[cast.index]
-            twin = backward.captured.get(cast.outputs[0], -1)
+            twin = self.runs.twin(cast.outputs[0], backward)
             known = here is forward and any(twin in c.outputs for c in casts)
             if cast.index in remat and self._within(here, forward) and not known:
                 nodes.add(cast.index)
@@ -117,7 +134,7 @@ class Accesses:
                 r.index in remat and self.dependencies.block_of[r.index].id == block and r not in casts
                 for r in self.dependencies.readers[tensor]
             )
-            twin = backward.captured.get(tensor, tensor)
+            twin = self.runs.twin(tensor, backward)
             known = block == forward.id and (backward.id, "backward", twin) in accesses
             if read and self._within(self.graph.blocks[block], forward) and not known:
                 gathers.add((block, way, tensor))

@@ -10,6 +10,7 @@ from layoutopt.space.elsewhere import written
 from layoutopt.space.kind import Choice
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.lower import Subgraph
+from mesh_tf_core.lower.kept import Recomputed
 from mesh_tf_core.lower.subgraph import Access
 from mesh_tf_core.tracing.graph import Graph
 
@@ -21,7 +22,10 @@ class Cluster:
     Attributes:
       name: for reports.
       subgraph: what lowering sees of the graph.
-      again: what runs a second time when a loop is recomputed, by what says so (`kept.Recomputed`).
+      again: what runs a second time when loops are recomputed, by what says so of one of its `nests`
+        (`kept.Recomputed`).
+      first: what is said of a nest -> what then runs at first, if it is not all of `subgraph`.
+      nests: names of loops that are one inside of the other: together they say what runs again.
       crossed: decision about keys -> the dimensions that anything but its plain option needs split alike.
       alike: decision about recomputation -> its options that are another one to this cluster -> that one.
       dims: names of all dimensions of their inputs and outputs.
@@ -39,7 +43,7 @@ class Cluster:
 
     name: str
     subgraph: Subgraph
-    again: Mapping[str, Subgraph]
+    again: Mapping[frozenset[str], tuple[Subgraph, ...]]
     dims: tuple[str, ...]
     switches: tuple[str, ...]
     shapes: tuple[tuple[str, ...], ...]
@@ -52,11 +56,28 @@ class Cluster:
     members: tuple[tuple[int, ...], ...] = ()
     alike: Mapping[str, Mapping[Choice, Choice]] = field(default_factory=dict)
     crossed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    nests: tuple[frozenset[str], ...] = ()
+    first: Mapping[frozenset[str], Subgraph] = field(default_factory=dict)
 
     @property
     def decisions(self) -> tuple[str, ...]:
         """Names of all decisions that matter to it."""
         return *self.dims, *self.sums, *self.switches
+
+    def second_runs(self, recompute: Iterable[str]) -> list[Subgraph]:
+        """What of it runs a second time when some texts say what is recomputed."""
+        found = list[Subgraph]()
+        for nest in self.nests if recompute else ():
+            found += self.again.get(frozenset(t for t in recompute if Recomputed.parse(t).dim in nest), ())
+        return found
+
+    def first_run(self, recompute: Iterable[str]) -> Subgraph:
+        """What of it runs at first when some texts say what is recomputed."""
+        found = self.subgraph
+        for nest in self.nests if self.first and recompute else ():
+            runs = self.first.get(frozenset(t for t in recompute if Recomputed.parse(t).dim in nest))
+            found = found if runs is None else found.without(found.nodes - runs.nodes)
+        return found
 
     @property
     def sums(self) -> tuple[str, ...]:

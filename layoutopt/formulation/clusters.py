@@ -20,7 +20,7 @@ from layoutopt.formulation.accesses import Accesses
 from layoutopt.formulation.cluster import Cluster, numbers_of, pairs_of, rules_of, stages_of, subgraph_of
 from layoutopt.formulation.cuts import PendingSum
 from layoutopt.formulation.dependencies import Dependencies
-from layoutopt.formulation.second_runs import SecondRuns
+from layoutopt.formulation.second_runs import Run, SecondRuns
 from layoutopt.space.decisions import changing
 from layoutopt.space.kind import Touched
 from mesh_tf_core.ir.blocks import Block, Node
@@ -61,8 +61,8 @@ class _Builder:
         inside = {node.index for node in nodes}
         position: dict[int, int] = {}
         parts: list[Hashable] = []
-        texts = dict.fromkeys(text for node in nodes for text in self.runs.texts.get(node.index, ()))
-        read_then = {text: self.runs.early(nodes, text) for text in texts}
+        runs = dict.fromkeys(run for node in nodes for run in self.runs.runs.get(node.index, ()))
+        read_then = {run: self.runs.early(nodes, run) for run in runs}
         for node in nodes:
             types = []
             for i in (*node.inputs, *node.outputs):
@@ -77,19 +77,21 @@ class _Builder:
             switches = self._switches(node)
             kernel = self._kernel(node, inside)
             times = self.dependencies.times(node)
-            anyway = (
-                tuple(i in self.runs.moved_anyway(node) for i in node.inputs),
-                tuple(self.runs.moved_by(node).values()),
+            own = self.runs.runs.get(node.index, ())
+            anyway = tuple(
+                (
+                    tuple(i in self.runs.moved_anyway(node, name) for i in node.inputs),
+                    tuple(self.runs.moved_by(node, name).values()),
+                )
+                for name in dict.fromkeys(run.name for run in own)
             )
             totalled = tuple(o in self.dependencies.totalled for o in node.outputs)
             apart = node.index if node.index in self.dependencies.cut or self._read_by_cut(node) else -1
             # Prices know the phase: whether a result stays, what a collective may overlap, when casts run.
-            again = tuple(
-                (text, *(t in read_then[text] for t in leading))
-                for text in self.runs.texts.get(node.index, ())
-            )
+            again = tuple((run, *(t in read_then[run] for t in leading)) for run in own)
             kept = tuple(self.runs.kept.get(o) for o in node.outputs)
-            how = (switches, node.phase, kernel, anyway, totalled, apart, again, kept)
+            idle = tuple(texts for texts, found in self.runs.idle.items() if node.index in found)
+            how = (switches, node.phase, kernel, anyway, totalled, apart, again, kept, idle)
             parts.append((_bare(node), tuple(types), times, leaves, early, what, *how))
         if any(isinstance(n.op, Scan) for n in nodes):
             parts.append(nodes[0].index)
@@ -117,17 +119,20 @@ class _Builder:
 
     def _switches(self, node: Node) -> tuple[str, ...]:
         """Decisions, splits apart, that change how a node is lowered."""
-        saved = [block.dim.name for block in self._savers(node) if block.dim is not None]
         updated = self._updated(node)
         made = [
             t for o in made_by(node, self.graph) for t in self.dependencies.leads_to(o) if t in self.delivered
         ]
         variables = [self.graph.variables[self.delivered[t]] for t in made]
         own = [] if updated is None else [updated]
-        again = self.runs.remat.get(node.index, ())
         products = sorted(self.products.get(node.index, frozenset()) & self.dependencies.products)
         keys = node.op.crosses[:1]
-        return changing(Touched(again, saved, [*own, *variables], keys, own, products=products))
+        return changing(Touched(self._recomputed(node), [*own, *variables], keys, own, products=products))
+
+    def _recomputed(self, node: Node) -> tuple[str, ...]:
+        """Names of the loops whose recomputation makes a node run again, or changes what it saves."""
+        saved = (name for block in self._savers(node) for name in self.runs.around(block))
+        return tuple(dict.fromkeys((*self.runs.switches.get(node.index, ()), *saved)))
 
     def _savers(self, node: Node) -> list[Block]:
         """The loops that save, for backward, what a node computes, or what its own body does."""
@@ -149,39 +154,56 @@ class _Builder:
             f" ({first.phase})" if first.phase != "forward" else ""
         )
         subgraph = replace(subgraph_of(self.dependencies, nodes), early=early)
-        again: dict[str, list[int]] = defaultdict(list)
-        moved = frozenset(t for node in nodes for t in self.runs.moved_anyway(node))
-        by = {t: how for node in nodes for t, how in self.runs.moved_by(node).items()}
-        for node in nodes:
-            for text in self.runs.texts.get(node.index, ()):
-                again[text].append(node.index)
-        different: dict[Subgraph, Subgraph] = {}
-        runs = {}
-        for text, numbers in again.items():
-            found = Subgraph(
-                frozenset(numbers),
-                subgraph.blocks,
-                again=True,
-                early=self.runs.early(nodes, text),
-                moved=moved,
-                moved_by=tuple(by.items()),
-                unread=self.dependencies.unread,
-            )
-            # What is worked out of a subgraph is remembered in it.
-            runs[text] = different.setdefault(found, found)
+        again = self._second_runs(nodes, subgraph)
+        idle = ((texts, found & inside) for texts, found in self.runs.idle.items())
+        first_runs = {texts: subgraph.without(found) for texts, found in idle if found}
         kept = {o: self.runs.kept[o] for node in nodes for o in node.outputs if o in self.runs.kept}
+        names = list(dict.fromkeys(name for node in nodes for name in self._recomputed(node)))
         return Cluster(
             name,
             subgraph,
-            runs,
+            again,
             *self._dims(nodes, subgraph),
             self.dependencies.totalled.intersection(o for node in nodes for o in node.outputs),
             *self._cut(inside),
             multiplicity,
             bool(kept) or any(isinstance(n.op, Scan) or self._savers(n) for n in nodes),
-            alike={} if any(n.body is not None for n in nodes) else self.runs.alike(runs, kept),
+            alike={}
+            if any(n.body is not None for n in nodes)
+            else self.runs.alike(again, kept, names, first_runs),
             crossed={s: n.op.crosses for n in nodes for s in changing(Touched(keys=n.op.crosses[:1]))},
+            nests=tuple(nest for nest in self.runs.nests if not nest.isdisjoint(names)),
+            first=first_runs,
         )
+
+    def _second_runs(
+        self, nodes: list[Node], subgraph: Subgraph
+    ) -> dict[frozenset[str], tuple[Subgraph, ...]]:
+        """`Cluster.again`."""
+        numbers: dict[Run, list[int]] = defaultdict(list)
+        for node in nodes:
+            for run in self.runs.runs.get(node.index, ()):
+                numbers[run].append(node.index)
+        moved: dict[str, frozenset[int]] = {}
+        by: dict[str, dict[int, tuple[tuple[frozenset[str], frozenset[str]], ...]]] = {}
+        for name in {run.name for run in numbers}:
+            moved[name] = frozenset(t for node in nodes for t in self.runs.moved_anyway(node, name))
+            by[name] = {t: how for node in nodes for t, how in self.runs.moved_by(node, name).items()}
+        different: dict[Subgraph, Subgraph] = {}
+        found: dict[frozenset[str], tuple[Subgraph, ...]] = {}
+        for run, own in numbers.items():
+            second = Subgraph(
+                frozenset(own),
+                subgraph.blocks,
+                again=run.name,
+                early=self.runs.early(nodes, run),
+                moved=moved[run.name],
+                moved_by=tuple(by[run.name].items()),
+                unread=self.dependencies.unread,
+            )
+            # What is worked out of a subgraph is remembered in it.
+            found[run.texts] = (*found.get(run.texts, ()), different.setdefault(second, second))
+        return found
 
     def _cut(
         self, inside: Set[int]

@@ -10,12 +10,13 @@ from fractions import Fraction
 from costmodels.kernels.fusion import fusion
 from layoutopt.space.decisions import Structure
 from mesh_tf_core.ir.blocks import Block, Node
-from mesh_tf_core.ir.program import Loop, Program
+from mesh_tf_core.ir.program import Local, Loop, Program
 from mesh_tf_core.ir.structure import Assign, Read
 from mesh_tf_core.lower.nodes import moved_dims, pass_of, product_dims, repeated, updated, weights
 from mesh_tf_core.lower.subgraph import Access
 from mesh_tf_core.lower.sums import into_totals, waiting_nodes
 from mesh_tf_core.lower.uses import Readers
+from mesh_tf_core.ops.stages import StageStack
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -57,6 +58,8 @@ class Dependencies:
         live = {instr.origin.node for instr, _ in program.walk()}
         loops = (instr for instr, _ in program.walk() if isinstance(instr, Loop))
         self.stacks = {program.values[s.outer].tensor for loop in loops for s in loop.stacked}
+        local = (i for i, _ in program.walk() if isinstance(i, Local) and isinstance(i.op, StageStack))
+        self.stacks.update(program.values[o].tensor for instr in local for o in instr.outputs)
         self.unread = frozenset(o for b in graph.blocks for o in b.saved.values() if o not in self.stacks)
         self.repeated = repeated(graph)
         live |= {self._number(t) for t, first in self.repeated.items() if self._number(first) in live}

@@ -36,13 +36,16 @@ from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import HostLoad, Local, Loop, Program, Transfer
 from mesh_tf_core.ir.values import local_type
+from mesh_tf_core.tracing.rounds import loop_name
 
 WHOLE = 1e12
 """Rows count whole units of this part of a second: solvers take whole numbers as they are."""
 STEPS, FINEST = 32, 1e-3
 """Of what a loop may wait, and the first of them as a part of the most."""
-Way = tuple[int, bool]
-"""A loop by the block of its forward, and whether its backward is meant."""
+Way = tuple[int, str]
+"""A loop by the block of its forward, and which run of it: the first (""), its `BACKWARD`, or what runs again
+beside the backward of a loop around it (`Subgraph.again`)."""
+BACKWARD = "backward"
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,8 @@ class HostLink:
         return tuple(self._wait(way, entries[way], most, often) for way, most, often in every if most > 0)
 
     def _wait(self, way: Way, entries: Sequence[Entry], most: float, runs: float) -> Waits:
-        block, backward = way
-        name = f"host link of block {block}{' in backward' * backward}"
+        block, run = way
+        name = f"host link of block {block}{f' in {run}' * bool(run)}"
         steps = np.concatenate([[0.0], np.rint(np.geomspace(FINEST * most, most, STEPS))])
         # Each entry is rounded.
         return Waits(name, steps, runs, Row(name, float(len(entries)), tuple(entries)))
@@ -115,21 +118,23 @@ class HostLink:
         self, cluster: Cluster, lowered: Sequence[LoweredCluster], mesh: Mesh | None
     ) -> Iterator[tuple[Way, float, float]]:
         """What a cluster adds to rows under one assignment: seconds, and of transfers how often they run."""
-        for again, part in enumerate(lowered):
+        for part in lowered:
             assert part.program is not None and mesh is not None
-            for (loop, runs, loads), seconds in self._seconds(part.program, mesh).items():
+            for (loop, times_a_step, loads), seconds in self._seconds(part.program, mesh).items():
                 for own, times in self._alike(cluster, loop).items():
                     block = self._body[own]
                     assert block.dim is not None
                     often = (block.dim.size - 1) / block.dim.size
-                    first, late = block.forward or block, block.forward is not None or again > 0
+                    first, run = block.forward or block, part.subgraph.again
+                    own_run = block.forward is not None or loop_name(block, self.dependencies.graph) == run
+                    run = BACKWARD if own_run else run
                     if loads:
-                        yield (first.id, late), times * seconds, runs
-                    elif runs:
-                        yield (first.id, False), times * seconds, runs
-                        yield (first.id, True), times * seconds, runs
+                        yield (first.id, run), times * seconds, times_a_step
+                    elif times_a_step:
+                        yield (first.id, run), times * seconds, times_a_step
+                        yield (first.id, BACKWARD), times * seconds, times_a_step
                     else:
-                        yield (first.id, late), -often * times * seconds, 0.0
+                        yield (first.id, run), -often * times * seconds, 0.0
 
     def _seconds(self, program: Program, mesh: Mesh) -> dict[tuple[int, float, bool], float]:
         """Of one iteration of each loop of a program: of what it stores on hosts, or loads, with how often it

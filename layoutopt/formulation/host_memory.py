@@ -37,7 +37,7 @@ def host_row(tables: Sequence[Table], index: Index, limit: float) -> Iterator[Ro
         return known[id(program), mesh]
 
     for table in tables:
-        each = [held(e.lowered[0].program, e.mesh) if e.lowered else 0 for e in table.entries.values()]
+        each = [sum(held(part.program, e.mesh) for part in e.lowered) for e in table.entries.values()]
         values = table.cluster.multiplicity * np.array(each, float)
         if values.any():
             entries.append(Entry(index.scope(table.names), Sparse(index.listed(table), values)))

@@ -35,6 +35,7 @@ from mesh_tf_core.ir.program import (
     Value,
 )
 from mesh_tf_core.lower import Subgraph
+from mesh_tf_core.ops.stages import StageStack
 
 
 class Reading(Enum):
@@ -51,7 +52,8 @@ class Reading(Enum):
     COPY: of its gathered copy in a block.
     UNCOPIED: as OWN, but 0 where there is such a copy.
     INSIDE: of the values of no tensor that live while the main instruction of a node runs.
-    STACK: of the stack that a loop keeps of it for backward.
+    STACK: of the stack that a loop keeps of it for backward, or that loops around stack of that one: `more`
+      counts these loops.
     VARIABLE: of a variable as it is stored on the devices.
     """
 
@@ -79,7 +81,7 @@ class Lifetimes:
     Attributes:
       value: tensor -> the value that stands for it, before it is moved.
       given: tensor -> the value of it that the program reads and does not make.
-      stacks: tensor -> the stack of it that a loop keeps.
+      stacks: tensor, and by how many loops it is stacked one after the other -> that stack.
       copies: (tensor, node of the loop in which it is, or 0) -> its gathered copy.
       born, until: value -> numbers of the first and last instruction with its memory.
       main: node -> number of its last instruction before its sums are reduced.
@@ -87,7 +89,7 @@ class Lifetimes:
 
     def __init__(self, program: Program, nodes: Mapping[int, Node], subgraph: Subgraph, fuses: bool) -> None:
         self.program, self._nodes = program, nodes
-        kernels = kernel_memory(program, fuses, anyhow=True, again=subgraph.again)
+        kernels = kernel_memory(program, fuses, anyhow=True, again=bool(subgraph.again))
         self.live = Liveness(program, kernels.shared, kernels.nowhere)
         self.instrs: list[Instr] = []
         self.born: dict[int, int] = {}
@@ -107,8 +109,7 @@ class Lifetimes:
                 self.given.setdefault(self.tensor[i], i)
         loops = [instr for instr in self.instrs if isinstance(instr, Loop)]
         stacked = [r for loop in loops for r in loop.stacked]
-        self.stacks = {self.tensor[r.inner]: r.outer for r in stacked if self.tensor[r.outer] < 0}
-        self.stacks.pop(-1, None)
+        self.stacks = {named: value for value, named in stacks_of(program, self.tensor).items()}
         lies = {r.outer: self.live.memory(r.inner) for r in stacked if self.live.memory(r.inner) != r.inner}
         self.twice = {stack for stack, memory in lies.items() if memory not in self.born}
         self.copies = dict(self._copies())
@@ -227,6 +228,31 @@ class Lifetimes:
         return value if self._read_at.get(self.live.memory(value), -1) >= self.main[node] else None
 
 
+def stacks_of(program: Program, tensor: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """The stacks that loops keep and that are no tensors: value -> the tensor that is stacked, and by how
+    many loops one after the other.
+
+    Args:
+      tensor: value -> the tensor that it is, or -1.
+    """
+    loops, inner = set[int](), dict[int, int]()
+    for instr, _ in program.walk():
+        if isinstance(instr, Loop):
+            inner.update((r.outer, r.inner) for r in instr.stacked)
+            loops.update(r.outer for r in instr.stacked)
+        elif isinstance(instr, Local) and isinstance(instr.op, StageStack):
+            inner[instr.outputs[0]] = instr.inputs[0]
+    found: dict[int, tuple[int, int]] = {}
+    for stack in (v for v in loops if tensor[v] < 0):
+        value, count = stack, 0
+        while tensor[value] < 0 and value in inner:
+            count += value in loops
+            value = inner[value]
+        if tensor[value] >= 0:
+            found[stack] = tensor[value], count
+    return found
+
+
 @dataclass(frozen=True)
 class ClusterMemory:
     """The lifetimes of a lowered cluster under one layout."""
@@ -254,7 +280,8 @@ class ClusterMemory:
                 values = (v for v in found.inside.get(what, ()) if not self._over(v, found.main[what], more))
                 return sum(map(self._size, values))
             case Reading.STACK:
-                return self._size(found.stacks.get(what))
+                assert isinstance(more, int)
+                return self._size(found.stacks.get((what, more)))
             case Reading.GIVEN:
                 return self._size(found.given.get(what))
             case Reading.OPERAND:

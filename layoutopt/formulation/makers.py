@@ -12,7 +12,7 @@ from typing import NamedTuple
 from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.space.elsewhere import written
-from mesh_tf_core.ir.blocks import Node
+from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.lower import Subgraph
 
@@ -73,6 +73,13 @@ class Makers:
             share /= n
         found = self._made.get(tensor)
         return None if found is None else found._replace(share=share)
+
+    def home(self, node: int) -> list[Block]:
+        """The block of a node, and those around it, the innermost first."""
+        found = [self.dependencies.block_of[node]]
+        while found[-1].parent is not None:
+            found.append(self.graph.blocks[found[-1].parent])
+        return found
 
     def _member(self, cluster: int, member: Sequence[int], first: Sequence[int]) -> None:
         inside: dict[int, int] = {}

@@ -69,7 +69,7 @@ class Meeting(SharedContext):
         """What every point of the step holds for it."""
         for name in self.kept:
             cluster, like = self.makers.variable[name]
-            yield Thing(Reading.VARIABLE, cluster, 0, like, 0, 1.0)
+            yield Thing(Reading.VARIABLE, cluster, 0, like, "", 1.0)
 
 
 def meetings(model: Model, mesh: Mesh, decided: Decisions) -> tuple[Meeting, ...]:

@@ -144,12 +144,13 @@ class _Lowered:
 
     Attributes:
       scope, listed: numbers of its decisions, and of their options, one row for an assignment.
-      parts: different (what runs at first, what runs again); `which` of them an assignment has.
+      parts: different programs, by the run that they are (`Subgraph.again`); `which` of them an assignment
+        has.
     """
 
     scope: tuple[int, ...]
     listed: np.ndarray
-    parts: list[tuple[tuple[ClusterMemory, ...], tuple[ClusterMemory, ...]]]
+    parts: list[dict[str, ClusterMemory]]
     which: np.ndarray
 
 
@@ -176,7 +177,7 @@ class _Bytes:
         if thing not in self._entries:
             found = self._cluster(thing.cluster)
             each = [
-                sum(memory.bytes(thing.reading, thing.what, thing.more) for memory in parts[thing.run])
+                parts[thing.run].bytes(thing.reading, thing.what, thing.more) if thing.run in parts else 0
                 for parts in found.parts
             ]
             values = thing.share * np.array(each, float)
@@ -219,13 +220,14 @@ class _Bytes:
             key = entry.mesh, *map(id, entry.lowered)
             if key not in numbers:
                 numbers[key] = len(numbers)
-                memories = []
+                memories = dict[str, ClusterMemory]()
                 for lowered in entry.lowered:
                     assert lowered.program is not None and entry.mesh is not None
                     found = lifetimes.of(lowered.program, makers.nodes, lowered.subgraph, itemiser.fuses)
                     tiles = tiles_of(lowered.program, itemiser.tiles)
-                    memories.append(ClusterMemory(found, lowered.program, entry.mesh, tiles))
-                parts.append((tuple(memories[:1]), tuple(memories[1:])))
+                    run = lowered.subgraph.again
+                    memories[run] = ClusterMemory(found, lowered.program, entry.mesh, tiles)
+                parts.append(memories)
             which.append(numbers[key])
         scope = tuple(self._number[n] for n in table.names)
         shape = len(listed), len(scope)

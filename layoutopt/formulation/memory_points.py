@@ -19,11 +19,13 @@ from typing import NamedTuple
 import numpy as np
 
 from costmodels.liveness import kernel_memory
-from layoutopt.formulation.lifetimes import Reading
+from layoutopt.formulation.lifetimes import Reading, stacks_of
 from layoutopt.formulation.makers import Makers, Source
+from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.ir.liveness import Held, Liveness
 from mesh_tf_core.ir.program import Instr, Local, Loop, Program
 from mesh_tf_core.lower.nodes import pass_of
+from mesh_tf_core.tracing.rounds import loop_name
 
 Key = tuple[str, int]
 """What is counted: ("tensor", its id), ("copy", id of the tensor that is moved), ("inside", node)."""
@@ -33,7 +35,7 @@ class Thing(NamedTuple):
     """Bytes to be read off a cluster.
 
     Attributes:
-      run: 1 if recomputation makes it.
+      run: the second run that makes it (`Subgraph.again`); "" if the first does.
       share: how much of it is held.
     """
 
@@ -41,7 +43,7 @@ class Thing(NamedTuple):
     cluster: int
     what: int
     more: Hashable
-    run: int
+    run: str
     share: float
 
 
@@ -58,6 +60,7 @@ class Points:
     """The points of one program in which nothing is split: its instructions, loops before their bodies.
 
     Args:
+      recompute: the loops that run again in it.
       fuses: the compiler makes kernels of several operations.
 
     Attributes:
@@ -65,8 +68,12 @@ class Points:
       counted: what they hold besides the variables.
     """
 
-    def __init__(self, makers: Makers, program: Program, fuses: bool) -> None:
+    def __init__(
+        self, makers: Makers, program: Program, fuses: bool, recompute: frozenset[str] = frozenset()
+    ) -> None:
         self.makers, self.program = makers, program
+        self._second = [cluster.second_runs(recompute) for cluster in makers.clusters]
+        self._backward: list[Block] = []
         self.instrs: list[Instr] = []
         self.counted: list[Counted] = []
         kernels = kernel_memory(program, fuses, anyhow=True)
@@ -79,15 +86,19 @@ class Points:
         self._last_readers(program.code)
         # What a value is called: state by its tensor in the loop, stacks and parts by what they are of.
         self._enters: dict[int, int] = {}
-        self._stacked: dict[int, int] = {}
+        self._stacked: dict[int, tuple[int, int]] = {}
         self._part: dict[int, tuple[int, int]] = {}
-        self._again: set[int] = set()
-        self._saved = {outer: inner for block in makers.graph.blocks for inner, outer in block.saved.items()}
+        self._again: dict[int, str] = {}
+        blocks = makers.graph.blocks
+        saved = {outer: inner for block in blocks for inner, outer in block.saved.items()}
+        twins = {now: saved[then] for b in blocks for then, now in b.captured.items() if then in saved}
+        self._saved = {**saved, **twins}
         self._alive: dict[int, list[int]] = {}
         self._since: dict[int, tuple[int, Key, Thing]] = {}
         self._changing: set[int] = set()
         self._died: dict[int, int] = {}
         self._starts: list[int] = []
+        self._carries()
         self._walk()
         self._copies()
         self._casts(kernels.casts)
@@ -96,7 +107,7 @@ class Points:
         """The variables: every point holds them."""
         for name in self.program.variables:
             cluster, like = self.makers.variable[name]
-            yield Thing(Reading.VARIABLE, cluster, 0, like, 0, 1.0)
+            yield Thing(Reading.VARIABLE, cluster, 0, like, "", 1.0)
 
     def at(self, point: int) -> Iterator[tuple[Key, Thing]]:
         """What a point holds besides the variables."""
@@ -120,35 +131,45 @@ class Points:
 
     def _runs(self, instr: Instr, now: Held) -> None:
         now.begins(instr, _one)
-        if self._repeats(instr):
-            self._again.update(instr.outputs)
-        if isinstance(instr, Loop):
-            self._names(instr)
+        if run := self._run(instr):
+            self._again.update(dict.fromkeys(instr.outputs, run))
         self._point(instr, now)
         self.instrs.append(instr)
         if isinstance(instr, Loop):
             now.enters(instr, _one)
+            body = self.makers.nodes[instr.origin.node].body
+            assert body is not None
+            self._backward += [body] * (body.forward is not None)
             for each in instr.body:
                 self._runs(each, now)
+            if body.forward is not None:
+                self._backward.pop()
             now.iterated(instr)
         now.ends(instr)
 
-    def _names(self, loop: Loop) -> None:
-        body, tensor = self.makers.nodes[loop.origin.node].body, self._tensor
-        assert body is not None
-        for carry, t in zip(loop.carried, body.carry_in, strict=False):
-            if tensor(carry.enter) < 0:
-                self._enters[carry.enter] = t
-        for r in loop.stacked:
-            if tensor(r.outer) < 0:
-                self._stacked[r.outer] = self._enters.get(r.inner, tensor(r.inner))
-        sizes = {s.outer: self.program.local(s.outer).shape.sizes[0] for s in loop.sliced}
-        self._part.update((s.inner, (s.outer, sizes[s.outer])) for s in loop.sliced)
+    def _carries(self) -> None:
+        tensors = [value.tensor for value in self.program.values]
+        for loop in (instr for instr, _ in self.program.walk() if isinstance(instr, Loop)):
+            body = self.makers.nodes[loop.origin.node].body
+            assert body is not None
+            for carry, t in zip(loop.carried, body.carry_in, strict=False):
+                if tensors[carry.enter] < 0:
+                    self._enters[carry.enter] = tensors[carry.enter] = t
+            sizes = {s.outer: self.program.local(s.outer).shape.sizes[0] for s in loop.sliced}
+            self._part.update((s.inner, (s.outer, sizes[s.outer])) for s in loop.sliced)
+        self._stacked = stacks_of(self.program, tensors)
 
-    def _repeats(self, instr: Instr) -> bool:
-        """Whether recomputation runs it, and not the model's own backward."""
-        phase = self.makers.nodes[instr.origin.node].phase
-        return instr.origin.phase == "recompute" and phase != "recompute"
+    def _run(self, instr: Instr) -> str:
+        """The second run in which it is: it stands in the backward of a loop that has it in its own body."""
+        node = instr.origin.node
+        home = self.makers.home(node)
+        around = next((b.forward for b in reversed(self._backward) if b.forward in home), None)
+        runs = self.makers.runs.get(node)
+        if around is None or runs is None:
+            return ""
+        names = [second.again for second in self._second[runs[0]] if runs[1] in second.nodes]
+        own = loop_name(around, self.makers.graph)
+        return next((name for name in names if name == own), names[0] if names else "")
 
     def _point(self, instr: Instr, now: Held) -> None:
         """Notes what changes at a point, of all that is alive."""
@@ -171,7 +192,7 @@ class Points:
         self._changing = set(special)
         runs = self.makers.runs.get(instr.origin.node)
         if runs is not None and isinstance(instr, Local):
-            thing = Thing(Reading.INSIDE, *runs, self._dying(instr), int(self._repeats(instr)), 1.0)
+            thing = Thing(Reading.INSIDE, *runs, self._dying(instr), self._run(instr), 1.0)
             self.counted.append(Counted(point, point, ("inside", instr.origin.node), thing))
 
     def _note(self, value: int, point: int, thing: Thing | None) -> None:
@@ -199,7 +220,7 @@ class Points:
     def _steady(self, value: int, point: int) -> Thing | None:
         """What a value counts as where nothing is done with it."""
         if self._outer(value) in self._stacked:
-            return self._thing(value, Reading.STACK)
+            return self._thing(value, Reading.STACK, self._stacked[self._outer(value)][1])
         root = self._full.memory(value)
         if (
             value != root
@@ -245,9 +266,9 @@ class Points:
             ):
                 continue
             if updates and source.cluster != cluster:
-                thing = Thing(Reading.GIVEN, cluster, what, None, 0, 1.0)
+                thing = Thing(Reading.GIVEN, cluster, what, None, "", 1.0)
             elif v in ends:
-                thing = Thing(Reading.OPERAND, cluster, what, like, int(self._repeats(instr)), 1.0)
+                thing = Thing(Reading.OPERAND, cluster, what, like, self._run(instr), 1.0)
                 self._died[v] = len(self.instrs)
             else:
                 continue
@@ -270,7 +291,12 @@ class Points:
         if source is None:
             return None
         return Thing(
-            reading, source.cluster, source.tensor, more, int(self._outer(value) in self._again), source.share
+            reading,
+            source.cluster,
+            source.tensor,
+            more,
+            self._again.get(self._outer(value), ""),
+            source.share,
         )
 
     def _outer(self, value: int) -> int:
@@ -285,7 +311,8 @@ class Points:
         while value in self._part:
             value, n = self._part[value]
             share /= n
-        t = self._stacked.get(value, self._enters.get(value, self._tensor(value)))
+        t = self._enters.get(value, self._tensor(value))
+        t = self._stacked[value][0] if value in self._stacked else t
         if t < 0:
             return None
         if value in self._again:
@@ -352,7 +379,7 @@ class Points:
             for block, first, last in readers:
                 source = self.makers.gathered.get((block, tensor))
                 if source is not None:
-                    thing = Thing(Reading.COPY, source.cluster, source.tensor, block, 0, 1.0)
+                    thing = Thing(Reading.COPY, source.cluster, source.tensor, block, "", 1.0)
                     if first <= self._died.get(value, -1) <= last:
                         last = self._died[value] - 1
                     if first <= last:

@@ -1,9 +1,15 @@
-"""What of a step runs a second time where loops are recomputed, and what backward finds there already."""
+"""What of a step runs a second time where loops are recomputed, and what backward finds there already.
+
+Of loops one inside of the other, a nest, each may run again: what runs then, and what is kept for it, follows
+from what is said of all of them together.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.space.kind import Choice
@@ -11,106 +17,204 @@ from layoutopt.space.recompute import ON_HOSTS, chosen
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.structure import Connection
 from mesh_tf_core.lower import Subgraph
-from mesh_tf_core.lower.kept import Recomputed
+from mesh_tf_core.lower.kept import Recomputed, dims_of
 from mesh_tf_core.lower.nodes import moved_dims, plan_of
 from mesh_tf_core.lower.rematerialization import (
+    Rematerialization,
+    beside,
+    has_backward,
     keep_sets,
+    recomputable,
     rematerialization,
-    running_again,
-    stands_beside_backward,
 )
 from mesh_tf_core.lower.subgraph import made_by
+from mesh_tf_core.tracing.rounds import loop_name
+
+Texts = frozenset[str]
+"""What is said of the loops of a nest that run again (`kept.Recomputed`)."""
+
+
+NOTHING: Mapping[Texts, Subgraph] = {}
+
+
+class Run(NamedTuple):
+    """A second run: of loops with a name, or beside the backward of what is inside of them."""
+
+    texts: Texts
+    name: str
 
 
 class SecondRuns:
     """The second runs of one step.
 
     Attributes:
-      remat: node -> the dimensions of the loops whose recomputation makes it run again.
-      texts: node -> what these loops may keep then (`kept.Recomputed`).
-      again: what they keep -> these nodes.
-      kept: tensor -> under which of these texts it is kept.
+      nests: names of loops, those together that are one inside of the other.
+      again: run -> its nodes.
+      runs: node -> the runs that it is in.
+      switches: node -> the names of the loops whose recomputation changes what it does again, or keeps.
+      idle: what is said -> the nodes that do nothing then in the first run.
+      kept: tensor -> under which texts loops keep it, or what they pass on has it.
     """
 
     def __init__(self, dependencies: Dependencies) -> None:
         self.graph, self.dependencies, self.further = dependencies.graph, dependencies, dependencies.further
-        self.remat: dict[int, tuple[str, ...]] = {}
-        self.texts: dict[int, tuple[str, ...]] = {}
-        self.kept: dict[int, tuple[str, ...]] = {}
-        self.again: dict[str, set[int]] = defaultdict(set)
-        self._find()
+        self.loops = {b.id: name for b in self.graph.blocks if (name := self._recomputable(b))}
+        self.nests = self._nested()
+        self.runs: dict[int, tuple[Run, ...]] = {}
+        self.switches: dict[int, tuple[str, ...]] = {}
+        self.kept: dict[int, tuple[Texts, ...]] = {}
+        self.again: dict[Run, set[int]] = {}
+        self.idle: dict[Texts, set[int]] = {}
+        self._loops = [node for node in dependencies.live if node.body is not None and node.body.saved]
+        self._makers = {t: node.index for t, node in self.graph.producer.items()}
+        for node in (node for node, _ in self.graph.walk() if node.body is not None):
+            self._makers.update(dict.fromkeys(node.body.carry_in if node.body else (), node.index))
+        self.said = {nest: self._said(nest) for nest in self.nests}
+        for nest, every in self.said.items():
+            for texts in every:
+                self._find(nest, texts)
+            for texts in every if len(nest) > 1 else ():
+                self._compare(texts)
 
-    def _find(self) -> None:
+    def _recomputable(self, block: Block) -> str | None:
+        return loop_name(block, self.graph) if has_backward(block, self.graph) else None
+
+    def around(self, block: Block) -> Iterator[str]:
+        """Names of a loop and those around it that may run again, the innermost first."""
+        while block.parent is not None:
+            if block.id in self.loops:
+                yield self.loops[block.id]
+            block = self.graph.blocks[block.parent]
+
+    def _nested(self) -> tuple[frozenset[str], ...]:
+        found: list[frozenset[str]] = [frozenset({name}) for name in recomputable(self.graph)]
         for block in self.graph.blocks:
-            if not stands_beside_backward(block, self.graph) or block.dim is None:
-                continue
-            dim = block.dim.name
-            for keep in ((), *keep_sets(self.graph, dim, self.dependencies.keeps)):
-                text = str(Recomputed(dim, keep))
-                kept = rematerialization(self.graph, frozenset({text})).kept(
-                    block, self.dependencies.unread, live=True
-                )
-                for node in running_again(block, self.dependencies.unread, kept):
-                    self.texts[node.index] = (*self.texts.get(node.index, ()), text)
-                    self.again[text].add(node.index)
-                    if not keep:
-                        self.remat[node.index] = (*self.remat.get(node.index, ()), dim)
-                for tensor in kept:
-                    self.kept[tensor] = (*self.kept.get(tensor, ()), text)
+            names = frozenset(self.around(block))
+            touched = [nest for nest in found if nest & names]
+            if len(touched) > 1:
+                found = [*(nest for nest in found if not nest & names), frozenset().union(*touched)]
+        return tuple(found)
 
-    def early(self, nodes: Sequence[Node], text: str) -> frozenset[int]:
+    def _said(self, nest: frozenset[str]) -> list[Texts]:
+        """All that may be said of a nest, but that none of its loops runs again."""
+        every = []
+        for name in sorted(nest):
+            sets = ((), *keep_sets(self.graph, name, self.dependencies.keeps))
+            every.append([None, *(str(Recomputed(name, keep)) for keep in sets)])
+        return [frozenset(filter(None, each)) for each in itertools.product(*every)][1:]
+
+    def _find(self, nest: frozenset[str], texts: Texts) -> None:
+        remat, unread = rematerialization(self.graph, texts), self.dependencies.unread
+        said = sorted(dims_of(texts))
+        for name, nodes in remat.running(unread).items():
+            run = Run(texts, name)
+            self.again[run] = {node.index for node in nodes}
+            for node in nodes:
+                self.runs[node.index] = (*self.runs.get(node.index, ()), run)
+                if name in nest:
+                    self._switch(node.index, [name])
+        self.idle[texts] = set()
+        for node in self._loops:
+            self.idle[texts] |= remat.idle(node, self._read_of(node), unread)
+        for tensor in self._handed(remat):
+            self.kept[tensor] = (*self.kept.get(tensor, ()), texts)
+            if tensor in self._makers:
+                self._switch(self._makers[tensor], said)
+
+    def _compare(self, texts: Texts) -> None:
+        """Notes what runs otherwise in other loops of a nest for what is said of one of them."""
+        names = {run.name for run in self.again if run.texts == texts}
+        for text in texts:
+            rest, own = texts - {text}, Recomputed.parse(text).dim
+            names |= {run.name for run in self.again if run.texts == rest}
+            for name in names - {own}:
+                here, there = (self.again.get(Run(said, name), set()) for said in (texts, rest))
+                for node in here ^ there:
+                    self._switch(node, [own])
+
+    def of(self, block: Block) -> list[Run]:
+        """The second runs of a loop's body."""
+        return [run for run in self.again if self._is_of(block, run.name)]
+
+    def _read_of(self, scan: Node) -> set[int]:
+        """What others read of what a loop gives, but for what it saves."""
+        body, found = scan.body, self.dependencies
+        assert body is not None
+        gives = (*scan.outputs, *(o for _, o in (*body.stacked, *body.summed)))
+        elsewhere = found.leaving | found.sliced | found.returned
+        return {o for o in gives if found.readers[o] or found.outer[o] or o in elsewhere}
+
+    def _switch(self, node: int, names: Sequence[str]) -> None:
+        self.switches[node] = tuple(dict.fromkeys((*self.switches.get(node, ()), *names)))
+
+    def _handed(self, remat: Rematerialization) -> set[int]:
+        """The tensors that loops keep, or hand out for second runs inside of them."""
+        handed, found = remat.handed(self.dependencies.unread), set[int]()
+        for block in self.graph.blocks:
+            if remat.again(block):
+                found |= remat.kept(block, self.dependencies.unread, live=True)
+            elif has_backward(block, self.graph):
+                found |= handed(block)
+        return found
+
+    def early(self, nodes: Sequence[Node], run: Run) -> frozenset[int]:
         """Of what some nodes make when they run again, what others read then: backward, where the loop would
-        have saved it, and nodes that run again too."""
-        again, dependencies = self.again[text], self.dependencies
+        have saved it, and nodes that run again too, now or in second runs inside."""
+        again, dependencies = self.again[run], self.dependencies
         inside, unread = {node.index for node in nodes}, dependencies.unread
         found: set[int] = set()
         for node in nodes if again.intersection(inside) else ():
             for t in (t for o in made_by(node, self.graph) for t in dependencies.leads_to(o)):
-                block, outer = self.graph.blocks[self.graph.tensor(t).block], self._runs_again(t, text)
+                block, outer = self.graph.blocks[self.graph.tensor(t).block], self._runs_again(t, run)
                 if outer is None:
                     continue
                 saved = block is outer and t in block.saved and block.saved[t] not in unread
                 goes_on = block is not outer and t in dependencies.leaving
+                kept = block is not outer and run.texts in self.kept.get(t, ())
                 others = (r.index for r in dependencies.readers[t] if r.index not in inside)
-                if saved or goes_on or t in dependencies.sliced or not again.isdisjoint(others):
+                if saved or goes_on or kept or t in dependencies.sliced or not again.isdisjoint(others):
                     found.add(t)
         return frozenset(found)
 
-    def _runs_again(self, tensor: int, text: str) -> Block | None:
-        """The loop in which a tensor is, of those that a text is about."""
-        dim, block = Recomputed.parse(text).dim, self.graph.blocks[self.graph.tensor(tensor).block]
-        while block.dim is None or block.dim.name != dim or not stands_beside_backward(block, self.graph):
+    def _runs_again(self, tensor: int, run: Run) -> Block | None:
+        """The loop of a run in which a tensor is."""
+        block = self.graph.blocks[self.graph.tensor(tensor).block]
+        while not self._is_of(block, run.name):
             if block.parent is None:
                 return None
             block = self.graph.blocks[block.parent]
         return block
 
-    def moved_anyway(self, node: Node) -> set[int]:
+    def _is_of(self, block: Block, name: str) -> bool:
+        """Whether a loop's body is what second runs of some name are about."""
+        return self.loops.get(block.id) == name or beside(block) == name
+
+    def moved_anyway(self, node: Node, name: str) -> set[int]:
         """Operands that a node moves which may run again, and that backward moves alike: once for both."""
         found: set[int] = set()
-        home = self._runs_in_backward(node)
+        home = self._runs_in_backward(node, name)
         if home is None:
             return found
         for block in (b for b in self.graph.blocks if b.forward is home):
             for tensor in node.inputs:
-                twin = block.captured.get(tensor, tensor)
+                twin = self.twin(tensor, block)
                 here = (r for r in self.dependencies.readers[twin] if self._in(r, block))
                 wanted = moved_dims(node, tensor, self.graph)
                 if wanted and any(moved_dims(r, twin, self.graph) == wanted for r in here):
                     found.add(tensor)
         return found
 
-    def moved_by(self, node: Node) -> dict[int, tuple[tuple[frozenset[str], frozenset[str]], ...]]:
+    def moved_by(self, node: Node, name: str) -> dict[int, tuple[tuple[frozenset[str], frozenset[str]], ...]]:
         """Operands that a node moves where a rule for elsewhere holds, and of what reads them in backward its
         dimensions, and those that it regroups: the same rules say whether it moves them alike."""
         found: dict[int, tuple[tuple[frozenset[str], frozenset[str]], ...]] = {}
-        home = self._runs_in_backward(node)
+        home = self._runs_in_backward(node, name)
         if home is None or not self.further:
             return found
         for block in self.graph.blocks:
             for tensor in node.inputs if block.forward is home else ():
                 if moved_dims(node, tensor, self.graph, self.further):
-                    twin = block.captured.get(tensor, tensor)
+                    twin = self.twin(tensor, block)
                     plans = [
                         plan_of(r, self.graph)
                         for r in self.dependencies.readers[twin]
@@ -119,30 +223,46 @@ class SecondRuns:
                     found[tensor] = tuple(dict.fromkeys((p.dims, p.regrouped) for p in plans))
         return found
 
-    def _runs_in_backward(self, node: Node) -> Block | None:
+    def _runs_in_backward(self, node: Node, name: str) -> Block | None:
         """A node's block, if that runs again within its backward; loops inside of it do so beside theirs."""
         home = self.dependencies.block_of[node.index]
-        again = self.remat.get(node.index, ())
-        return home if home.dim is not None and home.dim.name in again else None
+        return home if self._is_of(home, name) else None
+
+    def twin(self, tensor: int, backward: Block) -> int:
+        """The tensor that stands for one of forward in a backward body, or in those around it."""
+        around = backward
+        while tensor not in around.captured and around.parent is not None:
+            around = self.graph.blocks[around.parent]
+        return around.captured.get(tensor, tensor)
 
     def _in(self, node: Node, block: Block) -> bool:
         return self.dependencies.block_of[node.index] is block
 
     def alike(
-        self, runs: Mapping[str, Subgraph], kept: Mapping[int, Sequence[str]]
+        self,
+        again: Mapping[Texts, Sequence[Subgraph]],
+        kept: Mapping[int, Sequence[Texts]],
+        names: Sequence[str],
+        first_runs: Mapping[Texts, Subgraph] = NOTHING,
     ) -> dict[str, dict[Choice, Choice]]:
-        """`Cluster.alike`: under which options the same runs again and the same is kept."""
-        first: dict[Hashable, Choice] = {}
+        """`Cluster.alike`: under which options the same runs again and the same is kept, whatever is said of
+        other loops.
+
+        Args:
+          names: the loops that matter to the cluster.
+        """
         found: dict[str, dict[Choice, Choice]] = defaultdict(dict)
-        for block in self.graph.blocks:
-            if not stands_beside_backward(block, self.graph) or block.dim is None:
-                continue
-            for keep in ((), *keep_sets(self.graph, block.dim.name, self.dependencies.keeps)):
-                text = str(Recomputed(block.dim.name, keep))
-                own = tuple(t for t, texts in kept.items() if text in texts)
+        for name, every in ((name, self.said[nest]) for nest in self.nests for name in nest if name in names):
+            first: dict[Hashable, Choice] = {}
+            own = dict.fromkeys(t for texts in every for t in texts if Recomputed.parse(t).dim == name)
+            others = dict.fromkeys(frozenset(t for t in texts if t not in own) for texts in every)
+            for text in own:
+                said = [rest | {text} for rest in others]
+                stays = tuple(tuple(t for t, under in kept.items() if texts in under) for texts in said)
                 for there in ("", ON_HOSTS):
-                    name, choice = chosen(text + there)
-                    what = name, runs.get(text), own, there if own else ""
-                    if first.setdefault(what, choice) != choice:
-                        found[name][choice] = first[what]
+                    decision, choice = chosen(text + there)
+                    what = tuple((*again.get(texts, ()), first_runs.get(texts)) for texts in said), stays
+                    key = what, there if any(stays) else ""
+                    if first.setdefault(key, choice) != choice:
+                        found[decision][choice] = first[key]
         return found

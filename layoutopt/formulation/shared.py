@@ -114,7 +114,9 @@ class SharedContext:
     def points(self, again: frozenset[str], fuses: bool) -> Points:
         """What its points hold; `fuses`: the compiler makes kernels of several operations."""
         if (again, fuses) not in self._points:
-            self._points[again, fuses] = Points(self.makers, self.program(again), fuses)
+            self._points[again, fuses] = Points(
+                self.makers, self.program(again), fuses, options_of(again).get("recompute", frozenset())
+            )
         return self._points[again, fuses]
 
 

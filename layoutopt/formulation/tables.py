@@ -279,7 +279,8 @@ class Tabler:
             self.paddable,
         )
         first = options if cluster.saves or not options.recompute else replace(options, recompute=NOTHING)
-        lowered = self._lowered(cluster, cluster.subgraph, first, oracle, naming, cut)
+        runs = cluster.first_run(options.recompute)
+        lowered = self._lowered(cluster, runs, first, oracle, naming, cut)
         if lowered.cost is None:
             return None
         seconds = naming.pricer.total(lowered.cost)
@@ -295,12 +296,11 @@ class Tabler:
             seconds -= naming.pricer.message_seconds(axes, itemsize(dtype), late=True)
             small.update({Key((naming.real[a],), dtype, late=True): () for a in axes})
         parts = [lowered]
-        for text in sorted(options.recompute):
-            if text in cluster.again:
-                second = self._lowered(cluster, cluster.again[text], options, oracle, naming)
-                assert second.cost is not None
-                seconds += naming.pricer.total(second.cost)
-                parts.append(second)
+        for each in cluster.second_runs(options.recompute):
+            second = self._lowered(cluster, each, options, oracle, naming)
+            assert second.cost is not None
+            seconds += naming.pricer.total(second.cost)
+            parts.append(second)
         return Entry(max(seconds, 0.0), small, tuple(parts), naming.mesh)
 
     def _divides(self, layout: Layout, mesh: Mesh) -> bool:
@@ -333,7 +333,7 @@ class Tabler:
             program = lower(
                 self.graph, naming.mesh, oracle.layout, results, options, subgraph, oracle, cut=cut
             )
-            every = self.cache.templates.itemised(program, subgraph.again)
+            every = self.cache.templates.itemised(program, bool(subgraph.again))
             cost = tuple([each for each in every if not each[0].beside_loop])  # rows see to these
             found = cost, waiting(program), totalled(program, cluster.totalled)
         except LayoutError:

@@ -115,8 +115,7 @@ class Touched:
     """What of an operation decisions may change.
 
     Attributes:
-      recomputed: dimensions of the loops whose recomputation makes it run again.
-      saved: dimensions of the loops that save what it computes for backward.
+      recomputed: names of the loops whose recomputation makes it run again, or changes what is saved of it.
       variables: trained variables that it updates, or whose gradient it makes.
       keys: the dimension of keys that it attends to.
       updated: the trained variable that it updates.
@@ -125,7 +124,6 @@ class Touched:
     """
 
     recomputed: Sequence[str] = ()
-    saved: Sequence[str] = ()
     variables: Sequence[Variable] = ()
     keys: Sequence[str] = ()
     updated: Sequence[Variable] = ()

@@ -112,7 +112,7 @@ class Recompute(Decision):
 
     @classmethod
     def changing(cls, touched: Touched) -> list[str]:
-        return [recompute_name(dim) for dim in (*touched.recomputed, *touched.saved)]
+        return [recompute_name(dim) for dim in touched.recomputed]
 
     @classmethod
     def written(cls, options: Options) -> dict[str, Any]:

@@ -234,12 +234,15 @@ class Lowering(Placing):
     def _unread(self, tensor: int) -> bool:
         """Whether a tensor is only for a second run of what makes it now, which makes it again. (The whole
         program drops as dead what would be done for it.)"""
-        if tensor < 0 or self._again or (self.subgraph is not None and self.subgraph.again):
+        if tensor < 0:
             return False
         block = self.graph.blocks[self.graph.tensor(tensor).block]
         unread = frozenset() if self.subgraph is None else self.subgraph.unread
         remat = self.loops.remat
-        if not remat.again(block) or tensor in remat.kept(block, unread, self.subgraph is not None):
+        running = self.loops.running if self.subgraph is None else self.subgraph.again
+        if not remat.inside(block, running) or not remat.again(block):
+            return False
+        if tensor in remat.kept(block, unread, self.subgraph is not None):
             return False
         leaving = (*block.carry_out, *(i for i, _ in (*block.stacked, *block.summed)))
         return tensor not in leaving and not any(tensor in node.inputs for node in block.nodes)

@@ -24,6 +24,7 @@ from mesh_tf_core.ir.blocks import Block, Node, reads
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.lower.nodes import weights
 from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.rounds import loop_name
 
 PRODUCTS, OUTPUTS, ATTENTION, OTHERS = "products", "outputs", "attention", "others"
 KINDS = (PRODUCTS, OUTPUTS, ATTENTION, OTHERS)
@@ -176,7 +177,7 @@ def check_kept(texts: Iterable[str], loops: Set[str], blocks: Iterable[Block], g
             raise UserError(
                 f"recompute: {known[asked.dim]} and {asked} are about the same loops; name {asked.dim} once"
             )
-        here = [b for b in blocks if b.dim is not None and b.dim.name == asked.dim]
+        here = [b for b in blocks if loop_name(b, graph) == asked.dim]
         for word in asked.keep:
             if not any(kept_values((word,), block, graph) for block in here):
                 there = dict.fromkeys(word for block in here for word in words_of(block, graph))

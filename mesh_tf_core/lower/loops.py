@@ -67,6 +67,7 @@ class Loops(Saving):
                 carry_out = [self.low.to_natural(self.low.value_of(t)) for t in ends]
             finals = [self._outer(v, None) for v in carry_in]
             stacks, sums, saves = self._made(node, block)
+            sums = tuple(self._read_again([*sums], block))
             pairs = self._read_again([*stacks, *self._saves(block, saves)], block)
             stacked = [self._result(inner, outer, block) for inner, outer in pairs]
             stacked += self._keeps(block, node, starts)

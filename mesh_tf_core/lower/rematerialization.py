@@ -8,15 +8,18 @@ says `kept`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from functools import cached_property
 from itertools import compress
 
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.lower.kept import KINDS, SETS, Recomputed, Sets, check_kept, kept_values
 from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.rounds import loop_name
 
 NOTHING: frozenset[int] = frozenset()
+Handed = Callable[[Block], Set[int]]
+"""What a loop hands out for second runs inside of it: tensors of its body."""
 
 
 def rematerialization(graph: Graph, texts: frozenset[str]) -> Rematerialization:
@@ -29,19 +32,24 @@ class Rematerialization:
 
     def __init__(self, graph: Graph, texts: frozenset[str]) -> None:
         self.graph, self.names = graph, {r.dim: r.keep for r in map(Recomputed.parse, texts)}
-        self._needs: dict[int, frozenset[int]] = {}
+        self._needs: dict[tuple[int, frozenset[int], bool], frozenset[int]] = {}
         self._follows: dict[tuple[int, frozenset[int], bool], tuple[frozenset[int], frozenset[int]]] = {}
 
     def again(self, block: Block) -> bool:
         """Whether a loop's body runs again in its backward."""
-        return block.dim is not None and block.dim.name in self.names and has_backward(block, self.graph)
+        return loop_name(block, self.graph) in self.names and has_backward(block, self.graph)
 
-    def around(self, block: Block) -> bool:
-        """Whether a loop is inside of one that runs again."""
-        if block.parent is None:
-            return False
-        outer = self.graph.blocks[block.parent]
-        return self.again(outer) or self.around(outer)
+    def around(self, block: Block) -> Block | None:
+        """The next loop around one that runs again."""
+        outer = None if block.parent is None else self.graph.blocks[block.parent]
+        return outer if outer is None or self.again(outer) else self.around(outer)
+
+    def inside(self, block: Block, name: str) -> bool:
+        """Whether a loop is inside of one of some name, "" of the graph itself."""
+        if not name:
+            return True
+        outer = None if block.parent is None else self.graph.blocks[block.parent]
+        return outer is not None and (loop_name(outer, self.graph) == name or self.inside(outer, name))
 
     def unsaved(self, tensor: int) -> bool:
         """Whether a stack of saved values is not made, for the loop that would save it runs again."""
@@ -69,12 +77,92 @@ class Rematerialization:
     ) -> tuple[frozenset[int], frozenset[int]]:
         key = block.id, unread, live
         if key not in self._follows:
-            keep = self.names.get(block.dim.name, ()) if block.dim is not None and self.again(block) else ()
+            keep = self.names.get(loop_name(block, self.graph) or "", ()) if self.again(block) else ()
             may = {t for t in kept_values(keep, block, self.graph) if not self.unsaved(t)}
-            wanted = (t for t, stack in block.saved.items() if stack not in unread)
-            read = frozenset(needed_for(wanted, block, may, live))
+            wanted = {t for t, stack in block.saved.items() if stack not in unread}
+            if live:
+                wanted = {t for t in wanted if not self.unsaved(t)} | self._own(block, unread)
+            read = frozenset(needed_for(wanted, block, may, live, self._inside(unread) if live else _none))
             self._follows[key] = read & may, read
         return self._follows[key]
+
+    def _own(self, block: Block, unread: frozenset[int]) -> set[int]:
+        """The tensors of a loop's own body that second runs inside of it need."""
+        needs = (self.needs(inner, unread, live=True) for inner in self.inner(block))
+        return {t for found in needs for t in found if self.graph.tensor(t).block == block.id}
+
+    def handed(self, unread: frozenset[int]) -> Handed:
+        """What the loops of bodies that run hand out for the second runs of theirs; see `needed_for`."""
+
+        def found(block: Block) -> Set[int]:
+            if self.again(block):
+                kept, read = self._again(block, unread, live=True)
+                return kept | read.intersection(block.carry_in)
+            own = self._own(block, unread)
+            return {t for t in own if self.stacked(t, block, unread)}
+
+        return found
+
+    def _inside(self, unread: frozenset[int]) -> Handed:
+        return self.handed(unread) if self._nested else _none
+
+    def idle(self, scan: Node, read: Set[int], unread: frozenset[int]) -> set[int]:
+        """The nodes of a loop's body, by their indices, that do nothing in the first run of a loop that runs
+        again: what they make is only saved.
+
+        Args:
+          read: of what the loop gives, what others read.
+        """
+        if scan.body is None or not self.again(scan.body):
+            return set()
+        alone, handed = Block(-1, nodes=[scan]), self.handed(unread)
+        needed = needed_for(read, alone, NOTHING, True, handed)
+        runs = {node.index for node in _running(alone, needed, NOTHING, handed)}
+        return {node.index for node, _ in scan.body.walk()} - runs
+
+    @cached_property
+    def _nested(self) -> bool:
+        """Whether a loop runs again that is inside of another one with a backward."""
+        again = (b for b in self.graph.blocks if self.again(b))
+        return any(not stands_beside_backward(b, self.graph) for b in again)
+
+    def running(self, unread: frozenset[int]) -> dict[str, list[Node]]:
+        """The nodes that run a second time for backward: by the name of the loop whose second run they are
+        in; by `beside` what is made again, without work, beside the backward of a loop inside.
+
+        Args:
+          unread: stacks of saved values that nothing reads.
+        """
+        found: dict[str, list[Node]] = {}
+        for block in self.graph.blocks:
+            if self.again(block):
+                kept, needed = self._again(block, unread, live=True)
+                nodes = list(_running(block, needed, kept, self._inside(unread)))
+                found.setdefault(loop_name(block, self.graph) or "", []).extend(nodes)
+            elif self._nested and (nodes := self._brought(block, unread)):
+                found[beside(block)] = nodes
+        return found
+
+    def _brought(self, block: Block, unread: frozenset[int]) -> list[Node]:
+        """The nodes of a body that are made again in its backward's, for second runs inside."""
+        found: set[int] = set()
+        for back in (b for b in self.graph.blocks if b.forward is block):
+            made: set[int] = set()
+            for node in back.nodes:
+                inner = None if node.body is None else node.body.forward
+                if inner is not None and inner.parent == block.id:
+                    late = {t for t, twin in back.captured.items() if self._made_in(twin, back) - made}
+                    needs = self.needs(inner, unread, live=True)
+                    found |= {t for t in needs if t in late or t not in back.captured}
+                made.add(node.index)
+        own = {t for t in found if self.graph.tensor(t).block == block.id}
+        free = {t for t in own if self.graph.is_free(self.graph.tensor(t), block)}
+        return [node for node in block.nodes if free.intersection(node.outputs)]
+
+    def _made_in(self, tensor: int, block: Block) -> set[int]:
+        """The node of a body that makes a tensor, if one does."""
+        maker = self.graph.producer.get(tensor)
+        return {maker.index} if maker is not None and self.graph.tensor(tensor).block == block.id else set()
 
     @cached_property
     def _savers(self) -> dict[int, tuple[Block, int]]:
@@ -85,23 +173,25 @@ class Rematerialization:
     def _slices(self) -> dict[int, int]:
         return {inner: outer for b in self.graph.blocks for outer, inner in b.sliced} if self.names else {}
 
-    def needs(self, loop: Block) -> frozenset[int]:
-        """Tensors that second runs, of `loop` or of loops inside of it, read or follow from without work."""
+    def needs(self, loop: Block, unread: frozenset[int] = NOTHING, live: bool = False) -> frozenset[int]:
+        """Tensors that second runs, of `loop` or of loops inside of it, read or follow from without work; the
+        arguments are those of `kept`."""
         if not self.names:
             return frozenset()
-        if loop.id not in self._needs:
+        key = loop.id, unread, live
+        if key not in self._needs:
             found: set[int] = set()
             if self.again(loop):
-                found |= self.read_again(loop)
+                found |= self.read_again(loop, unread, live)
             else:
-                found.update(*map(self.needs, self.inner(loop)))
+                found.update(*(self.needs(inner, unread, live) for inner in self.inner(loop)))
             todo = list(found)
             for t in todo:
                 new = {self._slices[t]} if t in self._slices else set(self._free_inputs(t))
                 todo += new - found
                 found |= new
-            self._needs[loop.id] = frozenset(found)
-        return self._needs[loop.id]
+            self._needs[key] = frozenset(found)
+        return self._needs[key]
 
     def _free_inputs(self, tensor: int) -> tuple[int, ...]:
         """What a loop body's tensor follows from, if that takes no work."""
@@ -119,10 +209,19 @@ class Rematerialization:
             return []
         return sorted(t for t in self.needs(block) if self.graph.tensor(t).block == block.id)
 
-    def stacked(self, tensor: int, block: Block) -> bool:
+    def stacked(self, tensor: int, block: Block, unread: frozenset[int] = NOTHING) -> bool:
         """Whether a tensor `of_body` must be stacked for it: nothing else brings it to the backward body."""
-        saved = tensor in block.saved and not self.unsaved(tensor)
+        saved = tensor in block.saved and block.saved[tensor] not in unread and not self.unsaved(tensor)
         return not saved and not self.graph.is_free(self.graph.tensor(tensor), block)
+
+
+def _none(_: Block) -> Set[int]:
+    return NOTHING
+
+
+def beside(block: Block) -> str:
+    """A name of what is made again beside the backward of loops inside of a body; no loop has it."""
+    return f"beside {block.id}"
 
 
 def has_backward(block: Block, graph: Graph) -> bool:
@@ -136,14 +235,9 @@ def stands_beside_backward(block: Block, graph: Graph) -> bool:
 
 
 def recomputable(graph: Graph) -> list[str]:
-    """Dimensions that a search decides about: of loops that are all in one body with their backward. (What
-    others cost depends on whether the loops around them run again. Of a stage that runs again for backward
-    anyway nothing is decided.)"""
-    again = {n.body.id for n, _ in graph.walk() if n.body is not None and n.phase == "recompute"}
-    stages = {b.id for b in graph.blocks if b.id in again and b.parent and graph.blocks[b.parent].spread}
-    loops = [b for b in graph.blocks if b.dim is not None and b.id not in stages and has_backward(b, graph)]
-    away = {b.dim for b in loops if not stands_beside_backward(b, graph)}
-    return list(dict.fromkeys(b.dim.name for b in loops if b.dim is not None and b.dim not in away))
+    """Names of the loops that may run again: all that a search decides about."""
+    names = (loop_name(b, graph) for b in graph.blocks if has_backward(b, graph))
+    return list(dict.fromkeys(filter(None, names)))
 
 
 def keep_sets(graph: Graph, dim: str, sets: Sets = SETS) -> Sets:
@@ -153,7 +247,7 @@ def keep_sets(graph: Graph, dim: str, sets: Sets = SETS) -> Sets:
 
 
 def _keep_sets(graph: Graph, dim: str, sets: Sets) -> list[tuple[str, ...]]:
-    blocks = [b for b in graph.blocks if b.dim is not None and b.dim.name == dim and has_backward(b, graph)]
+    blocks = [b for b in graph.blocks if loop_name(b, graph) == dim and has_backward(b, graph)]
     found: dict[tuple[frozenset[int], ...], tuple[str, ...]] = {}
     for keep in sets:
         names = [word for word in keep if word not in KINDS]
@@ -169,21 +263,28 @@ def _keep_sets(graph: Graph, dim: str, sets: Sets) -> list[tuple[str, ...]]:
 
 def check_recompute(graph: Graph, texts: Iterable[str]) -> None:
     """UserError for what no loop of the graph can do."""
-    loops = {b.dim.name for b in graph.blocks if b.dim is not None}
+    loops = {name for b in graph.blocks if (name := loop_name(b, graph))}
     check_kept(texts, loops, (b for b in graph.blocks if has_backward(b, graph)), graph)
 
 
-def needed_for(wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING, live: bool = False) -> set[int]:
+def needed_for(
+    wanted: Iterable[int],
+    block: Block,
+    kept: Set[int] = NOTHING,
+    live: bool = False,
+    handed: Handed = _none,
+) -> set[int]:
     """The tensors, also those of loops inside, that the tensors `wanted` of a block follow from, where those
     that are kept are there.
 
     Args:
       live: without the states of loops inside that nothing follows from: lowering makes them, and drops them
         as dead.
+      handed: what loops inside hand out besides.
     """
     needed = set(wanted)
     for node in reversed(block.nodes):
-        if not _makes(node, needed, kept):
+        if not _makes(node, needed, kept, handed):
             continue
         body = node.body
         if body is None:
@@ -191,10 +292,11 @@ def needed_for(wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING, li
         else:
             leaving = (*body.stacked, *body.summed, *body.saved.items())
             ends = [i for i, outer in leaving if outer in needed]
+            ends += [*handed(body)]
             ends += [body.runs] if live and body.runs is not None else []
             states = [not live or o in needed for o in node.outputs[: len(body.carry_in)]]
             while True:
-                inner = needed_for([*compress(body.carry_out, states), *ends], body, live=live)
+                inner = needed_for([*compress(body.carry_out, states), *ends], body, NOTHING, live, handed)
                 read = [s or i in inner for s, i in zip(states, body.carry_in, strict=True)]
                 if read == states:
                     break
@@ -205,9 +307,17 @@ def needed_for(wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING, li
     return needed
 
 
-def _makes(node: Node, needed: Set[int], kept: Set[int]) -> bool:
+def _makes(node: Node, needed: Set[int], kept: Set[int], handed: Handed = _none) -> bool:
     made = (*node.outputs, *(node.body.saved.values() if node.body else ()))
-    return any(o in needed and o not in kept for o in made)
+    return any(o in needed and o not in kept for o in made) or _hands(node, handed)
+
+
+def _hands(node: Node, handed: Handed) -> bool:
+    """Whether a loop, or one inside of it, hands out more."""
+    body = node.body
+    if body is None or handed is _none:
+        return False
+    return bool(handed(body)) or any(_hands(inner, handed) for inner in body.nodes)
 
 
 def leading_to(wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING) -> list[Node]:
@@ -220,14 +330,13 @@ def running_again(block: Block, unread: Set[int] = frozenset(), kept: Set[int] =
     """The nodes, also those of loops inside, that run a second time when a loop's body is recomputed, but for
     stacks that nothing reads."""
     wanted = (tensor for tensor, stack in block.saved.items() if stack not in unread)
-    needed, found = needed_for(wanted, block, kept, live=True), list[Node]()
+    return list(_running(block, needed_for(wanted, block, kept, live=True), kept, _none))
 
-    def visit(inside: Block) -> None:
-        for node in inside.nodes:
-            if _makes(node, needed, kept):
-                found.append(node)
-                if node.body is not None:
-                    visit(node.body)
 
-    visit(block)
-    return found
+def _running(block: Block, needed: Set[int], kept: Set[int], handed: Handed) -> Iterator[Node]:
+    """The nodes of a body, also of loops inside, that make what is needed and is not kept."""
+    for node in block.nodes:
+        if _makes(node, needed, kept, handed):
+            yield node
+            if node.body is not None:
+                yield from _running(node.body, needed, kept, handed)

@@ -16,6 +16,7 @@ from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.rematerialization import NOTHING, leading_to, rematerialization
 from mesh_tf_core.lower.subgraph import Pairs
 from mesh_tf_core.tracing.residuals import several
+from mesh_tf_core.tracing.rounds import loop_name
 
 Key = int | tuple[int, "Key"]
 """What a loop keeps for second runs: a tensor of its body, or what a loop inside (its id) keeps."""
@@ -28,19 +29,23 @@ class Saving:
       low: its state.
       recompute: the loops that run again in backward, and what they keep (`kept.Recomputed`).
       node: lowers a node, a second time or not.
+
+    Attributes:
+      running: the name of the loop whose second run is being lowered; "" in the first.
     """
 
     def __init__(self, low: Placing, recompute: frozenset[str], node: Callable[[Node, bool], None]) -> None:
         self.low, self._node = low, node
         self.remat = rematerialization(low.graph, recompute)
         self._kept: dict[int, dict[Key, int]] = {}
+        self.running = ""
 
     # -- in forward ------------------------------------------------------------------------------------------
 
     def _keeps(self, block: Block, node: Node, starts: Sequence[int]) -> list[Result]:
         """What recomputation saves instead: the state at the beginning of every iteration, as far as it is
         read again, and what it is to keep; for loops inside that run again, what they keep and read."""
-        if not self.remat.names or self._saves_later(block):
+        if not self.remat.names or self._keeps_nothing(block):
             return []
         found: dict[Key, int] = {}
         if self.remat.again(block):
@@ -49,18 +54,19 @@ class Saving:
             alone = subgraph is not None  # the whole program drops what is dead
             read = self.remat.read_again(block, live=alone)
             found.update((t, self.low.env[t]) for t in starts if t in read)
-            second = subgraph is not None and subgraph.again
-            stays = NOTHING if second else self.remat.kept(block, unread, alone)
+            stays = self.remat.kept(block, unread, alone)
             found.update((t, self.low.value_of(t)) for t in sorted(stays) if self._here(t, node))
-            if block.dim is not None and self.low.oracle.keeps_on_host(block.dim.name):
+            name = loop_name(block, self.low.graph)
+            if name is not None and self.low.oracle.keeps_on_host(name):
                 # What decides whether an iteration runs is read before it begins.
                 found |= self._on_host({key: x for key, x in found.items() if key != block.runs}, node)
         else:
             for inner in self.remat.inner(block):
                 kept = self._kept.get(inner.id, {})
                 found.update(((inner.id, key), value) for key, value in kept.items())
+            unread = NOTHING if self.low.subgraph is None else self.low.subgraph.unread
             for t in self.remat.of_body(block):
-                if self.remat.stacked(t, block) and self._here(t, node):
+                if self.remat.stacked(t, block, unread) and self._here(t, node):
                     found[t] = self.low.value_of(t)
         self._kept[block.id] = {key: self._outer(value, block) for key, value in found.items()}
         return [Result(value, self._kept[block.id][key]) for key, value in found.items()]
@@ -76,28 +82,34 @@ class Saving:
         return kept
 
     def _saves(self, block: Block, saved: Pairs) -> list[tuple[int, int]]:
-        if not saved or self.remat.again(block) or self._saves_later(block):
+        if not saved or self.remat.again(block) or self._keeps_nothing(block):
             return []
         return [(i, o) for i, o in saved if not self.remat.unsaved(i)]
 
-    def _saves_later(self, block: Block) -> bool:
-        """Whether a loop is inside of one that is recomputed: what it saves the first time nobody reads. (The
-        whole program drops that as dead.)"""
-        return self.low.subgraph is not None and not self.low.subgraph.again and self.remat.around(block)
+    def _keeps_nothing(self, block: Block) -> bool:
+        """Whether nobody reads what a loop would save in this run: it is inside of another one that runs
+        again before its backward does, or it is not inside of the one whose second run this is. (The whole
+        program drops that as dead.)"""
+        subgraph = self.low.subgraph
+        if subgraph is None:
+            return False
+        around = self.remat.around(block)
+        later = around is not None and self.remat.inside(around, subgraph.again)
+        return later or not self.remat.inside(block, subgraph.again)
 
     def _read_again(self, pairs: list[tuple[int, int]], block: Block) -> list[tuple[int, int]]:
-        """What a loop stacks when one around it is recomputed: only what backward reads. (The whole program
-        drops the rest as dead.)"""
+        """What a loop stacks in a second run: only what backward reads. (The whole program drops the rest as
+        dead.)"""
         subgraph = self.low.subgraph
         if subgraph is None or not subgraph.again:
             return pairs
-        around = block
-        while around.parent is not None:
-            around = self.low.graph.blocks[around.parent]
-            if self.remat.again(around):
-                needed = self.remat.read_again(around, live=True)
-                return [(i, outer) for i, outer in pairs if outer in needed]
-        return pairs
+        around = self.remat.around(block)
+        while around is not None and loop_name(around, self.low.graph) != subgraph.again:
+            around = self.remat.around(around)
+        if around is None:
+            return []
+        needed = self.remat.read_again(around, subgraph.unread, live=True)
+        return [(i, outer) for i, outer in pairs if outer in needed]
 
     def _here(self, tensor: int, scan: Node) -> bool:
         """Whether this lowering computes a body tensor."""
@@ -120,10 +132,12 @@ class Saving:
                 pairs.append(self._part(self.low.lying(outer), inner))
         assert block.index is not None and forward.index is not None
         self.low.env[forward.index] = self.low.env[block.index]
+        running, self.running = self.running, loop_name(forward, self.low.graph) or ""
         for node in leading_to([tensor for tensor, _ in again], forward, self.remat.kept(forward)):
             if node.body is not None:
                 self._load_for(node, self._kept[forward.id])
             self._node(node, True)
+        self.running = running
         for tensor, inner in again:
             if not self.remat.unsaved(tensor):
                 self.low.env[inner] = self.low.value_of(tensor)

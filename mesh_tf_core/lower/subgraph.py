@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Set
+from dataclasses import dataclass, field, replace
 
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.tensor import Tensor
@@ -22,7 +23,8 @@ class Subgraph:
       blocks: ids of the loop bodies that hold some of it.
       natural: (block, phase, tensor): also bring a tensor into its natural sharding at the end of a block, as
         its readers of this phase would.
-      again: it is what runs a second time when a loop is recomputed.
+      again: it is what runs a second time in the backward of loops with this name (`rounds.loop_name`), or
+        beside it (`rematerialization.beside`).
       early: tensors that what is not lowered here reads too, before the update: a sum of them neither waits
         further nor travels with other messages.
       moved: tensors that what is not lowered here moves as these nodes do, so that they find them moved.
@@ -34,7 +36,7 @@ class Subgraph:
     nodes: frozenset[int]
     blocks: frozenset[int]
     natural: frozenset[Access] = frozenset()
-    again: bool = False
+    again: str = ""
     early: frozenset[int] = frozenset()
     moved: frozenset[int] = frozenset()
     moved_by: tuple[tuple[int, tuple[tuple[frozenset[str], frozenset[str]], ...]], ...] = ()
@@ -43,6 +45,10 @@ class Subgraph:
     _visits: dict[int, list[Node]] = field(default_factory=dict, compare=False, repr=False)
     _reads: dict[int, frozenset[int]] = field(default_factory=dict, compare=False, repr=False)
     _made: dict[int, tuple[Pairs, Pairs, Pairs]] = field(default_factory=dict, compare=False, repr=False)
+
+    def without(self, nodes: Set[int]) -> Subgraph:
+        """The same without some nodes."""
+        return replace(self, nodes=self.nodes - nodes, _by_block={}, _visits={}, _reads={}, _made={})
 
     def returned(self, graph: Graph) -> dict[str, Tensor]:
         """`early`, as results of a program."""

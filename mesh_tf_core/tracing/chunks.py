@@ -173,7 +173,7 @@ class ChunkCopy(Accumulation):
             block.first = self.place.first.id
 
     def _backward(self, body: Block, block: Block) -> None:
-        if self.links or self.place is None:
+        if self.links or self.place is None or block.forward is not None:
             super()._backward(body, block)
 
     def _number(self, block: Block) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from mesh_tf_core.ir.blocks import Node
+from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.stored_order import Interleaved
 from mesh_tf_core.ir.structure import Read
@@ -21,6 +21,16 @@ from mesh_tf_core.tracing.standing import outer_reads
 def layers_of_stage(dim: str) -> str:
     """The dimension of the loop over the layers of a stage, of those that `dim` counts."""
     return f"{dim}_of_stage"
+
+
+def loop_name(block: Block, graph: Graph) -> str | None:
+    """The name by which a loop is asked to run again in backward: its dimension's, or for the layers of a
+    stage that of all layers, whatever they are split into. None: of stages themselves, which are no loop."""
+    if block.dim is None or block.spread:
+        return None
+    around = graph.blocks[block.parent] if block.parent is not None else None
+    stage = around.dim.name if around is not None and around.spread and around.dim is not None else ""
+    return stage if stage and block.dim.name == layers_of_stage(stage) else block.dim.name
 
 
 def whose_turn(schedule: Schedule, at: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -52,8 +52,7 @@ def anew(
         if isinstance(instr, AllReduce) and program.values[instr.outputs[0]].tensor in cluster.totalled:
             seconds -= prices.message_seconds(instr.axes, 4, late=True)
             small.update({Key((a,), "float32", late=True): () for a in instr.axes})
-    for dim in sorted(options.recompute & cluster.again.keys()):
-        second = cluster.again[dim]
+    for second in cluster.second_runs(options.recompute):
         again = lower(graph, mesh, layout, second.returned(graph), options, second)
         seconds += prices.seconds(again, again=True)
     return Entry(max(seconds, 0.0), small)

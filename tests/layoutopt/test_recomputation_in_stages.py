@@ -1,0 +1,227 @@
+"""What runs again in the stages of a pipeline: a search decides all that `cost` prices. Every set of loops is
+priced as a whole program, and held against what searches find, and prove, under limits that bind."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
+from examples.moe_lm import model as experts
+from examples.transformer_lm import model as transformer
+from layoutopt.analysis.certificate import Certificate, certify
+from layoutopt.analysis.explain import Asked
+from layoutopt.evaluator import evaluate
+from layoutopt.space.splits import parse_rules
+from mesh_tf_core.errors import InfeasibleError
+from mesh_tf_core.lower.kept import SETS, Recomputed
+from tests.searching import search
+
+SAME = 1e-9
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline of which everything is pinned but what runs again."""
+
+    model: mtf.Model
+    mesh: str
+    hardware: str
+    layout: str
+    schedule: str
+    microbatches: int
+    storage: str = "layout"
+    selective: bool = False
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """As arguments of a search."""
+        dims = {d for d in self.model.graph.dims() if not d.endswith("_of_stage")}
+        pins = {**dict.fromkeys(dims, ()), **parse_rules(self.layout)}
+        return {
+            "pins": pins,
+            "storage": (self.storage,),
+            "recompute": (False, "selective", True) if self.selective else (False, True),
+            "microbatches": (self.microbatches,),
+            "context": ("gather",),
+            "pipeline": ("layers",),
+            "schedule": (self.schedule,),
+        }
+
+    def priced(self) -> dict[frozenset[str], tuple[float, int]]:
+        """Every set of loops -> seconds of a step, and bytes of a device; `cost` prices no others."""
+        machine, mesh = load_hardware(self.hardware), mtf.Mesh(self.mesh)
+        keeps = ((), *SETS) if self.selective else ((),)
+        found: dict[frozenset[str], tuple[float, int]] = {}
+        variables = {v.name for v in self.model.graph.variables.values() if v.trainable and len(v.shape)}
+        storage = {} if self.storage == "layout" else dict.fromkeys(variables, int(self.storage[-1]))
+        for texts in _texts(keeps):
+            how = mtf.Options(storage, texts, self.microbatches, schedule=self.schedule)
+            try:
+                step = evaluate(self.model, mesh, mtf.Layout(parse_rules(self.layout)), machine, how)
+            except mtf.UserError as error:
+                if "makes nothing that" not in str(error):
+                    raise
+                continue
+            found[texts] = step.cost.step_seconds, step.memory.peak
+        return found
+
+
+def _texts(keeps: Iterable[tuple[str, ...]]) -> Iterator[frozenset[str]]:
+    each = [["", *(str(Recomputed(dim, keep)) for keep in keeps)] for dim in ("layers", "tick")]
+    for chosen in itertools.product(*each):
+        yield frozenset(filter(None, chosen))
+
+
+def check(case: Case, limits: Iterable[float] | None = None) -> int:
+    """Holds searches under limits against all that is priced; how many were held."""
+    priced, mesh, count = case.priced(), mtf.Mesh(case.mesh), 0
+    least = min(peak for _, peak in priced.values())
+    fewest = search(case.model, mesh=mesh, hardware=case.hardware, objective="memory", **case.asked)
+    assert fewest.predicted.peak_memory_bytes == least, case
+    for limit in limits or _limits([peak for _, peak in priced.values()]):
+        count += 1
+        fits = [seconds for seconds, peak in priced.values() if peak <= limit]
+        given = {"mesh": mesh, "hardware": case.hardware, "memory": limit, **case.asked}
+        if not fits:
+            with pytest.raises(InfeasibleError):
+                search(case.model, **given)
+            continue
+        plan = search(case.model, **given)
+        assert plan.solver.status == "OPTIMAL", (case, limit)
+        assert plan.predicted.step_seconds == pytest.approx(min(fits), rel=SAME), (case, limit)
+        assert plan.predicted.peak_memory_bytes <= limit
+    return count + 1
+
+
+def _limits(peaks: list[int]) -> list[float]:
+    """Limits between the peaks, and below all of them."""
+    kinds = sorted(set(peaks))
+    return [kinds[0] - 1.0, *(float(peak) for peak in kinds)]
+
+
+def deep() -> mtf.Model:
+    return transformer(
+        layers=8, d_model=128, d_kv=32, heads=4, d_ff=512, vocab=64, batch=16, length=128, dtype="bfloat16"
+    )
+
+
+@pytest.fixture(scope="module", params=["gpipe", "1f1b"])
+def stages(request: pytest.FixtureRequest) -> Case:
+    return Case(_deep(), "pipe:4;data:2", "tpu-v4", "layers:pipe;batch:data", request.param, 8)
+
+
+@functools.cache
+def _deep() -> mtf.Model:
+    return deep()
+
+
+def test_layers_that_run_again_are_found_and_proven(stages: Case) -> None:
+    """With gpipe layers beat whole stages in both columns, and both together need least; with 1f1b whole
+    stages run again anyway, and layers save more."""
+    priced, layers = stages.priced(), frozenset({"layers"})
+    seconds, peak = priced[layers]
+    assert peak < priced[frozenset({"tick"})][1]
+    assert check(stages, [float(peak)]) == 2
+    plan = search(
+        stages.model, mesh=stages.mesh, hardware=stages.hardware, memory=float(peak), **stages.asked
+    )
+    assert plan.data.recompute == ["layers"]
+    proof = certify(stages.model, plan, load_hardware(stages.hardware), peak, _asked(stages))
+    assert Certificate(tuple(proof)).verified
+    worse = search(
+        stages.model, mesh=stages.mesh, hardware=stages.hardware, **{**stages.asked, "recompute": (True,)}
+    )
+    assert worse.predicted.step_seconds >= seconds
+
+
+def test_whole_stages_and_their_layers_together_need_least() -> None:
+    case = Case(_deep(), "pipe:4;data:2", "tpu-v4", "layers:pipe;batch:data", "gpipe", 8)
+    priced, both = case.priced(), frozenset({"layers", "tick"})
+    assert priced[both][1] == min(peak for _, peak in priced.values())
+    limit = float(priced[both][1])
+    plan = search(case.model, mesh=case.mesh, hardware=case.hardware, memory=limit, **case.asked)
+    assert plan.data.recompute == ["layers", "tick"]
+    assert plan.solver.status == "OPTIMAL"
+    with pytest.raises(InfeasibleError, match="it is proven that none needs less than") as error:
+        more = {"memory": 0.999 * limit, "alternatives": True}
+        search(case.model, mesh=case.mesh, hardware=case.hardware, **{**case.asked, **more})
+    assert error.value.nearest is not None
+    assert error.value.nearest.predicted.peak_memory_bytes == limit
+
+
+def test_a_mixture_of_experts_with_everything_free() -> None:
+    """Splits, storage and schedules too: no layout of the answer's with other loops is better."""
+    model = experts(layers=4, d_model=32, d_kv=8, heads=4, d_ff=64, vocab=32, batch=8, length=16, experts=4)
+    mesh, machine = mtf.Mesh("x:4;y:2"), load_hardware("tpu-v5p")
+    asked: dict[str, Any] = {"pipeline": ("layers",), "microbatches": (2,), "pins": "layers:x"}
+    roomy = search(model, mesh=mesh, hardware=machine, objective="memory", **asked)
+    limit = 1.02 * roomy.predicted.peak_memory_bytes
+    plan = search(model, mesh=mesh, hardware=machine, memory=limit, **asked)
+    assert plan.solver.status == "OPTIMAL"
+    for texts in _texts([()]):
+        for each in (plan, roomy):
+            how = {**vars(each.options), "recompute": texts}
+            step = evaluate(model, mesh, each.layout, machine, mtf.Options(**how))
+            assert step.memory.peak >= roomy.predicted.peak_memory_bytes
+            if step.memory.peak <= limit:
+                assert step.cost.step_seconds >= plan.predicted.step_seconds * (1 - SAME)
+
+
+def _asked(case: Case) -> Asked:
+    given = case.asked
+    pins = ";".join(f"{dim}:{'+'.join(axes) or 'none'}" for dim, axes in given.pop("pins").items())
+    return Asked(pins=pins, **given)
+
+
+# -- random pipelines --
+
+
+def random_case(seed: int) -> Case:
+    """A small pipeline: any schedule, some splits, one storage; one in four may keep values."""
+    rng = random.Random(seed)
+    mesh, stages = rng.choice([("pipe:2", 2), ("pipe:2;t:2", 2), ("pipe:4", 4), ("t:2;pipe:2", 2)])
+    schedule = rng.choice(["gpipe", "1f1b", "interleaved:2", "circular:2"])
+    layers = stages * rng.choice([2, 4] if ":" in schedule else [1, 2, 3])
+    rules = ["layers:pipe"]
+    if "t" in mtf.Mesh(mesh).names:
+        rules += [f"{dim}:t" for dim in rng.choice([("batch",), ("d_ff",), ("heads", "d_ff"), ()])]
+    sizes = {
+        "layers": layers,
+        "d_model": rng.choice([16, 32]),
+        "d_kv": 8,
+        "heads": rng.choice([2, 4]),
+        "d_ff": rng.choice([32, 128]),
+        "vocab": rng.choice([16, 64]),
+        "batch": 16,
+        "length": rng.choice([8, 16]),
+        "dtype": rng.choice(["float32", "bfloat16"]),
+        "dropout": rng.choice([0.0, 0.0, 0.1]),
+    }
+    if rng.random() < 0.2:
+        model = experts(**sizes, experts=4)
+    else:
+        model = transformer(**sizes, gated=rng.random() < 0.3, attention=rng.choice(["fused", "plain"]))
+    hardware = rng.choice(["tpu-v4", "h100", "a100", "tpu-v5e", "cpu-local"])
+    parts = rng.choice([2, 4, 8])
+    storage = rng.choice(["layout", "layout", "zero1", "zero3"])
+    selective = rng.random() < 0.25
+    return Case(model, mesh, hardware, ";".join(rules), schedule, parts, storage, selective)
+
+
+@pytest.mark.parametrize("seed", [0])
+def test_random_pipelines(seed: int) -> None:
+    assert check(random_case(seed)) >= 3
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(100, 180))
+def test_many_random_pipelines(seed: int) -> None:
+    assert check(random_case(seed)) >= 3
