@@ -134,7 +134,7 @@ def refused(run: Callable[..., Result]) -> Callable[..., str]:
         assert len(lines) == 1, done.stderr
         if "--json" in args:
             told = json.loads(lines[0])
-            more = {"conflict", "repairs"} if code == INFEASIBLE and args[0] == "search" else set()
+            more = {"conflict", "repairs", "space"} if code == INFEASIBLE and args[0] == "search" else set()
             assert told.keys() - more == {"error", "exit"} and told["exit"] == code
             return str(told["error"])
         assert lines[0].startswith("error: "), done.stderr
