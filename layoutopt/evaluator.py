@@ -63,7 +63,9 @@ class Evaluation:
     def storage(self) -> Storage:
         """How the program's variables are stored."""
         variables = (stored.variable for stored in self.program.variables.values())
-        return storage_of(variables, self.program.mesh, self.program.layout, self.options.storage)
+        step = self.model.training_step(self.options.microbatches, self.pipeline, self.options.schedule)
+        mesh, layout = self.program.mesh, self.program.layout
+        return storage_of(step.graph, mesh, layout, self.options.storage, variables)
 
     @cached_property
     def undivided(self) -> tuple[Undivided, ...]:

@@ -124,8 +124,8 @@ class Alternatives:
 
     def _unsplit(self) -> str:
         """Why storage splits too little where nothing else is split; '' if it does not."""
-        variables, mesh = self.request.model.graph.variables.values(), self.best.mesh
-        found = undivided(storage_of(variables, mesh, Layout(), stored_at(variables, STAGES[-1])))
+        graph, mesh = self.request.model.step_graph, self.best.mesh
+        found = undivided(storage_of(graph, mesh, Layout(), stored_at(graph.variables.values(), STAGES[-1])))
         return str(found[0]) if found else ""
 
     def _gathers(self) -> list[str]:

@@ -142,8 +142,7 @@ class Restriction(Plans):
         if found is None:
             return False
         layout, options = found
-        variables = self.model.graph.variables.values()
-        return mostly_split(storage_of(variables, self.mesh, layout, options.storage))
+        return mostly_split(storage_of(self.model.step_graph, self.mesh, layout, options.storage))
 
 
 @dataclass(frozen=True)

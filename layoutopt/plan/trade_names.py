@@ -64,7 +64,7 @@ def _forms(model: Model, mesh: Mesh, axis: str, layout: Layout, decided: Decided
 def _stored(model: Model, mesh: Mesh, axis: str, layout: Layout, decided: Decided) -> str:
     """How most parameters are stored along an axis; '' if most are whole there, or split by the layout."""
     trained = {n: v for n, v in model.graph.variables.items() if v.trainable}
-    storage = storage_of(trained.values(), mesh, layout, decided.storage)
+    storage = storage_of(model.step_graph, mesh, layout, decided.storage)
     found: Counter[str] = Counter()
     for name, stage in storage.stages.items():
         if axis in storage.further(name)[0]:

@@ -62,7 +62,7 @@ class Storage(Decision):
     @classmethod
     def left_out(cls, target: Target, allowed: Allowed) -> Iterator[LeftOut]:
         yield from not_allowed(cls, target, allowed)
-        graph = target.model.graph
+        graph = target.model.step_graph
         if len(target.axes) > 1:
             yield LeftOut(
                 cls.label, f"{cls.label} over other axes", f"--storage {STAGES[-1]}@AXIS", finer=True
@@ -73,7 +73,7 @@ class Storage(Decision):
             late = f"{cls.label} from {STAGES[2]} on of what no stage has, in {ONE_F_ONE_B} and {INTERLEAVED}"
             yield LeftOut(cls.label, late, finer=True)
         every = graph.variables.values()
-        if undivided(storage_of(every, target.mesh, Layout(), stored_at(every, STAGES[-1]))):
+        if undivided(storage_of(graph, target.mesh, Layout(), stored_at(every, STAGES[-1]))):
             yield LeftOut(cls.label, f"{cls.label} in {UNEQUAL}", finer=True)
 
     @classmethod

@@ -10,10 +10,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower.padding import paddable
 from mesh_tf_core.lower.storage import Stage, Stages, Storage, read_stage
+from mesh_tf_core.tracing.graph import Graph
 
 MENTIONED = 0.01
 """Share of the trained bytes; what is stored whole and is less is not mentioned: scales, biases."""
@@ -65,11 +68,24 @@ class Undivided:
 
 
 def storage_of(
-    variables: Iterable[Variable], mesh: Mesh, layout: Layout, stages: Mapping[str, str | int | Stage]
+    graph: Graph,
+    mesh: Mesh,
+    layout: Layout,
+    stages: Mapping[str, str | int | Stage],
+    variables: Iterable[Variable] = (),
 ) -> Storage:
-    """The storage of some variables; stages of others are left out."""
-    known = {v.name: v for v in variables}
-    return Storage(mesh, layout, known, {n: read_stage(s) for n, s in stages.items() if n in known})
+    """The storage of the trained variables of a graph with its update, as lowering has it, shards padded or
+    not; stages of others are left out.
+
+    Args:
+      variables: as a program has them (those of replicas have one dimension more); none: the graph's.
+    """
+    known = {v.name: v for v in variables or graph.variables.values() if v.trainable}
+    held = {n: read_stage(s) for n, s in stages.items() if n in known}
+    may = {
+        n: dims for n, dims in paddable(graph).items() if n in known and REPLICA not in known[n].shape.names
+    }
+    return Storage(mesh, layout, known, held, may)
 
 
 def split_stages(storage: Storage) -> dict[str, str]:

@@ -16,7 +16,9 @@ from layoutopt.space.undivided import stored_at
 from mesh_tf_core.lower import Options
 from tests.layoutopt.models import SMALL
 
-MODEL = transformer(**{**SMALL, "batch": 24})
+MODEL = transformer(**{**SMALL, "batch": 24}, optimizer="adafactor")
+"""Its state is of means along dimensions, so that no shard is padded."""
+PADDED = transformer(**{**SMALL, "batch": 24})
 V4 = load_hardware("tpu-v4")
 
 
@@ -24,6 +26,15 @@ def priced(mesh: str, stage: str = "zero3") -> Evaluation:
     options = Options(stored_at(MODEL.graph.variables.values(), stage))
     layout = mtf.Layout({"batch": tuple(mtf.Mesh(mesh).names)})
     return evaluate(MODEL, mtf.Mesh(mesh), layout, V4, options)
+
+
+def test_padded_shards_are_split() -> None:
+    layout, options = mtf.Layout("batch:data"), Options(stored_at(PADDED.graph.variables.values(), "zero3"))
+    found = evaluate(PADDED, mtf.Mesh("data:12"), layout, V4, options)
+    assert not found.undivided and len(found.decided.storage) > 8
+    assert found.memory.variables < evaluate(PADDED, mtf.Mesh("data:12"), layout, V4).memory.variables / 5
+    said = decided(found.decided, found.program.layout)
+    assert trade_names(PADDED, found.program.mesh, layout, said) == {"data": "data (FSDP)"}
 
 
 def names_of(found: Evaluation) -> set[str]:
