@@ -235,6 +235,24 @@ def test_draws_of_layers_are_one_draw_of_the_loop(loss: Callable[..., Any]) -> N
     assert sum(node.op.name == "dropout" for node, _ in model.graph.walk()) == 1
 
 
+def test_layers_that_index_their_own_parameters_are_a_loop() -> None:
+    """A causal convolution by shifts reads row i of each layer's own kernel."""
+
+    def loss(params, batch):
+        h = batch["x"]
+        for p in params["layers"]:
+            taps = [jnp.pad(h, ((0, 0), (i, 0), (0, 0)))[:, :6] * p["kernel"][i] for i in range(3)]
+            h = h + jnp.tanh(sum(taps) @ p["up"]) @ p["down"]
+        return (h**2).mean()
+
+    f = numbers()
+    layers = [{"kernel": f(3, 4), "up": f(4, 8), "down": f(8, 4)} for _ in range(4)]
+    given = {"layers": layers}, {"x": f(2, 6, 4)}
+    model = layoutopt.from_jax(loss, *given)
+    assert [n.op.dim.size for n in model.graph.nodes if n.body is not None] == [4]
+    assert max(compared(model, loss, given, [("m:2", "batch:m")]).values()) <= 1e-5
+
+
 def test_layers_that_hand_on_other_dimensions_stay_apart() -> None:
     """As a loop, all of a perceptron's layers would be laid out alike, and none could follow another."""
 

@@ -134,7 +134,8 @@ class Fit:
 
     def _row(self, rows: Sequence[Equation]) -> Equation | None:
         """One equation of the body, from those of all layers."""
-        if self.of.forms.is_element(rows[0]):
+        # Layers that all take element i take it of parameters of their own, or of one that they share.
+        if self.of.forms.is_element(rows[0]) and len({self.of.forms.said(e) for e in rows}) > 1:
             return self._element(rows)
         if self.of.forms.is_key(rows[0].out) and len({self.of.forms.said(e) for e in rows}) > 1:
             return self._keys_apart(rows)
