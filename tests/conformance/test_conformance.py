@@ -78,10 +78,10 @@ def test_every_operation_has_a_sample() -> None:
             program = built.program(mtf.Mesh("x:2"), mtf.Layout(table))
             used |= {type(instr.op) for instr, _ in program.walk() if isinstance(instr, Local)}
     # A new key comes from the graph's own counters; tests/core/test_random.py has it. The others, lowering
-    # makes of pipelines and of messages beside products; tests/core/test_pipelines.py and
-    # test_collective_matmul.py have them.
+    # makes of pipelines, of messages beside products and of padded shards; tests/core/test_pipelines.py,
+    # test_collective_matmul.py and test_padded_storage.py have them.
     stages = {"StageNumbers", "StagePart", "StageStack", "StageTerm"}
     chunks = {"AddProduct", "ChunkAs", "ChunkFirst", "ChunkNumber", "ChunkOf", "ChunkPut"}
-    elsewhere = {"FoldIn", *stages, *chunks}
+    elsewhere = {"FoldIn", "PadPieces", "CutPadding", *stages, *chunks}
     missing = {cls.__name__ for cls in _operations() - used} - elsewhere
     assert not missing

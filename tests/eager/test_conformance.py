@@ -43,7 +43,8 @@ def results(g: mtf.Graph, sample: Sample, number: str) -> dict[str, Any]:
 def conform(sample: Sample, engine: str, unroll: bool = True, number: str = "float32") -> None:
     """Under a layout from the middle of the list of legal ones, and under the last, which splits most."""
     built = Built(sample, number)
-    want = built.dense()
+    # Nobody stages an eager program, so nobody asks whether its ids name anything.
+    want = {name: x for name, x in built.dense().items() if not name.startswith("inside")}
     tables = list(legal_layouts(built, MESH))
     for table in (tables[len(tables) // 2], tables[-1]):
         layout = mtf.Layout(table)
