@@ -15,7 +15,7 @@ from costmodels.kernels.array_functions import calls
 from costmodels.kernels.calls import Call
 from mesh_tf_core import ONES, Graph
 from mesh_tf_core import layers as nn
-from mesh_tf_core.ir.builder import Builder
+from mesh_tf_core.ir.builder import ProgramBuilder
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import Constant, Variable
 from mesh_tf_core.ir.layout import Axes, Layout
@@ -46,7 +46,7 @@ _ORIGIN = Origin(-1, "calibration", "forward")
 Splits = tuple[Axes, ...]
 
 
-class _Builder(Builder):
+class _Builder(ProgramBuilder):
     """A program whose operands are read from variables, and whose results are stored."""
 
     def __init__(self, mesh: Mesh) -> None:

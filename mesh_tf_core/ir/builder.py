@@ -13,7 +13,7 @@ from mesh_tf_core.ir.op import Op, inferred
 from mesh_tf_core.ir.values import Instr, Origin, Splits, Value
 
 
-class Builder:
+class ProgramBuilder:
     """Makes values and appends the instructions that compute them.
 
     Attributes:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from mesh_tf_core.errors import LayoutError
-from mesh_tf_core.ir.builder import Builder
+from mesh_tf_core.ir.builder import ProgramBuilder
 from mesh_tf_core.ir.dims import PaddedDim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.layout import Axes, Layout, check_disjoint
@@ -35,7 +35,7 @@ from mesh_tf_core.ops.pieces import CutPadding, PadPieces
 from mesh_tf_core.tracing.graph import Graph
 
 
-class Placing(Builder):
+class Placing(ProgramBuilder):
     """The program of one lowering so far, and where tensors are.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from mesh_tf_core.ir.builder import Builder
+from mesh_tf_core.ir.builder import ProgramBuilder
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.program import (
@@ -39,7 +39,7 @@ class Reader:
     renames: tuple[Local, ...]
 
 
-class Turns(Builder):
+class Turns(ProgramBuilder):
     """The turns in the place of one message.
 
     Args:

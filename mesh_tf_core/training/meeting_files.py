@@ -54,7 +54,7 @@ class MeetWarning(UserWarning):
     """Something lies where replicas meet that is none of their files."""
 
 
-class Unfit(ValueError):
+class UnusablePost(ValueError):
     """Why a file is not used, in one line."""
 
 
@@ -169,7 +169,7 @@ class Directory:
             return _about(_opened(path), Post).run == self.run
         except FileNotFoundError:
             return False
-        except Unfit:
+        except UnusablePost:
             return True  # it is named when the round is closed
 
     def read_post(self, round: int, replica: int, wanted: Mapping[int, Wanted]) -> tuple[Post, Arrays]:
@@ -180,7 +180,7 @@ class Directory:
 
         Raises:
           FileNotFoundError: there is none.
-          Unfit: it is none that can be used.
+          UnusablePost: it is none that can be used.
         """
         arrays = _opened(self.post(round, replica))
         about = _about(arrays, Post)
@@ -190,9 +190,9 @@ class Directory:
             ("replica", replica, about.replica),
         ):
             if here != there:
-                raise Unfit(f"it is of {name} {str(there)[:40]}, not {here}")
+                raise UnusablePost(f"it is of {name} {str(there)[:40]}, not {here}")
         if about.bits not in BITS:
-            raise Unfit(f"it has bits={about.bits}")
+            raise UnusablePost(f"it has bits={about.bits}")
         return about, _read(arrays, wanted[about.bits])
 
     def about(self, round: int) -> State:
@@ -209,7 +209,7 @@ class Directory:
         about, arrays = self._state(round)
         try:
             return about, _read(arrays, {name: (FLOATS, shape) for name, shape in wanted.items()})
-        except Unfit as error:
+        except UnusablePost as error:
             raise UserError(
                 f"meet: {str(self.root)!r} has the states of another model, or damaged ones: in "
                 f"state-{round:08d}.npz {error}; name another directory, or the same hyperparameters and "
@@ -222,12 +222,12 @@ class Directory:
             arrays = _opened(path)
             about = _about(arrays, State)
             if about.round != round:
-                raise Unfit(f"it is state {about.round}")
+                raise UnusablePost(f"it is state {about.round}")
             if self.run and about.run != self.run:
-                raise Unfit("it is of another run")
+                raise UnusablePost("it is of another run")
             if about.shared.get("replica") == self.how.count <= max(about.present, default=0):
-                raise Unfit(f"it is of replica {max(about.present)}")
-        except Unfit as error:
+                raise UnusablePost(f"it is of replica {max(about.present)}")
+        except UnusablePost as error:
             raise UserError(
                 f"meet: {str(path)!r} is torn, or nothing that a replica wrote ({error}); remove it, and "
                 "start again"
@@ -334,38 +334,40 @@ def _opened(path: Path) -> Mapping[str, array_files.Zipped]:
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
-        raise Unfit(str(error)) from None
+        raise UnusablePost(str(error)) from None
 
 
 def _about(arrays: Mapping[str, array_files.Zipped], kind: type[About]) -> About:
     found = arrays.get(ABOUT)
     if found is None or found.dtype != np.uint8 or len(found.shape) != 1 or found.shape[0] > MOST_ABOUT:
-        raise Unfit("it does not say what it is")
+        raise UnusablePost("it does not say what it is")
     try:
         return kind.model_validate_json(found.read().tobytes())
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))[:80]
-        raise Unfit(f"what it says of itself: {where!r}: {' '.join(first['msg'].split())[:200]}") from None
+        raise UnusablePost(
+            f"what it says of itself: {where!r}: {' '.join(first['msg'].split())[:200]}"
+        ) from None
     except ValueError as error:
-        raise Unfit(str(error)) from None
+        raise UnusablePost(str(error)) from None
 
 
 def _read(arrays: Mapping[str, array_files.Zipped], wanted: Wanted) -> Arrays:
     """The arrays that are wanted. Types and shapes of all are looked at before one is read."""
     for name, (dtypes, shape) in wanted.items():
         if name not in arrays:
-            raise Unfit(f"{name[:80]!r} is missing")
+            raise UnusablePost(f"{name[:80]!r} is missing")
         found = arrays[name]
         if str(found.dtype) not in dtypes or found.shape != shape:
             said = f"{found.dtype!s:.40}{list(found.shape)!s:.80}"
-            raise Unfit(f"{name[:80]!r} is {said}, not {dtypes[0]}{list(shape)}")
+            raise UnusablePost(f"{name[:80]!r} is {said}, not {dtypes[0]}{list(shape)}")
     made = {}
     for name in wanted:
         try:
             made[name] = arrays[name].read()
         except (OSError, ValueError) as error:
-            raise Unfit(str(error)) from None
+            raise UnusablePost(str(error)) from None
         if not is_finite(made[name]):
-            raise Unfit(f"{name[:80]!r} holds numbers that are not finite")
+            raise UnusablePost(f"{name[:80]!r} holds numbers that are not finite")
     return made

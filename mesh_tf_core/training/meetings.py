@@ -48,7 +48,7 @@ from mesh_tf_core.tracing.diloco import Part, fragments_of
 from mesh_tf_core.tracing.meeting import MOMENTUM
 from mesh_tf_core.training.decoupled import Decoupled
 from mesh_tf_core.training.finite import is_finite
-from mesh_tf_core.training.meeting_files import FLOATS, Arrays, Directory, State, Unfit
+from mesh_tf_core.training.meeting_files import FLOATS, Arrays, Directory, State, UnusablePost
 from mesh_tf_core.training.opened import Checkpoint
 
 CODES, SCALES = "codes", "scales"
@@ -278,7 +278,7 @@ class Meetings:
             with contextlib.suppress(FileNotFoundError):
                 try:
                     posts[replica] = self._posted(open, replica)
-                except Unfit as error:
+                except UnusablePost as error:
                     left[replica] = str(error)
         while posts:
             made = self._outer(open, state, posts)
