@@ -106,6 +106,7 @@ def search(
       schedule: when stages go backward: of "gpipe", after all microbatches, and "1f1b", each microbatch as
         soon as it has gone through them, so that what is in flight grows with the stages; and "circular:R"
         and "interleaved:R", as these, with R chunks of layers in each stage, which microbatches go round.
+        Stages keep what backward reads, or run again as `recompute` allows: layers, or a whole stage.
       collective_matmul: dimensions: what products with one of them gather, and what is scattered of them, may
         go in chunks beside the products.
       keep_best: Ctrl-C is not raised, but ends the search with the best layout so far, which is not proven;

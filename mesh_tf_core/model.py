@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +17,9 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
-from mesh_tf_core.lower.offload import check_offload
+from mesh_tf_core.lower.kept import of_stages
+from mesh_tf_core.lower.offload import check_offload, check_on_devices
+from mesh_tf_core.lower.rematerialization import check_inside, layer_again
 from mesh_tf_core.lower.replicas import ReplicaPrograms, check_whole, lower_replicas
 from mesh_tf_core.ops.ticks import GPIPE, alternates, rounds_of
 from mesh_tf_core.optimizers import SGD, Optimizer, by_name
@@ -29,6 +31,7 @@ from mesh_tf_core.tracing.one_forward_one_backward import one_forward_one_backwa
 from mesh_tf_core.tracing.pipeline import loop_dims, pipelined
 
 DEFAULT = Options()
+NOTHING: frozenset[str] = frozenset()
 NO_STAGES: Mapping[str, int] = MappingProxyType({})
 
 
@@ -107,20 +110,34 @@ class Model:
         return self.training_step().graph
 
     def training_step(
-        self, microbatches: int = 1, stages: Mapping[str, int] = NO_STAGES, schedule: str = GPIPE
+        self,
+        microbatches: int = 1,
+        stages: Mapping[str, int] = NO_STAGES,
+        schedule: str = GPIPE,
+        again: frozenset[str] = NOTHING,
     ) -> TrainingStep:
         """Forward, backward and update as one graph; with several microbatches, gradients are accumulated
         over them, or with `stages` (dimension of layers -> their number) they go through a pipeline, in the
-        order of a schedule (`ops.ticks.SCHEDULES`)."""
+        order of a schedule (`ops.ticks.SCHEDULES`), where `again` says what of stages runs again for backward
+        (`lower.kept.of_stages`)."""
         whole = self._whole = self._whole or self._whole_step(self.loss, self.metrics)
         if microbatches == 1 and not stages:
             return whole
-        key = microbatches, schedule, *sorted(stages.items())
+        key = microbatches, schedule, again, *sorted(stages.items())
         version, step = self._others.get(key, (-1, whole))
         if version != whole.graph.version:
-            step = self._pipelined(microbatches, stages, schedule) if stages else self._in_parts(microbatches)
+            if stages:
+                step = self._pipelined(microbatches, stages, schedule, again)
+            else:
+                step = self._in_parts(microbatches)
             self._others[key] = whole.graph.version, step
         return step
+
+    def step_of(self, mesh: Mesh, layout: Layout, options: Options) -> TrainingStep:
+        """The training step as a layout and options have it."""
+        stages = self.stages(mesh, layout)
+        again = of_stages(options.recompute, stages, alternates(options.schedule))
+        return self.training_step(options.microbatches, stages, options.schedule, again)
 
     def stages(self, mesh: Mesh, layout: Layout) -> dict[str, int]:
         """The stages of pipelines under a layout: dimensions of layers that it splits -> how often."""
@@ -144,7 +161,9 @@ class Model:
         apply_updates(graph, self.optimizer, pairs)
         return TrainingStep(graph, {"loss": loss, **metrics}, tuple(pairs))
 
-    def _pipelined(self, microbatches: int, stages: Mapping[str, int], schedule: str) -> TrainingStep:
+    def _pipelined(
+        self, microbatches: int, stages: Mapping[str, int], schedule: str, again: frozenset[str]
+    ) -> TrainingStep:
         if self.batch_dim is None:
             raise UserError(
                 f"model {self.name!r}: its inputs have no first dimension in common to make microbatches of, "
@@ -158,9 +177,10 @@ class Model:
                     f"{' and '.join(stages)}; take the schedule {GPIPE}, or split one of them"
                 )
             ((dim, count),) = stages.items()
+            second = next((layer_again(whole.graph, text) for text in again), None)
             return self._added_up(
                 lambda wanted: one_forward_one_backward(
-                    whole.graph, str(self.batch_dim), microbatches, dim, count, schedule, wanted
+                    whole.graph, str(self.batch_dim), microbatches, dim, count, schedule, wanted, second
                 )
             )
         given = whole.graph, self.batch_dim, microbatches, stages, whole.results
@@ -213,13 +233,18 @@ class Model:
         if options.diloco is not None:
             return self.replicas(mesh, layout, options, check=check).inner
         stages = self.stages(mesh, layout)
-        step = self.training_step(options.microbatches, stages, options.schedule)
+        step = self.step_of(mesh, layout, options)
         check_offload(options.offload, step.graph.variables, options.recompute)
         if options.schedule != GPIPE and not stages:
             raise UserError(
                 f"schedule {options.schedule}: the layout splits no layers into stages; split the dimension "
                 "of a loop over layers, as layers:pipe, or leave the schedule out"
             )
+        again = of_stages(options.recompute, stages, alternates(options.schedule))
+        check_on_devices(options.offload, again, options.schedule)
+        options = replace(options, recompute=options.recompute - again)
+        if alternates(options.schedule):
+            check_inside(options.recompute, self.step_graph, step.graph, f"schedule {options.schedule}")
         return lower(step.graph, mesh, layout, step.results, options, check=check)
 
     def replicas(

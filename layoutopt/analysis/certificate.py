@@ -159,7 +159,8 @@ def _where(subproblem: Subproblem) -> str:
     """The mesh, and what of it is stages."""
     stages = (f" with {dim} over {'+'.join(axes)}" for dim, axes in subproblem.decided.stages.items())
     order = (f" in {subproblem.decided.schedule}",) if subproblem.decided.stages else ()
-    return "".join((str(subproblem.mesh), *stages, *order))
+    again = (f" with recompute {text}" for text in sorted(subproblem.decided.again))
+    return "".join((str(subproblem.mesh), *stages, *order, *again))
 
 
 def _open(subproblem: Subproblem) -> Ruled:

@@ -42,7 +42,7 @@ class Keeping:
 
 def keepings(model: Model, mesh: Mesh, layout: Layout, options: Options, hardware: Hardware) -> list[Keeping]:
     """Every change of one kind, or name, of value that loops keep; the fastest first."""
-    graph = model.training_step(options.microbatches, model.stages(mesh, layout), options.schedule).graph
+    graph = model.step_of(mesh, layout, options).graph
     prices, found = pricer(hardware, mesh), list[Keeping]()
     for text in sorted(options.recompute):
         others = options.recompute - {text}

@@ -39,7 +39,7 @@ class Dependencies:
       reads: variable -> the nodes that read it.
       owner: tensor that is a variable as read, a part of it in a loop, or a cast of these -> the variable.
       chain: variable -> these tensors.
-      stacks: tensors that the program's loops stack; `unread` those that they save and do not.
+      stacks: tensors that the program's loops stack; `unread` those that they save or stack and do not.
       additions: nodes of the step itself that sums may wait behind -> the operands whose sums may.
       totalled: tensors whose sum the update's total takes.
       fusion: what a compiler may run as one kernel.
@@ -60,7 +60,10 @@ class Dependencies:
         self.stacks = {program.values[s.outer].tensor for loop in loops for s in loop.stacked}
         local = (i for i, _ in program.walk() if isinstance(i, Local) and isinstance(i.op, StageStack))
         self.stacks.update(program.values[o].tensor for instr in local for o in instr.outputs)
-        self.unread = frozenset(o for b in graph.blocks for o in b.saved.values() if o not in self.stacks)
+        saved = {o for b in graph.blocks for o in b.saved.values()}
+        # What stages stack may be added up before it is.
+        saved.update(o for b in graph.blocks if not b.spread for _, o in b.stacked)
+        self.unread = frozenset(saved - self.stacks)
         self.repeated = repeated(graph)
         live |= {self._number(t) for t, first in self.repeated.items() if self._number(first) in live}
         self.live = [n for n, _ in graph.walk() if n.index in live or isinstance(n.op, Assign | Read)]

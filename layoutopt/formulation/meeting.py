@@ -28,7 +28,7 @@ from mesh_tf_core.ir.structure import Assign
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.replicas import replica_graphs, rules_about
 from mesh_tf_core.lower.storage import narrow_reads
-from mesh_tf_core.model import DEFAULT, NO_STAGES, Model, TrainingStep
+from mesh_tf_core.model import DEFAULT, NO_STAGES, NOTHING, Model, TrainingStep
 from mesh_tf_core.ops.ticks import GPIPE
 from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
@@ -41,7 +41,11 @@ class _Meets:
     step: TrainingStep
 
     def training_step(
-        self, microbatches: int = 1, stages: Mapping[str, int] = NO_STAGES, schedule: str = GPIPE
+        self,
+        microbatches: int = 1,
+        stages: Mapping[str, int] = NO_STAGES,
+        schedule: str = GPIPE,
+        again: frozenset[str] = NOTHING,
     ) -> TrainingStep:
         return self.step
 

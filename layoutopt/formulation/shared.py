@@ -94,6 +94,7 @@ class SharedContext:
         if again not in self._programs:
             more = options_of(again)
             own, stages = self.structure, dict(self.structure.stages)
+            more["recompute"] = more.get("recompute", frozenset()) | own.again
             options = Options(microbatches=own.microbatches, schedule=own.schedule, **more)
             mesh = Mesh([*stages.items()]) if stages else ONE
             layout = Layout({dim: (dim,) for dim in stages})

@@ -27,6 +27,7 @@ from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import HYBRID, Allowed
 from layoutopt.space.parallelism import parallelism
 from layoutopt.space.splits import Split, domains
+from layoutopt.space.stages import runs_again
 from layoutopt.space.undivided import mostly_split, storage_of
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import AT, Axes, Layout
@@ -158,10 +159,12 @@ class Pinned(Plans):
         stages = {dim: self.layout.axes(dim) for dim in ways}
         try:
             schedule = allowed.schedule[:1]
-            graph = self.model.training_step(microbatches, ways, *schedule).graph
+            again = next(runs_again(self.model, stages, schedule[0], allowed), frozenset())
+            graph = self.model.training_step(microbatches, ways, schedule[0], again).graph
             pins = {n: self.layout.axes(n) for n in graph.dims() if n not in stages}
             wanted = replace(allowed, pins=pins, forbid={}, microbatches=(microbatches,))
-            return decisions(graph, self.mesh, replace(wanted, stages=stages, schedule=schedule))
+            wanted = replace(wanted, stages=stages, schedule=schedule, again=again)
+            return decisions(graph, self.mesh, wanted)
         except UserError:
             return None
 

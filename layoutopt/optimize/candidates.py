@@ -96,7 +96,7 @@ Known = TypeVar("Known")
 
 
 def _place(of: Subproblem) -> Hashable:
-    return of.mesh, frozenset(of.decided.stages.items()), of.decided.schedule
+    return of.mesh, frozenset(of.decided.stages.items()), of.decided.schedule, of.decided.again
 
 
 def _fewer(known: Mapping[Hashable, Mapping[int, Known]], of: Subproblem) -> list[tuple[float, Known]]:

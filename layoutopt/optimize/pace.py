@@ -57,4 +57,5 @@ def looked_at(subproblem: Subproblem, renames: bool, points: int) -> str:
     stages = decided.stages_on(mesh).items()
     looked += "".join(f" through {n} stages of {dim}" for dim, n in stages)
     looked += f" in {decided.schedule}" if stages else ""
+    looked += "".join(f" with recompute {text}" for text in sorted(decided.again))
     return looked + (f", point {points + 1} of the frontier" if points else "")

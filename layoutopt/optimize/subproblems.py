@@ -14,14 +14,15 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.kept import of_stages
 from mesh_tf_core.model import Model
-from mesh_tf_core.ops.ticks import Schedule, rounds_of
+from mesh_tf_core.ops.ticks import Schedule, alternates, rounds_of
 
 
 @dataclass(frozen=True)
 class Subproblem:
-    """One mesh shape with one number of microbatches and the same stages in one schedule: a problem of its
-    own."""
+    """One mesh shape with one number of microbatches and the same stages in one schedule, of which the same
+    runs again: a problem of its own."""
 
     mesh: Mesh
     decided: Decisions
@@ -42,14 +43,15 @@ class Subproblem:
     @property
     def key(self) -> Hashable:
         """What tells it from others: `key_of` its layouts."""
-        decided = self.decided
-        return self.mesh, self.microbatches, frozenset(decided.stages.items()), decided.schedule
+        decided, stages = self.decided, frozenset(self.decided.stages.items())
+        return self.mesh, self.microbatches, stages, decided.schedule, decided.again
 
 
 def key_of(model: Model, mesh: Mesh, layout: Layout, options: Options) -> Hashable:
     """The `Subproblem.key` of the problem that a layout is an answer of."""
     stages = ((dim, layout.axes(dim)) for dim in model.stages(mesh, layout))
-    return mesh, options.microbatches, frozenset(stages), options.schedule
+    again = of_stages(options.recompute, model.stages(mesh, layout), alternates(options.schedule))
+    return mesh, options.microbatches, frozenset(stages), options.schedule, again
 
 
 def subproblems(
@@ -75,7 +77,7 @@ def subproblems(
             for way in ways(model, mesh, allowed):
                 here = replace(way, microbatches=(number,), near=inner)
                 try:
-                    graph = model.training_step(number, count(mesh, way), *way.schedule[:1]).graph
+                    graph = model.training_step(number, count(mesh, way), way.schedule[0], way.again).graph
                     found = Subproblem(mesh, decisions(graph, mesh, here))
                 except UserError as error:
                     if number == parts[0] and not way.stages:

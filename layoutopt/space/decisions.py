@@ -40,9 +40,9 @@ from layoutopt.space.storage import Storage
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.kept import Sets
-from mesh_tf_core.model import NO_STAGES, TrainingStep
-from mesh_tf_core.ops.ticks import GPIPE
+from mesh_tf_core.lower.kept import Sets, of_stages
+from mesh_tf_core.model import NO_STAGES, NOTHING, TrainingStep
+from mesh_tf_core.ops.ticks import GPIPE, alternates
 from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
 
@@ -51,7 +51,11 @@ class Steps(Protocol):
     """What has steps: a model, or what replicas do when they meet."""
 
     def training_step(
-        self, microbatches: int = 1, stages: Mapping[str, int] = NO_STAGES, schedule: str = GPIPE
+        self,
+        microbatches: int = 1,
+        stages: Mapping[str, int] = NO_STAGES,
+        schedule: str = GPIPE,
+        again: frozenset[str] = NOTHING,
     ) -> TrainingStep: ...
 
 
@@ -81,6 +85,7 @@ class Structure:
 
     Attributes:
       stages: dimensions of layers -> how many stages of a pipeline they are, in what `schedule`.
+      again: what of them runs again (`mesh_tf_core.lower.kept.of_stages`).
       further: dimensions that may be split further elsewhere.
       keeps: what loops that run again may keep (`kept.Recomputed`).
       products: dimensions; messages may go in chunks beside products that have one.
@@ -89,13 +94,14 @@ class Structure:
     microbatches: int = 1
     stages: tuple[tuple[str, int], ...] = ()
     schedule: str = GPIPE
+    again: frozenset[str] = NOTHING
     further: frozenset[str] = frozenset()
     keeps: Sets = ()
     products: frozenset[str] = frozenset()
 
     def step_of(self, model: Steps) -> TrainingStep:
         """The step of a model."""
-        return model.training_step(self.microbatches, dict(self.stages), self.schedule)
+        return model.training_step(self.microbatches, dict(self.stages), self.schedule, self.again)
 
 
 @dataclass(frozen=True)
@@ -135,6 +141,11 @@ class Decisions:
         return self.read({})[1].schedule
 
     @cached_property
+    def again(self) -> frozenset[str]:
+        """What of the stages of this subproblem runs again, where that is another graph."""
+        return of_stages(self.read({})[1].recompute, self.stages, alternates(self.schedule))
+
+    @cached_property
     def stages(self) -> dict[str, Axes]:
         """Dimensions of layers that are stages in this subproblem, with their axes."""
         return {d.subject: d.options[0] for d in self.every if isinstance(d, Stages)}
@@ -154,6 +165,7 @@ class Decisions:
             self.microbatches,
             tuple(self.stages_on(mesh).items()),
             self.schedule,
+            self.again,
             frozenset(d.dim for d in self.every if isinstance(d, Elsewhere)),
             tuple(dict.fromkeys(keep for d in self.every if isinstance(d, Recompute) for keep in d.kept)),
             frozenset(d.subject for d in self.every if isinstance(d, CollectiveMatmul)),

@@ -51,6 +51,7 @@ class Allowed:
       pipeline: dimensions of layers that may lie over mesh axes, as stages of a pipeline.
       stages: those that do, each with its axes.
       schedule: of pipelines (`mesh_tf_core.ops.ticks.SCHEDULES`); of a subproblem with stages, its only one.
+      again: what of stages that go backward at once runs again (`mesh_tf_core.lower.kept.of_stages`).
       storage: stages that variables may be stored at, of all axes, or of some ("zero3@data"), or `HYBRID`.
       near: the axes of `HYBRID`; none where all links are alike.
       recompute: whether loops may (both), must or must not run again in backward; "selective": or may
@@ -76,6 +77,7 @@ class Allowed:
     offload: tuple[str, ...] = ()
     diloco: DiLoCo | None = None
     schedule: tuple[str, ...] = (GPIPE,)
+    again: frozenset[str] = field(default=frozenset(), metadata=OF_A_PROBLEM)
     collective_matmul: tuple[str, ...] = ()
 
     @classmethod

@@ -95,6 +95,8 @@ class Recompute(Decision):
         plain = [() for again in allowed.recompute if again is False]
         whole = [ON for again in allowed.recompute if again is True]
         _check_named(graph, allowed.recompute)
+        for asked in map(Recomputed.parse, sorted(allowed.again)):
+            yield cls(asked.dim, ((*ON, *asked.keep),))
         for dim in recomputable(graph):
             kept = keep_sets(graph, dim, kept_sets(allowed.recompute))
             some = [(*ON, *keep) for keep in kept]

@@ -7,18 +7,22 @@ its own, where nothing is left to choose. Only asked for: a search then has many
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Set
+from collections.abc import Collection, Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from layoutopt.space.kind import Allowed, Feature, LeftOut, Target, not_allowed
+from layoutopt.space.recompute import kept_sets
 from layoutopt.space.splits import Split, split_options
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.blocks import TICK
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower.kept import Recomputed
+from mesh_tf_core.lower.rematerialization import keep_sets
 from mesh_tf_core.model import Model
-from mesh_tf_core.ops.ticks import GPIPE
+from mesh_tf_core.ops.ticks import GPIPE, alternates
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.pipeline import check_stages, loop_dims
 
@@ -80,7 +84,26 @@ def ways(model: Model, mesh: Mesh, allowed: Allowed) -> Iterator[Allowed]:
         stages = {dim: axes for dim, axes in zip(allowed.pipeline, chosen, strict=True) if axes}
         if len({a for axes in stages.values() for a in axes}) == sum(map(len, stages.values())):
             for schedule in allowed.schedule if stages else (GPIPE,):
-                yield replace(plain, stages=stages, schedule=(schedule,))
+                for again in runs_again(model, stages, schedule, allowed):
+                    yield replace(plain, stages=stages, schedule=(schedule,), again=again)
+
+
+def runs_again(
+    model: Model, stages: Collection[str], schedule: str, allowed: Allowed
+) -> Iterator[frozenset[str]]:
+    """What of stages may run again where that is another graph."""
+    if not alternates(schedule):
+        yield frozenset()
+        return
+    if False in allowed.recompute:
+        yield frozenset()
+    for dim in stages:
+        sets = keep_sets(model.step_graph, dim, kept_sets(allowed.recompute))
+        yield from (frozenset({str(Recomputed(dim, keep))}) for keep in sets)
+        if True in allowed.recompute:
+            yield frozenset({dim})
+    if True in allowed.recompute:
+        yield frozenset({TICK})
 
 
 def _possible(target: Target, dim: str, sizes: Set[int]) -> Iterator[Axes]:

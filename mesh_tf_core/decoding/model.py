@@ -9,7 +9,7 @@ from mesh_tf_core.decoding.beam import beam_search
 from mesh_tf_core.decoding.loop import Decoded, greedy, sample
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
-from mesh_tf_core.model import NO_STAGES, Model, TrainingStep
+from mesh_tf_core.model import NO_STAGES, NOTHING, Model, TrainingStep
 from mesh_tf_core.ops.basic import Constant
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.reduce import reduce_mean
@@ -32,7 +32,11 @@ class Decoder(Model):
     decoded: Decoded = field(kw_only=True)
 
     def training_step(
-        self, microbatches: int = 1, stages: Mapping[str, int] = NO_STAGES, schedule: str = GPIPE
+        self,
+        microbatches: int = 1,
+        stages: Mapping[str, int] = NO_STAGES,
+        schedule: str = GPIPE,
+        again: frozenset[str] = NOTHING,
     ) -> TrainingStep:
         """The step that decodes, without gradients or updates."""
         if microbatches > 1 or stages:

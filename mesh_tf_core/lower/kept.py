@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mesh_tf_core.errors import UserError, known_names
-from mesh_tf_core.ir.blocks import Block, Node, reads
+from mesh_tf_core.ir.blocks import TICK, Block, Node, reads
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.lower.nodes import weights
 from mesh_tf_core.tracing.graph import Graph
@@ -79,6 +79,19 @@ def written(texts: Iterable[str]) -> frozenset[str]:
 def dims_of(texts: Iterable[str]) -> frozenset[str]:
     """The dimensions of the loops."""
     return frozenset(Recomputed.parse(text).dim for text in texts)
+
+
+def of_stages(texts: Iterable[str], stages: Iterable[str], at_once: bool) -> frozenset[str]:
+    """What some texts say of stages that go backward at once: it makes another graph of the step, where the
+    rest is for lowering. Whole stages that run again from what came in have all that their layers would keep.
+
+    Args:
+      stages: dimensions of layers.
+      at_once: whether a microbatch goes backward as soon as it has gone through all stages.
+    """
+    about = {Recomputed.parse(text).dim: text for text in texts} if at_once else {}
+    named = [TICK] if TICK in about else sorted({*stages} & about.keys())
+    return frozenset(about[name] for name in named)
 
 
 def kind_of(tensor: int, block: Block, graph: Graph) -> str:

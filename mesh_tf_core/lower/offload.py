@@ -68,6 +68,19 @@ def check_offload(offload: Offload, variables: Mapping[str, Variable], recompute
             )
 
 
+def check_on_devices(offload: Offload, again: Iterable[str], schedule: str) -> None:
+    """UserError if what stages keep that go backward at once is to lie on the hosts.
+
+    Args:
+      again: what of stages runs again (`kept.of_stages`).
+    """
+    for name in sorted(dims_of(again) & {name for kind, name in offload if kind == ACTIVATIONS}):
+        raise UserError(
+            f"offload {ACTIVATIONS}: in schedule {schedule} what stages keep of {name!r} stays on the "
+            "devices; take the schedule gpipe, or leave it out"
+        )
+
+
 def offload_of(
     words: Iterable[str], variables: Mapping[str, Variable], recompute: Iterable[str] = ()
 ) -> Offload:

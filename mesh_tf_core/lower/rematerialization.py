@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from functools import cached_property
 from itertools import compress
 
-from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.blocks import TICK, Block, Node
 from mesh_tf_core.lower.kept import KINDS, SETS, Recomputed, Sets, check_kept, kept_values
+from mesh_tf_core.tracing.chunks import Again, LayerAgain
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.rounds import loop_name
 
@@ -324,6 +326,36 @@ def leading_to(wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING) ->
     """The nodes of `block` from which the tensors `wanted` follow, in order; see `needed_for`."""
     needed = needed_for(wanted, block, kept)
     return [node for node in block.nodes if _makes(node, needed, kept)]
+
+
+def check_inside(texts: Iterable[str], whole: Graph, staged: Graph, where: str) -> None:
+    """UserError for loops inside of layers that run forward and backward in different loops over these.
+
+    Args:
+      whole, staged: the step without stages, and with them, in a schedule: `where`.
+    """
+    apart = {*recomputable(whole)} - {*recomputable(staged)}
+    for text in sorted(texts):
+        if Recomputed.parse(text).dim in apart:
+            raise UserError(
+                f"recompute {text!r}: in {where} stages keep what loops inside of their layers save; "
+                "recompute the layers or 'tick' too"
+            )
+
+
+def layer_again(graph: Graph, text: str) -> Again:
+    """What a text says runs again of the layers of stages that go backward at once."""
+    asked, remat = Recomputed.parse(text), rematerialization(graph, frozenset({text}))
+
+    def found(layers: Block) -> LayerAgain | None:
+        if asked.dim == TICK:
+            return None
+        check_recompute(graph, [text])
+        kept, read = remat.kept(layers), remat.read_again(layers)
+        stays = (*(i for i in layers.carry_in if i in read), *sorted(kept.difference(layers.carry_in)))
+        return LayerAgain(stays, leading_to(layers.saved, layers, kept))
+
+    return found
 
 
 def running_again(block: Block, unread: Set[int] = frozenset(), kept: Set[int] = NOTHING) -> list[Node]:

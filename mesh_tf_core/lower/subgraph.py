@@ -30,7 +30,7 @@ class Subgraph:
       moved: tensors that what is not lowered here moves as these nodes do, so that they find them moved.
       moved_by: tensors that others may move too, and of each of these all its dimensions and those that it
         regroups: where a layout has rules for elsewhere, it says who does.
-      unread: stacks of saved values that nothing reads in the whole graph: no loop makes them.
+      unread: stacks that nothing reads in the whole graph: no loop makes them.
     """
 
     nodes: frozenset[int]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -41,6 +41,24 @@ class Place:
     first: Tensor | None
 
 
+@dataclass(frozen=True)
+class LayerAgain:
+    """What of a layer runs again for its backward.
+
+    Attributes:
+      kept: tensors of its body that stay: states as it begins, and others.
+      nodes: of its body, that lead from these to what backward reads.
+    """
+
+    kept: Sequence[int]
+    nodes: Sequence[Node]
+
+
+Again = Callable[[Block], LayerAgain | None]
+"""What runs again for backward, of the body of a loop over layers: parts of each layer, or None: the layers
+of a stage one after the other, from the state that came in."""
+
+
 class ChunkCopy(Accumulation):
     """A step of which layers are copied as a stage's.
 
@@ -53,6 +71,9 @@ class ChunkCopy(Accumulation):
         and of one of its chunks.
       again: what is copied is forward work that runs for backward.
       links: the layers keep what backward reads, as other loops always do.
+      keeps: tensors of the layers' body that are stacked where they run forward, `held`: the stacks of these;
+        `wanted`: they, and what loops inside of a layer stack for them.
+      second: what of a layer runs again where its gradient is made, and the body that this is of.
       stacks: what layers stack for all of a stage.
       raw: variables that lie in the order of chunks, as they lie; `lies`: the same of sums of stacks.
     """
@@ -71,6 +92,10 @@ class ChunkCopy(Accumulation):
         for name in (MICROBATCH, IN_FLIGHT):
             self.new.unsplit[name] = "microbatches go through the stages of a pipeline one after the other"
         self.again = self.links = False
+        self.keeps: Sequence[int] = ()
+        self.held: dict[int, Tensor] = {}
+        self.wanted: set[int] = set()
+        self.second: tuple[LayerAgain, Block] | None = None
         self.batches, self.of_chunk = self.smaller, {**self.smaller, Dim(dim, size): self.chunk}
         self.of_stage = {**self.smaller, Dim(dim, size): self.own}
         self.stacks: set[int] = set()
@@ -175,6 +200,41 @@ class ChunkCopy(Accumulation):
     def _backward(self, body: Block, block: Block) -> None:
         if self.links or self.place is None or block.forward is not None:
             super()._backward(body, block)
+            return
+        if body.forward is not None:
+            return
+        if block.dim == self.chunk:
+            self.held = {i: self.new.stack_output(block, self.tensors[i]) for i in self.keeps}
+        else:
+            stacked = ((i, o) for i, o in body.saved.items() if o in self.wanted)
+            block.stacked += [(self.tensors[i].id, self._outer(o, block)) for i, o in stacked]
+
+    def keeping(self, keeps: Sequence[int], body: Block) -> None:
+        """From now on what is said of a layer's body stays where it runs forward."""
+        self.keeps, self.wanted = keeps, {*keeps}
+        for node, _ in body.walk():  # those around first
+            saved = node.body.saved if node.body is not None else {}
+            self.wanted.update(i for i, o in saved.items() if o in self.wanted)
+
+    def _parts(self, body: Block, block: Block) -> None:
+        if self.second is None or self.place is None or body.forward is not self.second[1]:
+            super()._parts(body, block)
+            return
+        (again, forward), stacks = self.second, {o: i for i, o in self.second[1].saved.items()}
+        block.sliced = [
+            (self.tensors[o].id, self._inner(block, i).id) for o, i in body.sliced if o not in stacks
+        ]
+        self.tensors.update((i, self.new.slice_into(block, self.held[i])) for i in again.kept)
+        known = dict(body.sliced)
+        for o, i in forward.sliced:
+            found = self.tensors.get(known.get(o, -1))
+            self.tensors[i] = self.new.slice_into(block, self.tensors[o]) if found is None else found
+        assert body.index is not None and forward.index is not None
+        self.tensors[forward.index] = self.tensors[body.index]
+        with self.running_again():
+            for node in again.nodes:
+                self._node(node)
+        self.tensors.update((i, self.tensors[stacks[o]]) for o, i in body.sliced if o in stacks)
 
     def _number(self, block: Block) -> Tensor:
         found = super()._number(block)

@@ -130,7 +130,7 @@ class Copy:
             self.blocks[body.id] = block
             self.tensors[body.index] = self._number(block)
             block.branch, block.single = body.branch, body.single
-            block.sliced = [(self.tensors[o].id, self._inner(block, i).id) for o, i in body.sliced]
+            self._parts(body, block)
             self._body(node, body, block)
             stacked = [(self._delivered(o, i), o) for i, o in body.stacked]
             block.stacked = [(x.id, self._outer(o, block, x.dtype)) for x, o in stacked]
@@ -138,6 +138,10 @@ class Copy:
             self._backward(body, block)
         finals = self.new.close_loop(block, init)
         self.tensors.update(zip(node.outputs, finals, strict=False))
+
+    def _parts(self, body: Block, block: Block) -> None:
+        """What an iteration has of stacks."""
+        block.sliced = [(self.tensors[o].id, self._inner(block, i).id) for o, i in body.sliced]
 
     def _body(self, node: Node, body: Block, block: Block) -> None:
         """The state and the nodes of a loop's body, in the copy's block."""

@@ -14,10 +14,13 @@ is taken apart: with P stages of R chunks, and a pass of T ticks (`Schedule.tick
 so that there are T slots of each kind. In turn t stage s is forward at its own tick t - s, and backward, last
 chunk first, at t - (P R - 1) - (P - 1 - s): with one chunk, with microbatches t - s and t - (2 P - 2 - s).
 With one chunk microbatches enter and leave in every turn; with several in P of P R, and what is before and
-behind the layers runs in these alone (`Block.runs`). Of what is forward only the state at the beginning of a
-chunk stays, in a ring of `Schedule.in_flight` places: backward runs the chunk again from there. What comes
-before the layers is made again wherever something behind reads it. A slot that waits has gradients of zero,
-and adds nothing.
+behind the layers runs in these alone (`Block.runs`).
+
+What backward reads of a chunk's layers stays, each value in a ring of `Schedule.in_flight` places; or of each
+layer its state and what it is to keep, and backward runs the rest of the layer again; or the state at the
+beginning of the chunk alone, and backward runs the chunk again from there (`chunks.Again`). What comes before
+the layers is made again wherever something behind reads it. A slot that waits has gradients of zero, and adds
+nothing.
 
 Variables that layers read by parts lie as in circular schedules (`tracing.pipeline`).
 """
@@ -27,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.tracing.chunks import ChunkCopy
+from mesh_tf_core.tracing.chunks import Again, ChunkCopy
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.standing import Kind
 from mesh_tf_core.tracing.turns import Turns
@@ -41,18 +44,26 @@ def one_forward_one_backward(
     stages: int,
     schedule: str,
     wanted: Mapping[str, Tensor],
+    again: Again | None = None,
 ) -> tuple[Graph, dict[str, Tensor]]:
     """A step as a pipeline over the loop that `dim` counts, in a schedule; otherwise as
     `microbatch.accumulate`.
 
+    Args:
+      again: what runs again for backward; None: nothing, stages keep all that it reads.
+
     Raises:
       UserError: the loop cannot be one; why, and what to do.
     """
-    return _OneForwardOneBackward(graph, batch, parts, dim, stages, schedule).run(wanted)
+    made = _OneForwardOneBackward(graph, batch, parts, dim, stages, schedule)
+    made.runs_again = again
+    return made.run(wanted)
 
 
 class _OneForwardOneBackward(ChunkCopy):
     """The step under construction."""
+
+    runs_again: Again | None = None
 
     def _loop(self, sums: Iterable[int]) -> None:
         sums = list(sums)
@@ -68,7 +79,7 @@ class _OneForwardOneBackward(ChunkCopy):
             raise self.refusal("the loss needs sums over the whole batch of what the layers make")
         if len(forward) != 1 or len(backward) != 1 or backward[0].body.forward is not forward[0].body:  # type: ignore[union-attr]
             raise self.refusal("more than one loop runs over these layers")
-        self.add_up(Turns(self, needed, forward[0], backward[0], sums).build())
+        self.add_up(Turns(self, needed, forward[0], backward[0], sums, self.runs_again).build())
 
     def _is_added(self, tensor: int) -> bool:
         """Not what adds other sums that have to be whole: a microbatch goes through the stages once."""

@@ -40,6 +40,7 @@ class Slots:
       states: what the layers hand on, as they read it; `passes`: what goes through the stages with it, as the
         layers read it, and a gradient goes back to it.
       stays: what each stage makes for itself; `same`: what is the same for all microbatches.
+      reads: node over layers -> what these read from outside, parts of stacks apart.
       sliced: node -> the stacks that layers read their parts of.
       rows: gradients of `passes`.
     """
@@ -118,7 +119,8 @@ class Slots:
         numbered = self._numbered()
         saved = {*self._body(self.forward).saved.values()}
         self.sliced = {n.index: self._sliced(n, saved) for n in (self.forward, self.backward)}
-        read = self._inside(self.forward) | (self._inside(self.backward) - saved)
+        self.reads = {n.index: self._inside(n) - saved for n in (self.forward, self.backward)}
+        read = set().union(*self.reads.values())
         late = [i for i in (*read, *self.sliced[self.backward.index]) if self._when(i) is not When.BEFORE]
         if late or any(self._when(i) > When.HEAD for i in self.seeds):
             raise self.refuse("the gradient of what the layers stack depends on the microbatch")

@@ -16,17 +16,31 @@ from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.math import logical_and, maximum, minimum, mod
 from mesh_tf_core.ops.neighbours import shift
-from mesh_tf_core.tracing.chunks import IN_FLIGHT, ChunkCopy
+from mesh_tf_core.tracing.chunks import IN_FLIGHT, Again, ChunkCopy
 from mesh_tf_core.tracing.rounds import whose_turn
 from mesh_tf_core.tracing.slots import Slots, When
 from mesh_tf_core.tracing.standing import Kind, outer_reads
 
 
 class Turns(Slots):
-    """The loops over the turns; `slots.Slots` has the arguments."""
+    """The loops over the turns; `slots.Slots` has the other arguments.
+
+    Args:
+      again: what runs again for backward; None: nothing.
+
+    Attributes:
+      held: of what goes through the stages, what rings hold for backward.
+      keeps: what rings hold of every layer, tensors of its body.
+    """
 
     def __init__(
-        self, copy: ChunkCopy, needed: Sequence[Node], forward: Node, backward: Node, sums: Iterable[int]
+        self,
+        copy: ChunkCopy,
+        needed: Sequence[Node],
+        forward: Node,
+        backward: Node,
+        sums: Iterable[int],
+        again: Again | None = None,
     ) -> None:
         super().__init__(copy, needed, forward, backward, sums, copy.trained, copy.refusal)
         self.copy: ChunkCopy = copy
@@ -36,6 +50,23 @@ class Turns(Slots):
         self.ring = Dim(IN_FLIGHT, self.schedule.in_flight)
         self.made: dict[int, list[Tensor]] = {}
         copy.stacks.update(o for n in (forward, backward) for _, o in self._body(n).stacked)
+        self.flows = (*self.states, *self.passes)
+        self._keep(self._body(forward), again)
+
+    def _keep(self, layers: Block, again: Again | None) -> None:
+        """Settles what stays for backward."""
+        copy = self.copy
+        self.second = None if again is None else again(layers)
+        self.stage_again = again is not None and self.second is None
+        self.runs = (self.backward,) if again is None else (self.forward, self.backward)
+        read = {o for o, _ in self._body(self.backward).sliced}
+        saved = [i for i, o in layers.saved.items() if o in read]
+        self.keeps: Sequence[int] = saved if self.second is None else self.second.kept
+        self.keeps = () if self.stage_again else self.keeps
+        copy.keeping(self.keeps, layers)
+        used = set[int]().union(*(self.reads[n.index] for n in self.runs))
+        passes = tuple(i for i in self.passes if i in used)
+        self.held = self.flows if self.stage_again else passes
 
     # -- one microbatch --------------------------------------------------------------------------------------
 
@@ -62,13 +93,12 @@ class Turns(Slots):
             copy._looped(node, self._body(node), init)
         return [copy.tensors[o] for o in node.outputs[: len(init)]]
 
-    def _enter(self, stages: Block, number: Tensor, got: Sequence[Tensor], nodes: Sequence[Node]) -> None:
-        """What a stage reads for a microbatch."""
-        copy = self.copy
-        self._of(
-            number, dict(zip(self.passes, got[len(self.states) :], strict=True)), self.stays, When.BEFORE
-        )
-        for i in self.same:
+    def _enter(self, stages: Block, number: Tensor, got: Mapping[int, Tensor], nodes: Sequence[Node]) -> None:
+        """What a stage reads for a microbatch, of which it has `got` some."""
+        copy, read = self.copy, set[int]().union(*(self.reads[n.index] for n in nodes))
+        passes = {i: x for i, x in got.items() if i in self.passes}
+        self._of(number, passes, [i for i in self.stays if i in read], When.BEFORE)
+        for i in (i for i in self.same if i in read):
             copy.tensors.setdefault(i, copy._whole(i))
         for o in dict.fromkeys(o for node in nodes for o in self.sliced[node.index]):
             copy.tensors[o] = self.new.slice_into(stages, copy.stack(o), self.own)
@@ -157,13 +187,14 @@ class Turns(Slots):
             if entering is not None:
                 enters = stage < 1 if chunk is None else logical_and(stage < 1, chunk < 1)
                 got = [where(enters, x, h) for x, h in zip(entering, got, strict=True)]
-            place = self._lies(item, chunk)
-            kept = [
-                dynamic_update(new.slice_into(stages, r), x, place, IN_FLIGHT)
-                for r, x in zip(rings, got, strict=True)
-            ]
-            self._enter(stages, number, got, (self.forward,))
+            place, known = self._lies(item, chunk), dict(zip(self.flows, got, strict=True))
+            into = [new.slice_into(stages, r) for r in rings]
+            held = [known[i] for i in self.held]
+            kept = [dynamic_update(r, x, place, IN_FLIGHT) for r, x in zip(into, held, strict=False)]
+            self._enter(stages, number, known, (self.forward,))
             ends = self._layers(self.forward, stage, chunk, got[: len(self.states)])
+            pairs = zip(into[len(held) :], self.keeps, strict=True)
+            kept += [dynamic_update(r, self.copy.held[i], place, IN_FLIGHT) for r, i in pairs]
             handed = [new.stack_output(stages, x) for x in (*ends, *got[len(self.states) :])]
             kept = [new.stack_output(stages, x) for x in kept]
             terms = self._terms(stages, self.forward, works)
@@ -181,24 +212,30 @@ class Turns(Slots):
         new, copy, schedule = self.new, self.copy, self.schedule
         with new.phase("backward", ""), new.loop(self.stage, spread=True) as stages:
             stage = new.tensors[stages.index]  # type: ignore[index]
-            works, number, item, back = self._slot(turn + stage - (self.stages - 1))
+            works, number, _, back = self._slot(turn + stage - (self.stages - 1))
             last = stage > self.stages - 2
             chunk = None if back is None else (schedule.rounds - 1) - back
             begins = last if back is None else logical_and(last, back < 1)
-            place = self._lies(item, chunk)
+            # A slot that waits takes what was put there: no gradient comes of it, if it is a number.
+            place = self._lies(number, chunk)
             got = [dynamic_slice(new.slice_into(stages, r), place, IN_FLIGHT) for r in rings]
-            self._enter(stages, number, got, (self.forward, self.backward))
+            known = dict(zip(self.held, got, strict=False))
+            self._enter(stages, number, known, self.runs)
             for i in (*self.same, *self.sliced[self.backward.index]):
-                maker = self.copy.makers.get(i)
-                if maker is not None and maker.phase != "forward" and is_float(copy.tensors[i].dtype):
-                    copy.tensors[i] = where(works, copy.tensors[i], 0)
-            with copy.running_again():
-                self._layers(self.forward, stage, chunk, got[: len(self.states)])
+                maker, x = copy.makers.get(i), copy.tensors.get(i)
+                if maker is not None and x is not None and maker.phase != "forward" and is_float(x.dtype):
+                    copy.tensors[i] = where(works, x, 0)
+            if self.stage_again:
+                with copy.running_again():
+                    self._layers(self.forward, stage, chunk, [known[i] for i in self.states])
+            else:
+                self._kept(dict(zip(self.keeps, got[len(self.held) :], strict=True)))
             come = [new.slice_into(stages, h) for h in held]
             seeds = come[: len(self.seeds)]
             if entering:
                 seeds = [where(begins, x, h) for x, h in zip(entering, seeds, strict=True)]
             ends = self._layers(self.backward, stage, chunk, [where(works, x, 0) for x in seeds])
+            copy.second = None
             beside = zip(self.rows, come[len(self.seeds) :], strict=True)
             ends += [copy.tensors[o] + where(begins, 0, h) for o, h in beside]
             handed = [new.stack_output(stages, x) for x in ends]
@@ -206,6 +243,14 @@ class Turns(Slots):
         with new.phase("backward", ""):
             new.close_loop(stages, [])
         return handed, terms
+
+    def _kept(self, found: Mapping[int, Tensor]) -> None:
+        """Backward has what the layers kept."""
+        copy, layers = self.copy, self._body(self.forward)
+        if self.second is None:
+            copy.tensors.update((layers.saved[i], x) for i, x in found.items())
+        else:
+            copy.held, copy.second = dict(found), (self.second, layers)
 
     def _left(self, handed: Sequence[Tensor], end: bool) -> list[Tensor]:
         """What left the last stage, or the first if not at the `end`, on all devices."""
@@ -256,11 +301,14 @@ class Turns(Slots):
         new, schedule = self.new, self.schedule
         ahead = schedule.first(end=True)
         both, behind = (ahead, schedule.ticks - ahead), (schedule.ticks - ahead, ahead)
-        flows = (*self.states, *self.passes)
-        carried = [*(self._zeros(i) for i in flows), *(self._zeros(i, self.ring) for i in flows)]
+        carried = [self._zeros(i) for i in self.flows]
+        carried += [self._zeros(i, self.ring) for i in self.held]
+        carried += [self._zeros(i, self.ring, self.copy.chunk) for i in self.keeps]
+        count = len(self.flows)
         with new.loop(Dim(TICK, ahead)) as turns:
             inside = [new.body_input(turns, x) for x in carried]
-            handed, rings, terms = self._forward_slot(self._number(turns), (0, ahead), *_halves(inside))
+            number = self._number(turns)
+            handed, rings, terms = self._forward_slot(number, (0, ahead), inside[:count], inside[count:])
             self._close(turns, inside, [*self._moved(handed, 1), *rings], terms)
         carried = new.close_loop(turns, carried)
         back = [self._zeros(i) for i in (*self.seeds, *self.rows)]
@@ -268,7 +316,7 @@ class Turns(Slots):
             inside = [new.body_input(turns, x) for x in (*carried, *back)]
             number, flow = self._number(turns), inside[: len(carried)]
             turn, ticks = number + ahead, (0, both[1])
-            handed, rings, terms = self._forward_slot(turn, both, *_halves(flow))
+            handed, rings, terms = self._forward_slot(turn, both, flow[:count], flow[count:])
             moved = self._moved(handed, 1)
             entering, more = self._head(turn, both, handed[: len(self.states)])
             backwards, further = self._backward_slot(number, inside[len(carried) :], rings, entering)
@@ -277,7 +325,7 @@ class Turns(Slots):
                 moved += [*rings, *self._moved(backwards, -1)]
             self._close(turns, inside, moved, terms)
         after = new.close_loop(turns, [*carried, *back])
-        rings, back = after[len(flows) : len(carried)], after[len(carried) :]
+        rings, back = after[count : len(carried)], after[len(carried) :]
         with new.phase("backward", ""), new.loop(Dim(TICK, ahead)) as turns:
             inside = [new.body_input(turns, x) for x in back]
             turn = self._number(turns) + both[1]
@@ -309,7 +357,3 @@ class Turns(Slots):
         for o, x in terms.items():
             term = scale(x, 1 / self.parts) if self._kind(o) is Kind.SAME else x
             self.made.setdefault(o, []).append(self.new.sum_output(turns, term))
-
-
-def _halves(xs: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    return xs[: len(xs) // 2], xs[len(xs) // 2 :]

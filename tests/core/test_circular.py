@@ -4,6 +4,7 @@ the closed form says, and what is saved is in the order of the model."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,12 @@ def test_random_layouts(seed: int, plain: mtf.Model, dense: Any) -> None:
     check(program, dense)
 
 
-def drawn(rng: random.Random, built: mtf.Model, order: str = "circular") -> Program | None:
+POLICIES: list[set[str]] = [set(), {"layers"}, {"layers:keep=products"}, {"tick"}, {"tick", "layers"}]
+
+
+def drawn(
+    rng: random.Random, built: mtf.Model, order: str = "circular", policies: Sequence[set[str]] = POLICIES
+) -> Program | None:
     """A layout with stages that microbatches go round, if it is legal."""
     stages = rng.choice([2, 4])
     axes = [("pipe", stages), ("a", 2), *([("b", 2)] if rng.random() < 0.4 else [])]
@@ -128,11 +134,7 @@ def drawn(rng: random.Random, built: mtf.Model, order: str = "circular") -> Prog
     for dim in ("batch", "e", "d"):
         chosen = [name for name, _ in axes if name != "pipe" and rng.random() < 0.4]
         rules.update({dim: "+".join(chosen)} if chosen else {})
-    again = rng.choice(
-        [set(), {"layers"}, {"layers:keep=products"}, {"tick"}, {"tick", "layers"}][
-            : 3 if order == "interleaved" else 5
-        ]
-    )
+    again = rng.choice(policies)
     storage = {name: rng.randrange(4) for name in ("wi", "wo", "shared")}
     layout, mesh = (";".join(f"{a}:{b}" for a, b in each) for each in (rules.items(), axes))
     parts, rounds = rng.choice([1, 2, 3, 4, 6]), rng.choice([2, 4] if stages == 2 else [2])

@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
@@ -14,6 +15,7 @@ from costmodels.hardware import load_hardware
 from costmodels.liveness import memory
 from costmodels.pricing.pricer import pricer
 from costmodels.waiting import waiting
+from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.instructions import Instr, Local, Permute
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower.verify import verify
@@ -43,7 +45,19 @@ CASES: list[tuple[str, str, int, dict[str, Any]]] = [
     ("pipe:4", "layers:pipe", 1, {}),
     ("t:2;pipe:2", "layers:pipe;e:t;vocabulary:pipe+t", 8, {"storage": {"table": 3, "wo": 1}}),
     ("pipe:2;data:2", "layers:pipe;batch:data", 2, {"recompute": {"layers"}, "storage": FURTHER}),
+    ("pipe:4", "layers:pipe", 2, {"recompute": {"tick"}}),
+    ("pipe:2;t:2", "layers:pipe;d:t", 4, {"recompute": {"layers:keep=products"}}),
+    ("pipe:2;data:2", "layers:pipe;batch:data", 4, {"recompute": {"tick", "layers"}, "storage": FURTHER}),
 ]
+POLICIES: list[set[str]] = [
+    set(),
+    {"tick"},
+    {"layers"},
+    {"tick", "layers"},
+    {"layers:keep=products"},
+    {"layers:keep=others"},
+]
+"""What of stages runs again."""
 
 
 @pytest.mark.parametrize(("mesh", "layout", "parts", "given"), CASES)
@@ -54,10 +68,11 @@ def test_losses_and_variables_are_those_of_one_device(
     *found, engine = steps(program)
     same(found, dense)
     assert engine.communication_bytes == program.communication_bytes()
+    assert engine.peak_memory_bytes == memory(program).peak
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(200))
 def test_random_layouts(seed: int, plain: mtf.Model, dense: Any) -> None:
     rng = random.Random(seed)
     program = None
@@ -77,7 +92,7 @@ def drawn(rng: random.Random, built: mtf.Model) -> Program | None:
         free = [name for name, _ in axes if name != "pipe" or dim == "vocabulary"]
         chosen = [name for name in free if rng.random() < 0.4]
         rules.update({dim: "+".join(chosen)} if chosen else {})
-    again = rng.choice([set(), {"layers"}, {"layers:keep=products"}])
+    again = rng.choice(POLICIES)
     storage = {name: rng.randrange(4) for name in ("wi", "wo", "table", "shared")}
     layout, mesh = (";".join(f"{a}:{b}" for a, b in each) for each in (rules.items(), axes))
     try:
@@ -92,10 +107,12 @@ def test_random_numbers_are_those_of_microbatches_on_one_device() -> None:
     same(steps(lowered(built, "pipe:4;t:2", "layers:pipe;e:t", 4), 1)[:2], alone[:2])
 
 
-@pytest.mark.parametrize(("stages", "parts"), [(2, 8), (4, 4)])
-def test_stages_work_and_wait_as_the_schedule_says(stages: int, parts: int, plain: mtf.Model) -> None:
+@pytest.mark.parametrize(("stages", "parts", "again"), [(2, 8, ""), (4, 4, "tick"), (2, 4, "layers")])
+def test_stages_work_and_wait_as_the_schedule_says(
+    stages: int, parts: int, again: str, plain: mtf.Model
+) -> None:
     schedule = Schedule(parts, stages)
-    program = lowered(plain, f"pipe:{stages}", "layers:pipe", parts)
+    program = lowered(plain, f"pipe:{stages}", "layers:pipe", parts, recompute={again} if again else ())
     done = {"forward": 0, "recompute": 0}
     sent = {"forward": 0, "backward": 0}
     for instr, times in program.walk():
@@ -107,7 +124,8 @@ def test_stages_work_and_wait_as_the_schedule_says(stages: int, parts: int, plai
             sent[phase] += times
     # Two products for each of a stage's layers in every slot, of which the bubble's are for nothing.
     useful = 2 * parts * (4 // stages)
-    assert all(1 - useful / n == pytest.approx(schedule.bubble) for n in done.values()), done
+    assert 1 - useful / done["forward"] == pytest.approx(schedule.bubble)
+    assert done["recompute"] == (done["forward"] if again else 0)
     # The state and what is read of each example; after the last of two stages nobody reads it.
     assert sent == {"forward": 2 * schedule.ticks, "backward": 2 * (schedule.ticks - (stages == 2))}
 
@@ -145,6 +163,52 @@ def test_what_is_in_flight_does_not_grow_with_the_microbatches() -> None:
     assert peaks["gpipe", 32] - peaks["gpipe", 8] >= 24 * state
     # A ring of 2 P - 1 states is held once.
     assert [h.bytes for h in found.holdings if "in_flight" in h.what] == [7 * state]
+
+
+def nested() -> mtf.Model:
+    """Layers with a loop inside, of which backward reads states and products."""
+    g = mtf.Graph()
+    x, parts = g.input("x", [B, D], "float64"), mtf.Dim("parts", 3)
+
+    def part(h: mtf.Tensor) -> mtf.Tensor:
+        wi = g.variable("wi", [D, E], mtf.Normal(0.5), "float64")
+        inner = mtf.tanh(mtf.einsum([h, wi], [B, E]))
+        wo = g.variable("wo", [E, D], mtf.Normal(0.5), "float64")
+        return h + mtf.sigmoid(mtf.einsum([inner, wo], [B, D]))
+
+    def layer(h: mtf.Tensor) -> mtf.Tensor:
+        return mtf.scan(part, h * g.variable("scale", [D], mtf.Normal(1.0), "float64"), parts)
+
+    return mtf.Model(mtf.reduce_mean(mtf.square(mtf.scan(layer, x, LAYERS))), mtf.SGD(0.1))
+
+
+INSIDE: dict[str, list[tuple[str, ...]]] = {
+    ONE_F_ONE_B: [(), ("layers", "parts"), ("tick", "parts"), ("layers:keep=others",)],
+    "interleaved:2": [(), ("layers",)],
+}
+
+
+@pytest.mark.parametrize("schedule", INSIDE)
+def test_loops_inside_of_layers(schedule: str) -> None:
+    built, batch = nested(), np.random.default_rng(4).normal(size=(8, 4))
+
+    def learned(mesh: str, layout: str, *again: str) -> dict[str, Any]:
+        how = mtf.Options({}, frozenset(again), 4 if layout else 1, schedule=schedule if layout else "gpipe")
+        program = built.lower(mtf.Mesh(mesh), mtf.Layout(layout), how)
+        engine = LockstepEngine(program)
+        engine.step({"x": batch.reshape(program.values[program.feeds["x"]].shape.sizes)})
+        assert engine.peak_memory_bytes == memory(program).peak
+        return {name: np.asarray(engine.read(name)) for name in program.variables}
+
+    alone = learned("one:1", "")
+    for again in INSIDE[schedule]:
+        same([learned("pipe:2;data:2", "layers:pipe;batch:data", *again)], [alone])
+    with pytest.raises(mtf.UserError, match="recompute the layers or 'tick' too"):
+        learned("pipe:2", "layers:pipe", "parts")
+    with pytest.raises(mtf.UserError, match="what stages keep of 'layers' stays on the devices"):
+        hosted = frozenset({("activations", "layers")})
+        how = mtf.Options({}, frozenset({"layers"}), 2, schedule=schedule, offload=hosted)
+        built.lower(mtf.Mesh("pipe:2"), mtf.Layout("layers:pipe"), how)
 
 
 FAULTS: dict[str, Any] = {

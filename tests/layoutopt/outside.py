@@ -31,18 +31,20 @@ from layoutopt.space.decisions import Decisions
 from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import Allowed, Decision, Target
 from layoutopt.space.microbatches import Microbatches, numbers
+from layoutopt.space.recompute import Recompute
 from layoutopt.space.schedule import Schedule
 from layoutopt.space.splits import Split
 from layoutopt.space.stages import Stages, count, ways
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.kept import SETS, Recomputed
+from mesh_tf_core.lower.kept import SETS, Recomputed, of_stages
 from mesh_tf_core.lower.nodes import crossed, product_dims
 from mesh_tf_core.lower.offload import KINDS as HOSTED
 from mesh_tf_core.lower.offload import OPTIMIZER, WEIGHTS
 from mesh_tf_core.lower.storage import Stage
 from mesh_tf_core.ops.context import FORMS
+from mesh_tf_core.ops.ticks import alternates
 from mesh_tf_core.optimizers import by_name
 from mesh_tf_core.tracing.graph import Graph
 from tests.layoutopt.models import random_model, some_choices
@@ -86,7 +88,7 @@ def records(target: Target, wide: Allowed) -> list[Decisions]:
         for way in ways(target.model, target.mesh, wide):
             with suppress(UserError):
                 stages = count(target.mesh, way)
-                graph = target.model.training_step(number, stages, *way.schedule[:1]).graph
+                graph = target.model.training_step(number, stages, way.schedule[0], way.again).graph
                 found.append(space.decisions(graph, target.mesh, replace(way, microbatches=(number,))))
     return found
 
@@ -134,8 +136,7 @@ CHANGES: dict[str, Callable[[Target, Graph, random.Random], Any] | None] = {
 
 def changed(target: Target, layout: Layout, options: Options, rng: random.Random) -> tuple[Layout, Options]:
     """The same with other values of one or two fields of the options, or other rules of the layout."""
-    stages = target.model.stages(target.mesh, layout)
-    graph = target.model.training_step(options.microbatches, stages, options.schedule).graph
+    graph = target.model.step_of(target.mesh, layout, options).graph
     makers = [name for name, make in CHANGES.items() if make is not None]
     for name in rng.sample([*makers, "layout"], rng.choice([1, 1, 2])):
         make = CHANGES.get(name)
@@ -186,13 +187,16 @@ def beyond(target: Target, allowed: Allowed, price: Price) -> set[str]:
         known = []
     alike = [way for way in known if dict(way.stages) == stages]
     found |= set() if alike else {Stages.label}
-    way = next((way for way in alike if not stages or options.schedule in way.schedule), None)
+    again = of_stages(options.recompute, stages, alternates(options.schedule))
+    ordered = [way for way in alike if not stages or options.schedule in way.schedule]
+    way = next((way for way in ordered if way.again == again), None)
     if alike and way is None:
-        found.add(Schedule.label)
+        found.add(Recompute.label if ordered else Schedule.label)
     if found or way is None:
         return found
     way = replace(way, microbatches=(options.microbatches,))
-    graph = target.model.training_step(options.microbatches, count(target.mesh, way), *way.schedule[:1]).graph
+    stages = count(target.mesh, way)
+    graph = target.model.training_step(options.microbatches, stages, way.schedule[0], way.again).graph
     decided = space.decisions(graph, target.mesh, way)
     choices = decided.write(layout, options)
     for name, choice in choices.items():

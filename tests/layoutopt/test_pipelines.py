@@ -51,7 +51,8 @@ def compare(
     stages = {of: tuple(axes.split("+"))}
     allowed = Allowed(microbatches=(parts,), stages=stages, **more)
     counts = {of: mesh.group_size(stages[of])}
-    decided = decisions(model.training_step(parts, counts, *allowed.schedule).graph, mesh, allowed)
+    graph = model.training_step(parts, counts, *allowed.schedule, allowed.again).graph
+    decided = decisions(graph, mesh, allowed)
     prices = pricer(machine, mesh)
     found, compared = extract(model, mesh, decided, prices), 0
     least = Evaluator(model, machine).least(mesh, decided)
@@ -78,6 +79,14 @@ def compare(
 LENGTH: dict[str, Any] = {"elsewhere": ("length",)}
 STORED: dict[str, Any] = {"pins": {"positions": ("pipe", "t"), "batch": ("t",)}}
 """A weight that is gathered under another name than its variable's."""
+KEPT = "layers:keep=products+attention"
+
+
+def again(text: str) -> frozenset[str]:
+    """What of stages runs again that go backward at once."""
+    return frozenset({text})
+
+
 CASES: list[tuple[str, str, int, str, str, dict[str, Any]]] = [
     ("reading", "pipe:4;t:2", 2, "a100", "pipe", {}),
     ("transformer", "a:2;b:2;t:2", 4, "tpu-v3", "a+b", {"recompute": (False, "selective", True)}),
@@ -96,6 +105,10 @@ CASES: list[tuple[str, str, int, str, str, dict[str, Any]]] = [
     ("transformer", "t:2;pipe:2", 8, "h100", "pipe", {"schedule": ("1f1b",)}),
     ("experts", "pipe:2;t:2", 2, "tpu-v5e", "pipe", {"pins": {"length": ()}, "schedule": ("1f1b",)}),
     ("both", "pipe:2;t:2", 2, "h100", "pipe", {"of": "decoder_layers", "schedule": ("interleaved:2",)}),
+    ("transformer", "t:2;pipe:2", 4, "h100", "pipe", {"schedule": ("1f1b",), "again": again("tick")}),
+    ("experts", "pipe:2;t:2", 2, "tpu-v5e", "pipe", {"schedule": ("1f1b",), "again": again("layers")}),
+    ("transformer", "a:2;b:2;t:2", 4, "a100", "a", {"schedule": ("1f1b",), "again": again(KEPT)}),
+    ("transformer", "pipe:2;t:2", 2, "h100", "pipe", {"schedule": ("interleaved:2",), "again": again(KEPT)}),
 ]
 
 
