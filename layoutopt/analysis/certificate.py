@@ -15,7 +15,7 @@ What takes more than `MOST` layouts to list, or more time than there is, stays o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.hardware import Hardware
@@ -134,11 +134,19 @@ def certify(
       devices, max_axes: what was asked instead of a mesh; None: the plan's mesh was given.
     """
     mesh = plan.mesh if devices is None else None
-    pieces = Pieces()
     evaluator = Evaluator(model, hardware)
     shapes = meshes(mesh, devices, max_axes, hardware)
-    for subproblem in subproblems(model, shapes, asked, evaluator.near):
-        seconds = plan.predicted.step_seconds * (1 - EXACT)
+    problems = subproblems(model, shapes, asked, evaluator.near)
+    yield from rule_out(evaluator, problems, plan.predicted.step_seconds, limit)
+
+
+def rule_out(
+    evaluator: Evaluator, problems: Iterable[Subproblem], claimed: float, limit: float
+) -> Iterator[Ruled]:
+    """Goes through problems, in the order of a search, with what is claimed to be the fewest seconds within a
+    limit of memory."""
+    seconds, pieces = claimed * (1 - EXACT), Pieces()
+    for subproblem in problems:
         known = pieces.bound(subproblem)
         if known >= seconds:
             yield replace(_open(subproblem), how="pieces", bound=known)

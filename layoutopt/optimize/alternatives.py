@@ -4,7 +4,7 @@ simpler searches find, the next best layouts, the points of a frontier."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from layoutopt.evaluator import Evaluation
 from layoutopt.optimize.baselines import FSDP, Baselines, Pinned, axis_names, by_name, chosen_by_name
@@ -12,11 +12,11 @@ from layoutopt.optimize.heuristics import HEURISTICS
 from layoutopt.optimize.request import EXACT, Request
 from layoutopt.optimize.restricted import FAR, Answer, BestPlans
 from layoutopt.optimize.subproblem import Found
-from layoutopt.optimize.subproblems import Subproblem
+from layoutopt.optimize.subproblems import Subproblem, near_axes
 from layoutopt.plan.build import axes_of, decided
 from layoutopt.plan.schema import Alternative, Predicted
 from layoutopt.space.decisions import FEATURES
-from layoutopt.space.kind import GATHER, Allowed, Feature
+from layoutopt.space.kind import GATHER, HYBRID, Allowed, Feature
 from layoutopt.space.undivided import storage_of, stored_at, undivided
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
@@ -108,19 +108,24 @@ class Alternatives:
         return notes + self._elsewhere() + self._gathers() + self._not_by_name()
 
     def _not_by_name(self) -> list[str]:
-        """What the answer has and layouts by name could not choose."""
-        whole, best = self.request.allowed, self.best
-        few = chosen_by_name(whole)
+        """What could be chosen, and layouts by name could not; and what of it the answer has."""
+        request, best = self.request, self.best
+        whole, few = request.allowed, chosen_by_name(request.allowed)
+        if not near_axes(best.mesh, whole, request.evaluator.near):  # hybrid means nothing here
+            whole = replace(whole, storage=tuple(stage for stage in whole.storage if stage != HYBRID))
 
         def allows(said: Allowed, feature: Feature) -> bool:
             return any(map(feature.means, getattr(said, feature.field)))
 
         lost = [f for f in FEATURES.values() if allows(whole, f) and not allows(few, f)]
-        used = [f.name for f in lost if f.used(best.layout, best.options)]
-        if not self.request.model.stages(best.mesh, best.layout):  # a layout does not say what counts layers
-            used = [name for name in used if FEATURES[name].field != "pipeline"]
-        had = ", ".join(used)
-        return [f"layouts by name were searched without {had}, which the answer has"] if had else []
+        used = [f for f in lost if f.used(best.layout, best.options)]
+        if not request.model.stages(best.mesh, best.layout):  # a layout does not say what counts layers
+            used = [f for f in used if f.field != "pipeline"]
+        if not lost:
+            return []
+        without, had = (", ".join(f.name for f in some) for some in (lost, used))
+        said = f"layouts by name were searched without {without}"
+        return [said + (f"; the answer has {had}" if had else "")]
 
     def _unsplit(self) -> str:
         """Why storage splits too little where nothing else is split; '' if it does not."""

@@ -73,7 +73,7 @@ def subproblems(
     refused, piped = "", False
     for number in parts:
         for mesh in shapes:
-            inner = _near(mesh, allowed, near) if HYBRID in allowed.storage else ()
+            inner = near_axes(mesh, allowed, near)
             for way in ways(model, mesh, allowed):
                 here = replace(way, microbatches=(number,), near=inner)
                 try:
@@ -94,8 +94,11 @@ def subproblems(
         )
 
 
-def _near(mesh: Mesh, allowed: Allowed, near: Callable[[Mesh], Axes]) -> Axes:
-    """The near axes that one replica lies over; none where all of its axes are."""
+def near_axes(mesh: Mesh, allowed: Allowed, near: Callable[[Mesh], Axes]) -> Axes:
+    """The near axes that `HYBRID` is over, of those that one replica lies over; none where all of these are
+    near, or it is not allowed."""
+    if HYBRID not in allowed.storage:
+        return ()
     own = {axis for axis, size in mesh.axes if size > 1 and axis not in allowed.apart}
     found = tuple(axis for axis in near(mesh) if axis in own)
     return found if len(found) < len(own) else ()

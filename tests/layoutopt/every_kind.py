@@ -9,20 +9,22 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware, with_settings
+from costmodels.pricing.items import HOST
 from layoutopt.clock import UNLIMITED
 from layoutopt.evaluator import Evaluation, Evaluator
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblems import Subproblem, subproblems
 from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.context import Context
-from layoutopt.space.decisions import KINDS
+from layoutopt.space.decisions import KINDS, Decisions
 from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import HYBRID, Allowed, Choice, Decision
 from layoutopt.space.microbatches import Microbatches
@@ -48,6 +50,7 @@ def whole_model(seed: int) -> mtf.Model:
     b, s, d = mtf.Dim("batch", 4), mtf.Dim("length", 4), mtf.Dim("d", rng.choice([4, 8, 32]))
     f, keys = mtf.Dim("f", rng.choice([4, 8, 16, 64])), mtf.Dim("keys", s.size)
     made, causal, first, wide = itertools.count(), *(rng.random() < p for p in (0.5, 0.3, 0.6))
+    heads = [mtf.Dim("heads", 2)] if rng.random() < 0.4 else []
     extra = [rng.choice(["bias", "norm", "unary", "softmax", *["none"] * 6]) for _ in range(3)]
     x = g.input("x", [b, s, d], "float32").cast(dtype)
 
@@ -64,11 +67,11 @@ def whole_model(seed: int) -> mtf.Model:
         return mtf.tanh(x) * 0.5 if kind == "unary" else x
 
     def attention(x: mtf.Tensor) -> mtf.Tensor:
-        heads, kv = mtf.Dim("heads", 2), mtf.Dim("kv", 4)
-        q = mtf.einsum([x, weight(d, heads, kv)], [b, s, heads, kv])
-        k = mtf.einsum([mtf.rename(x, length=keys.name), weight(d, heads, kv)], [b, keys, heads, kv])
+        kv = mtf.Dim("kv", 4)
+        q = mtf.einsum([x, weight(d, *heads, kv)], [b, s, *heads, kv])
+        k = mtf.einsum([mtf.rename(x, length=keys.name), weight(d, *heads, kv)], [b, keys, *heads, kv])
         done = mtf.attention(q, k, k, s, keys, kv, causal=causal)
-        return x + mtf.einsum([done, weight(heads, kv, d)], [b, s, d])
+        return x + mtf.einsum([done, weight(*heads, kv, d)], [b, s, d])
 
     def layer(x: mtf.Tensor) -> mtf.Tensor:
         y = some(extra[0], attention(x))
@@ -79,7 +82,11 @@ def whole_model(seed: int) -> mtf.Model:
     x = some(extra[2], mtf.scan(layer, x, mtf.Dim("layers", 4)))
     clip = rng.choice([0.0, 0.0, 1.0])
     optimizer = rng.choice(
-        [mtf.SGD(0.1, momentum=0.9, clip_norm=clip), mtf.Adam(0.1, clip_norm=clip), by_name("adafactor", 0.1)]
+        [
+            *[mtf.SGD(0.1, momentum=0.9, clip_norm=clip)] * 6,
+            *[mtf.Adam(0.1, clip_norm=clip)] * 3,
+            by_name("adafactor", 0.1),
+        ]
     )
     return mtf.Model(mtf.reduce_mean(mtf.square(x.cast("float32"))), optimizer, name=f"whole {seed}")
 
@@ -110,6 +117,8 @@ OPENED: dict[type[Decision], Opens] = {
 """What to allow so that a kind is decided."""
 APART = (Rarely,)
 """Those that are asked for in one question of `RARE`: replicas have no stages, and nothing on the hosts."""
+OF_PROBLEMS = (Stages, Schedule, Microbatches)
+"""Those with one option in each problem."""
 RARE = 6
 
 
@@ -185,6 +194,20 @@ class Whole:
                 found.add(kind)
         return found
 
+    def taken(self, layout: mtf.Layout, options: mtf.Options) -> set[type[Decision]]:
+        """The kinds that are free and of which a layout and options have something that is not plain."""
+        for each in self.problems:
+            choices = each.decided.write(layout, options)
+            if all(choice in each.decided.options[name] for name, choice in choices.items()):
+                plain = self.problems[0].decided.options
+                return self.free & {
+                    type(each.decided.named[name])
+                    for name, choice in choices.items()
+                    if (choice and choice != plain.get(name, ((),))[0])
+                    or isinstance(each.decided.named[name], APART)
+                }
+        raise AssertionError(f"{layout}, {options}: in none of the problems")
+
 
 def whole_question(seed: int, most: int, rarely: bool = False) -> Whole:
     """A random model and question with at most `most` combinations: options leave at random, but the last two
@@ -221,6 +244,52 @@ def whole_question(seed: int, most: int, rarely: bool = False) -> Whole:
     return question
 
 
+def alone(kind: type[Decision], seed: int) -> Whole | None:
+    """A question with all options of one kind, and one of each other decision, so that some layout is legal;
+    None if nothing is left to decide or legal."""
+    rng, model = random.Random(seed), whole_model(seed)
+    mesh = mtf.Mesh(rng.choice(["x:4", "x:2"]) + (";sites:2" if kind in APART else ""))
+    hardware, allowed = _machine(rng), opened(rng, model, kind in APART)
+    evaluator = Evaluator(model, hardware)
+    each = next(subproblems(model, [mesh], allowed, evaluator.near))
+    own, every = each.decided.of(kind), each.decided.options
+    for _ in range(20 if any(len(every[name]) > 1 for name in own) else 0):
+        others = {
+            n: [o[0] if rng.random() < 0.5 else rng.choice(o)] for n, o in every.items() if n not in own
+        }
+        found = Subproblem(each.mesh, each.decided.within(others))
+        with suppress(mtf.LayoutError):
+            evaluator(mesh, *found.decided.read({name: rng.choice(every[name]) for name in own}))
+            return Whole(model, mesh, hardware, allowed, (found,))
+    return None
+
+
+def forgotten(problems: Sequence[Subproblem], kind: type[Decision] | None) -> list[Subproblem]:
+    """What is left of problems where a kind has its first option alone; replicas are not even known."""
+
+    def plain(decided: Decisions) -> Decisions:
+        if kind in APART:
+            return Decisions(tuple(d for d in decided.every if type(d) is not kind))
+        return decided.within({d.name: d.options[:1] for d in decided.every if type(d) is kind})
+
+    def own(decided: Decisions) -> list[Decision]:
+        return [d for d in plain(decided).every if type(d) is kind]
+
+    known = own(problems[0].decided)
+    alike = (each for each in problems if kind not in OF_PROBLEMS or own(each.decided) == known)
+    return [Subproblem(each.mesh, plain(each.decided)) for each in alike]
+
+
+def question_of(seed: int, most: int = 64) -> Whole:
+    """The random question of a number; replicas meet rarely in one of `RARE`."""
+    return whole_question(seed, most, rarely=seed % RARE == RARE - 1)
+
+
+def waits(evaluation: Evaluation) -> bool:
+    """Whether a step waits for the host link beside loops."""
+    return any(x.exposed for x in evaluation.cost.lines if x.axes == (HOST,))
+
+
 def _left(each: Subproblem, options: Mapping[str, list[Choice]]) -> Subproblem:
     """A problem with what is left of its options; where that is none of them, with its first."""
     decided = each.decided
@@ -231,10 +300,12 @@ def _left(each: Subproblem, options: Mapping[str, list[Choice]]) -> Subproblem:
 
 
 def _some(found: list[Subproblem], rng: random.Random) -> list[Subproblem]:
-    """A few of the problems: without stages, of one or two numbers of microbatches, and one with stages."""
+    """A few of the problems: without stages, of one or two numbers of microbatches, and mostly one with
+    stages."""
     plain = [each for each in found if not each.decided.stages]
     staged = [each for each in found if each.decided.stages]
-    return plain[: rng.choice([1, 1, 2])] + rng.sample(staged, min(1, len(staged)))
+    many = rng.choice([1, 1, 2])
+    return plain[:many] + rng.sample(staged, min(rng.choice([0, 1, 1]), len(staged)))
 
 
 def _machine(rng: random.Random) -> Hardware:

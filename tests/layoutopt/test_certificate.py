@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections import Counter
 from typing import Any
 
 import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
-from layoutopt.analysis.certificate import Certificate, certify, considered_by
+from layoutopt.analysis.certificate import Certificate, certify, considered_by, rule_out
 from layoutopt.analysis.explain import with_pins
 from layoutopt.plan.build import Plan
-from layoutopt.space.kind import Allowed
+from layoutopt.space.kind import Allowed, Decision
 from layoutopt.space.microbatches import USUAL
+from tests.layoutopt.every_kind import Whole, forgotten, question_of
 from tests.layoutopt.models import EXAMPLES
 from tests.searching import search
 
@@ -75,3 +79,46 @@ def test_every_shape_that_was_searched_is_ruled_out(model: mtf.Model, hardware: 
     proof = certificate(model, plan, hardware, ROOM, devices=4)
     assert proof.verified
     assert len({p.mesh for p in proof.problems}) == 2
+
+
+# -- every kind of decision, against enumeration --
+
+
+def check_whole(question: Whole, seed: int, forgets: type[Decision] | None = None) -> Counter[str]:
+    """A certificate about every kind, within a limit that mostly binds: it rules out all that is faster than
+    the best of all layouts, and not all that is faster than the next best.
+
+    Args:
+      forgets: a kind of which it knows the plain option alone: a planted fault.
+    """
+    rng = random.Random(seed)
+    known = [(each.cost.step_seconds, each.memory.peak) for each in question.evaluated()]
+    if not known:
+        return Counter()
+    peaks = sorted({peak for _, peak in known})
+    limit = rng.choice([math.inf, *peaks[: 1 + len(peaks) // 2]])
+    best, *others = sorted({seconds for seconds, peak in known if peak <= limit})
+    problems = forgotten(question.problems, forgets)
+    where = f"{question.model.name}: {question.mesh}, {question.hardware.name}, {limit} bytes"
+
+    def certified(claimed: float) -> Certificate:
+        return Certificate(tuple(rule_out(question.evaluator, problems, claimed, limit)), question.allowed)
+
+    true = certified(best)
+    assert true.faster is None, f"{where}: {true}, but enumeration finds {best}"
+    claimed = next((seconds for seconds in others if seconds > best * (1 + 1e-6)), None)
+    if claimed is not None:
+        assert not certified(claimed).verified, f"{where}: {claimed} is verified, and {best} is possible"
+    return Counter(models=1, verified=true.verified, refuted=claimed is not None)
+
+
+@pytest.mark.parametrize("seed", [2, 5])
+def test_a_certificate_agrees_with_enumeration(seed: int) -> None:
+    assert check_whole(question_of(seed), seed)["models"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(100, 200, 20))
+def test_many_certificates_agree_with_enumeration(first: int) -> None:
+    found = sum((check_whole(question_of(seed), seed) for seed in range(first, first + 20)), Counter[str]())
+    assert found["verified"] > 5 and found["refuted"] > 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 
@@ -12,18 +11,14 @@ from layoutopt import search
 from layoutopt.plan.build import decided as decided_of
 from layoutopt.plan.build import options_of
 from layoutopt.plan.decided import ELSEWHERE
-from layoutopt.space.collective_matmul import CollectiveMatmul
-from layoutopt.space.context import Context
 from layoutopt.space.decisions import KINDS, decisions
-from layoutopt.space.kind import Allowed
+from layoutopt.space.kind import Allowed, Decision
 from layoutopt.space.microbatches import Microbatches
-from layoutopt.space.rarely import Rarely
 from layoutopt.space.recompute import Recompute
-from layoutopt.space.schedule import Schedule
 from layoutopt.space.splits import Split, domains
-from layoutopt.space.stages import Stages
 from layoutopt.space.storage import Storage
 from mesh_tf_core.ir import layout
+from tests.layoutopt.every_kind import question_of
 from tests.layoutopt.models import EXAMPLES, some_choices
 
 MESH = mtf.Mesh("x:2;y:2")
@@ -34,26 +29,20 @@ def test_plans_call_rules_for_elsewhere_as_layouts_do() -> None:
     assert ELSEWHERE == layout.ELSEWHERE
 
 
-@pytest.mark.parametrize("orders", ["mesh", "all"])
-@pytest.mark.parametrize("name", ["transformer", "loops in loops"])
-def test_what_is_chosen_is_read_back(name: str, orders: str) -> None:
-    rng = random.Random(3)
-    graph = EXAMPLES[name]().training_step(2).graph
-    further = ("length",) if name == "transformer" else ("batch",)
-    more: Any = {"elsewhere": further, "offload": ("optimizer", "weights")}
-    if name == "transformer":
-        more["collective_matmul"] = ("d_ff",)
-    decided = decisions(graph, MESH, Allowed(orders=orders, microbatches=(2,), **more))
-    assert {n for kind in KINDS for n in decided.of(kind)} == set(decided.options)
-    asked = (
-        {*KINDS}
-        - {Stages, Schedule, Rarely}
-        - ({Context, CollectiveMatmul} if name != "transformer" else set())
-    )
-    assert all(decided.of(kind) for kind in asked)
-    for _ in range(50):
-        chosen = some_choices(decided, rng)
-        assert decided.write(*decided.read(chosen)) == chosen
+def test_what_is_chosen_is_read_back() -> None:
+    """Of every kind: choices, their layout and options, and these in a plan's fields say the same."""
+    seen = set[type[Decision]]()
+    for seed in range(6):
+        question, rng = question_of(seed), random.Random(seed)
+        seen |= question.free
+        for decided in (each.decided for each in question.problems):
+            assert {n for kind in KINDS for n in decided.of(kind)} == set(decided.options)
+            for _ in range(20):
+                chosen = some_choices(decided, rng)
+                layout, options = decided.read(chosen)
+                assert decided.write(layout, options) == chosen
+                assert options_of(decided_of(options, layout)) == options
+    assert seen == {*KINDS}
 
 
 def test_names_and_words_are_those_of_plans() -> None:

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,10 +25,15 @@ from layoutopt.optimize.lazy_cuts import lazy_cut
 from layoutopt.optimize.least_memory import leanest
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.space.collective_matmul import CollectiveMatmul
-from layoutopt.space.decisions import decisions
+from layoutopt.space.context import Context
+from layoutopt.space.decisions import KINDS, decisions
+from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import Allowed, Choice, Decision
-from layoutopt.space.splits import parse_rules
-from tests.layoutopt.every_kind import RARE, whole_question
+from layoutopt.space.offload import Offload, Weights
+from layoutopt.space.recompute import Recompute, again_in
+from layoutopt.space.splits import Split, parse_rules
+from layoutopt.space.storage import Storage
+from tests.layoutopt.every_kind import alone, question_of
 from tests.layoutopt.models import EXAMPLES, HARDWARE, SMALL, crossed, random_model, some_choices
 
 ROUNDING = 1e-3
@@ -54,7 +60,7 @@ def check(search: SubproblemSearch, seed: int, cuts: int, others: int) -> int:
         if choices is None:
             continue
         evaluation = search.evaluate(choices)
-        again = search.extraction.read(choices)[1].recompute
+        again = again_in(search.extraction.read(choices)[1])
         known = max(row.use(choices) for row in search.extraction.memory.rows(again))
         if known > evaluation.memory.peak - 0.5:
             continue
@@ -132,8 +138,40 @@ def test_a_cut_does_not_forbid_what_is_done_in_chunks() -> None:
     assert found.found.options.collective_matmul == {"heads"}
 
 
-@pytest.mark.parametrize("kind", [CollectiveMatmul])
+def check_whole(seed: int) -> None:
+    """Cuts of a random question about every kind."""
+    question = question_of(seed)
+    for each in question.problems:
+        check(SubproblemSearch(question.model, each.mesh, each.decided, question.hardware), seed, 4, 4)
+
+
+def check_alone(kind: type[Decision], seed: int) -> None:
+    """Cuts of a random question about one kind alone."""
+    question = alone(kind, seed)
+    assert question is not None
+    (each,) = question.problems
+    check(SubproblemSearch(question.model, each.mesh, each.decided, question.hardware), seed, 6, 6)
+
+
+FINDS: dict[type[Decision], Callable[[], None]] = {
+    Split: partial(check_alone, Split, 1),
+    Elsewhere: partial(check_alone, Elsewhere, 5),
+    Storage: partial(check_alone, Storage, 1),
+    Offload: partial(check_alone, Offload, 5),
+    Weights: partial(check_alone, Weights, 2),
+    Context: partial(check_alone, Context, 23),
+    Recompute: partial(check_whole, 3),  # alone, rows say themselves which loops run again
+    CollectiveMatmul: test_a_cut_does_not_forbid_what_is_done_in_chunks,
+}
+"""What finds out that cuts forget a kind."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_that_cuts_forget_is_found_out(kind: type[Decision], monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind not in FINDS:  # a problem has one option of it, so cuts may forget it
+        assert all(alone(kind, seed) is None for seed in range(2))
+        return
+    FINDS[kind]()
     whole = lazy_cuts._decisions
 
     def forgets(found: Extraction, numbers: Iterable[int]) -> frozenset[str]:
@@ -141,14 +179,7 @@ def test_a_kind_that_cuts_forget_is_found_out(kind: type[Decision], monkeypatch:
 
     monkeypatch.setattr(lazy_cuts, "_decisions", forgets)
     with pytest.raises(AssertionError):
-        test_a_cut_does_not_forbid_what_is_done_in_chunks()
-
-
-def check_whole(seed: int) -> None:
-    """Cuts of a random question about every kind."""
-    question = whole_question(seed, 64, rarely=seed % RARE == RARE - 1)
-    for each in question.problems:
-        check(SubproblemSearch(question.model, each.mesh, each.decided, question.hardware), seed, 4, 4)
+        FINDS[kind]()
 
 
 def test_cuts_of_every_kind_hold() -> None:

@@ -135,16 +135,23 @@ def test_named_plans_may_choose_whatever_names_do_not_say() -> None:
     assert found.storage == ("layout", "zero1")
 
 
-def test_what_an_answer_has_and_named_plans_have_not_is_said() -> None:
-    model = EXAMPLES["transformer"]()
+def test_what_named_plans_could_not_choose_is_said() -> None:
     pins = {"length@elsewhere": ("model",), "heads": ("model",), "d_ff": ("model",)}
     asked: dict[str, Any] = {"storage": ("layout",), "recompute": (False,), "microbatches": (1,)}
-    plan = layoutopt.search(
-        model, mesh="model:4", hardware="tpu-v4", pins=pins, elsewhere=("length",), **asked
-    )
-    assert plan.layout.elsewhere
-    (note,) = [n for n in plan.data.notes if n.startswith("layouts by name")]
-    assert note == "layouts by name were searched without sequence, which the answer has"
+
+    def note(name: str, mesh: str, **more: Any) -> list[str]:
+        plan = layoutopt.search(EXAMPLES[name](), mesh=mesh, **{"hardware": "h100", **asked, **more})
+        return [n for n in plan.data.notes if n.startswith("layouts by name were searched without")]
+
+    (found,) = note("transformer", "model:4", hardware="tpu-v4", pins=pins, elsewhere=("length",))
+    assert found == "layouts by name were searched without sequence; the answer has sequence"
+    hybrid, axis = ("layout", "zero1", "hybrid"), ("layout", "zero1", "zero1@x")
+    (found,) = note("mlp", "node:2;own:8", storage=hybrid)
+    assert found.startswith("layouts by name were searched without hybrid")
+    (found,) = note("mlp", "x:2;y:2", storage=axis)
+    assert found.startswith("layouts by name were searched without hybrid")
+    # In one node all links are near: hybrid means nothing.
+    assert not note("mlp", "x:2;y:2", storage=hybrid)
     assert {f.field for f in FEATURES.values()} <= {*Allowed.asked()}
 
 
