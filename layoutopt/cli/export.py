@@ -155,8 +155,8 @@ def recorded(plan: Plan, to: str) -> tuple[tuple[Placed, ...], tuple[Placed, ...
                 t.name,
                 tuple(d for d, _ in t.shape),
                 t.splits,
-                t.kind == "parameter",
                 tuple(n for _, n in t.shape),
+                t.kind == "parameter",
             )
             for t in tensors
         )

@@ -21,13 +21,13 @@ NAMED = 3
 
 @dataclass(frozen=True)
 class Placed:
-    """A variable or an input: its dimensions, the axes that each is split over, and their sizes."""
+    """A variable or an input: its dimensions, the axes that each is split over, and its size."""
 
     name: str
     dims: tuple[str, ...]
     splits: tuple[Axes, ...]
+    sizes: tuple[int, ...]
     trained: bool = False
-    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ def placed(program: Program) -> tuple[tuple[Placed, ...], tuple[Placed, ...]]:
     )
     feeds = ((name, program.values[i]) for name, i in program.feeds.items())
     variables = tuple(
-        Placed(name, shape.names, splits, trained, shape.sizes) for name, shape, splits, trained in stored
+        Placed(name, shape.names, splits, shape.sizes, trained) for name, shape, splits, trained in stored
     )
-    return variables, tuple(Placed(name, v.shape.names, v.splits, False, v.shape.sizes) for name, v in feeds)
+    return variables, tuple(Placed(name, v.shape.names, v.splits, v.shape.sizes) for name, v in feeds)
 
 
 def comment(text: str) -> str:

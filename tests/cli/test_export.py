@@ -263,7 +263,7 @@ def test_two_axes_on_one_dimension(to: str) -> None:
 
 def test_names_cannot_break_out_of_the_text() -> None:
     evil = 'x\'\n"""\nraise SystemExit'
-    weight = Placed(evil, (evil,), ((),))
+    weight = Placed(evil, (evil,), ((),), (8,))
     what = Exported(evil, mtf.Mesh("a:2"), mtf.Layout(), (weight,), (weight,))
     for to in ("jax", "dtensor", "haliax", "mesh-tensorflow"):
         compile(export(what, to), to, "exec")

@@ -229,7 +229,7 @@ def test_it_can_be_forbidden() -> None:
 
 
 def test_exports_say_it_or_refuse_it() -> None:
-    weights = [Placed(n, ("d_model", "d_ff"), ((), ()), True) for n in ("wi", "wo")]
+    weights = [Placed(n, ("d_model", "d_ff"), ((), ()), (8, 16), True) for n in ("wi", "wo")]
     decided = Decided(offload={"optimizer": ["wi", "wo"]})
     what = Exported("title", mtf.Mesh("a:2"), mtf.Layout("batch:a"), tuple(weights), (), decided)
     assert "optimizer_memory_host_offload: True" in export(what, "maxtext")

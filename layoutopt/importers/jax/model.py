@@ -95,8 +95,7 @@ class JaxModel(mtf.Model):
         }
         return {
             name: tuple(
-                Placed(a.path, a.named, tuple(axes or () for axes in spec), sizes=a.shape)
-                for a, spec in listed
+                Placed(a.path, a.named, tuple(axes or () for axes in spec), a.shape) for a, spec in listed
             )
             for name, listed in found.items()
             if listed
