@@ -3,12 +3,13 @@ what is decided."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from layoutopt.space.decisions import Decisions, decisions
 from layoutopt.space.kind import HYBRID, Allowed
 from layoutopt.space.microbatches import numbers
+from layoutopt.space.recompute import check_named
 from layoutopt.space.stages import count, ways
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Axes, Layout
@@ -70,7 +71,8 @@ def subproblems(
         suit even the fewest; or pipelines were asked for, and none is possible.
     """
     parts = numbers(model, allowed.microbatches)
-    refused, piped = "", False
+    check_named(model.step_graph, allowed.recompute)
+    refused, piped = dict[str, str](), False
     for number in parts:
         for mesh in shapes:
             inner = near_axes(mesh, allowed, near)
@@ -82,16 +84,24 @@ def subproblems(
                 except UserError as error:
                     if number == parts[0] and not way.stages:
                         raise
-                    refused = str(error) if way.stages else refused
+                    if way.stages:
+                        refused.setdefault(way.schedule[0], str(error))
                     continue
                 piped = piped or bool(way.stages)
                 yield found
     dims = ",".join(dim for dim in allowed.pipeline if allowed.pins.get(dim) != ())
     if dims and not piped:
         raise UserError(
-            f"--pipeline {dims}: {refused or 'no axis divides these layers'}; "
+            f"--pipeline {dims}: {_reasons(refused) or 'no axis divides these layers'}; "
             "leave it out, or choose another mesh"
         )
+
+
+def _reasons(refused: Mapping[str, str]) -> str:
+    """Why no schedule is possible: one reason if that is all, else each schedule's first."""
+    if len(every := dict.fromkeys(refused.values())) < 2:
+        return next(iter(every), "")
+    return "; ".join(f"{schedule}: {why}" for schedule, why in refused.items())
 
 
 def near_axes(mesh: Mesh, allowed: Allowed, near: Callable[[Mesh], Axes]) -> Axes:

@@ -94,7 +94,6 @@ class Recompute(Decision):
     def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
         plain = [() for again in allowed.recompute if again is False]
         whole = [ON for again in allowed.recompute if again is True]
-        _check_named(graph, allowed.recompute)
         for asked in map(Recomputed.parse, sorted(allowed.again)):
             yield cls(asked.dim, ((*ON, *asked.keep),))
         for dim in recomputable(graph):
@@ -134,8 +133,12 @@ def kept_sets(allowed: Iterable[bool | str]) -> Sets:
     return tuple(dict.fromkeys(found))
 
 
-def _check_named(graph: Graph, allowed: Iterable[bool | str]) -> None:
-    """UserError for a set that no loop has all of."""
+def check_named(graph: Graph, allowed: Iterable[bool | str]) -> None:
+    """UserError for a set that no loop has all of.
+
+    Args:
+      graph: a model's own step, whose loops users know: stages make other ones of them.
+    """
     loops = recomputable(graph)
     for one in (a for a in allowed if isinstance(a, str) and a != SELECTIVE):
         refused = [error for dim in loops if (error := _refused(graph, f"{dim}:{one}"))]

@@ -7,7 +7,7 @@ import functools
 import itertools
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,10 +18,12 @@ from examples.moe_lm import model as experts
 from examples.transformer_lm import model as transformer
 from layoutopt.analysis.certificate import Certificate, certify, considered_by
 from layoutopt.evaluator import evaluate
+from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.kind import Allowed
 from layoutopt.space.splits import parse_rules
 from mesh_tf_core.errors import InfeasibleError
 from mesh_tf_core.lower.kept import SETS, Recomputed
+from mesh_tf_core.ops.ticks import alternates
 from tests.searching import search
 
 SAME = 1e-9
@@ -60,8 +62,7 @@ class Case:
         machine, mesh = load_hardware(self.hardware), mtf.Mesh(self.mesh)
         keeps = ((), *SETS) if self.selective else ((),)
         found: dict[frozenset[str], tuple[float, int]] = {}
-        variables = {v.name for v in self.model.graph.variables.values() if v.trainable and len(v.shape)}
-        storage = {} if self.storage == "layout" else dict.fromkeys(variables, int(self.storage[-1]))
+        storage = {} if self.storage == "layout" else dict.fromkeys(self._stored(), int(self.storage[-1]))
         for texts in _texts(keeps):
             how = mtf.Options(storage, texts, self.microbatches, schedule=self.schedule)
             try:
@@ -72,6 +73,12 @@ class Case:
                 continue
             found[texts] = step.cost.step_seconds, step.memory.peak
         return found
+
+    def _stored(self) -> list[str]:
+        """The variables that a search stores so: with 1F1B, from zero2 on, those of the stages alone."""
+        few = alternates(self.schedule) and self.storage != "zero1"
+        variables = [v for v in self.model.graph.variables.values() if v.trainable and len(v.shape)]
+        return [v.name for v in variables if "layers" in v.shape.names or not few]
 
 
 def _texts(keeps: Iterable[tuple[str, ...]]) -> Iterator[frozenset[str]]:
@@ -109,7 +116,7 @@ def _limits(peaks: list[int]) -> list[float]:
 
 def deep() -> mtf.Model:
     return transformer(
-        layers=8, d_model=128, d_kv=32, heads=4, d_ff=512, vocab=64, batch=16, length=128, dtype="bfloat16"
+        layers=16, d_model=128, d_kv=32, heads=4, d_ff=512, vocab=64, batch=64, length=128, dtype="bfloat16"
     )
 
 
@@ -173,6 +180,23 @@ def test_a_mixture_of_experts_with_everything_free() -> None:
             assert step.memory.peak >= roomy.predicted.peak_memory_bytes
             if step.memory.peak <= limit:
                 assert step.cost.step_seconds >= plan.predicted.step_seconds * (1 - SAME)
+
+
+def test_a_set_of_values_is_one_of_the_layers() -> None:
+    """Ticks, and loops that are not stages, make nothing of that name: they refuse no stages for it."""
+    model, mesh = transformer(layers=4), mtf.Mesh("pipe:2")
+    schedules = ("gpipe", "1f1b")
+    asked = Allowed(
+        pins={"layers": ("pipe",)}, pipeline=("layers",), schedule=schedules, recompute=(False, "keep=wi")
+    )
+    assert {p.decided.schedule for p in subproblems(model, [mesh], asked)} == {*schedules}
+    why = "^recompute 'layers:keep=none': a loop over 'layers' makes nothing that 'none' is; known: attention"
+    with pytest.raises(mtf.UserError, match=why):
+        [*subproblems(model, [mesh], replace(asked, recompute=(False, "keep=none")))]
+    more = replace(asked, pipeline=("layers",), schedule=("interleaved:3", "circular:5"))
+    why = "interleaved:3: pipeline over 'layers': 3 rounds .*; circular:5: pipeline over 'layers': 5 rounds"
+    with pytest.raises(mtf.UserError, match=why):
+        [*subproblems(model, [mesh], more)]
 
 
 # -- random pipelines --
