@@ -86,10 +86,14 @@ class Copy:
                 return
             inputs = self._operands(node)
             op = self._op(node.op)
-            if op.derives_key and self.number is not None and not any(map(self._derived, node.inputs)):
-                inputs.append(self.number)
+            if op.derives_key and not any(map(self._derived, node.inputs)):
+                inputs += self._drawn_for()
             made = self._applied(op, inputs, node)
             self.tensors.update(zip(node.outputs, made, strict=True))
+
+    def _drawn_for(self) -> list[Tensor]:
+        """What keys get besides, so that the nodes that are being built draw numbers of their own."""
+        return [] if self.number is None else [self.number]
 
     def _derived(self, tensor: int) -> bool:
         node = self.old.producer.get(tensor)
@@ -228,6 +232,11 @@ class PartCopy(Copy):
         found = super()._ends(node, body)
         shared = self.standings.shared_out[node.index] if self.number is not None else ()
         return [scale(x, 1 / self.parts) if n in shared else x for n, x in enumerate(found)]
+
+    def _drawn_for(self) -> list[Tensor]:
+        """The number of the part; nothing if that is the whole batch, which draws what a step without parts
+        does."""
+        return [] if self.parts == 1 else super()._drawn_for()
 
     def _shape(self, shape: Shape) -> Shape:
         return Shape(self.smaller.get(d, d) for d in shape)
