@@ -142,11 +142,18 @@ class Group:
                 after[value] = tuple(w for w in ways if w is not None) or None
             return after[value]
 
+        def sums(value: int) -> Hashable:
+            """Those that collectives alone bring it from: they bring statistics."""
+            maker = context.producer.get(value)
+            sources = map(context.source, maker.inputs) if isinstance(maker, Collective) else ()
+            return tuple([called(s) if s in made else sums(s) for s in sources])
+
         parts: list[Hashable] = []
         for instr, kind in zip(self.instrs, self.roles, strict=True):
             sources = [context.source(i) for i in instr.inputs]
             inputs = tuple((called(i), called(s)) for i, s in zip(instr.inputs, sources, strict=True))
-            outside = tuple(follows(s) for s in sources if s not in made)
+            behind = [(s, follows(s)) for s in sources if s not in made]
+            outside = tuple([(ways, sums(s) if ways else ()) for s, ways in behind])
             made.update(instr.outputs)
             parts.append((instr.op, kind, inputs, outside, tuple(map(called, instr.outputs))))
         needed = tuple((self._needed(o), o in context.stacked) for i in self.instrs for o in i.outputs)

@@ -29,7 +29,7 @@ from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.nodes import delivered, plan_of, product_dims
-from mesh_tf_core.lower.subgraph import made_by
+from mesh_tf_core.lower.subgraph import Twin, made_by
 
 
 def clusters(dependencies: Dependencies) -> list[Cluster]:
@@ -79,11 +79,8 @@ class _Builder:
             times = self.dependencies.times(node)
             own = self.runs.runs.get(node.index, ())
             anyway = tuple(
-                (
-                    tuple(i in self.runs.moved_anyway(node, name) for i in node.inputs),
-                    tuple(self.runs.moved_by(node, name).values()),
-                )
-                for name in dict.fromkeys(run.name for run in own)
+                tuple((node.inputs.index(t.tensor), self._readers(t)) for t in self.runs.beside([node], run))
+                for run in own
             )
             totalled = tuple(o in self.dependencies.totalled for o in node.outputs)
             apart = node.index if node.index in self.dependencies.cut or self._read_by_cut(node) else -1
@@ -96,6 +93,16 @@ class _Builder:
         if any(isinstance(n.op, Scan) for n in nodes):
             parts.append(nodes[0].index)
         return tuple(parts)
+
+    def _readers(self, each: Twin) -> Hashable:
+        """What backward does with what a second run moves."""
+        return tuple(
+            (
+                _bare(node),
+                tuple((i == each.twin, self.graph.tensor(i).type) for i in (*node.inputs, *node.outputs)),
+            )
+            for node in each.readers
+        )
 
     def _leaves(self, tensor: int) -> tuple[tuple[bool, bool, bool], ...]:
         """What loops make of a tensor: a sum is written in iterations that run, a stack in all of them, and
@@ -184,11 +191,6 @@ class _Builder:
         for node in nodes:
             for run in self.runs.runs.get(node.index, ()):
                 numbers[run].append(node.index)
-        moved: dict[str, frozenset[int]] = {}
-        by: dict[str, dict[int, tuple[tuple[frozenset[str], frozenset[str]], ...]]] = {}
-        for name in {run.name for run in numbers}:
-            moved[name] = frozenset(t for node in nodes for t in self.runs.moved_anyway(node, name))
-            by[name] = {t: how for node in nodes for t, how in self.runs.moved_by(node, name).items()}
         different: dict[Subgraph, Subgraph] = {}
         found: dict[frozenset[str], tuple[Subgraph, ...]] = {}
         for run, own in numbers.items():
@@ -197,8 +199,7 @@ class _Builder:
                 subgraph.blocks,
                 again=run.name,
                 early=self.runs.early(nodes, run),
-                moved=moved[run.name],
-                moved_by=tuple(by[run.name].items()),
+                beside=self.runs.beside([node for node in nodes if node.index in self.runs.again[run]], run),
                 unread=self.dependencies.unread,
             )
             # What is worked out of a subgraph is remembered in it.

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.space.kind import Choice
 from layoutopt.space.recompute import ON_HOSTS, chosen
 from mesh_tf_core.ir.blocks import Block, Node
-from mesh_tf_core.ir.structure import Connection
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.kept import Recomputed, dims_of
-from mesh_tf_core.lower.nodes import moved_dims, plan_of
+from mesh_tf_core.lower.nodes import moved_dims
 from mesh_tf_core.lower.rematerialization import (
     Rematerialization,
     beside,
@@ -27,7 +26,7 @@ from mesh_tf_core.lower.rematerialization import (
     recomputable,
     rematerialization,
 )
-from mesh_tf_core.lower.subgraph import made_by
+from mesh_tf_core.lower.subgraph import Twin, made_by
 from mesh_tf_core.tracing.rounds import loop_name
 
 Texts = frozenset[str]
@@ -189,44 +188,39 @@ class SecondRuns:
         """Whether a loop's body is what second runs of some name are about."""
         return self.loops.get(block.id) == name or beside(block) == name
 
-    def moved_anyway(self, node: Node, name: str) -> set[int]:
-        """Operands that a node moves which may run again, and that backward moves alike: once for both."""
-        found: set[int] = set()
-        home = self._runs_in_backward(node, name)
-        if home is None:
-            return found
-        for block in (b for b in self.graph.blocks if b.forward is home):
-            for tensor in node.inputs:
-                twin = self.twin(tensor, block)
-                here = (r for r in self.dependencies.readers[twin] if self._in(r, block))
-                wanted = moved_dims(node, tensor, self.graph)
-                if wanted and any(moved_dims(r, twin, self.graph) == wanted for r in here):
-                    found.add(tensor)
-        return found
-
-    def moved_by(self, node: Node, name: str) -> dict[int, tuple[tuple[frozenset[str], frozenset[str]], ...]]:
-        """Operands that a node moves where a rule for elsewhere holds, and of what reads them in backward its
-        dimensions, and those that it regroups: the same rules say whether it moves them alike."""
-        found: dict[int, tuple[tuple[frozenset[str], frozenset[str]], ...]] = {}
-        home = self._runs_in_backward(node, name)
-        if home is None or not self.further:
-            return found
-        for block in self.graph.blocks:
-            for tensor in node.inputs if block.forward is home else ():
-                if moved_dims(node, tensor, self.graph, self.further):
+    def beside(self, nodes: Iterable[Node], run: Run) -> tuple[Twin, ...]:
+        """`Subgraph.beside`: of what some nodes may move that run again within their block's backward (loops
+        inside of it do so beside theirs)."""
+        found: dict[int, Twin] = {}
+        for node in nodes:
+            home = self.dependencies.block_of[node.index]
+            for block in self.graph.blocks if self._is_of(home, run.name) else ():
+                for tensor in self._moved(node, node.inputs) if block.forward is home else ():
                     twin = self.twin(tensor, block)
-                    plans = [
-                        plan_of(r, self.graph)
-                        for r in self.dependencies.readers[twin]
-                        if self._in(r, block) and not isinstance(r.op, Connection)
-                    ]
-                    found[tensor] = tuple(dict.fromkeys((p.dims, p.regrouped) for p in plans))
-        return found
+                    if tensor not in found and not self._made_twice(tensor, twin, run.texts):
+                        here = (r for r in self.dependencies.readers[twin] if self._in(r, block))
+                        if readers := tuple(r for r in here if self._moved(r, [twin])):
+                            found[tensor] = Twin(tensor, twin, readers)
+        return tuple(found.values())
 
-    def _runs_in_backward(self, node: Node, name: str) -> Block | None:
-        """A node's block, if that runs again within its backward; loops inside of it do so beside theirs."""
-        home = self.dependencies.block_of[node.index]
-        return home if self._is_of(home, name) else None
+    def _moved(self, node: Node, tensors: Iterable[int]) -> list[int]:
+        """The tensors that a node may move."""
+        return [t for t in tensors if moved_dims(node, t, self.graph, self.further)]
+
+    def _made_twice(self, tensor: int, twin: int, texts: Texts) -> bool:
+        """Whether backward makes for itself what stands for a tensor, as it does of another name of a value
+        and of what takes no work (`tracing.residuals`), beside what the second run has of it. What both
+        convert alike is converted once."""
+        maker, own = (self.graph.producer.get(t) for t in (twin, tensor))
+        if twin == tensor or maker is None or own is None:
+            return False
+        if maker.op.converts and own.op == maker.op:
+            return self._made_twice(own.inputs[0], maker.inputs[0], texts)
+        again = any(own.index in nodes for run, nodes in self.again.items() if run.texts == texts)
+        return again or texts in self.kept.get(tensor, ())
+
+    def _in(self, node: Node, block: Block) -> bool:
+        return self.dependencies.block_of[node.index] is block
 
     def twin(self, tensor: int, backward: Block) -> int:
         """The tensor that stands for one of forward in a backward body, or in those around it."""
@@ -234,9 +228,6 @@ class SecondRuns:
         while tensor not in around.captured and around.parent is not None:
             around = self.graph.blocks[around.parent]
         return around.captured.get(tensor, tensor)
-
-    def _in(self, node: Node, block: Block) -> bool:
-        return self.dependencies.block_of[node.index] is block
 
     def alike(
         self,

@@ -8,8 +8,10 @@ result, which is all-reduced at once. `passes` then moves those sums.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
+from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
@@ -40,7 +42,7 @@ from mesh_tf_core.lower.offload import Offload
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.storage import Stages
-from mesh_tf_core.lower.subgraph import Subgraph
+from mesh_tf_core.lower.subgraph import Subgraph, Twin
 from mesh_tf_core.ops.basic import AddN, Cast
 from mesh_tf_core.tracing.graph import Graph
 
@@ -120,6 +122,11 @@ class Lowering(Placing):
             masters = self.masters if node.phase == "update" else {}
             inputs = [self.on_device(masters[i]) if i in masters else self.value_of(i) for i in node.inputs]
             between = self.layout
+            if between.elsewhere and not plan.updates and not op.converts:
+                # A weight comes to where it lies between operations, once for all who read it, and from there
+                # to each: so what it is stored as is nothing to its readers.
+                given = zip(node.inputs, inputs, strict=True)
+                inputs = [self.to_natural(v) if i in self._weights else v for i, v in given]
             self.lay_out(between.around(plan.dims, plan.regrouped))
             if self.collective_matmul:
                 around = product_dims(self.graph).get(node.index, frozenset())
@@ -274,11 +281,27 @@ class Lowering(Placing):
         return [env[found.result]]
 
     def nodes(self, block: Block) -> None:
+        beside = {} if self.subgraph is None else {each.tensor: each for each in self.subgraph.beside}
         for node in block.nodes if self.subgraph is None else self.subgraph.within(block):
+            for tensor in beside.keys() & node.inputs if beside else ():
+                self._moved_beside(beside.pop(tensor))
             self.node(node)
         for phase, tensor in self.subgraph.natural_in(block) if self.subgraph else ():
             self.origin = replace(self.origin, phase=phase)
             self.to_natural(self.value_of(tensor))
+
+    def _moved_beside(self, each: Twin) -> None:
+        """Notes what backward moves of a tensor that a second run reads: its readers are lowered, and
+        dropped."""
+        value = self.lying(each.tensor)
+        env, count = self.env, len(self.code)
+        for node in each.readers:
+            self.env = {**env, each.twin: value}
+            # A layout that it does not allow, its own lowering refuses.
+            with suppress(LayoutError):
+                self.node(node)
+        self.env = env
+        del self.code[count:]
 
     def deliver_gradients(self) -> None:
         """Brings the gradients that were lowered here to where the update of their variables wants them."""

@@ -11,7 +11,7 @@ from mesh_tf_core.ir.dims import PaddedDim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.layout import Axes, Layout, check_disjoint
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.op import Op, inferred
+from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.program import (
     AllGather,
     AllToAll,
@@ -166,7 +166,7 @@ class Placing(ProgramBuilder):
         if not v.host:
             return id
         updates = self.origin.phase == "update"
-        key = id, v.splits, "update" if updates else pass_of(self.origin.phase)
+        key = id, v.splits, "update" if updates else pass_of(self._phase)
         if key not in self.moved:
             brings = self.subgraph is None or updates or self._brings(self.subgraph, v.tensor)
             self.moved[key] = self.loaded(id) if brings else self._brought(v)
@@ -237,22 +237,18 @@ class Placing(ProgramBuilder):
         if self.values[id].splits == splits:
             return id
         tensor = self.values[id].tensor
-        way = pass_of(self.origin.phase) if tensor in self._weights else ""
-        again = self.chunked and self.origin.phase == "recompute"
+        way = pass_of(self._phase) if tensor in self._weights else ""
+        again = self.chunked and self._phase == "recompute"
         key = id, splits, way or ("recompute" if again else "")
         if key not in self.moved:
-            part = None if self.chunked else self.subgraph
-            elsewhere = part is not None and self._moved_anyway(part, tensor, id, splits)
-            self.moved[key] = self.like(self.values[id], splits) if elsewhere else self._move(id, splits)
+            self.moved[key] = self._move(id, splits)
         return self.moved[key]
 
-    def _moved_anyway(self, subgraph: Subgraph, tensor: int, id: int, splits: Splits) -> bool:
-        """Whether what is not lowered here moves a value as this does."""
-        if tensor in subgraph.moved:
-            return True
-        layout, shape = self.oracle.layout, self.values[id].shape
-        readers = dict(subgraph.moved_by).get(tensor, ()) if layout.elsewhere else ()
-        return any(self.natural(shape, layout=layout.around(*reader)) == splits for reader in readers)
+    @property
+    def _phase(self) -> str:
+        """The phase of what is lowered; what runs again may be lowered by itself."""
+        phase, subgraph = self.origin.phase, self.subgraph
+        return "recompute" if phase == "forward" and subgraph is not None and subgraph.again else phase
 
     def _move(self, id: int, splits: Splits) -> int:
         shape = self.values[id].shape
@@ -310,11 +306,9 @@ class Placing(ProgramBuilder):
         # What splits the runs comes first; what splits one further is gathered.
         own = next(axes[:n] for n in range(len(axes) + 1) if self.oracle.ways(axes[:n]) == dim.pieces)
         splits = tuple([own if n == dim.name else s for n, s in zip(v.shape.names, v.splits, strict=True)])
-        others = self.subgraph is not None and self._moved_anyway(self.subgraph, v.tensor, id, splits)
         id = self.placed(id, splits)
         if (id, op, "") not in self.moved:
-            type = inferred(op, op.infer(self.type_of(id)))[0]
-            self.moved[id, op, ""] = self.new(type, splits) if others else self.applied(op, id)
+            self.moved[id, op, ""] = self.applied(op, id)
         return self.moved[id, op, ""]
 
     def without(self, id: int, whole: Iterable[str]) -> int:

@@ -15,6 +15,15 @@ Access = tuple[int, str, int]
 
 
 @dataclass(frozen=True)
+class Twin:
+    """A tensor of a second run that backward has, too, as `twin`; `readers` read it there."""
+
+    tensor: int
+    twin: int
+    readers: tuple[Node, ...] = field(hash=False)
+
+
+@dataclass(frozen=True)
 class Subgraph:
     """Lowers only these nodes (by index); what others compute is taken as given, in natural sharding.
 
@@ -27,9 +36,7 @@ class Subgraph:
         beside it (`rematerialization.beside`).
       early: tensors that what is not lowered here reads too, before the update: a sum of them neither waits
         further nor travels with other messages.
-      moved: tensors that what is not lowered here moves as these nodes do, so that they find them moved.
-      moved_by: tensors that others may move too, and of each of these all its dimensions and those that it
-        regroups: where a layout has rules for elsewhere, it says who does.
+      beside: of a second run, what backward has, too, and may move alike: the second run finds it moved.
       unread: stacks that nothing reads in the whole graph: no loop makes them.
     """
 
@@ -38,8 +45,7 @@ class Subgraph:
     natural: frozenset[Access] = frozenset()
     again: str = ""
     early: frozenset[int] = frozenset()
-    moved: frozenset[int] = frozenset()
-    moved_by: tuple[tuple[int, tuple[tuple[frozenset[str], frozenset[str]], ...]], ...] = ()
+    beside: tuple[Twin, ...] = ()
     unread: frozenset[int] = frozenset()
     _by_block: dict[int, tuple[tuple[str, int], ...]] = field(default_factory=dict, compare=False, repr=False)
     _visits: dict[int, list[Node]] = field(default_factory=dict, compare=False, repr=False)
