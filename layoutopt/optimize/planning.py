@@ -20,6 +20,7 @@ from costmodels.network.topology import place
 from costmodels.repeated import near_sizes, repeated
 from layoutopt.details.of_machine import errors_known
 from layoutopt.evaluator import Evaluation
+from layoutopt.optimize.agreement import Tables, compared, summed
 from layoutopt.optimize.alternatives import (
     Alternatives,
     Shapes,
@@ -28,7 +29,7 @@ from layoutopt.optimize.alternatives import (
     predicted_of,
     ranked,
 )
-from layoutopt.optimize.baselines import axis_names, by_name
+from layoutopt.optimize.baselines import axis_names
 from layoutopt.optimize.request import BESIDE, BESIDE_SHARE, EXACT, PLANNED, Request, left_whole, space_of
 from layoutopt.optimize.search import Search
 from layoutopt.optimize.subproblem import Found
@@ -164,27 +165,6 @@ def _slices(hardware: Hardware, mesh: Mesh) -> Iterator[tuple[str, int]]:
     return ((axis, n) for axis, n in factors if n > 1)
 
 
-@dataclass(frozen=True)
-class _Tables:
-    """What the tables say of layouts whose whole programs were priced.
-
-    Attributes:
-      seconds: their sum for the answer.
-      program: seconds of the answer's program.
-      over: by how much of a program's seconds they come to more, at most, of `count` layouts on its mesh.
-    """
-
-    seconds: float
-    program: float
-    over: float
-    count: int
-
-    @property
-    def dearer(self) -> bool:
-        """Whether their bound on the answer is none on programs."""
-        return self.seconds > self.program * (1 + TOLERANCE)
-
-
 @dataclass
 class _Proof:
     """What is known of an answer's bound when the time is over, if seconds are the objective.
@@ -197,33 +177,18 @@ class _Proof:
 
     proven: bool
     share: float = 0.0
-    tables: _Tables | None = None
+    tables: Tables | None = None
 
     def look(self, request: Request, best: Found, subproblem: Subproblem, others: Sequence[Found]) -> None:
         """Finds it out; `others`: layouts on the same mesh, to compare."""
         if not self.proven or request.late:
             self.share = share_bound(request, best.mesh)
-        tables = _tables(request, best, subproblem, others)
+        self.tables = tables = summed(request, best, subproblem, others)
+        if self.proven and not tables.dearer:
+            tables = compared(request, best, subproblem, tables)
         if tables.dearer:
             self.share = share_bound(request, best.mesh)
         self.tables = tables
-
-
-def _tables(request: Request, best: Found, subproblem: Subproblem, others: Sequence[Found]) -> _Tables:
-    """What the tables sum to for the answer, however it was found."""
-    summed = request.evaluator.table_prices(best.mesh, subproblem.decided).seconds
-    found = _Tables(summed(best.layout, best.options), best.seconds, 0.0, 1)
-    if not found.dearer:
-        return found
-    ratios = [found.seconds / found.program]
-    named = [(n.layout, n.options) for n in others]
-    named += [(layout, options) for _, mesh, layout, options in by_name(request.model, best.mesh)]
-    for layout, options in named:
-        options = request.meeting(replace(options, microbatches=best.options.microbatches))
-        seconds = summed(layout, options)
-        if seconds < math.inf:
-            ratios.append(seconds / request.evaluator(best.mesh, layout, options).cost.step_seconds)
-    return replace(found, over=max(ratios) - 1, count=len(ratios))
 
 
 def _solver(
@@ -251,7 +216,7 @@ def _solver(
     )
 
 
-def _likely(tables: _Tables, bound: float, value: float) -> float | None:
+def _likely(tables: Tables, bound: float, value: float) -> float | None:
     """The bound of tables that come to more than the answer's program, if those of no layout come to more by
     a larger share than those that were compared; None where the bound holds without that."""
     return min(bound / (1 + tables.over), value) if tables.dearer and bound > 0 else None
@@ -278,13 +243,9 @@ def _notes(proof: _Proof, bound: float, missing: Sequence[str], unsplit: Sequenc
         and (tables is None or (bound <= proof.share and not tables.dearer))
     ):
         notes.append(f"{SHARE}, and in the time given nothing more was proven")
-    if tables is None or abs(tables.seconds - tables.program) <= EXACT * tables.program:
+    if tables is None or not tables.said:
         return notes
-    notes.append(
-        f"the tables sum to {tables.seconds:.9g} s and the lowered program costs {tables.program:.9g} s "
-        f"({(tables.seconds / tables.program - 1) * 100:+.2g} %): what operations share is not all in the "
-        "tables"
-    )
+    notes.append(tables.said)
     likely = _likely(tables, bound, tables.program)
     if likely is not None:
         notes.append(

@@ -53,6 +53,7 @@ def whole_model(seed: int) -> mtf.Model:
     heads = [mtf.Dim("heads", 2)] if rng.random() < 0.4 else []
     extra = [rng.choice(["bias", "norm", "unary", "softmax", *["none"] * 6]) for _ in range(3)]
     x = g.input("x", [b, s, d], "float32").cast(dtype)
+    projected = random.Random(f"projected {seed}").choice(["all", "all", "values", "none"])
 
     def weight(*dims: mtf.Dim) -> mtf.Tensor:
         return g.variable(f"w{next(made)}", [*dims], mtf.Normal(0.1), activation_dtype=dtype)
@@ -66,6 +67,14 @@ def whole_model(seed: int) -> mtf.Model:
             return mtf.softmax(x, d)
         return mtf.tanh(x) * 0.5 if kind == "unary" else x
 
+    def renamed(x: mtf.Tensor) -> mtf.Tensor:
+        """Attention to the tensor itself under another name; of its values, perhaps, a product."""
+        key = mtf.rename(x, length=keys.name)
+        value = key
+        if projected == "values":
+            value = mtf.rename(mtf.einsum([x, weight(d)], [b, s, d]), length=keys.name)
+        return x + mtf.attention(x, key, value, s, keys, d, causal=causal)
+
     def attention(x: mtf.Tensor) -> mtf.Tensor:
         kv = mtf.Dim("kv", 4)
         q = mtf.einsum([x, weight(d, *heads, kv)], [b, s, *heads, kv])
@@ -74,7 +83,7 @@ def whole_model(seed: int) -> mtf.Model:
         return x + mtf.einsum([done, weight(*heads, kv, d)], [b, s, d])
 
     def layer(x: mtf.Tensor) -> mtf.Tensor:
-        y = some(extra[0], attention(x))
+        y = some(extra[0], attention(x) if projected == "all" else renamed(x))
         hidden = mtf.relu(mtf.einsum([some(extra[1], y), weight(d, f)], [b, s, f]))
         return y + mtf.einsum([hidden, weight(f, d)], [b, s, d]) if wide else y + mtf.reduce_sum(hidden, f)
 

@@ -10,6 +10,7 @@ import pytest
 import layoutopt.optimize.planning as planning
 import mesh_tf_core as mtf
 from costmodels.pricing.pricer import Pricer
+from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.plan.build import Plan
 from layoutopt.problem import TOLERANCE
 from mesh_tf_core.ir.program import Program
@@ -50,6 +51,22 @@ def test_where_tables_and_program_differ_nothing_is_called_optimal(
             f"takes less than {said.likely_bound:.9g} s, and the gap is {100 * said.likely_gap:.2g} %" in note
         )
     assert (said.likely_gap is None) == (factor < 1)
+
+
+def test_tables_above_the_program_of_a_layout_that_nobody_evaluated_prove_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    best = search(EXAMPLES["mlp"](), **ASKED)
+    true = TablePrices.seconds
+
+    def seconds(self: TablePrices, layout: mtf.Layout, options: mtf.Options) -> float:
+        return true(self, layout, options) * (1 if layout == best.layout else 1.01)
+
+    monkeypatch.setattr(TablePrices, "seconds", seconds)
+    plan = search(EXAMPLES["mlp"](), **ASKED)
+    assert plan.solver.status == "FEASIBLE" and plan.solver.gap > 0.1
+    assert plan.solver.likely_gap == pytest.approx(1 - 1 / 1.01)
+    assert any("more than the lowered program of another layout" in note for note in plan.data.notes)
 
 
 def test_within_the_tolerance_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from layoutopt.space.kind import Allowed
 from layoutopt.space.recompute import again_in
 from layoutopt.space.storage import stored_classes
 from mesh_tf_core.ops.context import FORMS
-from tests.layoutopt.every_kind import question_of, waits
+from tests.layoutopt.every_kind import MACHINES, question_of, waits, whole_model
 from tests.layoutopt.models import (
     EXAMPLES,
     HARDWARE,
@@ -115,6 +115,24 @@ def test_tables_of_every_kind_in_many_models(first: int) -> None:
     assert sum(compare_whole(seed, 10) for seed in range(first, first + 20)) > 100
 
 
+def compare_prices(
+    model: mtf.Model, mesh: mtf.Mesh, parts: int, hardware: Hardware, seed: int, **allowed: Any
+) -> None:
+    """Holds tables that are made as they are asked for against the lowered program, for random choices."""
+    decided = decisions(model.training_step(parts).graph, mesh, Allowed(microbatches=(parts,), **allowed))
+    prices, rng, compared = pricer(hardware, mesh), random.Random(seed), 0
+    tables = TablePrices(Draft(model, mesh, decided, prices))
+    while compared < 15:
+        layout, options = decided.read(some_choices(decided, rng))
+        try:
+            cost = evaluate(model, mesh, layout, hardware, options, prices).cost
+        except mtf.LayoutError:
+            continue
+        where = f"{model.name} on {mesh}: {layout}, {options}"
+        assert tables.seconds(layout, options) == pytest.approx(cost.step_seconds, rel=PRICE), where
+        compared += 1
+
+
 @pytest.mark.parametrize(("name", "parts"), crossed([1, 2], every=4))
 def test_examples(name: str, parts: int) -> None:
     mesh = mtf.Mesh("data:2;model:2" if parts == 1 else "x:4")
@@ -186,6 +204,16 @@ def test_attention_to_keys_on_other_devices(parts: int) -> None:
     hardware = load_hardware("tpu-v5e" if parts == 1 else "a100")
     asked = {"pins": pins, "context": ("gather", *FORMS)}
     compare(model, mtf.Mesh("x:2;y:2"), parts, hardware, seed=5, count=12 if parts == 1 else 60, **asked)
+
+
+@pytest.mark.parametrize("seed", by_day([0, 5, 12, 14, 23, 24, 25, 33], every=8, first=2))
+def test_attention_to_renamed_tensors(seed: int) -> None:
+    """What backward names once more for itself it moves for itself, too (`SecondRuns.beside`)."""
+    machine, further = (found[seed % 4] for found in (MACHINES, ("length", "d", "f", "batch")))
+    asked = {"elsewhere": (further,), "recompute": (False, "selective", True), "storage": ("layout", "zero3")}
+    compare_prices(
+        whole_model(seed), mtf.Mesh("x:2;y:2"), 1 + seed % 2, load_hardware(machine), seed, **asked
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,0 +1,109 @@
+"""Whether the tables agree with lowered programs, as far as is known when a plan is made.
+
+A search proves seconds of the tables. That they hold of programs assumes that the tables come to more than
+the program of no layout, also of those that nobody evaluated. Tests hold that. Here a few layouts that differ
+little from the answer are lowered whole and compared, for those would be the better ones: one that is cheaper
+than its tables ends the proof.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from layoutopt.optimize.baselines import by_name
+from layoutopt.optimize.request import EXACT, Request
+from layoutopt.optimize.subproblem import Found
+from layoutopt.optimize.subproblems import Subproblem
+from layoutopt.problem import TOLERANCE
+from mesh_tf_core.errors import LayoutError
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower import Options
+
+COMPARED, CHANGED = 8, 3
+"""Layouts that are lowered and compared, and in how many decisions, at most, each differs from the answer."""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What the tables say of layouts whose whole programs were priced.
+
+    Attributes:
+      seconds: their sum for the answer.
+      program: seconds of the answer's program.
+      over: by how much of a program's seconds they come to more, at most, of `count` layouts on its mesh, and
+        which of them that is, if it is another one.
+    """
+
+    seconds: float
+    program: float
+    over: float
+    count: int
+    where: str = ""
+
+    @property
+    def dearer(self) -> bool:
+        """Whether their bound is none on programs."""
+        return self.seconds > self.program * (1 + TOLERANCE) or self.over > TOLERANCE
+
+    @property
+    def said(self) -> str:
+        """Where they differ from programs; "" if nowhere that is known."""
+        shared = "what operations share is not all in the tables"
+        if abs(self.seconds - self.program) > EXACT * self.program:
+            return (
+                f"the tables sum to {self.seconds:.9g} s and the lowered program costs {self.program:.9g} s "
+                f"({(self.seconds / self.program - 1) * 100:+.2g} %): {shared}"
+            )
+        if not self.where:
+            return ""
+        return (
+            f"the tables sum to {self.over * 100:.2g} % more than the lowered program of another layout "
+            f"({self.where}): {shared}, so they prove nothing"
+        )
+
+
+def summed(request: Request, best: Found, subproblem: Subproblem, others: Sequence[Found]) -> Tables:
+    """What the tables sum to for the answer, however it was found."""
+    of = request.evaluator.table_prices(best.mesh, subproblem.decided).seconds
+    found = Tables(of(best.layout, best.options), best.seconds, 0.0, 1)
+    if not found.dearer:
+        return found
+    ratios = [found.seconds / found.program]
+    named = [(n.layout, n.options) for n in others]
+    named += [(layout, options) for _, mesh, layout, options in by_name(request.model, best.mesh)]
+    for layout, options in named:
+        options = request.meeting(replace(options, microbatches=best.options.microbatches))
+        seconds = of(layout, options)
+        if seconds < math.inf:
+            ratios.append(seconds / request.evaluator(best.mesh, layout, options).cost.step_seconds)
+    return replace(found, over=max(ratios) - 1, count=len(ratios))
+
+
+def compared(request: Request, best: Found, subproblem: Subproblem, tables: Tables) -> Tables:
+    """The same with a few layouts that differ from the answer in some decisions; the fastest there is, if not
+    the answer, is likely one of them."""
+    decided, evaluator, rng = subproblem.decided, request.evaluator, random.Random(0)
+    of, own = evaluator.table_prices(best.mesh, decided).seconds, decided.write(best.layout, best.options)
+    free = [name for name, options in decided.options.items() if len(options) > 1]
+    for _ in range(COMPARED if free else 0):
+        names = rng.sample(free, min(rng.randint(1, CHANGED), len(free)))
+        layout, options = decided.read({**own, **{n: rng.choice(decided.options[n]) for n in names}})
+        seconds = math.inf if request.late else of(layout, options)
+        if seconds < math.inf:
+            over = seconds / _program_seconds(request, best.mesh, layout, options) - 1
+            if over > max(tables.over, TOLERANCE):
+                tables = replace(tables, over=over, where=str(layout) or "nothing is split")
+            tables = replace(tables, count=tables.count + 1)
+    return tables
+
+
+def _program_seconds(request: Request, mesh: Mesh, layout: Layout, options: Options) -> float:
+    """Seconds of a layout's program; inf if it is not legal."""
+    try:
+        return request.evaluator(mesh, layout, options).cost.step_seconds
+    except LayoutError:
+        return math.inf
