@@ -53,7 +53,7 @@ def whole_model(seed: int) -> mtf.Model:
     heads = [mtf.Dim("heads", 2)] if rng.random() < 0.4 else []
     extra = [rng.choice(["bias", "norm", "unary", "softmax", *["none"] * 6]) for _ in range(3)]
     x = g.input("x", [b, s, d], "float32").cast(dtype)
-    projected = random.Random(f"projected {seed}").choice(["all", "all", "values", "none"])
+    projected = {4: "values", 9: "none"}.get(seed % 10, "all")
 
     def weight(*dims: mtf.Dim) -> mtf.Tensor:
         return g.variable(f"w{next(made)}", [*dims], mtf.Normal(0.1), activation_dtype=dtype)
