@@ -22,10 +22,14 @@ import pytest
 import typer
 from hypothesis import strategies as st
 
+import mesh_tf_core as mtf
 from layoutopt.cli import app
-from layoutopt.space.kind import Allowed
+from layoutopt.cli.allowed import Recompute
+from layoutopt.space.decisions import KINDS, everything
+from layoutopt.space.kind import Allowed, Target
 from tests.fuzz import hostile
 from tests.fuzz.test_formats import CONTEST, FORMATS
+from tests.layoutopt.every_kind import whole_model
 
 GROUP: Any = typer.main.get_command(app)
 CASES = 300
@@ -256,6 +260,18 @@ RIGHT = {
     **{name: ["1", "2"] for name in COUNTS},
 }
 """Of a parameter, by its name: what is meant."""
+
+
+def widest() -> dict[str, list[str]]:
+    """Of what a search may choose, whatever its kinds: each value, and all of them."""
+    model = whole_model(0)
+    wide = everything(Target(model, mtf.Mesh("data:2;model:2"))).keywords
+    values = {name: [*map(str, said)] for name, said in wide.items() if isinstance(said, tuple)}
+    values["recompute"] = [*Recompute]  # its words mean several values
+    return {name: [*said, ",".join(said)] for name, said in values.items() if said}
+
+
+RIGHT |= {name: [*RIGHT[name], *values] for name, values in widest().items()}
 WRONG = {
     "mesh": MESHES,
     "layout": [*RULES, "missing.json", "contest.json"],
@@ -366,6 +382,8 @@ def test_what_may_be_chosen_is_typed_as_it_is_meant() -> None:
     """Whatever there is to choose, with an option of its own or a field of one."""
     meant = {"pins": "pin"}
     assert {meant.get(name, name) for name in Allowed.asked()} <= RIGHT.keys()
+    chosen = {name for kind in KINDS for name in kind.everything(Target(whole_model(0), mtf.Mesh("a:2;b:2")))}
+    assert chosen - {"orders"} <= widest().keys()
 
 
 def test_so_many_cases_are_tried() -> None:

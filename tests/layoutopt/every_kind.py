@@ -223,7 +223,7 @@ def whole_question(seed: int, most: int, rarely: bool = False) -> Whole:
     of a kind stay as long as others have more."""
     rng, model = random.Random(seed), whole_model(seed)
     mesh = mtf.Mesh(rng.choice(["x:2;y:2", "x:2;y:2", "x:4", "x:2"]) + (";sites:2" if rarely else ""))
-    hardware = _machine(rng)
+    hardware = some_machine(rng)
     allowed = opened(rng, model, rarely)
     evaluator = Evaluator(model, hardware)
     found = [*subproblems(model, [mesh], allowed, evaluator.near)]
@@ -258,7 +258,7 @@ def alone(kind: type[Decision], seed: int) -> Whole | None:
     None if nothing is left to decide or legal."""
     rng, model = random.Random(seed), whole_model(seed)
     mesh = mtf.Mesh(rng.choice(["x:4", "x:2"]) + (";sites:2" if kind in APART else ""))
-    hardware, allowed = _machine(rng), opened(rng, model, kind in APART)
+    hardware, allowed = some_machine(rng), opened(rng, model, kind in APART)
     evaluator = Evaluator(model, hardware)
     each = next(subproblems(model, [mesh], allowed, evaluator.near))
     own, every = each.decided.of(kind), each.decided.options
@@ -317,7 +317,7 @@ def _some(found: list[Subproblem], rng: random.Random) -> list[Subproblem]:
     return plain[:many] + rng.sample(staged, min(rng.choice([0, 1, 1]), len(staged)))
 
 
-def _machine(rng: random.Random) -> Hardware:
+def some_machine(rng: random.Random) -> Hardware:
     """With hosts, and links to them, so that what lies there has a price."""
     name = rng.choice(MACHINES)
     known = load_hardware(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,9 @@ from layoutopt.optimize import planning
 from layoutopt.optimize.heuristics import HEURISTICS
 from layoutopt.optimize.request import Request
 from layoutopt.plan.build import options_of
+from tests.layoutopt.every_kind import opened, some_machine, whole_model
 from tests.layoutopt.models import EXAMPLES
+from tests.marks import by_day
 
 V3 = load_hardware("tpu-v3")
 
@@ -33,6 +36,23 @@ def test_baselines_of_a_searched_mesh_come_to_what_their_layouts_do() -> None:
         own = evaluate(model, mtf.Mesh(each.mesh), mtf.Layout(each.layout), V3, options)
         assert each.predicted == own.predicted
         assert each.reason == own.reason((peaks[0] + peaks[-1]) / 2)
+
+
+def check_whole(seed: int) -> None:
+    """Of a random model, where every kind may be chosen: plans by name cost what their layouts do."""
+    model, rng = whole_model(seed), random.Random(seed)
+    machine = some_machine(rng)
+    allowed = replace(opened(rng, model), microbatches=(1,), pipeline=(), schedule=("gpipe",))
+    plan = search(model, mesh="x:2", hardware=machine, **allowed.keywords)
+    assert {a.name for a in plan.alternatives} >= {"replicated", "data parallel"}
+    for each in plan.alternatives:
+        own = evaluate(model, mtf.Mesh(each.mesh), mtf.Layout(each.layout), machine, options_of(each))
+        assert each.predicted == own.predicted, each.name
+
+
+@pytest.mark.parametrize("seed", by_day(range(12), every=12, first=2))
+def test_plans_by_name_cost_what_their_layouts_do_whatever_is_allowed(seed: int) -> None:
+    check_whole(seed)
 
 
 def test_without_time_only_the_layouts_by_name_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +85,7 @@ def test_a_search_evaluates_no_layout_twice(monkeypatch: pytest.MonkeyPatch) -> 
     def counting(*args: object, **how: object) -> Evaluation:
         _, mesh, layout, _, options, _ = args
         assert isinstance(options, mtf.Options)
-        asked.append((mesh, layout, str(sorted(options.storage.items())), options.recompute))
+        asked.append((mesh, layout, options.key))
         return evaluate(*args, **how)  # type: ignore[arg-type]
 
     monkeypatch.setattr(evaluator_module, "evaluate", counting)

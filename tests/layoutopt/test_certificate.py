@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +15,23 @@ import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from layoutopt.analysis.certificate import Certificate, certify, considered_by, rule_out
 from layoutopt.analysis.explain import with_pins
+from layoutopt.evaluator import Evaluator
+from layoutopt.formulation.extract import count_layouts
+from layoutopt.optimize.subproblems import Subproblem, subproblems
 from layoutopt.plan.build import Plan
+from layoutopt.space.decisions import KINDS
 from layoutopt.space.kind import Allowed, Decision
 from layoutopt.space.microbatches import USUAL
-from tests.layoutopt.every_kind import Whole, forgotten, question_of
+from layoutopt.space.offload import Weights
+from layoutopt.space.rarely import Rarely
+from layoutopt.space.recompute import Recompute
+from layoutopt.space.schedule import Schedule
+from layoutopt.space.splits import Split
+from layoutopt.space.stages import Stages
+from layoutopt.space.storage import Storage
+from tests.layoutopt.every_kind import APART, Whole, alone, forgotten, opened, question_of, whole_model
 from tests.layoutopt.models import EXAMPLES
+from tests.marks import by_day
 from tests.searching import search
 
 ASKED = Allowed(storage=("layout", "zero1"), recompute=(False,), microbatches=USUAL)
@@ -122,3 +136,40 @@ def test_a_certificate_agrees_with_enumeration(seed: int) -> None:
 def test_many_certificates_agree_with_enumeration(first: int) -> None:
     found = sum((check_whole(question_of(seed), seed) for seed in range(first, first + 20)), Counter[str]())
     assert found["verified"] > 5 and found["refuted"] > 5
+
+
+FINDS: dict[type[Decision], tuple[Callable[[int], Whole | None], int]] = {
+    Split: (partial(alone, Split), 0),
+    Storage: (partial(alone, Storage), 0),
+    Weights: (partial(alone, Weights), 0),
+    Recompute: (partial(alone, Recompute), 0),
+    Stages: (partial(question_of, most=16), 3),
+    Schedule: (partial(question_of, most=16), 3),
+    Rarely: (partial(question_of, most=16), 5),
+}
+"""Questions in which what a certificate that forgets a kind rules out is not all that is faster."""
+
+
+@pytest.mark.parametrize("kind", by_day(FINDS, every=3))
+def test_a_certificate_that_forgets_a_kind_disagrees_with_enumeration(kind: type[Decision]) -> None:
+    asks, seed = FINDS[kind]
+    question = asks(seed)
+    assert question is not None and check_whole(question, seed)["refuted"]
+    with pytest.raises(AssertionError, match=r"is (verified, and|faster and fits)"):
+        check_whole(question, seed, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_certificate_that_forgets_a_kind_is_of_another_space(kind: type[Decision]) -> None:
+    """It has fewer layouts than the plan says; `FINDS` has a kind of which nothing is left to choose."""
+    model, mesh, machine = whole_model(3), mtf.Mesh("x:2;y:2"), load_hardware("tpu-v4")
+    evaluator, allowed = Evaluator(model, machine), opened(random.Random(1), model)
+    problems = [*subproblems(model, [mesh], allowed, evaluator.near)]
+    considered = sum(count_layouts(each.decided.options) for each in problems)
+
+    def certificate(of: list[Subproblem]) -> Certificate:
+        return Certificate(tuple(rule_out(evaluator, of, 0.0, math.inf)), allowed, considered)
+
+    assert certificate(problems).verified
+    found = certificate(forgotten(problems, kind))
+    assert kind in {*APART} & FINDS.keys() or (not found.verified and "of another space" in str(found))
