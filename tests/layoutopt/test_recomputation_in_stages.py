@@ -164,6 +164,7 @@ def test_whole_stages_and_their_layers_together_need_least() -> None:
     assert error.value.nearest.predicted.peak_memory_bytes == limit
 
 
+@pytest.mark.nightly
 def test_a_mixture_of_experts_with_everything_free() -> None:
     """Splits, storage and schedules too: no layout of the answer's with other loops is better."""
     model = experts(layers=4, d_model=32, d_kv=8, heads=4, d_ff=64, vocab=32, batch=8, length=16, experts=4)
