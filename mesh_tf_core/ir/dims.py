@@ -127,7 +127,10 @@ class Shape:
     @property
     def padded(self) -> PaddedDim | None:
         """The dimension that is longer than what it holds, if one is."""
-        return next((d for d in self.dims if isinstance(d, PaddedDim)), None)
+        for d in self.dims:
+            if isinstance(d, PaddedDim):
+                return d
+        return None
 
     def resized(self, dim: Dim) -> Shape:
         """With another dimension of its name, if it has one."""

@@ -26,7 +26,10 @@ NOWHERE = "none"
 """Written as the axis of a rule of a path: not split there."""
 ELSEWHERE = "elsewhere"
 """Written as the path of a rule for elsewhere."""
-RULES = instance((str, Mapping), "rules as 'batch:data;heads:model', or a dict of dimensions and their axes")
+RULES = instance(
+    (str, dict, Mapping), "rules as 'batch:data;heads:model', or a dict of dimensions and their axes"
+)
+"""Of a layout; a search makes thousands, and asks of a plain dict are quick."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -274,10 +274,10 @@ class Placing(ProgramBuilder):
 
     def to_natural(self, id: int) -> int:
         """The value in its natural sharding."""
+        if self.oracle.shards:
+            id = self._sized(id, self.layout)
         v = self.values[id]
-        if self.oracle.shards and (sized := self._sized(id, self.layout)) != id:
-            id, v = sized, self.values[sized]
-        elif self._here.get(v.shape) == v.splits and not self.within:
+        if self._here.get(v.shape) == v.splits and not self.within:
             return id
         return self.placed(id, self.natural(v.shape))
 
@@ -290,6 +290,8 @@ class Placing(ProgramBuilder):
         """The value padded as a layout holds it, or cut where that does not pad it."""
         shape = self.values[id].shape
         long = shape.padded
+        if long is None and layout.padded is None:
+            return id
         plain = shape if long is None else shape.resized(long.plain)
         wanted = layout.held(plain)
         if wanted == shape:
