@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import queue
 import threading
@@ -22,6 +23,15 @@ def position(stream: Any) -> Any:
     """Where an iterator stands, if it can tell (`get_state`, as iterators of the library Grain have it), or
     None."""
     return stream.get_state() if hasattr(stream, "get_state") and hasattr(stream, "set_state") else None
+
+
+def continued(stream: Any, position: Any, step: int) -> Any:
+    """The iterator, set to a position that it told, or else past the batches of `step` steps."""
+    if position is not None and hasattr(stream, "set_state"):
+        stream.set_state(position)
+    else:
+        collections.deque(itertools.islice(stream, step), maxlen=0)
+    return stream
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
 import json
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -30,9 +28,10 @@ from mesh_tf_core.training.batches import fitted, plain
 from mesh_tf_core.training.decoupled import Decoupled
 from mesh_tf_core.training.evaluation import NO_MEANS, Evaluation, EvaluationBatches, running_means
 from mesh_tf_core.training.finite import FiniteLoss, FinitePieces, finite_names
+from mesh_tf_core.training.fitting import Fitting, OnStep
 from mesh_tf_core.training.meetings import Meetings, Met
 from mesh_tf_core.training.opened import Checkpoint
-from mesh_tf_core.training.prefetch import Prefetch, Ready
+from mesh_tf_core.training.prefetch import Ready, continued
 from mesh_tf_core.training.replicas import Replicas
 from mesh_tf_core.training.saving import Saver
 from mesh_tf_core.training.weights import Loaded, Source, Weights, read_weights, write_trained
@@ -41,7 +40,6 @@ DEFAULT = Options()
 MODEL = instance(Model, "a Model, as mtf.Model(loss) makes")
 PLACE = instance((Mesh, str, Planned), "a mesh as 'data:2;model:4', or a plan")
 LAYOUT = instance((Layout, str), "a layout as 'batch:data;heads:model', or 'auto'")
-OnStep = Callable[[int, dict[str, Any], float], None]
 
 
 class Trainer:
@@ -92,8 +90,6 @@ class Trainer:
         check("Trainer", model=(model, MODEL), mesh=(mesh, PLACE), layout=(layout, LAYOUT))
         check("Trainer", options=(options, instance(Options, "mtf.Options")))
         if not isinstance(mesh, Mesh | str):
-            if not isinstance(mesh, Planned):
-                raise UserError(f"Trainer: {mesh!r} is no mesh; give one such as 'data:8', or a plan")
             mesh.check(model)
             if layout or options != DEFAULT:
                 raise UserError("Trainer: a plan decides the layout and the options; leave them out")
@@ -128,14 +124,14 @@ class Trainer:
 
     def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """One training step; returns the loss and the model's metrics (of before the update) as numbers."""
-        return self._begun(self._prepared(batch), self.position)()
+        return self._begun(Ready(self._prepared(batch), self.position))()
 
-    def _begun(self, fed: Any, position: Any) -> Callable[[], dict[str, Any]]:
-        """Begins a step and counts it; what ends that in between, as Ctrl-C can, leaves it `torn`. What it
-        gives waits for the results."""
+    def _begun(self, batch: Ready) -> Callable[[], dict[str, Any]]:
+        """Begins a step and counts it; an interruption in between, as by Ctrl-C, leaves it `torn`. The
+        function returned waits for the results."""
         torn, self.torn = self.torn, True
         try:
-            results = self.engine.begin(fed)
+            results = self.engine.begin(batch.fed)
         except Exception:
             self.torn = torn  # engines keep the state of before
             raise
@@ -143,7 +139,7 @@ class Trainer:
         met: Callable[[], object] = dict
         if replicas is not None:
             met = replicas.after(self.step_number + 1)
-        self.step_number, self.position = self.step_number + 1, position
+        self.step_number, self.position = self.step_number + 1, batch.position
         self.torn = torn
 
         def found() -> dict[str, Any]:
@@ -156,22 +152,6 @@ class Trainer:
                 raise
 
         return found
-
-    def _steps(
-        self, ready: Iterable[Ready], alone: Callable[[int], bool]
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Runs a step per batch, as many in flight as the engine likes; the number and the results of each.
-        One that is `alone` is done before the next one begins."""
-        begun: collections.deque[tuple[int, Callable[[], dict[str, Any]]]] = collections.deque()
-        for item in ready:
-            results = self._begun(item.fed, item.position)
-            begun.append((self.step_number, results))
-            most = 0 if alone(self.step_number) else self.engine.in_flight - 1
-            while len(begun) > most:
-                step, results = begun.popleft()
-                yield step, results()
-        for step, results in begun:
-            yield step, results()
 
     def stream(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         """What steps take: a batch each; with replicas, one for each of them, stacked."""
@@ -227,11 +207,24 @@ class Trainer:
         check("fit", stop=(stop, FUNCTION), on_met=(on_met, FUNCTION))
         check("fit", on_step=(on_step, optional(FUNCTION)), evaluate=(evaluate, optional(FUNCTION)))
         check("fit", meet=(meet, optional(instance(Decoupled, "mtf.Decoupled"))))
-        fit = partial(
-            self._fit, batches, steps, every, on_step, stop, evaluate, evaluate_every, keep, meet, on_met
+        loop = Fitting(
+            self,
+            self._begun,
+            self.engine.in_flight,
+            self._saver,
+            self._losses,
+            steps=steps,
+            every=every,
+            on_step=on_step,
+            stop=stop,
+            evaluate=evaluate,
+            evaluate_every=evaluate_every,
+            keep=keep,
+            on_met=on_met,
+            checkpoint=checkpoint,
         )
         if checkpoint is None:
-            return fit(None)
+            return self._fit(loop, batches, meet)
         own: contextlib.AbstractContextManager[str] = contextlib.nullcontext("")
         if self.engine.is_chief:
             own = checkpoints.owned(checkpoint, self._saver.mode)
@@ -240,89 +233,17 @@ class Trainer:
                 warnings.warn(trouble, checkpoints.CheckpointWarning, stacklevel=2)
             if not self.step_number:
                 self.restore(checkpoint)
-            return fit(checkpoint)
+            return self._fit(loop, batches, meet)
 
     def _fit(
-        self,
-        batches: Iterable[Mapping[str, Any]],
-        steps: int,
-        every: int,
-        on_step: OnStep | None,
-        stop: Callable[[], bool],
-        evaluate: Callable[[int], object] | None,
-        evaluate_every: int,
-        keep: bool,
-        meet: Decoupled | None,
-        on_met: Callable[[int, Met], object],
-        checkpoint: str | Path | None,
+        self, loop: Fitting, batches: Iterable[Mapping[str, Any]], meet: Decoupled | None
     ) -> list[dict[str, Any]]:
-        meetings = None if meet is None else self._joined(meet)
-        batches = batches if meetings is None else meetings.stream(iter(batches))
-        meets = (lambda step: False) if meetings is None else meetings.due
-
-        def met(at: Meetings) -> bool:
-            found = at.meet(stop)
-            if found is not None:
-                on_met(self.step_number, found)
-            return found is not None
-
-        saves = (lambda step: step % every == 0) if checkpoint is not None else lambda step: False
-        judges = (lambda step: step % evaluate_every == 0) if evaluate is not None else lambda step: False
-        history: list[dict[str, Any]] = []
-        stream, left = self._continued(self.stream(batches)), max(0, steps - self.step_number)
-        began = last = time.perf_counter()
-        saved = self.step_number
-        try:
-            if meetings is not None and meetings.pending:
-                if not met(meetings):
-                    return history
-                saved = -1
-            with Prefetch(stream, self._prepared, left, stop) as ready:
-                for step, results in self._steps(
-                    ready, lambda step: saves(step) or judges(step) or meets(step)
-                ):
-                    now = time.perf_counter()
-                    if keep:
-                        history.append(results)
-                    self._check(step, results["loss"], checkpoint)
-                    if on_step is not None:
-                        on_step(step, results, now - last)
-                    last = now
-                    self.waited = ready.waited / (now - began)
-                    if meetings is not None and meets(step):
-                        meetings.pending = True
-                        if checkpoint is not None:  # first, so that what is posted is never done again
-                            self.save(checkpoint)
-                            saved = step
-                        if not met(meetings):
-                            break
-                    if checkpoint is not None and (step == steps or (saves(step) and saved != step)):
-                        self.save(checkpoint, wait=False)
-                        saved = step
-                    if evaluate is not None and judges(step):  # what ends it does not lose the step
-                        evaluate(step)
-                        last = time.perf_counter()
-            if self.step_number < steps and not stop():
-                raise UserError(
-                    f"the data ended after {self.step_number} of {steps} steps; "
-                    "give more batches or fewer steps"
-                )
-            if checkpoint is not None and self.step_number > saved:
-                self.save(checkpoint, wait=False)
-        finally:
-            self._saver.wait()
-        return history
-
-    def _check(self, step: int, loss: float, checkpoint: str | Path | None) -> None:
-        """Raises UserError for a loss that ends the training, with the checkpoint to go on from."""
-        try:
-            self._losses.check(step, loss)
-        except UserError as error:
-            if checkpoint is None:
-                raise
-            with contextlib.suppress(UserError):  # what is being written may be of the same numbers
-                self._saver.wait()
-            raise UserError(f"{error}; {checkpoints.going_on(checkpoint)}") from None
+        """Runs the loop from the variables as they are."""
+        if meet is not None:
+            loop.meetings = self._joined(meet)
+            batches = loop.meetings.stream(iter(batches))
+        stream = continued(self.stream(batches), self.position, self.step_number)
+        return loop.run(stream, self._prepared)
 
     def _joined(self, meet: Decoupled) -> Meetings:
         """The meetings of this training: those of a `fit` before, or of the checkpoint, if they are the
@@ -334,14 +255,6 @@ class Trainer:
         if self._meetings is None or self._meetings.how != meet:
             self._meetings = Meetings(meet, self.engine, self.program, self._restored)
         return self._meetings
-
-    def _continued(self, stream: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-        """The stream from the next step's batch on."""
-        if self.position is not None and hasattr(stream, "set_state"):
-            stream.set_state(self.position)
-        else:
-            collections.deque(itertools.islice(stream, self.step_number), maxlen=0)
-        return stream
 
     def evaluate(
         self, batches: EvaluationBatches, model: Model | None = None, ema: bool = False
