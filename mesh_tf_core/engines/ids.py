@@ -9,7 +9,9 @@ function f of one number, so a number v of the input is wrong if f(v) names no e
 define negative ones as none), unless the model itself may set it apart, in one of two ways:
 
   compared   it compares the input (`labels != -1`, `labels < classes`), and fewer than half of the numbers
-             that name elements have the answer of v. Comparisons that only go into f do not count.
+             that name elements have the answer of v. Comparisons that only go into f do not count. A factor
+             of what comes of the look-up that is made of the input (`minimum(labels + 1, 1)`) compares it
+             too: with what makes the factor 0.
   weighted   what is looked up, or comes of it, is multiplied by, or chosen with, something else of the batch
              (a mask that is fed), which may leave v out.
 
@@ -29,7 +31,7 @@ import numpy as np
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.dtypes import TensorType
+from mesh_tf_core.ir.dtypes import INTEGERS, TensorType
 from mesh_tf_core.ir.instructions import AllGather, AllToAll, Permute, Slice, Transfer
 from mesh_tf_core.ir.kernel import At
 from mesh_tf_core.ir.program import Input, Instr, Local, Loop, Program, ReadVariable
@@ -39,6 +41,8 @@ _SAMPLE = 1024
 """How many of a dimension's elements the answers of comparisons are looked at for."""
 _ROUNDS = 4
 """How many numbers that are set apart are passed over at each end."""
+_WEIGHING = ("elementwise", "matmul")
+"""Kinds of operations that multiply or choose: a product may be a contraction with the mask."""
 _MOVES = (AllGather, AllToAll, Permute, Slice, Transfer)
 
 Function = Callable[[Any], Any]
@@ -149,9 +153,13 @@ class _Reading:
             if own and (id not in cone or any(y not in cone for y, _ in self.readers[id])):
                 apart[found.feed].append(found.made)
         uses: dict[str, list[_Use]] = defaultdict(list)
+        forward = self._forward()
         for instr, id, dim, padding in looked_up:
             feed, made = self.of[id].feed, self.of[id].made
-            uses[feed].append(_Use(dim, made, padding, apart[feed], self._weighted(instr, id, feed)))
+            met = self._met(instr, forward)
+            zeros = [_is_zero(self.of[x].made) for x in met if x in self.of and self.of[x].feed == feed]
+            weighted = any(self._weighs(x, id, feed) for x in met)
+            uses[feed].append(_Use(dim, made, padding, [*apart[feed], *zeros], weighted))
         return Ids(uses)
 
     # -- reading -------------------------------------------------------------------------------------------
@@ -168,7 +176,7 @@ class _Reading:
             if isinstance(instr, Input):
                 (y,) = instr.outputs
                 self.sources[y] = frozenset((instr.feed,))
-                if self.program.values[y].dtype.startswith("int"):
+                if self.program.values[y].dtype in INTEGERS:
                     self.of[y] = _Of(instr.feed, lambda numbers: numbers)
             elif isinstance(instr, ReadVariable):
                 self.sources[instr.outputs[0]] = frozenset(("",))
@@ -299,26 +307,19 @@ class _Reading:
 
     def _cone(self, ids: Iterable[int]) -> set[int]:
         """Values and all that they are functions of."""
-        found: set[int] = set()
-        left = list(ids)
-        while left:
-            id = left.pop()
-            if id not in found:
-                found.add(id)
-                left += self.parents[id]
-        return found
+        return _reached(ids, self.parents)
 
-    def _weighted(self, instr: Local, ids: int, feed: str) -> bool:
-        """Whether something else of the batch multiplies, or chooses, what was looked up, or what comes of
-        it."""
-        names = set(self._type(ids).shape.names)
+    def _forward(self) -> set[int]:
+        """Values that a result is made of: no gradients, which are products with the batch anyhow."""
+        parents: dict[int, list[int]] = defaultdict(list)
+        for x, read in self.readers.items():
+            for y, _ in read:
+                parents[y].append(x)
+        return _reached(self.program.results.values(), parents)
 
-        def weighs(x: int) -> bool:
-            """Whether a value is of the batch alone, not of these numbers alone, and no numbers itself."""
-            of, type = self.sources[x], self._type(x)
-            fed = bool(of) and "" not in of and of != {feed}
-            return fed and not type.dtype.startswith("int") and not names.isdisjoint(type.shape.names)
-
+    def _met(self, instr: Local, among: set[int]) -> list[int]:
+        """What multiplies, or chooses, what an operation looked up, or what comes of it among some values."""
+        found: list[int] = []
         seen: set[int] = set()
         left = list(instr.outputs)
         while left:
@@ -327,9 +328,32 @@ class _Reading:
                 continue
             seen.add(id)
             for y, by in self.readers[id]:
-                left.append(y)
-                if by is None or by.op.kind != "elementwise" or by.op.linear:
+                if y not in among:
                     continue
-                if any(weighs(x) for x in by.inputs if x != id):
-                    return True
-        return False
+                left.append(y)
+                if by is not None and by.op.kind in _WEIGHING and not by.op.linear:
+                    found += [x for x in by.inputs if x != id]
+        return found
+
+    def _weighs(self, x: int, ids: int, feed: str) -> bool:
+        """Whether a value is of the batch alone, not of these numbers alone, and no numbers itself."""
+        of, type = self.sources[x], self._type(x)
+        fed = bool(of) and "" not in of and of != {feed}
+        names = set(self._type(ids).shape.names)
+        return fed and type.dtype not in INTEGERS and not names.isdisjoint(type.shape.names)
+
+
+def _is_zero(made: Function) -> Function:
+    return lambda numbers: np.asarray(made(numbers)) == 0
+
+
+def _reached(ids: Iterable[int], parents: Mapping[int, Sequence[int]]) -> set[int]:
+    """Values and all that they come of."""
+    found: set[int] = set()
+    left = list(ids)
+    while left:
+        id = left.pop()
+        if id not in found:
+            found.add(id)
+            left += parents.get(id, ())
+    return found

@@ -74,6 +74,9 @@ class TakeAlong(Move):
         made = Shape([*(wanted.dim(name) for name in (*common, *more)), *rows])
         return _ordered(k, k.reshape(found, made.sizes), made, [*wanted.names, *(d.name for d in rows)])
 
+    def labels(self, *inputs: TensorType) -> tuple[int, Dim, bool]:
+        return 1, inputs[0].shape.dim(self.dim), True
+
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         x, ids = inputs
         kept = tuple(n for n in x.shape.names if n != self.dim)

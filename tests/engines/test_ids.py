@@ -60,6 +60,17 @@ MODELS: dict[str, tuple[Build, list[int], list[int]]] = {
         lambda x, y, fed: left_out(entropy(x, mtf.where(y < 0, 0, y)), mtf.not_equal(y, -1)), [-1, -7], [10],
     ),
     "another mask": (lambda x, y, fed: entropy(x, y) * fed("mask", [BATCH], "float32"), [-1, 99], []),
+    "contracted": (
+        lambda x, y, fed: mtf.einsum([entropy(x, y), fed("mask", [BATCH], "float32")], []), [-1, 99], [],
+    ),
+    "a factor of the logits": (lambda x, y, fed: entropy(x * fed("mask", [BATCH], "float32"), y), [9], [10]),
+    "contracted with its own": (
+        lambda x, y, fed: mtf.einsum([entropy(x, y), (y >= 0).cast("float32")], []), [-1], [10],
+    ),
+    "a factor": (lambda x, y, fed: left_out(entropy(x, y), mtf.clip(y + 1, 0, 1)), [-1, -100], [10]),
+    "a sign": (lambda x, y, fed: left_out(entropy(x, y), mtf.sign(y + 1)), [-1], [-2, 10]),
+    "a factor of all": (lambda x, y, fed: left_out(entropy(x, y), y + 1), [9], [10, -2]),
+    "taken along": (lambda x, y, fed: mtf.take_along(x, y, CLASSES), [-1, 9], [10, 99]),
     "another input": (lambda x, y, fed: entropy(x + fed("mask", [BATCH], "float32"), y), [9], [-1, 99]),
     "one-hot": (lambda x, y, fed: one_hot(x, y), [-1, 9], [10, 99]),
     "compared": (lambda x, y, fed: compared(x, y), [-1, 9], [10, 99]),
@@ -123,6 +134,15 @@ def test_rows_of_other_processes_name_something() -> None:
     whole = widened(np.array([9, 3]), np.array([1, 3]), 4)
     assert whole.tolist() == [0, 9, 0, 3]
     assert refused(Feeds(program("labels")), batch(whole)) == ""
+
+
+def test_numbers_without_a_sign_name_elements_too() -> None:
+    graph = mtf.Graph()
+    x, y = graph.input("x", [BATCH, CLASSES], "float32"), graph.input("label", [BATCH], "uint32")
+    loss = mtf.reduce_mean(entropy(x * graph.variable("w", [CLASSES], mtf.ONES), y))
+    feeds = Feeds(mtf.Model(loss, mtf.SGD(0.1)).lower(mtf.Mesh("data:1"), mtf.Layout("")))
+    assert refused(feeds, batch([0, 9, 1, 2])) == ""
+    assert "has the number 10," in refused(feeds, batch([0, 10, 1, 2]))
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "local", "jax"])
