@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
+from mesh_tf_core import arguments
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.blocks import MICROBATCH
 from mesh_tf_core.ir.layout import AT, Layout
@@ -67,6 +68,9 @@ class Options:
     collective_matmul: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        stages = arguments.instance(Mapping, "a dict of variables and how they are stored")
+        parts = arguments.Kind(arguments.is_whole, "a whole number")
+        arguments.check("Options", microbatches=(self.microbatches, parts), storage=(self.storage, stages))
         check_schedule(self.schedule)
         if len(dict(self.context)) < len(self.context):
             said = ", ".join(f"{name}={form}" for name, form in sorted(self.context))

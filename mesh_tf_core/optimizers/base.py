@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from mesh_tf_core.arguments import Kind, check, instance, is_number
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import Constant, Variable
@@ -20,6 +21,8 @@ from mesh_tf_core.tracing.graph import Graph, graph_of
 
 Rate = float | Tensor
 Updates = Iterable[tuple[Variable, Tensor]]
+NUMBER = Kind(is_number, "a number")
+RATE = Kind(lambda rate: is_number(rate) or isinstance(rate, Schedule), "a number, or a schedule")
 EMA = "ema"
 """Name of a variable's running mean below its own."""
 
@@ -49,7 +52,9 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
+        check(name, rates=(self.rates, instance(Mapping, "a dict of patterns and learning rates")))
         for rate in (self.learning_rate, *self.rates.values()):
+            check(name, learning_rate=(rate, RATE))
             if not isinstance(rate, Schedule) and not rate > 0:
                 raise UserError(f"{name}: learning_rate must be positive, found {rate}")
         for pattern in self.rates:
@@ -59,6 +64,7 @@ class Optimizer:
                 raise UserError(
                     f"{name}: rates has {pattern!r}, which is no regular expression ({error})"
                 ) from None
+        check(name, clip_norm=(self.clip_norm, NUMBER), ema=(self.ema, NUMBER))
         if not self.clip_norm >= 0:
             raise UserError(f"{name}: clip_norm must be >= 0 (0: no clipping), found {self.clip_norm}")
         if not 0 <= self.ema < 1:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
 
+from mesh_tf_core.arguments import check, instance
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ops.few_bits import BITS, WHOLE
@@ -44,6 +45,7 @@ def read_settings(what: str, text: str, pairs: str, known: Settings, cls: type) 
     Raises:
       UserError: a name that is not known or said twice, or no number where one is due.
     """
+    check(what, text=(text, instance(str, "its settings as text")))
     said: dict[str, Any] = {}
     for pair in filter(None, map(str.strip, pairs.split(","))):
         name, _, value = (p.strip() for p in pair.partition("="))

@@ -34,7 +34,7 @@ def read_mode(text: str) -> int:
 
 def check_mode(mode: int, called: str) -> None:
     """UserError unless it is a mode of folders that lets the owner write."""
-    if mode & 0o700 != 0o700 or mode > 0o777:
+    if not 0o700 <= mode <= 0o777:
         raise UserError(
             f"checkpoint mode {called} is none that lets the owner read and write; write an octal number as "
             "0700 (yours alone), 0750 (your group reads) or 0755 (all read)"

@@ -11,7 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mesh_tf_core.arguments import BATCHES, FUNCTION, PATH, at_least, check, instance, optional
+from mesh_tf_core.arguments import (
+    BATCHES,
+    FUNCTION,
+    PATH,
+    Kind,
+    at_least,
+    check,
+    instance,
+    is_whole,
+    optional,
+)
 from mesh_tf_core.engines import Cluster, Engine, open_engine
 from mesh_tf_core.engines.feeds import rows_of
 from mesh_tf_core.engines.pieces import Piece
@@ -89,6 +99,9 @@ class Trainer:
                 )
         check("Trainer", model=(model, MODEL), mesh=(mesh, PLACE), layout=(layout, LAYOUT))
         check("Trainer", options=(options, instance(Options, "mtf.Options")))
+        check(
+            "Trainer", checkpoint_mode=(checkpoint_mode, optional(Kind(is_whole, "a whole number as 0o700")))
+        )
         if not isinstance(mesh, Mesh | str):
             mesh.check(model)
             if layout or options != DEFAULT:

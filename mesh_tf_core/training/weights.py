@@ -37,6 +37,10 @@ Weights = Mapping[str, Any] | str | Path | Sequence[str | Path]
 checkpoints."""
 WEIGHTS = Kind(PATH.holds, "arrays by name, or a .npz or .safetensors file, several, or a directory of them")
 NAMES = instance(Mapping, "a dict of variables and the names of their weights")
+ARRAYS = Kind(
+    lambda name: isinstance(name, str) or (isinstance(name, tuple) and all(isinstance(n, str) for n in name)),
+    "the name of an array, or a tuple of names",
+)
 PIECE = 1 << 18
 """Numbers that are looked at at once: they stay in the processor's cache."""
 _PIECEWISE: tuple[Literal["external_loop", "buffered", "zerosize_ok"], ...] = (
@@ -59,6 +63,9 @@ class Source:
 
     name: str | tuple[str, ...]
     transpose: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check("Source", name=(self.name, ARRAYS))
 
 
 NAME = instance((str, Source), "the name of a weight, or an mtf.Source")
@@ -280,13 +287,17 @@ def _parts(variable: Variable, source: Source) -> _Parts:
                 "layer, or for each element of the first two dimensions"
             )
         return _Parts(source.name, source.transpose, sizes[fits[-1] :])
-    counted = source.name.count("{}")
+    first, *others = source.name.split("{}")
+    counted = len(others)
     if counted > variable.stacked:
         raise UserError(
             f"load: {source.name!r} counts layers; {variable.name!r} [{variable.shape}] has "
             f"{variable.stacked} dimensions that do"
         )
-    names = tuple(source.name.format(*at) for at in np.ndindex(*sizes[:counted]))
+    names = tuple(
+        first + "".join(f"{n}{text}" for n, text in zip(at, others, strict=True))
+        for at in np.ndindex(*sizes[:counted])
+    )
     return _Parts(names, source.transpose, sizes[counted:])
 
 

@@ -28,6 +28,19 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "Trainer: mesh is None; give": lambda _: mtf.Trainer(MODEL, None),
     "Trainer: layout is None; give": lambda _: mtf.Trainer(MODEL, "data:2", None),
     "Trainer: options is 3; give": lambda _: mtf.Trainer(MODEL, "data:2", "", 3),
+    "Trainer: checkpoint_mode is '0700'; give": lambda _: mtf.Trainer(
+        MODEL, "data:2", checkpoint_mode="0700"
+    ),
+    "checkpoint mode -0o1 is none": lambda _: mtf.Trainer(
+        MODEL, "data:2", engine="local", checkpoint_mode=-1
+    ),
+    "SGD: learning_rate is '1'; give": lambda _: mtf.SGD("1"),
+    "Adam: clip_norm is None; give": lambda _: mtf.Adam(0.1, clip_norm=None),
+    "SGD: rates is a list; give": lambda _: mtf.SGD(0.1, rates=[0.1]),
+    "Options: microbatches is '2'; give": lambda _: mtf.Options(microbatches="2"),
+    "Options: storage is 'zero3'; give": lambda _: mtf.Options(storage="zero3"),
+    "meet: text is 3; give": lambda _: mtf.Decoupled.parse(3),
+    "Source: name is a list; give": lambda _: mtf.Source(["w"]),
     "engine 3: known": lambda _: mtf.Trainer(MODEL, "data:2", "", engine=3),
     "fit: batches is None; give": lambda run: run.fit(None, 2),
     "fit: batches is a dict; give": lambda run: run.fit(BATCH, 2),

@@ -80,6 +80,14 @@ def test_names_transposes_and_layers(layout: str) -> None:
     assert np.isfinite(run.step({"x": np.ones((2, 3, 4), np.float32)})["loss"])
 
 
+@pytest.mark.parametrize("name", ["{0}", "{head", "{x!r:>9}"])
+def test_other_braces_of_a_name_are_its_own(name: str) -> None:
+    run, given = trainer(), torch_like()
+    given[name] = given.pop("head.weight")
+    run.load(given, {**NAMES, "head": mtf.Source(name, (1, 0))})
+    np.testing.assert_array_equal(run.engine.read("head"), given[name].T)
+
+
 def test_a_name_for_each_of_a_stack() -> None:
     """Layer by layer, or over the first two dimensions, as experts have one array each; no other number."""
     given, split = torch_like(), trainer()
