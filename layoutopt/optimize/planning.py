@@ -105,6 +105,17 @@ def make_plan(
     missing = [*beside.missing]
     if request.late:
         missing += [f"number {n}" for n in range(len(others) + 2, request.top + 1)]
+    notes = (  # storage that splits nothing is one sentence as the answer's and as the space's
+        *request.model.notes(best.options),
+        *best.evaluation.notes,
+        *left_whole(request, best.evaluation),
+        *_tight(request, best.evaluation),
+        *_notes(proof, bound, missing, unsplit),
+        *beside.notes(),
+        *repeats,
+        *_unsplit(request),
+        *_fewer(request, len(others) + 1),
+    )
     data = PlanFile(
         format="layoutopt-plan/1",
         model=model_info(request.model),
@@ -120,17 +131,7 @@ def make_plan(
         space=space_of(request, best.mesh, considered, shapes),
         alternatives=[*beside.found, *ranked(request, others, searched_mesh)],
         frontier=[point(request, f, i, searched_mesh) for i, f in enumerate(frontier)] or None,
-        notes=[
-            *request.model.notes(best.options),
-            *best.evaluation.notes,
-            *left_whole(request, best.evaluation),
-            *_tight(request, best.evaluation),
-            *_notes(proof, bound, missing, unsplit),
-            *beside.notes(),
-            *repeats,
-            *_unsplit(request),
-            *_fewer(request, len(others) + 1),
-        ],
+        notes=[*dict.fromkeys(notes)],
     )
     plan = Plan(data, stopped)
     return plan.with_details(parallelism=trade_names(request.model, plan.mesh, plan.layout, data))

@@ -90,6 +90,13 @@ def test_named_plans(mesh: str, is_split: bool) -> None:
     assert ("storage (ZeRO) in unequal shards" in left) != is_split
 
 
+def test_a_note_is_said_once() -> None:
+    plan = layoutopt.search(
+        MODEL, "data:12", hardware="tpu-v4", storage=("zero3",), microbatches=(1,), recompute=(False,)
+    )
+    assert sum(n.startswith("zero3 splits nothing") for n in plan.data.notes) == 1
+
+
 def test_a_proof_that_nothing_fits_is_of_even_shards() -> None:
     asked = {"hardware": "tpu-v4", "microbatches": (1,), "pins": "batch:data", "memory": 60e3}
     with pytest.raises(mtf.InfeasibleError) as caught:
