@@ -354,7 +354,7 @@ def answer(
     target: Target, hardware: Hardware, limit: float, allowed: Allowed, where: str
 ) -> tuple[str, float, Space]:
     """The status of a search, seconds that nothing which fits is below, and what it looked at."""
-    names = {f.name for f in fields(Allowed)} - {"near", "stages", "diloco"}
+    names = {*Allowed.asked()} - {"diloco"}
     asked = {name: getattr(allowed, name) for name in names}
     try:
         plan = search(
