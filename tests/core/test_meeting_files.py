@@ -91,6 +91,11 @@ def device(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
+def nowhere(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
 def folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
@@ -117,6 +122,7 @@ BOTH: dict[str, tuple[Callable[[Path], None], str]] = {
     "nothing": (lambda p: p.write_bytes(b""), "cannot be read"),
     "a pipe": (pipe, "is not a file"),
     "a device": (device, "is not a file"),
+    "a link to nothing": (nowhere, "it is a link to nothing"),
     "a folder": (folder, "is not a file"),
     "an array of 8 GiB": (bomb, "'wi' is float32[2147483648] and has "),
     "not finite": (edited(NAN), "'wi' holds numbers that are not finite"),
