@@ -17,10 +17,11 @@ from mesh_tf_core.errors import UserError
 
 @dataclass(frozen=True)
 class Kind:
-    """What an argument may be.
+    """A kind of argument: a test of a value, and words for an error.
 
     Attributes:
-      words: say after "give" what it may be.
+      holds: whether a value is of the kind.
+      words: follow "give" in an error, as in "give a function".
     """
 
     holds: Callable[[Any], bool]

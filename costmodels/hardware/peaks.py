@@ -33,7 +33,7 @@ _COMPUTED_IN: Mapping[str, tuple[str, ...]] = {
     "int8": ("bfloat16", *_WIDER),
 }
 _OTHERS = ("float32", "bfloat16", "float64")
-"""Of wider integers and of bool."""
+"""In which wider integers and bool are computed."""
 
 
 def computed_in(dtype: str, peaks: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ from mesh_tf_core.kernels.numpy_kernel import np_dtype
 
 
 class Feeds:
-    """What a program is fed."""
+    """Checks a batch against the inputs of a program."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -62,7 +62,7 @@ def _fed(name: str, v: Value, batch: Mapping[str, Any]) -> Any:
 
 
 def _check_width(name: str, array: Any, wanted: Any) -> None:
-    """UserError if whole numbers are none of a dtype's, which would make others of them."""
+    """UserError if a whole number is outside of a dtype's range, where a cast would wrap it."""
     if np.can_cast(array.dtype, wanted):
         return
     least, most = np.iinfo(wanted).min, np.iinfo(wanted).max

@@ -105,7 +105,7 @@ class ProgramBuilder:
 
     @contextmanager
     def at(self, origin: Origin) -> Iterator[None]:
-        """What is appended inside comes from there."""
+        """Instructions that are appended inside have this origin."""
         around, self.origin = self.origin, origin
         try:
             yield

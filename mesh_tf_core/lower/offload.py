@@ -28,7 +28,7 @@ Offload = frozenset[tuple[str, str]]
 
 
 def place_of(variable: Variable) -> tuple[str, str] | None:
-    """What of `Offload` puts a variable (or an optimizer's slot) on the hosts; None if nothing does."""
+    """The entry of `Offload` that puts a variable (or an optimizer's slot) on the hosts; None: none can."""
     if variable.slot_of is not None:
         return OPTIMIZER, variable.slot_of
     return (WEIGHTS, variable.name) if variable.trainable else None
