@@ -13,7 +13,8 @@ As on a device that knows ahead of time what runs:
   (7) what an iteration hands out has been copied at its end; what it adds to a sum is added once it is made
   (8) a stack that only a sum of the loop around reads (`Program.added`) lies in that sum
   (9) what lies in the host's memory takes none of the device's
-  (10) a carry of which an iteration only writes parts (`Op.in_place`) lies in what the loop makes of it
+  (10) a carry of which an iteration only writes parts (`Op.in_place`) lies in what the loop makes of it, and
+       that in what it starts from, if nothing else reads this
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class Liveness:
         self._spans: dict[int, Span] = {}
         for instr, _ in program.walk():
             self._place(instr)
+        self._hand_on(program.code, program.results.values())
         self._plan(program.code, program.results.values())
 
     def memory(self, id: int) -> int:
@@ -106,6 +108,24 @@ class Liveness:
         elif isinstance(instr, WriteVariable):
             self._nowhere.add(self.memory(instr.inputs[0]))
 
+    def _hand_on(self, code: Sequence[Instr], leaving: Iterable[int]) -> None:
+        """Rule (10) from one loop to the next."""
+        made = {self.memory(o) for instr in code for o in instr.outputs} - self._nowhere
+        last = {self.memory(i): n for n, instr in enumerate(code) for i in (*instr.inputs, *instr.outputs)}
+        last.update((self.memory(i), len(code)) for i in leaving)
+        for n, loop in enumerate(code):
+            if not isinstance(loop, Loop):
+                continue
+            read = Counter(self.memory(i) for i in loop.inputs)
+            starts = {c.final: self.memory(c.init) for c in loop.carried}
+            for final in dict.fromkeys(final for _, final in _written(loop)):
+                start, own = starts[final], self.memory(final)
+                if start in made and read[start] == 1 and last[start] == n and start != own:
+                    self._memory.update((i, start) for i, m in self._memory.items() if m == own)
+                    self._memory[own] = start
+                    last[start] = last.get(own, n)
+            self._hand_on(loop.body, (*(c.leave for c in loop.carried), *(s.inner for s in loop.stacked)))
+
     def _plan(self, code: Sequence[Instr], leaving: Iterable[int]) -> None:
         """Rules (3) and (5) to (7) for a block; `leaving` are the values that are needed after it."""
         needed = {self.memory(i) for i in leaving}
@@ -118,6 +138,7 @@ class Liveness:
             if isinstance(instr, Loop):
                 read = {self.memory(i) for i in instr.inputs[len(instr.carried) :]}
                 copied = {self.memory(c.init) for c in instr.carried} & frees - read
+                copied -= {self.memory(c.final) for c in instr.carried}
                 inside = {o for each in instr.body for o in each.outputs}
                 kept = *(c.leave for c in instr.carried), *(s.inner for s in instr.stacked)
                 leaves = {self.memory(i) for i in kept} & inside

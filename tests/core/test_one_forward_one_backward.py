@@ -19,7 +19,7 @@ from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.instructions import Instr, Local, Permute
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower.verify import verify
-from mesh_tf_core.ops.dynamic import DynamicSlice
+from mesh_tf_core.ops.dynamic import DynamicSlice, DynamicUpdate
 from mesh_tf_core.ops.ticks import ONE_F_ONE_B, Schedule
 from tests.core.test_pipelines import LAYERS, B, D, E, changed, model, options, same, steps
 
@@ -163,6 +163,14 @@ def test_what_is_in_flight_does_not_grow_with_the_microbatches() -> None:
     assert peaks["gpipe", 32] - peaks["gpipe", 8] >= 24 * state
     # A ring of 2 P - 1 states is held once.
     assert [h.bytes for h in found.holdings if "in_flight" in h.what] == [7 * state]
+
+
+def test_rings_go_from_loop_to_loop_and_are_held_once() -> None:
+    how = mtf.Options(microbatches=8, schedule=ONE_F_ONE_B)
+    program = wide(8).lower(mtf.Mesh("pipe:4"), mtf.Layout("layers:pipe"), how)
+    updates = [i for i, _ in program.walk() if isinstance(i, Local) and i.op == DynamicUpdate("in_flight")]
+    held = [h for h in memory(program).holdings if "in_flight" in h.what]
+    assert len(held) == len(updates) / 2 > 0  # two loops write them
 
 
 def nested() -> mtf.Model:
