@@ -63,8 +63,8 @@ class Evaluation:
     def storage(self) -> Storage:
         """How the program's variables are stored."""
         variables = (stored.variable for stored in self.program.variables.values())
-        step = self.model.training_step(self.options.microbatches, self.pipeline, self.options.schedule)
         mesh, layout = self.program.mesh, self.program.layout
+        step = self.model.step_of(mesh, layout, self.options)
         return storage_of(step.graph, mesh, layout, self.options.storage, variables)
 
     @cached_property
