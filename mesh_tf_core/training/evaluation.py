@@ -37,6 +37,8 @@ from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.structure import Assign, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
+from mesh_tf_core.lower.oracle import Oracle
+from mesh_tf_core.lower.storage import narrow_reads
 from mesh_tf_core.model import Model
 from mesh_tf_core.ops.basic import Cast, Constant
 from mesh_tf_core.ops.binary import Binary
@@ -88,10 +90,19 @@ class Evaluation:
         mesh = training.program.mesh
         if stages := model.stages(mesh, layout):
             parts = options.microbatches
-            given = graph, str(model.batch_dim), parts, stages, results
-            graph, results = pipelined(*given, rounds_of(options.schedule))
+            cut = graph, str(model.batch_dim), parts, stages, results
+            graph, results = pipelined(*cut, rounds_of(options.schedule))
         how = Options(storage, context=options.context, offload=options.offload)
-        program = lower(graph, mesh, layout, results, how)
+        # Without the update a graph does not say what may be padded; the training's variables do.
+        padded = {
+            name: frozenset({stored.padded.name})
+            for name, stored in training.program.variables.items()
+            if stored.padded is not None
+        }
+        narrow = narrow_reads(graph)
+        given = mesh, layout, graph.variables, storage
+        oracle = Oracle(*given, narrow=narrow, offload=options.offload, paddable=padded)
+        program = lower(graph, mesh, layout, results, how, oracle=oracle)
         self.engine = training.beside(program)
         has_rows = cluster is not None and model.batch_dim is not None
         self.rows = rows_of(program, str(model.batch_dim), self.engine.ranks) if has_rows else None

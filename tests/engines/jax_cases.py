@@ -20,7 +20,7 @@ from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.jax.home import devices
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.program import Loop, Program
-from tests.core import test_kept, test_offload, test_pipelines, test_replicas
+from tests.core import test_kept, test_offload, test_padded_storage, test_pipelines, test_replicas
 from tests.core.test_storage import lowered, written
 from tests.core.test_storage import program as mixed
 from tests.engines import jax_layouts, loop_cases, number_cases
@@ -255,6 +255,10 @@ CASES: dict[str, Callable[[], None]] = {
     },
     **{f"control {name}": lambda n=name: control(n) for name in PROGRAMS},
     **{f"numbers {name}": lambda n=name: number_cases.check(n, "jax") for name in number_cases.CASES},
+    **{
+        f"padded {number}": lambda c=case: test_padded_storage.check(*c, "jax")
+        for number, case in enumerate(test_padded_storage.CASES)
+    },
     "offload": offloaded,
     "state": state,
     "beside": beside,
@@ -263,6 +267,7 @@ CASES: dict[str, Callable[[], None]] = {
 
 
 BY_NIGHT = {
+    *(f"padded {number}" for number in range(1, len(test_padded_storage.CASES))),
     *(f"kept {seed}" for seed in range(8)),
     *(f"training {mesh} {layout}" for mesh, layout, _ in MODELS[1:]),
     *[name for name in CASES if name.startswith("collectives ")][::2],
