@@ -332,6 +332,8 @@ def _opened(path: Path) -> Mapping[str, array_files.Zipped]:
     try:
         return array_files.zipped(path)
     except FileNotFoundError:
+        if path.is_symlink():  # its name is there, so whoever reads it again would do so for ever
+            raise UnusablePost("it is a link to nothing") from None
         raise
     except (OSError, ValueError) as error:
         raise UnusablePost(str(error)) from None
