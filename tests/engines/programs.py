@@ -87,10 +87,10 @@ def language_model(mesh, layout, **hparams):
     return transformer(**{**sizes, "length": 6, "gated": True, **hparams}).lower(Mesh(mesh), Layout(layout))
 
 
-def tokens(program, seed=0):
+def tokens(program, seed=0, beyond=24):
     rng = np.random.default_rng(seed)
     shapes = {name: program.values[id].shape.sizes for name, id in program.feeds.items()}
-    return {name: rng.integers(0, 24, shape).astype(np.int32) for name, shape in shapes.items()}
+    return {name: rng.integers(0, beyond, shape).astype(np.int32) for name, shape in shapes.items()}
 
 
 def numbers(program, seed=0):

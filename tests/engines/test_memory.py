@@ -60,7 +60,7 @@ def programs(name):
 
 def batch(program):
     integers = {n for n, id in program.feeds.items() if program.values[id].dtype == "int32"}
-    found, real = tokens(program), numbers(program)
+    found, real = tokens(program, beyond=10), numbers(program)  # classes, or tokens
     return {n: found[n] if n in integers else real[n] for n in found}
 
 
