@@ -12,7 +12,7 @@ of the norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from costmodels.pricing.pricer import Pricer
@@ -118,18 +118,26 @@ def legal(cluster: Cluster, decided: Decisions) -> Table:
     names = tuple(n for n in cluster.decisions if n in free)
     pinned = tuple(n for n in cluster.dims if n in decided.fixed)
     found = assignments((*pinned, *names), cluster.shapes, decided.options, cluster.follows)
-    if cluster.crossed.keys() & free:
-        found = [*_crossing(cluster, (*pinned, *names), found)]
+    # A form that is the only one allowed is no decision, and needs its splits all the same.
+    given = {s for s in cluster.crossed if s not in free and any(decided.options.get(s, ()))}
+    if given or cluster.crossed.keys() & free:
+        found = [*_crossing(cluster, (*pinned, *names), found, given)]
     return Table(cluster, names, dict.fromkeys((a[len(pinned) :] for a in found), Entry(0.0)))
 
 
-def _crossing(cluster: Cluster, names: Sequence[str], found: Iterable[Assignment]) -> Iterator[Assignment]:
+def _crossing(
+    cluster: Cluster, names: Sequence[str], found: Iterable[Assignment], given: Set[str]
+) -> Iterator[Assignment]:
     """The assignments that lowering may not refuse for what keys are split over. What splits one of the
-    dimensions further elsewhere splits no other of them: where one rule does, they are not split alike."""
+    dimensions further elsewhere splits no other of them: where one rule does, they are not split alike.
+
+    Args:
+      given: switches that are no decision, and name a form.
+    """
     needs = [
-        (names.index(switch), dims)
+        (-1 if switch in given else names.index(switch), dims)
         for switch, dims in cluster.crossed.items()
-        if switch in names and len({*rules_of(dims, {*dims})} & {*cluster.dims}) < 2
+        if (switch in names or switch in given) and len({*rules_of(dims, {*dims})} & {*cluster.dims}) < 2
     ]
 
     def crosses(splits: Mapping[str, Choice], dims: Sequence[str]) -> bool:
@@ -138,7 +146,7 @@ def _crossing(cluster: Cluster, names: Sequence[str], found: Iterable[Assignment
 
     for each in found:
         splits = dict(zip(names, each, strict=True))
-        if all(not each[i] or crosses(splits, dims) for i, dims in needs):
+        if all((i >= 0 and not each[i]) or crosses(splits, dims) for i, dims in needs):
             yield each
 
 
