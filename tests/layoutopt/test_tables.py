@@ -331,5 +331,5 @@ def test_forms_of_attention_that_are_not_lowered_would_be_refused(
         return [{*t.entries} for t in found.tables if t.cluster.crossed]
 
     some = entries()
-    monkeypatch.setattr(tables, "_crossing", lambda cluster, names, found: found)
+    monkeypatch.setattr(tables, "_crossing", lambda cluster, names, found, given: found)
     assert some and some == entries()
