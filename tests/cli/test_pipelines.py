@@ -45,7 +45,7 @@ def test_a_plan_with_stages(
         (("--pin", "layers:pipe"), "add --pipeline layers"),
         (("--pipeline", "layers", "--schedule", "1f1n"), "did you mean '1f1b'?"),
         (("--pipeline", "layers", "--schedule", "circular"), "as circular:2"),
-        (("--pipeline", "layers", "--schedule", "circular:3"), "3 rounds do not divide the 1 layer of each"),
+        (("--pipeline", "layers", "--schedule", "circular:3"), "3 rounds do not divide the 2 layers of each"),
         (("--schedule", "gpipe,circular:2"), "circular:2: nothing may be the stages of a pipeline; add"),
         (("--pipeline", "layers", "--schedule", "interleaved:1"), "as interleaved:2"),
         (("--pipeline", "layers", "--refine"), "--refine knows no stages of pipelines"),

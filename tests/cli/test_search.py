@@ -48,6 +48,7 @@ PLAN = [
     "hardware",
     "predicted",
     "solver",
+    "space",
     "alternatives",
 ]
 

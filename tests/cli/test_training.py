@@ -52,7 +52,7 @@ def test_a_long_training_keeps_two_numbers_a_step(
     """Counted in bytes, without what the engine does: a loss and seconds take 16, with room to grow 18."""
     first, last, held = 1100, 2100, dict[int, int]()  # a progress bar keeps the last 1,000
 
-    def begun(self: Trainer, fed: Any, position: Any) -> Callable[[], dict[str, Any]]:
+    def begun(self: Trainer, ready: Any) -> Callable[[], dict[str, Any]]:
         self.step_number += 1
         if self.step_number == 1:
             tracemalloc.start()
