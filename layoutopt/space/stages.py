@@ -37,8 +37,9 @@ class Stages(Split):
     @classmethod
     def everything(cls, target: Target) -> dict[str, Any]:
         dims = target.model.graph.dims()
-        named = (n for n in loop_dims(target.model.graph) if len([*_possible(target, n, dims[n])]) > 1)
-        return {"pipeline": tuple(named)}
+        # A loop that reads nothing by its steps, as one that decodes, counts no layers.
+        layers = (n for n in loop_dims(target.model.graph) if n in dims)
+        return {"pipeline": tuple(n for n in layers if len([*_possible(target, n, dims[n])]) > 1)}
 
     @classmethod
     def left_out(cls, target: Target, allowed: Allowed) -> Iterator[LeftOut]:
