@@ -201,7 +201,7 @@ def test_an_error_in_writing_reaches_the_run(tmp_path: Path, monkeypatch: pytest
         run.fit(batches(), 4, tmp_path / "file")
     assert run.step_number == 0
 
-    def full(*args):
+    def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "write", full)

@@ -292,7 +292,7 @@ def batch(seed: int) -> dict[str, Any]:
     found: dict[str, Any] = {f"in{i}": rng.normal(size=[SIZES[n] for n in d]) for i, d in enumerate(INPUTS)}
     found["valid"] = (rng.random((8, 4)) < 0.5).astype(float)
     found["valid"][: 1 + seed % 4] = 0.0
-    found["ids"] = rng.integers(-1, 9, (8, 4))
+    found["ids"] = rng.integers(-1, 8, (8, 4))
     return found
 
 
