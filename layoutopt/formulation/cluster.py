@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from layoutopt.formulation.dependencies import Dependencies
@@ -68,14 +68,14 @@ class Cluster:
         """What of it runs a second time when some texts say what is recomputed."""
         found = list[Subgraph]()
         for nest in self.nests if recompute else ():
-            found += self.again.get(frozenset(t for t in recompute if Recomputed.parse(t).dim in nest), ())
+            found += self.again.get(_about(nest, recompute), ())
         return found
 
     def first_run(self, recompute: Iterable[str]) -> Subgraph:
         """What of it runs at first when some texts say what is recomputed."""
         found = self.subgraph
         for nest in self.nests if self.first and recompute else ():
-            runs = self.first.get(frozenset(t for t in recompute if Recomputed.parse(t).dim in nest))
+            runs = self.first.get(_about(nest, recompute))
             found = found if runs is None else found.without(found.nodes - runs.nodes)
         return found
 
@@ -83,6 +83,11 @@ class Cluster:
     def sums(self) -> tuple[str, ...]:
         """Names of the choices of `given` and `left`."""
         return tuple(dict.fromkeys((*self.given, *self.left)))
+
+
+def _about(nest: Collection[str], recompute: Iterable[str]) -> frozenset[str]:
+    """The texts that are about loops of a nest."""
+    return frozenset(t for t in recompute if Recomputed.parse(t).dim in nest)
 
 
 def numbers_of(nodes: Iterable[Node]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from mesh_tf_core.ir.dims import Dim, PaddedDim, Shape
+from mesh_tf_core.ir.dims import Dim, PaddedDim
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Emitter, TensorType
 from mesh_tf_core.ops.kinds import MadeByLowering, Move
@@ -20,7 +20,7 @@ from mesh_tf_core.ops.kinds import MadeByLowering, Move
 @lru_cache(maxsize=1 << 12)
 def resized(x: TensorType, dim: str, size: int) -> TensorType:
     """The type with another size for one dimension."""
-    return TensorType(Shape(Dim(dim, size) if d.name == dim else d for d in x.shape), x.dtype)
+    return TensorType(x.shape.resized(Dim(dim, size)), x.dtype)
 
 
 @dataclass(frozen=True)
