@@ -33,8 +33,8 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.placement import Placement
 from mesh_tf_core.lower.replicas import ReplicaPrograms
-from mesh_tf_core.lower.storage import Storage
 from mesh_tf_core.model import Model
 from mesh_tf_core.ops.ticks import Schedule, rounds_of
 from mesh_tf_core.tracing.diloco import DiLoCo
@@ -60,7 +60,7 @@ class Evaluation:
     options: Options = field(default=DEFAULT, repr=False, compare=False)
 
     @cached_property
-    def storage(self) -> Storage:
+    def storage(self) -> Placement:
         """How the program's variables are stored."""
         variables = (stored.variable for stored in self.program.variables.values())
         mesh, layout = self.program.mesh, self.program.layout

@@ -30,8 +30,8 @@ from mesh_tf_core.lower import Options, Subgraph, lower
 from mesh_tf_core.lower.combine import Key, Waiting, together, waiting
 from mesh_tf_core.lower.cut import Cut
 from mesh_tf_core.lower.oracle import Oracle
-from mesh_tf_core.lower.padding import paddable
 from mesh_tf_core.lower.pipeline import WHOLE
+from mesh_tf_core.lower.placement import placement
 from mesh_tf_core.lower.replicas import alone
 from mesh_tf_core.lower.storage import Stage, narrow_reads
 from mesh_tf_core.lower.sums import totalled
@@ -194,7 +194,6 @@ class Tabler:
     ) -> None:
         self.graph, self.mesh, self.pricer = graph, mesh, pricer
         self.narrow = narrow_reads(graph) if narrow is None else narrow
-        self.paddable = paddable(graph)
         self.cache, self.namings = lowering_cache(graph, pricer), Namings(pricer)
         self.sizes = graph.dims()
         self._entries: dict[Cluster, dict[Assignment, Entry | None]] = {}
@@ -269,23 +268,9 @@ class Tabler:
         """The price of a cluster; None if that is not legal."""
         if not self._divides(layout, naming.mesh):
             return None
-        # One decision may be of variables that meet in another fragment, too: this graph has not those.
-        storage = {
-            v: s.renamed(naming.number) if isinstance(s, Stage) else s
-            for v, s in options.storage.items()
-            if v in self.graph.variables
-        }
-        oracle = Oracle(
-            naming.mesh,
-            layout,
-            self.graph.variables,
-            storage,
-            self.sizes,
-            naming.real,
-            self.narrow,
-            options.offload,
-            self.paddable,
-        )
+        options = self._numbered(options, naming)
+        where = placement(self.graph, naming.mesh, layout, options, self.narrow)
+        oracle = Oracle(where, self.sizes, naming.real)
         first = options if cluster.saves or not options.recompute else replace(options, recompute=NOTHING)
         runs = cluster.first_run(options.recompute)
         lowered = self._lowered(cluster, runs, first, oracle, naming, cut)
@@ -310,6 +295,15 @@ class Tabler:
             seconds += naming.pricer.total(second.cost)
             parts.append(second)
         return Entry(max(seconds, 0.0), small, tuple(parts), naming.mesh)
+
+    def _numbered(self, options: Options, naming: Naming) -> Options:
+        """The options of a cluster's lowering, with the axes numbered."""
+        known = self.graph.variables
+        if all(v in known and not isinstance(s, Stage) for v, s in options.storage.items()):
+            return options
+        # One decision may be of variables that meet in another fragment, too: this graph has not those.
+        storage = {v: s for v, s in options.storage.items() if v in known}
+        return replace(options, storage=storage).renamed(naming.number)
 
     def _divides(self, layout: Layout, mesh: Mesh) -> bool:
         """Whether what splits dimensions further elsewhere divides them there."""

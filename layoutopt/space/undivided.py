@@ -1,6 +1,6 @@
 """Variables that a stage of storage (ZeRO) cannot split: none of their dimensions divides by the devices.
 
-`mesh_tf_core.lower.storage.Storage.further` is the rule; whatever names storage, or says why it saves
+`mesh_tf_core.lower.placement.Placement.further` is the rule; whatever names storage, or says why it saves
 nothing, asks here: prices, plans, named plans, the words for axes, likely mistakes, and why nothing fits.
 """
 
@@ -14,8 +14,10 @@ from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower.options import Options
 from mesh_tf_core.lower.padding import paddable
-from mesh_tf_core.lower.storage import Stage, Stages, Storage, read_stage
+from mesh_tf_core.lower.placement import Placement
+from mesh_tf_core.lower.storage import Stage, Stages, read_stage
 from mesh_tf_core.tracing.graph import Graph
 
 MENTIONED = 0.01
@@ -73,7 +75,7 @@ def storage_of(
     layout: Layout,
     stages: Mapping[str, str | int | Stage],
     variables: Iterable[Variable] = (),
-) -> Storage:
+) -> Placement:
     """The storage of the trained variables of a graph with its update, as lowering has it, shards padded or
     not; stages of others are left out.
 
@@ -85,15 +87,15 @@ def storage_of(
     may = {
         n: dims for n, dims in paddable(graph).items() if n in known and REPLICA not in known[n].shape.names
     }
-    return Storage(mesh, layout, known, held, may)
+    return Placement(mesh, layout, known, Options(held), paddable=may)
 
 
-def split_stages(storage: Storage) -> dict[str, str]:
+def split_stages(storage: Placement) -> dict[str, str]:
     """Variable -> its stage, of those that it splits further."""
     return {name: str(stage) for name, stage in storage.stages.items() if storage.further(name)[0]}
 
 
-def undivided(storage: Storage) -> list[Undivided]:
+def undivided(storage: Placement) -> list[Undivided]:
     """What stages leave whole, or split less than they ask for, the largest part first; too little to mention
     is left out."""
     trained = {n: v for n, v in storage.variables.items() if v.trainable}
@@ -115,7 +117,7 @@ def undivided(storage: Storage) -> list[Undivided]:
     return sorted(found, key=lambda each: -each.share)
 
 
-def _numbers(storage: Storage, variables: Iterable[Variable], ways: int) -> Iterator[tuple[str, int]]:
+def _numbers(storage: Placement, variables: Iterable[Variable], ways: int) -> Iterator[tuple[str, int]]:
     """The fields of numbers that divide most of what is stored: all but what is too little to mention."""
     pieces = [(v.bytes, [*_pieces(storage, v)]) for v in variables]
     total = sum(size for size, _ in pieces)
@@ -128,14 +130,14 @@ def _numbers(storage: Storage, variables: Iterable[Variable], ways: int) -> Iter
     yield "inside", next((n for n in range(ways // 2, 1, -1) if ways % n == 0 and divides(n)), 1)
 
 
-def _pieces(storage: Storage, variable: Variable) -> Iterator[int]:
+def _pieces(storage: Placement, variable: Variable) -> Iterator[int]:
     """The sizes that a device finds of the dimensions that may be split further."""
     layout = storage.read_in(variable.name)
     for dim in variable.shape.dims[variable.stacked :]:
         yield dim.size // storage.mesh.group_size(layout.axes(dim.name))
 
 
-def mostly_split(storage: Storage) -> bool:
+def mostly_split(storage: Placement) -> bool:
     """Whether most parameters are split further than the layout says."""
     trained = {n: v.shape.size for n, v in storage.variables.items() if v.trainable}
     split = sum(size for name, size in trained.items() if storage.further(name)[0])

@@ -21,6 +21,8 @@ from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Program, Value
 from mesh_tf_core.kernels.numpy_kernel import np_dtype
 from mesh_tf_core.lower.base import Lowering
+from mesh_tf_core.lower.oracle import Oracle
+from mesh_tf_core.lower.placement import Placement
 from mesh_tf_core.tracing.graph import Graph
 
 KINDS = ("auto", "local", "lockstep")
@@ -85,7 +87,7 @@ class Machine:
         self.mesh, self.layout, self.kind = mesh, layout, "local" if kind == "auto" else kind
         self.sent: dict[str, float] = dict.fromkeys(mesh.names, 0.0)
         self._open = self._numpy if kind == "lockstep" else self._tensorflow()
-        self._rules = Lowering(Graph("placement"), mesh, layout)
+        self._rules = Lowering(Graph("placement"), Oracle(Placement(mesh, layout, {})))
         self._pieces = self._open(Program(mesh, layout, (), ()))
         self._known: dict[tuple[Op, tuple[TensorType, ...]], Lowered] = {}
 
@@ -152,7 +154,7 @@ class Machine:
         return self._known[key]
 
     def _alone(self, graph: Graph, node: Node) -> Lowered:
-        low = Lowering(graph, self.mesh, self.layout)
+        low = Lowering(graph, Oracle(Placement(self.mesh, self.layout, graph.variables)))
         outside = sorted(i for i in {*node.inputs, *reads(node)} if not graph.tensor(i).block)
         for i in outside if node.body is not None else node.inputs:
             t = graph.tensor(i)

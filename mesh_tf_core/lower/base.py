@@ -7,7 +7,7 @@ result, which is all-reduced at once. `passes` then moves those sums.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,7 +15,6 @@ from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
-from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import (
     Input,
@@ -38,10 +37,10 @@ from mesh_tf_core.lower.nodes import (
     plan_of,
     product_dims,
 )
-from mesh_tf_core.lower.offload import Offload
+from mesh_tf_core.lower.options import DEFAULT, Options
 from mesh_tf_core.lower.oracle import Oracle
+from mesh_tf_core.lower.placement import BACKWARD, FORWARD, GRADIENT, UPDATE, VARIABLE
 from mesh_tf_core.lower.placing import Placing
-from mesh_tf_core.lower.storage import Stages
 from mesh_tf_core.lower.subgraph import Subgraph, Twin
 from mesh_tf_core.ops.basic import AddN, Cast
 from mesh_tf_core.tracing.graph import Graph
@@ -56,23 +55,13 @@ class Lowering(Placing):
     """
 
     def __init__(
-        self,
-        graph: Graph,
-        mesh: Mesh,
-        layout: Layout,
-        storage: Stages | None = None,
-        recompute: Iterable[str] = (),
-        subgraph: Subgraph | None = None,
-        oracle: Oracle | None = None,
-        context: Mapping[str, str] | None = None,
-        offload: Offload = frozenset(),
-        collective_matmul: frozenset[str] = frozenset(),
+        self, graph: Graph, oracle: Oracle, options: Options = DEFAULT, subgraph: Subgraph | None = None
     ) -> None:
-        super().__init__(graph, mesh, layout, storage, subgraph, oracle, offload)
-        self.context, self.collective_matmul = context or {}, collective_matmul
+        super().__init__(graph, oracle, subgraph)
+        self.context, self.collective_matmul = dict(options.context), options.collective_matmul
         self.stored: dict[str, Stored] = {}
         self.feeds: dict[str, int] = {}
-        self.loops = Loops(self, frozenset(recompute), self.node, self.nodes)
+        self.loops = Loops(self, options.recompute, self.node, self.nodes)
         self._again = False
         self._terms = gradient_terms(graph)
 
@@ -86,8 +75,7 @@ class Lowering(Placing):
         saved, self._again = self._again, again or self._again
         self.origin = plan.again if self._again else plan.first
         around = self.layout
-        owner = node.scope if plan.updates else self._added(node)
-        self.lay_out(self.oracle.layout.at(plan.path) if owner is None else self.oracle.view(owner))
+        self.lay_out(self._layout_of(node, plan))
         try:
             self._in_layout(node, plan)
         finally:
@@ -97,23 +85,24 @@ class Lowering(Placing):
                 self._scatter(tensor)
         self._again = saved
 
-    def _added(self, node: Node) -> str | None:
-        """The variable whose gradient a node adds up of terms that lie as its state (from stage 2 on)."""
-        if not isinstance(node.op, AddN):
-            return None
-        terms = delivered(self.graph)
-        if not all(i in terms for i in node.inputs):
-            return None
-        variable = terms.get(node.outputs[0])
-        return variable if variable is not None and self.oracle.stage(variable, 2) else None
+    def _layout_of(self, node: Node, plan: Plan) -> Layout:
+        """The layout that holds at a node: of an update, and of what adds up terms of a gradient that lie as
+        the state does (from stage 2 on), that of the variable's state."""
+        row = None
+        if plan.updates:
+            row = self.oracle.row(VARIABLE, node.scope, UPDATE)
+        elif isinstance(node.op, AddN):
+            terms = delivered(self.graph)
+            variable = terms.get(node.outputs[0]) if all(i in terms for i in node.inputs) else None
+            row = None if variable is None else self.oracle.row(GRADIENT, variable, BACKWARD)
+        return self.oracle.layout.at(plan.path) if row is None or row.layout is None else row.layout
 
     def _scatter(self, tensor: int) -> None:
-        """Splits a gradient, or a term of one, as its variable's state is (from storage stage 2 on), as soon
-        as it is made: a sum over devices is scattered here, and nobody keeps all of it."""
-        variable = self._terms[tensor]
-        if self.oracle.stage(variable, 2):
-            value = self.env[tensor]
-            scattered = self.lying_as(value, self.oracle.view(variable))
+        """Brings a gradient, or a term of one, to where its row says as soon as it is made: if that is split
+        as its variable's state is, a sum over devices is scattered here, and nobody keeps all of it."""
+        row = self.oracle.row(GRADIENT, self._terms[tensor], BACKWARD)
+        if row.layout is not None:
+            scattered = self.reshard(self.env[tensor], row)
             self.values[scattered] = self.values[scattered].of(tensor)
 
     def _in_layout(self, node: Node, plan: Plan) -> None:
@@ -147,24 +136,22 @@ class Lowering(Placing):
             self.emit(Input((), (out,), self.origin, op.feed))
             self.env[tensor] = self.feeds[op.feed] = out
         elif isinstance(op, Read):
-            (tensor,), (type,) = node.outputs, plan.types
-            host = self.oracle.on_host(op.variable)
-            stored = self.stored_as(op)
-            type = TensorType(stored.value.shape, type.dtype)
-            out = self.new(type, stored.splits, tensor=tensor, host=host)
+            (tensor,), stored = node.outputs, self.stored_as(op.variable).value
+            type = TensorType(stored.shape, stored.dtype)
+            out = self.new(type, stored.splits, tensor=tensor, host=stored.host)
             self.emit(ReadVariable((), (out,), self.origin, op.variable.name))
             self.bind(tensor, self._half(op.variable, out))
         elif isinstance(op, Assign):
-            self.stored_as(op)
-            value = self.lying_as(self.value_of(node.inputs[0]), self.oracle.stored(op.variable))
-            if self.oracle.on_host(op.variable):
-                value = self.kept_on_host(value)
+            self.stored_as(op.variable)
+            value = self.reshard(self.value_of(node.inputs[0]), self.oracle.stored(op.variable))
             self.emit(WriteVariable((value,), (), self.origin, op.variable.name))
 
     def _half(self, variable: Variable, master: int) -> int:
         """What forward and backward read of a variable: as it is stored, or of a split master copy (stages 1
         and 2) its half-precision values, made once, before all loops."""
-        dtype, v = self.oracle.half(variable), self.values[master]
+        if not variable.trainable:
+            return master
+        dtype, v = self.oracle.row(VARIABLE, variable.name, FORWARD).dtype, self.values[master]
         if dtype is None:
             return master
         self.masters[v.tensor] = master
@@ -175,13 +162,11 @@ class Lowering(Placing):
         self.emit(Local((self.on_device(master),), (half,), self.origin, Cast(dtype)))
         return self.to_natural(half)
 
-    def stored_as(self, op: Read | Assign) -> Stored:
+    def stored_as(self, variable: Variable) -> Stored:
         """How a variable lies between steps."""
-        variable = op.variable
-        layout = self.oracle.stored(variable)
-        shape = layout.held(variable.shape)
-        splits = self.natural(shape, f"variable {variable.name!r}", layout)
-        stored = Stored(variable, splits, self.oracle.on_host(variable), shape.padded)
+        row = self.oracle.stored(variable)
+        type, splits = self.held(row, variable.type, f"variable {variable.name!r}")
+        stored = Stored(variable, splits, row.host, type.shape.padded)
         self.stored[variable.name] = stored
         return stored
 
@@ -308,30 +293,22 @@ class Lowering(Placing):
         gradient_of = self.graph.gradient_of
         for tensor in [t for t in gradient_of if t in self.env]:
             variable = gradient_of[tensor]
-            if not self.graph.tensor(tensor).block and self.oracle.stage(variable, 1):
-                value, view = self.env[tensor], self.oracle.view(variable)
+            if not self.graph.tensor(tensor).block:
                 # The update asks for it: a sum that only the update reads may travel with others.
                 self.origin = Origin(self.origin.node, variable, "update")
-                self.lying_as(value, view)
+                self.reshard(self.env[tensor], self.oracle.row(GRADIENT, variable, UPDATE))
 
 
 def lower_base(
     graph: Graph,
-    mesh: Mesh,
-    layout: Layout,
+    oracle: Oracle,
     results: Mapping[str, Tensor] | None = None,
-    storage: Stages | None = None,
-    recompute: Iterable[str] = (),
+    options: Options = DEFAULT,
     subgraph: Subgraph | None = None,
-    oracle: Oracle | None = None,
-    context: Mapping[str, str] | None = None,
-    offload: Offload = frozenset(),
-    collective_matmul: frozenset[str] = frozenset(),
 ) -> Program:
     """Lowers every node alone; see the module's text. LayoutError if the layout is not legal for the
     graph."""
-    given = storage, recompute, subgraph, oracle, context, offload, collective_matmul
-    state = Lowering(graph, mesh, layout, *given)
+    state = Lowering(graph, oracle, options, subgraph)
     state.nodes(graph.blocks[0])
     if subgraph is not None:
         state.deliver_gradients()
@@ -345,8 +322,8 @@ def lower_base(
         value = state.on_device(env[tensor]) if tensor in env else state.value_of(tensor)
         returned[name] = state.to_natural(value)
     return Program(
-        mesh,
-        layout,
+        oracle.mesh,
+        oracle.layout,
         tuple(state.values),
         tuple(state.code),
         dict(state.stored),

@@ -50,7 +50,7 @@ def in_chunks(program: Program, dims: Collection[str], oracle: Oracle | None = N
     """
     if not dims:
         return program
-    state = _Rewriting(program, frozenset(dims), oracle or Oracle(program.mesh, program.layout, {}, {}))
+    state = _Rewriting(program, frozenset(dims), oracle or Oracle.of(program))
     code = state.block(program.code)
     return replace(program, values=tuple(state.values), code=tuple(code))
 

@@ -10,6 +10,7 @@ from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import AllReduce, Carry, Instr, Local, Origin, Result, Sliced, make_loop
+from mesh_tf_core.lower.placement import BACKWARD, GRADIENT
 from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.saving import Saving
 from mesh_tf_core.lower.subgraph import Pairs
@@ -206,6 +207,6 @@ class Loops(Saving):
 
     def _scattered(self, value: int, variable: str | None) -> int:
         """A layer's part of a gradient, as its variable's state is split (from storage stage 2 on)."""
-        if variable is None or not self.low.oracle.stage(variable, 2):
+        if variable is None:
             return value
-        return self.low.lying_as(value, self.low.oracle.view(variable))
+        return self.low.reshard(value, self.low.oracle.row(GRADIENT, variable, BACKWARD))

@@ -1,8 +1,8 @@
-"""What a lowering asks besides the axes of dimensions: sizes and order of the mesh, storage of variables.
+"""What a lowering asks besides the axes of dimensions: sizes and order of the mesh, rows of its table.
 
 Everything else in a program follows from the graph and from which axes split which dimension; their names do
-not matter. So where all that was asked has the same answers, on another mesh, for another storage, or with
-the axes named otherwise, the program is the same but for the mesh that it says.
+not matter. So where all that was asked has the same answers, on another mesh, for other rows of where values
+live, or with the axes named otherwise, the program is the same but for the mesh that it says.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import Any
 
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
-from mesh_tf_core.ir.layout import Axes, Layout
-from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.lower.offload import ACTIVATIONS, Offload, place_of
+from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.program import Program
+from mesh_tf_core.lower.placement import BETWEEN, STATE, VARIABLE, Placement, Row
 from mesh_tf_core.lower.redistribute import Move, Splits, plan_moves, straight
-from mesh_tf_core.lower.storage import Stages, Storage
 
 Question = tuple[Any, ...]
 """A method of `Oracle` and its arguments."""
@@ -28,12 +27,9 @@ class Oracle:
     """Answers the questions of one lowering, and notes them.
 
     Args:
-      stages: of variables (see `storage`).
+      placement: where values live.
       known: name -> sizes of dimensions that the layout is known to divide; nothing is asked about these.
       real: the names that the mesh's axes have elsewhere, which decide between equally cheap moves.
-      narrow: see `storage.narrow_reads`.
-      offload: what lies in the hosts' memory.
-      paddable: see `padding.paddable`.
 
     Attributes:
       asked: every question so far, with its answer.
@@ -42,23 +38,20 @@ class Oracle:
 
     def __init__(
         self,
-        mesh: Mesh,
-        layout: Layout,
-        variables: Mapping[str, Variable],
-        stages: Stages,
+        placement: Placement,
         known: Mapping[str, Set[int]] | None = None,
         real: Mapping[str, str] | None = None,
-        narrow: Mapping[str, str] | None = None,
-        offload: Offload = frozenset(),
-        paddable: Mapping[str, frozenset[str]] | None = None,
     ) -> None:
-        self.offload = offload
-        self.real, self.narrow = real, narrow or {}
-        self.mesh, self.layout, self.variables, self.known = mesh, layout, variables, known or {}
-        self.storage = Storage(mesh, layout, variables, stages, paddable)
-        self.shards = bool(self.storage.stages)
+        self.placement, self.known, self.real = placement, known or {}, real
+        self.mesh, self.layout = placement.mesh, placement.layout
+        self.shards = bool(placement.stages)
         self.asked: dict[Question, Any] = {}
         self._answers: dict[Question, Any] = {}
+
+    @classmethod
+    def of(cls, program: Program) -> Oracle:
+        """That of a program's mesh alone."""
+        return cls(Placement(program.mesh, program.layout, {}))
 
     def _ask(self, *question: Any) -> Any:
         if question not in self.asked:
@@ -71,13 +64,8 @@ class Oracle:
         return self._answers[question]
 
     def _worked_out(self, what: str, *about: Any) -> Any:
-        if what == "stage":
-            return self.storage.stage(about[0]) >= about[1]
-        if what == "host":
-            return about in self.offload
-        if what == "view":
-            view = self.storage.view(about[0])
-            return (*(view.axes(n) for n in self.variables[about[0]].shape.names), view.padded)
+        if what == "row":
+            return self.placement.row(*about)
         if what == "ways":
             return self.mesh.group_size(about[0])
         if what == "divides":
@@ -102,41 +90,16 @@ class Oracle:
         """Whether the answers to all these questions would be the same here."""
         return all(self._answer(question) == answer for question, answer in answers)
 
-    def stage(self, variable: str, least: int) -> bool:
-        """Whether a variable is stored at a stage, or a later one."""
-        return bool(self._ask("stage", variable, least))
+    def row(self, what: str, name: str, phase: str) -> Row:
+        """A row of where values live (see `Placement.row`)."""
+        row: Row = self._ask("row", what, name, phase)
+        return row
 
-    def view(self, variable: str) -> Layout:
-        """The layout in which the state of a variable is kept and updated."""
-        if not self.stage(variable, 1):
-            return self.storage.read_in(variable)
-        self._ask("view", variable)
-        return self.storage.view(variable)
-
-    def stored(self, variable: Variable) -> Layout:
-        """The layout in which a variable (or an optimizer's slot) lies between steps."""
+    def stored(self, variable: Variable) -> Row:
+        """Where a variable (or an optimizer's slot) lives between steps."""
         if variable.slot_of is not None:
-            return self.view(variable.slot_of)
-        least = 1 if variable.name in self.narrow else 3
-        name = variable.name
-        return self.view(name) if self.stage(name, least) else self.storage.read_in(name)
-
-    def on_host(self, variable: Variable) -> bool:
-        """Whether a variable (or an optimizer's slot) lies in the hosts' memory between steps."""
-        place = place_of(variable)
-        return place is not None and bool(self._ask("host", *place))
-
-    def keeps_on_host(self, dim: str) -> bool:
-        """Whether what loops over a dimension keep for their second runs lies in the hosts' memory."""
-        return bool(self._ask("host", ACTIVATIONS, dim))
-
-    def half(self, variable: Variable) -> str | None:
-        """The dtype in which a variable is gathered as a step begins, if its master copy alone is stored
-        split."""
-        dtype = self.narrow.get(variable.name)
-        if dtype is None or not self.stage(variable.name, 1) or self.stage(variable.name, 3):
-            return None
-        return dtype
+            return self.row(STATE, variable.slot_of, BETWEEN)
+        return self.row(VARIABLE, variable.name, BETWEEN)
 
     def ways(self, axes: Axes) -> int:
         """Number of devices in a group over some axes."""

@@ -10,7 +10,6 @@ from mesh_tf_core.ir.builder import ProgramBuilder
 from mesh_tf_core.ir.dims import PaddedDim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.layout import Axes, Layout, check_disjoint
-from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.program import (
     AllGather,
@@ -25,10 +24,8 @@ from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.lower.nodes import pass_of, read_nodes, repeated, weights
-from mesh_tf_core.lower.offload import Offload
 from mesh_tf_core.lower.oracle import Oracle
-from mesh_tf_core.lower.padding import paddable
-from mesh_tf_core.lower.storage import Stages, narrow_reads
+from mesh_tf_core.lower.placement import Row
 from mesh_tf_core.lower.subgraph import Subgraph
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.ops.pieces import CutPadding, PadPieces
@@ -52,33 +49,16 @@ class Placing(ProgramBuilder):
         half of it.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        mesh: Mesh,
-        layout: Layout,
-        storage: Stages | None = None,
-        subgraph: Subgraph | None = None,
-        oracle: Oracle | None = None,
-        offload: Offload = frozenset(),
-    ) -> None:
+    def __init__(self, graph: Graph, oracle: Oracle, subgraph: Subgraph | None = None) -> None:
         super().__init__()
-        self.graph, self.mesh, self.layout, self.subgraph = graph, mesh, layout, subgraph
-        self.oracle = oracle or Oracle(
-            mesh,
-            layout,
-            graph.variables,
-            storage or {},
-            narrow=narrow_reads(graph),
-            offload=offload,
-            paddable=paddable(graph),
-        )
+        self.graph, self.oracle, self.subgraph = graph, oracle, subgraph
+        self.mesh, self.layout = oracle.mesh, oracle.layout
         self.within: Axes = ()
         self.chunked = False
         self.env: dict[int, int] = {}
         self._here: dict[Shape, Splits] = {}
         self._inside: dict[tuple[Layout, Axes], Layout] = {}
-        self._placements: dict[Layout, dict[Shape, Splits]] = {layout: self._here}
+        self._placements: dict[Layout, dict[Shape, Splits]] = {self.layout: self._here}
         self.moved: dict[tuple[int, Splits | Op, str], int] = {}
         self._weights = weights(graph)
         self.converted: dict[tuple[int, Op], int] = {}
@@ -195,14 +175,12 @@ class Placing(ProgramBuilder):
             return self.lying(first)
         t, maker = self.graph.tensor(tensor), self.graph.producer.get(tensor)
         stored = maker.op.variable if maker is not None and isinstance(maker.op, Read) else None
-        if stored is not None and self.oracle.on_host(stored):
-            layout = self.oracle.stored(stored)
-            shape = layout.held(t.shape)
-            lies = self._natural(shape, layout=layout)
-            return self.new(TensorType(shape, t.dtype), lies, (), tensor, host=True)
+        row = None if stored is None else self.oracle.stored(stored)
+        if row is not None and row.host:
+            return self.new(*self.held(row, t.type), (), tensor, host=True)
         layout = self.oracle.layout if self._around_stages(t) else self.layout
-        if stored is not None and layout.padded is not None:
-            layout = self.oracle.stored(stored)  # An update pads its own copy of what is stored whole.
+        if row is not None and row.layout is not None and layout.padded is not None:
+            layout = row.layout  # An update pads its own copy of what is stored whole.
         type = TensorType(layout.held(t.shape), t.dtype)
         splits = self._natural(type.shape, layout=None if layout is self.layout else layout)
         if maker is not None and maker.op.converts and maker.inputs[0] in self.env:
@@ -281,10 +259,18 @@ class Placing(ProgramBuilder):
             return id
         return self.placed(id, self.natural(v.shape))
 
-    def lying_as(self, id: int, layout: Layout) -> int:
-        """The value as a layout says of what is stored."""
-        id = self._sized(id, layout)
-        return self.placed(id, self.natural(self.values[id].shape, layout=layout))
+    def reshard(self, id: int, row: Row) -> int:
+        """The value where a row of the table says that it lives: padded or cut, split, on the host."""
+        if row.layout is not None:
+            id = self._sized(id, row.layout)
+            id = self.placed(id, self.natural(self.values[id].shape, layout=row.layout))
+        return self.kept_on_host(id) if row.host else id
+
+    def held(self, row: Row, type: TensorType, what: str = "") -> tuple[TensorType, Splits]:
+        """The type, with padding, and the splits of what lives where a row says."""
+        assert row.layout is not None
+        shape = row.layout.held(type.shape)
+        return TensorType(shape, type.dtype), self._natural(shape, what, row.layout)
 
     def _sized(self, id: int, layout: Layout) -> int:
         """The value padded as a layout holds it, or cut where that does not pad it."""

@@ -11,8 +11,10 @@ from mesh_tf_core.ir.layout import AT, Layout, within
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import AllGather, AllReduce, Collective, Program
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.lower.options import Options
 from mesh_tf_core.lower.oracle import Oracle
-from mesh_tf_core.lower.pipeline import Options, lower, paths
+from mesh_tf_core.lower.pipeline import lower, paths
+from mesh_tf_core.lower.placement import placement
 from mesh_tf_core.lower.storage import Stage, narrow_reads, read_stage
 from mesh_tf_core.lower.verify import ProgramError
 from mesh_tf_core.ops.few_bits import DTYPE, WHOLE
@@ -129,9 +131,9 @@ def _met(
 ) -> Program:
     """The program of an outer step."""
     storage = {name: stage for name, stage in options.storage.items() if name in graph.variables}
-    layout = rules_about(layout, graph)
-    oracle = Oracle(mesh, layout, graph.variables, storage, narrow=narrow)
-    return lower(graph, mesh, layout, {}, Options(storage), oracle=oracle, check=check)
+    layout, options = rules_about(layout, graph), Options(storage)
+    oracle = Oracle(placement(graph, mesh, layout, options, narrow, {}))
+    return lower(graph, mesh, layout, {}, options, oracle=oracle, check=check)
 
 
 def check_alone(program: Program, axis: str) -> None:

@@ -12,6 +12,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import Origin, Result, Sliced
+from mesh_tf_core.lower.placement import BACKWARD, SAVED
 from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.rematerialization import NOTHING, leading_to, rematerialization
 from mesh_tf_core.lower.subgraph import Pairs
@@ -57,7 +58,7 @@ class Saving:
             stays = self.remat.kept(block, unread, alone)
             found.update((t, self.low.value_of(t)) for t in sorted(stays) if self._here(t, node))
             name = loop_name(block, self.low.graph)
-            if name is not None and self.low.oracle.keeps_on_host(name):
+            if name is not None and self.low.oracle.row(SAVED, name, BACKWARD).host:
                 # What decides whether an iteration runs is read before it begins.
                 found |= self._on_host({key: x for key, x in found.items() if key != block.runs}, node)
         else:

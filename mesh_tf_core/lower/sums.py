@@ -120,7 +120,7 @@ def delay_sums(program: Program, oracle: Oracle | None = None) -> Program:
     """
     if not _any_sum(program.code):
         return program
-    state = _Sums(program, oracle or Oracle(program.mesh, program.layout, {}, {}))
+    state = _Sums(program, oracle or Oracle.of(program))
     code, _ = state.block(program.code)
     return replace(program, values=tuple(state.values), code=tuple(code))
 

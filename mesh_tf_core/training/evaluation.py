@@ -38,7 +38,7 @@ from mesh_tf_core.ir.structure import Assign, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.oracle import Oracle
-from mesh_tf_core.lower.storage import narrow_reads
+from mesh_tf_core.lower.placement import placement
 from mesh_tf_core.model import Model
 from mesh_tf_core.ops.basic import Cast, Constant
 from mesh_tf_core.ops.binary import Binary
@@ -99,9 +99,7 @@ class Evaluation:
             for name, stored in training.program.variables.items()
             if stored.padded is not None
         }
-        narrow = narrow_reads(graph)
-        given = mesh, layout, graph.variables, storage
-        oracle = Oracle(*given, narrow=narrow, offload=options.offload, paddable=padded)
+        oracle = Oracle(placement(graph, mesh, layout, how, padded=padded))
         program = lower(graph, mesh, layout, results, how, oracle=oracle)
         self.engine = training.beside(program)
         has_rows = cluster is not None and model.batch_dim is not None

@@ -14,7 +14,9 @@ import numpy as np
 import mesh_tf_core as mtf
 from mesh_tf_core.ir.program import Program, text
 from mesh_tf_core.lower.base import lower_base
+from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.pipeline import PASSES
+from mesh_tf_core.lower.placement import placement
 from mesh_tf_core.lower.verify import verify
 
 FOLDER = Path(__file__).parent / "golden"
@@ -149,7 +151,9 @@ def record(name: str) -> str:
     """The program after base lowering in full, and the lines that each pass changes."""
     build, mesh, layout = CASES[name]
     graph, results = build()
-    program: Program = lower_base(graph, mtf.Mesh(mesh), mtf.Layout(layout), results)
+    program: Program = lower_base(
+        graph, Oracle(placement(graph, mtf.Mesh(mesh), mtf.Layout(layout))), results
+    )
     parts = [f"== base lowering\n{text(verify(program))}"]
     for title, run in PASSES:
         if title == "compact":

@@ -11,7 +11,9 @@ from mesh_tf_core.ir.program import AllReduce, Collective, Program, ReduceScatte
 from mesh_tf_core.lower.base import lower_base
 from mesh_tf_core.lower.combine import combine_small
 from mesh_tf_core.lower.dead import drop_dead
+from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.pipeline import PASSES
+from mesh_tf_core.lower.placement import placement
 from mesh_tf_core.lower.sums import delay_sums
 from mesh_tf_core.lower.uses import compact
 from mesh_tf_core.lower.verify import verify
@@ -31,7 +33,7 @@ def test_no_golden_file_is_left_over() -> None:
 def lowered(name: str) -> Program:
     build, mesh, layout = CASES[name]
     graph, results = build()
-    return lower_base(graph, mtf.Mesh(mesh), mtf.Layout(layout), results)
+    return lower_base(graph, Oracle(placement(graph, mtf.Mesh(mesh), mtf.Layout(layout))), results)
 
 
 def count(program: Program, kind: type) -> int:

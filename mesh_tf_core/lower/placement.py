@@ -1,0 +1,221 @@
+"""Where values live: one table, made before lowering from a mesh, a layout and options.
+
+A row says of a class of tensors, in a phase, how they are split (and padded), whether they are on the devices
+or in the memory of their hosts, in which dtype, and how who reads them once more has them again:
+
+    class       phase           splits                        host        dtype   again
+    variable    between steps   stage 3, or 1 of a master:    weights     stored  -
+                                further; else as read
+    variable    forward         layout at its path            -           half    gather at stage 3; load from
+                                                                          of a    the host; else keep
+                                                                          master
+    variable    update          as its state                  -           stored  -
+    state       between steps   from stage 1 on further       optimizer   stored  -
+    gradient    backward        from stage 2 on as the state  -           made    -
+    gradient    update          from stage 1 on as the state  -           made    -
+    saved       backward        as made                       activations made    compute what is not kept;
+                                                                                  load from the host; keep
+    operation   any             layout at its path, with rules for elsewhere around it
+
+Stages are those of `storage`, hosts' memory is that of `offload`, and what loops compute again says `kept`.
+Lowering brings values to where their rows say (`Placing.reshard`). A search reads a program again under other
+options where all rows that lowering read are the same (`oracle`); what is said of plans reads the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
+
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.ir.layout import Axes, Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.lower.kept import Recomputed
+from mesh_tf_core.lower.offload import ACTIVATIONS, OPTIMIZER, place_of
+from mesh_tf_core.lower.options import DEFAULT, Options
+from mesh_tf_core.lower.padding import paddable
+from mesh_tf_core.lower.storage import narrow_reads, read_stage, shard_layout
+from mesh_tf_core.tracing.graph import Graph
+
+VARIABLE, STATE, GRADIENT, SAVED = "variable", "state", "gradient", "saved"
+"""Classes of tensors: a variable, what the optimizer keeps of it, its gradient, what loops over a dimension
+save for their backward."""
+BETWEEN, FORWARD, BACKWARD, UPDATE = "between steps", "forward", "backward", "update"
+KEEP, GATHER, COMPUTE, LOAD = "keep", "gather", "compute", "load"
+"""How a value is had that is read once more."""
+PHASES = {
+    VARIABLE: (BETWEEN, FORWARD, UPDATE),
+    STATE: (BETWEEN,),
+    GRADIENT: (BACKWARD, UPDATE),
+    SAVED: (BACKWARD,),
+}
+"""The rows of each class."""
+
+
+class Row(NamedTuple):
+    """Where tensors of a class live in a phase.
+
+    Attributes:
+      layout: what splits and pads them; None: as they are made.
+      host: they lie in the memory of the devices' hosts.
+      dtype: None: their own.
+      again: how they are had when they are read once more.
+      keep: of what is computed again, what is kept all the same (`kept.Recomputed`).
+    """
+
+    layout: Layout | None
+    host: bool = False
+    dtype: str | None = None
+    again: str = KEEP
+    keep: tuple[str, ...] = ()
+
+
+class Placement:
+    """The table of one lowering.
+
+    Args:
+      variables: of the graph, by name.
+      options: how variables are stored (those that are not named have stage 0), what lies in the hosts'
+        memory, which loops run again.
+      narrow: see `storage.narrow_reads`.
+      paddable: see `padding.paddable`.
+
+    Attributes:
+      stages: those but of stage 0.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        layout: Layout,
+        variables: Mapping[str, Variable],
+        options: Options = DEFAULT,
+        narrow: Mapping[str, str] | None = None,
+        paddable: Mapping[str, frozenset[str]] | None = None,
+    ) -> None:
+        self.mesh, self.layout, self.variables = mesh, layout, variables
+        self.offload, self.recompute = options.offload, options.recompute
+        self.narrow, self.paddable = narrow or {}, paddable or {}
+        for name in options.storage:
+            if name not in variables:
+                raise UserError(
+                    f"storage: the model has no variable {name!r}; {known_names(name, variables)}"
+                )
+        self.stages = {n: s for n, said in options.storage.items() if (s := read_stage(said)).number}
+        for name, stage in self.stages.items():
+            for axis in stage.over or ():
+                if axis not in mesh.names:
+                    raise UserError(
+                        f"storage {stage} of {name!r}: mesh {mesh} has no axis {axis!r}; "
+                        f"{known_names(axis, mesh.names)}"
+                    )
+        self._rows: dict[tuple[str, str, str], Row] = {}
+        self._views: dict[str, Layout] = {}
+
+    def row(self, what: str, name: str, phase: str) -> Row:
+        """The row of a class of tensors in a phase.
+
+        Args:
+          what: the class, one of those of `PHASES`.
+          name: of the variable, or of the dimension of the loops.
+        """
+        key = what, name, phase
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows[key] = self._made(what, name, phase)
+        return row
+
+    def rows(self, loops: Collection[str] = ()) -> Iterator[tuple[str, str, str, Row]]:
+        """The whole table: class, name, phase, row.
+
+        Args:
+          loops: dimensions of loops that save something for their backward.
+        """
+        trained = [n for n, v in self.variables.items() if v.trainable]
+        for what, phases in PHASES.items():
+            for name in loops if what == SAVED else trained:
+                for phase in phases:
+                    yield what, name, phase, self.row(what, name, phase)
+
+    def _made(self, what: str, name: str, phase: str) -> Row:
+        if what == SAVED:
+            return self._saved(name)
+        number = self.stage(name)
+        master = self.narrow.get(name)
+        if what == STATE:
+            return Row(self.view(name), (OPTIMIZER, name) in self.offload)
+        if what == GRADIENT:
+            return Row(self.view(name) if number >= (2 if phase == BACKWARD else 1) else None)
+        if phase == BETWEEN:
+            further = number >= (3 if master is None else 1)
+            return Row(self.view(name) if further else self.read_in(name), self._on_host(name))
+        if phase == UPDATE:
+            return Row(self.view(name))
+        half = master if 1 <= number < 3 else None
+        again = LOAD if self._on_host(name) else GATHER if number == 3 else KEEP
+        return Row(self.read_in(name), dtype=half, again=again)
+
+    def _on_host(self, name: str) -> bool:
+        place = place_of(self.variables[name])
+        return place is not None and place in self.offload
+
+    def _saved(self, dim: str) -> Row:
+        host = (ACTIVATIONS, dim) in self.offload
+        said = next((r for r in map(Recomputed.parse, self.recompute) if r.dim == dim), None)
+        if said is None:
+            return Row(None, host, again=LOAD if host else KEEP)
+        return Row(None, host, again=COMPUTE, keep=said.keep)
+
+    # -- how far variables are split -------------------------------------------------------------------------
+
+    def further(self, variable: str) -> tuple[Axes, Axes]:
+        """The axes that the stage of a variable splits it over further, and those left to it that divide none
+        of its dimensions: over these every device keeps all of it. Both are empty at stage 0."""
+        stage, v = self.stages.get(variable), self.variables[variable]
+        if stage is None:
+            return (), ()
+        before, after = (
+            {axis for name in v.shape.names for axis in layout.axes(name)}
+            for layout in (self.read_in(variable), self.view(variable))
+        )
+        spare = [axis for axis, size in self.mesh.axes if size > 1 and axis not in before]
+        own = [axis for axis in spare if stage.over is None or axis in stage.over]
+        return tuple(a for a in own if a in after), tuple(a for a in own if a not in after)
+
+    def stage(self, variable: str) -> int:
+        """The stage of a variable; 0 if no axis is left over which it could be split further."""
+        stage = self.stages.get(variable)
+        return stage.number if stage and self.view(variable) != self.read_in(variable) else 0
+
+    def read_in(self, variable: str) -> Layout:
+        """The layout in which operations find a variable."""
+        return self.layout.at(variable).around(self.variables[variable].shape.names)
+
+    def view(self, variable: str) -> Layout:
+        """The layout in which the state of a variable is kept and updated."""
+        if variable not in self.stages:
+            return self.read_in(variable)
+        if variable not in self._views:
+            v, over = self.variables[variable], self.stages[variable].over
+            may = self.paddable.get(variable, frozenset())
+            self._views[variable] = shard_layout(v, self.read_in(variable), self.mesh, over, may)
+        return self._views[variable]
+
+
+def placement(
+    graph: Graph,
+    mesh: Mesh,
+    layout: Layout,
+    options: Options = DEFAULT,
+    narrow: Mapping[str, str] | None = None,
+    padded: Mapping[str, frozenset[str]] | None = None,
+) -> Placement:
+    """The table of a graph.
+
+    Args:
+      narrow, padded: as `Placement` takes them, where they follow from another graph than this one.
+    """
+    narrow = narrow_reads(graph) if narrow is None else narrow
+    padded = paddable(graph) if padded is None else padded
+    return Placement(mesh, layout, graph.variables, options, narrow, padded)
