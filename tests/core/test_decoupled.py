@@ -36,6 +36,17 @@ def state_of(its: Meetings, round: int) -> dict[str, Any]:
     return dict(np.load(its.directory.place(f"state-{round:08d}")))
 
 
+class Lost(Exception):
+    """A replica that is killed."""
+
+
+def waits_alone(its: Meetings, *given: Any, waits: Any = Meetings._await) -> Any:
+    """The first replica waits; another one is lost as it begins to."""
+    if its.how.replica:
+        raise Lost
+    return waits(its, *given)
+
+
 def meetings(one: Trainer, where: Path, replica: int = 0) -> Meetings:
     """Of a replica of two that meets in every step and waits for nobody."""
     return Meetings(Decoupled(where, replica, 2, 1, patience=0.0), one.engine, one.program)
@@ -71,10 +82,6 @@ def test_in_time_they_are_replicas_of_one_job(tmp_path: Path) -> None:
     state = state_of(newest, 2)
     for name, value in outer.items():
         np.testing.assert_allclose(state[name], value, rtol=1e-8)
-
-
-class Lost(Exception):
-    """A replica is killed."""
 
 
 def until(steps: int) -> Iterator[Mapping[str, np.ndarray]]:
@@ -143,8 +150,7 @@ def test_work_is_posted_once(after: str, more: dict[str, Any], tmp_path: Path) -
             stop = third.exists if after == "a later save" else bool
             with pytest.MonkeyPatch.context() as patch:
                 if after == "the post":
-                    wait = Meetings._await
-                    patch.setattr(Meetings, "_await", lambda its, *a: die() if its.how.replica else wait(its, *a))
+                    patch.setattr(Meetings, "_await", waits_alone)
                 with contextlib.suppress(Lost):
                     one.fit(data(), *words, meet=own, on_met=met, stop=stop)
             assert 0 < one.step_number < 9
