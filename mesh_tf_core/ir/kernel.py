@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.dtypes import TensorType, itemsize
 
 T = Any
@@ -268,6 +269,22 @@ class Attending:
         if width % 8 or width > 128 or width != self.value.shape[-1]:
             return f"heads of {width} and values of {self.value.shape[-1]}"
         return ""
+
+
+@dataclass(frozen=True)
+class PartRows:
+    """Rows of the whole batch that a part of it holds: row i of part n is row n * ahead + i * step.
+
+    Attributes:
+      batch: the dimensions of the whole batch, under each name that it has.
+    """
+
+    batch: Shape
+    ahead: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.ahead}*part+{self.step}*i of {self.batch}"
 
 
 @dataclass(frozen=True)

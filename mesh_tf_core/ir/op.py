@@ -2,7 +2,7 @@
 
   required facets  roles, infer, kernel, flops, gradient
   optional facets  lower, spread, operands, expand, moved, contraction, overhead, unreduced, summand,
-                   distributes, untrained, labels, describe; each says what holds without it
+                   distributes, untrained, of_part, labels, describe; each says what holds without it
   facts            kind, free, linear, converts, divides, regroups, renames, crosses, still,
                    scales, in_place, cuts, vanishes, adds, derives_key: attributes of the class, or properties
                    where they depend on its fields
@@ -21,7 +21,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.contract import check_contract
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
-from mesh_tf_core.ir.kernel import At, Kernel
+from mesh_tf_core.ir.kernel import At, Kernel, PartRows
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.values import Instr, Origin, Splits, Value
@@ -169,6 +169,7 @@ class Op:
         "summand",
         "distributes",
         "untrained",
+        "of_part",
         "labels",
         "describe",
     )
@@ -351,6 +352,11 @@ class Op:
         takes; without it, it does itself."""
         return None
 
+    def of_part(self, rows: PartRows) -> tuple[Op, int] | None:
+        """The same on a part of the batch, and which of its operands is the part's number then, an int32
+        scalar; without it, it does not matter which rows of the batch it works on."""
+        return None
+
     def labels(self, *inputs: TensorType) -> tuple[int, Dim, bool] | None:
         """Position of the input whose numbers each name an element of a dimension, this dimension, and
         whether negative numbers name none on purpose (padding); any other number beyond it is a mistake in
@@ -358,8 +364,9 @@ class Op:
         return None
 
     def describe(self) -> str:
-        """Name and parameters in one line, for programs; without it, all fields."""
-        text = ", ".join(f"{f.name}={_brief(getattr(self, f.name))}" for f in fields(self))
+        """Name and parameters in one line, for programs; without it, all fields that are not None."""
+        said = {f.name: getattr(self, f.name) for f in fields(self)}
+        text = ", ".join(f"{name}={_brief(value)}" for name, value in said.items() if value is not None)
         return f"{self.name}({text})" if text else self.name
 
     @classmethod

@@ -9,11 +9,14 @@ from typing import Any, ClassVar, cast
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
-from mesh_tf_core.ir.kernel import BLOCKS, At, Attending, Kernel
+from mesh_tf_core.ir.kernel import BLOCKS, At, Attending, Kernel, PartRows
 from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.ops.random import places_of
 from mesh_tf_core.ops.random import rows as rows_of
 
-EXTRAS = ("bias", "mask", "segments", "memory_segments", "key")
+DRAWN = ("key", "part")
+"""The operands that random numbers are drawn by: a key, and the number of a part of the batch."""
+EXTRAS = ("bias", "mask", "segments", "memory_segments", *DRAWN)
 """Operands besides query, key and value that there may be, in this order."""
 PLACES = ("place", "memory_place")
 """Of a ring's pieces further ones [ring]: the positions of the first query and of the first key."""
@@ -65,6 +68,7 @@ class AnyAttention(Op, abstract=True):
       apart: the position of the first query, of a ring's pieces: one of these, as `PLACES` say; keys begin
         at 0.
       positions: of queries on all devices, where dropout is by `PLACES`.
+      rows: of the whole batch, those that a part of it has, where it has dropout.
       extras: which of `EXTRAS` and of `PLACES` there are.
     """
 
@@ -79,6 +83,7 @@ class AnyAttention(Op, abstract=True):
     partial: bool = False
     apart: tuple[int, ...] = (0,)
     positions: int = 0
+    rows: PartRows | None = None
     extras: tuple[str, ...] = ()
     kind: ClassVar[str] = "attention"
     products: ClassVar[tuple[int, int]] = (1, 1)
@@ -127,6 +132,10 @@ class AnyAttention(Op, abstract=True):
             self.memory.name: "a softmax runs over all of it",
         }
 
+    def of_part(self, rows: PartRows) -> tuple[Op, int] | None:
+        extras = *self.extras, DRAWN[-1]
+        return (replace(self, rows=rows, extras=extras), 2 + len(extras)) if self.rate else None
+
     def attending(self, k: Kernel, at: At, slices: Sequence[Any]) -> Attending:
         """A device's pieces, in the order that kernels take them in."""
         sides = self.sides(*at.inputs[:3])
@@ -138,7 +147,7 @@ class AnyAttention(Op, abstract=True):
         )
         factors = [ordered(k, *xto) for xto in zip(slices, at.inputs, orders, strict=False)]
         given = {
-            name: x if name == "key" else ordered(k, x, t, sides.logits.names)
+            name: x if name in DRAWN else ordered(k, x, t, sides.logits.names)
             for name, x, t in zip(self.extras, slices[3:], at.inputs[3:], strict=False)
         }
         noise = None
@@ -166,11 +175,11 @@ class AnyAttention(Op, abstract=True):
 
     def _noise(self, k: Kernel, at: At, rows: Shape, given: Mapping[str, Any]) -> tuple[Any, ...]:
         """Where its random numbers lie among those of one device."""
-        places, first = dict[str, tuple[int, Any]](), 0
+        places, first = places_of(k, at, self.rows, given.get("part")), 0
         if self.positions:
             query, first = (k.reshape(given[name], ()) for name in PLACES)
             (ring,) = at.inputs[3 + self.extras.index(PLACES[0])].shape.names
-            places = {ring: (1, 0), self.length.name: (self.positions, query)}
+            places = {**places, ring: (1, 0, 1), self.length.name: (self.positions, query, 1)}
         columns = (k.reshape(x, (*x.shape, 1)) for x in rows_of(k, at, rows, places))
         return (*columns, given["key"], first)
 

@@ -26,7 +26,7 @@ from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops import blockwise
-from mesh_tf_core.ops.attending import AnyAttention, Sides, back, ordered
+from mesh_tf_core.ops.attending import DRAWN, AnyAttention, Sides, back, ordered
 from mesh_tf_core.ops.basic import cast, constant_like
 from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.context import Spread
@@ -43,8 +43,9 @@ class FusedAttention(Spread):
         return "attention"
 
     def untrained(self) -> tuple[Op, int] | None:
-        """The same without dropout, and so without its key, the last operand."""
-        return (replace(self, rate=0.0, extras=self.extras[:-1]), 2 + len(self.extras)) if self.rate else None
+        """The same without dropout, and so without the last operands, by which it is drawn."""
+        extras = tuple(name for name in self.extras if name not in DRAWN)
+        return (replace(self, rate=0.0, rows=None, extras=extras), 3 + len(extras)) if self.rate else None
 
     def roles(self, *inputs: TensorType) -> Roles:
         sides = self.sides(*inputs[:3])

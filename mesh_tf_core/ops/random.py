@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import check_dtype
-from mesh_tf_core.ir.kernel import At, Kernel
+from mesh_tf_core.ir.kernel import At, Kernel, PartRows
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import StopGradient, constant_like
@@ -60,8 +60,24 @@ def threefry(k: Kernel, key: tuple[Any, Any], counter: tuple[Any, Any]) -> tuple
     return x, y
 
 
-Places = Mapping[str, tuple[int, Any]]
-"""Dimension -> its size in the whole tensor, and the index of a device's first element."""
+Places = Mapping[str, tuple[int, Any, int]]
+"""Dimension -> its size in the whole tensor, the index of a device's first element, and how far its elements
+are from each other."""
+
+
+def places_of(k: Kernel, at: At, rows: PartRows | None, number: Any) -> Places:
+    """Where the rows of a part of the batch lie in the whole one.
+
+    Args:
+      number: of the part, an int32 scalar.
+    """
+    found: dict[str, tuple[int, Any, int]] = {}
+    for d in rows.batch if rows else ():
+        assert rows is not None
+        ahead = k.binary("mul", k.cast(number, "uint32"), _constant(k, rows.ahead))
+        own = k.binary("mul", k.scalar(at.offset(d.name), "uint32"), _constant(k, rows.step))
+        found[d.name] = d.size, _add(k, ahead, own), rows.step
+    return found
 
 
 def rows(k: Kernel, at: At, shape: Shape, places: Places | None = None) -> tuple[Any, Any]:
@@ -71,7 +87,8 @@ def rows(k: Kernel, at: At, shape: Shape, places: Places | None = None) -> tuple
     Args:
       places: of dimensions that do not lie as the device's pieces say.
     """
-    known = {d.name: (d.size * at.ways.get(d.name, 1), at.offset(d.name)) for d in shape} | {**(places or {})}
+    known = {d.name: (d.size * at.ways.get(d.name, 1), at.offset(d.name), 1) for d in shape}
+    known |= places or {}
     sizes = [known[d.name][0] for d in shape]
     first = len(sizes)
     while first and math.prod(sizes[first - 1 :]) <= 2**32:
@@ -86,31 +103,41 @@ def _place(k: Kernel, known: Places, shape: Shape, axes: Sequence[int]) -> Any:
     place = k.full([1] * len(shape), 0, "uint32")
     for axis in axes:
         d = shape.dims[axis]
-        size, first = known[d.name]
-        along = k.iota(d.size, "uint32")
-        if d.size < size:
-            along = _add(k, along, k.scalar(first, "uint32"))
+        size, first, step = known[d.name]
+        along = _along(k, d.size, first if d.size < size else 0, step)
         along = k.reshape(along, [d.size if i == axis else 1 for i in range(len(shape))])
         place = _add(k, k.binary("mul", place, _constant(k, size)), along)
     return place
 
 
-def uniform(k: Kernel, key: Any, row: tuple[Any, Any], n: int, first: Any = 0) -> Any:
+def _along(k: Kernel, count: int, first: Any, step: int) -> Any:
+    """`count` numbers from the `first` on, uint32."""
+    along = k.iota(count, "uint32")
+    along = along if step == 1 else k.binary("mul", along, _constant(k, step))
+    return along if type(first) is int and not first else _add(k, along, k.scalar(first, "uint32"))
+
+
+def uniform(
+    k: Kernel, key: Any, row: tuple[Any, Any], n: int, first: Any = 0, step: int | None = None
+) -> Any:
     """float32 in [0, 1), from 24 random bits each, of n elements of every row.
 
     Args:
       key: int32 or uint32 scalar.
       row: as `rows` gives it, with a last axis of size 1 more.
-      first: which of its row the first element is, a multiple of n.
+      first: which of its row the first element is; without a `step`, a multiple of n.
+      step: how far they are from each other; None: they are neighbours.
     """
     low, high = row
     # A pair of elements shares a counter; where n is odd, both ends may cut one.
-    pairs = n if n % 2 else n // 2
-    along = _add(k, k.iota(n, "uint32"), k.scalar(first, "uint32")) if n % 2 else k.iota(pairs, "uint32")
-    if not n % 2:
+    single = n % 2 or step is not None
+    if single:
+        along = _along(k, n, first, step or 1)
+    else:
+        along = k.iota(n // 2, "uint32")
         along = _add(k, along, k.binary("shift_right", k.scalar(first, "uint32"), _constant(k, 1)))
-    along = k.reshape(along, [*(1 for _ in low.shape[1:]), pairs])
-    return k.together(_single if n % 2 else _paired, k.cast(key, "uint32"), low, high, along)
+    along = k.reshape(along, [*(1 for _ in low.shape[1:]), *along.shape])
+    return k.together(_single if single else _paired, k.cast(key, "uint32"), low, high, along)
 
 
 def _paired(k: Kernel, key: Any, low: Any, high: Any, along: Any) -> Any:
@@ -133,13 +160,13 @@ def _fraction(k: Kernel, bits: Any) -> Any:
     return k.binary("mul", k.cast(k.cast(top, "int32"), "float32"), k.scalar(2.0**-24, "float32"))
 
 
-def _uniform(k: Kernel, at: At, key: Any) -> Any:
+def _uniform(k: Kernel, at: At, key: Any, places: Places) -> Any:
     """The same of an operation's first output."""
     shape = at.outputs[0].shape
     *others, last = shape.dims or (Dim("one", 1),)
-    row = rows(k, at, Shape(others))
-    columns = tuple(k.reshape(x, [*x.shape, 1]) for x in row)
-    found = uniform(k, key, (columns[0], columns[1]), last.size, at.offset(last.name))
+    low, high = (k.reshape(x, [*x.shape, 1]) for x in rows(k, at, Shape(others), places))
+    _, first, step = places.get(last.name, (0, at.offset(last.name), None))
+    found = uniform(k, key, (low, high), last.size, first, step)
     return k.broadcast_to(found, shape.sizes) if shape else k.reshape(found, ())
 
 
@@ -210,11 +237,38 @@ class FoldIn(Op):
 
 
 @dataclass(frozen=True)
-class Dropout(Op):
+class Drawn(Op, abstract=True):
+    """What draws a number for every element of its output, from a key.
+
+    Attributes:
+      rows: of the whole batch, that a part of it has; the number of the part is the last operand then. None:
+        it works on all rows.
+    """
+
+    rows: PartRows | None = field(default=None, kw_only=True)
+    kind: ClassVar[str] = "random"
+    given: ClassVar[int] = 1
+    """How many operands it has without the number of a part; the last one is the key."""
+
+    def of_part(self, rows: PartRows) -> tuple[Op, int]:
+        return replace(self, rows=rows), self.given
+
+    def drawn(self, k: Kernel, at: At, slices: Sequence[Any], turned: int = 0) -> Any:
+        """Uniform numbers of the output's elements; `turned`: of another stream."""
+        key, *number = slices[self.given - 1 :]
+        key = k.binary("bit_xor", k.cast(key, "uint32"), _constant(k, turned)) if turned else key
+        return _uniform(k, at, key, places_of(k, at, self.rows, *(number or [None])))
+
+    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
+        return [None] * len(inputs)
+
+
+@dataclass(frozen=True)
+class Dropout(Drawn):
     """Zeroes a fraction `rate` of x and scales the rest by 1/(1-rate), decided by a key: inputs (x, key)."""
 
     rate: float
-    kind: ClassVar[str] = "random"
+    given: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate < 1:
@@ -228,30 +282,28 @@ class Dropout(Op):
         return inputs[0]
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        x, key = slices
-        dtype = at.outputs[0].dtype
-        keep = k.binary("ge", _uniform(k, at, key), k.scalar(self.rate, "float32"))
+        x, dtype = slices[0], at.outputs[0].dtype
+        keep = k.binary("ge", self.drawn(k, at, slices), k.scalar(self.rate, "float32"))
         return k.where(keep, k.binary("mul", x, k.scalar(1 / (1 - self.rate), dtype)), k.scalar(0, dtype))
 
     def flops(self, *local: TensorType) -> float:
         return _WORK * local[0].shape.size
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        return (dy.graph.apply(self, dy, inputs[1]), None)
+        return [dy.graph.apply(self, dy, *inputs[1:]), *super().gradient(dy, inputs[1:], output)]
 
     def untrained(self) -> tuple[Op, int]:
         return StopGradient(), 1
 
 
 @dataclass(frozen=True)
-class RandomUniform(Op):
+class RandomUniform(Drawn):
     """Uniform numbers in [low, high) of a shape, from a key."""
 
     shape: Shape
     low: float
     high: float
     dtype: str
-    kind: ClassVar[str] = "random"
 
     def roles(self, *inputs: TensorType) -> Roles:
         return Roles(parallel=self.shape.names)
@@ -261,25 +313,21 @@ class RandomUniform(Op):
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         width = k.scalar(self.high - self.low, "float32")
-        x = k.binary("add", k.binary("mul", _uniform(k, at, slices[0]), width), k.scalar(self.low, "float32"))
+        x = k.binary("add", k.binary("mul", self.drawn(k, at, slices), width), k.scalar(self.low, "float32"))
         return k.cast(x, self.dtype)
 
     def flops(self, *local: TensorType) -> float:
         return _WORK * self.shape.size
 
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        return (None,)
-
 
 @dataclass(frozen=True)
-class RandomNormal(Op):
+class RandomNormal(Drawn):
     """Normal numbers of a mean and a standard deviation, from a key (Box & Muller 1958)."""
 
     shape: Shape
     mean: float
     stddev: float
     dtype: str
-    kind: ClassVar[str] = "random"
 
     def roles(self, *inputs: TensorType) -> Roles:
         return Roles(parallel=self.shape.names)
@@ -291,20 +339,15 @@ class RandomNormal(Op):
         def number(value: float) -> Any:
             return k.scalar(value, "float32")
 
-        key = k.cast(slices[0], "uint32")
-        second = k.binary("bit_xor", key, k.scalar(_SECOND, "uint32"))
         # 1 - u is in (0, 1], where the logarithm is finite.
-        log = k.unary("log", k.binary("sub", number(1.0), _uniform(k, at, key)))
+        log = k.unary("log", k.binary("sub", number(1.0), self.drawn(k, at, slices)))
         radius = k.unary("sqrt", k.binary("mul", log, number(-2.0)))
-        angle = k.binary("mul", _uniform(k, at, second), number(2 * math.pi))
+        angle = k.binary("mul", self.drawn(k, at, slices, _SECOND), number(2 * math.pi))
         x = k.binary("mul", k.binary("mul", radius, k.unary("cos", angle)), number(self.stddev))
         return k.cast(k.binary("add", x, number(self.mean)), self.dtype)
 
     def flops(self, *local: TensorType) -> float:
         return (2 * _WORK + 20.0) * self.shape.size
-
-    def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        return (None,)
 
 
 def dropout(

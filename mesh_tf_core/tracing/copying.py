@@ -9,6 +9,7 @@ from typing import Any
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block, Half, Node
 from mesh_tf_core.ir.dims import Dim, Shape
+from mesh_tf_core.ir.kernel import PartRows
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import scale
@@ -84,20 +85,8 @@ class Copy:
             if node.body is not None:
                 self._scan(node, node.body)
                 return
-            inputs = self._operands(node)
-            op = self._op(node.op)
-            if op.derives_key and not any(map(self._derived, node.inputs)):
-                inputs += self._drawn_for()
-            made = self._applied(op, inputs, node)
+            made = self._applied(self._op(node.op), self._operands(node), node)
             self.tensors.update(zip(node.outputs, made, strict=True))
-
-    def _drawn_for(self) -> list[Tensor]:
-        """What keys get besides, so that the nodes that are being built draw numbers of their own."""
-        return [] if self.number is None else [self.number]
-
-    def _derived(self, tensor: int) -> bool:
-        node = self.old.producer.get(tensor)
-        return node is not None and node.op.derives_key
 
     def _inner(self, block: Block, tensor: int) -> Tensor:
         """A body tensor that no node computes: a carry or a part."""
@@ -193,6 +182,7 @@ class PartCopy(Copy):
     Attributes:
       names, size: of the batch dimension.
       smaller: the batch dimensions -> those of a part, of nodes that are copied for parts.
+      rows: of the whole batch, those that a part has.
       standings: of what the nodes that are copied compute.
     """
 
@@ -211,6 +201,7 @@ class PartCopy(Copy):
             )
         self.names = batch_names(graph, batch)
         self.smaller = {Dim(n, self.size): Dim(n, self.size // parts) for n in self.names}
+        self.rows = PartRows(Shape(self.smaller), self.size // parts, 1)
 
     def check_batch(self, tensors: Iterable[Tensor]) -> None:
         """UserError if one of some tensors has the batch twice."""
@@ -232,11 +223,6 @@ class PartCopy(Copy):
         found = super()._ends(node, body)
         shared = self.standings.shared_out[node.index] if self.number is not None else ()
         return [scale(x, 1 / self.parts) if n in shared else x for n, x in enumerate(found)]
-
-    def _drawn_for(self) -> list[Tensor]:
-        """The number of the part; nothing if that is the whole batch, which draws what a step without parts
-        does."""
-        return [] if self.parts == 1 else super()._drawn_for()
 
     def _shape(self, shape: Shape) -> Shape:
         return Shape(self.smaller.get(d, d) for d in shape)
@@ -260,6 +246,12 @@ class PartCopy(Copy):
 
     def _applied(self, op: Op, inputs: Sequence[Tensor], node: Node) -> tuple[Tensor, ...]:
         fixes = f"microbatches={self.parts}: {op.describe()} fixes the size of the batch"
+        names = {n for i in (*node.inputs, *node.outputs) for n in self.old.tensor(i).shape.names}
+        if self.number is not None and self.parts > 1 and not names.isdisjoint(self.names):
+            of_part = op.of_part(self.rows)
+            if of_part is not None:
+                op, at = of_part
+                inputs = [*inputs[:at], self.number, *inputs[at:]]
         try:
             made = super()._applied(op, inputs, node)
         except UserError as error:

@@ -20,7 +20,7 @@ one order to the other.
 What the layers read of the batch besides their state stays where it is, if no gradient goes back to it, and
 else goes through the stages with the state. How values stand to the batch says `standing`, as for gradient
 accumulation: a state that each microbatch adds to, as a router's loss, is their sum; what depends on the
-whole batch otherwise is refused. Random keys get the number of the microbatch.
+whole batch otherwise is refused. Random numbers are those of the microbatch's rows in the whole batch.
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ class _Pipelines(PartCopy):
     def __init__(self, graph: Graph, batch: str, parts: int, stages: Mapping[str, int], rounds: int) -> None:
         super().__init__(graph, batch, parts)
         self.part, self.smaller = self.smaller, {}
+        self.rows = replace(self.rows, ahead=1, step=parts)  # as `_Pipeline._split` takes them
         self.stages, self.rounds = stages, rounds
         for dim, count in stages.items():
             check_stages(graph, dim, count, rounds)

@@ -20,6 +20,7 @@ import numpy as np
 from mesh_tf_core.ir.blocks import REPLICA, Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import Initializer, Variable
+from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.tracing.copying import StepCopy
@@ -109,6 +110,16 @@ class _Replicas(StepCopy):
                 with new.phase(node.phase, node.scope):
                     new.assign(new.variables[node.op.variable.name], made[node.op.variable.name])
         return new, found
+
+    def _applied(self, op: Op, inputs: Sequence[Tensor], node: Node) -> tuple[Tensor, ...]:
+        """Every replica derives keys of its own, with its number."""
+        if op.derives_key and self.number is not None and not any(map(self._derived, node.inputs)):
+            inputs = [*inputs, self.number]
+        return super()._applied(op, inputs, node)
+
+    def _derived(self, tensor: int) -> bool:
+        node = self.old.producer.get(tensor)
+        return node is not None and node.op.derives_key
 
     def _copies(self, v: Variable) -> Variable:
         return replace(

@@ -116,7 +116,6 @@ class Slots:
         return list(found)
 
     def _read(self) -> None:
-        numbered = self._numbered()
         saved = {*self._body(self.forward).saved.values()}
         self.sliced = {n.index: self._sliced(n, saved) for n in (self.forward, self.backward)}
         self.reads = {n.index: self._inside(n) - saved for n in (self.forward, self.backward)}
@@ -130,8 +129,8 @@ class Slots:
         if any(self._kind(i) is not Kind.SAME for each in self.sliced.values() for i in each):
             raise self.refuse("the layers read parts of the batch that are stacked, one for each layer")
         self.passes = sorted(rows & self.trained)
-        self.stays = sorted((rows - self.trained) | (read & numbered))
-        self.same = sorted(read - rows - numbered)
+        self.stays = sorted(rows - self.trained)
+        self.same = sorted(read - rows)
 
     def _sliced(self, node: Node, saved: set[int]) -> list[int]:
         return list(dict.fromkeys(o for o, _ in self._body(node).sliced if o not in saved))
@@ -142,14 +141,6 @@ class Slots:
         found = set[int]().union(*(outer_reads(self.old, n, is_whole) for n in body.nodes))
         ends = (*body.carry_out, *(i for i, _ in (*body.stacked, *body.summed)))
         return found | {i for i in ends if not self.old.tensor(i).block}
-
-    def _numbered(self) -> set[int]:
-        """What is random, of what is the same for all rows: it has the number of the microbatch in it."""
-        found = set[int]()
-        for node in self.needed:
-            if node.op.derives_key or not found.isdisjoint(node.inputs):
-                found.update(o for o in node.outputs if self._kind(o) is Kind.SAME)
-        return found
 
     def _check(self) -> None:
         body, refuse = self._body(self.forward), self.refuse

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 import mesh_tf_core as mtf
+from mesh_tf_core.ir.kernel import PartRows
+from mesh_tf_core.ops.random import Dropout
 from tests.conformance.helper import Arg, Sample, dims
 
 AB = Arg("a:8 b:4")
@@ -231,6 +233,12 @@ RANDOM = (
         (ABC, KEY),
     ),
     Sample("uniform", "random", lambda g, k: mtf.random_uniform(k, dims("a:8 b:4"), -1.0, 2.0), (KEY,)),
+    Sample(
+        "dropout of every fourth row of a batch",
+        "random",
+        lambda g, x, k, n: g.apply(Dropout(0.3, rows=PartRows(mtf.Shape(dims("a:32")), 1, 4)), x, k, n),
+        (ABC, KEY, KEY),
+    ),
 )
 
 

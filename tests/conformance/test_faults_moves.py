@@ -37,8 +37,8 @@ def test_wrong_offset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_random_numbers_by_local_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    def local_rows(k: Any, at: At, shape: Any) -> Any:
-        return rows(k, replace(at, split=frozenset()), shape)
+    def local_rows(k: Any, at: At, *of: Any) -> Any:
+        return rows(k, replace(at, split=frozenset()), *of)
 
     rows = random_ops.rows
     monkeypatch.setattr(random_ops, "rows", local_rows)

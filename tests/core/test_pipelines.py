@@ -192,40 +192,6 @@ def test_a_trainer_saves_and_evaluates_under_any_layout(plain: mtf.Model, tmp_pa
         assert float(other.step(data)["loss"]) == pytest.approx(loss)
 
 
-def test_dropout_does_not_depend_on_the_number_of_stages() -> None:
-    built = model(dropout=0.3)
-    found = [
-        steps(built.lower(mtf.Mesh(mesh), mtf.Layout(layout), mtf.Options(microbatches=4)), 1)
-        for mesh, layout in (("pipe:2", "layers:pipe"), ("pipe:4;t:2", "layers:pipe;e:t"))
-    ]
-    same(found[0][:2], found[1][:2])
-
-
-SCHEDULES = ["gpipe", "circular:2", "1f1b", "interleaved:2"]
-
-
-def drawn(built: mtf.Model, mesh: str, layout: str, parts: int, schedule: str = "gpipe") -> Any:
-    """Results and variables of a step with dropout."""
-    how = mtf.Options(microbatches=parts, schedule=schedule)
-    return steps(built.lower(mtf.Mesh(mesh), mtf.Layout(layout), how), 1)[:2]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_one_microbatch_drops_what_one_device_drops(schedule: str) -> None:
-    built = model(dropout=0.3, linear=True)
-    alone = drawn(built, "one:1", "", 1)
-    same(drawn(built, "pipe:2;t:2", "layers:pipe;e:t", 1, schedule), alone)
-
-
-def test_schedules_of_a_family_drop_the_same() -> None:
-    """Where what is before and behind the layers works on the whole batch, and where it works in parts."""
-    built = model(dropout=0.3, linear=True)
-    gpipe, circular, once, interleaved = (drawn(built, "pipe:2", "layers:pipe", 4, s) for s in SCHEDULES)
-    same(circular, gpipe)
-    same(interleaved, once)
-    same(once, drawn(built, "one:1", "", 4))
-
-
 def changed(code: tuple[Instr, ...], change: Any) -> tuple[Instr, ...]:
     """Code with another instruction for every one of which `change` makes one, in loops too."""
     made: list[Instr] = []
