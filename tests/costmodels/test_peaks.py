@@ -155,16 +155,16 @@ def hold(seed: int) -> None:
         assert least <= found.cost.compute_seconds * (1 + 1e-9), (seed, name, layout)
         flops: dict[str, float] = {}
         for dtype, seconds in least_seconds(found.program, peaks):
-            flops[dtype] = flops.get(dtype, 0.0) + seconds * peaks[dtype] * share * mesh.devices
+            flops[dtype] = flops.get(dtype, 0.0) + seconds * peaks[dtype] * mesh.devices
         assert utilisation(flops, hardware, mesh.devices, found.cost.step_seconds) <= 1 + 1e-9
 
 
 def test_random_programs_stay_below_the_peaks() -> None:
-    for seed in range(8):
+    for seed in (*range(7), 12):  # 12: devices that share cores
         hold(seed)
 
 
 @pytest.mark.nightly
 def test_many_random_programs_stay_below_the_peaks() -> None:
-    for seed in range(8, 500):
+    for seed in range(7, 500):
         hold(seed)
