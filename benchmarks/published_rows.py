@@ -16,6 +16,7 @@ from typing import Any
 import mesh_tf_core as mtf
 from costmodels import Hardware, load_hardware
 from costmodels.liveness import memory
+from costmodels.pricing.compilers import compiler_of
 from costmodels.pricing.lines import Cost
 from costmodels.pricing.overlap import GRADIENT, PARAMETER, classes
 from costmodels.pricing.pricer import Pricer, pricer
@@ -73,7 +74,7 @@ class Run:
 def as_run(hardware: str, compiled: bool) -> Hardware:
     """A machine; without a compiler every operation is a kernel of its own."""
     found = load_hardware(hardware)
-    return found if compiled else replace(found, fuses=False)
+    return found if compiled else replace(found, compiler="eager")
 
 
 @dataclass
@@ -116,7 +117,7 @@ def _local(program: mtf.Program, value: int) -> int:
 
 def peak(hardware: Hardware, program: mtf.Program) -> int:
     """Bytes that a device holds at the fullest point of a step."""
-    return memory(program, hardware.fuses).peak
+    return memory(program, compiler_of(hardware).fuses).peak
 
 
 def read(name: str) -> list[dict[str, str]]:

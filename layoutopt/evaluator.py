@@ -14,10 +14,10 @@ from typing import Any
 from costmodels.hardware import Hardware
 from costmodels.kernels.compute import MATMUL_CLASSES
 from costmodels.kernels.fused import Fused
-from costmodels.kernels.refused import sentences
 from costmodels.liveness import Memory, memory
 from costmodels.pricing.items import HOST
 from costmodels.pricing.pricer import Cost, Line, Pricer, pricer
+from costmodels.pricing.refused import sentences
 from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
 from costmodels.waiting import waiting
 from layoutopt.formulation.extract import Draft
@@ -87,7 +87,7 @@ class Evaluation:
 
     @cached_property
     def _kernels(self) -> Fused | None:
-        return self.prices.itemiser.kernels(self.program)
+        return self.prices.itemiser.compiler.kernels(self.program)
 
     @cached_property
     def cost(self) -> Cost:
@@ -107,14 +107,14 @@ class Evaluation:
 
     @cached_property
     def memory(self) -> Memory:
-        itemiser = self.prices.itemiser
-        step = memory(self.program, itemiser.fuses, self._kernels, itemiser.tiles)
+        compiler = self.prices.itemiser.compiler
+        step = memory(self.program, compiler.fuses, self._kernels, compiler.tiles)
         return max((step, *map(self._met, self._outer)), key=lambda found: found.peak)
 
     def _met(self, outer: Program) -> Memory:
         """What a device holds while replicas meet: what the step keeps lies there too."""
-        met, itemiser = replace(outer, variables=self.program.variables), self.prices.itemiser
-        return memory(met, itemiser.fuses, itemiser.kernels(met), itemiser.tiles)
+        met, compiler = replace(outer, variables=self.program.variables), self.prices.itemiser.compiler
+        return memory(met, compiler.fuses, compiler.kernels(met), compiler.tiles)
 
     @property
     def sent(self) -> dict[str, float]:

@@ -12,6 +12,7 @@ from costmodels.hardware.load import (
     write_profile,
 )
 from costmodels.hardware.model import (
+    COMPILER_NAMES,
     Calibration,
     Chip,
     CollectiveCurve,
@@ -26,6 +27,7 @@ from costmodels.hardware.settings import HardwareError, split_name, with_setting
 from costmodels.hardware.vary import drawn, varied, with_bandwidth
 
 __all__ = [
+    "COMPILER_NAMES",
     "Calibration",
     "Chip",
     "Cluster",

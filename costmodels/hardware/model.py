@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 from costmodels.hardware.curve import Curve
 from costmodels.hardware.links import Cluster, SharedMemory, Torus
@@ -30,6 +30,10 @@ from costmodels.hardware.numbers import (
 )
 from costmodels.hardware.peaks import computed_in, note_of
 from mesh_tf_core.errors import UserError
+
+CompilerName = Literal["none", "xla", "xla-tpu", "xla-gpu", "xla-cpu", "launched", "eager", "local"]
+COMPILER_NAMES: tuple[CompilerName, ...] = get_args(CompilerName)
+"""The compiler profiles that a file may name (`costmodels.pricing.compilers`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +163,7 @@ class Calibration:
 class Hardware:
     """A machine that programs are priced for. Everything below is per DEVICE and in SI units.
 
-    `fuses`: programs are compiled by XLA, which makes one kernel of several operations
-    (`costmodels.kernels.fused`).
+    `compiler`: the profile of what compiles or runs its programs (`costmodels.pricing.compilers`).
     """
 
     name: str
@@ -170,7 +173,7 @@ class Hardware:
     calibrated: bool
     chip: Chip
     topology: Torus | Cluster | SharedMemory
-    fuses: bool = False
+    compiler: CompilerName = "none"
     overlap: Pairs[Fraction] = ()
     collective_curves: tuple[CollectiveCurve, ...] = ()
     compute_curves: tuple[ComputeCurve, ...] = ()
@@ -181,17 +184,6 @@ class Hardware:
     def tiles(self) -> bool:
         """Whether arrays lie in tiles of its registers (`costmodels.kernels.quantities.tiling`)."""
         return self.chip.registers is not None
-
-    @property
-    def compiled(self) -> bool:
-        """Whether a step is one program of XLA's, not kernels that a host launches one by one."""
-        return self.fuses and self.chip.launch_interval is None
-
-    @property
-    def host_counts(self) -> bool:
-        """Whether the host runs the program and launches its kernels: numbers that only count (of layers, of
-        microbatches, seeds) are then its own, and reach a kernel as arguments."""
-        return self.chip.launch_interval is not None
 
     @cached_property
     def devices_per_chip(self) -> int:

@@ -94,7 +94,7 @@ class Pricer:
 
     def cost(self, program: Program, kernels: Fused | None = None) -> Cost:
         """The price of a step; `kernels` as in `lines`."""
-        start = self.itemiser.start(program)
+        start = self.itemiser.compiler.start(program)
         lines = [*self.lines(program, kernels=kernels)]
         if start is not None and (fixed := self.seconds_of(start)[0]):
             lines.append(Line("step", "", Origin(-1, "step", "update"), 1, start, fixed, fixed))
@@ -107,7 +107,7 @@ class Pricer:
           again: `program` is part of a loop's body that runs again for backward.
           kernels: of the program, where they are known.
         """
-        kernels = kernels or self.itemiser.kernels(program, again)
+        kernels = kernels or self.itemiser.compiler.kernels(program, again)
         find, local, mesh = program.values.__getitem__, program.local, program.mesh
         for unit, times, sending in self.itemiser.units(program, again, kernels):
             for item in self.itemiser.items(unit, sending, find, local, mesh):
@@ -120,7 +120,7 @@ class Pricer:
 
     def fixed_seconds(self, program: Program) -> float:
         """What a step takes under every layout, priced op by op."""
-        start = self.itemiser.start(program)
+        start = self.itemiser.compiler.start(program)
         return 0.0 if start is None else self.seconds_of(start)[0]
 
     def total(self, cost: ItemisedCost) -> float:

@@ -20,7 +20,7 @@ from costmodels.kernels.quantities import of_local
 from costmodels.pricing.itemise import Itemiser
 from costmodels.pricing.items import Computed, Item
 from costmodels.pricing.overlap import Beside
-from costmodels.pricing.units import Placed, Sending, Stack, Unit, split_names, stays
+from costmodels.pricing.units import Placed, Sending, Stack, Unit, stays
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
@@ -37,7 +37,7 @@ class KernelTemplate:
 
     Attributes:
       unit: where it was met first; `values` are the ids of its values there.
-      known: sizes of the values' pieces (op by op, and the names that are split) -> items.
+      known: sizes of the values' pieces, and what else items follow from (`Compiler.known_by`) -> items.
     """
 
     unit: Unit
@@ -75,9 +75,7 @@ class Instance:
                 found = replace(met, instr=self.collective)
                 return itemiser.of_ring(found, template.sending, types[:count], mesh, under)
             return itemiser.of_collective(self.collective, template.sending, types, mesh)
-        key: Hashable = tuple([t.shape.sizes for t in types])
-        if itemiser.op_by_op:
-            key = key, split_names(self.values)
+        key = tuple([t.shape.sizes for t in types]), itemiser.compiler.known_by(self.values)
         items = template.known.get(key)
         if items is None:
             local = dict(zip(template.values, types, strict=True)).__getitem__

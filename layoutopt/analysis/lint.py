@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from costmodels.hardware import Hardware
-from costmodels.kernels.refused import sentences
 from costmodels.pricing.lines import Cost, Line
+from costmodels.pricing.refused import sentences
 from costmodels.repeated import Repeated, near_sizes, repeated
 from layoutopt.evaluator import Evaluation, evaluate
 from layoutopt.plan.units import seconds_text, size_text

@@ -117,7 +117,7 @@ class Session:
 
 def runs_on(session: Session, machine: Hardware) -> bool:
     """Whether the devices of a run are such a machine's: accelerators, or virtual devices of a host on the
-    engine that the machine describes (XLA compiles a whole program on some, `Hardware.fuses`)."""
+    engine that the machine describes (XLA compiles a whole program on some, `Hardware.compiler`)."""
     from mesh_tf_core.engines import chosen
     from mesh_tf_core.engines.jax import home
 
@@ -125,7 +125,7 @@ def runs_on(session: Session, machine: Hardware) -> bool:
     accelerated = engine == "jax" and home.accelerated()
     if accelerated or not machine.is_host:
         return accelerated and not machine.is_host
-    return engine != "lockstep" and machine.fuses == (engine == "jax")
+    return engine != "lockstep" and (machine.compiler == "xla-cpu") == (engine == "jax")
 
 
 def machine_of_run(

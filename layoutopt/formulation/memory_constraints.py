@@ -51,7 +51,7 @@ class MemoryConstraints:
         self.context, self.dependencies = context, context.dependencies
         self.decided, self.names = decided, tuple(names)
         self.always = again_in(decided.read({})[1])
-        self.fuses = tabler.pricer.itemiser.fuses
+        self.fuses = tabler.pricer.itemiser.compiler.fuses
         self._bytes = _Bytes(context, decided, self.names, tables, tabler)
         self.met = Counter[Entry]()
         for meeting in meetings:
@@ -213,7 +213,7 @@ class _Bytes:
         table = self._tables.get(id(cluster)) or self.tabler.table(cluster, self.decided)
         place = [{o: i for i, o in enumerate(self.decided.options[n])} for n in table.names]
         listed = [[p[o] for p, o in zip(place, assignment, strict=True)] for assignment in table.entries]
-        lifetimes, itemiser = self.tabler.cache.lifetimes, self.tabler.pricer.itemiser
+        lifetimes, compiler = self.tabler.cache.lifetimes, self.tabler.pricer.itemiser.compiler
         numbers: dict[Hashable, int] = {}
         parts, which = [], []
         for entry in table.entries.values():
@@ -223,8 +223,8 @@ class _Bytes:
                 memories = dict[str, ClusterMemory]()
                 for lowered in entry.lowered:
                     assert lowered.program is not None and entry.mesh is not None
-                    found = lifetimes.of(lowered.program, makers.nodes, lowered.subgraph, itemiser.fuses)
-                    tiles = tiles_of(lowered.program, itemiser.tiles)
+                    found = lifetimes.of(lowered.program, makers.nodes, lowered.subgraph, compiler.fuses)
+                    tiles = tiles_of(lowered.program, compiler.tiles)
                     run = lowered.subgraph.again
                     memories[run] = ClusterMemory(found, lowered.program, entry.mesh, tiles)
                 parts.append(memories)

@@ -280,7 +280,7 @@ class Tabler:
         small: dict[Key, tuple[int, ...]] = {}
         # Messages that are summed one by one are priced so already.
         for key, sums in (
-            {} if self.pricer.itemiser.in_parts else together(lowered.waiting, naming.mesh)
+            {} if self.pricer.itemiser.compiler.apart else together(lowered.waiting, naming.mesh)
         ).items():
             payloads = tuple(w.value.local_bytes(naming.mesh) for w in sums)
             seconds -= sum(naming.pricer.message_seconds(key.axes, payload) for payload in payloads)

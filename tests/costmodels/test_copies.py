@@ -7,11 +7,11 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
-from costmodels.kernels.refused import sentences
 from costmodels.pricing.explanation import formula
 from costmodels.pricing.items import Sent
 from costmodels.pricing.lines import Line
 from costmodels.pricing.pricer import price, pricer
+from costmodels.pricing.refused import sentences
 from examples.transformer_lm import model as transformer
 from mesh_tf_core import Dim, Layout, Mesh
 from mesh_tf_core.lower import Options, lower

@@ -163,7 +163,7 @@ def test_an_update_reads_and_writes_its_state_once(optimizer: str, hardware: str
     y = mtf.einsum([x(g), w(g, D, F)], [B, F])
     model = mtf.Model(mtf.reduce_mean(mtf.square(y)), by_name(optimizer, 0.1), name="m")
     program = model.lower(Mesh("x:1"), Layout())
-    kernels = pricer(load_hardware(hardware), program).itemiser.kernels(program)
+    kernels = pricer(load_hardware(hardware), program).itemiser.compiler.kernels(program)
     assert kernels is not None
     updates = [
         k
@@ -204,7 +204,7 @@ def test_fused_work_costs_no_more_and_holds_no_more() -> None:
 
     program = EXAMPLES["transformer"]().lower(Mesh("data:2;model:2"), Layout("batch:data;heads:model"))
     hardware = load_hardware("tpu-v5e")
-    alone = price(program, replace(hardware, fuses=False))
+    alone = price(program, replace(hardware, compiler="none"))
     together = price(program, hardware)
     assert together.compute_seconds < alone.compute_seconds
     assert together.communication_seconds == pytest.approx(alone.communication_seconds, rel=1e-12)

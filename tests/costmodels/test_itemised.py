@@ -14,6 +14,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import ComputeCurve, Curve, Hardware, Number, load_hardware
+from costmodels.hardware.model import CompilerName
 from costmodels.pricing.explanation import formula
 from costmodels.pricing.pricer import Pricer, price, pricer
 from costmodels.pricing.templates import ItemisedCost, Templates
@@ -51,7 +52,7 @@ def hiding() -> Hardware:
 
 HARDWARE: dict[str, Callable[[], Hardware]] = {
     "fused and hidden": hiding,
-    "alone": lambda: replace(load_hardware("a100-eager"), fuses=False),
+    "alone": lambda: replace(load_hardware("a100-eager"), compiler="eager"),
     "op by op": op_by_op,
 }
 
@@ -92,14 +93,14 @@ def test_an_itemised_cost_adds_up_to_the_lines(name: str, hardware: str) -> None
         tried += 1
 
 
-@pytest.mark.parametrize("fuses", [True, False])
-def test_a_host_that_launches_counts_itself(fuses: bool) -> None:
+@pytest.mark.parametrize(("by_host", "at_once"), [("launched", "xla-gpu"), ("eager", "none")])
+def test_a_host_that_launches_counts_itself(by_host: CompilerName, at_once: CompilerName) -> None:
     """The same kernels as a compiled step has, but for single whole numbers: a pipeline's ticks, the seeds of
     its dropout, the number of the step."""
     model = transformer(**{**SMALL, "layers": 4, "dropout": 0.1})
     program = model.lower(mtf.Mesh("pipe:2"), mtf.Layout("layers:pipe"), mtf.Options(microbatches=2))
-    launched = replace(load_hardware("a100-eager"), fuses=fuses)
-    compiled = replace(load_hardware("a100"), fuses=fuses)
+    launched = replace(load_hardware("a100-eager"), compiler=by_host)
+    compiled = replace(load_hardware("a100"), compiler=at_once)
 
     def items(machine: Hardware) -> Counter[Any]:
         return Counter((x.name, x.text, x.origin, x.times, x.item) for x in price(program, machine).lines)

@@ -45,7 +45,7 @@ def anew(
     except mtf.LayoutError:
         return None
     seconds, small = prices.seconds(program), {}
-    for key, sums in ({} if prices.itemiser.in_parts else together(waiting(program), mesh)).items():
+    for key, sums in ({} if prices.itemiser.compiler.apart else together(waiting(program), mesh)).items():
         small[key] = tuple(w.value.local_bytes(mesh) for w in sums)
         seconds -= sum(prices.message_seconds(key.axes, payload) for payload in small[key])
     for instr in program.code:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from costmodels.hardware import Hardware
+from costmodels.pricing.compilers import compiler_of
 from mesh_tf_core.ir.program import Local, Program
 
 NAMED = {"tpu": "TPUs", "gpu": "NVIDIA GPUs"}
 
 
 def refused(program: Program, hardware: Hardware) -> dict[str, list[str]]:
-    """Why there is no such kernel -> the scopes where that is so, in order. Only programs that XLA compiles
-    are asked about: a host that launches kernels has other libraries."""
+    """Why there is no such kernel -> the scopes where that is so, in order; nothing where nobody has looked
+    at the compiler's libraries."""
     found: dict[str, dict[str, None]] = {}
-    for instr, _ in program.walk() if hardware.compiled and hardware.kind in NAMED else ():
+    library = compiler_of(hardware).library
+    for instr, _ in program.walk() if library else ():
         if isinstance(instr, Local):
-            reason = instr.op.refused(hardware.kind, *map(program.local, instr.inputs))
+            reason = instr.op.refused(library, *map(program.local, instr.inputs))
             if reason:
                 found.setdefault(reason, {})[instr.origin.scope] = None
     return {reason: list(scopes) for reason, scopes in found.items()}
@@ -23,7 +25,7 @@ def refused(program: Program, hardware: Hardware) -> dict[str, list[str]]:
 def sentences(program: Program, hardware: Hardware) -> list[str]:
     """One for every reason."""
     return [
-        f"no library's kernel on {NAMED[hardware.kind]} takes attention with {reason} "
+        f"no library's kernel on {NAMED[compiler_of(hardware).library]} takes attention with {reason} "
         f"({', '.join(scopes[:3])}{', ...' if len(scopes) > 3 else ''}): it works through blocks of logits, "
         "and takes longer than the kernel that is priced"
         for reason, scopes in refused(program, hardware).items()

@@ -1,0 +1,129 @@
+"""What the itemiser (`costmodels.pricing.itemise`) asks of a compiler profile, and the plainest profile:
+every operation is a kernel of its own, nothing is copied, and messages travel as the program says."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from costmodels.hardware import Hardware
+from costmodels.kernels.fused import Fused
+from costmodels.kernels.groups import Group, VariableCast
+from costmodels.kernels.partition import Kernel, Types
+from costmodels.kernels.quantities import of_copy, of_local
+from costmodels.pricing.items import Called, Computed, Started
+from costmodels.pricing.units import Find, Placed, Sending, Stack, Unit
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Program, Transfer
+from mesh_tf_core.ops.binary import Binary
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """How programs fall into kernels. Profiles that are equal make the same items of a program.
+
+    Attributes:
+      name: in hardware files.
+      fuses: several operations may be one kernel.
+      tiles: arrays lie in tiles, whose lanes are filled up (`costmodels.kernels.quantities.tiling`).
+      apart: the values of one all-reduce are sent one by one.
+      library: whose kernels of attention run ("tpu", "gpu"; `Op.refused`); empty: nobody has looked.
+    """
+
+    name: ClassVar[str] = "none"
+    fuses: ClassVar[bool] = False
+    tiles: ClassVar[bool] = False
+    apart: ClassVar[bool] = False
+    library: ClassVar[str] = ""
+
+    @classmethod
+    def of(cls, hardware: Hardware) -> Compiler:
+        """The profile with what it needs to know of a machine."""
+        return cls()
+
+    # -- what is priced on its own ---------------------------------------------------------------------------
+
+    def kernels(self, program: Program, again: bool = False) -> Fused | None:
+        """The kernels of a program; None where none are made.
+
+        Args:
+          again: it is part of a loop's body that runs again for backward.
+        """
+        return None
+
+    def timed(self, program: Program, again: bool) -> Iterable[tuple[Instr | Group | VariableCast, float]]:
+        """The instructions of a program, or the groups of kernels that they fall into, each with how often
+        it runs; `again` as in `kernels`."""
+        return program.expected()
+
+    def computes(self, instr: Local) -> bool:
+        """Whether an instruction that no kernel has taken is one itself."""
+        return not instr.op.free
+
+    def stacked(self, program: Program, loop: Loop) -> Iterator[tuple[Unit, float]]:
+        """What is priced of the stacks that a loop writes, each with how often it runs for one run of the
+        loop."""
+        for inner, stack in loop.stacked:
+            if stack not in program.added and not program.values[stack].host:
+                yield self.stack(loop, inner, stack), 1.0
+
+    def stack(self, loop: Loop, inner: int, stack: int) -> Stack:
+        """What a loop writes of one stack, whose parts are `inner`."""
+        return Stack(loop, stack)
+
+    def summed(self, program: Program, loop: Loop) -> Iterator[tuple[Unit, float]]:
+        """What a loop adds to its sums, and to parts of those of the loop around, as `stacked`."""
+        terms = [s for s in loop.summed if s.inner not in program.added]
+        parts = [s for s in loop.stacked if s.outer in program.added]
+        for term, _ in (*terms, *parts):
+            yield Local((term, term), (term,), loop.origin, Binary("add")), loop.times
+
+    # -- kernels ---------------------------------------------------------------------------------------------
+
+    def kernel(self, kernel: Kernel, local: Types) -> Iterator[Computed]:
+        """The item of a kernel, if it is one."""
+        raise NotImplementedError(f"{self.name} makes no kernels of several operations")
+
+    def local(self, instr: Local, find: Find, local: Types) -> Iterator[Computed | Called]:
+        """The item of an instruction that runs by itself, if it is one."""
+        quantity = of_local(instr, local)
+        yield Computed(quantity, quantity.flops)
+
+    def known_by(self, values: Sequence[Placed]) -> Hashable:
+        """What the items of a unit follow from besides the types of its pieces."""
+        return None
+
+    def start(self, program: Program) -> Started | None:
+        """What a step takes under every layout; None where nothing is known of it."""
+        return None
+
+    # -- messages --------------------------------------------------------------------------------------------
+
+    def parts(self, program: Program) -> Mapping[int, int]:
+        """Stacks whose parts stay apart -> the number of their parts."""
+        return {}
+
+    def sending(self, instr: Collective, purpose: str, parts: Mapping[int, int]) -> Sending:
+        """How a collective is sent.
+
+        Args:
+          purpose: its class (`costmodels.pricing.overlap`).
+          parts: as of `parts`.
+        """
+        return Sending(purpose)
+
+    def copies(
+        self, instr: Collective, types: Sequence[TensorType], mesh: Mesh
+    ) -> Iterator[Computed | Called]:
+        """The kernels that lay anew what a collective brings.
+
+        Args:
+          types: of the pieces that a device puts in.
+        """
+        yield from ()
+
+    def carried(self, instr: Transfer, local: Types) -> float:
+        """Bytes on the host link of a transfer."""
+        return of_copy(local(instr.inputs[0]), 1, False).bytes

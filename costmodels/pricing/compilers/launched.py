@@ -1,0 +1,54 @@
+"""Programs that a host runs, launching one kernel after the other, as PyTorch's do.
+
+(1) The host counts itself: an operation on single whole numbers alone is no kernel. So PyTorch counts layers
+    and microbatches in Python, and hands a dropout's seed and offset to its kernel as arguments
+    (pytorch/pytorch aten/src/ATen/cuda/CUDAGeneratorImpl.cpp @03e68c4b).
+(2) FSDP lays a layer's weights end to end, so that small messages travel with large ones (Zhao et al. 2023,
+    section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from costmodels.kernels.partition import Kernel, Types
+from costmodels.pricing.compilers.xla import Joining, Xla
+from costmodels.pricing.items import Called, Computed
+from costmodels.pricing.units import Find
+from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.program import Local
+
+
+def counts(instr: Local, local: Types) -> bool:
+    """Rule (1): whether an instruction is the host's."""
+    types = [local(i) for i in (*instr.inputs, *instr.outputs)]
+    return all(not t.shape.dims and not is_float(t.dtype) for t in types)
+
+
+@dataclass(frozen=True)
+class Eager(Joining):
+    """Every operation is a kernel."""
+
+    name: ClassVar[str] = "eager"
+
+    def local(self, instr: Local, find: Find, local: Types) -> Iterator[Computed | Called]:
+        if not counts(instr, local):
+            yield from super().local(instr, find, local)
+
+
+@dataclass(frozen=True)
+class Launched(Joining, Xla):
+    """Kernels fuse what XLA's would, written by hand (Megatron-LM's), or by a compiler that makes them one by
+    one."""
+
+    name: ClassVar[str] = "launched"
+
+    def kernel(self, kernel: Kernel, local: Types) -> Iterator[Computed]:
+        if not all(counts(instr, local) for instr in kernel.instrs):
+            yield from super().kernel(kernel, local)
+
+    def local(self, instr: Local, find: Find, local: Types) -> Iterator[Computed | Called]:
+        if not counts(instr, local):
+            yield from super().local(instr, find, local)

@@ -1,0 +1,173 @@
+"""Compilers that make kernels of several operations, and what XLA's back ends do besides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from costmodels.hardware import Hardware
+from costmodels.kernels.fused import Fused, fused, grouped, made_by_kernels
+from costmodels.kernels.groups import Group, VariableCast
+from costmodels.kernels.partition import Kernel, Types
+from costmodels.kernels.quantities import of_copy, of_kernel, of_local
+from costmodels.pricing.compilers.base import Compiler
+from costmodels.pricing.items import Called, Computed
+from costmodels.pricing.overlap import ACTIVATION
+from costmodels.pricing.units import Sending, Stack, Unit
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.program import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Collective,
+    Instr,
+    Local,
+    Loop,
+    Program,
+    Transfer,
+)
+
+
+@dataclass(frozen=True)
+class Xla(Compiler):
+    """XLA as far as all of its back ends agree: operations share kernels by the rules of
+    `costmodels.kernels.fused`.
+
+    (1) A stack that it cannot prove to be written as a whole, from the last part to the first, is set to zero
+        before.
+    (2) What is added to a loop's sum, or to a part of it (`Program.added`), is read and written there: by the
+        kernel that makes the term, else by an addition of its own.
+    (3) What works on statistics alone is part of what reads them.
+    """
+
+    name: ClassVar[str] = "xla"
+    fuses: ClassVar[bool] = True
+
+    def kernels(self, program: Program, again: bool = False) -> Fused | None:
+        return fused(program, again)
+
+    def timed(self, program: Program, again: bool) -> Iterable[tuple[Instr | Group | VariableCast, float]]:
+        return grouped(program, again)
+
+    def stack(self, loop: Loop, inner: int, stack: int) -> Stack:
+        return Stack(loop, stack, 1 + loop.reverse, loop.reverse)
+
+    def summed(self, program: Program, loop: Loop) -> Iterator[tuple[Unit, float]]:
+        made = made_by_kernels(loop)
+        for term, total in loop.summed:
+            if term not in program.added:
+                yield Stack(loop, total, 1 if term in made else 3), loop.times
+        for _, stack in loop.stacked:
+            if stack in program.added:
+                yield Stack(loop, stack, 2), loop.dim.size / program.values[stack].shape.sizes[0]
+
+    def kernel(self, kernel: Kernel, local: Types) -> Iterator[Computed]:
+        if not kernel.between:
+            yield computed(kernel, local)
+
+
+def computed(kernel: Kernel, local: Types) -> Computed:
+    """The item of a kernel."""
+    flops = sum([of_local(instr, local).flops for instr in kernel.ends])
+    return Computed(of_kernel(kernel, local), flops)
+
+
+@dataclass(frozen=True)
+class Joining(Compiler):
+    """A message of a weight that is stored split, or of its gradient, goes with the others of its layer; so a
+    small one (a bias, a scale) pays for its bytes, not for a message of its own.
+
+    Attributes:
+      curves: collectives were measured, each alone, so each is priced alone.
+    """
+
+    curves: bool = False
+
+    @classmethod
+    def of(cls, hardware: Hardware) -> Compiler:
+        return cls(bool(hardware.collective_curves))
+
+    def sending(self, instr: Collective, purpose: str, parts: Mapping[int, int]) -> Sending:
+        ahead = purpose != ACTIVATION and not isinstance(instr, AllReduce)
+        return Sending(purpose, joins=ahead and not self.curves)
+
+
+@dataclass(frozen=True)
+class XlaTpu(Xla):
+    """XLA for TPUs, as its compiler's programs and estimates show (`benchmarks/verify.py`).
+
+    (1) Arrays lie in tiles; what goes over the host link are all of the tiles.
+    (2) What a collective made is copied to its stack by a kernel of its own.
+    (3) What an all-to-all brings lies device by device: a kernel of its own writes it in the order of its
+        dimensions (copies around `lax.all_to_all`).
+    (4) A product reads a part of an operand (`Op.cuts`) where it lies, and writes its result in place
+        (v5e:2x4, chunks of scatters and gathers, 2026-11-24).
+    (5) What works on statistics alone is a kernel of its own.
+    (6) Each message of a weight or of its gradient is sent alone.
+    """
+
+    name: ClassVar[str] = "xla-tpu"
+    tiles: ClassVar[bool] = True
+    library: ClassVar[str] = "tpu"
+
+    def computes(self, instr: Local) -> bool:
+        return super().computes(instr) and not instr.op.cuts
+
+    def stack(self, loop: Loop, inner: int, stack: int) -> Stack:
+        copied = inner in _moved(loop)
+        return Stack(loop, stack, 1 + loop.reverse + copied, loop.reverse or copied)
+
+    def kernel(self, kernel: Kernel, local: Types) -> Iterator[Computed]:
+        yield computed(kernel, local)
+
+    def copies(
+        self, instr: Collective, types: Sequence[TensorType], mesh: Mesh
+    ) -> Iterator[Computed | Called]:
+        if isinstance(instr, AllToAll) and mesh.group_size(instr.axes) > 1:
+            yield from [Computed(of_copy(t, 2), 0.0) for t in types]
+
+    def carried(self, instr: Transfer, local: Types) -> float:
+        moved = of_copy(local(instr.inputs[0]), 1, False)
+        return moved.tiled[0] if moved.tiled else moved.bytes
+
+
+def _moved(loop: Loop) -> frozenset[int]:
+    """Values of a loop's body that collectives make, under all their names: no kernel writes them."""
+    found: set[int] = set()
+    for instr in loop.body:
+        if isinstance(instr, Collective) or (
+            isinstance(instr, Local) and instr.op.free and found.issuperset(instr.inputs[:1])
+        ):
+            found.update(instr.outputs)
+    return frozenset(found)
+
+
+@dataclass(frozen=True)
+class XlaGpu(Joining, Xla):
+    """XLA for GPUs: it joins small messages of weights up to 30 MiB (openxla/xla,
+    xla/debug_options_flags.cc)."""
+
+    name: ClassVar[str] = "xla-gpu"
+    library: ClassVar[str] = "gpu"
+
+
+@dataclass(frozen=True)
+class XlaCpu(Xla):
+    """XLA for virtual CPU devices: it gathers along the outermost dimension alone, so that what is gathered
+    along another is written once more, in the order of its dimensions (`benchmarks/cpu_jax.py`,
+    `gathers`)."""
+
+    name: ClassVar[str] = "xla-cpu"
+
+    def copies(
+        self, instr: Collective, types: Sequence[TensorType], mesh: Mesh
+    ) -> Iterator[Computed | Called]:
+        n = mesh.group_size(instr.axes)
+        if not isinstance(instr, AllGather) or n == 1:
+            return
+        for t in types:
+            if math.prod(t.shape.sizes[: t.shape.index(instr.dim)]) > 1:
+                yield Computed(of_copy(t, 2 * n), 0.0)

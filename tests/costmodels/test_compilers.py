@@ -1,0 +1,84 @@
+"""Compiler profiles: every one prices every kind of program, and what the search sums is what lines show;
+files that say only whether operations fuse name one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.hardware import hardware_names, load_hardware, preset_content, read_hardware, write_profile
+from costmodels.hardware.model import CompilerName
+from costmodels.pricing.compilers import COMPILERS, compiler_of
+from costmodels.pricing.items import Sent
+from costmodels.pricing.pricer import price, pricer
+from costmodels.pricing.templates import Templates
+from examples.transformer_lm import model as transformer
+from tests.layoutopt.models import SMALL
+
+
+@cache
+def program() -> mtf.Program:
+    """A step with stages, dropout, weights stored split, recomputed layers and a gradient of a stack."""
+    model = transformer(**{**SMALL, "layers": 4, "dropout": 0.1, "dtype": "bfloat16"})
+    options = mtf.Options(storage={v.name: "zero3" for v in model.graph.variables.values()}, microbatches=2)
+    return model.lower(mtf.Mesh("data:2;model:2"), mtf.Layout("batch:data;heads:model;d_ff:model"), options)
+
+
+@pytest.mark.parametrize("name", COMPILERS)
+def test_a_profile_prices_the_same_by_lines_and_by_templates(name: CompilerName) -> None:
+    prices = pricer(replace(load_hardware("h100"), compiler=name), program())
+    cost = prices.cost(program())
+    assert cost.step_seconds > 0 and cost.flops > 0
+    assert prices.total(Templates(prices.itemiser).itemised(program())) == pytest.approx(cost.step_seconds)
+
+
+@pytest.mark.parametrize("name", hardware_names())
+def test_a_preset_names_its_profile(name: str) -> None:
+    machine = load_hardware(name)
+    by_kind = {"tpu": ("xla-tpu",), "gpu": ("xla-gpu", "launched"), "cpu": ("xla-cpu", "local")}
+    assert machine.compiler in by_kind[machine.kind]
+    assert type(compiler_of(machine)) is COMPILERS[machine.compiler]
+
+
+def test_profiles_differ_as_they_say() -> None:
+    """Few kernels where operations fuse, small messages that travel with large ones on GPUs alone."""
+
+    def lines(name: CompilerName) -> list[Any]:
+        return [x.item for x in price(program(), replace(load_hardware("h100"), compiler=name)).lines]
+
+    found = {name: lines(name) for name in COMPILERS}  # type: ignore[arg-type]
+    count = {name: sum(not isinstance(i, Sent) for i in items) for name, items in found.items()}
+    assert all(count[name] < count["none"] for name, made in COMPILERS.items() if made.fuses)
+    joined = {n for n, items in found.items() if any(isinstance(i, Sent) and i.joined for i in items)}
+    assert joined == {"xla-gpu", "launched", "eager"}
+
+
+@pytest.mark.parametrize(
+    ("like", "says", "name"),
+    [
+        ("tpu-v4", {"fuses": True}, "xla-tpu"),
+        ("tpu-v4", {"fuses": False}, "none"),
+        ("h100", {"fuses": True}, "xla-gpu"),
+        ("h100", {"fuses": False}, "eager"),
+        ("a100-eager", {"fuses": True}, "launched"),
+        ("cpu-jax", {"fuses": True}, "xla-cpu"),
+        ("cpu-local", {"fuses": False}, "local"),
+        ("h100", {}, "eager"),
+        ("h100", {"compiler": "launched"}, "launched"),
+    ],
+)
+def test_a_file_may_say_only_whether_operations_fuse(
+    like: str, says: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    content = {k: v for k, v in preset_content(like).items() if k != "compiler"} | says
+    assert write_profile(content, tmp_path / "mine.json").compiler == name
+    assert read_hardware(tmp_path / "mine.json").compiler == name
+
+
+def test_a_host_that_launches_runs_no_program_of_xla() -> None:
+    assert load_hardware("h100, launch_interval=20 us").compiler == "launched"
