@@ -271,6 +271,55 @@ def test_layers_that_hand_on_other_dimensions_stay_apart() -> None:
 # -- what a loop gives ---------------------------------------------------------------------------------------
 
 
+def notes_of(layer: Callable[..., Any], count: int = 4) -> list[str]:
+    """What is said of layers that are given their number and those before them."""
+
+    def loss(params: Params, batch: Any) -> Any:
+        h = batch["x"]
+        for i in range(count):
+            h = layer(h, params["blocks"], i)
+        return (h**2).mean()
+
+    notes = layoutopt.from_jax(loss, {"blocks": blocks(count)}, batch()).origin.notes
+    return [n for n in notes if "layers" in n]
+
+
+UNEQUAL: dict[str, tuple[Callable[..., Any], str]] = {
+    "another number": (
+        lambda h, p, i: block(h, p[i]) * (1 + i),
+        r"\(mul\), which in blocks/1 is of other numbers or shapes",
+    ),
+    "another operation": (
+        lambda h, p, i: block(h, p[i]) + (jnp.cos, jnp.sin, jnp.tanh, jnp.exp)[i](h),
+        r"\(cos\), which in blocks/1 is .*test_reroll.py:\d+ \(sin\)",
+    ),
+    "a parameter of another layer": (
+        lambda h, p, i: block(h, {**p[i], "scale": p[i * i % 3]["scale"]}),
+        r"\(broadcast_in_dim\), which reads what the layers of a loop could not",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNEQUAL)
+def test_the_line_that_keeps_layers_apart_is_said(case: str) -> None:
+    layer, why = UNEQUAL[case]
+    (said,) = notes_of(layer)
+    line = r"4 layers \(blocks/0 to blocks/3\) were not found equal because of .*test_reroll.py:\d+ "
+    assert re.match(line + why, said), said
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda h, p, i: block(h, p[i]),
+        lambda h, p, i: h + sum(jnp.tanh(h @ x["up"]) @ x["down"] for x in p[i : i + 1]) * (i < 2),
+    ],
+)
+def test_nothing_is_said_of_layers_that_are_a_loop(layer: Callable[..., Any]) -> None:
+    assert notes_of(layer, 2) == []
+    assert notes_of(lambda h, p, i: block(h, p[i]) if i else h) == []
+
+
 def test_the_proven_answer_is_that_of_the_scan() -> None:
     asked = {"mesh": "data:2", "hardware": "tpu-v5e", "microbatches": [1]}
     layers = blocks()

@@ -81,6 +81,7 @@ class Fit:
       left: (which equation of a layer, which result) -> layers whose value is read after them.
       pulled: as `Rerolled.twins`: what equations before the loop compute of each layer's parameters, inside.
       outside: equations that go before the loop: they make the keys of all layers one array.
+      failed: the first layer's equation that reads what it could not read in a loop.
     """
 
     def __init__(self, of: Program, first: int, period: int, count: int) -> None:
@@ -95,6 +96,7 @@ class Fit:
         self._sources: dict[int, tuple[Var, Var]] = {}
         self._listed: dict[object, tuple[Operand, Var]] = {}
         self.outside: list[Equation] = []
+        self.failed: Equation | None = None
         self._before: list[Equation] = []
         self._parts: dict[tuple[int, ...], Operand] = {}
         self._equations: list[Equation] = []
@@ -111,6 +113,7 @@ class Fit:
         for rows in zip(*layers, strict=True):
             made = self._row(rows)
             if made is None:
+                self.failed = rows[0]
                 return False
             self._equations.append(made)
         if not self.carries or not (self._members or self._sources):

@@ -183,7 +183,7 @@ def from_jax(
     given_arrays = Arrays(pairs["params"], pairs.get("state", []), pairs["batch"])
     results = _Results(trace.results, state, trace.block, [v for v, _ in given_arrays.state])
     again, arrays = _in_loops(trace.block, given_arrays, pairs.get("rng", []), results)
-    block, cut, notes = again.block, factors(again.block), list(trace.notes)
+    block, cut, notes = again.block, factors(again.block), [*trace.notes, *again.notes]
     logical = logical_axes(list(arrays.all()), notes)
     parameters, inputs = [v for v, _ in arrays.parameters], [v for v, _ in arrays.batch]
     named_alike = same_dimensions(logical, {v.path for leaf, v, _ in arrays.given() if leaf.path in said})

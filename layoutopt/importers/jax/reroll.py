@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from layoutopt.importers.jax.apart import why_apart
 from layoutopt.importers.jax.classes import Classes
 from layoutopt.importers.jax.equations import KEY, Block, Equation, Operand, Var
 from layoutopt.importers.jax.layers import PRODUCTS, Fit, Program
@@ -49,6 +50,7 @@ class Rerolled:
       stacks: parameters and state that became one, by what they became.
       twins: id of a value of the traced block -> the value of a loop's body that stands for it.
       left: id of a value of the traced block that is read after its loop -> the stack of all layers'.
+      notes: about layers that stayed on their own.
     """
 
     block: Block
@@ -56,6 +58,7 @@ class Rerolled:
     stacks: dict[Var, tuple[Var, ...]] = field(default_factory=dict)
     twins: dict[int, Operand] = field(default_factory=dict)
     left: dict[int, Var] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
     def alias(self, classes: Classes) -> None:
         """Gives the values of the traced block the dimensions of those that stand for them."""
@@ -96,6 +99,9 @@ class _Rerolling:
         while self._one():
             pass
         made = self.made
+        made.notes = why_apart(
+            self.program, [v for v in self.ins if self.program.roles.get(id(v)) == "params"]
+        )
         if made.runs:
             self._read_elements()
             stacked = {id(v) for members in made.stacks.values() for v in members}
