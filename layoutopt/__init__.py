@@ -9,18 +9,21 @@ TYPE_CHECKING = False  # typing's own takes longer to import than everything els
 if TYPE_CHECKING:
     from typing import Any
 
-    from layoutopt.api import search
+    from layoutopt.api import Limits, search
     from layoutopt.door import cost, explain, validate, verify
     from layoutopt.importers.huggingface import from_huggingface
     from layoutopt.importers.jax.model import from_jax
     from layoutopt.plan.build import Plan, load_plan
     from layoutopt.replicas import choose_replicas
     from layoutopt.sizing.sizing import size
+    from layoutopt.space.decisions import SearchSpace
 
     __version__: str
 
 __all__ = [
+    "Limits",
     "Plan",
+    "SearchSpace",
     "choose_replicas",
     "cost",
     "explain",
@@ -39,7 +42,8 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     homes = {
-        "search": "layoutopt.api",
+        **dict.fromkeys(("Limits", "search"), "layoutopt.api"),
+        "SearchSpace": "layoutopt.space.decisions",
         "choose_replicas": "layoutopt.replicas",
         **dict.fromkeys(("cost", "explain", "validate", "verify"), "layoutopt.door"),
         "from_huggingface": "layoutopt.importers.huggingface",

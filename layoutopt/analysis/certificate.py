@@ -27,7 +27,7 @@ from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblems import Subproblem, subproblems
 from layoutopt.plan.build import Plan
 from layoutopt.problem import Choices, Row
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.mesh_shapes import meshes
 from mesh_tf_core.model import Model
 
@@ -67,7 +67,7 @@ class Certificate:
     """
 
     problems: tuple[Ruled, ...]
-    allowed: Allowed
+    allowed: SearchSpace
     considered: int | None = None
     complete: bool = True
 
@@ -124,7 +124,7 @@ def certify(
     plan: Plan,
     hardware: Hardware,
     limit: float,
-    asked: Allowed,
+    asked: SearchSpace,
     devices: int | None = None,
     max_axes: int = 2,
 ) -> Iterator[Ruled]:

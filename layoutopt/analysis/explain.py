@@ -20,9 +20,8 @@ from layoutopt.clock import UNLIMITED, Clock
 from layoutopt.evaluator import Evaluation
 from layoutopt.plan.build import Plan
 from layoutopt.problem import TOLERANCE
-from layoutopt.space.decisions import FEATURES
+from layoutopt.space.decisions import FEATURES, SearchSpace
 from layoutopt.space.elsewhere import written
-from layoutopt.space.kind import Allowed
 from layoutopt.space.splits import parse_rules
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError, known_names
 from mesh_tf_core.lower.offload import ACTIVATIONS
@@ -96,20 +95,20 @@ class Answer:
     reason: str = ""
 
 
-def with_pins(asked: Allowed, more: str | None) -> dict[str, Any]:
+def with_pins(asked: SearchSpace, more: str | None) -> dict[str, Any]:
     """What was asked, as arguments of a search, with further pins; a dimension that is pinned anew loses its
     old pin."""
     return {**asked.keywords, "pins": {**asked.pins, **parse_rules(more)} or None}
 
 
-def without(asked: Allowed, name: str) -> Allowed:
+def without(asked: SearchSpace, name: str) -> SearchSpace:
     """The same without one of `FEATURES`; UserError if the search could not choose it, or only it."""
     feature = FEATURES[name]
     allowed = getattr(asked, feature.field)
     rest = tuple(x for x in allowed if not feature.means(x))
     if rest == allowed:
         raise UserError(f"--without {name}: the plan's search could not choose it; allow it there first")
-    if not rest and getattr(Allowed(), feature.field):
+    if not rest and getattr(SearchSpace(), feature.field):
         said = ", ".join(map(str, allowed))
         raise UserError(f"--without {name}: the plan's search allowed nothing else ({said})")
     rules = {"elsewhere": map(written, asked.elsewhere), "pipeline": asked.pipeline}.get(feature.field, ())
@@ -125,7 +124,7 @@ def without(asked: Allowed, name: str) -> Allowed:
     return replace(asked, **changed)
 
 
-def forbidden(plan: Plan, asked: Allowed, names: Sequence[str]) -> list[str]:
+def forbidden(plan: Plan, asked: SearchSpace, names: Sequence[str]) -> list[str]:
     """The features that are named, or with "all" those that the plan has and its search need not have had.
 
     Raises:
@@ -155,7 +154,7 @@ Find = Callable[[str, float | None, str | None, Clock, str | None], Answer]
 NO_TIME = "there was no time"
 
 
-def finder(model: Model, plan: Plan, hardware: Hardware, asked: Allowed, objective: str = "time") -> Find:
+def finder(model: Model, plan: Plan, hardware: Hardware, asked: SearchSpace, objective: str = "time") -> Find:
     """Searches on the plan's mesh under other conditions, for the same `objective`."""
     from layoutopt.api import search
 

@@ -27,7 +27,7 @@ from layoutopt.plan import details
 from layoutopt.plan.build import Plan, layout_of, options_of
 from layoutopt.plan.details import Robustness
 from layoutopt.plan.units import mesh_option
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import SearchSpace
 from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
@@ -88,7 +88,7 @@ def sensitivity(
     plan: Plan,
     hardware: Hardware,
     limit: float,
-    asked: Allowed,
+    asked: SearchSpace,
     told: Told = lambda _: None,
     clock: Clock = UNLIMITED,
 ) -> list[Curve]:

@@ -22,7 +22,7 @@ from layoutopt.evaluator import Evaluation, evaluate
 from layoutopt.plan.build import options_of
 from layoutopt.plan.schema import Predicted
 from layoutopt.plan.ways import AtLink, Turning, Way
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import SearchSpace
 from mesh_tf_core.errors import InfeasibleError, LimitError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -84,7 +84,7 @@ def searched(
     ways: Sequence[Way],
     build: Callable[[Way], Model],
     hardware: Hardware,
-    asked: Allowed,
+    asked: SearchSpace,
     limit: float,
     clock: Clock = UNLIMITED,
     factors: Sequence[float] = SEARCHED,

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from layoutopt.optimize.baselines import by_name
+from layoutopt.space.decisions import ANYTHING
 from layoutopt.space.splits import domains
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
@@ -52,7 +53,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 def sample_layouts(model: Model, mesh: Mesh, count: int, seed: int = 0) -> list[Layout]:
     """Up to `count` different legal layouts on a mesh: the named ones, then random ones by `seed`."""
-    options = domains(model.graph, mesh)
+    options = domains(model.graph, mesh, ANYTHING)
     found = [layout for _, own, layout, _ in by_name(model, mesh) if own == mesh]
     layouts = [x for x in dict.fromkeys(found) if _legal(model, mesh, x)]
     rng = random.Random(seed)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layoutopt.cli.allowed import listed
 from layoutopt.cli.options import read_mesh
 from layoutopt.cli.plans import is_plan, read_plan
 
@@ -164,6 +163,11 @@ class DecisionOptions:
 
 
 UNDECIDED = DecisionOptions()
+
+
+def listed(text: str | None) -> list[str]:
+    """The names of a list with commas."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 @dataclass(frozen=True)

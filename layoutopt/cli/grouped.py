@@ -14,9 +14,9 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     named: list[inspect.Parameter] = []
     groups: dict[str, tuple[type, list[str]]] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
-        group = parameter.annotation
+        group = type(parameter.default) if is_dataclass(parameter.default) else None
         options = [parameter]
-        if isinstance(group, type) and is_dataclass(group):
+        if group is not None:
             options = list(inspect.signature(group, eval_str=True).parameters.values())
             groups[parameter.name] = group, [option.name for option in options]
         named += [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in options]

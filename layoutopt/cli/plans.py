@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from layoutopt.plan.build import Plan
     from layoutopt.plan.details import Searched
     from layoutopt.plan.schema import Told
-    from layoutopt.space.kind import Allowed
+    from layoutopt.space.decisions import SearchSpace
 
 PlanArgument = Annotated[
     Path, typer.Argument(metavar="PLAN", help="A file made by `search --out`.", show_default=False)
@@ -48,7 +48,7 @@ def where_of(plan: Plan) -> Searched:
     return plan.data.details.search or Searched()
 
 
-def asked_of(plan: Plan) -> Allowed:
+def asked_of(plan: Plan) -> SearchSpace:
     """What the plan's search was allowed; what the file does not say is the default."""
     from layoutopt.space.recorded import allowed_by
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from inspect import signature
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from layoutopt.cli.again import Changed, command_line
+from layoutopt.cli.options import THIS_MACHINE
 from layoutopt.cli.terminal import Terminal, table
 from layoutopt.plan.units import seconds_text, share_text, used_text
-
-OPTIONS = {"pins": "--pin"}
-"""Options that are not called as the arguments are that they say."""
 
 if TYPE_CHECKING:
     import typer
@@ -119,19 +117,20 @@ def refusal(
 def _changed(asked: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Changed]:
     """Options of `search` with which other arguments are asked: those that differ, whatever they are; None
     where the option is left out."""
-    from layoutopt.api import search
-    from layoutopt.cli.allowed import recompute_words
+    from layoutopt.api import Limits, SearchSpace
+    from layoutopt.space.decisions import ARGUMENTS
 
-    usual = {name: p.default for name, p in signature(search).parameters.items()}
+    usual = {**asdict(Limits()), "hardware": THIS_MACHINE, **SearchSpace().keywords}
     found: dict[str, Changed] = {}
     for name in dict.fromkeys((*asked, *now)):
-        value, option = now.get(name), OPTIONS.get(name, f"--{name.replace('_', '-')}")
+        value, option = now.get(name), f"--{name.replace('_', '-')}"
         if value == asked.get(name):
             continue
         plain = _alike(value, usual.get(name))
-        if name == "recompute" and value is not None:
-            word, kept = recompute_words(value)
-            found |= {option: None if plain else word, "--keep": kept}
+        if name in ARGUMENTS:
+            argument = ARGUMENTS[name]
+            texts = argument.texts(argument.parse(value))
+            found |= {o.name: None if plain else texts[o.name] for o in argument.options}
         else:
             found[option] = None if plain else _text(value)
     return found
@@ -146,10 +145,7 @@ def _alike(value: Any, other: Any) -> bool:
 def _text(value: Any) -> str | None:
     """A value as its option has it; None where that is left out."""
     from costmodels.hardware import Hardware
-    from layoutopt.space.splits import rules_text
 
-    if isinstance(value, Mapping):
-        return rules_text(value)
     if isinstance(value, Hardware):
         return value.name
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -11,7 +11,7 @@ import typer
 
 from layoutopt.cli.advice import after_search
 from layoutopt.cli.again import command_line
-from layoutopt.cli.allowed import USUAL, AllowedOptions, MaxAxesOption
+from layoutopt.cli.allowed import Allowed, MaxAxesOption, OnMesh
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
     THIS_MACHINE,
@@ -46,7 +46,7 @@ from layoutopt.cli.training_cost import (
     read_tokens,
     training_cost,
 )
-from layoutopt.cli.ways import AcceptLossOption, Shares, WaysOption, is_choice, show_ways
+from layoutopt.cli.ways import AcceptLossOption, Shares, is_choice, show_ways
 from layoutopt.clock import Clock
 from layoutopt.plan.units import bytes_text, seconds_text
 
@@ -94,20 +94,7 @@ def search(
     objective: Annotated[
         Objective, typer.Option(help="Least time that fits, least memory, or the frontier of both.")
     ] = Objective.TIME,
-    pin: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="RULES",
-            help='Must hold, as "batch:data"; "batch:none" keeps one whole.',
-            show_default=False,
-        ),
-    ] = None,
-    forbid: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RULES", help='Must not hold, as "vocab:model".', show_default=False),
-    ] = None,
-    allowed: AllowedOptions = USUAL,
-    diloco: WaysOption = None,
+    allowed: Allowed = OnMesh(),  # noqa: B008
     accept_loss: AcceptLossOption = None,
     top: Annotated[int, typer.Option(metavar="K", help="List the K best layouts.")] = 1,
     refine: Annotated[
@@ -146,11 +133,6 @@ def search(
     count, prices = read_tokens(tokens), read_prices(price or (), [machine.name])
     loaded = in_time(clock, model, lambda: load_model(model, settings or ()))
     check_tokens(count, loaded.model.tokens)
-    asked: dict[str, Any] = {
-        "pins": ";".join(pin or ()) or None,
-        "forbid": ";".join(forbid or ()) or None,
-        **allowed.asked(),
-    }
     where: dict[str, Any] = {
         "mesh": None if mesh is None else read_mesh(mesh),
         "devices": devices,
@@ -158,7 +140,10 @@ def search(
         "hardware": machine,
         "memory": None if memory is None else limit,
     }
-    ways = _ways(diloco or (), accept_loss, where, asked)
+    ways, one = _ways(allowed.given("--diloco"), accept_loss, where)
+    asked = allowed.space(diloco=one).keywords
+    if ways:
+        del asked["diloco"]
     shown = bytes_text if objective is Objective.MEMORY else seconds_text
     with _Kept(terminal, out) as kept:
         try:
@@ -285,22 +270,19 @@ def _diagnosed(
     return found[-1]
 
 
-def _ways(
-    said: Sequence[str], accept: float | None, where: dict[str, Any], asked: dict[str, Any]
-) -> list[str]:
-    """The ways to compare; a single one that meets rarely is part of what is asked of the search."""
+def _ways(said: Sequence[str], accept: float | None, where: dict[str, Any]) -> tuple[list[str], str | None]:
+    """The ways to compare, or the one that is part of what is asked of the search."""
     from mesh_tf_core.errors import UserError
 
     ways = [way.strip() for way in said]
     if not is_choice(ways):
         if accept is not None:
             raise UserError("--accept-loss chooses among ways: name several, as --diloco free")
-        asked["diloco"] = ways[0] if ways else None
-        return []
+        return [], ways[0] if ways else None
     if where["mesh"] is None:
         raise UserError("--diloco names a mesh axis: give the mesh with --mesh instead of --devices")
     del where["devices"], where["max_axes"]
-    return ways
+    return ways, None
 
 
 def _shared(plan: Plan) -> list[str]:

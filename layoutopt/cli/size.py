@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layoutopt.cli.allowed import USUAL, AllowedOptions, MaxAxesOption
+from layoutopt.cli.allowed import Allowed, MaxAxesOption, OnAnyMesh
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
     THIS_MACHINE,
@@ -129,7 +129,7 @@ def size(
         bool, typer.Option("--every", help="Search also what cannot be on the frontier.")
     ] = False,
     max_axes: MaxAxesOption = 2,
-    allowed: AllowedOptions = USUAL,
+    allowed: Allowed = OnAnyMesh(),  # noqa: B008
     settings: SetOption = None,
     set_hardware: SetHardwareOption = None,
     memory: MemoryOption = None,
@@ -183,7 +183,7 @@ def size(
             time_limit=clock,
             keep_best=True,
             on_progress=lambda done, total, what: bar.update(done, what, max(total, done + 1)),
-            **allowed.asked(),
+            space=allowed.space(),
             **asked,
         )
     plan = found.plan.with_details(source=model, source_sha256=loaded.hashes())

@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from layoutopt.plan.ways import AtLink, Turning, Way
     from mesh_tf_core.model import Model
 
-WaysOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--diloco",
-        metavar="WAY",
-        help="Replicas along an axis that meet rarely, as sites:period=30, each with the model's batch; "
-        "several ways to compare (again for more; sites:period=30/100,fragments=1/4,bits=32/4; never; free: "
-        "never, and every axis between nodes or slices): then replicas share the batch.",
-        show_default="all devices meet in every step",
-    ),
-]
 AcceptLossOption = Annotated[
     float | None,
     typer.Option(

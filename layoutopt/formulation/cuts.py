@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import combinations
 from typing import Any, ClassVar, Self
 
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Target
+from layoutopt.space.kind import Choice, Chosen, Decision, Space, Target
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -44,7 +44,7 @@ class PendingSum(Decision):
         return {}
 
     @classmethod
-    def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
+    def about(cls, graph: Graph, mesh: Mesh, allowed: Space) -> Iterator[Self]:
         """None: what is allowed has nothing to say about it."""
         return iter(())
 

@@ -15,8 +15,8 @@ from layoutopt.optimize.subproblem import Found
 from layoutopt.optimize.subproblems import Subproblem, near_axes
 from layoutopt.plan.build import axes_of, decided
 from layoutopt.plan.schema import Alternative, Predicted
-from layoutopt.space.decisions import FEATURES
-from layoutopt.space.kind import GATHER, HYBRID, Allowed, Feature
+from layoutopt.space.decisions import FEATURES, SearchSpace
+from layoutopt.space.kind import GATHER, HYBRID, Feature
 from layoutopt.space.undivided import storage_of, stored_at, undivided
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
@@ -114,7 +114,7 @@ class Alternatives:
         if not near_axes(best.mesh, whole, request.evaluator.near):  # hybrid means nothing here
             whole = replace(whole, storage=tuple(stage for stage in whole.storage if stage != HYBRID))
 
-        def allows(said: Allowed, feature: Feature) -> bool:
+        def allows(said: SearchSpace, feature: Feature) -> bool:
             return any(map(feature.means, getattr(said, feature.field)))
 
         lost = [f for f in FEATURES.values() if allows(whole, f) and not allows(few, f)]

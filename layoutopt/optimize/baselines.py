@@ -22,9 +22,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
-from layoutopt.space.decisions import Decisions, decisions
+from layoutopt.space.decisions import ANYTHING, ARGUMENTS, Decisions, SearchSpace, decisions
 from layoutopt.space.elsewhere import Elsewhere
-from layoutopt.space.kind import HYBRID, Allowed
+from layoutopt.space.kind import HYBRID
 from layoutopt.space.parallelism import parallelism
 from layoutopt.space.splits import Split, domains
 from layoutopt.space.stages import runs_again
@@ -40,17 +40,14 @@ WHOLE, SPLIT = STAGES[:3], STAGES[3:]
 """Stages at which a variable is whole between its updates, and others."""
 FSDP = "fully sharded (FSDP)"
 """The name of plans in which most parameters are stored split."""
-NOT_BY_NAME = ("pins", "forbid", "pipeline", "schedule", "elsewhere", "storage", "diloco")
-"""What names say themselves, or have none of: fields of `Allowed`."""
 
 
-def chosen_by_name(allowed: Allowed) -> Allowed:
+def chosen_by_name(allowed: SearchSpace) -> SearchSpace:
     """What plans that go by a name may choose, of what a search may: all that no name says otherwise. They
     have no stages of pipelines, split nothing further elsewhere, and the user's pins are none of theirs."""
     whole = tuple(stage for stage in allowed.storage if stage != HYBRID and AT not in stage)
-    plain = Allowed(storage=whole or STAGES[:1])
-    none = {name: getattr(plain, name) for name in NOT_BY_NAME}
-    return replace(allowed, near=(), stages={}, **none)
+    said = {name: getattr(allowed, name) for name, argument in ARGUMENTS.items() if argument.by_name}
+    return SearchSpace(**{**said, "storage": whole or STAGES[:1]})
 
 
 class Plans(ABC):
@@ -67,7 +64,7 @@ class Plans(ABC):
     split: tuple[str, ...] = ()
 
     @abstractmethod
-    def decided(self, allowed: Allowed, microbatches: int) -> Decisions | None:
+    def decided(self, allowed: SearchSpace, microbatches: int) -> Decisions | None:
         """What may be chosen with so many microbatches; None if that is nothing."""
 
     def plain(self) -> tuple[Layout, Options] | None:
@@ -90,7 +87,7 @@ class Restriction(Plans):
     split: tuple[str, ...]
     stages: tuple[str, ...] = ()
 
-    def decided(self, allowed: Allowed, microbatches: int) -> Decisions | None:
+    def decided(self, allowed: SearchSpace, microbatches: int) -> Decisions | None:
         stages = tuple(s for s in allowed.storage if s in self.stages) or self.stages[:1] or allowed.storage
         wanted = replace(chosen_by_name(allowed), storage=stages, microbatches=(microbatches,))
         # The same decisions as those of the whole search, so that what is lowered for it is known here.
@@ -124,7 +121,7 @@ class Restriction(Plans):
 
     def plain(self) -> tuple[Layout, Options] | None:
         """Everything as wide as can be."""
-        options, dims = self.options(domains(self.model.graph, self.mesh)), parallelism(self.model)
+        options, dims = self.options(domains(self.model.graph, self.mesh, ANYTHING)), parallelism(self.model)
         if options is None:
             return None
         rules: dict[str, Axes] = {}
@@ -154,7 +151,7 @@ class Pinned(Plans):
     mesh: Mesh
     layout: Layout
 
-    def decided(self, allowed: Allowed, microbatches: int) -> Decisions | None:
+    def decided(self, allowed: SearchSpace, microbatches: int) -> Decisions | None:
         ways = self.model.stages(self.mesh, self.layout)
         stages = {dim: self.layout.axes(dim) for dim in ways}
         try:

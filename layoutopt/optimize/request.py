@@ -10,8 +10,8 @@ from costmodels.hardware import Hardware
 from layoutopt.clock import Clock
 from layoutopt.evaluator import Evaluation, Evaluator
 from layoutopt.plan.covered import LeftOut, Space
-from layoutopt.space.decisions import KINDS, left_out
-from layoutopt.space.kind import Allowed, Target
+from layoutopt.space.decisions import KINDS, SearchSpace, left_out
+from layoutopt.space.kind import Target
 from layoutopt.space.mesh_shapes import other_meshes
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Axes
@@ -72,7 +72,7 @@ class Request:
     hardware: Hardware
     limit: float
     objective: str
-    allowed: Allowed
+    allowed: SearchSpace
     top: int
     clock: Clock
     on_progress: Progress | None

@@ -4,10 +4,10 @@ what is decided."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from layoutopt.space.decisions import Decisions, decisions
-from layoutopt.space.kind import HYBRID, Allowed
+from layoutopt.space.decisions import Decisions, SearchSpace, decisions
+from layoutopt.space.kind import HYBRID
 from layoutopt.space.microbatches import numbers
 from layoutopt.space.recompute import check_named
 from layoutopt.space.stages import count, ways
@@ -56,7 +56,7 @@ def key_of(model: Model, mesh: Mesh, layout: Layout, options: Options) -> Hashab
 
 
 def subproblems(
-    model: Model, shapes: Sequence[Mesh], allowed: Allowed, near: Callable[[Mesh], Axes] = lambda _: ()
+    model: Model, shapes: Sequence[Mesh], allowed: SearchSpace, near: Callable[[Mesh], Axes] = lambda _: ()
 ) -> Iterator[Subproblem]:
     """Every problem of a search, the fewest microbatches of every mesh first.
 
@@ -77,7 +77,7 @@ def subproblems(
         for mesh in shapes:
             inner = near_axes(mesh, allowed, near)
             for way in ways(model, mesh, allowed):
-                here = replace(way, microbatches=(number,), near=inner)
+                here = way.but(microbatches=(number,), near=inner)
                 try:
                     graph = model.training_step(number, count(mesh, way), way.schedule[0], way.again).graph
                     found = Subproblem(mesh, decisions(graph, mesh, here))
@@ -104,7 +104,7 @@ def _reasons(refused: Mapping[str, str]) -> str:
     return "; ".join(f"{schedule}: {why}" for schedule, why in refused.items())
 
 
-def near_axes(mesh: Mesh, allowed: Allowed, near: Callable[[Mesh], Axes]) -> Axes:
+def near_axes(mesh: Mesh, allowed: SearchSpace, near: Callable[[Mesh], Axes]) -> Axes:
     """The near axes that `HYBRID` is over, of those that one replica lies over; none where all of these are
     near, or it is not allowed."""
     if HYBRID not in allowed.storage:

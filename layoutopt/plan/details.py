@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -24,29 +24,23 @@ from layoutopt.plan.fields import (
     Size,
     Texts,
     Whole,
+    with_fields,
     wrong,
 )
 from layoutopt.plan.known import Known
 from layoutopt.plan.ways import Ways
+from layoutopt.space.decisions import ARGUMENTS
 
 
+@with_fields({name: (argument.plan | None, None) for name, argument in ARGUMENTS.items()})
 class Searched(Data):
-    """What was asked of the search, besides the model and the mesh: what may be chosen as the fields of
-    `layoutopt.space.kind.Allowed` (`space.recorded`).
+    """What was asked of the search, besides the model and the mesh; what may be chosen as the arguments of
+    every kind of decision (`space.recorded`), None where a plan does not say it.
 
     Attributes:
       hardware: a name or a file.
       memory_bytes: of a device; None: what the hardware has.
       devices, max_axes: of a search for the mesh too; no devices: the plan's mesh was given.
-      orders: of the axes of a split; None: that of the mesh.
-      storage, recompute, microbatches: what could be decided; None: everything.
-      context: forms of attention that could be chosen; None: keys were gathered.
-      elsewhere: dimensions that could be split further elsewhere.
-      pipeline: dimensions of layers that could be stages.
-      offload: what could lie in the hosts' memory.
-      diloco: how replicas meet, and along which axis.
-      schedule: those of stages that could be chosen; None: gpipe.
-      collective_matmul: dimensions beside whose products messages could go in chunks.
       command: the command line that was typed, if one was.
     """
 
@@ -55,20 +49,12 @@ class Searched(Data):
     devices: Size | None = None
     max_axes: Size = 2
     objective: str = "time"
-    pins: str | None = None
-    forbid: str | None = None
-    orders: str | None = None
-    storage: tuple[str, ...] | None = None
-    recompute: tuple[Flag | str, ...] | None = None
-    microbatches: tuple[Size, ...] | None = None
-    context: tuple[str, ...] | None = None
-    elsewhere: tuple[str, ...] | None = None
-    pipeline: tuple[str, ...] | None = None
-    offload: tuple[str, ...] | None = None
-    diloco: str | None = None
-    schedule: tuple[str, ...] | None = None
-    collective_matmul: tuple[str, ...] | None = None
     command: str = ""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **said: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
 
 
 class Number(Data):

@@ -6,19 +6,23 @@ as missing, and what a newer version adds is kept.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from functools import cache
-from types import NoneType
-from typing import Annotated, Any, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     PlainValidator,
     StrictBool,
     ValidationError,
+    create_model,
     model_validator,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -48,6 +52,33 @@ class Data(BaseModel):
     def to_json(self) -> dict[str, Any]:
         """What was said, as JSON can hold it; defaults that nobody said are left out."""
         return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+
+M = TypeVar("M", bound=Data)
+
+
+def with_fields(kinds: Mapping[str, tuple[Any, Any]]) -> Callable[[type[M]], type[M]]:
+    """Adds fields to a schema: name -> its type, of plain Python, and its default."""
+
+    def made(plain: type[M]) -> type[M]:
+        more: dict[str, Any] = {
+            name: (schema_of(kind), Field(default_factory=default) if callable(default) else default)
+            for name, (kind, default) in kinds.items()
+        }
+        return create_model(plain.__name__, __base__=plain, __module__=plain.__module__, **more)
+
+    return made
+
+
+def schema_of(kind: Any) -> Any:
+    """A type of plain Python with the checks of this module."""
+    known = {int: Size, bool: Flag, list[str]: Names}
+    if kind in known:
+        return known[kind]
+    parts = tuple(map(schema_of, get_args(kind)))
+    if isinstance(kind, UnionType):
+        return functools.reduce(operator.or_, parts)
+    return get_origin(kind)[parts] if parts else kind
 
 
 @cache

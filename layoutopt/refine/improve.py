@@ -26,7 +26,7 @@ from layoutopt.clock import LEAST, Clock
 from layoutopt.evaluator import Evaluation, evaluate
 from layoutopt.problem import Entry, Problem, Row, Term, Variable, solve
 from layoutopt.refine.places import Move, Places, levels, regions, without
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import SearchSpace
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout, within
 from mesh_tf_core.ir.mesh import Mesh
@@ -68,7 +68,7 @@ class Search:
     model: Model
     mesh: Mesh
     options: Options
-    allowed: Allowed
+    allowed: SearchSpace
     pricer: Pricer
     limit: float
     clock: Clock

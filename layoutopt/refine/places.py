@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import SearchSpace
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.layout import Axes, Layout, within
 from mesh_tf_core.ir.mesh import Mesh
@@ -42,7 +42,7 @@ class Move:
     axis: str
     to: str | None
 
-    def of(self, place: Place, layout: Layout, mesh: Mesh, allowed: Allowed) -> Layout | None:
+    def of(self, place: Place, layout: Layout, mesh: Mesh, allowed: SearchSpace) -> Layout | None:
         """The layout with it; None where that changes nothing, does not divide, or is not allowed."""
         here, rules = layout.at(place.path), dict[str, Axes]()
         if self.to is not None and self.axis in allowed.forbid.get(self.to, ()):

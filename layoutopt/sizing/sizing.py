@@ -22,7 +22,7 @@ from layoutopt.sizing.laws import critical_batch, data, published
 from layoutopt.sizing.question import Question
 from layoutopt.sizing.rows import Row, frontier
 from layoutopt.sizing.timing import Machine, Timer
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import ARGUMENTS, SearchSpace
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.mesh import MOST_DEVICES
 from mesh_tf_core.model import Model
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MOST_CANDIDATES = 200
 HARDWARE = "cpu-local"
-LAYOUTS = tuple(name for name in Allowed.asked() if name not in ("pins", "forbid", "diloco"))
+LAYOUTS = tuple(name for name, argument in ARGUMENTS.items() if not argument.names_axes)
 """What layouts may choose: not what names axes, for meshes are searched."""
 
 
@@ -102,6 +102,7 @@ def size(
     time_limit: float | Clock | None = None,
     on_progress: Tell | None = None,
     keep_best: bool = False,
+    space: SearchSpace | None = None,
     **allowed: Any,
 ) -> Sizing:
     """Which size of a model to train, on which chips, on how many, for how long.
@@ -124,8 +125,8 @@ def size(
       replicas: of DiLoCo.
       inference: tokens that the model is to make afterwards, at the same cost per FLOP.
       keep_best: Ctrl-C is not raised, but ends it with the best so far.
-      allowed: what layouts may choose, as in `search`: storage, recompute, microbatches, orders, context,
-        elsewhere, pipeline, schedule, offload, collective_matmul; all but what names axes of a mesh.
+      space: what layouts may choose, all but what names axes of a mesh.
+      allowed: fields of it, which count more.
 
     Raises:
       InfeasibleError: nothing can answer.
@@ -149,7 +150,8 @@ def size(
     for name in allowed:
         if name not in LAYOUTS:
             raise UserError(f"size: layouts choose no {name!r}; {known_names(name, LAYOUTS)}")
-    timer = Timer(max_axes, clock, allowed)
+    chosen = (space or SearchSpace()).but(**allowed)
+    timer = Timer(max_axes, clock, {name: getattr(chosen, name) for name in LAYOUTS})
     answering = Answering(question, forecast, family, machines, timer, candidates, sizes, every, on_progress)
     best = answering.run(keep_best)
     assert best.timing.plan is not None

@@ -11,7 +11,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature, LeftOut, Target, Touched, missing
+from layoutopt.space.kind import (
+    Choice,
+    Chosen,
+    Decision,
+    Feature,
+    LeftOut,
+    Option,
+    Space,
+    Target,
+    Touched,
+    argument,
+    missing,
+    names,
+)
 from layoutopt.space.parallelism import parallelism
 from layoutopt.space.splits import split_options
 from mesh_tf_core.ir.layout import Layout
@@ -23,12 +36,32 @@ from mesh_tf_core.tracing.graph import Graph
 ON = "chunks"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Chunked(Space):
+    """Dimensions; messages may go in chunks beside products that have one."""
+
+    collective_matmul: tuple[str, ...] = argument(
+        (),
+        parse=lambda value: names(value, "collective_matmul"),
+        plan=tuple[str, ...],
+        options=(
+            Option(
+                "--collective-matmul",
+                "DIMS",
+                "Products with one of these dimensions may gather and scatter in chunks beside their work "
+                "(with --elsewhere length): d_ff,heads.",
+            ),
+        ),
+    )
+
+
 @dataclass(frozen=True)
 class CollectiveMatmul(Decision):
     """Products with one dimension: () gather and scatter whole values, ("chunks",) beside the products."""
 
     prefix = "collective matmul of "
     label = "collective matmul"
+    asks = Chunked
     features = (
         Feature(
             "collective_matmul",
@@ -46,7 +79,7 @@ class CollectiveMatmul(Decision):
         return {"collective_matmul": tuple(found)}
 
     @classmethod
-    def left_out(cls, target: Target, allowed: Allowed) -> Iterator[LeftOut]:
+    def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:
         every, known = cls.everything(target)["collective_matmul"], parallelism(target.model).weights
         usual, others = tuple(n for n in every if n in known), tuple(n for n in every if n not in known)
         yield from missing(cls.label, "collective_matmul", allowed.collective_matmul, usual)
@@ -54,7 +87,7 @@ class CollectiveMatmul(Decision):
             yield replace(left, what=f"{cls.label} of {', '.join(others)}", finer=True)
 
     @classmethod
-    def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
+    def about(cls, graph: Graph, mesh: Mesh, allowed: Space) -> Iterator[Self]:
         check_products(graph, allowed.collective_matmul)
         for dim in allowed.collective_matmul:
             yield cls(dim, ((), (ON,)))

@@ -6,7 +6,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from layoutopt.space.kind import GATHER, Allowed, Choice, Chosen, Decision, Feature, Target, Touched
+from layoutopt.space.kind import (
+    GATHER,
+    Choice,
+    Chosen,
+    Decision,
+    Feature,
+    Option,
+    Space,
+    Target,
+    Touched,
+    argument,
+    names,
+)
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -24,12 +36,36 @@ def usual(objective: str) -> tuple[str, ...]:
     return WAYS if objective == "time" else (GATHER,)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Forms(Space):
+    """The forms of attention to keys that lie split, which "gather" them or not; None: those that are
+    `usual`."""
+
+    context: tuple[str, ...] | None = argument(
+        None,
+        parse=lambda value: None if value is None else names(value, "context"),
+        plan=tuple[str, ...],
+        text=lambda value: None if value is None else ",".join(value),
+        unsaid=lambda: (GATHER,),
+        usual=usual,
+        options=(
+            Option(
+                "--context",
+                "FORMS",
+                "How attention to split keys may be done, of gather, ring, zigzag, all_to_all: all for the "
+                "least time, else gather.",
+            ),
+        ),
+    )
+
+
 @dataclass(frozen=True)
 class Context(Decision):
     """Attention to the keys along one dimension: () gathers them, else one of `FORMS`."""
 
     prefix = "context of "
     label = "context parallelism"
+    asks = Forms
     features = (
         Feature("context", "context", lambda form: form != GATHER, lambda _, options: bool(options.context)),
     )
@@ -39,16 +75,16 @@ class Context(Decision):
         return {"context": WAYS if target.axes and crossed(target.model.graph) else ()}
 
     @classmethod
-    def check(cls, allowed: Allowed) -> None:
-        if not allowed.context:
+    def check(cls, allowed: Space) -> None:
+        if allowed.context is not None and not allowed.context:
             raise UserError(f"context names no form; allow one or more of {', '.join(WAYS)}")
-        for form in allowed.context:
+        for form in allowed.context or ():
             if form not in WAYS:
                 raise UserError(f"context {form!r}: {known_names(form, WAYS)}")
 
     @classmethod
-    def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
-        options = tuple(() if form == GATHER else (form,) for form in allowed.context)
+    def about(cls, graph: Graph, mesh: Mesh, allowed: Space) -> Iterator[Self]:
+        options = tuple(() if form == GATHER else (form,) for form in allowed.said("context"))
         for dim in crossed(graph):
             yield cls(dim, options)
 

@@ -21,22 +21,33 @@ layers lie over (`stages`); a subproblem knows them as the one option of a dimen
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Protocol
 
-from layoutopt.space.collective_matmul import CollectiveMatmul
-from layoutopt.space.context import Context
-from layoutopt.space.elsewhere import Elsewhere
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature, LeftOut, Target, Touched
-from layoutopt.space.microbatches import Microbatches
-from layoutopt.space.offload import Offload, Weights
-from layoutopt.space.rarely import Rarely
-from layoutopt.space.recompute import Recompute
-from layoutopt.space.schedule import Schedule
-from layoutopt.space.splits import ANYTHING, Split
-from layoutopt.space.stages import Stages
-from layoutopt.space.storage import Storage
+from layoutopt.space.collective_matmul import Chunked, CollectiveMatmul
+from layoutopt.space.context import Context, Forms
+from layoutopt.space.elsewhere import Elsewhere, Further
+from layoutopt.space.kind import (
+    ARGUMENT,
+    Argument,
+    Choice,
+    Chosen,
+    Decision,
+    Feature,
+    LeftOut,
+    Space,
+    Target,
+    Touched,
+)
+from layoutopt.space.microbatches import Microbatches, Parts
+from layoutopt.space.offload import Hosted, Offload, Weights
+from layoutopt.space.rarely import Rarely, Replicas
+from layoutopt.space.recompute import Again, Recompute
+from layoutopt.space.schedule import Schedule, Scheduled
+from layoutopt.space.splits import Split, Splits
+from layoutopt.space.stages import Piped, Stages
+from layoutopt.space.storage import Storage, Stored
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -76,6 +87,40 @@ KINDS: tuple[type[Decision], ...] = (
 """The kinds of decisions, in the order of their variables in problems."""
 FEATURES: dict[str, Feature] = {f.name: f for kind in KINDS for f in kind.features}
 """What of them users may forbid, by its name."""
+ARGUMENTS: dict[str, Argument] = {
+    f.name: f.metadata[ARGUMENT]
+    for kind in KINDS
+    if kind.asks is not None
+    for f in fields(kind.asks)
+    if ARGUMENT in f.metadata
+}
+"""What users say of them, by its name: the fields of `SearchSpace` that are not of one subproblem."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace(Splits, Piped, Scheduled, Further, Stored, Hosted, Again, Forms, Chunked, Parts, Replicas):
+    """What a search may choose: the `asks` of every kind in `KINDS`.
+
+    A field takes what its option says, as text, or what it means: `storage="layout,zero3"` is
+    `storage=("layout", "zero3")`.
+
+    Raises:
+      UserError: a value that means nothing.
+    """
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What was asked, as arguments of `layoutopt.search`."""
+        return {name: getattr(self, name) for name in ARGUMENTS}
+
+    def settled(self, objective: str) -> SearchSpace:
+        """The same, with what an objective makes usual where nothing is said."""
+        unsaid = {name: a.usual for name, a in ARGUMENTS.items() if getattr(self, name) is None}
+        return self.but(**{name: usual(objective) for name, usual in unsaid.items() if usual is not None})
+
+
+ANYTHING = SearchSpace(microbatches=(1,))
+"""What one subproblem may choose if nothing is said."""
 
 
 @dataclass(frozen=True)
@@ -197,22 +242,22 @@ class Decisions:
         return self.read({d.name: d.leanest for d in self.every})[1]
 
 
-def decisions(graph: Graph, mesh: Mesh, allowed: Allowed = ANYTHING) -> Decisions:
+def decisions(graph: Graph, mesh: Mesh, allowed: Space = ANYTHING) -> Decisions:
     """The decisions about a graph on a mesh; UserError if what is allowed does not suit it."""
     return Decisions(tuple(d for kind in KINDS for d in kind.about(graph, mesh, allowed)))
 
 
-def everything(target: Target) -> Allowed:
+def everything(target: Target) -> SearchSpace:
     """All that a search can choose for a model on a mesh, of all kinds."""
     found: dict[str, Any] = {}
     for kind in KINDS:
         for name, widest in kind.everything(target).items():
             together = isinstance(widest, tuple)
             found[name] = (*found.get(name, ()), *widest) if together else widest
-    return Allowed(**{name: widest for name, widest in found.items() if widest})
+    return SearchSpace(**{name: widest for name, widest in found.items() if widest})
 
 
-def left_out(target: Target, allowed: Allowed) -> list[LeftOut]:
+def left_out(target: Target, allowed: Space) -> list[LeftOut]:
     """What `layoutopt.cost` prices and a search did not look at, in the order of the kinds."""
     return [left for kind in KINDS for left in kind.left_out(target, allowed)]
 

@@ -10,7 +10,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature, LeftOut, Target, missing
+from layoutopt.space.kind import (
+    Choice,
+    Chosen,
+    Decision,
+    Feature,
+    LeftOut,
+    Option,
+    Space,
+    Target,
+    argument,
+    missing,
+    names,
+)
 from layoutopt.space.parallelism import parallelism
 from layoutopt.space.splits import split_options, why_not
 from mesh_tf_core.errors import UserError, known_names
@@ -20,11 +32,31 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.tracing.graph import Graph
 
 
+@dataclass(frozen=True, kw_only=True)
+class Further(Space):
+    """Dimensions that may be split further where mesh axes split nothing else."""
+
+    elsewhere: tuple[str, ...] = argument(
+        (),
+        parse=lambda value: names(value, "elsewhere"),
+        plan=tuple[str, ...],
+        by_name=False,
+        options=(
+            Option(
+                "--elsewhere",
+                "DIMS",
+                "May be split further where axes split nothing else: length is sequence parallelism.",
+            ),
+        ),
+    )
+
+
 @dataclass(frozen=True)
 class Elsewhere(Decision):
     """The axes that split one dimension further; its subject is the rule, "length@elsewhere"."""
 
     label = "sequence parallelism"
+    asks = Further
     features = (Feature("sequence", "elsewhere", lambda dim: True, lambda layout, _: bool(layout.elsewhere)),)
 
     @classmethod
@@ -37,7 +69,7 @@ class Elsewhere(Decision):
         return {"elsewhere": tuple(n for n, axes in options.items() if len(axes) > 1 and n not in counted)}
 
     @classmethod
-    def left_out(cls, target: Target, allowed: Allowed) -> Iterator[LeftOut]:
+    def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:
         given = {name for t in target.model.graph.inputs.values() for name in t.shape.names}
         known = given & {*parallelism(target.model).sequence}
         every = cls.everything(target)["elsewhere"]
@@ -47,7 +79,7 @@ class Elsewhere(Decision):
             yield LeftOut(cls.label, "further splits of other dimensions elsewhere", other.allow, finer=True)
 
     @classmethod
-    def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
+    def about(cls, graph: Graph, mesh: Mesh, allowed: Space) -> Iterator[Self]:
         sizes = graph.dims()
         counted = {b.dim.name for b in graph.blocks if b.dim is not None}
         for name in allowed.elsewhere:

@@ -8,18 +8,17 @@ of it. Its decisions are those instances of it that `about` finds in a graph.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.model import Model
-from mesh_tf_core.ops.ticks import GPIPE
-from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
 
 Choice = tuple[str, ...]
@@ -35,65 +34,114 @@ OFFLOADING = "offloading"
 """The label of kinds that keep something in the hosts' memory."""
 GATHER = "gather"
 """Attention to keys that lie split, if nothing else is chosen."""
-OF_A_PROBLEM = {"of": "a subproblem"}
-"""What marks the fields of `Allowed` that nobody asks for."""
+ARGUMENT = "argument"
+"""Where the metadata of a field of `Space` have what users say of it."""
+Texts = Mapping[str, str | None]
+"""Option -> its text; None: it is left out."""
 
 
 @dataclass(frozen=True)
-class Allowed:
-    """What may be chosen.
+class Option:
+    """One option of the command line.
 
     Attributes:
-      pins: dimension -> the axes it must be split over (`()`: none).
-      forbid: dimension -> axes it may not be split over.
-      orders: "mesh": the axes of a split are in the order of the mesh; "all": in every order.
-      elsewhere: dimensions that may be split further where mesh axes split nothing else.
-      pipeline: dimensions of layers that may lie over mesh axes, as stages of a pipeline.
-      stages: those that do, each with its axes.
-      schedule: of pipelines (`mesh_tf_core.ops.ticks.SCHEDULES`); of a subproblem with stages, its only one.
-      again: what of stages that go backward at once runs again (`mesh_tf_core.lower.kept.of_stages`).
-      storage: stages that variables may be stored at, of all axes, or of some ("zero3@data"), or `HYBRID`.
-      near: the axes of `HYBRID`; none where all links are alike.
-      recompute: whether loops may (both), must or must not run again in backward; "selective": or may
-        while they keep some of their values; "keep=attention+wi": these.
-      microbatches: numbers of parts of the batch.
-      offload: what may lie in the hosts' memory (`mesh_tf_core.lower.offload`).
-      diloco: how replicas along an axis meet, where one synchronises rarely.
-      context: "gather", and forms of attention in which keys that lie split are not.
-      collective_matmul: dimensions; messages may go in chunks beside products that have one.
+      usual: what is shown as its default.
+      several: it may be given again.
+      prefix: of the elements of a list that it has without this prefix; "" has the others.
     """
 
-    pins: Mapping[str, Axes] = field(default_factory=dict)
-    forbid: Mapping[str, Axes] = field(default_factory=dict)
-    orders: str = "mesh"
-    storage: tuple[str, ...] = STORED
-    recompute: tuple[bool | str, ...] = (False, True)
-    microbatches: tuple[int, ...] = (1,)
-    near: Axes = field(default=(), metadata=OF_A_PROBLEM)
-    context: tuple[str, ...] = (GATHER,)
-    elsewhere: tuple[str, ...] = ()
-    pipeline: tuple[str, ...] = ()
-    stages: Mapping[str, Axes] = field(default_factory=dict, metadata=OF_A_PROBLEM)
-    offload: tuple[str, ...] = ()
-    diloco: DiLoCo | None = None
-    schedule: tuple[str, ...] = (GPIPE,)
-    again: frozenset[str] = field(default=frozenset(), metadata=OF_A_PROBLEM)
-    collective_matmul: tuple[str, ...] = ()
+    name: str
+    metavar: str
+    help: str
+    usual: str | bool = False
+    several: bool = False
+    prefix: str = ""
 
-    @classmethod
-    def asked(cls) -> tuple[str, ...]:
-        """The fields that are asked of a search, as its keywords; others are of one subproblem."""
-        return tuple(f.name for f in fields(cls) if f.metadata != OF_A_PROBLEM)
 
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """What was asked, as arguments of `layoutopt.search`."""
-        return {name: getattr(self, name) for name in self.asked()}
+@dataclass(frozen=True)
+class Argument:
+    """What users say of a field of `Space`: an argument in Python, options of commands, a field of plans.
 
-    @property
-    def apart(self) -> Axes:
-        """Mesh axes that nothing is split over: replicas lie along them."""
-        return () if self.diloco is None else (self.diloco.axis,)
+    Attributes:
+      parse: the value that an option's text or a value of Python means, which means itself; UserError.
+      text: a value as the option has it; None for one that is not said.
+      plan: the type that plan files have it as; those of type str have `text`.
+      unsaid: what a plan file means that does not say it.
+      usual: what a search for an objective looks at where the value is None.
+      names_axes: it is about a mesh that is given: no question about other meshes has it.
+      by_name: plans that go by a name choose of it as a search does (`optimize.baselines`).
+    """
+
+    parse: Callable[[Any], Any]
+    options: tuple[Option, ...]
+    plan: Any
+    text: Callable[[Any], str | None] = lambda value: ",".join(map(str, value)) or None
+    unsaid: Callable[[], Any] | None = None
+    usual: Callable[[str], Any] | None = None
+    names_axes: bool = False
+    by_name: bool = True
+
+    def texts(self, value: Any) -> Texts:
+        """A value as its options have it."""
+        text = self.text(value)
+        left = [] if text is None else text.split(",") if len(self.options) > 1 else [text]
+        found: dict[str, str | None] = {}
+        for option in sorted(self.options, key=lambda o: -len(o.prefix)):
+            own = [each for each in left if each.startswith(option.prefix)]
+            left = [each for each in left if each not in own]
+            found[option.name] = ",".join(each.removeprefix(option.prefix) for each in own) or None
+        return found
+
+    def read(self, texts: Texts) -> str | None:
+        """What the texts of its options say together; None: none of them is given."""
+        given = {o: text for o in self.options if (text := texts.get(o.name)) is not None}
+        if len(self.options) == 1 or not given:
+            return next(iter(given.values()), None)
+        words = ((o.prefix, w.strip()) for o, text in given.items() for w in text.split(","))
+        return ",".join(prefix + word for prefix, word in words if word)
+
+
+def argument(default: Any, **said: Any) -> Any:
+    """A field of `Space` that users say: its default, and the fields of `Argument`."""
+    metadata = {ARGUMENT: Argument(**said)}
+    if isinstance(default, Mapping):
+        return field(default_factory=lambda: default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def names(value: Any, what: str) -> tuple[Any, ...]:
+    """The names of a text with commas, or those of a list, each once."""
+    if isinstance(value, str):
+        value = [name.strip() for name in value.split(",") if name.strip()]
+    if not isinstance(value, Iterable):
+        raise UserError(f"{what} {value!r}: needs a list of what is allowed")
+    return tuple(dict.fromkeys(value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What may be chosen. Every kind has its fields in a class of its own; `SearchSpace` of
+    `layoutopt.space.decisions` has those of all."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            if ARGUMENT in f.metadata:
+                found = f.metadata[ARGUMENT].parse(getattr(self, f.name))
+                object.__setattr__(self, f.name, found)
+
+    def said(self, name: str) -> Any:
+        """What is allowed of a field; where nothing is said, what that means."""
+        value = getattr(self, name)
+        unsaid = next(f.metadata[ARGUMENT].unsaid for f in fields(self) if f.name == name)
+        return unsaid() if value is None and unsaid is not None else value
+
+    def but(self, **changed: Any) -> Self:
+        """The same with some fields otherwise."""
+        return replace(self, **changed)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
 @dataclass
@@ -138,7 +186,7 @@ class Feature:
     """Some options of a kind, as the trade calls them: what a search may be forbidden.
 
     Attributes:
-      field: of `Allowed`: a list of what may be chosen.
+      field: of `SearchSpace`: a list of what may be chosen.
       means: whether an element of that list allows it.
       used: whether a layout and options have it, as far as they alone say.
     """
@@ -194,6 +242,7 @@ class Decision(ABC):
       prefix: of the names of this kind's decisions.
       label: what the kind is called.
       features: what of it users may forbid.
+      asks: its fields of `SearchSpace`.
     """
 
     subject: str
@@ -201,6 +250,7 @@ class Decision(ABC):
     prefix: ClassVar[str] = ""
     label: ClassVar[str] = ""
     features: ClassVar[tuple[Feature, ...]] = ()
+    asks: ClassVar[type[Space] | None] = None
 
     @property
     def name(self) -> str:
@@ -213,23 +263,23 @@ class Decision(ABC):
         return self.options[-1]
 
     @classmethod  # noqa: B027  (a kind may have nothing to refuse)
-    def check(cls, allowed: Allowed) -> None:
+    def check(cls, allowed: Space) -> None:
         """Raises UserError if what is allowed means nothing to this kind, whatever the model."""
 
     @classmethod
     @abstractmethod
     def everything(cls, target: Target) -> dict[str, Any]:
-        """Its fields of `Allowed`, each with all that a search can choose there; () where that is nothing."""
+        """Its fields of `Space`, each with all that a search can choose there; () where that is nothing."""
 
     @classmethod
-    def left_out(cls, target: Target, allowed: Allowed) -> Iterator[LeftOut]:
+    def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:
         """What of `everything` is not allowed. A kind of which no search can choose all that `layoutopt.cost`
         prices says that too."""
         yield from not_allowed(cls, target, allowed)
 
     @classmethod
     @abstractmethod
-    def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
+    def about(cls, graph: Graph, mesh: Mesh, allowed: Space) -> Iterator[Self]:
         """The decisions of this kind about a graph; UserError if what is allowed does not suit it."""
 
     @abstractmethod
@@ -256,14 +306,14 @@ class Decision(ABC):
         return {}
 
 
-def not_allowed(kind: type[Decision], target: Target, allowed: Allowed) -> Iterator[LeftOut]:
+def not_allowed(kind: type[Decision], target: Target, allowed: Space) -> Iterator[LeftOut]:
     """What of `everything` of a kind is not allowed."""
     for name, widest in kind.everything(target).items():
-        yield from missing(kind.label, name, getattr(allowed, name), widest)
+        yield from missing(kind.label, name, allowed.said(name), widest)
 
 
 def missing(label: str, field: str, allowed: Any, widest: Any) -> Iterator[LeftOut]:
-    """What of all values of a field of `Allowed` is not allowed; `label`: of the kind whose field it is."""
+    """What of all values of a field of `Space` is not allowed; `label`: of the kind whose field it is."""
     option = f"--{field.replace('_', '-')}"
     if isinstance(widest, str):
         if allowed != widest:

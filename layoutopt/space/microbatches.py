@@ -5,11 +5,22 @@ Another number is another graph, so every number is a subproblem of its own, whe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature, Target
+from layoutopt.space.kind import (
+    Choice,
+    Chosen,
+    Decision,
+    Feature,
+    Option,
+    Space,
+    Target,
+    argument,
+    names,
+)
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -21,11 +32,44 @@ USUAL = (1, 2, 4, 8, 16, 32)
 """The numbers that a search looks at if nothing else is said."""
 
 
+def _numbers(value: Any) -> tuple[Any, ...]:
+    """In order; what is no number is refused when a search is asked for."""
+    if isinstance(value, str):
+        parts = [part.strip() for part in value.split(",")]
+        if not all(re.fullmatch(r"0*[1-9][0-9]{0,8}", part) for part in parts):
+            raise UserError(
+                f"--microbatches {value!r} is not a list of numbers; write for example --microbatches 1,2,4"
+            )
+        value = map(int, parts)
+    found = names(value, "microbatches")
+    return tuple(sorted(found)) if all(isinstance(each, int) for each in found) else found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts(Space):
+    """Numbers of parts of the batch."""
+
+    microbatches: tuple[int, ...] = argument(
+        USUAL,
+        parse=_numbers,
+        plan=tuple[int, ...],
+        options=(
+            Option(
+                "--microbatches",
+                "NUMBERS",
+                "Into how many parts the batch may be split.",
+                usual=",".join(map(str, USUAL)),
+            ),
+        ),
+    )
+
+
 @dataclass(frozen=True)
 class Microbatches(Decision):
     """The number of microbatches, as a word."""
 
     label = "microbatches"
+    asks = Parts
     features = (
         Feature("microbatches", "microbatches", lambda n: n > 1, lambda _, options: options.microbatches > 1),
     )
@@ -36,7 +80,7 @@ class Microbatches(Decision):
         return {"microbatches": tuple(number for number in range(1, size + 1) if size % number == 0)}
 
     @classmethod
-    def check(cls, allowed: Allowed) -> None:
+    def check(cls, allowed: Space) -> None:
         for number in allowed.microbatches or (0,):
             if not isinstance(number, int) or number < 1:
                 raise UserError(
@@ -44,7 +88,7 @@ class Microbatches(Decision):
                 )
 
     @classmethod
-    def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
+    def about(cls, graph: Graph, mesh: Mesh, allowed: Space) -> Iterator[Self]:
         yield cls("number of microbatches", tuple((str(number),) for number in allowed.microbatches))
 
     def apply(self, choice: Choice, to: Chosen) -> None:

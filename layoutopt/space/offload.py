@@ -13,14 +13,17 @@ from typing import Any, ClassVar, Self
 
 from layoutopt.space.kind import (
     OFFLOADING,
-    Allowed,
     Choice,
     Chosen,
     Decision,
     Feature,
     LeftOut,
+    Option,
+    Space,
     Target,
     Touched,
+    argument,
+    names,
     not_allowed,
 )
 from layoutopt.space.storage import stored_classes
@@ -33,6 +36,25 @@ from mesh_tf_core.lower.offload import ACTIVATIONS, KINDS, OPTIMIZER, WEIGHTS
 from mesh_tf_core.tracing.graph import Graph
 
 
+@dataclass(frozen=True, kw_only=True)
+class Hosted(Space):
+    """What may lie in the hosts' memory (`mesh_tf_core.lower.offload`)."""
+
+    offload: tuple[str, ...] = argument(
+        (),
+        parse=lambda value: names(value, "offload"),
+        plan=tuple[str, ...],
+        options=(
+            Option(
+                "--offload",
+                "KINDS",
+                "What may lie in host memory between its uses: optimizer, its state; weights, variables "
+                "themselves; activations, what loops save to run again.",
+            ),
+        ),
+    )
+
+
 @dataclass(frozen=True)
 class Offload(Decision):
     """Whether the optimizer's state of one class of variables lies on the host: (), or ("optimizer",)."""
@@ -40,6 +62,7 @@ class Offload(Decision):
     variables: tuple[str, ...] = ()
     prefix = "offload of "
     label = OFFLOADING
+    asks: ClassVar[type[Space] | None] = Hosted
     held: ClassVar[str] = "the optimizer's state"
     kind: ClassVar[str] = OPTIMIZER
     features: ClassVar[tuple[Feature, ...]] = (
@@ -53,7 +76,7 @@ class Offload(Decision):
         return {"offload": (cls.kind,) if found else ()}
 
     @classmethod
-    def left_out(cls, target: Target, allowed: Allowed) -> Iterator[LeftOut]:
+    def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:
         for left in not_allowed(cls, target, allowed):
             yield replace(left, what=f"{cls.label} of {cls.held}", finer=bool(allowed.offload))
         if not target.hosts:  # a search refuses it there, and prices know of it
@@ -64,7 +87,7 @@ class Offload(Decision):
             yield LeftOut(cls.label, f"{cls.label} of {cls.held}, variable by variable", finer=True)
 
     @classmethod
-    def check(cls, allowed: Allowed) -> None:
+    def check(cls, allowed: Space) -> None:
         for kind in allowed.offload:
             if kind not in KINDS:
                 raise UserError(f"offload {kind!r}: {known_names(kind, KINDS)}")
@@ -75,7 +98,7 @@ class Offload(Decision):
             )
 
     @classmethod
-    def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
+    def about(cls, graph: Graph, mesh: Mesh, allowed: Space) -> Iterator[Self]:
         if cls.kind not in allowed.offload:
             return
         found = 0
@@ -126,12 +149,13 @@ class Weights(Offload):
     """Whether one class of variables itself lies on the host: (), or ("weights",)."""
 
     prefix = "weights of "
+    asks = None
     held: ClassVar[str] = "weights"
     features: ClassVar[tuple[Feature, ...]] = ()
     kind: ClassVar[str] = WEIGHTS
 
     @classmethod
-    def check(cls, allowed: Allowed) -> None:
+    def check(cls, allowed: Space) -> None:
         """Nothing: `Offload` has seen to all kinds."""
 
     @classmethod

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, LeftOut, Target
+from layoutopt.space.kind import Choice, Chosen, Decision, LeftOut, Option, Space, Target, argument
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import REPLICA
-from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.replicas import check_axis, check_whole
@@ -22,12 +22,50 @@ from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
 
 
+def _one(value: Any) -> DiLoCo | None:
+    found = DiLoCo.parse(value) if isinstance(value, str) else value
+    if not isinstance(found, DiLoCo | None):
+        raise UserError(f"diloco {found!r}: write the axis and how replicas meet, as 'sites:period=30'")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicas(Space):
+    """How replicas along an axis meet, where one synchronises rarely."""
+
+    diloco: DiLoCo | None = argument(
+        None,
+        parse=_one,
+        plan=str,
+        text=lambda value: None if value is None else str(value),
+        names_axes=True,
+        by_name=False,
+        options=(
+            Option(
+                "--diloco",
+                "WAY",
+                "Replicas along an axis that meet rarely, as sites:period=30, each with the model's batch; "
+                "several ways to compare (again for more; sites:period=30/100,fragments=1/4,bits=32/4; "
+                "never; free: never, and every axis between nodes or slices): then replicas share the batch.",
+                usual="all devices meet in every step",
+                several=True,
+            ),
+        ),
+    )
+
+    @property
+    def apart(self) -> Axes:
+        """Mesh axes that nothing is split over: replicas lie along them."""
+        return () if self.diloco is None else (self.diloco.axis,)
+
+
 @dataclass(frozen=True)
 class Rarely(Decision):
     """The axis that the replicas lie along, and how they meet."""
 
     diloco: DiLoCo | None = None
     label = "replicas that meet rarely"
+    asks = Replicas
 
     @classmethod
     def everything(cls, target: Target) -> dict[str, Any]:
@@ -35,14 +73,14 @@ class Rarely(Decision):
         return {}
 
     @classmethod
-    def left_out(cls, target: Target, allowed: Allowed) -> Iterator[LeftOut]:
+    def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:
         if target.axes and allowed.diloco is None:
             yield LeftOut(cls.label, cls.label, "--diloco AXIS")
         elif target.axes:
             yield LeftOut(cls.label, "other ways to meet", "--diloco", finer=True)
 
     @classmethod
-    def check(cls, allowed: Allowed) -> None:
+    def check(cls, allowed: Space) -> None:
         if allowed.diloco is None:
             return
         axis = allowed.diloco.axis
@@ -57,7 +95,7 @@ class Rarely(Decision):
                 )
 
     @classmethod
-    def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
+    def about(cls, graph: Graph, mesh: Mesh, allowed: Space) -> Iterator[Self]:
         if allowed.diloco is not None:
             check_axis(allowed.diloco, mesh)
             check_whole(allowed.diloco, allowed.stages)

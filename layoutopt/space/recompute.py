@@ -3,23 +3,26 @@ their bodies compute, and what of it they keep (`mesh_tf_core.lower.kept`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from layoutopt.space.kind import (
     OFFLOADING,
-    Allowed,
     Choice,
     Chosen,
     Decision,
     Feature,
     LeftOut,
+    Option,
+    Space,
     Target,
     Touched,
+    argument,
     missing,
+    names,
 )
-from mesh_tf_core.errors import UserError
+from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -39,6 +42,65 @@ ON_HOSTS = " on the hosts"
 """Behind what says a loop and what it keeps (`kept.Recomputed`), the same in a text."""
 
 
+WORDS: Mapping[str, tuple[bool | str, ...]] = {
+    "auto": (False, True),
+    "selective": (False, SELECTIVE, True),
+    "always": (True,),
+    "never": (False,),
+    "always-selective": (SELECTIVE, True),
+    "never-whole": (False, SELECTIVE),
+    "only-selective": (SELECTIVE,),
+}
+"""The values of `--recompute`, which a text is, and what each allows."""
+SHOWN = tuple(WORDS)[:4]
+"""Those that help names."""
+
+
+def _again(value: Any) -> tuple[bool | str, ...]:
+    if isinstance(value, str):
+        words = [word.strip() for word in value.split(",") if word.strip()]
+        for word in words:
+            if word not in WORDS and not word.startswith(KEEP):
+                raise UserError(f"--recompute {word!r}: {known_names(word, SHOWN)}")
+        value = [each for word in words for each in WORDS.get(word, (word,))]
+    return tuple(each if isinstance(each, str) else bool(each) for each in names(value, "recompute"))
+
+
+def _again_text(value: Sequence[bool | str]) -> str | None:
+    own = [each for each in value if isinstance(each, str) and each.startswith(KEEP)]
+    rest = {each for each in value if each not in own}
+    word = next((word for word, means in WORDS.items() if {*means} == rest), None)
+    return ",".join([*([word] if word else []), *own]) or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Again(Space):
+    """Whether loops may (both), must or must not run again in backward; "selective": or may while they keep
+    some of their values; "keep=attention+wi": these."""
+
+    recompute: tuple[bool | str, ...] = argument(
+        (False, True),
+        parse=_again,
+        plan=tuple[bool | str, ...],
+        text=_again_text,
+        options=(
+            Option(
+                "--recompute",
+                f"[{'|'.join(SHOWN)}]",
+                "Whether blocks are recomputed in backward (activation checkpointing); selective: or but "
+                "for some of their values.",
+                usual="auto",
+            ),
+            Option(
+                "--keep",
+                "SETS",
+                "Sets of values that blocks which are recomputed may keep, of your own: wi+attention,q+k+v.",
+                prefix=KEEP,
+            ),
+        ),
+    )
+
+
 @dataclass(frozen=True)
 class Recompute(Decision):
     """The loops over one dimension: () saves, ("on",) recomputes, ("on", "products") but for what is kept,
@@ -51,6 +113,7 @@ class Recompute(Decision):
     kept: Sets = ()
     prefix = "recompute "
     label = "recomputation"
+    asks = Again
     features = (
         Feature("recompute", "recompute", bool, lambda _, options: bool(options.recompute)),
         Feature(
@@ -68,7 +131,7 @@ class Recompute(Decision):
         return {"recompute": (False, SELECTIVE, True), "offload": (ACTIVATIONS,) * target.hosts}
 
     @classmethod
-    def left_out(cls, target: Target, allowed: Allowed) -> Iterator[LeftOut]:
+    def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:
         every = cls.everything(target)
         words = {False: "never", True: "always"}
         for left in missing(cls.label, "recompute", allowed.recompute, every["recompute"]):
@@ -81,7 +144,7 @@ class Recompute(Decision):
             yield LeftOut(cls.label, f"{cls.label} with sets of your own", "--keep SETS", finer=True)
 
     @classmethod
-    def check(cls, allowed: Allowed) -> None:
+    def check(cls, allowed: Space) -> None:
         if not allowed.recompute:
             raise UserError("recompute is empty; allow False, True or both")
         for one in allowed.recompute:
@@ -91,7 +154,7 @@ class Recompute(Decision):
                 )
 
     @classmethod
-    def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
+    def about(cls, graph: Graph, mesh: Mesh, allowed: Space) -> Iterator[Self]:
         plain = [() for again in allowed.recompute if again is False]
         whole = [ON for again in allowed.recompute if again is True]
         for asked in map(Recomputed.parse, sorted(allowed.again)):

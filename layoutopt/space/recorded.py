@@ -1,44 +1,31 @@
-"""What a search was allowed, as plans keep it and as words: all fields of `Allowed`, whatever there are."""
+"""What a search was allowed, as plans keep it and as words: every argument of every kind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-from layoutopt.space.context import usual as usual_context
-from layoutopt.space.kind import Allowed
-from layoutopt.space.microbatches import USUAL
-from layoutopt.space.splits import parse_forbid, parse_rules, rules_text
-from mesh_tf_core.tracing.diloco import DiLoCo
+from layoutopt.space.decisions import ARGUMENTS, SearchSpace
+from layoutopt.space.kind import Space
 
-TEXTS: dict[str, tuple[Callable[[Any], str | None], Callable[[str], Any]]] = {
-    "pins": (rules_text, parse_rules),
-    "forbid": (rules_text, parse_forbid),
-    "diloco": (lambda diloco: None if diloco is None else str(diloco), DiLoCo.parse),
-}
-"""Fields that plans keep as text: how it is written, and read. The others are plain as they are."""
-USUALLY = Allowed(microbatches=USUAL)
+USUALLY = SearchSpace(**{name: a.unsaid() for name, a in ARGUMENTS.items() if a.unsaid is not None})
 """What a plan means that says nothing of a field."""
 
 
-def recorded(allowed: Allowed) -> dict[str, Any]:
+def recorded(allowed: Space) -> dict[str, Any]:
     """What was asked, as fields of `layoutopt.plan.details.Searched`."""
-    return {
-        name: TEXTS[name][0](value) if name in TEXTS else value for name, value in allowed.keywords.items()
-    }
+    said = ((name, a, getattr(allowed, name)) for name, a in ARGUMENTS.items())
+    return {name: a.text(value) if a.plan is str else value for name, a, value in said}
 
 
-def allowed_by(said: object) -> Allowed:
+def allowed_by(said: object) -> SearchSpace:
     """What was asked, from an object with these fields; what it does not say is usual."""
-    known = ((name, getattr(said, name, None)) for name in Allowed.asked())
-    found = {n: TEXTS[n][1](v) if n in TEXTS else v for n, v in known if v is not None}
-    return Allowed(**{**USUALLY.keywords, **found})
+    known = ((name, getattr(said, name, None)) for name in ARGUMENTS)
+    return USUALLY.but(**{name: value for name, value in known if value is not None})
 
 
-def allowed_text(allowed: Allowed) -> str:
+def allowed_text(allowed: SearchSpace) -> str:
     """What was asked, in words, as far as it is not usual for the least time; '' if all is."""
-    usual, said = recorded(replace(USUALLY, context=usual_context("time"))), recorded(allowed)
+    usual, said = recorded(SearchSpace().settled("time")), recorded(allowed)
     parts = ((name, value) for name, value in said.items() if value != usual[name])
     return "; ".join(f"{name.replace('_', ' ')} {_words(value)}" for name, value in parts)
 

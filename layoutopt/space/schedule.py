@@ -11,7 +11,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from layoutopt.space.kind import Allowed, Choice, Chosen, Decision, Feature, LeftOut, Target, not_allowed
+from layoutopt.space.kind import (
+    Choice,
+    Chosen,
+    Decision,
+    Feature,
+    LeftOut,
+    Option,
+    Space,
+    Target,
+    argument,
+    names,
+    not_allowed,
+)
 from layoutopt.space.stages import Stages
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -34,11 +46,35 @@ def _goes_round(schedule: str, at_once: bool) -> bool:
     return rounds_of(schedule) > 1 and alternates(schedule) is at_once
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scheduled(Space):
+    """Schedules of pipelines (`mesh_tf_core.ops.ticks.SCHEDULES`); of a subproblem with stages, its only
+    one."""
+
+    schedule: tuple[str, ...] = argument(
+        (GPIPE,),
+        parse=lambda value: names(value, "schedule"),
+        plan=tuple[str, ...],
+        by_name=False,
+        options=(
+            Option(
+                "--schedule",
+                "NAMES",
+                "When stages may go backward: gpipe, after all microbatches; 1f1b, each at once; "
+                "circular:2 and interleaved:2, as gpipe and 1f1b, with microbatches that go round twice, or "
+                "more often; of these.",
+                usual=GPIPE,
+            ),
+        ),
+    )
+
+
 @dataclass(frozen=True)
 class Schedule(Decision):
     """The schedule of a subproblem with stages."""
 
     label = "schedules of pipelines"
+    asks = Scheduled
     features = (
         Feature(
             ONE_F_ONE_B,
@@ -65,19 +101,19 @@ class Schedule(Decision):
         return {"schedule": SCHEDULES if Stages.everything(target)["pipeline"] else ()}
 
     @classmethod
-    def left_out(cls, target: Target, allowed: Allowed) -> Iterator[LeftOut]:
+    def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:
         if allowed.pipeline:  # else no pipeline was looked at
             yield from not_allowed(cls, target, allowed)
             rounds = f"--schedule {CIRCULAR}:R,{INTERLEAVED}:R"
             yield LeftOut(cls.label, f"{cls.label}: more rounds", rounds, finer=True)
 
     @classmethod
-    def check(cls, allowed: Allowed) -> None:
+    def check(cls, allowed: Space) -> None:
         for schedule in allowed.schedule or ("",):
             check_schedule(schedule, f"--schedule {schedule}")
 
     @classmethod
-    def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
+    def about(cls, graph: Graph, mesh: Mesh, allowed: Space) -> Iterator[Self]:
         if allowed.stages:
             (schedule,) = allowed.schedule
             yield cls("schedule", ((schedule,) if schedule != GPIPE else (),))

@@ -8,9 +8,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from layoutopt.space.kind import UNEQUAL, Allowed, Choice, Chosen, Decision, LeftOut, Target, not_allowed
+from layoutopt.space.kind import (
+    UNEQUAL,
+    Choice,
+    Chosen,
+    Decision,
+    LeftOut,
+    Option,
+    Space,
+    Target,
+    argument,
+    not_allowed,
+)
 from layoutopt.space.undivided import first_of
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import AT, ELSEWHERE, Axes, Layout
@@ -19,7 +30,88 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.tracing.graph import Graph
 
 ORDERS = ("mesh", "all")
-ANYTHING = Allowed()
+
+
+Rules = str | Mapping[str, Axes | str] | None
+
+
+def parse_rules(rules: Rules) -> dict[str, Axes]:
+    """Dimension -> the axes that it must be split over; an axis `none` means not split."""
+    pins: dict[str, Axes] = {}
+    for dim, found in _parsed(rules, "pins"):
+        if pins.get(dim, found) != found:
+            raise UserError(
+                f"{dim!r} is asked to be split over {'+'.join(pins[dim]) or 'none'} and over "
+                f"{'+'.join(found) or 'none'}: these contradict each other; keep one"
+            )
+        pins[dim] = found
+    return pins
+
+
+def parse_forbid(rules: Rules) -> dict[str, Axes]:
+    """Dimension -> all axes that it may not be split over."""
+    forbid: dict[str, Axes] = {}
+    for dim, found in _parsed(rules, "forbid"):
+        if not found:
+            raise UserError(f"--forbid {dim}:none names no axis; to have {dim!r} split, pin it to one")
+        known = forbid.get(dim, ())
+        forbid[dim] = (*known, *(a for a in found if a not in known))
+    return forbid
+
+
+def rules_text(rules: Rules) -> str | None:
+    """Rules as text, which parses to the same; None if there are none."""
+    if isinstance(rules, str):
+        return rules or None
+    return ";".join(f"{dim}:{'+'.join(axes) or NO_AXIS[0]}" for dim, axes in _parsed(rules)) or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits(Space):
+    """What splits must and must not be.
+
+    Attributes:
+      pins: dimension -> the axes it must be split over (`()`: none).
+      forbid: dimension -> axes it may not be split over.
+      orders: "mesh": the axes of a split are in the order of the mesh; "all": in every order.
+    """
+
+    pins: Mapping[str, Axes] = argument(
+        {},
+        parse=parse_rules,
+        plan=str,
+        text=rules_text,
+        names_axes=True,
+        by_name=False,
+        options=(
+            Option(
+                "--pin", "RULES", 'Must hold, as "batch:data"; "batch:none" keeps one whole.', several=True
+            ),
+        ),
+    )
+    forbid: Mapping[str, Axes] = argument(
+        {},
+        parse=parse_forbid,
+        plan=str,
+        text=rules_text,
+        names_axes=True,
+        by_name=False,
+        options=(Option("--forbid", "RULES", 'Must not hold, as "vocab:model".', several=True),),
+    )
+    orders: str = argument(
+        ORDERS[0],
+        parse=lambda value: value,
+        plan=str,
+        text=str,
+        options=(
+            Option(
+                "--orders",
+                f"[{'|'.join(ORDERS)}]",
+                "A split over several axes: in the order of the mesh, or in every order.",
+                usual=ORDERS[0],
+            ),
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -27,13 +119,14 @@ class Split(Decision):
     """The mesh axes that one dimension is split over, wherever it appears."""
 
     label = "splits"
+    asks: ClassVar[type[Space] | None] = Splits
 
     @classmethod
     def everything(cls, target: Target) -> dict[str, Any]:
         return {"orders": ORDERS[1]} if len(target.axes) > 1 else {}
 
     @classmethod
-    def left_out(cls, target: Target, allowed: Allowed) -> Iterator[LeftOut]:
+    def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:
         yield from not_allowed(cls, target, allowed)
         if allowed.pins or allowed.forbid:
             yield LeftOut(cls.label, f"{cls.label} that --pin or --forbid rule out", finer=True)
@@ -44,12 +137,12 @@ class Split(Decision):
             yield LeftOut(cls.label, f"{cls.label} of single operations", "--refine", finer=True)
 
     @classmethod
-    def check(cls, allowed: Allowed) -> None:
+    def check(cls, allowed: Space) -> None:
         if allowed.orders not in ORDERS:
             raise UserError(f"orders {allowed.orders!r}: choose one of {', '.join(ORDERS)}")
 
     @classmethod
-    def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
+    def about(cls, graph: Graph, mesh: Mesh, allowed: Space) -> Iterator[Self]:
         for dim, options in domains(graph, mesh, allowed).items():
             yield cls(dim, options)
 
@@ -65,7 +158,7 @@ class Split(Decision):
         return layout.axes(self.subject)
 
 
-def domains(graph: Graph, mesh: Mesh, allowed: Allowed = ANYTHING) -> dict[str, tuple[Axes, ...]]:
+def domains(graph: Graph, mesh: Mesh, allowed: Space) -> dict[str, tuple[Axes, ...]]:
     """Dimension name -> the tuples of axes it may be split over, `()` first.
 
     Raises:
@@ -161,38 +254,9 @@ def why_not(name: str, axes: Axes, mesh: Mesh, sizes: Set[int], counted: bool, f
     return f"{asked}: an axis of size 1 splits nothing; leave it out"
 
 
-def parse_rules(rules: str | Mapping[str, Axes | str] | None) -> dict[str, Axes]:
-    """Dimension -> the axes that it must be split over; an axis `none` means not split."""
-    pins: dict[str, Axes] = {}
-    for dim, found in _parsed(rules):
-        if pins.get(dim, found) != found:
-            raise UserError(
-                f"{dim!r} is asked to be split over {'+'.join(pins[dim]) or 'none'} and over "
-                f"{'+'.join(found) or 'none'}: these contradict each other; keep one"
-            )
-        pins[dim] = found
-    return pins
-
-
-def parse_forbid(rules: str | Mapping[str, Axes | str] | None) -> dict[str, Axes]:
-    """Dimension -> all axes that it may not be split over."""
-    forbid: dict[str, Axes] = {}
-    for dim, found in _parsed(rules):
-        if not found:
-            raise UserError(f"--forbid {dim}:none names no axis; to have {dim!r} split, pin it to one")
-        known = forbid.get(dim, ())
-        forbid[dim] = (*known, *(a for a in found if a not in known))
-    return forbid
-
-
-def rules_text(rules: str | Mapping[str, Axes | str] | None) -> str | None:
-    """Rules as text, which parses to the same; None if there are none."""
-    if isinstance(rules, str):
-        return rules or None
-    return ";".join(f"{dim}:{'+'.join(axes) or NO_AXIS[0]}" for dim, axes in _parsed(rules)) or None
-
-
-def _parsed(rules: str | Mapping[str, Axes | str] | None) -> Iterator[tuple[str, Axes]]:
+def _parsed(rules: Rules, what: str = "rules") -> Iterator[tuple[str, Axes]]:
+    if not isinstance(rules, str | Mapping | None):
+        raise UserError(f"{what} {rules!r}: write them as 'batch:data', or as a dict of dimensions")
     if not isinstance(rules, str):
         for name, axes in (rules or {}).items():
             if isinstance(axes, str):

@@ -7,12 +7,12 @@ its own, where nothing is left to choose. Only asked for: a search then has many
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
-from layoutopt.space.kind import Allowed, Feature, LeftOut, Target, not_allowed
+from layoutopt.space.kind import Feature, LeftOut, Option, Space, Target, argument, names, not_allowed
 from layoutopt.space.recompute import kept_sets
 from layoutopt.space.splits import Split, split_options
 from mesh_tf_core.errors import UserError, known_names
@@ -27,11 +27,39 @@ from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.pipeline import check_stages, loop_dims
 
 
+@dataclass(frozen=True, kw_only=True)
+class Piped(Space):
+    """Dimensions of layers that may lie over mesh axes, as stages of a pipeline.
+
+    Attributes:
+      stages: of a subproblem: those that do, each with its axes.
+      again: of a subproblem: what of stages that go backward at once runs again
+        (`mesh_tf_core.lower.kept.of_stages`).
+    """
+
+    pipeline: tuple[str, ...] = argument(
+        (),
+        parse=lambda value: names(value, "pipeline"),
+        plan=tuple[str, ...],
+        by_name=False,
+        options=(
+            Option(
+                "--pipeline",
+                "DIMS",
+                "Layers that axes may split into stages, which the microbatches go through: layers.",
+            ),
+        ),
+    )
+    stages: Mapping[str, Axes] = field(default_factory=dict)
+    again: frozenset[str] = frozenset()
+
+
 @dataclass(frozen=True)
 class Stages(Split):
     """The axes that one dimension of layers is split over."""
 
     label = "pipelines"
+    asks = Piped
     features = (Feature("pipeline", "pipeline", lambda dim: True, lambda *_: True),)
 
     @classmethod
@@ -42,16 +70,16 @@ class Stages(Split):
         return {"pipeline": tuple(n for n in layers if len([*_possible(target, n, dims[n])]) > 1)}
 
     @classmethod
-    def left_out(cls, target: Target, allowed: Allowed) -> Iterator[LeftOut]:
+    def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:
         yield from not_allowed(cls, target, allowed)
 
     @classmethod
-    def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
+    def about(cls, graph: Graph, mesh: Mesh, allowed: Space) -> Iterator[Self]:
         for dim, axes in allowed.stages.items():
             yield cls(dim, (axes,))
 
 
-def ways(model: Model, mesh: Mesh, allowed: Allowed) -> Iterator[Allowed]:
+def ways(model: Model, mesh: Mesh, allowed: Space) -> Iterator[Space]:
     """What may be chosen beside each way to have pipelines on a mesh: without any first.
 
     Raises:
@@ -80,17 +108,17 @@ def ways(model: Model, mesh: Mesh, allowed: Allowed) -> Iterator[Allowed]:
         {dim: axes for dim, axes in rules.items() if dim not in allowed.pipeline}
         for rules in (allowed.pins, allowed.forbid)
     )
-    plain = replace(allowed, pins=pins, forbid=forbid)
+    plain = allowed.but(pins=pins, forbid=forbid)
     for chosen in sorted(itertools.product(*options), key=lambda each: sum(map(len, each))):
         stages = {dim: axes for dim, axes in zip(allowed.pipeline, chosen, strict=True) if axes}
         if len({a for axes in stages.values() for a in axes}) == sum(map(len, stages.values())):
             for schedule in allowed.schedule if stages else (GPIPE,):
                 for again in runs_again(model, stages, schedule, allowed):
-                    yield replace(plain, stages=stages, schedule=(schedule,), again=again)
+                    yield plain.but(stages=stages, schedule=(schedule,), again=again)
 
 
 def runs_again(
-    model: Model, stages: Collection[str], schedule: str, allowed: Allowed
+    model: Model, stages: Collection[str], schedule: str, allowed: Space
 ) -> Iterator[frozenset[str]]:
     """What of stages may run again where that is another graph."""
     if not alternates(schedule):
@@ -116,7 +144,7 @@ def _possible(target: Target, dim: str, sizes: Set[int]) -> Iterator[Axes]:
             yield axes
 
 
-def count(mesh: Mesh, allowed: Allowed) -> dict[str, int]:
+def count(mesh: Mesh, allowed: Space) -> dict[str, int]:
     """How many stages dimensions of layers are."""
     return {dim: mesh.group_size(axes) for dim, axes in allowed.stages.items()}
 

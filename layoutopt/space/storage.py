@@ -14,26 +14,57 @@ from layoutopt.space.kind import (
     HYBRID,
     STORED,
     UNEQUAL,
-    Allowed,
     Choice,
     Chosen,
     Decision,
     Feature,
     LeftOut,
+    Option,
+    Space,
     Target,
     Touched,
+    argument,
+    names,
     not_allowed,
 )
 from layoutopt.space.undivided import storage_of, stored_at, undivided
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.initializers import Variable
-from mesh_tf_core.ir.layout import AT, Layout
+from mesh_tf_core.ir.layout import AT, Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import STAGES, Stage, read_stage
 from mesh_tf_core.ops.ticks import INTERLEAVED, ONE_F_ONE_B, alternates
 from mesh_tf_core.tracing.graph import Graph
+
+
+def _named(value: Any) -> tuple[str, ...]:
+    return tuple(stage if stage == HYBRID else str(read_stage(stage)) for stage in names(value, "storage"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored(Space):
+    """Stages that variables may be stored at, of all axes, or of some ("zero3@data"), or `HYBRID`.
+
+    Attributes:
+      near: of a subproblem: the axes of `HYBRID`; none where all links are alike.
+    """
+
+    storage: tuple[str, ...] = argument(
+        STORED,
+        parse=_named,
+        plan=tuple[str, ...],
+        options=(
+            Option(
+                "--storage",
+                "STAGES",
+                "How variables may be stored (ZeRO; hybrid: zero3 inside a node), of these.",
+                usual=",".join(STORED),
+            ),
+        ),
+    )
+    near: Axes = ()
 
 
 @dataclass(frozen=True)
@@ -44,6 +75,7 @@ class Storage(Decision):
     variables: tuple[str, ...] = ()
     prefix = "storage of "
     label = "storage (ZeRO)"
+    asks = Stored
     features = (
         Feature("zero", "storage", lambda stage: stage != STAGES[0], lambda _, options: bool(_said(options))),
         Feature(
@@ -60,7 +92,7 @@ class Storage(Decision):
         return {"storage": stages if target.axes and stored_classes(target.model.graph) else ()}
 
     @classmethod
-    def left_out(cls, target: Target, allowed: Allowed) -> Iterator[LeftOut]:
+    def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:
         yield from not_allowed(cls, target, allowed)
         graph = target.model.step_graph
         if len(target.axes) > 1:
@@ -77,7 +109,7 @@ class Storage(Decision):
             yield LeftOut(cls.label, f"{cls.label} in {UNEQUAL}", finer=True)
 
     @classmethod
-    def check(cls, allowed: Allowed) -> None:
+    def check(cls, allowed: Space) -> None:
         if not allowed.storage:
             raise UserError(f"storage names no stage; allow one or more of {', '.join(STAGES)}")
         for stage in allowed.storage:
@@ -85,7 +117,7 @@ class Storage(Decision):
                 read_stage(stage)
 
     @classmethod
-    def about(cls, graph: Graph, mesh: Mesh, allowed: Allowed) -> Iterator[Self]:
+    def about(cls, graph: Graph, mesh: Mesh, allowed: Space) -> Iterator[Self]:
         near = f"{STAGES[-1]}{AT}{'+'.join(allowed.near)}" if allowed.near else ""
         found = (near if stage == HYBRID else stage for stage in allowed.storage)
         stages = tuple(dict.fromkeys(_choice(read_stage(stage)) for stage in found if stage)) or ((),)

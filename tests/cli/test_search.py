@@ -215,7 +215,7 @@ def test_what_else_may_be_decided(result: Callable[..., dict[str, Any]], refused
     assert set(again["storage"].values()) <= {"zero3"}
     assert "storage 'zero5': did you mean" in refused(*search, "--storage", "zero5")
     assert "--microbatches 'two' is not a list of numbers" in refused(*search, "--microbatches", "two")
-    assert "is not one of 'auto', 'selective', 'always', 'never'" in refused(*search, "--recompute", "maybe")
+    assert "known: always, auto, never, selective" in refused(*search, "--recompute", "maybe")
 
 
 def test_objectives(result: Callable[..., dict[str, Any]], run: Callable[..., Result]) -> None:

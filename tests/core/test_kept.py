@@ -14,8 +14,7 @@ import mesh_tf_core as mtf
 from costmodels.liveness import memory
 from examples.transformer_lm import data
 from examples.transformer_lm import model as transformer
-from layoutopt.space.decisions import decisions
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import SearchSpace, decisions
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.ir.program import Loop, Program
 from mesh_tf_core.lower import loops
@@ -73,7 +72,7 @@ def drawn(seed: int, form: str = "fused") -> Program:
     """A step under a random layout, whose layers keep one of the sets that a search decides between."""
     model, rng = made(form), random.Random(seed)
     mesh, parts = mtf.Mesh(rng.choice(["x:2", "x:2;y:2", "x:4;y:2"])), rng.choice([1, 2])
-    allowed = Allowed(recompute=("selective",), microbatches=(parts,), elsewhere=("length",))
+    allowed = SearchSpace(recompute=("selective",), microbatches=(parts,), elsewhere=("length",))
     free = decisions(model.training_step(parts).graph, mesh, allowed)
     while True:
         layout, options = free.read({name: rng.choice(found) for name, found in free.options.items()})

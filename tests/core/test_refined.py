@@ -10,7 +10,7 @@ import pytest
 import mesh_tf_core as mtf
 from examples import moe_lm, resnet, transformer_lm
 from layoutopt.refine.places import places
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import SearchSpace
 from mesh_tf_core.ir.program import AllGather, AllReduce, AllToAll, Local, Program, ReduceScatter
 from tests.examples.helper import SMALL
 from tests.examples.hunt import MESH, Hunt, Legal
@@ -106,7 +106,7 @@ def grown(rng: random.Random, graph: mtf.Graph, legal: Legal) -> mtf.Layout:
     moves = list(found.moves(mesh))
     for _ in range(rng.randint(2, 8)):
         move = rng.choice(moves)
-        more = move.of(found.by_path[move.path], layout, mesh, Allowed())
+        more = move.of(found.by_path[move.path], layout, mesh, SearchSpace(microbatches=(1,)))
         if more is not None and legal(more):
             layout = more
     return layout

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 
 import mesh_tf_core as mtf
 from layoutopt.cli import app
-from layoutopt.cli.allowed import Recompute
-from layoutopt.space.decisions import KINDS, everything
-from layoutopt.space.kind import Allowed, Target
+from layoutopt.space.decisions import ARGUMENTS, KINDS, everything
+from layoutopt.space.kind import Target
+from layoutopt.space.recompute import SHOWN
 from tests.fuzz import hostile
 from tests.fuzz.test_formats import CONTEST, FORMATS
 from tests.layoutopt.every_kind import whole_model
@@ -267,7 +267,7 @@ def widest() -> dict[str, list[str]]:
     model = whole_model(0)
     wide = everything(Target(model, mtf.Mesh("data:2;model:2"))).keywords
     values = {name: [*map(str, said)] for name, said in wide.items() if isinstance(said, tuple)}
-    values["recompute"] = [*Recompute]  # its words mean several values
+    values["recompute"] = [*SHOWN]  # its words mean several values
     return {name: [*said, ",".join(said)] for name, said in values.items() if said}
 
 
@@ -381,7 +381,7 @@ def value(name: str) -> st.SearchStrategy[str]:
 def test_what_may_be_chosen_is_typed_as_it_is_meant() -> None:
     """Whatever there is to choose, with an option of its own or a field of one."""
     meant = {"pins": "pin"}
-    assert {meant.get(name, name) for name in Allowed.asked()} <= RIGHT.keys()
+    assert {meant.get(name, name) for name in ARGUMENTS} <= RIGHT.keys()
     chosen = {name for kind in KINDS for name in kind.everything(Target(whole_model(0), mtf.Mesh("a:2;b:2")))}
     assert chosen - {"orders"} <= widest().keys()
 

@@ -24,9 +24,9 @@ from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblems import Subproblem, subproblems
 from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.context import Context
-from layoutopt.space.decisions import KINDS, Decisions
+from layoutopt.space.decisions import KINDS, Decisions, SearchSpace
 from layoutopt.space.elsewhere import Elsewhere
-from layoutopt.space.kind import HYBRID, Allowed, Choice, Decision
+from layoutopt.space.kind import HYBRID, Choice, Decision
 from layoutopt.space.microbatches import Microbatches
 from layoutopt.space.offload import Offload, Weights
 from layoutopt.space.rarely import Rarely
@@ -131,7 +131,7 @@ OF_PROBLEMS = (Stages, Schedule, Microbatches)
 RARE = 6
 
 
-def opened(rng: random.Random, model: mtf.Model, rarely: bool = False) -> Allowed:
+def opened(rng: random.Random, model: mtf.Model, rarely: bool = False) -> SearchSpace:
     """Everything of every kind; replicas that meet rarely are a search of their own."""
     said: dict[str, Any] = {}
     for kind in KINDS:
@@ -139,7 +139,7 @@ def opened(rng: random.Random, model: mtf.Model, rarely: bool = False) -> Allowe
         said |= its if rarely or kind not in APART else {}
     if rarely:  # replicas have no stages, and nothing on the hosts
         said |= {"offload": (), "pipeline": (), "schedule": ("gpipe",)}
-    return Allowed(**said)
+    return SearchSpace(**said)
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Whole:
     model: mtf.Model
     mesh: mtf.Mesh
     hardware: Hardware
-    allowed: Allowed
+    allowed: SearchSpace
     problems: tuple[Subproblem, ...]
 
     @property

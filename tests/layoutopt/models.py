@@ -18,8 +18,8 @@ from examples.mlp import model as mlp
 from examples.reformer_lm import model as reformer
 from examples.transformer_lm import model as transformer
 from layoutopt.evaluator import evaluate
-from layoutopt.space.decisions import Decisions, decisions
-from layoutopt.space.kind import Allowed, Choice
+from layoutopt.space.decisions import ANYTHING, Decisions, SearchSpace, decisions
+from layoutopt.space.kind import Choice
 from layoutopt.space.splits import domains
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.optimizers import by_name
@@ -350,7 +350,11 @@ class Question:
         for parts in self.microbatches:
             graph = model.training_step(parts).graph
             yield decisions(
-                graph, self.mesh, Allowed(self.pins, {}, "mesh", self.storage, self.recompute, (parts,))
+                graph,
+                self.mesh,
+                SearchSpace(
+                    pins=self.pins, storage=self.storage, recompute=self.recompute, microbatches=(parts,)
+                ),
             )
 
 
@@ -372,7 +376,7 @@ def random_question(model: mtf.Model, seed: int, most: int) -> Question:
 
     while free and count() > most:
         name = free.pop()
-        options = domains(model.training_step(max(found.microbatches)).graph, found.mesh)[name]
+        options = domains(model.training_step(max(found.microbatches)).graph, found.mesh, ANYTHING)[name]
         found.pins[name] = rng.choice(options) if rng.random() < 0.3 else ()
     if count() > most:
         found = replace(found, storage=found.storage[-1:])

@@ -27,9 +27,9 @@ from layoutopt.optimize import request
 from layoutopt.optimize.request import Request, space_of
 from layoutopt.plan.covered import Space
 from layoutopt.space import decisions as space
-from layoutopt.space.decisions import Decisions
+from layoutopt.space.decisions import ARGUMENTS, Decisions, SearchSpace
 from layoutopt.space.elsewhere import Elsewhere
-from layoutopt.space.kind import Allowed, Decision, Target
+from layoutopt.space.kind import Decision, Target
 from layoutopt.space.microbatches import Microbatches, numbers
 from layoutopt.space.recompute import Recompute
 from layoutopt.space.schedule import Schedule
@@ -64,7 +64,7 @@ TINY = {
 }
 MESHES = ("x:4", "x:2", "x:2;y:2", "x:6", "x:3")
 PROVEN = ("OPTIMAL", "INFEASIBLE")
-PLAIN = Allowed(context=("gather",), storage=("layout",), recompute=(False,))
+PLAIN = SearchSpace(context=("gather",), storage=("layout",), recompute=(False,), microbatches=(1,))
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Price:
 # -- settings --
 
 
-def records(target: Target, wide: Allowed) -> list[Decisions]:
+def records(target: Target, wide: SearchSpace) -> list[Decisions]:
     """The decisions of all kinds, with each number of microbatches and in each way to have stages."""
     found = []
     for number in numbers(target.model, wide.microbatches):
@@ -176,7 +176,7 @@ def prices(target: Target, hardware: Hardware, rng: random.Random, many: int) ->
 # -- what a search covers --
 
 
-def beyond(target: Target, allowed: Allowed, price: Price) -> set[str]:
+def beyond(target: Target, allowed: SearchSpace, price: Price) -> set[str]:
     """The kinds of which a setting has choices that a search was not allowed; none: it is in its space."""
     layout, options = price.layout, price.options
     stages = {dim: layout.axes(dim) for dim in target.model.stages(target.mesh, layout)}
@@ -338,9 +338,9 @@ def has_hosts(hardware: Hardware) -> bool:
     return not hardware.is_host
 
 
-def fewer(allowed: Allowed, rng: random.Random) -> Allowed:
+def fewer(allowed: SearchSpace, rng: random.Random) -> SearchSpace:
     """What is plain in place of some of it."""
-    names = [f.name for f in fields(Allowed) if getattr(allowed, f.name) != getattr(PLAIN, f.name)]
+    names = [f.name for f in fields(SearchSpace) if getattr(allowed, f.name) != getattr(PLAIN, f.name)]
     some = rng.sample(names, rng.randint(0, len(names)))
     found = replace(allowed, **{name: getattr(PLAIN, name) for name in some})
     if not found.pipeline:
@@ -351,10 +351,10 @@ def fewer(allowed: Allowed, rng: random.Random) -> Allowed:
 
 
 def answer(
-    target: Target, hardware: Hardware, limit: float, allowed: Allowed, where: str
+    target: Target, hardware: Hardware, limit: float, allowed: SearchSpace, where: str
 ) -> tuple[str, float, Space]:
     """The status of a search, seconds that nothing which fits is below, and what it looked at."""
-    names = {*Allowed.asked()} - {"diloco"}
+    names = {*ARGUMENTS} - {"diloco"}
     asked = {name: getattr(allowed, name) for name in names}
     try:
         plan = search(

@@ -16,8 +16,7 @@ from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.cuts import most_cells
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import Table, Tabler, legal
-from layoutopt.space.decisions import Decisions, decisions
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import Decisions, SearchSpace, decisions
 from mesh_tf_core import layers as nn
 from tests.layoutopt.models import random_model
 from tests.layoutopt.test_tables import compare
@@ -121,7 +120,7 @@ def test_a_sum_of_many_tensors(chained: bool) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_the_size_of_a_table_is_known_before(seed: int, orders: str) -> None:
     context, mesh = SharedContext(random_model(seed)), mtf.Mesh("x:2;y:2;z:2")
-    decided = decisions(context.graph, mesh, Allowed(orders=orders))
+    decided = decisions(context.graph, mesh, SearchSpace(orders=orders, microbatches=(1,)))
     for cluster in context.clusters:
         most = most_cells(cluster.dims, cluster.switches, cluster.shapes, decided.options)
         assert len(legal(cluster, decided).entries) <= most, cluster.name

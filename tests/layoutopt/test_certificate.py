@@ -19,8 +19,8 @@ from layoutopt.evaluator import Evaluator
 from layoutopt.formulation.extract import count_layouts
 from layoutopt.optimize.subproblems import Subproblem, subproblems
 from layoutopt.plan.build import Plan
-from layoutopt.space.decisions import KINDS
-from layoutopt.space.kind import Allowed, Decision
+from layoutopt.space.decisions import KINDS, SearchSpace
+from layoutopt.space.kind import Decision
 from layoutopt.space.microbatches import USUAL
 from layoutopt.space.offload import Weights
 from layoutopt.space.rarely import Rarely
@@ -34,7 +34,7 @@ from tests.layoutopt.models import EXAMPLES
 from tests.marks import by_day
 from tests.searching import search
 
-ASKED = Allowed(storage=("layout", "zero1"), recompute=(False,), microbatches=USUAL)
+ASKED = SearchSpace(storage=("layout", "zero1"), recompute=(False,), microbatches=USUAL)
 ROOM = 1e12
 
 

@@ -12,19 +12,19 @@ import mesh_tf_core as mtf
 from examples.transformer_lm import model as transformer
 from layoutopt.plan.build import parse_plan
 from layoutopt.plan.covered import LeftOut, Space, count_text
-from layoutopt.space.decisions import KINDS, everything, left_out
-from layoutopt.space.kind import Allowed, Decision, Target
+from layoutopt.space.decisions import ARGUMENTS, KINDS, SearchSpace, everything, left_out
+from layoutopt.space.kind import Decision, Target
 from tests.layoutopt.models import EXAMPLES, SMALL
 from tests.searching import search
 
 MESH = mtf.Mesh("x:2;y:2")
 TARGET = Target(transformer(**{**SMALL, "layers": 4}, attention="fused"), MESH)
-ASKED = set(Allowed.asked())
+ASKED = set(ARGUMENTS)
 NOT_CHOSEN = {"pins", "forbid", "diloco"}
-"""Fields of `Allowed` that say where, or what is given: nothing more of them can be allowed."""
+"""Fields of `SearchSpace` that say where, or what is given: nothing more of them can be allowed."""
 
 
-def names(allowed: Allowed, target: Target = TARGET) -> set[str]:
+def names(allowed: SearchSpace, target: Target = TARGET) -> set[str]:
     return {left.kind for left in left_out(target, allowed) if not left.finer}
 
 
@@ -40,13 +40,15 @@ def test_with_everything_allowed_only_what_no_search_chooses_is_left_out() -> No
     wide = everything(TARGET)
     assert names(wide) == {"replicas that meet rarely"}
     for name in ASKED - NOT_CHOSEN:
-        assert getattr(wide, name) != getattr(replace(Allowed(), storage=(), microbatches=()), name)
+        assert getattr(wide, name) != getattr(
+            replace(SearchSpace(microbatches=(1,)), storage=(), microbatches=()), name
+        )
 
 
 class Watched:
     """What is allowed, and which fields were read."""
 
-    def __init__(self, allowed: Allowed) -> None:
+    def __init__(self, allowed: SearchSpace) -> None:
         self.allowed, self.read = allowed, set[str]()
 
     def __getattr__(self, name: str) -> Any:
@@ -63,7 +65,7 @@ def test_no_field_of_what_is_allowed_is_forgotten() -> None:
 
 @pytest.mark.parametrize("name", sorted(ASKED - NOT_CHOSEN))
 def test_less_allowed_is_said(name: str) -> None:
-    wide, plain = everything(TARGET), Allowed(context=("gather",))
+    wide, plain = everything(TARGET), SearchSpace(context=("gather",), microbatches=(1,))
     less = replace(wide, **{name: plain.__dict__[name] if name != "storage" else ("layout",)})
     if name == "recompute":
         less = replace(less, recompute=(False,))
@@ -74,7 +76,7 @@ def test_less_allowed_is_said(name: str) -> None:
 
 
 def test_pins_are_said() -> None:
-    whats = {left.what for left in left_out(TARGET, Allowed(pins={"batch": ("x",)}))}
+    whats = {left.what for left in left_out(TARGET, SearchSpace(pins={"batch": ("x",)}, microbatches=(1,)))}
     assert "splits that --pin or --forbid rule out" in whats
 
 

@@ -11,8 +11,8 @@ from layoutopt import search
 from layoutopt.plan.build import decided as decided_of
 from layoutopt.plan.build import options_of
 from layoutopt.plan.decided import ELSEWHERE
-from layoutopt.space.decisions import KINDS, decisions
-from layoutopt.space.kind import Allowed, Decision
+from layoutopt.space.decisions import ANYTHING, KINDS, SearchSpace, decisions
+from layoutopt.space.kind import Decision
 from layoutopt.space.microbatches import Microbatches
 from layoutopt.space.recompute import Recompute
 from layoutopt.space.splits import Split, domains
@@ -46,7 +46,9 @@ def test_what_is_chosen_is_read_back() -> None:
 
 
 def test_names_and_words_are_those_of_plans() -> None:
-    decided = decisions(EXAMPLES["transformer"]().training_step(4).graph, MESH, Allowed(microbatches=(4,)))
+    decided = decisions(
+        EXAMPLES["transformer"]().training_step(4).graph, MESH, SearchSpace(microbatches=(4,))
+    )
     assert "batch" in decided.of(Split)
     assert "storage of layers d_model d_ff" in decided.of(Storage)
     assert decided.of(Recompute) == ("recompute layers",)
@@ -66,7 +68,9 @@ def test_names_and_words_are_those_of_plans() -> None:
 
 def test_the_leanest_options_are_among_those_allowed() -> None:
     graph = EXAMPLES["transformer"]().training_step().graph
-    lean = decisions(graph, MESH, Allowed(storage=("zero2", "layout"), recompute=(False,))).leanest
+    lean = decisions(
+        graph, MESH, SearchSpace(storage=("zero2", "layout"), recompute=(False,), microbatches=(1,))
+    ).leanest
     assert set(lean.storage.values()) == {2} and not lean.recompute
 
 
@@ -79,8 +83,8 @@ def test_fewer_options() -> None:
 
 def test_axes_are_in_the_order_of_the_mesh_unless_all_orders_are_asked_for() -> None:
     graph = EXAMPLES["mlp"]().graph
-    assert domains(graph, MESH)["batch"] == ((), ("x",), ("y",), ("x", "y"))
-    every = domains(graph, MESH, Allowed(orders="all"))["batch"]
+    assert domains(graph, MESH, ANYTHING)["batch"] == ((), ("x",), ("y",), ("x", "y"))
+    every = domains(graph, MESH, SearchSpace(orders="all", microbatches=(1,)))["batch"]
     assert every == ((), ("x",), ("y",), ("x", "y"), ("y", "x"))
     with pytest.raises(mtf.UserError, match="orders 'some': choose one of mesh, all"):
         search(EXAMPLES["mlp"](), mesh="x:2", orders="some")

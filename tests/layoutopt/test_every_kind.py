@@ -14,8 +14,8 @@ import mesh_tf_core as mtf
 from layoutopt.optimize.restricted import held
 from layoutopt.optimize.search import Search
 from layoutopt.optimize.subproblems import subproblems
-from layoutopt.space.decisions import KINDS, decisions, left_out
-from layoutopt.space.kind import Allowed, Decision, Target
+from layoutopt.space.decisions import KINDS, SearchSpace, decisions, left_out
+from layoutopt.space.kind import Decision, Target
 from layoutopt.space.splits import Split
 from tests.layoutopt.every_kind import OPENED, Whole, opened, question_of, waits, whole_model, whole_question
 from tests.layoutopt.models import EXAMPLES
@@ -130,7 +130,7 @@ def test_a_kind_that_the_space_forgets_is_found_out(
 def test_a_kind_that_is_not_allowed_is_said() -> None:
     target = Target(whole_model(3), mtf.Mesh("x:2;y:2"))
     asked: dict[str, Any] = {"storage": ("layout",), "recompute": (False,)}
-    ways = Allowed(**asked), Allowed(**asked, pipeline=("layers",))  # a schedule is one of stages
+    ways = SearchSpace(**asked), SearchSpace(**asked, pipeline=("layers",))  # a schedule is one of stages
     assert {left.kind for way in ways for left in left_out(target, way)} == {kind.label for kind in KINDS}
 
 
@@ -152,7 +152,9 @@ def test_what_the_hosts_hold_is_not_held_by_devices() -> None:
     graph = model.training_step().graph
 
     def bound(*offload: str) -> float:
-        asked = Allowed(dict.fromkeys(graph.dims(), ()), storage=("layout",), offload=offload)
+        asked = SearchSpace(
+            pins=dict.fromkeys(graph.dims(), ()), storage=("layout",), offload=offload, microbatches=(1,)
+        )
         return held(model, mesh, decisions(graph, mesh, asked))
 
     state = sum(v.bytes for v in graph.variables.values() if v.slot_of is not None)

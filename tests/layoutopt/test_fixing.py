@@ -21,8 +21,7 @@ from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.problem import eliminate
 from layoutopt.problem import evaluate as value_of
-from layoutopt.space.decisions import decisions
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import SearchSpace, decisions
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower import Options
 from tests.layoutopt.every_kind import question_of
@@ -34,7 +33,7 @@ PRICE = 1e-12
 
 def subproblem_of(model: mtf.Model, mesh: str, parts: int = 1) -> Subproblem:
     graph, on = model.training_step(parts).graph, mtf.Mesh(mesh)
-    return Subproblem(on, decisions(graph, on, Allowed(microbatches=(parts,))))
+    return Subproblem(on, decisions(graph, on, SearchSpace(microbatches=(parts,))))
 
 
 def check(model: mtf.Model, space: Subproblem, hardware: Hardware, above: float, few: bool) -> None:
@@ -140,7 +139,7 @@ def test_most_options_leave() -> None:
 def test_no_entry_takes_less_than_a_device_computes_of_it(name: str, hardware: str, parts: int) -> None:
     model, machine, mesh = EXAMPLES[name](), load_hardware(hardware), mtf.Mesh("a:2;b:2")
     graph = model.training_step(parts).graph
-    decided = decisions(graph, mesh, Allowed(microbatches=(parts,), context=("gather", "ring")))
+    decided = decisions(graph, mesh, SearchSpace(microbatches=(parts,), context=("gather", "ring")))
     draft = Draft(model, mesh, decided, pricer(machine, mesh))
     weights, tight = fill({}, draft), 0
     for cluster in [*draft.left]:

@@ -12,14 +12,14 @@ from costmodels.hardware import load_hardware
 from examples.mlp import model as mlp
 from layoutopt.evaluator import Evaluator
 from layoutopt.optimize.subproblems import subproblems
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.mesh_shapes import meshes
 from mesh_tf_core.errors import LayoutError
 from tests.marks import by_day
 from tests.searching import search
 
 STAGES, PARTS = ("layout", "zero3"), (1, 2)
-ALLOWED = Allowed(storage=STAGES, recompute=(False,), microbatches=PARTS)
+ALLOWED = SearchSpace(storage=STAGES, recompute=(False,), microbatches=PARTS)
 
 
 @pytest.fixture(scope="module")

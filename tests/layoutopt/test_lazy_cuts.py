@@ -26,9 +26,9 @@ from layoutopt.optimize.least_memory import leanest
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.context import Context
-from layoutopt.space.decisions import KINDS, decisions
+from layoutopt.space.decisions import KINDS, SearchSpace, decisions
 from layoutopt.space.elsewhere import Elsewhere
-from layoutopt.space.kind import Allowed, Choice, Decision
+from layoutopt.space.kind import Choice, Decision
 from layoutopt.space.offload import Offload, Weights
 from layoutopt.space.recompute import Recompute, again_in
 from layoutopt.space.splits import Split, parse_rules
@@ -42,7 +42,7 @@ ROUNDING = 1e-3
 
 def opened(model: mtf.Model, mesh: str, parts: int, hardware: str, **allowed: Any) -> SubproblemSearch:
     graph, on = model.training_step(parts).graph, mtf.Mesh(mesh)
-    decided = decisions(graph, on, Allowed(microbatches=(parts,), **allowed))
+    decided = decisions(graph, on, SearchSpace(microbatches=(parts,), **allowed))
     return SubproblemSearch(model, on, decided, load_hardware(hardware))
 
 
@@ -128,7 +128,7 @@ def whole_space() -> SubproblemSearch:
     model, mesh = transformer(**{**SMALL, "layers": 2}), mtf.Mesh("model:4")
     asked: dict[str, Any] = {"storage": ("layout",), "elsewhere": ("length",)}
     asked["collective_matmul"] = ("d_ff", "heads")
-    decided = decisions(model.training_step().graph, mesh, Allowed(parse_rules(EVERY), **asked))
+    decided = decisions(model.training_step().graph, mesh, SearchSpace(pins=parse_rules(EVERY), **asked))
     return SubproblemSearch(model, mesh, decided, load_hardware("tpu-v4"))
 
 

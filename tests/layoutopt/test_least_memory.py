@@ -14,7 +14,7 @@ from layoutopt.optimize.least_memory import leanest, least_memory
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblem import Outcome, SubproblemSearch
 from layoutopt.optimize.subproblems import subproblems
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import SearchSpace
 from tests.layoutopt.models import (
     EXAMPLES,
     HARDWARE,
@@ -101,7 +101,9 @@ def test_what_is_not_proven_of_less_memory_is_still_bounded(monkeypatch: pytest.
     """A layout that is known beforehand does not end the search for a leaner one."""
     monkeypatch.setattr(SubproblemSearch, "fastest", lambda self, limit, **_: Outcome(None, 0.0, False))
     model, hardware = EXAMPLES["mlp"](), load_hardware("tpu-v3")
-    (space, *_) = subproblems(model, [mtf.Mesh("x:4")], Allowed(storage=("layout",), recompute=(False,)))
+    (space, *_) = subproblems(
+        model, [mtf.Mesh("x:4")], SearchSpace(storage=("layout",), recompute=(False,), microbatches=(1,))
+    )
     found, low = least_memory(SubproblemSearch(model, space.mesh, space.decided, hardware), below=1e9)
     assert 0 < low <= found[-1].peak < 1e9
 

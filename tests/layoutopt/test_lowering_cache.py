@@ -18,8 +18,8 @@ from layoutopt.formulation.clusters import clusters
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.lowering_cache import Namings, lowering_cache
 from layoutopt.formulation.tables import Entry, Tabler
-from layoutopt.space.decisions import Decisions, decisions
-from layoutopt.space.kind import Allowed, Choice
+from layoutopt.space.decisions import Decisions, SearchSpace, decisions
+from layoutopt.space.kind import Choice
 from mesh_tf_core.ir.program import AllReduce
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.combine import Key, together, waiting
@@ -65,7 +65,7 @@ def compare(
     step, rng = model.training_step(parts), random.Random(seed)
     for mesh in map(mtf.Mesh, shapes):
         prices = pricer(hardware, mesh)
-        decided = decisions(step.graph, mesh, Allowed(microbatches=(parts,)))
+        decided = decisions(step.graph, mesh, SearchSpace(microbatches=(parts,)))
         program = model.lower(mesh, mtf.Layout(), Options(microbatches=parts))
         tabler, results = Tabler(step.graph, mesh, prices), [t.id for t in step.results.values()]
         for cluster in clusters(Dependencies(step.graph, program, decided.structure(mesh), results)):

@@ -12,8 +12,7 @@ from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
-from layoutopt.space.decisions import decisions
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import SearchSpace, decisions
 from mesh_tf_core.errors import InfeasibleError, UserError
 from mesh_tf_core.ir.mesh import Mesh
 from tests.layoutopt.models import EXAMPLES, towers
@@ -24,7 +23,7 @@ def bound(name: str, mesh: Mesh, parts: int, hardware: str) -> float:
     """No layout of an example takes fewer seconds with so many microbatches."""
     model = EXAMPLES[name]()
     graph = model.training_step(parts).graph
-    decided = decisions(graph, mesh, Allowed(microbatches=(parts,)))
+    decided = decisions(graph, mesh, SearchSpace(microbatches=(parts,)))
     return SubproblemSearch(model, mesh, decided, load_hardware(hardware)).relaxed()
 
 
@@ -65,7 +64,7 @@ def test_options_that_take_too_long_are_not_tried_with_more(monkeypatch: pytest.
     last = asked[-1]
     assert last.microbatches == PARTS[-1]
     graph = model.training_step(PARTS[-1]).graph
-    every = decisions(graph, last.mesh, Allowed(microbatches=PARTS[-1:]))
+    every = decisions(graph, last.mesh, SearchSpace(microbatches=PARTS[-1:]))
     left_out = [(n, o) for n in every.free for o in every.options[n] if o not in last.decided.options[n]]
     assert left_out
     for name, option in left_out:

@@ -21,7 +21,7 @@ from layoutopt.optimize.baselines import Baselines
 from layoutopt.optimize.restricted import FAR
 from layoutopt.plan.build import Plan, options_of
 from layoutopt.plan.schema import Alternative
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.parallelism import parallelism
 from tests.layoutopt.models import SMALL, crossed, transformer
 
@@ -84,7 +84,7 @@ def every_plan(model: mtf.Model, mesh: mtf.Mesh, label: str, most: int) -> list[
     """Seconds and peaks of all plans of a name with one microbatch, stored as the layout says or split."""
     points = []
     for each in Baselines(model, mesh).restrictions()[label]:
-        decided = each.decided(Allowed(storage=ASKED["storage"]), 1)
+        decided = each.decided(SearchSpace(storage=ASKED["storage"], microbatches=(1,)), 1)
         if decided is None:
             continue
         assert math.prod(map(len, decided.options.values())) <= most, label

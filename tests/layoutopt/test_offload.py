@@ -24,8 +24,7 @@ from layoutopt.plan.decided import Decided
 from layoutopt.plan.export import FORMATS, export
 from layoutopt.plan.exported import Exported, Placed
 from layoutopt.problem import evaluate as value_of
-from layoutopt.space.decisions import decisions
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import SearchSpace, decisions
 from layoutopt.space.offload import Offload
 from layoutopt.space.recompute import Recompute, again_in
 from tests.layoutopt.models import EXAMPLES, some_choices
@@ -40,7 +39,7 @@ def compare(name: str, on: str, parts: int, hardware: str, count: int) -> list[i
     or their weights, was on the hosts, and did not wait for the link, or did."""
     model, mesh, machine = EXAMPLES[name](), mtf.Mesh(on), load_hardware(hardware)
     state = any(v.slot_of for v in model.training_step(parts).graph.variables.values())
-    allowed = Allowed(
+    allowed = SearchSpace(
         microbatches=(parts,),
         offload=(*["optimizer"] * state, "activations", "weights"),
         recompute=(False, "selective", True),
@@ -104,7 +103,7 @@ def test_hosts_hold_no_more_than_they_have(memory: int, host: int, fits: bool) -
     """On one device, of all choices that fit there and on its host, the fastest; or none fits."""
     model, mesh, machine = mlp(batch=16, hidden=64, layers=1), mtf.Mesh("one:1"), "tpu-v5e"
     asked: dict[str, Any] = {"recompute": (False,), "microbatches": (1,), "storage": ("layout",)}
-    decided = decisions(model.training_step(1).graph, mesh, Allowed(offload=("optimizer",), **asked))
+    decided = decisions(model.training_step(1).graph, mesh, SearchSpace(offload=("optimizer",), **asked))
     names, fit = decided.of(Offload), []
     for chosen in itertools.product(*(decided.options[n] for n in names)):
         layout, options = decided.read(dict(zip(names, chosen, strict=True)))
@@ -128,7 +127,7 @@ def test_the_answer_is_the_best_of_all() -> None:
     decided, and of all choices that fit the fastest is found."""
     model, machine, mesh = EXAMPLES[NAME](), load_hardware("tpu-v5e"), mtf.Mesh("one:1")
     asked: dict[str, Any] = {"recompute": (False,), "microbatches": (1,), "storage": ("layout",)}
-    allowed = Allowed(offload=("optimizer",), **asked)
+    allowed = SearchSpace(offload=("optimizer",), **asked)
     decided = decisions(model.training_step(1).graph, mesh, allowed)
     options = [decided.options[n] for n in decided.of(Offload)]
     found = []
@@ -156,7 +155,7 @@ def test_weights_go_there_where_it_is_best() -> None:
     """On one device, with less memory than any layout needs without: of all choices the fastest that fits."""
     model, mesh, machine = mlp(batch=16, hidden=64, layers=2), mtf.Mesh("one:1"), load_hardware("tpu-v5e")
     asked: dict[str, Any] = {"recompute": (False,), "microbatches": (1,), "storage": ("layout",)}
-    decided = decisions(model.training_step(1).graph, mesh, Allowed(offload=("weights",), **asked))
+    decided = decisions(model.training_step(1).graph, mesh, SearchSpace(offload=("weights",), **asked))
     names, found = decided.of(Offload), []
     for chosen in itertools.product(*(decided.options[n] for n in names)):
         layout, options = decided.read(dict(zip(names, chosen, strict=True)))
@@ -185,7 +184,7 @@ def test_what_loops_save_goes_where_it_is_best(link: str) -> None:
     model, mesh, machine = EXAMPLES[NAME](), mtf.Mesh("one:1"), f"tpu-v5e, host_link={link}"
     kinds: dict[str, Any] = {"recompute": (False, "selective", True), "offload": ("activations",)}
     asked = {**kinds, "microbatches": (1,), "storage": ("layout",)}
-    decided = decisions(model.training_step(1).graph, mesh, Allowed(**asked))
+    decided = decisions(model.training_step(1).graph, mesh, SearchSpace(**asked))
     (name,) = decided.of(Recompute)
     found = {}
     for choice in decided.options[name]:
@@ -221,11 +220,15 @@ def test_what_cannot_be_is_refused(hardware: str, kinds: tuple[str, ...], said: 
 
 
 def test_it_can_be_forbidden() -> None:
-    assert without(Allowed(offload=("optimizer",)), "offload") == Allowed()
-    both = Allowed(offload=("optimizer", "activations"))
-    assert without(both, "recompute") == Allowed(offload=("optimizer",), recompute=(False,))
+    assert without(SearchSpace(offload=("optimizer",), microbatches=(1,)), "offload") == SearchSpace(
+        microbatches=(1,)
+    )
+    both = SearchSpace(offload=("optimizer", "activations"), microbatches=(1,))
+    assert without(both, "recompute") == SearchSpace(
+        offload=("optimizer",), recompute=(False,), microbatches=(1,)
+    )
     with pytest.raises(mtf.UserError, match="--without offload: the plan's search could not choose it"):
-        without(Allowed(), "offload")
+        without(SearchSpace(microbatches=(1,)), "offload")
 
 
 def test_exports_say_it_or_refuse_it() -> None:

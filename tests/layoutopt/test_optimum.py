@@ -12,7 +12,7 @@ from costmodels.hardware import load_hardware
 from layoutopt import search
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.problem import Status, solve
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import SearchSpace
 from tests.layoutopt.models import (
     EXAMPLES,
     HARDWARE,
@@ -107,7 +107,7 @@ def solvers_agree(name: str, mesh_text: str, parts: int) -> None:
 
     model, mesh, hardware = EXAMPLES[name](), mtf.Mesh(mesh_text), load_hardware("tpu-v3")
     graph = model.training_step(parts).graph
-    decided = decisions(graph, mesh, Allowed(microbatches=(parts,)))
+    decided = decisions(graph, mesh, SearchSpace(microbatches=(parts,)))
     search = SubproblemSearch(model, mesh, decided, hardware)
     problem = search.limited(math.inf)
     free = solve(problem, solver="cp-sat")

@@ -26,8 +26,7 @@ from layoutopt.optimize.fixing import faster, option_costs
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem, subproblems
 from layoutopt.problem import evaluate as value_of
-from layoutopt.space.decisions import decisions
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import SearchSpace, decisions
 from tests.core.test_pipelines import model as reading
 from tests.layoutopt.models import SMALL, some_choices
 from tests.layoutopt.test_unequal_links import nodes_of
@@ -49,7 +48,7 @@ def compare(
 ) -> None:
     mesh, machine, rng = mtf.Mesh(on), load_hardware(hardware), random.Random(count)
     stages = {of: tuple(axes.split("+"))}
-    allowed = Allowed(microbatches=(parts,), stages=stages, **more)
+    allowed = SearchSpace(microbatches=(parts,), stages=stages, **more)
     counts = {of: mesh.group_size(stages[of])}
     graph = model.training_step(parts, counts, *allowed.schedule, allowed.again).graph
     decided = decisions(graph, mesh, allowed)
@@ -140,8 +139,8 @@ def test_tables_and_rows(case: int) -> None:
 
 
 def test_a_search_without_stages_has_no_schedule() -> None:
-    asked = Allowed(pipeline=("layers",), schedule=("1f1b",))
-    assert without(asked, "pipeline") == Allowed()
+    asked = SearchSpace(pipeline=("layers",), schedule=("1f1b",), microbatches=(1,))
+    assert without(asked, "pipeline") == SearchSpace(microbatches=(1,))
     with pytest.raises(
         mtf.UserError, match="schedule=1f1b: nothing may be the stages of a pipeline; this model has no"
     ):
@@ -169,8 +168,8 @@ def perceptrons() -> mtf.Model:
     return mtf.Model(mtf.reduce_mean(mtf.square(mtf.scan(layer, x, L))), mtf.SGD(0.1))
 
 
-ALLOWED = Allowed(
-    {"d": (), "e": ()},
+ALLOWED = SearchSpace(
+    pins={"d": (), "e": ()},
     storage=("layout", "zero3"),
     microbatches=(1, 8),
     recompute=(False, True),
@@ -215,7 +214,7 @@ def test_options_that_leave_with_more_microbatches_take_too_long_there() -> None
     model, machine, mesh = large(), load_hardware("h100"), mtf.Mesh("pipe:4;t:2")
     evaluator, asked = Evaluator(model, machine), list[Subproblem]()
     for parts in (2, 8):
-        allowed = Allowed(microbatches=(parts,), stages={"layers": ("pipe",)}, recompute=(False,))
+        allowed = SearchSpace(microbatches=(parts,), stages={"layers": ("pipe",)}, recompute=(False,))
         graph = model.training_step(parts, {"layers": 4}).graph
         asked.append(Subproblem(mesh, decisions(graph, mesh, allowed)))
     fewer, more = asked

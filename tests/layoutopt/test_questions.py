@@ -12,7 +12,7 @@ from examples.mlp import model as mlp
 from examples.transformer_lm import model as transformer
 from layoutopt import search
 from layoutopt.analysis.explain import forbidden, without
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.splits import parse_forbid, parse_rules, rules_text
 from mesh_tf_core.errors import UserError
 
@@ -100,7 +100,7 @@ def test_only_public_names_are_shown() -> None:
         "search",
         "size",
     ]
-    assert dir(layoutopt) == ["Plan", "__version__", *asked, "validate", "verify"]
+    assert dir(layoutopt) == ["Limits", "Plan", "SearchSpace", "__version__", *asked, "validate", "verify"]
 
 
 def test_rules_for_elsewhere_hold_if_pinned_and_not_if_forbidden() -> None:
@@ -120,11 +120,11 @@ def test_rules_for_elsewhere_hold_if_pinned_and_not_if_forbidden() -> None:
     plan = search(model, **asked, elsewhere=("length",), pins=f"{splits};length@elsewhere:model")
     assert plan.layout.elsewhere == (("length", ("model",)),)
     assert plan.solver.status == "OPTIMAL"
-    then = Allowed({"length@elsewhere": ("model",)}, elsewhere=("length",))
+    then = SearchSpace(pins={"length@elsewhere": ("model",)}, elsewhere=("length",), microbatches=(1,))
     with pytest.raises(UserError, match="--without sequence: the plan's search had to choose it"):
         without(then, "sequence")
     assert "sequence" not in forbidden(plan, then, ["all"])
-    assert "sequence" in forbidden(plan, Allowed(elsewhere=("length",)), ["all"])
+    assert "sequence" in forbidden(plan, SearchSpace(elsewhere=("length",), microbatches=(1,)), ["all"])
     for rules in ({"forbid": "length@elsewhere:data+model"}, {"pins": "length@elsewhere:none"}):
         assert search(model, **asked, elsewhere=("length",), **rules).layout.elsewhere == ()
 

@@ -19,7 +19,7 @@ from examples.transformer_lm import model as transformer
 from layoutopt.analysis.certificate import Certificate, certify, considered_by
 from layoutopt.evaluator import evaluate
 from layoutopt.optimize.subproblems import subproblems
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.splits import parse_rules
 from mesh_tf_core.errors import InfeasibleError
 from mesh_tf_core.lower.kept import SETS, Recomputed
@@ -140,7 +140,7 @@ def test_layers_that_run_again_are_found_and_proven(stages: Case) -> None:
         stages.model, mesh=stages.mesh, hardware=stages.hardware, memory=float(peak), **stages.asked
     )
     assert plan.data.recompute == ["layers"]
-    asked = Allowed(**stages.asked)
+    asked = SearchSpace(**stages.asked)
     proof = certify(stages.model, plan, load_hardware(stages.hardware), peak, asked)
     assert Certificate(tuple(proof), asked, considered_by(plan)).verified
     worse = search(
@@ -187,8 +187,12 @@ def test_a_set_of_values_is_one_of_the_layers() -> None:
     """Ticks, and loops that are not stages, make nothing of that name: they refuse no stages for it."""
     model, mesh = transformer(layers=4), mtf.Mesh("pipe:2")
     schedules = ("gpipe", "1f1b")
-    asked = Allowed(
-        pins={"layers": ("pipe",)}, pipeline=("layers",), schedule=schedules, recompute=(False, "keep=wi")
+    asked = SearchSpace(
+        pins={"layers": ("pipe",)},
+        pipeline=("layers",),
+        schedule=schedules,
+        recompute=(False, "keep=wi"),
+        microbatches=(1,),
     )
     assert {p.decided.schedule for p in subproblems(model, [mesh], asked)} == {*schedules}
     why = "^recompute 'layers:keep=none': a loop over 'layers' makes nothing that 'none' is; known: attention"

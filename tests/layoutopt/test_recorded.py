@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import layoutopt
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt.analysis.certificate import Certificate, certify, considered_by
-from layoutopt.cli.allowed import AllowedOptions
+from layoutopt.cli.allowed import OnAnyMesh, OnMesh
 from layoutopt.cli.repairs import _changed
 from layoutopt.evaluator import Evaluator
 from layoutopt.formulation.extract import count_layouts
@@ -21,8 +20,7 @@ from layoutopt.optimize.baselines import chosen_by_name
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.plan.details import Searched
 from layoutopt.sizing.sizing import LAYOUTS
-from layoutopt.space.decisions import FEATURES
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import ARGUMENTS, FEATURES, SearchSpace
 from layoutopt.space.recorded import USUALLY, allowed_by, allowed_text, recorded
 from mesh_tf_core.errors import UserError
 from tests.layoutopt.every_kind import whole_model
@@ -47,20 +45,20 @@ SAID: dict[str, Any] = {
 """Of every field that is asked for, something that is not usual."""
 
 
-def by_json(allowed: Allowed) -> Allowed:
+def by_json(allowed: SearchSpace) -> SearchSpace:
     """What a plan file that was saved and read again says."""
     said = json.loads(json.dumps(Searched(**recorded(allowed)).to_json()))
     return allowed_by(Searched.model_validate(said))
 
 
 def test_every_field_is_looked_at() -> None:
-    assert SAID.keys() == {*Allowed.asked()} <= Searched.model_fields.keys()
+    assert SAID.keys() == {*ARGUMENTS} <= Searched.model_fields.keys()
     assert {name for name in SAID if SAID[name] == getattr(USUALLY, name)} == set()
 
 
-@pytest.mark.parametrize("name", Allowed.asked())
+@pytest.mark.parametrize("name", ARGUMENTS)
 def test_what_was_allowed_comes_back_from_a_plan_file(name: str) -> None:
-    for asked in (replace(USUALLY, **{name: SAID[name]}), Allowed(**SAID), USUALLY):
+    for asked in (replace(USUALLY, **{name: SAID[name]}), SearchSpace(**SAID), USUALLY):
         assert by_json(asked) == asked
         assert (name.replace("_", " ") in allowed_text(asked)) is (asked != USUALLY or name == "context")
 
@@ -70,12 +68,25 @@ def test_a_plan_that_says_nothing_means_what_is_usual() -> None:
 
 
 def test_every_door_has_every_field() -> None:
-    asked = {*Allowed.asked()}
-    assert asked <= inspect.signature(layoutopt.search).parameters.keys()
-    assert asked == AllowedOptions().asked().keys() | {"pins", "forbid", "diloco"}
-    assert {*LAYOUTS} == AllowedOptions().asked().keys()
+    options = {option.name for argument in ARGUMENTS.values() for option in argument.options}
+    assert {*ARGUMENTS} == {f.name for f in fields(SearchSpace)} - {"near", "stages", "again"}
+    assert {name.removeprefix("--").replace("-", "_") for name in options} == {*OnMesh.__dataclass_fields__}
+    assert OnMesh.__dataclass_fields__.keys() - OnAnyMesh.__dataclass_fields__ == {"pin", "forbid", "diloco"}
+    assert {*ARGUMENTS} - {*LAYOUTS} == {"pins", "forbid", "diloco"}
+    assert OnMesh().space() == OnAnyMesh().space() == SearchSpace()
     with pytest.raises(UserError, match="layouts choose no 'pins'; known: "):
         layoutopt.size(EXAMPLES["mlp"], tokens=1e6, pins="batch:data")
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_what_its_options_say_is_what_it_means(name: str) -> None:
+    argument = ARGUMENTS[name]
+    for value in (SAID[name], getattr(SearchSpace(), name)):
+        said = argument.texts(value)
+        assert said.keys() == {option.name for option in argument.options}
+        text = argument.read(said)
+        meant = getattr(SearchSpace() if text is None else SearchSpace(**{name: text}), name)
+        assert argument.parse(value) == value and (meant == value or {*meant} == {*value})
 
 
 def test_what_a_search_was_asked_is_in_its_plan() -> None:
@@ -105,7 +116,7 @@ def test_a_proof_over_all_orders_is_checked_over_all_orders() -> None:
     assert str(few) == f"of another space: {few.other}" and f"had {whole.layouts:,} layouts" in few.other
 
 
-@pytest.mark.parametrize("field", [n for n in Allowed.asked() if n not in ("pins", "forbid", "diloco")])
+@pytest.mark.parametrize("field", [n for n in ARGUMENTS if n not in ("pins", "forbid", "diloco")])
 def test_a_field_that_a_check_forgets_is_another_space(field: str) -> None:
     """Whatever is left out of what is checked, the number of layouts tells it."""
     model, mesh = whole_model(3), mtf.Mesh("x:2;y:2")
@@ -115,12 +126,12 @@ def test_a_field_that_a_check_forgets_is_another_space(field: str) -> None:
         "offload": ("optimizer",), "schedule": ("gpipe", "1f1b"), "collective_matmul": ("f",),
     }  # fmt: skip
 
-    def layouts(asked: Allowed) -> int:
+    def layouts(asked: SearchSpace) -> int:
         found = subproblems(model, [mesh], asked, Evaluator(model, load_hardware("tpu-v4")).near)
         return sum(count_layouts(each.decided.options) for each in found)
 
     assert said.keys() == {*LAYOUTS}
-    whole, usual = Allowed(**said), Allowed(microbatches=(1,), recompute=(False, True))
+    whole, usual = SearchSpace(**said), SearchSpace(microbatches=(1,), recompute=(False, True))
     lost = (field, "schedule") if field == "pipeline" else (field,)  # there is none without stages
     assert layouts(replace(whole, **{name: getattr(usual, name) for name in lost})) != layouts(whole)
 
@@ -129,7 +140,7 @@ def test_a_field_that_a_check_forgets_is_another_space(field: str) -> None:
 
 
 def test_named_plans_may_choose_whatever_names_do_not_say() -> None:
-    found = chosen_by_name(Allowed(**{**SAID, "storage": ("layout", "zero3@a", "zero1")}))
+    found = chosen_by_name(SearchSpace(**{**SAID, "storage": ("layout", "zero3@a", "zero1")}))
     same = {name for name in SAID if getattr(found, name) == SAID[name]}
     assert same == {"orders", "recompute", "microbatches", "context", "offload", "collective_matmul"}
     assert found.storage == ("layout", "zero1")
@@ -152,7 +163,7 @@ def test_what_named_plans_could_not_choose_is_said() -> None:
     assert found.startswith("layouts by name were searched without hybrid")
     # In one node all links are near: hybrid means nothing.
     assert not note("mlp", "x:2;y:2", storage=hybrid)
-    assert {f.field for f in FEATURES.values()} <= {*Allowed.asked()}
+    assert {f.field for f in FEATURES.values()} <= {*ARGUMENTS}
 
 
 def test_a_repair_names_whatever_it_changes() -> None:

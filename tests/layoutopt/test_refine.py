@@ -17,7 +17,7 @@ from layoutopt.evaluator import evaluate
 from layoutopt.plan.build import Plan, parse_plan
 from layoutopt.refine.improve import WORTH, Search
 from layoutopt.refine.places import placed, places
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import SearchSpace
 from tests.layoutopt.models import random_model
 
 PLAIN = {"storage": ("layout",), "recompute": (False,), "microbatches": (1,)}
@@ -101,7 +101,7 @@ def test_what_gains_nothing_changes_nothing() -> None:
 
 def search_of(model: mtf.Model, mesh: mtf.Mesh, limit: float = math.inf) -> Search:
     prices = pricer(load_hardware("tpu-v3"), mesh)
-    return Search(model, mesh, mtf.Options(), Allowed(), prices, limit, Clock())
+    return Search(model, mesh, mtf.Options(), SearchSpace(microbatches=(1,)), prices, limit, Clock())
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,17 @@ from layoutopt.analysis.certificate import certify
 from layoutopt.evaluator import Evaluator
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.optimize.subproblems import subproblems
-from layoutopt.space.kind import STORED, Allowed
+from layoutopt.space.decisions import SearchSpace
+from layoutopt.space.kind import STORED
 from tests.core.test_replicas import model
 
 MESH = mtf.Mesh("sites:2;data:2;model:2")
 RARE = mtf.DiLoCo("sites", 4, fragments=2, bits=8)
 LATE = mtf.DiLoCo("sites", 4, fragments=2, delay=1)
-FEW = Allowed({"d": ()}, storage=("layout", "zero3"), recompute=(False,), diloco=RARE)
-ALL = Allowed(storage=STORED, microbatches=(1, 2), diloco=RARE)
+FEW = SearchSpace(
+    pins={"d": ()}, storage=("layout", "zero3"), recompute=(False,), diloco=RARE, microbatches=(1,)
+)
+ALL = SearchSpace(storage=STORED, microbatches=(1, 2), diloco=RARE)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +43,7 @@ Priced = tuple[float, int]
 """Seconds and bytes."""
 
 
-def every(evaluator: Evaluator, allowed: Allowed) -> Iterator[Priced]:
+def every(evaluator: Evaluator, allowed: SearchSpace) -> Iterator[Priced]:
     """All legal layouts, each held against its tables and its rows."""
     for subproblem in subproblems(evaluator.model, [MESH], allowed, evaluator.near):
         decided = subproblem.decided
@@ -62,7 +65,7 @@ def every(evaluator: Evaluator, allowed: Allowed) -> Iterator[Priced]:
             yield seconds, peak
 
 
-def best(evaluator: Evaluator, allowed: Allowed, limit: float) -> Plan:
+def best(evaluator: Evaluator, allowed: SearchSpace, limit: float) -> Plan:
     plan = search(
         evaluator.model,
         mesh=MESH,
@@ -79,7 +82,7 @@ def best(evaluator: Evaluator, allowed: Allowed, limit: float) -> Plan:
 
 
 @pytest.mark.parametrize("allowed", [FEW, pytest.param(ALL, marks=pytest.mark.nightly)])
-def test_the_answer_is_the_best_of_all_layouts(evaluator: Evaluator, allowed: Allowed) -> None:
+def test_the_answer_is_the_best_of_all_layouts(evaluator: Evaluator, allowed: SearchSpace) -> None:
     known = [*every(evaluator, allowed)]
     peaks = sorted({peak for _, peak in known})
     assert len(known) >= 36 and len(peaks) > 10
@@ -120,7 +123,7 @@ def test_the_proof_holds_without_a_solver(evaluator: Evaluator) -> None:
         ({"diloco": "site"}, "has no axis 'site'; did you mean 'sites'"),
         ({"pins": "batch:sites"}, "pins batch: replicas lie along 'sites'"),
         ({"storage": ["zero3@sites"]}, "storage zero3@sites: replicas lie along 'sites'"),
-        ({"mesh": None, "devices": 8}, "diloco names a mesh axis"),
+        ({"mesh": None, "devices": 8}, "diloco names mesh axes"),
         ({"refine": True}, "refine knows no replicas"),
     ],
 )

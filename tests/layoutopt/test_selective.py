@@ -12,13 +12,12 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.pricing.pricer import pricer
 from layoutopt import search
-from layoutopt.cli.allowed import AllowedOptions
+from layoutopt.cli.allowed import OnMesh
 from layoutopt.evaluator import evaluate
 from layoutopt.formulation.extract import Extraction, extract
 from layoutopt.optimize import subproblem
 from layoutopt.problem import evaluate as value_of
-from layoutopt.space.decisions import decisions
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import SearchSpace, decisions
 from layoutopt.space.recompute import check_named
 from tests.layoutopt.models import EXAMPLES, some_choices
 
@@ -32,7 +31,7 @@ def extraction(
 ) -> Extraction:
     model = EXAMPLES[name]()
     graph = model.training_step(parts).graph
-    decided = decisions(graph, mesh, Allowed(microbatches=(parts,), recompute=allowed))
+    decided = decisions(graph, mesh, SearchSpace(microbatches=(parts,), recompute=allowed))
     return extract(model, mesh, decided, pricer(load_hardware(hardware), mesh))
 
 
@@ -68,13 +67,15 @@ def test_sets_of_ones_own() -> None:
     named = ("keep=wi+attention", "keep=feed_forward/wi+attention", "keep=k+q")
     compare("transformer", "x:4", 1, "a100", 4, named)
     graph = EXAMPLES["transformer"]().step_graph
-    found = decisions(graph, mtf.Mesh("x:2"), Allowed(recompute=(False, *named, True))).options
+    found = decisions(
+        graph, mtf.Mesh("x:2"), SearchSpace(recompute=(False, *named, True), microbatches=(1,))
+    ).options
     assert found["recompute layers"] == ((), ("on", "attention", "wi"), ("on", "k", "q"), ("on",))
     with pytest.raises(mtf.UserError, match="makes nothing that 'wy' is") as refused:
         check_named(graph, ["keep=wy+attention"])
     assert "\n" not in str(refused.value)
-    typed = AllowedOptions(keep="wi+attention, q+k").asked()["recompute"]
-    assert typed == [False, True, "keep=wi+attention", "keep=q+k"]
+    typed = OnMesh(keep="wi+attention, q+k").space().recompute
+    assert typed == (False, True, "keep=wi+attention", "keep=q+k")
     with pytest.raises(mtf.UserError, match="a set as 'keep=attention"):
         layoutopt.search(EXAMPLES["transformer"](), mesh="x:2", recompute=["sometimes"])
 
@@ -90,7 +91,9 @@ def test_examples(name: str, hardware: str) -> None:
 def test_what_is_decided() -> None:
     def options(name: str, loop: str) -> list[str]:
         graph = EXAMPLES[name]().step_graph
-        found = decisions(graph, mtf.Mesh("x:2"), Allowed(recompute=EVERY)).options[f"recompute {loop}"]
+        found = decisions(graph, mtf.Mesh("x:2"), SearchSpace(recompute=EVERY, microbatches=(1,))).options[
+            f"recompute {loop}"
+        ]
         return ["+".join(choice[1:]) if choice else "-" for choice in found]
 
     kept = ["outputs", "attention", "outputs+attention", "products", "products+attention", "products+others"]

@@ -13,10 +13,10 @@ from layoutopt.analysis.explain import forbidden, with_pins
 from layoutopt.analysis.sensitivity import Curve, Trial, as_details, robustness, sensitivity
 from layoutopt.clock import Clock
 from layoutopt.plan.build import Plan
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import SearchSpace
 from tests.layoutopt.models import EXAMPLES
 
-ASKED = Allowed(storage=("layout", "zero1"), recompute=(False,), microbatches=(1,))
+ASKED = SearchSpace(storage=("layout", "zero1"), recompute=(False,), microbatches=(1,))
 
 
 @pytest.fixture(scope="module")

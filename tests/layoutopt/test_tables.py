@@ -20,8 +20,7 @@ from layoutopt.formulation import tables
 from layoutopt.formulation.extract import Draft, Extraction, extract, legal_problem
 from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.problem import evaluate as value_of
-from layoutopt.space.decisions import Decisions, decisions
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import Decisions, SearchSpace, decisions
 from layoutopt.space.recompute import again_in
 from layoutopt.space.storage import stored_classes
 from mesh_tf_core.ops.context import FORMS
@@ -46,7 +45,7 @@ def extraction(
     model: mtf.Model, mesh: mtf.Mesh, parts: int, hardware: Hardware, **allowed: Any
 ) -> Extraction:
     graph = model.training_step(parts).graph
-    decided = decisions(graph, mesh, Allowed(microbatches=(parts,), **allowed))
+    decided = decisions(graph, mesh, SearchSpace(microbatches=(parts,), **allowed))
     return extract(model, mesh, decided, pricer(hardware, mesh))
 
 
@@ -61,7 +60,7 @@ def compare(
 ) -> None:
     """Holds the tables and rows against the lowered program for `count` random legal choices."""
     graph = model.training_step(parts).graph
-    decided = decisions(graph, mesh, Allowed(microbatches=(parts,), **allowed))
+    decided = decisions(graph, mesh, SearchSpace(microbatches=(parts,), **allowed))
     assert compare_some(model, mesh, decided, hardware, seed, count) >= min(count, 3)
 
 
@@ -119,7 +118,7 @@ def compare_prices(
     model: mtf.Model, mesh: mtf.Mesh, parts: int, hardware: Hardware, seed: int, **allowed: Any
 ) -> None:
     """Holds tables that are made as they are asked for against the lowered program, for random choices."""
-    decided = decisions(model.training_step(parts).graph, mesh, Allowed(microbatches=(parts,), **allowed))
+    decided = decisions(model.training_step(parts).graph, mesh, SearchSpace(microbatches=(parts,), **allowed))
     prices, rng, compared = pricer(hardware, mesh), random.Random(seed), 0
     tables = TablePrices(Draft(model, mesh, decided, prices))
     while compared < 15:

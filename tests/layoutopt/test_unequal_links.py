@@ -16,12 +16,11 @@ from costmodels.network.topology import place
 from costmodels.pricing.pricer import pricer
 from examples.mlp import model as mlp
 from layoutopt.evaluator import evaluate
-from layoutopt.space.decisions import decisions
-from layoutopt.space.kind import Allowed
+from layoutopt.space.decisions import SearchSpace, decisions
 from layoutopt.space.mesh_shapes import meshes
 from tests.searching import search
 
-PLAIN = Allowed(storage=("layout",), recompute=(False,), microbatches=(1,))
+PLAIN = SearchSpace(storage=("layout",), recompute=(False,), microbatches=(1,))
 
 
 def nodes_of(size: int) -> Hardware:
