@@ -122,6 +122,16 @@ UNLIMITED = Clock()
 """For work that may take any time."""
 _on: list[_Alarm] = []
 """Alarms of all threads that are not off."""
+_hooks: list[Callable[[sys.UnraisableHookArgs], object]] = []
+"""The process's hook for exceptions that nobody can hear, while an alarm is on."""
+_hooking = threading.Lock()
+
+
+def _lost(what: sys.UnraisableHookArgs) -> None:
+    """Says nothing of a `Late` that Python threw away: a weak reference's callback cannot hand one on, and it
+    is raised again."""
+    if not issubclass(what.exc_type, Late):
+        (_hooks[-1] if _hooks else sys.__unraisablehook__)(what)
 
 
 class _Alarm:
@@ -136,7 +146,11 @@ class _Alarm:
 
     def set(self, seconds: float) -> None:
         """Rings after so many seconds."""
-        _on.append(self)
+        with _hooking:
+            _on.append(self)
+            if not _hooks:
+                _hooks.append(sys.unraisablehook)
+                sys.unraisablehook = _lost
         threading.Thread(target=self._wait, args=(seconds,), daemon=True).start()
 
     def off(self) -> None:
@@ -144,8 +158,13 @@ class _Alarm:
         with self._lock:
             self._off.set()
         self.around = None
-        if self in _on:
-            _on.remove(self)
+        with _hooking:
+            if self in _on:
+                _on.remove(self)
+            if not _on and _hooks:
+                if sys.unraisablehook is _lost:
+                    sys.unraisablehook = _hooks[-1]
+                _hooks.clear()
         if self.rung:
             # A thread has room for one such exception: this one's goes, and those of alarms around it stay.
             _raise(self.thread, None)

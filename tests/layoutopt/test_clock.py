@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -92,6 +94,10 @@ def test_a_lost_exception_comes_again() -> None:
     assert not Clock(0.05).within(0.0, swallows)
 
 
+class Thing:
+    """May be referred to weakly."""
+
+
 class Slow:
     """Takes its time when it goes."""
 
@@ -106,6 +112,25 @@ def test_nothing_is_raised_where_nobody_hears_it(recwarn: pytest.WarningsRecorde
 
     assert not Clock(0.05).within(0.0, work)
     assert not recwarn.list
+
+
+def test_what_a_weak_reference_loses_is_said_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its callback runs while the limit passes, and Python throws away what is raised in it."""
+    lost = list[object]()
+    before, sys.unraisablehook = sys.unraisablehook, lost.append
+
+    def work() -> None:
+        held = weakref.ref(thing := Thing(), lambda _: a_moment(0.3))
+        del thing
+        assert held() is None
+        forever()
+
+    try:
+        assert not Clock(0.05).within(0.0, work)
+        assert not lost and sys.unraisablehook == lost.append
+    finally:
+        sys.unraisablehook = before
+    assert not capsys.readouterr().err
 
 
 def test_other_threads_are_left_alone() -> None:
