@@ -16,6 +16,7 @@ from layoutopt.space.decisions import SearchSpace, decisions
 from mesh_tf_core.errors import InfeasibleError, UserError
 from mesh_tf_core.ir.mesh import Mesh
 from tests.layoutopt.models import EXAMPLES, towers
+from tests.marks import by_day
 from tests.searching import search
 
 
@@ -28,7 +29,8 @@ def bound(name: str, mesh: Mesh, parts: int, hardware: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "hardware"), [("transformer in bfloat16", "tpu-v3"), ("transformer", "a100"), ("mlp", "tpu-v6e")]
+    ("name", "hardware"),
+    by_day([("mlp", "tpu-v6e"), ("transformer in bfloat16", "tpu-v3"), ("transformer", "a100")], every=3),
 )
 def test_pieces_of_a_batch_take_no_less_time(name: str, hardware: str) -> None:
     mesh = Mesh("data:2;model:2")

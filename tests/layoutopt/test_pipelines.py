@@ -132,7 +132,7 @@ def built(name: str) -> mtf.Model:
     return makers[name]()
 
 
-@pytest.mark.parametrize("case", by_day(range(len(CASES)), every=3))
+@pytest.mark.parametrize("case", by_day(range(len(CASES)), every=6))
 def test_tables_and_rows(case: int) -> None:
     name, mesh, parts, hardware, axes, more = CASES[case]
     compare(built(name), mesh, parts, hardware, axes, 8, **more)
@@ -193,6 +193,7 @@ def every() -> tuple[mtf.Model, mtf.Mesh, list[Evaluation]]:
     return model, mesh, found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("memory", "pipeline"), [(math.inf, {"layers": 2}), (6.8e9, {"layers": 4})])
 def test_the_best_of_all(
     memory: float, pipeline: dict[str, int], every: tuple[mtf.Model, mtf.Mesh, list[Evaluation]]

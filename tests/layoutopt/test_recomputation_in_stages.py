@@ -239,12 +239,7 @@ def random_case(seed: int) -> Case:
     return Case(model, mesh, hardware, ";".join(rules), schedule, parts, storage, selective)
 
 
-@pytest.mark.parametrize("seed", [0])
-def test_random_pipelines(seed: int) -> None:
-    assert check(random_case(seed)) >= 3
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(100, 180))
-def test_many_random_pipelines(seed: int) -> None:
+@pytest.mark.parametrize("seed", [0, *range(100, 180)])
+def test_random_pipelines(seed: int) -> None:
     assert check(random_case(seed)) >= 3
