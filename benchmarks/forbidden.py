@@ -27,7 +27,7 @@ from layoutopt.analysis.explain import Asked
 from layoutopt.plan.build import Plan
 from layoutopt.plan.units import bytes_text, seconds_text
 from mesh_tf_core.errors import InfeasibleError
-from mesh_tf_core.ops.ticks import SCHEDULES
+from mesh_tf_core.ir.schedules import SCHEDULES
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks" / "results" / "forbidden.json"

@@ -1,24 +1,22 @@
 """How long the stages of pipelines wait, of a step's price.
 
-A stage of P works in M of M + P - 1 ticks (`mesh_tf_core.ops.ticks`), forward and backward: stage s waits in
-the s first ones and in the P - 1 - s last ones, so that all wait equally long; where microbatches go round R
-times it works in M R. The ticks may be those of one loop, or of several, one after the other (1F1B: some only
+The schedule's table (`mesh_tf_core.ir.schedules`) says in how many ticks of a pass a stage works and in how
+many it is idle. The ticks may be those of one loop, or of several, one after the other (1F1B: some only
 forward, some only backward).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Container
 from dataclasses import dataclass
 
 from costmodels.pricing.lines import Cost, Line
 from costmodels.pricing.overlap import GRADIENT
-from mesh_tf_core.ir.blocks import MICROBATCH, Block
+from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ops.neighbours import ShiftAlong
-from mesh_tf_core.ops.ticks import Schedule
+from mesh_tf_core.ops.ticks import ScheduleColumn
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -44,6 +42,7 @@ def waiting(program: Program, cost: Cost) -> list[Waiting]:
     if not isinstance(graph, Graph) or not any(b.spread for b in graph.blocks):
         return []
     found: dict[str, Waiting] = {}
+    schedules = {n.op.stage: n.op.schedule for n, _ in graph.walk() if isinstance(n.op, ScheduleColumn)}
     for dim, loops in _ticking(graph).items():
         both = any(len(phases) > 1 for phases in loops.values())
         passes = [graph.blocks[i].dim.size for i, phases in loops.items() if "forward" in phases]  # type: ignore[union-attr]
@@ -52,16 +51,9 @@ def waiting(program: Program, cost: Cost) -> list[Waiting]:
             own = _slots(graph, graph.blocks[i], both)
             times = graph.blocks[i].dim.size  # type: ignore[union-attr]
             seconds += sum(x.exposed * x.times for x in cost.lines if _stays(x, own, times))
-        waits = ticks - _works(graph, dim.size, ticks)
+        waits = ticks - schedules[dim].works
         found[dim.name] = Waiting(dim.name, dim.size, ticks, waits, seconds * waits / ticks)
     return list(found.values())
-
-
-def _works(graph: Graph, stages: int, ticks: int) -> int:
-    """In how many ticks a stage works: those of the schedule that has so many, of all microbatches."""
-    microbatches = max(graph.dims()[MICROBATCH])
-    schedules = (Schedule(microbatches, stages, rounds) for rounds in itertools.count(1))
-    return next(s.works for s in schedules if s.ticks >= ticks)
 
 
 def _ticking(graph: Graph) -> dict[Dim, dict[int, set[str]]]:

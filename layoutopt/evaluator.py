@@ -32,11 +32,11 @@ from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.schedules import Schedule
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.placement import Placement
 from mesh_tf_core.lower.replicas import ReplicaPrograms
 from mesh_tf_core.model import Model
-from mesh_tf_core.ops.ticks import Schedule, rounds_of
 from mesh_tf_core.tracing.diloco import DiLoCo
 
 DEFAULT = Options()
@@ -372,8 +372,8 @@ class Evaluator:
         """Seconds that no layout takes less than: a device computes its share, and stages of pipelines that
         of their products in every tick."""
         parts = decided.microbatches
-        stages, rounds = decided.stages_on(mesh).items(), rounds_of(decided.schedule)
-        plans = ((dim, Schedule(parts, n, rounds)) for dim, n in stages)
+        stages = decided.stages_on(mesh).items()
+        plans = ((dim, Schedule.named(decided.schedule, n, parts)) for dim, n in stages)
         waits = ((dim, plan.ticks / plan.works - 1) for dim, plan in plans)
         more = max((self.alone(frozenset({dim})) * share for dim, share in waits), default=0.0)
         return (self.alone() + more) / mesh.devices

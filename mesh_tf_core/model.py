@@ -15,13 +15,13 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.schedules import GPIPE, alternates, rounds_of
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.kept import of_stages
 from mesh_tf_core.lower.offload import check_offload, check_on_devices
 from mesh_tf_core.lower.rematerialization import check_inside, layer_again
 from mesh_tf_core.lower.replicas import ReplicaPrograms, check_whole, lower_replicas
-from mesh_tf_core.ops.ticks import GPIPE, alternates, rounds_of
 from mesh_tf_core.optimizers import SGD, Optimizer, by_name
 from mesh_tf_core.optimizers.base import apply_updates
 from mesh_tf_core.tracing.gradients import gradients, unwidened
@@ -118,7 +118,7 @@ class Model:
     ) -> TrainingStep:
         """Forward, backward and update as one graph; with several microbatches, gradients are accumulated
         over them, or with `stages` (dimension of layers -> their number) they go through a pipeline, in the
-        order of a schedule (`ops.ticks.SCHEDULES`), where `again` says what of stages runs again for backward
+        order of a schedule (`ir.schedules`), where `again` says what of stages runs again for backward
         (`lower.kept.of_stages`)."""
         whole = self._whole = self._whole or self._whole_step(self.loss, self.metrics)
         if microbatches == 1 and not stages:

@@ -24,9 +24,9 @@ from layoutopt.space.decisions import FEATURES, SearchSpace
 from layoutopt.space.elsewhere import written
 from layoutopt.space.splits import parse_rules
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError, known_names
+from mesh_tf_core.ir.schedules import GPIPE
 from mesh_tf_core.lower.offload import ACTIVATIONS
 from mesh_tf_core.model import Model
-from mesh_tf_core.ops.ticks import GPIPE
 
 AGREE = 1e-9
 """Relative difference up to which two predictions are the same."""

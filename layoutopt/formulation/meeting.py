@@ -24,12 +24,12 @@ from layoutopt.space.decisions import Decisions, Structure
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.schedules import GPIPE
 from mesh_tf_core.ir.structure import Assign
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.replicas import replica_graphs, rules_about
 from mesh_tf_core.lower.storage import narrow_reads
 from mesh_tf_core.model import DEFAULT, NO_STAGES, NOTHING, Model, TrainingStep
-from mesh_tf_core.ops.ticks import GPIPE
 from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
 

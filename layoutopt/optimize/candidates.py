@@ -7,7 +7,7 @@ stages run k M + P - 1 times, each for at least 1/k as long, so that of a bound 
 
     (k M + P - 1) / (k (M + P - 1))
 
-and in a circular schedule likewise with its ticks (`mesh_tf_core.ops.ticks`).
+and in a circular schedule likewise with its ticks (`mesh_tf_core.ir.schedules`).
 """
 
 from __future__ import annotations

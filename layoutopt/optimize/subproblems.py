@@ -14,10 +14,10 @@ from layoutopt.space.stages import count, ways
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.schedules import Schedule, alternates
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.kept import of_stages
 from mesh_tf_core.model import Model
-from mesh_tf_core.ops.ticks import Schedule, alternates, rounds_of
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,10 @@ class Subproblem:
     def share(self, microbatches: int) -> float:
         """What of a bound on the same with fewer microbatches, of which these are a multiple, holds here, if
         pieces cost at least their share of the whole (`candidates`)."""
-        times, rounds = self.microbatches // microbatches, rounds_of(self.decided.schedule)
+        times, named = self.microbatches // microbatches, self.decided.schedule
         stages = self.decided.stages_on(self.mesh).values()
-        pairs = ((Schedule(m, n, rounds).ticks for m in (self.microbatches, microbatches)) for n in stages)
+        both = self.microbatches, microbatches
+        pairs = ((Schedule.named(named, n, m).ticks for m in both) for n in stages)
         return min((ticks / (times * fewer) for ticks, fewer in pairs), default=1.0)
 
     @property

@@ -50,10 +50,10 @@ from layoutopt.space.stages import Piped, Stages
 from layoutopt.space.storage import Storage, Stored
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.schedules import GPIPE, alternates
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.kept import Sets, of_stages
 from mesh_tf_core.model import NO_STAGES, NOTHING, TrainingStep
-from mesh_tf_core.ops.ticks import GPIPE, alternates
 from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
 

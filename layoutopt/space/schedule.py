@@ -27,8 +27,7 @@ from layoutopt.space.kind import (
 from layoutopt.space.stages import Stages
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.lower import Options
-from mesh_tf_core.ops.ticks import (
+from mesh_tf_core.ir.schedules import (
     CIRCULAR,
     GPIPE,
     INTERLEAVED,
@@ -38,6 +37,7 @@ from mesh_tf_core.ops.ticks import (
     check_schedule,
     rounds_of,
 )
+from mesh_tf_core.lower import Options
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -48,7 +48,7 @@ def _goes_round(schedule: str, at_once: bool) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduled(Space):
-    """Schedules of pipelines (`mesh_tf_core.ops.ticks.SCHEDULES`); of a subproblem with stages, its only
+    """Schedules of pipelines (`mesh_tf_core.ir.schedules.SCHEDULES`); of a subproblem with stages, its only
     one."""
 
     schedule: tuple[str, ...] = argument(

@@ -19,10 +19,10 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import TICK
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.schedules import GPIPE, alternates
 from mesh_tf_core.lower.kept import Recomputed
 from mesh_tf_core.lower.rematerialization import keep_sets
 from mesh_tf_core.model import Model
-from mesh_tf_core.ops.ticks import GPIPE, alternates
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.pipeline import check_stages, loop_dims
 

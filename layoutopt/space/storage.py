@@ -33,9 +33,9 @@ from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import AT, Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.schedules import INTERLEAVED, ONE_F_ONE_B, alternates
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import STAGES, Stage, read_stage
-from mesh_tf_core.ops.ticks import INTERLEAVED, ONE_F_ONE_B, alternates
 from mesh_tf_core.tracing.graph import Graph
 
 

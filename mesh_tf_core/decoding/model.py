@@ -9,11 +9,11 @@ from mesh_tf_core.decoding.beam import beam_search
 from mesh_tf_core.decoding.loop import Decoded, greedy, sample
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.schedules import GPIPE
 from mesh_tf_core.model import NO_STAGES, NOTHING, Model, TrainingStep
 from mesh_tf_core.ops.basic import Constant
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.reduce import reduce_mean
-from mesh_tf_core.ops.ticks import GPIPE
 from mesh_tf_core.tracing.graph import Graph
 
 

@@ -8,10 +8,10 @@ from functools import cached_property
 
 from mesh_tf_core import arguments
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.schedules import GPIPE, check_schedule
 from mesh_tf_core.lower.kept import written
 from mesh_tf_core.lower.offload import Offload
 from mesh_tf_core.lower.storage import Stages, read_stage
-from mesh_tf_core.ops.ticks import GPIPE, check_schedule
 from mesh_tf_core.tracing.diloco import DiLoCo
 
 
@@ -28,7 +28,7 @@ class Options:
         does not gather them (`ops.context.FORMS`).
       diloco: an axis that synchronises rarely.
       offload: what lies in the hosts' memory, by kind and variable (`lower.offload`).
-      schedule: when the stages of a pipeline go backward (`ops.ticks.SCHEDULES`).
+      schedule: when the stages of a pipeline go backward (`ir.schedules.SCHEDULES`).
       collective_matmul: dimensions: what products with one of them gather, split over its axes, and what is
         scattered of them, goes in chunks beside them (`lower.collective_matmul`).
     """

@@ -10,6 +10,7 @@ from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.layout import AT, Layout, within
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import AllGather, AllReduce, Collective, Program
+from mesh_tf_core.ir.schedules import GPIPE
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower.options import Options
 from mesh_tf_core.lower.oracle import Oracle
@@ -18,7 +19,6 @@ from mesh_tf_core.lower.placement import placement
 from mesh_tf_core.lower.storage import Stage, narrow_reads, read_stage
 from mesh_tf_core.lower.verify import ProgramError
 from mesh_tf_core.ops.few_bits import DTYPE, WHOLE
-from mesh_tf_core.ops.ticks import GPIPE
 from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.meeting import Meeting, outer_steps

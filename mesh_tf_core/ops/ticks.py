@@ -1,25 +1,6 @@
-"""When a pipeline works on what: microbatches enter its first stage and leave its last at certain ticks.
+"""Microbatches at ticks: what enters a pipeline and leaves it, and the schedule's table where stages read it.
 
-At a tick every stage works on one microbatch and then hands it on to the next stage (Huang et al. 2019,
-"GPipe"). With M microbatches and P stages, of M + P - 1 ticks a stage works in M and waits in P - 1: stage s
-has microbatch tick - s.
-
-In a circular schedule a microbatch goes round R times (Narayanan et al. 2021, "Efficient large-scale language
-model training on GPU clusters using Megatron-LM", section 2.2): a stage has R chunks of layers, chunk r of
-stage s being number r P + s of all, and what the last stage hands on goes to the first. Microbatches go round
-in groups of P. Of its own tick u = tick - s, a stage works on microbatch g P + u mod P in round r, where
-g = u div (P R) and r = (u mod P R) div P. A tick is 1/R of a stage's layers. The last of
-G = ceil(M / P) groups has m = M - (G - 1) P microbatches, so that there are
-
-    (G - 1) P R + (R - 1) P + m + P - 1
-
-ticks, of which a stage works in M R: where P divides M, M R + P - 1, and it waits in P - 1 as before, for
-1/R as long.
-
-An interleaved schedule goes round in the same order, and backward as well, the last stage and the last chunk
-first; a microbatch turns round as soon as it has left the last stage (there: figure 4), P R - 1 ticks after
-its beginning. Ticks backward are as many. Of a chunk r in flight at a stage are at most 2 P microbatches if
-2 r < R, else P.
+`ir.schedules` says which microbatch a stage has at a tick; these operations only look there.
 """
 
 from __future__ import annotations
@@ -28,107 +9,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mesh_tf_core.errors import UserError, known_names
+import numpy as np
+
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import MICROBATCH, TICK
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType
+from mesh_tf_core.ir.schedules import IDLE, Schedule, Slot
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import listing
-from mesh_tf_core.ops.kinds import Move
+from mesh_tf_core.ops.kinds import Move, Source
 
-GPIPE, ONE_F_ONE_B, CIRCULAR, INTERLEAVED = "gpipe", "1f1b", "circular", "interleaved"
-SCHEDULES = (GPIPE, ONE_F_ONE_B, f"{CIRCULAR}:2", f"{INTERLEAVED}:2")
-"""When stages go backward: after all microbatches (`tracing.pipeline`), or each microbatch as soon as it has
-gone through all stages (`tracing.one_forward_one_backward`). In "circular:R" each has R chunks of layers, and
-goes backward after all microbatches; in "interleaved:R" it has as many, and each microbatch goes backward at
-once."""
-_ROUND = {CIRCULAR: "circular:2", INTERLEAVED: "interleaved:2"}
 WHY = "microbatches come one after the other"
-
-
-def check_schedule(schedule: str, said: str = "") -> None:
-    """UserError if it is none; `said`: what it was asked for by."""
-    said, (order, _, number) = said or f"schedule {schedule!r}", schedule.partition(":")
-    if schedule not in SCHEDULES and order not in _ROUND:
-        raise UserError(f"{said}: {known_names(schedule, SCHEDULES)}")
-    if order in _ROUND and (
-        len(number) > 6 or not number.isascii() or not number.isdigit() or int(number) < 2
-    ):
-        raise UserError(f"{said}: say how often microbatches go round, twice or more, as {_ROUND[order]}")
-
-
-def rounds_of(schedule: str) -> int:
-    """How often microbatches go through the stages: into how many chunks these divide their layers."""
-    order, _, number = schedule.partition(":")
-    return int(number) if order in _ROUND else 1
-
-
-def alternates(schedule: str) -> bool:
-    """Whether a microbatch goes backward as soon as it has gone through all stages."""
-    return schedule == ONE_F_ONE_B or schedule.startswith(f"{INTERLEAVED}:")
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How many microbatches pass how many stages, and how often."""
-
-    microbatches: int
-    stages: int
-    rounds: int = 1
-
-    @property
-    def group(self) -> int:
-        """Ticks from one group of microbatches to the next."""
-        return self.stages * self.rounds
-
-    @property
-    def groups(self) -> int:
-        """Of microbatches, as many in each as there are stages, in the last one fewer."""
-        return -(-self.microbatches // self.stages)
-
-    @property
-    def ticks(self) -> int:
-        last = self.microbatches - (self.groups - 1) * self.stages
-        return (self.groups - 1) * self.group + (self.rounds - 1) * self.stages + last + self.stages - 1
-
-    @property
-    def works(self) -> int:
-        """Ticks in which a stage works; in the others it waits."""
-        return self.microbatches * self.rounds
-
-    @property
-    def bubble(self) -> float:
-        """The share of the ticks in which a stage waits."""
-        return (self.ticks - self.works) / self.ticks
-
-    def first(self, end: bool) -> int:
-        """The tick at which the first microbatch enters, or leaves at the `end`; the others of its group
-        follow, and those of the next one `group` ticks later."""
-        return self.group - 1 if end else 0
-
-    def passing(self, end: bool, begin: int, count: int) -> int:
-        """How many microbatches enter, or leave at the `end`, in `count` ticks from one on."""
-        groups = (divmod(item, self.stages) for item in range(self.microbatches))
-        ticks = (self.first(end) + group * self.group + place for group, place in groups)
-        return sum(begin <= tick < begin + count for tick in ticks)
-
-    @property
-    def early(self) -> int:
-        """Of the chunks of a stage, how many have microbatches of two groups in flight where it goes backward
-        at once: the first half."""
-        return (self.rounds + 1) // 2
-
-    @property
-    def in_flight(self) -> int:
-        """Places for what is in flight in a stage that goes backward at once: `kept` in every early chunk,
-        and one for each stage in the others."""
-        return self.early * self.kept + (self.rounds - self.early) * self.stages
-
-    @property
-    def kept(self) -> int:
-        """Microbatches of an early chunk that are in flight."""
-        return 2 * self.stages - (self.rounds == 1)
+CHUNK, PLACE = "chunk", "place"
+"""Columns of a slot beside its microbatch: which virtual stage of the stage, and where in its ring."""
 
 
 def _first(op: str, name: str, inputs: Sequence[TensorType], size: int) -> Shape:
@@ -139,11 +34,79 @@ def _first(op: str, name: str, inputs: Sequence[TensorType], size: int) -> Shape
     return shape.without(name)
 
 
+def _rows(k: Kernel, x: Any, numbers: np.ndarray) -> Any:
+    """Rows of x, which lie next to each other in most schedules."""
+    if (np.diff(numbers) == 1).all():
+        return k.slice(x, [int(numbers[0])] + [0] * (len(x.shape) - 1), (len(numbers), *x.shape[1:]))
+    return k.take(x, k.array(numbers, "int32"))
+
+
+@dataclass(frozen=True)
+class ScheduleColumn(Source):
+    """A column of a schedule's table for a loop over ticks, as [tick, stage].
+
+    Attributes:
+      slot, column: which column of which slot.
+      tick, stage: dimensions of the result.
+      begin: the loop's first tick.
+    """
+
+    schedule: Schedule
+    slot: Slot
+    column: str
+    tick: Dim
+    stage: Dim
+    begin: int = 0
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return Roles(parallel=(self.stage.name,), whole={TICK: WHY})
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return TensorType(Shape([self.tick, self.stage]), "int32")
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        rows = slice(self.begin, self.begin + self.tick.size)
+        if self.column == PLACE:
+            numbers = self.schedule.places[rows, :, self.slot]
+        else:
+            numbers = self.schedule.table[rows, :, self.slot, int(self.column == CHUNK)]
+        x = k.array(np.ascontiguousarray(numbers), "int32")
+        if self.stage.name not in at.split:
+            return x
+        return k.slice(x, [0, at.offset(self.stage.name)], at.outputs[0].shape.sizes)
+
+
+@dataclass(frozen=True)
+class Passing(Source):
+    """The microbatch that is at the first virtual stage, or at the last one at the `end`, at each of a loop's
+    ticks, as [tick]; IDLE where none is."""
+
+    schedule: Schedule
+    slot: Slot
+    end: bool
+    tick: Dim
+    begin: int = 0
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return Roles(whole={TICK: WHY})
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return TensorType(Shape([self.tick]), "int32")
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        return k.array(self.schedule.passing(self.slot, self.end)[self.begin :][: self.tick.size], "int32")
+
+
+def _forward(schedule: Schedule, end: bool) -> np.ndarray:
+    """[tick of a pass forward]: the microbatch that enters, or leaves at the `end`."""
+    return schedule.passing(Slot.FORWARD, end)[: schedule.ticks]
+
+
 @dataclass(frozen=True)
 class ToTicks(Move):
     """x [microbatch, rest] as [tick, rest]: each microbatch at the tick at which it enters the pipeline, or
     leaves it at the `end`. At the other ticks is zero, or, to `fill` it, the first microbatch: stages that
-    wait work on numbers like others, and no gradient comes back from them."""
+    are idle work on numbers like others, and no gradient comes back from them."""
 
     schedule: Schedule
     end: bool
@@ -159,27 +122,20 @@ class ToTicks(Move):
         return TensorType(Shape([Dim(TICK, self.schedule.ticks), *rest]), inputs[0].dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        (x,), rest, plan = slices, at.inputs[0].shape.sizes[1:], self.schedule
-        one = k.slice(x, [0] * (1 + len(rest)), (1, *rest)) if self.fill else None
-
-        def longer(x: Any, axis: int, ends: tuple[int, int]) -> Any:
-            """x with more at the ends of an axis."""
-            sizes = list(x.shape)
-            if one is None:
-                return k.pad(x, [ends if i == axis else (0, 0) for i in range(len(sizes))])
-            like = k.reshape(one, [*(1 for _ in sizes[: len(sizes) - len(rest)]), *rest])
-            gaps = [[size if i == axis else n for i, n in enumerate(sizes)] for size in ends]
-            more = [k.broadcast_to(like, gap) if gap[axis] else None for gap in gaps]
-            return k.concat([part for part in (more[0], x, more[1]) if part is not None], axis)
-
-        if plan.rounds > 1:
-            x = longer(x, 0, (0, plan.groups * plan.stages - plan.microbatches))
-            x = longer(k.reshape(x, (plan.groups, plan.stages, *rest)), 1, (0, plan.group - plan.stages))
-            x = k.reshape(x, (plan.groups * plan.group, *rest))
-        before = plan.first(self.end)
-        after = plan.ticks - before - x.shape[0]
-        x = longer(x, 0, (before, max(after, 0)))
-        return x if after >= 0 else k.slice(x, [0] * (1 + len(rest)), (plan.ticks, *rest))
+        (x,), rest = slices, at.inputs[0].shape.sizes[1:]
+        numbers, none = _forward(self.schedule, self.end), [(0, 0)] * len(rest)
+        begin, last = np.flatnonzero(numbers != IDLE)[[0, -1]].tolist()
+        ends = begin, len(numbers) - 1 - last
+        if (numbers[begin : last + 1] == IDLE).any():
+            # Some ticks between have none: every tick takes its row, or one put before all for those.
+            first = k.slice(x, [0] * (1 + len(rest)), (1, *rest))
+            before = first if self.fill else k.full((1, *rest), 0, at.inputs[0].dtype)
+            return k.take(k.concat([before, x], 0), k.array(numbers + 1, "int32"))
+        if not self.fill:
+            return k.pad(x, [ends, *none])
+        first = k.slice(x, [0] * (1 + len(rest)), (1, *rest))
+        more = [k.broadcast_to(first, (n, *rest)) if n else None for n in ends]
+        return k.concat([part for part in (more[0], x, more[1]) if part is not None], 0)
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (dy.graph.apply(FromTicks(self.schedule, self.end), dy),)
@@ -203,18 +159,9 @@ class FromTicks(Move):
         return TensorType(Shape([Dim(MICROBATCH, self.schedule.microbatches), *rest]), inputs[0].dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        (x,), rest, plan = slices, at.inputs[0].shape.sizes[1:], self.schedule
-        begin, none = plan.first(self.end), [0] * len(rest)
-        if plan.rounds == 1:
-            return k.slice(x, (begin, *none), (plan.microbatches, *rest))
-        whole = plan.groups * plan.group
-        x = k.slice(x, (begin, *none), (min(plan.ticks - begin, whole), *rest))
-        x = k.pad(x, [(0, whole - x.shape[0]), *((0, 0) for _ in rest)])
-        x = k.slice(
-            k.reshape(x, (plan.groups, plan.group, *rest)), (0, 0, *none), (plan.groups, plan.stages, *rest)
-        )
-        x = k.reshape(x, (plan.groups * plan.stages, *rest))
-        return k.slice(x, (0, *none), (plan.microbatches, *rest))
+        numbers = _forward(self.schedule, self.end)
+        (ticks,) = np.nonzero(numbers != IDLE)
+        return _rows(k, slices[0], ticks[np.argsort(numbers[ticks])])
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (dy.graph.apply(ToTicks(self.schedule, self.end, False), dy),)

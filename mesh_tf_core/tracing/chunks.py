@@ -11,9 +11,9 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import MICROBATCH, Block, Node
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.ir.schedules import Schedule, rounds_of
 from mesh_tf_core.ir.stored_order import Interleaved
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.ticks import Schedule, rounds_of
 from mesh_tf_core.tracing.copying import Copy
 from mesh_tf_core.tracing.gradients import depends_on
 from mesh_tf_core.tracing.graph import Graph
@@ -84,7 +84,7 @@ class ChunkCopy(Accumulation):
         self.raw: dict[int, Tensor] = {}
         self.lies: dict[int, Tensor] = {}
         super().__init__(graph, batch, parts)
-        self.schedule = Schedule(parts, stages, rounds)
+        self.schedule = Schedule.named(schedule, stages, parts)
         (size,) = graph.dims()[dim]
         self.layers, self.stage = dim, Dim(dim, stages)
         self.own = Dim(layers_of_stage(dim), size // stages)

@@ -29,9 +29,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.blocks import MICROBATCH, TICK, Block, Node
+from mesh_tf_core.ir.blocks import MICROBATCH, Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.schedules import CIRCULAR, GPIPE, Schedule, Slot
 from mesh_tf_core.ir.stored_order import Interleaved
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
@@ -39,16 +40,17 @@ from mesh_tf_core.ops.basic import scale, stop_gradient
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.dynamic import dynamic_slice
 from mesh_tf_core.ops.einsum import broadcast
-from mesh_tf_core.ops.math import logical_and, maximum, minimum
+from mesh_tf_core.ops.math import logical_and
 from mesh_tf_core.ops.neighbours import shift
 from mesh_tf_core.ops.reduce import reduce_sum
 from mesh_tf_core.ops.shape import reshape, slice_dim, transpose
-from mesh_tf_core.ops.ticks import FromTicks, Schedule, ToTicks
+from mesh_tf_core.ops.ticks import FromTicks, ToTicks
 from mesh_tf_core.tracing.copying import PartCopy
 from mesh_tf_core.tracing.gradients import depends_on
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.rounds import layers_of_stage, lying, reordered, whose_turn
+from mesh_tf_core.tracing.rounds import layers_of_stage, lying, reordered
 from mesh_tf_core.tracing.standing import Kind, Standings, outer_reads
+from mesh_tf_core.tracing.table_rows import TableRows
 
 
 def pipelined(
@@ -193,7 +195,8 @@ class _Pipeline:
     def __init__(self, copy: _Pipelines, node: Node, body: Block, layers: Dim) -> None:
         self.copy, self.node, self.body, self.layers = copy, node, body, layers
         self.old, self.new = copy.old, copy.new
-        self.schedule = Schedule(copy.parts, copy.stages[layers.name], copy.rounds)
+        kind = CIRCULAR if copy.rounds > 1 else GPIPE
+        self.schedule = Schedule(kind, copy.stages[layers.name], copy.parts, copy.rounds)
         self.stage = Dim(layers.name, self.schedule.stages)
         self.own = Dim(layers_of_stage(layers.name), layers.size // self.schedule.stages)
         self.chunk = Dim(self.own.name, self.own.size // self.schedule.rounds)
@@ -293,15 +296,15 @@ class _Pipeline:
         flows = [*states, *passes.values()]
         entering = [new.apply(ToTicks(schedule, end=False, fill=True), f.entering) for f in flows]
         init = [self._begun(f.entering) for f in flows]
-        with new.loop(Dim(TICK, schedule.ticks)) as ticks:
-            tick = new.tensors[ticks.index]  # type: ignore[index]
+        rows = TableRows(new, schedule, self.stage, schedule.done(Slot.FORWARD))
+        with new.loop(rows.dim) as ticks:
+            rows = rows.inside(ticks)
             held = [new.body_input(ticks, x) for x in init]
             come = [new.slice_into(ticks, x) for x in entering]
             with new.loop(self.stage, spread=True) as stages:
                 stage = new.tensors[stages.index]  # type: ignore[index]
-                item, turn = whose_turn(schedule, tick - stage)
-                works = logical_and(tick >= stage, item < schedule.microbatches)
-                number = maximum(minimum(item, schedule.microbatches - 1), 0)
+                work = rows.at(Slot.FORWARD, stages)
+                number, turn = work.number, work.chunk
                 enters = stage < 1 if turn is None else logical_and(stage < 1, turn < 1)
                 got = [where(enters, x, new.slice_into(stages, h)) for x, h in zip(come, held, strict=True)]
                 self.copy.tensors.update((i, dynamic_slice(x, number, MICROBATCH)) for i, x in stays.items())
@@ -314,7 +317,7 @@ class _Pipeline:
                 last = last if turn is None else logical_and(last, turn > schedule.rounds - 2)
                 left = [self._at(last, x) for x in ends[: len(states)]]
                 done = [new.sum_output(stages, x) for x in left]
-                parts = [self._at(works, x) for x in stacked]
+                parts = [self._at(work.works, x) for x in stacked]
                 terms = [new.stack_output(stages, x, self.layers) for x in parts]
             new.close_loop(stages, [])
             ticks.carry_in = tuple(x.id for x in held)

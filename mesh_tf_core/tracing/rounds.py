@@ -10,10 +10,7 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.stored_order import Interleaved
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.ops.binary import binary
-from mesh_tf_core.ops.math import maximum
 from mesh_tf_core.ops.shape import reshape, transpose
-from mesh_tf_core.ops.ticks import Schedule
 from mesh_tf_core.tracing.graph import Graph, graph_of
 from mesh_tf_core.tracing.standing import outer_reads
 
@@ -31,16 +28,6 @@ def loop_name(block: Block, graph: Graph) -> str | None:
     around = graph.blocks[block.parent] if block.parent is not None else None
     stage = around.dim.name if around is not None and around.spread and around.dim is not None else ""
     return stage if stage and block.dim.name == layers_of_stage(stage) else block.dim.name
-
-
-def whose_turn(schedule: Schedule, at: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The microbatch that a stage has at a tick of its own, and in which round, if there are several."""
-    if schedule.rounds == 1:
-        return at, None
-    at = maximum(at, 0)
-    group, inside = binary("floordiv", at, schedule.group), binary("mod", at, schedule.group)
-    item = group * schedule.stages + binary("mod", inside, schedule.stages)
-    return item, binary("floordiv", inside, schedule.stages)
 
 
 def lying(

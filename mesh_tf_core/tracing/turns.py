@@ -3,23 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
-from mesh_tf_core.ir.blocks import MICROBATCH, TICK, Block, Node
+from mesh_tf_core.ir.blocks import MICROBATCH, Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.schedules import IDLE, Slot
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Constant, add_n, scale
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.einsum import broadcast
-from mesh_tf_core.ops.math import logical_and, maximum, minimum, mod
+from mesh_tf_core.ops.math import logical_and, maximum
 from mesh_tf_core.ops.neighbours import shift
 from mesh_tf_core.tracing.chunks import IN_FLIGHT, Again, ChunkCopy
-from mesh_tf_core.tracing.rounds import whose_turn
 from mesh_tf_core.tracing.slots import Slots, When
 from mesh_tf_core.tracing.standing import Kind, outer_reads
+from mesh_tf_core.tracing.table_rows import TableRows
+
+State = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
 class Turns(Slots):
@@ -114,48 +116,28 @@ class Turns(Slots):
                 found[o] = self.new.sum_output(stages, x) if stack is None else stack
         return found
 
-    # -- whose turn it is ------------------------------------------------------------------------------------
-
-    def _slot(self, at: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Of a stage's own tick: whether a microbatch is there, the number of one, where it lies in the ring,
-        and in which round it is: which chunk it takes."""
-        item, chunk = whose_turn(self.schedule, at)
-        works, number = self._held(at, item)
-        return works, number, maximum(item, 0), chunk
-
-    def _held(self, at: Tensor, item: Tensor) -> tuple[Tensor, Tensor]:
-        works = logical_and(at >= 0, item < self.parts)
-        return works, maximum(minimum(item, self.parts - 1), 0)
-
-    def _lies(self, item: Tensor, chunk: Tensor | None) -> Tensor:
-        """Where what a stage has in flight of a chunk lies."""
-        of = self.schedule
-        if chunk is None:
-            return mod(item, of.kept)
-        late = (chunk - of.early) * of.stages + of.early * of.kept
-        return where(chunk < of.early, chunk * of.kept + mod(item, of.kept), late + mod(item, of.stages))
+    # -- what is when ----------------------------------------------------------------------------------------
 
     def _passing(
-        self, at: Tensor, end: bool, ticks: tuple[int, int], make: Callable[[Tensor], Sequence[Tensor]]
+        self, rows: TableRows, slot: Slot, end: bool, make: Callable[[Tensor], Sequence[Tensor]]
     ) -> list[Tensor] | None:
-        """What is made of the microbatch that enters, or leaves at the `end`, in turns in which one does; in
-        others zeros. None if none ever does.
+        """What is made of the microbatch that is at the first virtual stage, or at the last one at the `end`;
+        with several virtual stages a stage, in the ticks in which one is, and zeros in others. None if none
+        ever is.
 
         Args:
-          at: the tick; `ticks`: the first one and how many there are.
           make: of the number of a microbatch.
         """
-        schedule, new = self.schedule, self.new
-        item, chunk = whose_turn(schedule, at - schedule.first(end))
-        works, number = self._held(at - schedule.first(end), item)
-        if chunk is None:
+        new = self.new
+        item, share = rows.passing(slot, end)
+        number = maximum(item, 0)
+        if self.schedule.chunks == 1:
             return [*make(number)]
-        times = schedule.passing(end, *ticks)
-        if not times:
+        if not share:
             return None
-        works = logical_and(works, chunk < 1)
+        works = item > IDLE
         with new.loop(Dim(f"branch_{len(new.blocks)}", 1)) as block:
-            block.single, block.runs, block.branch = True, works.id, Fraction(times, ticks[1])
+            block.single, block.runs, block.branch = True, works.id, share
             made = [new.sum_output(block, new.visible(x)) for x in make(number)]
         new.close_loop(block, [])
         return made
@@ -168,26 +150,21 @@ class Turns(Slots):
         return [*self.copy._operands(self.forward), *(self.copy.tensors[i] for i in self.passes)]
 
     def _forward_slot(
-        self, turn: Tensor, ticks: tuple[int, int], held: Sequence[Tensor], rings: Sequence[Tensor]
+        self, rows: TableRows, held: Sequence[Tensor], rings: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor], dict[int, Tensor]]:
-        """Every stage forward.
-
-        Args:
-          ticks: of the loop: the first one and how many there are.
-
-        Returns:
-          What the stages hand on; the rings; terms of sums.
-        """
+        """Every stage forward: what the stages hand on; the rings; terms of sums."""
         new = self.new
-        entering = self._passing(turn, False, ticks, self._entering)
+        entering = self._passing(rows, Slot.FORWARD, False, self._entering)
         with new.loop(self.stage, spread=True) as stages:
             stage = new.tensors[stages.index]  # type: ignore[index]
-            works, number, item, chunk = self._slot(turn - stage)
+            work = rows.at(Slot.FORWARD, stages)
+            works, number, chunk = work.works, work.number, work.chunk
+            place = rows.place(Slot.FORWARD, stages) if rings else number
             got = [new.slice_into(stages, h) for h in held]
             if entering is not None:
                 enters = stage < 1 if chunk is None else logical_and(stage < 1, chunk < 1)
                 got = [where(enters, x, h) for x, h in zip(entering, got, strict=True)]
-            place, known = self._lies(item, chunk), dict(zip(self.flows, got, strict=True))
+            known = dict(zip(self.flows, got, strict=True))
             into = [new.slice_into(stages, r) for r in rings]
             held = [known[i] for i in self.held]
             kept = [dynamic_update(r, x, place, IN_FLIGHT) for r, x in zip(into, held, strict=False)]
@@ -202,22 +179,22 @@ class Turns(Slots):
         return handed, kept, terms
 
     def _backward_slot(
-        self, turn: Tensor, held: Sequence[Tensor], rings: Sequence[Tensor], entering: Sequence[Tensor]
+        self, rows: TableRows, held: Sequence[Tensor], rings: Sequence[Tensor], entering: Sequence[Tensor]
     ) -> tuple[list[Tensor], dict[int, Tensor]]:
         """Every stage backward; `entering`: the gradient at the last stage, if a microbatch enters there.
 
         Returns:
           What the stages hand on; terms of sums.
         """
-        new, copy, schedule = self.new, self.copy, self.schedule
+        new, copy = self.new, self.copy
         with new.phase("backward", ""), new.loop(self.stage, spread=True) as stages:
             stage = new.tensors[stages.index]  # type: ignore[index]
-            works, number, _, back = self._slot(turn + stage - (self.stages - 1))
+            work = rows.at(Slot.BACKWARD, stages)
+            works, number, chunk = work.works, work.number, work.chunk
+            place = rows.place(Slot.BACKWARD, stages) if rings else number
             last = stage > self.stages - 2
-            chunk = None if back is None else (schedule.rounds - 1) - back
-            begins = last if back is None else logical_and(last, back < 1)
-            # A slot that waits takes what was put there: no gradient comes of it, if it is a number.
-            place = self._lies(number, chunk)
+            begins = last if chunk is None else logical_and(last, chunk > self.schedule.chunks - 2)
+            # A slot that is idle takes what was put there: no gradient comes of it, if it is a number.
             got = [dynamic_slice(new.slice_into(stages, r), place, IN_FLIGHT) for r in rings]
             known = dict(zip(self.held, got, strict=False))
             self._enter(stages, number, known, self.runs)
@@ -266,9 +243,7 @@ class Turns(Slots):
         """What stages hand on, at the next one."""
         return [shift(x, to, self.stage, self.schedule.rounds > 1) for x in handed]
 
-    def _head(
-        self, turn: Tensor, ticks: tuple[int, int], handed: Sequence[Tensor]
-    ) -> tuple[list[Tensor], dict[int, Tensor]]:
+    def _head(self, rows: TableRows, handed: Sequence[Tensor]) -> tuple[list[Tensor], dict[int, Tensor]]:
         """What is behind the layers; the gradient that enters them, and terms of sums."""
         sums = [o for o in self.sums if self._when(o) <= When.HEAD]
 
@@ -277,10 +252,10 @@ class Turns(Slots):
             self._of(number, known, (*sums, *self.seeds), When.HEAD)
             return [*self.copy._operands(self.backward), *(self.copy._delivered(o, o) for o in sums)]
 
-        made, count = self._passing(turn, True, ticks, make) or [], len(self.seeds)
+        made, count = self._passing(rows, Slot.FORWARD, True, make) or [], len(self.seeds)
         return made[:count], dict(zip(sums, made[count:], strict=False))
 
-    def _after(self, turn: Tensor, ticks: tuple[int, int], handed: Sequence[Tensor]) -> dict[int, Tensor]:
+    def _after(self, rows: TableRows, handed: Sequence[Tensor]) -> dict[int, Tensor]:
         """What is before the layers, backward; terms of sums."""
         carried = self.backward.outputs[: len(self.seeds)]
         sums = [o for o in self.sums if self._when(o) is When.AFTER]
@@ -292,56 +267,64 @@ class Turns(Slots):
             self._of(number, known, sums, When.AFTER)
             return [self.copy._delivered(o, o) for o in sums]
 
-        return dict(zip(sums, self._passing(turn, True, ticks, make) or [], strict=False)) if sums else {}
+        made = self._passing(rows, Slot.BACKWARD, False, make) if sums else None
+        return dict(zip(sums, made or [], strict=False))
 
-    # -- the turns -------------------------------------------------------------------------------------------
+    # -- the loops over ticks --------------------------------------------------------------------------------
 
     def build(self) -> dict[int, Tensor]:
-        """Builds the loops; the sums over the whole batch."""
-        new, schedule = self.new, self.schedule
-        ahead = schedule.first(end=True)
-        both, behind = (ahead, schedule.ticks - ahead), (schedule.ticks - ahead, ahead)
-        carried = [self._zeros(i) for i in self.flows]
-        carried += [self._zeros(i, self.ring) for i in self.held]
-        carried += [self._zeros(i, self.ring, self.copy.chunk) for i in self.keeps]
-        count = len(self.flows)
-        with new.loop(Dim(TICK, ahead)) as turns:
-            inside = [new.body_input(turns, x) for x in carried]
-            number = self._number(turns)
-            handed, rings, terms = self._forward_slot(number, (0, ahead), inside[:count], inside[count:])
-            self._close(turns, inside, [*self._moved(handed, 1), *rings], terms)
-        carried = new.close_loop(turns, carried)
-        back = [self._zeros(i) for i in (*self.seeds, *self.rows)]
-        with new.loop(Dim(TICK, both[1])) as turns:
-            inside = [new.body_input(turns, x) for x in (*carried, *back)]
-            number, flow = self._number(turns), inside[: len(carried)]
-            turn, ticks = number + ahead, (0, both[1])
-            handed, rings, terms = self._forward_slot(turn, both, flow[:count], flow[count:])
-            moved = self._moved(handed, 1)
-            entering, more = self._head(turn, both, handed[: len(self.states)])
-            backwards, further = self._backward_slot(number, inside[len(carried) :], rings, entering)
-            terms = {**terms, **more, **further, **self._after(number, ticks, backwards)}
-            with new.phase("backward", ""):
-                moved += [*rings, *self._moved(backwards, -1)]
-            self._close(turns, inside, moved, terms)
-        after = new.close_loop(turns, [*carried, *back])
-        rings, back = after[count : len(carried)], after[len(carried) :]
-        with new.phase("backward", ""), new.loop(Dim(TICK, ahead)) as turns:
-            inside = [new.body_input(turns, x) for x in back]
-            turn = self._number(turns) + both[1]
-            handed, terms = self._backward_slot(turn, inside, rings, ())
-            terms.update(self._after(turn, behind, handed))
-            # Of one turn nobody reads what is handed on.
-            handed = inside if ahead == 1 else self._moved(handed, -1)
-            self._close(turns, inside, handed, terms)
+        """Builds a loop over every run of ticks with the same slots; the sums over the whole batch."""
+        new = self.new
+        flow = [self._zeros(i) for i in self.flows]
+        rings = [self._zeros(i, self.ring) for i in self.held]
+        rings += [self._zeros(i, self.ring, self.copy.chunk) for i in self.keeps]
+        state: State = flow, rings, []
+        for ticks, slots in self.schedule.loops:
+            if Slot.BACKWARD in slots and not state[2]:
+                state = *state[:2], [self._zeros(i) for i in (*self.seeds, *self.rows)]
+            with new.phase("forward" if Slot.FORWARD in slots else "backward", ""):
+                state = self._loop(ticks, slots, *state)
         with new.phase("backward", ""):
-            new.close_loop(turns, back)
             self.copy.number = None
             return {o: add_n(xs) for o, xs in self.made.items()}
 
-    def _number(self, turns: Block) -> Tensor:
-        assert turns.index is not None
-        return self.new.tensors[turns.index]
+    def _loop(
+        self, ticks: range, slots: Set[Slot], flow: list[Tensor], rings: list[Tensor], back: list[Tensor]
+    ) -> State:
+        """A loop over ticks with these slots.
+
+        Args:
+          flow, rings, back: what goes forward, lies in rings, and goes backward, before the loop.
+
+        Returns:
+          The same after it.
+        """
+        new, forward, backward = self.new, Slot.FORWARD in slots, Slot.BACKWARD in slots
+        rows = TableRows(new, self.schedule, self.stage, ticks)
+        carried = [*flow * forward, *rings * forward, *back * backward]
+        count, places = len(flow) * forward, len(rings) * forward
+        with new.loop(rows.dim) as block:
+            inside, rows = [new.body_input(block, x) for x in carried], rows.inside(block)
+            come, lies, back = inside[:count], inside[count : count + places], inside[count + places :]
+            entering, moved = list[Tensor](), list[Tensor]()
+            terms: dict[int, Tensor] = {}
+            if forward:
+                handed, lies, terms = self._forward_slot(rows, come, lies)
+                moved = self._moved(handed, 1)
+            if forward and backward:
+                entering, more = self._head(rows, handed[: len(self.states)])
+                terms.update(more)
+            if backward:
+                handed, more = self._backward_slot(rows, back, lies if forward else rings, entering)
+                terms = {**terms, **more, **self._after(rows, handed)}
+            with new.phase("backward" if backward else "forward", ""):
+                moved += lies
+                # In a last loop of one tick nobody reads what is handed on.
+                ends = len(ticks) == 1 and not forward
+                moved += (back if ends else self._moved(handed, -1)) if backward else []
+            self._close(block, inside, moved, terms)
+        after = new.close_loop(block, carried)
+        return after[:count], after[count : count + places] if forward else rings, after[count + places :]
 
     def _zeros(self, tensor: int, *dims: Dim) -> Tensor:
         """What the stages hold before the first turn."""

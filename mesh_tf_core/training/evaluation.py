@@ -34,6 +34,7 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.schedules import rounds_of
 from mesh_tf_core.ir.structure import Assign, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
@@ -43,7 +44,6 @@ from mesh_tf_core.model import Model
 from mesh_tf_core.ops.basic import Cast, Constant
 from mesh_tf_core.ops.binary import Binary
 from mesh_tf_core.ops.reduce import reduce_any, reduce_max, reduce_mean
-from mesh_tf_core.ops.ticks import rounds_of
 from mesh_tf_core.optimizers.base import EMA
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.pipeline import pipelined

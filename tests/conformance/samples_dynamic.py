@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 import mesh_tf_core as mtf
+from mesh_tf_core.ir.schedules import Schedule, Slot
 from mesh_tf_core.ops import few_bits
-from mesh_tf_core.ops.ticks import FromTicks, Schedule, ToTicks
+from mesh_tf_core.ops.ticks import CHUNK, PLACE, FromTicks, Passing, ScheduleColumn, ToTicks
 from tests.conformance.helper import Arg, Sample
 
 AB = Arg("a:8 b:4")
@@ -26,7 +27,7 @@ def _written(x: np.ndarray, piece: np.ndarray, i: Any, axis: int) -> np.ndarray:
 
 
 def _ticks(fill: bool) -> Sample:
-    s = Schedule(4, 3)
+    s = Schedule("gpipe", 3, 4)
 
     def apply(g: mtf.Graph, x: mtf.Tensor) -> Any:
         made = [g.apply(ToTicks(s, end, fill), x) for end in (False, True)]
@@ -42,6 +43,22 @@ def _ticks(fill: bool) -> Sample:
     return Sample(name, "dynamic", apply, (Arg("microbatch:4 a:8"),), dense, stops=stops)
 
 
+def _table(column: str) -> Sample:
+    s, tick, stage = Schedule("interleaved", 4, 6, 2), mtf.Dim("tick", 5), mtf.Dim("a", 4)
+
+    def apply(g: mtf.Graph, x: mtf.Tensor) -> Any:
+        read = g.apply(ScheduleColumn(s, Slot.BACKWARD, column, tick, stage, 9))
+        return x + read.cast(x.dtype), x + g.apply(Passing(s, Slot.BACKWARD, True, tick, 9)).cast(x.dtype)
+
+    def dense(x: np.ndarray) -> Any:
+        table = s.table[9:14, :, Slot.BACKWARD]
+        numbers = {"microbatch": table[..., 0], CHUNK: table[..., 1], PLACE: s.places[9:14, :, Slot.BACKWARD]}
+        last = np.where(table[:, 3, 1] == 1, table[:, 3, 0], -1)
+        return x + numbers[column], x + last[:, None]
+
+    return Sample(f"{column} of a schedule", "dynamic", apply, (Arg("tick:5 a:4"),), dense)
+
+
 def _few_bits(bits: int) -> Sample:
     def apply(g: mtf.Graph, x: mtf.Tensor) -> mtf.Tensor:
         row = x.shape.dims[-1]
@@ -55,7 +72,7 @@ def _few_bits(bits: int) -> Sample:
 
 
 def _rounds(fill: bool) -> Sample:
-    s = Schedule(3, 2, 2)
+    s = Schedule("circular", 2, 3, 2)
     enters, leaves = [0, 1, 4], [3, 4, 7]
 
     def apply(g: mtf.Graph, x: mtf.Tensor) -> Any:
@@ -76,6 +93,7 @@ def _rounds(fill: bool) -> Sample:
 SAMPLES = (
     _few_bits(4),
     _few_bits(8),
+    *map(_table, ("microbatch", CHUNK, PLACE)),
     _rounds(fill=False),
     _rounds(fill=True),
     _ticks(fill=False),

@@ -21,9 +21,9 @@ from mesh_tf_core.engines.pieces import in_order, in_runs, lying, runs
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.instructions import Local, Loop, Permute
 from mesh_tf_core.ir.program import Program, Stored
+from mesh_tf_core.ir.schedules import Schedule
 from mesh_tf_core.ir.stored_order import Interleaved
 from mesh_tf_core.lower.verify import verify
-from mesh_tf_core.ops.ticks import Schedule
 from tests.core.test_pipelines import FAULTS, changed, options, same
 
 B, D, L = mtf.Dim("batch", 12), mtf.Dim("d", 4), mtf.Dim("layers", 8)
@@ -144,32 +144,9 @@ def drawn(
         return None
 
 
-@pytest.mark.parametrize(("microbatches", "stages", "rounds"), [(4, 2, 3), (8, 4, 2), (3, 4, 2), (7, 3, 2)])
-def test_the_closed_form_is_what_comes_of_one_thing_at_a_time(
-    microbatches: int, stages: int, rounds: int
-) -> None:
-    """Every stage takes what the one before has handed on a tick ago, and nothing else at that tick."""
-    schedule = Schedule(microbatches, stages, rounds)
-    took: dict[tuple[int, int, int], int] = {}
-    for tick in range(schedule.ticks):
-        for stage in range(stages):
-            group, inside = divmod(tick - stage, schedule.group)
-            turn, place = divmod(inside, stages)
-            item = group * stages + place
-            if tick >= stage and item < microbatches:
-                before = (item, turn, stage - 1) if stage else (item, turn - 1, stages - 1)
-                assert before[1] < 0 or took[before] == tick - 1
-                assert took.setdefault((item, turn, stage), tick) == tick
-    assert len(took) == microbatches * stages * rounds
-    assert max(took.values()) == schedule.ticks - 1
-    assert schedule.works == microbatches * rounds
-    if microbatches % stages == 0:
-        assert schedule.bubble == (stages - 1) / (microbatches * rounds + stages - 1)
-
-
 @pytest.mark.parametrize(("stages", "parts", "rounds"), [(2, 4, 4), (4, 4, 2)])
 def test_what_is_sent_and_what_waits(stages: int, parts: int, rounds: int, plain: mtf.Model) -> None:
-    schedule = Schedule(parts, stages, rounds)
+    schedule = Schedule("circular", stages, parts, rounds)
     program = lowered(plain, f"pipe:{stages}", "layers:pipe", parts, rounds, recompute={"layers"})
     sent, done = dict.fromkeys(("forward", "backward"), 0), dict.fromkeys(("forward", "recompute"), 0)
     for instr, times in program.walk():
@@ -285,16 +262,13 @@ def another_turn(instr: Any) -> Any:
     """A forward loop from where its stage is, not its turn."""
     if not isinstance(instr, Loop) or instr.dim.name != "tick":
         return None
-    stage = next(
-        i.outputs[0]
-        for i in instr.body
-        if isinstance(i, Local)
-        and i.outputs[0] != instr.index
-        and i.op.name == "stagepart"
-        and i.op.part is None
-    )
+    local = [i for i in instr.body if isinstance(i, Local)]
+    numbers = [i.outputs for i in local if i.op.name == "stagenumbers"]
+    stages = [i.outputs[0] for i in local if i.op.name == "stagepart" and i.inputs in numbers]
+    if not stages:
+        return None
     body = tuple(
-        i.remade(first=stage) if isinstance(i, Loop) and i.first is not None else i for i in instr.body
+        i.remade(first=stages[0]) if isinstance(i, Loop) and i.first is not None else i for i in instr.body
     )
     return instr.remade(body=body)
 

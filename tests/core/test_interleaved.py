@@ -18,8 +18,8 @@ from costmodels.pricing.pricer import pricer
 from costmodels.waiting import waiting
 from examples import transformer_seq2seq
 from mesh_tf_core.ir.instructions import Instr, Local, Loop, Permute
+from mesh_tf_core.ir.schedules import Schedule
 from mesh_tf_core.lower.verify import verify
-from mesh_tf_core.ops.ticks import Schedule
 from tests.core.test_circular import FURTHER, another_turn, batch, check, drawn, lowered, model, steps
 from tests.core.test_elsewhere import trained
 from tests.core.test_one_forward_one_backward import POLICIES, wide
@@ -67,61 +67,10 @@ def test_random_layouts(seed: int, plain: mtf.Model, dense: Any) -> None:
     check(program, dense, ADAFACTOR)
 
 
-@pytest.mark.parametrize(
-    ("microbatches", "stages", "rounds"), [(8, 2, 1), (4, 2, 3), (16, 4, 2), (3, 4, 2), (7, 3, 4)]
-)
-def test_the_closed_form_is_what_comes_of_one_thing_at_a_time(
-    microbatches: int, stages: int, rounds: int
-) -> None:
-    """Every stage takes what the one before has handed on, backward what the one behind has, and finds in the
-    ring what it has put there."""
-    schedule = Schedule(microbatches, stages, rounds)
-    ahead, last = schedule.first(end=True), stages * rounds - 1
-    there: dict[tuple[int, int], int] = {}  # chunk of all, microbatch -> the turn
-    back: dict[tuple[int, int], int] = {}
-    rings: list[dict[int, tuple[int, int]]] = [{} for _ in range(stages)]
-
-    def slot(tick: int) -> tuple[int, int]:
-        group, inside = divmod(tick, schedule.group)
-        return group * stages + inside % stages, inside // stages
-
-    def place(item: int, chunk: int) -> int:
-        if chunk < schedule.early:
-            return chunk * schedule.kept + item % schedule.kept
-        return schedule.early * schedule.kept + (chunk - schedule.early) * stages + item % stages
-
-    for turn in range(ahead + schedule.ticks):
-        for stage in range(stages):
-            item, chunk = slot(turn - stage)
-            if turn < schedule.ticks and turn >= stage:
-                rings[stage][place(item, chunk)] = chunk, item
-                if item < microbatches:
-                    number = chunk * stages + stage
-                    assert not number or there[number - 1, item] == turn - 1
-                    there[number, item] = turn
-        for stage in range(stages):
-            tick = turn - ahead - (stages - 1 - stage)
-            item, chunk = slot(tick)[0], rounds - 1 - slot(tick)[1]
-            if tick >= 0 and item < microbatches:
-                number = chunk * stages + stage
-                assert (there if number == last else back)[min(number + 1, last), item] == turn - (
-                    number < last
-                )
-                assert rings[stage][place(item, chunk)] == (chunk, item)
-                back[number, item] = turn
-    assert len(there) == len(back) == microbatches * stages * rounds
-    assert max(back.values()) == ahead + schedule.ticks - 1
-    assert all(len(ring) <= schedule.in_flight for ring in rings)
-    if rounds == 2:
-        assert schedule.in_flight == stages * (rounds + 1)
-    if microbatches % stages == 0:
-        assert schedule.bubble == (stages - 1) / (microbatches * rounds + stages - 1)
-
-
 @pytest.mark.parametrize("again", [set(), {"tick"}])
 def test_what_is_sent_and_what_waits(again: set[str], plain: mtf.Model) -> None:
     stages, parts, rounds = 2, 4, 4
-    schedule = Schedule(parts, stages, rounds)
+    schedule = Schedule("interleaved", stages, parts, rounds)
     program = lowered(plain, "pipe:2", "layers:pipe", parts, rounds, ORDER, recompute=again)
     sent, done = dict.fromkeys(("forward", "backward"), 0), dict.fromkeys(("forward", "recompute"), 0)
     for instr, times in program.walk():
@@ -154,10 +103,11 @@ def test_what_is_in_flight_does_not_grow_with_the_microbatches() -> None:
             fed = sum(program.values[i].local_bytes(program.mesh) for i in program.feeds.values())
             found = memory(program)
             peaks[schedule, parts] = found.peak - fed
-    assert peaks["interleaved:2", 8] == peaks["interleaved:2", 32]
+    # All that grows are the columns of the table, a few numbers a tick.
+    assert 0 < peaks["interleaved:2", 32] - peaks["interleaved:2", 8] < state / 8
     assert peaks["circular:2", 32] - peaks["circular:2", 8] >= 48 * state
-    # A ring of P (R + 1) states is held once.
-    assert [h.bytes for h in found.holdings if "in_flight" in h.what] == [6 * state]
+    # A ring of P R + P - 1 states is held once.
+    assert [h.bytes for h in found.holdings if "in_flight" in h.what] == [5 * state]
 
 
 def test_checkpoints_do_not_know_of_rounds(plain: mtf.Model, tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from costmodels.waiting import waiting
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.instructions import Instr, Local, Permute
 from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.schedules import ONE_F_ONE_B, Schedule
 from mesh_tf_core.lower.verify import verify
 from mesh_tf_core.ops.dynamic import DynamicSlice, DynamicUpdate
-from mesh_tf_core.ops.ticks import ONE_F_ONE_B, Schedule
 from tests.core.test_pipelines import LAYERS, B, D, E, changed, model, options, same, steps
 
 
@@ -111,7 +111,7 @@ def test_random_numbers_are_those_of_microbatches_on_one_device() -> None:
 def test_stages_work_and_wait_as_the_schedule_says(
     stages: int, parts: int, again: str, plain: mtf.Model
 ) -> None:
-    schedule = Schedule(parts, stages)
+    schedule = Schedule("1f1b", stages, parts)
     program = lowered(plain, f"pipe:{stages}", "layers:pipe", parts, recompute={again} if again else ())
     done = {"forward": 0, "recompute": 0}
     sent = {"forward": 0, "backward": 0}
@@ -159,7 +159,8 @@ def test_what_is_in_flight_does_not_grow_with_the_microbatches() -> None:
             fed = sum(program.values[i].local_bytes(program.mesh) for i in program.feeds.values())
             found = memory(program)
             peaks[schedule, parts] = found.peak - fed
-    assert peaks[ONE_F_ONE_B, 8] == peaks[ONE_F_ONE_B, 32]
+    # All that grows are the columns of the table, a few numbers a tick.
+    assert 0 < peaks[ONE_F_ONE_B, 32] - peaks[ONE_F_ONE_B, 8] < state / 8
     assert peaks["gpipe", 32] - peaks["gpipe", 8] >= 24 * state
     # A ring of 2 P - 1 states is held once.
     assert [h.bytes for h in found.holdings if "in_flight" in h.what] == [7 * state]

@@ -16,8 +16,8 @@ from costmodels.waiting import waiting
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.instructions import AllReduce, Instr, Local, Loop, Permute
 from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.schedules import Schedule
 from mesh_tf_core.lower.verify import verify
-from mesh_tf_core.ops.ticks import Schedule
 
 B, L, D = mtf.Dim("batch", 8), mtf.Dim("length", 3), mtf.Dim("d", 4)
 E, V = mtf.Dim("e", 8), mtf.Dim("vocabulary", 8)
@@ -132,7 +132,7 @@ def test_a_stage_holds_its_layers_alone(plain: mtf.Model) -> None:
 def test_what_is_sent_and_what_waits_is_what_the_schedule_says(
     stages: int, parts: int, plain: mtf.Model
 ) -> None:
-    schedule = Schedule(parts, stages)
+    schedule = Schedule("gpipe", stages, parts)
     assert schedule.bubble == (stages - 1) / (parts + stages - 1)
     program = plain.lower(
         mtf.Mesh(f"pipe:{stages}"), mtf.Layout("layers:pipe"), mtf.Options(microbatches=parts)

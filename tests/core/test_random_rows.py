@@ -9,8 +9,8 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.ir.schedules import SCHEDULES
 from mesh_tf_core.ops.context import FORMS
-from mesh_tf_core.ops.ticks import SCHEDULES
 
 B, L, M, D = mtf.Dim("batch", 8), mtf.Dim("length", 4), mtf.Dim("memory", 4), mtf.Dim("d", 6)
 HEADS, LAYERS = mtf.Dim("heads", 2), mtf.Dim("layers", 4)

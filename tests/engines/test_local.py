@@ -18,8 +18,8 @@ from mesh_tf_core.engines.tf.local import TfLocalEngine
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.op import Op, Roles
 from mesh_tf_core.ir.program import COLLECTIVES, Collective
+from mesh_tf_core.ir.schedules import SCHEDULES
 from mesh_tf_core.ops.context import FORMS
-from mesh_tf_core.ops.ticks import SCHEDULES
 from tests.core import test_pipelines, test_replicas
 from tests.core.test_offload import lowered as offloaded
 from tests.engines import number_cases

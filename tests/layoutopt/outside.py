@@ -37,6 +37,7 @@ from layoutopt.space.splits import Split
 from layoutopt.space.stages import Stages, count, ways
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.schedules import alternates
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.kept import SETS, Recomputed, of_stages
 from mesh_tf_core.lower.nodes import crossed, product_dims
@@ -44,7 +45,6 @@ from mesh_tf_core.lower.offload import KINDS as HOSTED
 from mesh_tf_core.lower.offload import OPTIMIZER, WEIGHTS
 from mesh_tf_core.lower.storage import Stage
 from mesh_tf_core.ops.context import FORMS
-from mesh_tf_core.ops.ticks import alternates
 from mesh_tf_core.optimizers import by_name
 from mesh_tf_core.tracing.graph import Graph
 from tests.layoutopt.models import random_model, some_choices

@@ -22,8 +22,8 @@ from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.splits import parse_rules
 from mesh_tf_core.errors import InfeasibleError
+from mesh_tf_core.ir.schedules import alternates
 from mesh_tf_core.lower.kept import SETS, Recomputed
-from mesh_tf_core.ops.ticks import alternates
 from tests.searching import search
 
 SAME = 1e-9

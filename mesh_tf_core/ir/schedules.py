@@ -1,0 +1,307 @@
+"""Schedules of pipelines as tables of integers: which microbatch a stage has at a tick, and what it does.
+
+A step of M microbatches goes through P stages. A stage has C virtual stages (chunks of layers), V in all. A
+tick has three slots, in this order: forward, backward with respect to inputs, backward with respect to
+weights. In each a stage does one virtual stage of one microbatch, or is idle; the next virtual stage takes
+its result at the next tick. Where weights have no slots of their own, the backward slot does them too.
+
+Every kind follows from where virtual stages are, and when microbatches enter:
+
+  forward   of virtual stage v, microbatch m: tick enters(m) + v
+  backward  at once: tick enters(m) + 2 (V - 1) - v, so that a microbatch turns back at the tick at which it
+            leaves the last virtual stage; else all ticks of forward come first, and backward is their mirror
+  weights   every stage in the order of its backward slots, one at each tick, from the first tick on from
+            which no stage has to wait for one of its own
+
+  gpipe        one virtual stage a stage (Huang et al. 2019)
+  1f1b         the same, at once (Narayanan et al. 2019, "PipeDream"; Narayanan et al. 2021, section 2.2.1)
+  circular:C   virtual stage v at stage v mod P, microbatches in groups of P
+  interleaved  the same, at once (Narayanan et al. 2021, "Megatron-LM", section 2.2.2)
+  zb-h1        1f1b with slots for weights (Qi et al. 2023, "Zero bubble pipeline parallelism", section 2.3)
+  zb-v         two virtual stages a stage, down the stages and up again, with slots for weights (there:
+               section 6), so that every stage has as much in flight
+  dualpipe     two streams of microbatches in opposite directions, each stage with the layers of two, with
+               slots for weights (DeepSeek-AI 2024, "DeepSeek-V3", section 3.2.1)
+
+With seconds f, b and w of the three slots, a step takes longer than a stage works, by so much if one program
+runs all stages (`Schedule.together`), or if each has its own (`Schedule.apart`); b includes w where weights
+have no slots, and w <= f <= b:
+
+                       together                  apart
+  without own slots    (P - 1) (f + b)           (P - 1) (f + b)
+  zb-h1                (P - 1) (f + b)           (P - 1) (f + b - w)
+  zb-v                 2 (P - 1) (f + b)         (P - 1) (2 b - w), each for half as many layers
+  dualpipe             (P - 2) (f + b)           (P / 2 - 1) (2 b - w)
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from mesh_tf_core.errors import UserError, known_names
+
+GPIPE, ONE_F_ONE_B, CIRCULAR, INTERLEAVED = "gpipe", "1f1b", "circular", "interleaved"
+IDLE = -1
+
+
+class Slot(IntEnum):
+    """What a stage does in a part of a tick."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    WEIGHTS = 2
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What tells one kind of schedule from another.
+
+    Attributes:
+      rounds: how often microbatches go round is said with the name, as "circular:2".
+      at_once: a microbatch goes backward as soon as it has left the last virtual stage.
+      split: weights have slots of their own.
+      turns: virtual stages go down the stages and up again.
+      mirrored: half of the microbatches enter at the last stage, which has a copy of the first one's layers.
+    """
+
+    rounds: bool = False
+    at_once: bool = False
+    split: bool = False
+    turns: bool = False
+    mirrored: bool = False
+
+    @property
+    def lowers(self) -> bool:
+        """Whether one SPMD program does it: every stage hands on to the same neighbour in a tick."""
+        return not (self.turns or self.mirrored or self.split)
+
+
+KINDS = {
+    GPIPE: Kind(),
+    ONE_F_ONE_B: Kind(at_once=True),
+    CIRCULAR: Kind(rounds=True),
+    INTERLEAVED: Kind(rounds=True, at_once=True),
+    "zb-h1": Kind(at_once=True, split=True),
+    "zb-v": Kind(at_once=True, split=True, turns=True),
+    "dualpipe": Kind(at_once=True, split=True, mirrored=True),
+}
+SCHEDULES = tuple(name + ":2" * kind.rounds for name, kind in KINDS.items() if kind.lowers)
+"""The schedules that programs are made of, as they are asked for."""
+
+
+def check_schedule(schedule: str, said: str = "") -> None:
+    """UserError if it is none, or none that programs are made of; `said`: what it was asked for by."""
+    said, (name, colon, number) = said or f"schedule {schedule!r}", schedule.partition(":")
+    kind = KINDS.get(name)
+    if kind is None or (colon and not kind.rounds):
+        raise UserError(f"{said}: {known_names(schedule, SCHEDULES)}")
+    if kind.rounds and (len(number) > 6 or not number.isascii() or not number.isdigit() or int(number) < 2):
+        raise UserError(f"{said}: say how often microbatches go round, twice or more, as {name}:2")
+    if not kind.lowers:
+        raise UserError(
+            f"{said}: one program for all stages cannot do it, as they would have to hand on to different "
+            f"neighbours, or compute gradients of inputs and weights apart; choose from "
+            f"{', '.join(SCHEDULES)}"
+        )
+
+
+def kind_of(schedule: str) -> Kind:
+    """What a schedule is, of its name as it was asked for."""
+    return KINDS[schedule.partition(":")[0]]
+
+
+def rounds_of(schedule: str) -> int:
+    """How often microbatches go through the stages: into how many chunks these divide their layers."""
+    name, _, number = schedule.partition(":")
+    return int(number) if KINDS[name].rounds else 1
+
+
+def alternates(schedule: str) -> bool:
+    """Whether a microbatch goes backward as soon as it has gone through all stages."""
+    return kind_of(schedule).at_once
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A kind of schedule for so many stages and microbatches; its table, and what is read off that."""
+
+    kind: str
+    stages: int
+    microbatches: int
+    rounds: int = 1
+
+    @staticmethod
+    def named(schedule: str, stages: int, microbatches: int) -> Schedule:
+        """Of its name as it was asked for."""
+        return Schedule(schedule.partition(":")[0], stages, microbatches, rounds_of(schedule))
+
+    @property
+    def table(self) -> np.ndarray:
+        """[tick, stage, slot, (microbatch, virtual stage of the stage)]; IDLE where a stage does nothing."""
+        return _table(self)
+
+    @cached_property
+    def chunks(self) -> int:
+        """Virtual stages of a stage."""
+        kind = KINDS[self.kind]
+        return 2 if kind.turns or kind.mirrored else self.rounds
+
+    def done(self, slot: Slot) -> range:
+        """The ticks from the first to the last in which any stage has a slot; none where it is part of
+        another."""
+        found = np.flatnonzero(self.busy[:, slot])
+        return range(int(found[0]), int(found[-1]) + 1) if len(found) else range(0)
+
+    @cached_property
+    def busy(self) -> np.ndarray:
+        """[tick, slot]: whether any stage does something in a slot."""
+        return (self.table[..., 0] != IDLE).any(axis=1)
+
+    @property
+    def ticks(self) -> int:
+        """Ticks of a pass forward; in as many others, or the same, it goes backward."""
+        return len(self.done(Slot.FORWARD))
+
+    @cached_property
+    def works(self) -> int:
+        """Ticks of a pass in which a stage works; in the others it is idle."""
+        return int((self.table[:, 0, Slot.FORWARD, 0] != IDLE).sum())
+
+    @property
+    def bubble(self) -> float:
+        """The share of the ticks of a pass in which a stage is idle."""
+        return (self.ticks - self.works) / self.ticks
+
+    @cached_property
+    def loops(self) -> tuple[tuple[range, frozenset[Slot]], ...]:
+        """Runs of ticks in which the same slots are in use, in order: a program has a loop for each."""
+        found: list[tuple[range, frozenset[Slot]]] = []
+        for tick, row in enumerate(self.busy):
+            slots = frozenset(slot for slot in Slot if row[slot])
+            begin = found.pop()[0].start if found and found[-1][1] == slots else tick
+            found.append((range(begin, tick + 1), slots))
+        return tuple(found)
+
+    def passing(self, slot: Slot, end: bool) -> np.ndarray:
+        """[tick]: the microbatch at the first virtual stage, or at the last one at the `end`; IDLE where none
+        is. One stream alone."""
+        stage, chunk = (self.stages - 1, self.chunks - 1) if end else (0, 0)
+        found = self.table[:, stage, slot]
+        return np.where((found[:, 0] != IDLE) & (found[:, 1] == chunk), found[:, 0], IDLE)
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """[tick, stage, slot]: where in a ring of `in_flight` places a stage keeps what backward reads of a
+        virtual stage. An idle forward slot has a place that is free at that time."""
+        return _places(self)
+
+    @cached_property
+    def in_flight(self) -> int:
+        """Places of the ring of a stage: virtual stages of microbatches that are in flight there, at most."""
+        return int(self.places.max()) + 1
+
+    @property
+    def held(self) -> np.ndarray:
+        """[stage]: virtual stages of microbatches in flight there, at most."""
+        there = (self.table[..., 0] != IDLE).astype(int)
+        last = Slot.WEIGHTS if KINDS[self.kind].split else Slot.BACKWARD
+        over = np.cumsum(there[..., last], axis=0) - there[..., last]
+        return (np.cumsum(there[..., Slot.FORWARD], axis=0) - over).max(axis=0)
+
+    def together(self, costs: Sequence[float]) -> float:
+        """Seconds of one program that all stages run: each slot takes its time in every tick in which any
+        stage has it.
+
+        Args:
+          costs: seconds of a slot of each kind.
+        """
+        return float((self.busy @ np.asarray(costs, float)).sum())
+
+    def apart(self, costs: Sequence[float]) -> float:
+        """Seconds of programs of their own: each stage does its slots one after the other, as soon as what
+        they take has come.
+
+        Args:
+          costs: seconds of a slot of each kind.
+        """
+        virtual, free = _virtual(self), [0.0] * self.stages
+        done, last = dict[tuple[int, int, int], float](), int(virtual.max())
+        for tick, slot, stage in np.argwhere(self.table[..., 0].transpose(0, 2, 1) != IDLE).tolist():
+            item, chunk = self.table[tick, stage, slot].tolist()
+            at = int(virtual[stage, chunk])
+            takes = {
+                Slot.FORWARD: (Slot.FORWARD, at - 1, item),
+                Slot.BACKWARD: (Slot.BACKWARD, at + 1, item) if at < last else (Slot.FORWARD, at, item),
+                Slot.WEIGHTS: (Slot.BACKWARD, at, item),
+            }[Slot(slot)]
+            free[stage] = max(free[stage], done.get(takes, 0.0)) + costs[slot]
+            done[slot, at, item] = free[stage]
+        return max(free)
+
+
+def _virtual(of: Schedule) -> np.ndarray:
+    """[stage, chunk]: which virtual stage it is; of the stream that takes it, if there are two."""
+    stage, chunk = np.indices((of.stages, of.chunks))
+    kind = KINDS[of.kind]
+    if kind.turns or kind.mirrored:
+        return np.where(chunk == 1, (of.stages * (1 + kind.turns)) - 1 - stage, stage)
+    return chunk * of.stages + stage
+
+
+@lru_cache(maxsize=256)
+def _table(of: Schedule) -> np.ndarray:
+    kind, virtual, item = KINDS[of.kind], _virtual(of)[..., None], np.arange(of.microbatches)
+    if kind.mirrored and (of.stages % 2 or of.microbatches % 2):
+        raise UserError(
+            f"schedule {of.kind}: microbatches go both ways in pairs, found {of.microbatches} of them and "
+            f"{of.stages} stages; take even numbers"
+        )
+    enters = item // of.stages * of.stages * of.chunks + item % of.stages
+    enters = 2 * item if kind.turns else item // 2 * 2 if kind.mirrored else enters
+    ticks = {Slot.FORWARD: enters + virtual}
+    back, last = enters + 2 * virtual.max() - virtual, ticks[Slot.FORWARD].max()
+    ticks[Slot.BACKWARD] = back if kind.at_once else 2 * last + 1 - ticks[Slot.FORWARD]
+    takes = np.ones_like(back, bool)
+    if kind.mirrored:
+        takes = np.broadcast_to(item % 2 == np.arange(of.chunks)[:, None], back.shape)
+    if kind.split:
+        each = np.where(takes, back, back.max() + 1).reshape(of.stages, -1)
+        rank = each.argsort(axis=1, kind="stable").argsort(axis=1, kind="stable").reshape(back.shape)
+        ticks[Slot.WEIGHTS] = rank + (back - rank)[takes].max()
+    table = np.full(
+        (max(t[takes].max() for t in ticks.values()) + 1, of.stages, len(Slot), 2), IDLE, np.int32
+    )
+    stage, chunk, item = np.nonzero(takes)
+    for slot, when in ticks.items():
+        table[when[stage, chunk, item], stage, slot] = np.stack([item, chunk], axis=1)
+    table.flags.writeable = False
+    return table
+
+
+@lru_cache(maxsize=64)
+def _places(of: Schedule) -> np.ndarray:
+    last = Slot.WEIGHTS if KINDS[of.kind].split else Slot.BACKWARD
+    places = np.zeros(of.table.shape[:3], np.int32)
+    for stage in range(of.stages):
+        free: list[int] = []  # a heap, so that the first free place is taken
+        lies, most = dict[tuple[int, int], int](), 0
+        for tick, row in enumerate(of.table[:, stage].tolist()):
+            found = heapq.heappop(free) if free else most
+            most = max(most, found + 1) if of.busy[tick, Slot.FORWARD] else most
+            places[tick, stage, Slot.FORWARD] = found
+            if row[Slot.FORWARD][0] == IDLE:
+                heapq.heappush(free, found) if found < most else None
+            else:
+                lies[tuple(row[Slot.FORWARD])] = found
+            for slot in (Slot.BACKWARD, Slot.WEIGHTS):
+                if row[slot][0] != IDLE:
+                    places[tick, stage, slot] = lies[tuple(row[slot])]
+            if row[last][0] != IDLE:
+                heapq.heappush(free, lies.pop(tuple(row[last])))
+    return places

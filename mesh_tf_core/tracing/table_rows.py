@@ -1,0 +1,87 @@
+"""A schedule's table in the loop over ticks that is being built: what each stage does in a slot of a tick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+
+from mesh_tf_core.ir.blocks import MICROBATCH, TICK, Block
+from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.schedules import IDLE, Schedule, Slot
+from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.math import maximum
+from mesh_tf_core.ops.ticks import CHUNK, PLACE, Passing, ScheduleColumn
+from mesh_tf_core.tracing.graph import Graph
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a stage does in a slot of a tick, all scalars.
+
+    Attributes:
+      works: whether it does anything; where not, the others are numbers like others.
+      number: of the microbatch.
+      chunk: the virtual stage of the stage; None: it has one.
+    """
+
+    works: Tensor
+    number: Tensor
+    chunk: Tensor | None
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """The rows of a schedule's table for one loop over ticks.
+
+    Attributes:
+      stage: dimension of the stages.
+      ticks: of the schedule, that the loop runs over.
+      block: the loop's body.
+    """
+
+    new: Graph
+    schedule: Schedule
+    stage: Dim
+    ticks: range
+    block: Block | None = None
+
+    @property
+    def dim(self) -> Dim:
+        return Dim(TICK, len(self.ticks))
+
+    def inside(self, block: Block) -> TableRows:
+        """The same in the loop's body."""
+        return replace(self, block=block)
+
+    def at(self, slot: Slot, stages: Block) -> Work:
+        """What the stage whose part of the tick is being built does in a slot."""
+        item = self._column(slot, MICROBATCH, stages)
+        chunk = maximum(self._column(slot, CHUNK, stages), 0) if self.schedule.chunks > 1 else None
+        return Work(item > IDLE, maximum(item, 0), chunk)
+
+    def place(self, slot: Slot, stages: Block) -> Tensor:
+        """Where in its ring a stage puts what it keeps, or finds it."""
+        return self._column(slot, PLACE, stages)
+
+    def _column(self, slot: Slot, name: str, stages: Block) -> Tensor:
+        assert self.block is not None
+        with self.new.at_root():
+            column = self.new.apply(
+                ScheduleColumn(self.schedule, slot, name, self.dim, self.stage, self.ticks.start)
+            )
+        return self.new.slice_into(stages, self._part(column))
+
+    def _part(self, column: Tensor) -> Tensor:
+        """This tick's part, in the block of the loop over ticks, whatever is being built inside of it."""
+        assert self.block is not None
+        return self.new.slice_into(self.block, column)
+
+    def passing(self, slot: Slot, end: bool) -> tuple[Tensor, Fraction]:
+        """The microbatch at the first virtual stage, or at the last one at the `end`, IDLE if none is; and in
+        which share of the ticks one is."""
+        with self.new.at_root():
+            column = self.new.apply(Passing(self.schedule, slot, end, self.dim, self.ticks.start))
+        found = self.schedule.passing(slot, end)[self.ticks.start : self.ticks.stop]
+        return self._part(column), Fraction(int(np.count_nonzero(found != IDLE)), len(self.ticks))
