@@ -130,6 +130,10 @@ class Emitter(Protocol):
         """The value with other splits."""
         ...
 
+    def parted(self, id: int, dim: str) -> Splits:
+        """The splits of a value, with another dimension than `dim` split over all axes that split none."""
+        ...
+
     def loop(
         self, dim: Dim, state: Sequence[int], body: Callable[[int, list[int]], Sequence[int]]
     ) -> list[int]:

@@ -70,6 +70,8 @@ class Oracle:
             return self.mesh.group_size(about[0])
         if what == "divides":
             return about[0] % self.mesh.group_size(about[1]) == 0
+        if what == "spare":
+            return tuple(a for a, n in self.mesh.axes if n > 1 and a not in about[0])
         if what == "ordered":
             return tuple(a for a in self.mesh.names if a in about[0])
         return self._moves(*about)
@@ -113,10 +115,19 @@ class Oracle:
         ordered: Axes = self._ask("ordered", found)
         return ordered
 
+    def spare(self, used: Iterable[str]) -> Axes:
+        """The axes of several devices beside those that are used, in the order of the mesh."""
+        found: Axes = self._ask("spare", frozenset(used))
+        return found
+
     def divides(self, dim: Dim, axes: Axes) -> bool:
-        """Whether a dimension can be split over some axes."""
+        """Whether a dimension can be split over some axes of the layout."""
         if not axes or ((sizes := self.known.get(dim.name)) and dim.size in sizes):
             return True
+        return self.divides_evenly(dim, axes)
+
+    def divides_evenly(self, dim: Dim, axes: Axes) -> bool:
+        """Whether a dimension can be split over any axes."""
         return bool(self._ask("divides", dim.size, axes))
 
     def moves(

@@ -250,6 +250,16 @@ class Placing(ProgramBuilder):
             id = out
         return id
 
+    def parted(self, id: int, dim: str) -> Splits:
+        """The splits of a value, with the first other dimension that divides split over all axes that split
+        none."""
+        v = self.values[id]
+        free = self.oracle.spare((*v.partial, *self.within, *(a for axes in v.splits for a in axes)))
+        for at, (d, axes) in enumerate(zip(v.shape.dims, v.splits, strict=True)):
+            if free and d.name != dim and self.oracle.divides_evenly(d, (*axes, *free)):
+                return (*v.splits[:at], (*axes, *free), *v.splits[at + 1 :])
+        return v.splits
+
     def to_natural(self, id: int) -> int:
         """The value in its natural sharding."""
         if self.oracle.shards:

@@ -57,7 +57,12 @@ class ShiftAlong(Move):
         if count == 1:
             return low.local(self, inputs, types, [x.splits])
         size = x.shape.dim(self.dim).size // count
-        return [window(low, inputs[0], self.dim, -self.offset, size - self.offset, self.wrap)]
+        # Devices that have the same whole piece to send send a part each, and gather what they get.
+        parts = x.splits if self.offset % size else low.parted(inputs[0], self.dim)
+        part = low.placed(inputs[0], parts)
+        return [
+            low.placed(window(low, part, self.dim, -self.offset, size - self.offset, self.wrap), x.splits)
+        ]
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         return (shift(dy, -self.offset, self.dim, self.wrap),)

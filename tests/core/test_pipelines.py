@@ -16,7 +16,7 @@ from costmodels.waiting import waiting
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.instructions import AllReduce, Instr, Local, Loop, Permute
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.ir.schedules import Schedule
+from mesh_tf_core.ir.schedules import SCHEDULES, Schedule
 from mesh_tf_core.lower.verify import verify
 
 B, L, D = mtf.Dim("batch", 8), mtf.Dim("length", 3), mtf.Dim("d", 4)
@@ -155,6 +155,22 @@ def test_what_is_sent_and_what_waits_is_what_the_schedule_says(
     # Two products for each of a stage's layers at every tick; those of the microbatches are of use.
     useful = 2 * parts * (4 // stages)
     assert 1 - useful / done == pytest.approx(schedule.bubble)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_devices_that_have_the_same_state_send_a_part_each(schedule: str) -> None:
+    built = model(linear=True)
+    how = options({"microbatches": 2, "schedule": schedule})
+    alone, parts = (
+        built.lower(mtf.Mesh(mesh), mtf.Layout("layers:pipe"), how) for mesh in ("pipe:2", "pipe:2;t:2")
+    )
+    for instr, _ in parts.walk():
+        if isinstance(instr, Permute):
+            v = parts.values[instr.inputs[0]]
+            assert v.local(parts.mesh).shape.size == max(v.shape.size // 4, 1)
+    *found, engine = steps(parts)
+    same(found, steps(alone)[:2])
+    assert engine.communication_bytes == parts.communication_bytes()
 
 
 def test_how_long_stages_wait_is_their_share_of_what_the_ticks_take(plain: mtf.Model) -> None:
