@@ -265,7 +265,9 @@ def _check_replicas(refine: bool, allowed: SearchSpace) -> None:
     if refine:
         raise UserError("--refine knows no replicas; leave it or --diloco out")
     if allowed.offload:
-        raise UserError("--diloco: of replicas nothing can lie on the hosts; leave --offload out")
+        raise UserError(
+            "--diloco: the tables of meetings know nothing that lies on the hosts; search without --offload"
+        )
 
 
 def _check_host(hardware: Hardware) -> None:

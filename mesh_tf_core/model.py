@@ -19,8 +19,8 @@ from mesh_tf_core.ir.schedules import GPIPE, alternates, rounds_of
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.kept import of_stages
-from mesh_tf_core.lower.offload import check_offload, check_on_devices
-from mesh_tf_core.lower.rematerialization import check_inside, layer_again
+from mesh_tf_core.lower.offload import check_offload
+from mesh_tf_core.lower.rematerialization import check_saved, layer_again
 from mesh_tf_core.lower.replicas import ReplicaPrograms, check_whole, lower_replicas
 from mesh_tf_core.optimizers import SGD, Optimizer, by_name
 from mesh_tf_core.optimizers.base import apply_updates
@@ -234,29 +234,26 @@ class Model:
             return self.replicas(mesh, layout, options, check=check).inner
         stages = self.stages(mesh, layout)
         step = self.step_of(mesh, layout, options)
-        check_offload(options.offload, step.graph.variables, options.recompute)
+        check_offload(options.offload, step.graph.variables)
         if options.schedule != GPIPE and not stages:
             raise UserError(
                 f"schedule {options.schedule}: the layout splits no layers into stages; split the dimension "
                 "of a loop over layers, as layers:pipe, or leave the schedule out"
             )
         again = of_stages(options.recompute, stages, alternates(options.schedule))
-        check_on_devices(options.offload, again, options.schedule)
         options = replace(options, recompute=options.recompute - again)
-        if alternates(options.schedule):
-            check_inside(options.recompute, self.step_graph, step.graph, f"schedule {options.schedule}")
+        said = options.recompute, options.offload
+        check_saved(*said, self.step_graph, step.graph, f"schedule {options.schedule}")
         return lower(step.graph, mesh, layout, step.results, options, check=check)
 
     def replicas(
         self, mesh: Mesh, layout: Layout, options: Options, *, check: bool = True
     ) -> ReplicaPrograms:
         """The step of replicas that train alone, and their meeting; `check` as in `lower`."""
-        if options.offload:
-            raise UserError(
-                "with an axis that synchronises rarely nothing can lie on the hosts; leave offload out"
-            )
         check_whole(options.diloco, self.stages(mesh, layout), options.schedule)
         step = self.training_step(options.microbatches)
+        check_offload(options.offload, step.graph.variables)
+        check_saved(options.recompute, options.offload, step.graph, step.graph, "")
         return lower_replicas(step.graph, step.results, mesh, layout, options, check)
 
 

@@ -149,7 +149,7 @@ class DecisionOptions:
         hosted = offload_of(self.offload or (), graph.variables, recompute)
         check_products(graph, listed(self.collective_matmul))
         if hosted:
-            check_offload(hosted, loaded.model.step_graph.variables, recompute)
+            check_offload(hosted, loaded.model.step_graph.variables)
         return Options(
             _stages(self.storage or (), graph),
             frozenset(recompute),

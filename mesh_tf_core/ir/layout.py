@@ -129,6 +129,10 @@ class Layout(Mapping[str, Axes]):
         table = self._table
         return tuple([table.get(n, ()) for n in names])
 
+    def further(self, name: str) -> Axes:
+        """The axes that split a dimension further elsewhere."""
+        return next((axes for dim, axes in self.elsewhere if dim == name), ())
+
     def split(self, names: Iterable[str]) -> list[str]:
         """Those of some dimensions that are split."""
         table = self._table

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.layout import Axes
@@ -39,11 +38,6 @@ class Loops(Saving):
     def loop(self, node: Node) -> None:
         block, origin = node.body, self.low.origin
         assert block is not None and block.dim is not None
-        if axes := dict(self.low.layout.elsewhere).get(block.dim.name):
-            raise LayoutError(
-                f"layout {self.low.layout}: {block.dim.name!r} counts the iterations of a loop and cannot "
-                f"be split further over {'+'.join(axes)}; drop this rule"
-            )
         over = self._over(block)
         whole = self.low.subgraph is None or node.index in self.low.subgraph.nodes
         decides = block.runs if whole else None
@@ -69,8 +63,9 @@ class Loops(Saving):
             finals = [self._outer(v, None) for v in carry_in]
             stacks, sums, saves = self._made(node, block)
             sums = tuple(self._read_again([*sums], block))
-            pairs = self._read_again([*stacks, *self._saves(block, saves)], block)
+            pairs = self._read_again([*stacks], block)
             stacked = [self._result(inner, outer, block) for inner, outer in pairs]
+            stacked += self._saved(self._read_again(self._saves(block, saves), block), block, node)
             stacked += self._keeps(block, node, starts)
             summed = [self._result(inner, outer, None) for inner, outer in sums]
             behind = list[Instr]()

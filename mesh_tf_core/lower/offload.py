@@ -3,8 +3,9 @@
     optimizer    the optimizer's state of a variable: the update loads it over the host link, works on it as
                  ever, and stores it there again (Ren et al. 2021, "ZeRO-Offload", but for the place of the
                  arithmetic, which stays on the device; MaxText's `optimizer_memory_host_offload`)
-    activations  what loops over a dimension that run again in backward keep for that (their state, and what
-                 `kept` says): stored as an iteration begins, loaded as its backward does
+    activations  what loops over a dimension save for their backward: all that it reads, or where they run
+                 again what that keeps (their state, and what `kept` says): stored as an iteration begins or
+                 ends, loaded as its backward does
     weights      a variable: forward loads it where it reads it, in a loop over layers one layer at a time,
                  backward once more, and the update, which stores it (Rajbhandari et al. 2021,
                  "ZeRO-Infinity", section 5.1.1)
@@ -34,22 +35,16 @@ def place_of(variable: Variable) -> tuple[str, str] | None:
     return (WEIGHTS, variable.name) if variable.trainable else None
 
 
-def check_offload(offload: Offload, variables: Mapping[str, Variable], recompute: Iterable[str]) -> None:
-    """UserError unless there is something of each.
+def check_offload(offload: Offload, variables: Mapping[str, Variable]) -> None:
+    """UserError unless there is something of each kind and variable; of loops knows `check_saved`.
 
     Args:
       variables: of a training step.
-      recompute: the loops that run again (`kept.Recomputed`).
     """
     for kind, name in sorted(offload):
         if kind not in KINDS:
             raise UserError(f"offload {kind!r}: {known_names(kind, KINDS)}")
         if kind == ACTIVATIONS:
-            if name not in dims_of(recompute):
-                raise UserError(
-                    f"offload {kind}: loops over {name!r} do not run again in backward, so what they save "
-                    f"stays on the devices; recompute {name!r} too"
-                )
             continue
         if name not in variables:
             raise UserError(
@@ -68,19 +63,6 @@ def check_offload(offload: Offload, variables: Mapping[str, Variable], recompute
             )
 
 
-def check_on_devices(offload: Offload, again: Iterable[str], schedule: str) -> None:
-    """UserError if what stages keep that go backward at once is to lie on the hosts.
-
-    Args:
-      again: what of stages runs again (`kept.of_stages`).
-    """
-    for name in sorted(dims_of(again) & {name for kind, name in offload if kind == ACTIVATIONS}):
-        raise UserError(
-            f"offload {ACTIVATIONS}: in schedule {schedule} what stages keep of {name!r} stays on the "
-            "devices; take the schedule gpipe, or leave it out"
-        )
-
-
 def offload_of(
     words: Iterable[str], variables: Mapping[str, Variable], recompute: Iterable[str] = ()
 ) -> Offload:
@@ -93,6 +75,9 @@ def offload_of(
         kind, _, name = (part.strip() for part in word.partition("="))
         every = again if kind == ACTIVATIONS else trained
         if kind == ACTIVATIONS and not (name or every):
-            raise UserError("offload activations: no loop runs again in backward; recompute one, as layers")
+            raise UserError(
+                "offload activations: no loop runs again in backward; recompute one, as layers, or name one "
+                "of which all that it saves lies on the hosts, as activations=layers"
+            )
         found.update((kind, each) for each in ([name] if name else every))
     return frozenset(found)

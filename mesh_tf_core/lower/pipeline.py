@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.blocks import MICROBATCH
-from mesh_tf_core.ir.layout import AT, Layout
+from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.tensor import Tensor
@@ -18,7 +17,7 @@ from mesh_tf_core.lower.dead import drop_dead
 from mesh_tf_core.lower.nodes import check_context, check_products
 from mesh_tf_core.lower.options import DEFAULT, Options
 from mesh_tf_core.lower.oracle import Oracle
-from mesh_tf_core.lower.placement import placement
+from mesh_tf_core.lower.placement import check_counted, placement
 from mesh_tf_core.lower.rematerialization import check_recompute
 from mesh_tf_core.lower.subgraph import Subgraph
 from mesh_tf_core.lower.sums import delay_sums
@@ -38,16 +37,6 @@ def paths(graph: Graph) -> Iterator[str]:
     """What rules of a layout may be about: the operations and variables of a graph."""
     yield from graph.variables
     yield from (node.path for node, _ in graph.walk())
-
-
-def _check_parts(layout: Layout, options: Options) -> None:
-    """LayoutError if a rule splits what counts the parts of the batch: stages go through them one by one."""
-    rules = ((name, axes) for name, axes in layout.written.items() if name.partition(AT)[0] == MICROBATCH)
-    if options.microbatches > 1 and (found := next(rules, None)):
-        raise LayoutError(
-            f"layout {layout}: {found[0]!r} counts parts of the batch that run one after the other, and "
-            f"cannot be split over {'+'.join(found[1])}; split the batch"
-        )
 
 
 WHOLE = Cut()
@@ -86,7 +75,8 @@ def lower(
         check_products(graph, options.collective_matmul)
         known = {name: max(sizes) for name, sizes in graph.dims().items()}
         layout.check(mesh, known, paths(graph))
-        _check_parts(layout, options)
+        if options.microbatches > 1:
+            check_counted(layout, MICROBATCH, (*layout.axes(MICROBATCH), *layout.further(MICROBATCH)))
         check_recompute(graph, options.recompute)
     oracle = oracle or Oracle(placement(graph, mesh, layout, options))
     program, beside = lower_base(graph, oracle, results, options, subgraph), options.collective_matmul

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.errors import LayoutError, UserError, known_names
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -201,6 +201,16 @@ class Placement:
             may = self.paddable.get(variable, frozenset())
             self._views[variable] = shard_layout(v, self.read_in(variable), self.mesh, over, may)
         return self._views[variable]
+
+
+def check_counted(layout: Layout, dim: str, axes: Axes) -> None:
+    """LayoutError if axes split a dimension which counts what runs one after the other: that is no place,
+    whatever lives there."""
+    if axes:
+        raise LayoutError(
+            f"layout {layout}: {dim!r} counts what runs one after the other (iterations of a loop, parts of "
+            f"the batch) and cannot be split over {'+'.join(axes)}; drop this rule"
+        )
 
 
 def placement(

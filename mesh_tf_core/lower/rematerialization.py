@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from functools import cached_property
 from itertools import compress
 
-from mesh_tf_core.errors import UserError
+from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import TICK, Block, Node
 from mesh_tf_core.lower.kept import KINDS, SETS, Recomputed, Sets, check_kept, kept_values
+from mesh_tf_core.lower.offload import ACTIVATIONS, Offload
 from mesh_tf_core.tracing.chunks import Again, LayerAgain
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.rounds import loop_name
@@ -328,19 +329,28 @@ def leading_to(wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING) ->
     return [node for node in block.nodes if _makes(node, needed, kept)]
 
 
-def check_inside(texts: Iterable[str], whole: Graph, staged: Graph, where: str) -> None:
-    """UserError for loops inside of layers that run forward and backward in different loops over these.
+def check_saved(texts: Iterable[str], offload: Offload, whole: Graph, staged: Graph, where: str) -> None:
+    """UserError for rows of what loops save (`placement.SAVED`) that a step has no such values of: nothing
+    but what a loop saves for a backward beside it is computed again, or lies on the hosts.
 
     Args:
+      texts: the loops that run again.
       whole, staged: the step without stages, and with them, in a schedule: `where`.
     """
-    apart = {*recomputable(whole)} - {*recomputable(staged)}
-    for text in sorted(texts):
-        if Recomputed.parse(text).dim in apart:
+    known, here = recomputable(whole), {*recomputable(staged)}
+    said = [(f"recompute {text!r}", Recomputed.parse(text).dim) for text in sorted(texts)]
+    hosted = [(f"offload {kind}={dim}", dim) for kind, dim in sorted(offload) if kind == ACTIVATIONS]
+    for what, dim in (*said, *hosted):
+        if dim in here:
+            continue
+        if dim in known:
             raise UserError(
-                f"recompute {text!r}: in {where} stages keep what loops inside of their layers save; "
-                "recompute the layers or 'tick' too"
+                f"{what}: in {where} stages hold what loops over {dim!r} save, from forward to backward, on "
+                "their devices; take the schedule gpipe, recompute the layers or 'tick' around them, or "
+                "leave it out"
             )
+        if (what, dim) in hosted:
+            raise UserError(f"{what}: no loop over {dim!r} has a backward; {known_names(dim, known)}")
 
 
 def layer_again(graph: Graph, text: str) -> Again:

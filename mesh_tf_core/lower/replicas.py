@@ -131,7 +131,7 @@ def _met(
 ) -> Program:
     """The program of an outer step."""
     storage = {name: stage for name, stage in options.storage.items() if name in graph.variables}
-    layout, options = rules_about(layout, graph), Options(storage)
+    layout, options = rules_about(layout, graph), Options(storage, offload=options.offload)
     oracle = Oracle(placement(graph, mesh, layout, options, narrow, {}))
     return lower(graph, mesh, layout, {}, options, oracle=oracle, check=check)
 

@@ -12,7 +12,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import Origin, Result, Sliced
-from mesh_tf_core.lower.placement import BACKWARD, SAVED
+from mesh_tf_core.lower.placement import BACKWARD, SAVED, check_counted
 from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.rematerialization import NOTHING, leading_to, rematerialization
 from mesh_tf_core.lower.subgraph import Pairs
@@ -57,8 +57,7 @@ class Saving:
             found.update((t, self.low.env[t]) for t in starts if t in read)
             stays = self.remat.kept(block, unread, alone)
             found.update((t, self.low.value_of(t)) for t in sorted(stays) if self._here(t, node))
-            name = loop_name(block, self.low.graph)
-            if name is not None and self.low.oracle.row(SAVED, name, BACKWARD).host:
+            if self._lies_on_host(block):
                 # What decides whether an iteration runs is read before it begins.
                 found |= self._on_host({key: x for key, x in found.items() if key != block.runs}, node)
         else:
@@ -72,8 +71,12 @@ class Saving:
         self._kept[block.id] = {key: self._outer(value, block) for key, value in found.items()}
         return [Result(value, self._kept[block.id][key]) for key, value in found.items()]
 
+    def _lies_on_host(self, block: Block) -> bool:
+        name = loop_name(block, self.low.graph)
+        return name is not None and self.low.oracle.row(SAVED, name, BACKWARD).host
+
     def _on_host(self, found: dict[Key, int], node: Node) -> dict[Key, int]:
-        """What a loop keeps, brought to the host: its state as an iteration begins, the rest as it ends."""
+        """What a loop saves, brought to the host: its state as an iteration begins, the rest as it ends."""
         code, made = self.low.code, {o for instr in self.low.code for o in instr.outputs}
         self.low.origin, at = Origin(node.index, node.scope, node.phase), len(code)
         kept = {key: self.low.kept_on_host(value) for key, value in found.items()}
@@ -86,6 +89,16 @@ class Saving:
         if not saved or self.remat.again(block) or self._keeps_nothing(block):
             return []
         return [(i, o) for i, o in saved if not self.remat.unsaved(i)]
+
+    def _saved(self, pairs: Sequence[tuple[int, int]], block: Block, node: Node) -> list[Result]:
+        """The stacks that a loop saves for its backward."""
+        found: dict[Key, int] = {i: self.low.lying(i) for i, _ in pairs}
+        if found and self._lies_on_host(block):
+            found |= self._on_host({i: x for i, x in found.items() if not self.low.values[x].host}, node)
+        for inner, outer in pairs:
+            whole = self.low.graph.tensor(outer).shape
+            self.low.env[outer] = self._outer(found[inner], block, whole)
+        return [Result(found[inner], self.low.env[outer]) for inner, outer in pairs]
 
     def _keeps_nothing(self, block: Block) -> bool:
         """Whether nobody reads what a loop would save in this run: it is inside of another one that runs
@@ -199,15 +212,12 @@ class Saving:
     def _over(self, block: Block) -> Axes:
         """The axes that the iterations of a loop are spread over: the stages of a pipeline."""
         assert block.dim is not None
-        axes = self.low.layout.axes(block.dim.name)
-        if axes and not block.spread:
-            if self.low.oracle.ways(axes) == 1:
-                return ()
-            raise LayoutError(
-                f"layout {self.low.layout}: {block.dim.name!r} counts the iterations of a loop and cannot "
-                f"be split over {'+'.join(axes)}; drop this rule"
-            )
-        if block.spread and self.low.oracle.ways(axes) != block.dim.size:
+        layout, name, ways = self.low.layout, block.dim.name, self.low.oracle.ways
+        axes, further = layout.axes(name), layout.further(name)
+        check_counted(layout, name, further if block.spread or ways(axes) == 1 else (*axes, *further))
+        if not block.spread:
+            return ()
+        if ways(axes) != block.dim.size:
             raise LayoutError(
                 f"layout {self.low.layout}: {block.dim.name!r} has {block.dim.size} stages or replicas, each "
                 f"on devices of its own, and is split over {'+'.join(axes) or 'no axis'}"

@@ -63,7 +63,7 @@ def test_they_hold_where_the_axis_splits_nothing_else() -> None:
             "length:data;length@elsewhere:model+three",
             "which is not divisible by the 12 devices of data+model",
         ),
-        ("layers@elsewhere:model", "'layers' counts the iterations of a loop and cannot be split further"),
+        ("layers@elsewhere:model", "'layers' counts what runs one after the other"),
     ],
 )
 def test_mistakes_are_named(layout: str, said: str) -> None:

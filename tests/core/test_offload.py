@@ -21,6 +21,7 @@ from mesh_tf_core.engines import open_engine
 from mesh_tf_core.ir.program import HostLoad, HostStore, Local, Loop, Program, ReadVariable, WriteVariable
 from mesh_tf_core.lower.offload import offload_of
 from mesh_tf_core.lower.verify import ProgramError, verify
+from mesh_tf_core.training.trainer import Trainer
 from tests.core.test_storage import LAYERS, D, model
 from tests.examples.helper import SMALL, Result, check_same, train
 from tests.layoutopt.models import branching
@@ -109,6 +110,29 @@ def test_what_loops_keep_is_on_the_hosts(parts: int) -> None:
     assert memory(program).peak == memory(plain).peak - 2 * state // parts
     found = [hidden(kept_on_hosts(x, "layers", microbatches=parts)) for x in (True, False)]
     assert found[0] > 0 == found[1]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_all_that_loops_save_is_on_the_hosts(parts: int) -> None:
+    """Of layers that do not run again."""
+    found = transformer_lm.model(**SMALL)
+    mesh, layout = mtf.Mesh("data:2;model:2"), mtf.Layout("batch:data;heads:model;d_ff:model")
+    there = offload_of(["activations=layers"], found.graph.variables)
+    plain, program = (
+        found.lower(mesh, layout, mtf.Options(microbatches=parts, offload=x)) for x in (frozenset(), there)
+    )
+    forward = next(i for i, _ in plain.walk() if isinstance(i, Loop) and i.dim.name == "layers")
+    saved = sum(plain.values[r.outer].local_bytes(mesh) for r in forward.stacked)
+    assert program.transfer_bytes() == {"host_load": parts * saved, "host_store": parts * saved}
+    assert program.host_bytes == saved
+    assert memory(program).peak < memory(plain).peak
+    batch = next(transformer_lm.data(**SMALL))
+    batch = {n: x.reshape(plain.values[plain.feeds[n]].shape.sizes) for n, x in batch.items()}
+    engines = [open_engine(each, "lockstep") for each in (plain, program)]
+    losses = [[float(engine.step(batch)["loss"]) for _ in range(3)] for engine in engines]
+    assert losses[0] == losses[1]
+    assert engines[1].peak_memory_bytes == memory(program).peak
+    assert engines[1].transfer_bytes == program.transfer_bytes()
 
 
 def weights_on_hosts(layout: str, mesh: str = "x:2;y:2", dtype: str = "float32", **options: Any) -> Program:
@@ -279,7 +303,7 @@ def test_planted_faults_are_caught() -> None:
         (["optimizer=v"], "the model has no variable 'v'"),
         (["weights=v"], "the model has no variable 'v'"),
         (["weights=w/adam_m"], "'w/adam_m' is no trained variable"),
-        (["activations=layers"], "loops over 'layers' do not run again in backward"),
+        (["activations=layer"], "no loop over 'layer' has a backward; did you mean 'layers'?"),
         (["activations"], "no loop runs again in backward"),
     ],
 )
@@ -298,11 +322,21 @@ def test_an_optimizer_without_state_is_named() -> None:
         found.lower(mtf.Mesh("a:1"), mtf.Layout(""), mtf.Options(offload=words))
 
 
-def test_replicas_keep_all_on_their_devices() -> None:
-    found = model()
-    options = mtf.Options(diloco=mtf.DiLoCo("data"), offload=offload_of(["optimizer"], found.graph.variables))
-    with pytest.raises(mtf.UserError, match="synchronises rarely nothing can lie on the hosts"):
-        found.lower(mtf.Mesh("data:2"), mtf.Layout(""), options)
+@pytest.mark.parametrize("delay", [0, 1])
+def test_replicas_learn_the_same_with_all_on_the_hosts(delay: int) -> None:
+    """Also where they meet: what that reads comes from the hosts, and what it changes goes there."""
+    found = transformer_lm.model(**SMALL)
+    words = ["optimizer", "weights", "activations=layers"]
+    there = offload_of(words, found.graph.variables)
+    seen = list[list[float]]()
+    for offload in (there, frozenset[tuple[str, str]]()):
+        how = mtf.Options(diloco=mtf.DiLoCo("data", 2, delay=delay), offload=offload)
+        trainer = Trainer(found, "data:2;model:2", "batch:model", how, engine="lockstep")
+        programs = found.replicas(trainer.program.mesh, mtf.Layout("batch:model"), how)
+        moved = [sum(p.transfer_bytes().values()) for p in (programs.inner, *programs.meetings)]
+        assert all(moved) == bool(offload)
+        seen.append([r["loss"] for r in trainer.fit(transformer_lm.data(**SMALL), 5)])
+    np.testing.assert_allclose(*seen, rtol=1e-6)
 
 
 def test_hardware_without_a_host_link_is_named() -> None:

@@ -212,9 +212,9 @@ def test_loops_inside_of_layers(schedule: str) -> None:
     alone = learned("one:1", "")
     for again in INSIDE[schedule]:
         same([learned("pipe:2;data:2", "layers:pipe;batch:data", *again)], [alone])
-    with pytest.raises(mtf.UserError, match="recompute the layers or 'tick' too"):
+    with pytest.raises(mtf.UserError, match="recompute the layers or 'tick' around them"):
         learned("pipe:2", "layers:pipe", "parts")
-    with pytest.raises(mtf.UserError, match="what stages keep of 'layers' stays on the devices"):
+    with pytest.raises(mtf.UserError, match="stages hold what loops over 'layers' save"):
         hosted = frozenset({("activations", "layers")})
         how = mtf.Options({}, frozenset({"layers"}), 2, schedule=schedule, offload=hosted)
         built.lower(mtf.Mesh("pipe:2"), mtf.Layout("layers:pipe"), how)

@@ -254,7 +254,7 @@ def test_what_cannot_be_a_pipeline_is_refused_with_what_to_do(plain: mtf.Model) 
         "microbatch:t",
         "microbatch@elsewhere:t",
     ):  # a piece of a part would be asked of other devices
-        said = "counts parts of the batch that run one after the other"
+        said = "counts what runs one after the other"
         refused(f"layers:pipe;{rule}", said, plain, microbatches=2)
     g = mtf.Graph()
     x = g.input("x", [B, D], "float64")
