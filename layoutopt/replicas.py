@@ -171,7 +171,8 @@ def _searched(
 ) -> _Found:
     count = 1 if rare is None else check_axis(rare, mesh)
     loss = None if rare is None else lost(whole.parameters, count, rare)
-    way = Way(name=_name(rare), replicas=count, diloco=str(rare or ""), loss=loss, mesh=mesh.as_dict())
+    about = {"name": _name(rare), "replicas": count, "loss": loss, "mesh": mesh.as_dict()}
+    way = Way.model_validate({**about, "diloco": str(rare or "")})
     if rare is not None and accept is not None and (loss is None or loss > accept):
         beyond = f"beyond H = {LAW_PERIOD}" if _plain(rare) else "of fragments, few bits or delays"
         law = f"{signed_percent(loss)} by the law" if loss is not None else f"no law {beyond}"

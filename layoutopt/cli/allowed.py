@@ -3,6 +3,7 @@ and of `size`, which searches each candidate."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import field, make_dataclass
 from typing import Annotated, Any
 
@@ -16,11 +17,6 @@ MaxAxesOption = Annotated[
 ]
 BETWEEN = ";"
 """Stands between rules that were given one after the other."""
-
-
-def parameter(option: Option) -> str:
-    """The parameter that an option is read as."""
-    return option.name.removeprefix("--").replace("-", "_")
 
 
 class Allowed:
@@ -39,34 +35,34 @@ class Allowed:
         """
         found = dict(more)
         for name, argument in ARGUMENTS.items():
-            given = {o.name: getattr(self, parameter(o), None) for o in argument.options}
+            given = {o.name: getattr(self, o.parameter, None) for o in argument.options}
             said = {n: BETWEEN.join(v) if isinstance(v, list | tuple) else v for n, v in given.items()}
             if name not in more and (text := argument.read(said)) is not None:
                 found[name] = text
         return SearchSpace(**found)
 
 
+def options(name: str, made: Iterable[Option], base: type, usual: bool = False) -> Any:
+    """A group of options (`grouped`).
+
+    Args:
+      base: what the group does.
+      usual: what is usual is the default; else it is only shown.
+    """
+    found = []
+    for o in made:
+        kind = list[str] | None if o.several else str | None
+        default = o.usual or None if usual and not o.several else None
+        shown = True if default else o.usual
+        info = typer.Option(o.name, metavar=o.metavar, help=o.help, show_default=shown)
+        found.append((o.parameter, Annotated[kind, info], field(default=default)))
+    return make_dataclass(name, found, bases=(base,), frozen=True)
+
+
 def _options(names_axes: bool) -> Any:
-    """A group of options (`grouped`): those of arguments that name axes of a mesh, or of the others."""
-    made = [
-        (
-            parameter(option),
-            Annotated[
-                list[str] | None if option.several else str | None,
-                typer.Option(
-                    option.name,
-                    metavar=option.metavar,
-                    help=option.help,
-                    show_default=option.usual if option.several else bool(option.usual),
-                ),
-            ],
-            field(default=None if option.several else option.usual or None),
-        )
-        for argument in ARGUMENTS.values()
-        if argument.names_axes <= names_axes
-        for option in argument.options
-    ]
-    return make_dataclass("AllowedOptions", made, bases=(Allowed,), frozen=True)
+    """Those of arguments that name axes of a mesh, or of the others."""
+    asked = (a for a in ARGUMENTS.values() if a.names_axes <= names_axes)
+    return options("AllowedOptions", (o for a in asked for o in a.options), Allowed, usual=True)
 
 
 OnMesh, OnAnyMesh = _options(True), _options(False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from layoutopt.cli.given import UNDECIDED, DecisionOptions
+from layoutopt.cli.given import UNDECIDED, ByHand
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
     THIS_MACHINE,
@@ -57,7 +57,7 @@ def cost(
     model: ModelArgument,
     mesh: MeshOption = None,
     layout: LayoutOption = None,
-    decided: DecisionOptions = UNDECIDED,
+    decided: ByHand = UNDECIDED,
     settings: SetOption = None,
     hardware: HardwareOption = THIS_MACHINE,
     set_hardware: SetHardwareOption = None,

@@ -133,11 +133,11 @@ def check_stages(plan: Plan) -> None:
 def recorded(plan: Plan, to: str) -> tuple[tuple[Placed, ...], tuple[Placed, ...]] | None:
     """The variables and the inputs, as far as a form needs them and the plan says them; None if it does
     not."""
-    from layoutopt.plan.export import SAY_NO_TENSOR
+    from layoutopt.plan.export import FORMATS
     from layoutopt.plan.exported import Placed
     from mesh_tf_core.errors import UserError
 
-    if to in SAY_NO_TENSOR:
+    if "storage" not in FORMATS[to].says:
         return (), ()
     details = plan.data.details
     if not {"variables", "inputs"} <= details.model_fields_set or (details.applies and to == Library.JAX):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layoutopt.cli.cost import show_doubts
-from layoutopt.cli.given import UNDECIDED, DecisionOptions, Given
+from layoutopt.cli.given import UNDECIDED, ByHand, Given
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
     THIS_MACHINE,
@@ -44,7 +44,7 @@ def lint(
     model: ModelArgument,
     mesh: MeshOption = None,
     layout: LayoutOption = None,
-    decided: DecisionOptions = UNDECIDED,
+    decided: ByHand = UNDECIDED,
     settings: SetOption = None,
     hardware: HardwareOption = THIS_MACHINE,
     set_hardware: SetHardwareOption = None,

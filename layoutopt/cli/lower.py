@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layoutopt.cli.given import UNDECIDED, DecisionOptions
+from layoutopt.cli.given import UNDECIDED, ByHand
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
     JsonOption,
@@ -42,7 +42,7 @@ def lower(
     model: ModelArgument,
     mesh: MeshOption = None,
     layout: LayoutOption = None,
-    decided: DecisionOptions = UNDECIDED,
+    decided: ByHand = UNDECIDED,
     settings: SetOption = None,
     emit: Annotated[
         Form, typer.Option(help="Our own text, or StableHLO for the TPU compiler.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layoutopt.cli.given import UNDECIDED, DecisionOptions, Given
+from layoutopt.cli.given import UNDECIDED, ByHand, Given
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.job import ALONE, Job
 from layoutopt.cli.options import (
@@ -52,7 +52,7 @@ def measure(
     model: ModelArgument,
     mesh: MeshOption = None,
     layout: LayoutOption = None,
-    decided: DecisionOptions = UNDECIDED,
+    decided: ByHand = UNDECIDED,
     settings: SetOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 10,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps before, which are not timed.")] = 2,

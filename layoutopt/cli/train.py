@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layoutopt import signals
-from layoutopt.cli.given import UNDECIDED, DecisionOptions, Given
+from layoutopt.cli.given import UNDECIDED, ByHand, Given
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.job import ALONE, Job
 from layoutopt.cli.options import (
@@ -57,7 +57,7 @@ def train(
         str, typer.Option(metavar="auto|LAYOUT|PLAN.json", help="auto searches the best one first.")
     ] = AUTO,
     mesh: MeshOption = None,
-    decided: DecisionOptions = UNDECIDED,
+    decided: ByHand = UNDECIDED,
     settings: SetOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Train until this step.")] = 100,
     checkpoint: Annotated[
@@ -114,7 +114,7 @@ def train(
 
     run: TrainingRun | None = None
     meets = None if meet is None else Decoupled.parse(meet)
-    if meets is not None and decided.diloco:
+    if meets is not None and "--diloco" in decided.texts:
         raise UserError("--meet: each replica is one process's job; leave --diloco out")
     if resume is not None and checkpoint is None:
         raise UserError("--resume: say where the checkpoint is; add --checkpoint DIR")
@@ -167,20 +167,13 @@ def _own(stack: contextlib.ExitStack, terminal: Terminal, checkpoint: Path, mode
         terminal.say(f"warning: {trouble}")
 
 
-def _refuse_decided(decided: DecisionOptions) -> None:
+def _refuse_decided(decided: ByHand) -> None:
     from mesh_tf_core.errors import UserError
 
-    if decided.offload:
-        raise UserError("--layout auto puts nothing on the hosts; train the plan of a search with --offload")
-    if decided.diloco:
-        raise UserError(
-            "--layout auto does not choose an axis that synchronises rarely; train the plan of a search with "
-            "--diloco"
-        )
     if decided:
         raise UserError(
-            "--layout auto decides storage, recompute, microbatches and context too, without schedules of "
-            "stages or collective matmul; leave these options out, or train the plan of a search with them"
+            f"--layout auto searches as `search` does if nothing is said; leave "
+            f"{', '.join(decided.texts)} out, or train the plan of a search"
         )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layoutopt.cli.given import UNDECIDED, DecisionOptions, Given
+from layoutopt.cli.given import UNDECIDED, ByHand, Given
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
     JsonOption,
@@ -60,7 +60,7 @@ def verify(
     ],
     mesh: MeshOption = None,
     layout: LayoutOption = None,
-    decided: DecisionOptions = UNDECIDED,
+    decided: ByHand = UNDECIDED,
     settings: SetOption = None,
     model: ModelOption = None,
     text: Annotated[
@@ -106,7 +106,7 @@ def _asked(
     settings: list[str] | None,
     mesh: str | None,
     layout: str | None,
-    decided: DecisionOptions,
+    decided: ByHand,
 ) -> tuple[Loaded, Given]:
     """The model and what is decided about it: a plan gives everything, a model file nothing."""
     from layoutopt.importers.huggingface import is_configuration

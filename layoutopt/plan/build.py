@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from layoutopt.plan.decided import Decided
+from layoutopt.plan.decided import SAID, Decided
 from layoutopt.plan.schema import (
     Alternative,
     ModelInfo,
@@ -226,7 +226,7 @@ def decided(options: Options, layout: Layout, pipeline: Mapping[str, int] = NO_S
 
 def options_of(data: Decided) -> Options:
     """What a plan file says beside a layout, as lowering takes it."""
-    said = {name: getattr(data, name) for name in Decided.model_fields}
+    said = {name: getattr(data, name) for name in SAID}
     return Options(**{name: value for kind in KINDS for name, value in kind.parsed(said).items()})
 
 

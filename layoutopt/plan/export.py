@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from layoutopt.plan.decided import ELSEWHERE, rules_in
-from layoutopt.plan.exported import NAMED, Exported, Placed, comment
+from layoutopt.plan.exported import Exported, Placed, comment
 from layoutopt.plan.maxtext import maxtext
-from layoutopt.plan.units import some
+from layoutopt.space.decisions import KINDS
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.lower.kept import Recomputed
 
 
 def export(what: Exported, to: str) -> str:
@@ -34,11 +34,7 @@ def export(what: Exported, to: str) -> str:
     """
     if to not in FORMATS:
         raise UserError(f"--to {to!r}: no such form; {known_names(to, FORMATS)}")
-    for dim, n in what.decided.pipeline.items():
-        raise UserError(
-            f"{to} has no pipelines as this plan's: {dim!r} is split into {n} stages that microbatches go "
-            f"through; take a layout that does not split {dim!r}, or train it here"
-        )
+    form = FORMATS[to]
     for v in what.variables:
         for name, size, axes in zip(v.dims, v.sizes, v.splits, strict=True):
             if size % (ways := what.mesh.group_size(axes)):
@@ -47,54 +43,21 @@ def export(what: Exported, to: str) -> str:
                     f"devices do not divide its {name!r} of {size}; search with --storage layout, or train "
                     "with layoutopt"
                 )
-    if what.decided.storage and to in SAY_NO_TENSOR:
-        stage, names = next(iter(what.decided.stages().items()))
-        raise UserError(
-            f"{to} says how dimensions are split, not how single variables are stored, but this plan stores "
-            f"{some(names, NAMED)} at {stage}; search with --storage layout, or choose another form"
-        )
-    if rare := what.decided.diloco:
-        raise UserError(
-            f"{to} says how tensors lie, not that replicas along {rare.partition(':')[0]!r} train alone for "
-            "some steps, as in this plan; train with layoutopt"
-        )
-    if context := what.decided.context:
-        dim, form = next(iter(context.items()))
-        raise UserError(
-            f"{to} says how tensors lie, not that attention to {dim!r} is {form}, as in this plan; "
-            "train with layoutopt, or search with --context gather"
-        )
-    if dims := what.decided.collective_matmul:
-        raise UserError(
-            f"{to} says how tensors lie, not that messages go in chunks beside products with {dims[0]!r}, as "
-            "in this plan; train with layoutopt, or search without --collective-matmul"
-        )
-    for kind, names in what.decided.offload.items():
-        if to not in SAY_OFFLOAD:
-            raise UserError(
-                f"{to} says how tensors lie on devices, not that {kind} of {some(names, NAMED)} lie on their "
-                "hosts, as in this plan; train with layoutopt, or search without --offload"
-            )
-    refined = what.decided.places()
-    if (further := what.decided.refined.get(ELSEWHERE)) and to in SAY_NO_TENSOR:
-        raise UserError(
-            f"{to} places a dimension alike wherever it appears, but this plan has {rules_in(further)} "
-            "elsewhere, where these axes split nothing else; leave that out, or choose another form"
-        )
-    if refined and to not in SAY_EVERY_VARIABLE:
+    for kind in KINDS:
+        for beyond in kind.beyond(what.decided):
+            if beyond.what not in form.says:
+                raise UserError(
+                    f"{to} cannot say that {beyond.words}, as in this plan; train with layoutopt, "
+                    f"{beyond.instead}, or choose another form"
+                )
+    if (refined := what.decided.places()) and not form.every_variable:
         path, rules = next(iter(refined.items()))
         raise UserError(
             f"{to} places a dimension alike wherever it appears, but in {path!r} this plan has "
             f"{rules_in(rules)} instead; search without --refine, or give these dimensions other "
             "names there in the model"
         )
-    kept = next((text for text in what.decided.recompute if Recomputed.parse(text).keep), None)
-    if kept is not None and to not in SAY_WHAT_IS_KEPT:
-        raise UserError(
-            f"{to} recomputes all of a block or nothing, but this plan recomputes {kept}; choose "
-            "another form, or recompute all of it"
-        )
-    return FORMATS[to](what)
+    return form.write(what)
 
 
 def _dims(tensor: Placed) -> str:
@@ -216,18 +179,27 @@ def _haliax(what: Exported) -> str:
     )
 
 
-SAY_EVERY_VARIABLE = ("dtensor", "jax")
-"""Forms that say how each variable and its state lie, storage included."""
-SAY_NO_TENSOR = ("mesh-tensorflow", "haliax")
-"""Forms that say how dimensions are split, and nothing of single variables or inputs."""
-SAY_OFFLOAD = ("maxtext",)
-"""Forms that say what lies on the hosts."""
-SAY_WHAT_IS_KEPT = ("jax", "maxtext")
-"""Forms in which a block that runs again may keep some of its values."""
-FORMATS: Mapping[str, Callable[[Exported], str]] = {
-    "mesh-tensorflow": _mesh_tensorflow,
-    "dtensor": _dtensor,
-    "jax": _jax,
-    "haliax": _haliax,
-    "maxtext": maxtext,
+@dataclass(frozen=True)
+class Form:
+    """A library's form.
+
+    Attributes:
+      says: what of decisions it can say (`space.kind.Beyond.what`); other plans are refused.
+      every_variable: it says how each variable and its state lie.
+    """
+
+    write: Callable[[Exported], str]
+    says: frozenset[str]
+    every_variable: bool = False
+
+
+PLAIN = frozenset({"recompute", "microbatches"})
+"""What every form says, in comments at least."""
+TENSORS = PLAIN | {"storage", ELSEWHERE}
+FORMATS: Mapping[str, Form] = {
+    "mesh-tensorflow": Form(_mesh_tensorflow, PLAIN),
+    "dtensor": Form(_dtensor, TENSORS, every_variable=True),
+    "jax": Form(_jax, TENSORS | {"keep"}, every_variable=True),
+    "haliax": Form(_haliax, PLAIN),
+    "maxtext": Form(maxtext, TENSORS | {"keep", "offload"}),
 }

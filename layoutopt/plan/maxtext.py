@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from layoutopt.plan.decided import ELSEWHERE
 from layoutopt.plan.exported import NAMED, Exported, Placed, comment
 from layoutopt.plan.units import some
+from layoutopt.space.storage import by_stage
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
@@ -90,7 +91,7 @@ def _maxtext_stage(what: Exported) -> tuple[str, Axes]:
         return "", ()
     spare = {v.name: _spare(what, v) for v in what.variables if _is_matrix(v)}
     stages: dict[str, list[str]] = {}
-    for said, its in what.decided.stages().items():
+    for said, its in by_stage(what.decided.storage).items():
         stages.setdefault(STAGES[read_stage(said).number], []).extend(its)
     if whole := [name for name, axes in spare.items() if axes and name not in what.decided.storage]:
         stages["layout"] = whole

@@ -7,11 +7,13 @@ Only asked for: it pays where an axis splits these products and, elsewhere, what
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from layoutopt.space.kind import (
+    PLAIN,
+    Beyond,
     Choice,
     Chosen,
     Decision,
@@ -21,6 +23,8 @@ from layoutopt.space.kind import (
     Space,
     Target,
     Touched,
+    Typed,
+    Words,
     argument,
     missing,
     names,
@@ -62,6 +66,16 @@ class CollectiveMatmul(Decision):
     prefix = "collective matmul of "
     label = "collective matmul"
     asks = Chunked
+    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"collective_matmul": (list[str], list)}
+    by_hand = Option(
+        "--collective-matmul",
+        "DIMS",
+        "Products that have one of these dimensions gather and scatter in chunks beside their work: "
+        "d_ff,heads.",
+        usual="whole values",
+    )
+    word = "collective matmul"
+    place = 5
     features = (
         Feature(
             "collective_matmul",
@@ -116,3 +130,20 @@ class CollectiveMatmul(Decision):
     @classmethod
     def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
         return {"collective_matmul": frozenset(said["collective_matmul"])}
+
+    @classmethod
+    def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:
+        dims = names(",".join(texts), "collective_matmul")
+        check_products(about.model.graph, dims)
+        return {"collective_matmul": frozenset(dims)}
+
+    @classmethod
+    def in_words(cls, said: Any) -> Words:
+        dims = ", ".join(said.collective_matmul)
+        return (dims, f"{cls.label} of {dims}") if dims else PLAIN
+
+    @classmethod
+    def beyond(cls, said: Any) -> Iterator[Beyond]:
+        for dim in said.collective_matmul:
+            words = f"messages go in chunks beside products with {dim!r}"
+            yield Beyond("collective_matmul", words, "search without --collective-matmul")

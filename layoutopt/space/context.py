@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from layoutopt.space.kind import (
     GATHER,
+    Beyond,
     Choice,
     Chosen,
     Decision,
@@ -16,6 +17,9 @@ from layoutopt.space.kind import (
     Space,
     Target,
     Touched,
+    Typed,
+    Words,
+    about_each,
     argument,
     names,
 )
@@ -23,7 +27,7 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.nodes import crossed
+from mesh_tf_core.lower.nodes import check_context, crossed
 from mesh_tf_core.ops.context import FORMS
 from mesh_tf_core.tracing.graph import Graph
 
@@ -66,6 +70,16 @@ class Context(Decision):
     prefix = "context of "
     label = "context parallelism"
     asks = Forms
+    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"context": (dict[str, str], dict)}
+    by_hand = Option(
+        "--context",
+        "[DIM=]FORM",
+        "Attention to keys that lie split along DIM: ring, zigzag or all_to_all (again for more).",
+        usual="they are gathered",
+        several=True,
+    )
+    word = "context"
+    place = 4
     features = (
         Feature("context", "context", lambda form: form != GATHER, lambda _, options: bool(options.context)),
     )
@@ -112,3 +126,24 @@ class Context(Decision):
     @classmethod
     def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
         return {"context": frozenset(said["context"].items())}
+
+    @classmethod
+    def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:
+        graph = about.model.graph
+        forms: dict[str, str] = {}
+        for dim, (text, form) in about_each("--context", texts).items():
+            if not dim and not crossed(graph):
+                raise UserError(f"--context {text}: the model has no fused attention; leave it out")
+            forms.update(dict.fromkeys([dim] if dim else crossed(graph), form))
+        check_context(graph, forms)
+        return {"context": frozenset(forms.items())}
+
+    @classmethod
+    def in_words(cls, said: Any) -> Words:
+        words = [f"{form} of {dim}" for dim, form in said.context.items()]
+        return ", ".join(words), "; ".join(words)
+
+    @classmethod
+    def beyond(cls, said: Any) -> Iterator[Beyond]:
+        for dim, form in said.context.items():
+            yield Beyond("context", f"attention to {dim!r} is {form}", "search with --context gather")

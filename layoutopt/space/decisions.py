@@ -20,7 +20,7 @@ layers lie over (`stages`); a subproblem knows them as the one option of a dimen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -39,6 +39,7 @@ from layoutopt.space.kind import (
     Space,
     Target,
     Touched,
+    Typed,
 )
 from layoutopt.space.microbatches import Microbatches, Parts
 from layoutopt.space.offload import Hosted, Offload, Weights
@@ -53,7 +54,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.schedules import GPIPE, alternates
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.kept import Sets, of_stages
-from mesh_tf_core.model import NO_STAGES, NOTHING, TrainingStep
+from mesh_tf_core.model import NO_STAGES, NOTHING, Model, TrainingStep
 from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
 
@@ -117,6 +118,26 @@ class SearchSpace(Splits, Piped, Scheduled, Further, Stored, Hosted, Again, Form
         """The same, with what an objective makes usual where nothing is said."""
         unsaid = {name: a.usual for name, a in ARGUMENTS.items() if getattr(self, name) is None}
         return self.but(**{name: usual(objective) for name, usual in unsaid.items() if usual is not None})
+
+
+BY_HAND = [kind.by_hand for kind in sorted(KINDS, key=lambda kind: kind.place) if kind.by_hand is not None]
+"""The options of commands that take one layout."""
+
+
+def typed(model: Model, texts: Mapping[str, Sequence[str]]) -> Options:
+    """What the options of `BY_HAND` say, as options of a model's program.
+
+    A stage without a variable is for all trained ones, and so is what lies on the hosts, a form of attention
+    without a dimension for all keys.
+
+    Raises:
+      UserError: a text that means nothing to this model.
+    """
+    about, found = Typed(model, texts), dict[str, Any]()
+    for kind in KINDS:
+        if kind.by_hand is not None:
+            found |= kind.typed(texts.get(kind.by_hand.name, ()), about)
+    return Options(**found)
 
 
 ANYTHING = SearchSpace(microbatches=(1,))

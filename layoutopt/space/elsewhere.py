@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from layoutopt.space.kind import (
+    PLAIN,
+    Beyond,
     Choice,
     Chosen,
     Decision,
@@ -19,6 +21,7 @@ from layoutopt.space.kind import (
     Option,
     Space,
     Target,
+    Words,
     argument,
     missing,
     names,
@@ -57,6 +60,8 @@ class Elsewhere(Decision):
 
     label = "sequence parallelism"
     asks = Further
+    word = ELSEWHERE
+    place = 9
     features = (Feature("sequence", "elsewhere", lambda dim: True, lambda layout, _: bool(layout.elsewhere)),)
 
     @classmethod
@@ -115,6 +120,23 @@ class Elsewhere(Decision):
 
     def read(self, layout: Layout, options: Options) -> Choice:
         return layout.written.get(self.subject, ())
+
+    @classmethod
+    def in_words(cls, said: Any) -> Words:
+        words = _rules(said)
+        return (words, f"{words} {ELSEWHERE}") if words else PLAIN
+
+    @classmethod
+    def beyond(cls, said: Any) -> Iterator[Beyond]:
+        if words := _rules(said):
+            what = f"dimensions are split further where these axes split nothing else ({words})"
+            yield Beyond(ELSEWHERE, what, "search without --elsewhere")
+
+
+def _rules(said: Any) -> str:
+    """The rules of a plan for elsewhere, in words."""
+    rules = said.refined.get(ELSEWHERE, {})
+    return ", ".join(f"{dim}:{'+'.join(axes) or 'none'}" for dim, axes in rules.items())
 
 
 def written(dim: str) -> str:

@@ -45,7 +45,7 @@ class Option:
     """One option of the command line.
 
     Attributes:
-      usual: what is shown as its default.
+      usual: what is shown as its default; False: nothing.
       several: it may be given again.
       prefix: of the elements of a list that it has without this prefix; "" has the others.
     """
@@ -56,6 +56,11 @@ class Option:
     usual: str | bool = False
     several: bool = False
     prefix: str = ""
+
+    @property
+    def parameter(self) -> str:
+        """The parameter that it is read as."""
+        return self.name.removeprefix("--").replace("-", "_")
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,62 @@ class Space:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+
+
+Words = tuple[str, str]
+PLAIN: Words = ("", "")
+"""Of what is plain there is nothing to say."""
+
+
+@dataclass(frozen=True)
+class Typed:
+    """What is typed about one layout of a model, beside the layout.
+
+    Attributes:
+      texts: of every option (`Decision.by_hand`), those that were given.
+    """
+
+    model: Model
+    texts: Mapping[str, Sequence[str]]
+
+    @property
+    def recomputed(self) -> Sequence[str]:
+        """The loops that run again; where nothing is said, those of a JAX program (jax.checkpoint)."""
+        own = getattr(getattr(self.model, "origin", None), "recomputed", ())
+        return self.texts.get("--recompute") or sorted(own)
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """What a layout has that another library may not be able to say.
+
+    Attributes:
+      what: the name by which forms say that they can (`plan.export.Form`).
+      words: in a sentence: "that ...".
+      instead: what to search for.
+    """
+
+    what: str
+    words: str
+    instead: str
+
+
+def about_each(option: str, texts: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """What an option that may be given again says, by what it is about: its text and its value.
+
+    First what is about everything (''), which names count more than, in whatever order they are given.
+
+    Raises:
+      UserError: two values for the same.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for text in texts:
+        about, _, value = text.rpartition("=")
+        before = found.setdefault(about, (text, value))
+        if before[1] != value:
+            which = f"are both about {about!r}" if about else "are both about everything that none names"
+            raise UserError(f"{option} {before[0]} and {option} {text} {which}; leave one of them out")
+    return dict(sorted(found.items(), key=lambda item: item[0] != ""))
 
 
 @dataclass
@@ -243,6 +304,11 @@ class Decision(ABC):
       label: what the kind is called.
       features: what of it users may forbid.
       asks: its fields of `SearchSpace`.
+      says: its fields of plan files: their types and defaults.
+      always: plan files have these fields where they are plain too.
+      by_hand: the option of commands that take one layout.
+      word: what plans call it; "": they say nothing of it.
+      place: where its words stand among those of others.
     """
 
     subject: str
@@ -251,6 +317,11 @@ class Decision(ABC):
     label: ClassVar[str] = ""
     features: ClassVar[tuple[Feature, ...]] = ()
     asks: ClassVar[type[Space] | None] = None
+    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {}
+    always: ClassVar[bool] = False
+    by_hand: ClassVar[Option | None] = None
+    word: ClassVar[str] = ""
+    place: ClassVar[int] = 99
 
     @property
     def name(self) -> str:
@@ -304,6 +375,27 @@ class Decision(ABC):
     def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
         """Its fields of `Options`, from those of `layoutopt.plan.decided.Decided`."""
         return {}
+
+    @classmethod
+    def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:
+        """Its fields of `Options`, from what its option says; UserError."""
+        return {}
+
+    @classmethod
+    def in_words(cls, said: Any) -> Words:
+        """What a plan says of it: all, and in a few words; `PLAIN` where that is nothing.
+
+        Args:
+          said: a `layoutopt.plan.decided.Decided`.
+        """
+        return PLAIN
+
+    @classmethod
+    def beyond(cls, said: Any) -> Iterator[Beyond]:
+        """What of it other libraries have to be able to say; unless a kind knows better, all that it does
+        not leave plain."""
+        if words := cls.in_words(said)[0]:
+            yield Beyond(cls.word, f"this is decided of {cls.label}: {words}", "search without it")
 
 
 def not_allowed(kind: type[Decision], target: Target, allowed: Space) -> Iterator[LeftOut]:

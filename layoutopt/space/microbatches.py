@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from layoutopt.space.kind import (
+    PLAIN,
     Choice,
     Chosen,
     Decision,
@@ -18,6 +19,8 @@ from layoutopt.space.kind import (
     Option,
     Space,
     Target,
+    Typed,
+    Words,
     argument,
     names,
 )
@@ -70,6 +73,11 @@ class Microbatches(Decision):
 
     label = "microbatches"
     asks = Parts
+    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"microbatches": (int, 1)}
+    always = True
+    by_hand = Option("--microbatches", "N", "Parts of the batch, one after the other.", usual="1")
+    word = "microbatches"
+    place = 6
     features = (
         Feature("microbatches", "microbatches", lambda n: n > 1, lambda _, options: options.microbatches > 1),
     )
@@ -104,6 +112,18 @@ class Microbatches(Decision):
     @classmethod
     def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
         return {"microbatches": said["microbatches"]}
+
+    @classmethod
+    def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:
+        numbers = _numbers(texts[-1]) if texts else (1,)
+        if len(numbers) != 1:
+            raise UserError(f"--microbatches {texts[-1]}: only a search has several numbers; name one")
+        return {"microbatches": numbers[0]}
+
+    @classmethod
+    def in_words(cls, said: Any) -> Words:
+        parts = said.microbatches
+        return (str(parts), f"{parts} microbatches") if parts > 1 else PLAIN
 
 
 def numbers(model: Model, allowed: Sequence[int]) -> list[int]:

@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Self
 
 from layoutopt.space.kind import (
     OFFLOADING,
+    PLAIN,
+    Beyond,
     Choice,
     Chosen,
     Decision,
@@ -22,17 +24,20 @@ from layoutopt.space.kind import (
     Space,
     Target,
     Touched,
+    Typed,
+    Words,
     argument,
     names,
     not_allowed,
 )
 from layoutopt.space.storage import stored_classes
+from layoutopt.space.undivided import first_of
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.offload import ACTIVATIONS, KINDS, OPTIMIZER, WEIGHTS
+from mesh_tf_core.lower.offload import ACTIVATIONS, KINDS, OPTIMIZER, WEIGHTS, check_offload, offload_of
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -63,6 +68,17 @@ class Offload(Decision):
     prefix = "offload of "
     label = OFFLOADING
     asks: ClassVar[type[Space] | None] = Hosted
+    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"offload": (dict[str, list[str]], dict)}
+    by_hand: ClassVar[Option | None] = Option(
+        "--offload",
+        "KIND[=NAME]",
+        "What lies in host memory between its uses: optimizer, its state; weights, variables themselves; "
+        "activations, what loops that run again keep (again for more).",
+        usual="nothing",
+        several=True,
+    )
+    word: ClassVar[str] = "offload"
+    place = 3
     held: ClassVar[str] = "the optimizer's state"
     kind: ClassVar[str] = OPTIMIZER
     features: ClassVar[tuple[Feature, ...]] = (
@@ -143,6 +159,26 @@ class Offload(Decision):
         pairs = ((kind, name) for kind, names in said["offload"].items() for name in names)
         return {"offload": frozenset(pairs)}
 
+    @classmethod
+    def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:
+        again = about.recomputed
+        hosted = offload_of(texts, about.model.graph.variables, again)
+        if hosted:
+            check_offload(hosted, about.model.step_graph.variables)
+        return {"offload": hosted}
+
+    @classmethod
+    def in_words(cls, said: Any) -> Words:
+        its = said.offload.items()
+        whole = "; ".join(f"{kind} of {', '.join(names)}" for kind, names in its)
+        return whole, "; ".join(f"{kind} ×{len(names)} on hosts" for kind, names in its)
+
+    @classmethod
+    def beyond(cls, said: Any) -> Iterator[Beyond]:
+        for kind, its in said.offload.items():
+            lie = f"{kind} of {first_of(its)} lie on their hosts"
+            yield Beyond("offload", lie, "search without --offload")
+
 
 @dataclass(frozen=True)
 class Weights(Offload):
@@ -150,6 +186,9 @@ class Weights(Offload):
 
     prefix = "weights of "
     asks = None
+    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {}
+    by_hand = None
+    word = ""
     held: ClassVar[str] = "weights"
     features: ClassVar[tuple[Feature, ...]] = ()
     kind: ClassVar[str] = WEIGHTS
@@ -175,3 +214,18 @@ class Weights(Offload):
     def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
         """Nothing: `Offload` reads all kinds."""
         return {}
+
+    @classmethod
+    def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:
+        """Nothing: `Offload` reads all kinds."""
+        return {}
+
+    @classmethod
+    def in_words(cls, said: Any) -> Words:
+        """Nothing: `Offload` says all kinds."""
+        return PLAIN
+
+    @classmethod
+    def beyond(cls, said: Any) -> Iterator[Beyond]:
+        """Nothing: `Offload` says all kinds."""
+        yield from ()

@@ -6,11 +6,24 @@ Nothing is split over the axis, and the dimension of the replicas alone lies alo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from layoutopt.space.kind import Choice, Chosen, Decision, LeftOut, Option, Space, Target, argument
+from layoutopt.space.kind import (
+    PLAIN,
+    Beyond,
+    Choice,
+    Chosen,
+    Decision,
+    LeftOut,
+    Option,
+    Space,
+    Target,
+    Typed,
+    Words,
+    argument,
+)
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.layout import Axes, Layout
@@ -66,6 +79,17 @@ class Rarely(Decision):
     diloco: DiLoCo | None = None
     label = "replicas that meet rarely"
     asks = Replicas
+    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"diloco": (str, "")}
+    by_hand = Option(
+        "--diloco",
+        "AXIS[:period=30,...]",
+        "Replicas along this axis train alone for a period of steps, each on batches of its own, and then "
+        "meet (rate=0.7, momentum=0.9: of the outer step; fragments=4: a quarter at a time; bits=8 or 4: "
+        "rounded; delay=2: merged two steps later).",
+        usual="all devices meet in every step",
+    )
+    word = "replicas"
+    place = 8
 
     @classmethod
     def everything(cls, target: Target) -> dict[str, Any]:
@@ -114,3 +138,26 @@ class Rarely(Decision):
     @classmethod
     def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
         return {"diloco": DiLoCo.parse(said["diloco"]) if said["diloco"] else None}
+
+    @classmethod
+    def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:
+        for text in texts:
+            if text in ("never", "free") or "/" in text:
+                raise UserError(
+                    f"--diloco {text}: only `search` compares ways to synchronise; name one, as "
+                    "sites:period=30, or leave --diloco out"
+                )
+        return {"diloco": DiLoCo.parse(texts[-1]) if texts else None}
+
+    @classmethod
+    def in_words(cls, said: Any) -> Words:
+        if not said.diloco:
+            return PLAIN
+        axis = said.diloco.partition(":")[0]
+        return f"train alone, and meet rarely ({said.diloco})", f"replicas of {axis}"
+
+    @classmethod
+    def beyond(cls, said: Any) -> Iterator[Beyond]:
+        if how := said.diloco:
+            alone = f"replicas along {how.partition(':')[0]!r} train alone for some steps"
+            yield Beyond("diloco", alone, "search without --diloco")

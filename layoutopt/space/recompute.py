@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from layoutopt.space.kind import (
     OFFLOADING,
+    Beyond,
     Choice,
     Chosen,
     Decision,
@@ -18,6 +19,8 @@ from layoutopt.space.kind import (
     Space,
     Target,
     Touched,
+    Typed,
+    Words,
     argument,
     missing,
     names,
@@ -114,6 +117,18 @@ class Recompute(Decision):
     prefix = "recompute "
     label = "recomputation"
     asks = Again
+    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"recompute": (list[str], list)}
+    always = True
+    by_hand = Option(
+        "--recompute",
+        "DIM[:keep=KIND+...]",
+        "Recompute the loop over DIM in backward, but for what to keep: products, outputs, attention, "
+        "others, or names of weights and scopes.",
+        usual="none; of JAX, what the program does",
+        several=True,
+    )
+    word = "recompute"
+    place = 2
     features = (
         Feature("recompute", "recompute", bool, lambda _, options: bool(options.recompute)),
         Feature(
@@ -185,6 +200,22 @@ class Recompute(Decision):
     @classmethod
     def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
         return {"recompute": frozenset(said["recompute"])}
+
+    @classmethod
+    def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:
+        return {"recompute": frozenset(about.recomputed)}
+
+    @classmethod
+    def in_words(cls, said: Any) -> Words:
+        return ", ".join(said.recompute), "; ".join(f"recompute {dim}" for dim in said.recompute)
+
+    @classmethod
+    def beyond(cls, said: Any) -> Iterator[Beyond]:
+        for text in said.recompute:
+            yield Beyond("recompute", f"the loop over {text} runs again", "search with --recompute never")
+            if Recomputed.parse(text).keep:
+                words = f"some values of a block that runs again are kept ({text})"
+                yield Beyond("keep", words, "recompute all of it")
 
 
 def kept_sets(allowed: Iterable[bool | str]) -> Sets:

@@ -7,9 +7,9 @@ Another schedule is another graph, so that each is a subproblem of its own, wher
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from layoutopt.space.kind import (
     Choice,
@@ -20,6 +20,7 @@ from layoutopt.space.kind import (
     Option,
     Space,
     Target,
+    Typed,
     argument,
     names,
     not_allowed,
@@ -75,6 +76,15 @@ class Schedule(Decision):
 
     label = "schedules of pipelines"
     asks = Scheduled
+    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"schedule": (str, "")}
+    by_hand = Option(
+        "--schedule",
+        "NAME",
+        "When the stages of a pipeline go backward: gpipe, after all microbatches; 1f1b, each microbatch at "
+        "once, so that as many are in flight as there are stages; circular:2 and interleaved:2, as these, "
+        "with microbatches that go round twice, so that stages wait half as long.",
+        usual=GPIPE,
+    )
     features = (
         Feature(
             ONE_F_ONE_B,
@@ -131,3 +141,7 @@ class Schedule(Decision):
     @classmethod
     def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
         return {"schedule": said["schedule"] or GPIPE}
+
+    @classmethod
+    def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:
+        return {"schedule": texts[-1] if texts else GPIPE}

@@ -10,9 +10,20 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from layoutopt.space.kind import Feature, LeftOut, Option, Space, Target, argument, names, not_allowed
+from layoutopt.space.kind import (
+    Beyond,
+    Feature,
+    LeftOut,
+    Option,
+    Space,
+    Target,
+    Words,
+    argument,
+    names,
+    not_allowed,
+)
 from layoutopt.space.recompute import kept_sets
 from layoutopt.space.splits import Split, split_options
 from mesh_tf_core.errors import UserError, known_names
@@ -60,6 +71,9 @@ class Stages(Split):
 
     label = "pipelines"
     asks = Piped
+    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"pipeline": (dict[str, int], dict)}
+    word = "pipeline"
+    place = 7
     features = (Feature("pipeline", "pipeline", lambda dim: True, lambda *_: True),)
 
     @classmethod
@@ -77,6 +91,18 @@ class Stages(Split):
     def about(cls, graph: Graph, mesh: Mesh, allowed: Space) -> Iterator[Self]:
         for dim, axes in allowed.stages.items():
             yield cls(dim, (axes,))
+
+    @classmethod
+    def in_words(cls, said: Any) -> Words:
+        order = f" in {said.schedule}" if said.schedule else ""
+        stages = [f"{n} stages of {dim}{order}" for dim, n in said.pipeline.items()]
+        return " and ".join(stages), "; ".join(stages)
+
+    @classmethod
+    def beyond(cls, said: Any) -> Iterator[Beyond]:
+        for dim, n in said.pipeline.items():
+            stages = f"{dim!r} is split into {n} stages that microbatches go through"
+            yield Beyond("pipeline", stages, f"search without --pipeline {dim}")
 
 
 def ways(model: Model, mesh: Mesh, allowed: Space) -> Iterator[Space]:

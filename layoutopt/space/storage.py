@@ -6,14 +6,15 @@ Variables of the same dimensions are one class, and one decision.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from layoutopt.space.kind import (
     HYBRID,
     STORED,
     UNEQUAL,
+    Beyond,
     Choice,
     Chosen,
     Decision,
@@ -23,12 +24,15 @@ from layoutopt.space.kind import (
     Space,
     Target,
     Touched,
+    Typed,
+    Words,
+    about_each,
     argument,
     names,
     not_allowed,
 )
-from layoutopt.space.undivided import storage_of, stored_at, undivided
-from mesh_tf_core.errors import UserError
+from layoutopt.space.undivided import first_of, storage_of, stored_at, undivided
+from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import AT, Axes, Layout
@@ -76,6 +80,18 @@ class Storage(Decision):
     prefix = "storage of "
     label = "storage (ZeRO)"
     asks = Stored
+    says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"storage": (dict[str, str], dict)}
+    always = True
+    by_hand = Option(
+        "--storage",
+        "[VARIABLE=]STAGE",
+        "How variables are stored: layout, zero1, zero2, zero3, or over some axes as zero3@data (again for "
+        "more).",
+        usual="as the layout says",
+        several=True,
+    )
+    word = "storage"
+    place = 1
     features = (
         Feature("zero", "storage", lambda stage: stage != STAGES[0], lambda _, options: bool(_said(options))),
         Feature(
@@ -156,6 +172,40 @@ class Storage(Decision):
     @classmethod
     def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
         return {"storage": {name: read_stage(stage).short for name, stage in said["storage"].items()}}
+
+    @classmethod
+    def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:
+        variables = about.model.graph.variables
+        trained = {name: v for name, v in variables.items() if v.trainable and len(v.shape)}
+        stages: dict[str, int | Stage] = {}
+        for variable, (text, stage) in about_each("--storage", texts).items():
+            if variable and variable not in trained:
+                raise UserError(
+                    f"--storage {text}: no variable {variable!r}; {known_names(variable, trained)}"
+                )
+            for name in [variable] if variable else trained:
+                stages[name] = read_stage(stage).short
+        return {"storage": stages}
+
+    @classmethod
+    def in_words(cls, said: Any) -> Words:
+        stages = by_stage(said.storage)
+        whole = "; ".join(f"{stage} of {', '.join(names)}" for stage, names in stages.items())
+        return whole, "; ".join(f"{s} ×{len(names)}" for s, names in sorted(stages.items()))
+
+    @classmethod
+    def beyond(cls, said: Any) -> Iterator[Beyond]:
+        for stage, its in by_stage(said.storage).items():
+            words = f"{first_of(its)} are stored at {stage}"
+            yield Beyond("storage", words, "search with --storage layout")
+
+
+def by_stage(storage: Mapping[str, str]) -> dict[str, list[str]]:
+    """Stages of storage with their variables, in the order of the plan."""
+    found: dict[str, list[str]] = {}
+    for name, stage in storage.items():
+        found.setdefault(stage, []).append(name)
+    return found
 
 
 def _said(options: Options) -> list[Stage]:

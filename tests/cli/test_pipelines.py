@@ -34,7 +34,7 @@ def test_a_plan_with_stages(
     edited.write_text(json.dumps({**told, "pipeline": {}}))
     for file, model in ((plan, ()), (edited, ("--model", LM))):
         refused = run("export", str(file), "--to", "maxtext", *model)
-        assert refused.exit_code == 2 and "has no pipelines as this plan's" in refused.stderr
+        assert refused.exit_code == 2 and "stages that microbatches go through" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from layoutopt.cli.given import DecisionOptions
+from layoutopt.cli.given import UNDECIDED
 from layoutopt.models.loading import load_model
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -50,7 +50,7 @@ def test_killed_workers_change_nothing(tmp_path: Path) -> None:
     file.write_text(MODEL, encoding="utf-8")
     loaded = load_model(str(file))
     alone = Trainer(
-        loaded.model, Mesh(MESH), Layout(LAYOUT), DecisionOptions(storage=[STORAGE]).options(loaded)
+        loaded.model, Mesh(MESH), Layout(LAYOUT), type(UNDECIDED)(storage=[STORAGE]).options(loaded)
     )
     losses = [found["loss"] for found in alone.fit(loaded.data(), STEPS)]
     held_out = alone.evaluate(loaded.data("held-out", endless=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -18,10 +19,17 @@ from layoutopt.evaluator import Evaluator
 from layoutopt.formulation.extract import count_layouts
 from layoutopt.optimize.baselines import chosen_by_name
 from layoutopt.optimize.subproblems import subproblems
+from layoutopt.plan.build import decided, options_of
+from layoutopt.plan.decided import Decided
 from layoutopt.plan.details import Searched
+from layoutopt.plan.export import FORMATS, export
+from layoutopt.plan.exported import Exported
 from layoutopt.sizing.sizing import LAYOUTS
-from layoutopt.space.decisions import ARGUMENTS, FEATURES, SearchSpace
+from layoutopt.space.decisions import ARGUMENTS, FEATURES, KINDS, SearchSpace, typed
+from layoutopt.space.kind import PLAIN, Decision
+from layoutopt.space.microbatches import Microbatches
 from layoutopt.space.recorded import USUALLY, allowed_by, allowed_text, recorded
+from layoutopt.space.schedule import Schedule
 from mesh_tf_core.errors import UserError
 from tests.layoutopt.every_kind import whole_model
 from tests.layoutopt.models import EXAMPLES
@@ -174,3 +182,59 @@ def test_a_repair_names_whatever_it_changes() -> None:
         "--offload": "optimizer,weights", "--recompute": None, "--keep": None, "--pin": None,
         "--collective-matmul": "d_ff", "--microbatches": "1,2",
     }  # fmt: skip
+
+
+# -- what one layout says --
+
+
+def test_every_field_of_a_plan_is_of_one_kind() -> None:
+    fields_of = [name for kind in KINDS for name in kind.says]
+    assert len(fields_of) == len({*fields_of}) and {*fields_of} | {"refined"} == {*Decided.model_fields}
+    words = [kind.word for kind in KINDS if kind.word]
+    assert len(words) == len({*words}) and {*words} | {"refined"} == Decided().listed().keys()
+    assert Decided().in_short() == "" and not any(Decided().listed().values())
+    assert Decided().to_json() == {} and Decided().model_dump() == {
+        name: getattr(Decided(), name) for kind in KINDS if kind.always for name in kind.says
+    }
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.by_hand is not None], ids=lambda k: k.word)
+def test_what_is_typed_by_hand_comes_back_from_a_plan_and_is_said(kind: type[Decision]) -> None:
+    """Option -> options of lowering -> plan file -> options of lowering is the identity."""
+    assert kind.by_hand is not None
+    model = EXAMPLES["transformer"]()
+    texts = TYPED[kind.by_hand.name]
+    options = typed(model, {kind.by_hand.name: texts})
+    assert options != mtf.Options()
+    said = Decided.model_validate(json.loads(json.dumps(decided(options, mtf.Layout()).to_json())))
+    assert options_of(said) == options
+    assert kind is Schedule or (kind.in_words(said)[1] in said.in_short() and kind.in_words(said) != PLAIN)
+    assert kind is Schedule or [*kind.beyond(said)] or kind is Microbatches
+
+
+TYPED = {
+    "--storage": ["zero3"],
+    "--recompute": ["layers:keep=attention"],
+    "--offload": ["optimizer"],
+    "--context": ["ring"],
+    "--collective-matmul": ["d_ff"],
+    "--microbatches": ["2"],
+    "--diloco": ["sites:period=30"],
+    "--schedule": ["1f1b"],
+}
+"""Of every option of commands that take one layout, something that is not plain."""
+
+
+def test_every_form_refuses_what_it_does_not_say() -> None:
+    """Whatever kinds there are: a decision that nobody told a form of is refused, not lost."""
+    layout = mtf.Layout("batch:a")
+    for kind in KINDS:
+        if kind.by_hand is None:
+            continue
+        options = typed(EXAMPLES["transformer"](), {kind.by_hand.name: TYPED[kind.by_hand.name]})
+        said = decided(options, layout)
+        what = Exported("", mtf.Mesh("a:2"), layout, (), (), said)
+        for to, form in FORMATS.items():
+            if missing := [each for each in kind.beyond(said) if each.what not in form.says]:
+                with pytest.raises(UserError, match=re.escape(f"{to} cannot say that {missing[0].words}")):
+                    export(what, to)

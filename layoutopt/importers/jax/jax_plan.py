@@ -6,10 +6,8 @@ Every decision of the plan is applied, or refused by name:
                 are gathered where they are used
   recompute     jax.checkpoint of a loop's body, or of each layer that is written out, with a policy
                 that saves what they keep; refused where that is no value of the function
-  offload       refused: the user's own step would have to move it
-  context       refused: it is done between devices
-  diloco        refused: it is another training loop
   microbatches  a loop over parts of the batch that adds up gradients
+  others        refused (`Decision.beyond`): no sharding says them
 """
 
 from __future__ import annotations
@@ -21,8 +19,15 @@ from layoutopt.importers.jax.constrain import constrained
 from layoutopt.importers.jax.saved import saved_values
 from layoutopt.importers.jax.shardings import Shardings
 from layoutopt.importers.jax.step import Step
+from layoutopt.keywords import in_keywords
+from layoutopt.plan.build import decided
+from layoutopt.space.decisions import KINDS
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.layout import ELSEWHERE
 from mesh_tf_core.lower.kept import dims_of
+
+SAYS = frozenset({"storage", ELSEWHERE, "recompute", "keep", "microbatches"})
+"""What of decisions is applied (`space.kind.Beyond.what`)."""
 
 
 class JaxPlan(Shardings):
@@ -39,28 +44,13 @@ class JaxPlan(Shardings):
         """
         again = self.options.recompute
         saved = saved_values(self.model.step_graph, self.origin, again)
-        if rare := self.options.diloco:
-            raise UserError(
-                f"plan.jax: replicas along {rare.axis!r} train alone for {rare.period} steps, which no step "
-                "of yours says; train with `layoutopt train`"
-            )
-        if context := dict(self.options.context):
-            dim, form = next(iter(context.items()))
-            raise UserError(
-                f"plan.jax: the plan's attention to {dim!r} is {form}, which no sharding says; search with "
-                "context=['gather']"
-            )
-        if dims := sorted(self.options.collective_matmul):
-            raise UserError(
-                f"plan.jax: the plan sends in chunks beside products with {dims[0]!r}, which no sharding "
-                "says; search without collective_matmul"
-            )
-        if offload := sorted(self.options.offload):
-            kind, name = offload[0]
-            raise UserError(
-                f"plan.jax: the plan keeps {kind} of {name!r} on the hosts, which your own step does not; "
-                "search without offload"
-            )
+        mesh, layout = self.placing.mesh, self.placing.layout
+        said = decided(self.options, layout, self.model.stages(mesh, layout))
+        for kind in KINDS:
+            for beyond in kind.beyond(said):
+                if beyond.what not in SAYS:
+                    why = f"plan.jax: no sharding says that {beyond.words}, as in this plan; {beyond.instead}"
+                    raise UserError(in_keywords(why))
         return constrained(
             loss or self.origin.loss,
             self.placing,
