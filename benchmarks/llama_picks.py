@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from costmodels.utilisation import model_flops, utilisation
 from examples.transformer_lm import model as transformer
 from layoutopt.evaluator import Evaluation, evaluate
 from layoutopt.plan.units import bytes_text, share_text
-from mesh_tf_core.lower import lower
 
 PARTS = (1, 2, 3, 4, 8, 16, 32)
 """Numbers of microbatches that are searched: recipes accumulate more than a search's default of up to 8."""
@@ -222,9 +221,10 @@ def solved(case: Case, limit: float) -> Found:
 def published_mfu(run: Run) -> float:
     """MFU of a published run, from its seconds."""
     program, hardware = run.program(), load_hardware(run.hardware)
-    graph: Any = program.graph
-    alone = lower(graph, mtf.Mesh("all:1"), mtf.Layout(), {}, check=False)
-    return utilisation(model_flops(alone), hardware, program.mesh.devices, run.seconds)
+    unsplit = tuple(replace(v, splits=((),) * len(v.splits)) for v in program.values)
+    return utilisation(
+        model_flops(replace(program, values=unsplit)), hardware, program.mesh.devices, run.seconds
+    )
 
 
 def best_published() -> dict[str, tuple[float, str]]:

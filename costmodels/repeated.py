@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from costmodels.kernels.compute import MATMUL_CLASSES
 from costmodels.kernels.quantities import flops_of
 from mesh_tf_core.ir.program import Local, Program
-from mesh_tf_core.tracing.graph import Graph
 
 LEAST_SHARE = 0.02
 """A share of the products' FLOPs below this is not mentioned."""
@@ -59,8 +58,7 @@ def repeated(program: Program) -> dict[str, Repeated]:
 def _apart(program: Program) -> dict[int, set[str]]:
     """Nodes of stages of pipelines -> the axes that tell these apart: their devices do not do the same."""
     found: dict[int, set[str]] = {}
-    graph = program.graph
-    for block in graph.blocks if isinstance(graph, Graph) else ():
+    for block in () if program.outline is None else program.outline.blocks:
         if block.spread and block.dim is not None:
             for node, _ in block.walk():
                 found.setdefault(node.index, set()).update(program.layout.axes(block.dim.name))

@@ -14,10 +14,10 @@ from costmodels.pricing.lines import Cost, Line
 from costmodels.pricing.overlap import GRADIENT
 from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.outline import Outline
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ops.neighbours import ShiftAlong
 from mesh_tf_core.ops.ticks import ScheduleColumn
-from mesh_tf_core.tracing.graph import Graph
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Waiting:
 
 def waiting(program: Program, cost: Cost) -> list[Waiting]:
     """What the stages of a program's pipelines wait, one for each dimension of layers."""
-    graph = program.graph
-    if not isinstance(graph, Graph) or not any(b.spread for b in graph.blocks):
+    graph = program.outline
+    if graph is None or not any(b.spread for b in graph.blocks):
         return []
     found: dict[str, Waiting] = {}
     schedules = {n.op.stage: n.op.schedule for n, _ in graph.walk() if isinstance(n.op, ScheduleColumn)}
@@ -56,7 +56,7 @@ def waiting(program: Program, cost: Cost) -> list[Waiting]:
     return list(found.values())
 
 
-def _ticking(graph: Graph) -> dict[Dim, dict[int, set[str]]]:
+def _ticking(graph: Outline) -> dict[Dim, dict[int, set[str]]]:
     """Stages -> the loops over ticks that they work in, and in which phases there."""
     found: dict[Dim, dict[int, set[str]]] = {}
     for node, _ in graph.walk():
@@ -71,7 +71,7 @@ def _is_slot(body: Block) -> bool:
     return any(node.body is not None for node in body.nodes)
 
 
-def _slots(graph: Graph, loop: Block, both: bool) -> set[int]:
+def _slots(graph: Outline, loop: Block, both: bool) -> set[int]:
     """The nodes of a loop over ticks that are the stages'; `both`: beside work of all devices together."""
     if not both:
         return {n.index for n, _ in loop.walk()} | {n.index for n in graph.nodes if n.body is loop}

@@ -28,11 +28,11 @@ from functools import lru_cache
 from mesh_tf_core.ir.blocks import Node, reads
 from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.ir.outline import Outline
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.structure import Connection, Read
 from mesh_tf_core.lower.nodes import converts_variable, repeated, updated
 from mesh_tf_core.lower.rematerialization import running_again
-from mesh_tf_core.tracing.graph import Graph
 
 
 @dataclass(frozen=True)
@@ -81,25 +81,23 @@ def role(op: Op, inputs: tuple[TensorType, ...]) -> str:
     return REDUCE if roles.reduced else MAP
 
 
-def fusion(graph: Graph, nodes: int | None = None) -> Fusion:
-    """The groups of a graph, remembered until it changes; `nodes`: of so many first ones alone."""
-    count = graph.count if nodes is None else nodes
-    return graph.remembered((fusion, count), lambda: _Groups(graph, count).found())
+def fusion(graph: Outline) -> Fusion:
+    """The groups of a graph, worked out once."""
+    return graph.remembered(fusion, lambda: _Groups(graph).found())
 
 
 def fusion_of(program: Program) -> Fusion:
-    """The groups of the graph that a program was lowered from, as it was then; none of a program that was
-    made by hand."""
-    return fusion(program.graph, program.nodes) if isinstance(program.graph, Graph) else Fusion()
+    """The groups of the graph that a program was lowered from; none of a program that was made by hand."""
+    return Fusion() if program.outline is None else fusion(program.outline)
 
 
 class _Groups:
     """Attributes: `group` is a forest of joined nodes; by its roots: `names` of dimensions, `before` (nodes
     outside that it reads from), the `first` and `last` member, the makers of its product's `operands`."""
 
-    def __init__(self, graph: Graph, count: int) -> None:
+    def __init__(self, graph: Outline) -> None:
         self.graph = graph
-        self.nodes = [n for n, _ in graph.walk() if n.index < count]
+        self.nodes = [n for n, _ in graph.walk()]
         self.blocks = [graph.blocks[0], *(n.body for n in self.nodes if n.body is not None)]
         self.same: dict[int, int] = {}
         self.repeated = repeated(graph)

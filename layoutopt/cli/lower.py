@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from enum import StrEnum
@@ -35,6 +36,7 @@ class Form(StrEnum):
 
     PROGRAM = "program"
     STABLEHLO = "stablehlo"
+    JSON = "json"
 
 
 @grouped
@@ -45,7 +47,10 @@ def lower(
     decided: ByHand = UNDECIDED,
     settings: SetOption = None,
     emit: Annotated[
-        Form, typer.Option(help="Our own text, or StableHLO for the TPU compiler.")
+        Form,
+        typer.Option(
+            help="Our own text, StableHLO for the TPU compiler, or JSON that can be read, priced and run."
+        ),
     ] = Form.PROGRAM,
     as_json: JsonOption = False,
 ) -> None:
@@ -85,6 +90,10 @@ def _emit(program: Program, form: Form) -> str:
 
     if form is Form.PROGRAM:
         return text(program)
+    if form is Form.JSON:
+        from mesh_tf_core.written import program_to_json
+
+        return json.dumps(program_to_json(program))
     from layoutopt.cli.running import hushed
     from mesh_tf_core.engines.jax.compile import stablehlo
 

@@ -42,6 +42,7 @@ from mesh_tf_core.ir.instructions import (
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.outline import Outline
 from mesh_tf_core.ir.values import Instr, Origin, Value
 
 __all__ = [
@@ -106,8 +107,7 @@ class Program:
       variables: name -> how it is stored.
       feeds: name -> value of the batch's tensor.
       results: name -> value that the step returns.
-      graph: what it was lowered from, for cost models; engines do not read it.
-      nodes: how many nodes the graph had then; None: as many as it has.
+      outline: what it was lowered from, for cost models; engines do not read it. None: it was made by hand.
     """
 
     mesh: Mesh
@@ -117,8 +117,7 @@ class Program:
     variables: Mapping[str, Stored] = field(default_factory=dict)
     feeds: Mapping[str, int] = field(default_factory=dict)
     results: Mapping[str, int] = field(default_factory=dict)
-    graph: object = field(default=None, repr=False, compare=False)
-    nodes: int | None = field(default=None, repr=False, compare=False)
+    outline: Outline | None = field(default=None, repr=False, compare=False)
 
     def walk(self) -> Iterator[tuple[Instr, int]]:
         """Every instruction once (loops before their bodies), with how often it runs at most."""

@@ -329,6 +329,5 @@ def lower_base(
         dict(state.stored),
         dict(state.feeds),
         returned,
-        graph,
-        graph.count,
+        graph.outline(),
     )

@@ -38,7 +38,6 @@ from mesh_tf_core.lower.turns import Reader, Turns
 from mesh_tf_core.lower.uses import count_uses
 from mesh_tf_core.ops.basic import AddN
 from mesh_tf_core.ops.binary import Binary
-from mesh_tf_core.tracing.graph import Graph
 
 
 def in_chunks(program: Program, dims: Collection[str], oracle: Oracle | None = None) -> Program:
@@ -59,7 +58,7 @@ class _Rewriting:
     def __init__(self, program: Program, dims: frozenset[str], oracle: Oracle) -> None:
         self.values, self.dims, self.oracle = list(program.values), dims, oracle
         self.uses = count_uses(program.code, program.results.values())
-        self.weights = weights(program.graph) if isinstance(program.graph, Graph) else {}
+        self.weights = {} if program.outline is None else weights(program.outline)
 
     def block(self, code: Sequence[Instr]) -> list[Instr]:
         """A block rewritten, and the loops in it."""

@@ -11,6 +11,7 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.outline import Outline
 from mesh_tf_core.ir.program import Origin
 from mesh_tf_core.ir.structure import Assign, Connection, Read
 from mesh_tf_core.ir.tensor import Tensor
@@ -46,7 +47,7 @@ class Plan:
     regrouped: frozenset[str]
 
 
-def updated(node: Node, graph: Graph) -> str | None:
+def updated(node: Node, graph: Graph | Outline) -> str | None:
     """The variable whose update a node belongs to: these are lowered in the layout of its state."""
     return node.scope if node.phase == "update" and node.scope in graph.variables else None
 
@@ -57,13 +58,13 @@ def converts_variable(node: Node) -> bool:
     return node.op.converts and node.phase != "update"
 
 
-def weights(graph: Graph) -> Mapping[int, str]:
+def weights(graph: Graph | Outline) -> Mapping[int, str]:
     """Tensors that are the value of a trained variable, or parts or casts of it before the update -> its
     name."""
     return graph.remembered(weights, lambda: _weights(graph))
 
 
-def _weights(graph: Graph) -> dict[int, str]:
+def _weights(graph: Graph | Outline) -> dict[int, str]:
     parts: dict[int, list[int]] = defaultdict(list)
     found: dict[int, str] = {}
     for block in graph.blocks:
@@ -128,13 +129,13 @@ def _gradient_terms(graph: Graph) -> dict[int, str]:
     return {**terms, **owner}
 
 
-def repeated(graph: Graph) -> Mapping[int, int]:
+def repeated(graph: Graph | Outline) -> Mapping[int, int]:
     """Tensors that repeat a conversion -> what the first such of the same tensor in the same block makes:
     lowering converts once for all who ask before the update."""
     return graph.remembered(repeated, lambda: _repeated(graph))
 
 
-def _repeated(graph: Graph) -> dict[int, int]:
+def _repeated(graph: Graph | Outline) -> dict[int, int]:
     first: dict[tuple[int, int, Op], int] = {}
     found: dict[int, int] = {}
     for node, _ in graph.walk():

@@ -17,6 +17,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import check_dtype
 from mesh_tf_core.ir.initializers import ZEROS, Initial, Variable
 from mesh_tf_core.ir.op import Op, TensorType, inferred
+from mesh_tf_core.ir.outline import Outline, Outlined
 from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import cast
@@ -81,6 +82,14 @@ class Graph(Residuals):
             self._remembered[key] = make()
         found: T = self._remembered[key]
         return found
+
+    def outline(self) -> Outline:
+        """What it is now, as plain data; one object until it changes."""
+        return self.remembered(Outline, self._outline)
+
+    def _outline(self) -> Outline:
+        tensors = tuple(Outlined(t.type, t.block) for t in self.tensors)
+        return Outline.of(self.blocks, tensors, self.gradient_of, frozenset(self.variables))
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, which may be changed, works everything out by itself."""

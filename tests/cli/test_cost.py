@@ -19,6 +19,7 @@ from costmodels.pricing.hidden import Hidden
 from costmodels.pricing.pricer import price
 from examples.transformer_lm import model as transformer
 from mesh_tf_core.ir.program import text
+from mesh_tf_core.written import program_from_json
 from tests.marks import by_day
 
 LM = "examples/transformer_lm.py"
@@ -214,6 +215,7 @@ def test_lower_prints_the_program(run: Callable[..., Result], result: Callable[.
     found = result(*args)
     assert (found["emit"], found["program"]) == ("program", text(program))
     assert found["instructions"]["all_reduce"] == text(program).count("= all_reduce(")
+    assert program_from_json(json.loads(run(*args, "--emit", "json").stdout)) == program
 
 
 def test_a_stage_of_a_pipeline_may_run_again(

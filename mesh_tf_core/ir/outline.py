@@ -1,0 +1,95 @@
+"""The graph that a program was lowered from, as plain data: what cost models read beside the instructions.
+
+Which operations a compiler may run as one kernel, and in which ticks the stages of a pipeline work, follows
+from the model's operations and loops, not from their pieces. A graph may grow after it was lowered, and knows
+how it was built; an outline is what it was then, and can be written (`written`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.dtypes import TensorType
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Outlined:
+    """A tensor: its type, and the block whose operations compute it."""
+
+    type: TensorType
+    block: int
+
+    @property
+    def shape(self) -> Shape:
+        return self.type.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.type.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Outline:
+    """Nodes, blocks and tensors of a graph, under the numbers that they have there.
+
+    Attributes:
+      blocks: the graph itself first, then the bodies of loops.
+      tensors: by id.
+      gradient_of: tensor -> the variable whose gradient it is.
+      variables: names of all.
+    """
+
+    blocks: tuple[Block, ...]
+    tensors: tuple[Outlined, ...]
+    gradient_of: Mapping[int, str]
+    variables: frozenset[str]
+    _remembered: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        blocks: Sequence[Block],
+        tensors: tuple[Outlined, ...],
+        gradient_of: Mapping[int, str],
+        variables: frozenset[str],
+    ) -> Outline:
+        """An outline with blocks of its own, so that it stays as it is when a graph's grow; they lack what
+        only gradients are built from."""
+        own = [replace(b, nodes=[], forward=None, captured={}, halves=()) for b in blocks]
+        for block, copy in zip(blocks, own, strict=True):
+            copy.nodes = [n if n.body is None else replace(n, body=own[n.body.id]) for n in block.nodes]
+            copy.sliced, copy.stacked, copy.summed = [*block.sliced], [*block.stacked], [*block.summed]
+            copy.saved = dict(block.saved)
+        return cls(tuple(own), tensors, dict(gradient_of), variables)
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Those outside of loops."""
+        return self.blocks[0].nodes
+
+    def walk(self) -> Iterator[tuple[Node, int]]:
+        """Every node once, with how often it runs in a step."""
+        return self.blocks[0].walk()
+
+    def tensor(self, id: int) -> Outlined:
+        """The tensor of a number."""
+        return self.tensors[id]
+
+    @cached_property
+    def producer(self) -> Mapping[int, Node]:
+        """Tensor -> the node that makes it."""
+        return {o: node for block in self.blocks for node in block.nodes for o in node.outputs}
+
+    def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
+        """`make()`, which follows from the outline and `key` alone, worked out once."""
+        if key not in self._remembered:
+            self._remembered[key] = make()
+        found: T = self._remembered[key]
+        return found
