@@ -100,9 +100,9 @@ def _refuse(problem: Problem, found: Solution, clock: Clock) -> None:
 
 def _reason(problem: Problem, clock: Clock) -> str:
     """The smallest set of rows that cannot hold together, if it is known in time."""
-    from layoutopt.problem import Facts, ProblemError, conflict
+    from layoutopt.problem import ConflictGroup, ProblemError, conflict
 
-    groups = {row.name: Facts({}, (row.name,)) for row in problem.rows}
+    groups = {row.name: ConflictGroup({}, (row.name,)) for row in problem.rows}
     try:
         found = conflict(problem, groups, min(CONFLICT_SECONDS, clock.rest or CONFLICT_SECONDS))
     except ProblemError:

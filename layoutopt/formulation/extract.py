@@ -41,7 +41,7 @@ from layoutopt.formulation.memory_constraints import MemoryConstraints
 from layoutopt.formulation.natural_memory import NaturalMemory
 from layoutopt.formulation.shared import shared_context
 from layoutopt.formulation.tables import Entry, Table, Tabler, is_large, legal
-from layoutopt.problem import Problem, Row, Sparse, Term, Variable
+from layoutopt.problem import ChoiceVariable, Problem, ResourceRow, Sparse, Term
 from layoutopt.problem.relations import Relation
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
@@ -238,9 +238,10 @@ class Draft:
 
     def _problem(self, terms: list[Term], groups: tuple[Key, ...]) -> Problem:
         variables = [
-            Variable.of(n, ["+".join(c) or "-" for c in self.decided.options[n]]) for n in self.decided.free
+            ChoiceVariable.of(n, ["+".join(c) or "-" for c in self.decided.options[n]])
+            for n in self.decided.free
         ]
-        variables += [Variable.of(_named(key), ["no", "yes"]) for key in groups]
+        variables += [ChoiceVariable.of(_named(key), ["no", "yes"]) for key in groups]
         if fixed := self.fixed_seconds:
             start = Sparse(np.zeros((1, 0), np.int64), np.array([fixed]))
             terms = [*terms, Term((), start, "the start of a step")]
@@ -274,7 +275,7 @@ class Draft:
             return ()
         return HostLink(self.context.dependencies, self.pricer, index).waits(self.tables)
 
-    def _host_rows(self, index: Index) -> Iterable[Row]:
+    def _host_rows(self, index: Index) -> Iterable[ResourceRow]:
         limit = self.pricer.hardware.host_memory_bytes
         if limit is None or not (self._keeps or self.decided.of(Offload)):
             return ()

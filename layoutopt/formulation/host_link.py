@@ -31,7 +31,7 @@ from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.index import Index
 from layoutopt.formulation.lowering_cache import LoweredCluster
 from layoutopt.formulation.tables import Table
-from layoutopt.problem import Entry, Problem, Row, Sparse, Term, Variable
+from layoutopt.problem import ChoiceVariable, Problem, ResourceRow, RowTerm, Sparse, Term
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import HostLoad, Local, Loop, Program, Transfer
@@ -61,15 +61,15 @@ class Waits:
     name: str
     steps: np.ndarray
     runs: float
-    row: Row
+    row: ResourceRow
 
     def into(self, problem: Problem) -> Problem:
         """A problem with its variable, the last one."""
         v, least = len(problem.variables), np.concatenate([[0.0, 0.0], self.steps[1:-1]])
-        entry = Entry((v,), -self.steps)
+        entry = RowTerm((v,), -self.steps)
         return replace(
             problem,
-            variables=(*problem.variables, Variable(self.name, len(self.steps))),
+            variables=(*problem.variables, ChoiceVariable(self.name, len(self.steps))),
             terms=(*problem.terms, Term((v,), self.runs * least / WHOLE, self.name)),
             rows=(*problem.rows, replace(self.row, entries=(*self.row.entries, entry))),
         )
@@ -91,7 +91,7 @@ class HostLink:
 
     def waits(self, tables: Sequence[Table]) -> tuple[Waits, ...]:
         """For each loop that may keep something on the hosts, or read it there, and for its backward."""
-        entries: dict[Way, list[Entry]] = defaultdict(list)
+        entries: dict[Way, list[RowTerm]] = defaultdict(list)
         runs: dict[Way, float] = {}
         for table in tables:
             of_way: dict[Way, np.ndarray] = {}
@@ -102,17 +102,17 @@ class HostLink:
             for way, found in of_way.items():
                 values = np.rint(WHOLE * found)
                 table_of = Sparse(self.index.listed(table), values)
-                entries[way].append(Entry(self.index.scope(table.names), table_of))
+                entries[way].append(RowTerm(self.index.scope(table.names), table_of))
         every = ((way, sum(map(_most, entries[way])), often) for way, often in sorted(runs.items()))
         # Products of the same cluster may hide all that it moves.
         return tuple(self._wait(way, entries[way], most, often) for way, most, often in every if most > 0)
 
-    def _wait(self, way: Way, entries: Sequence[Entry], most: float, runs: float) -> Waits:
+    def _wait(self, way: Way, entries: Sequence[RowTerm], most: float, runs: float) -> Waits:
         block, run = way
         name = f"host link of block {block}{f' in {run}' * bool(run)}"
         steps = np.concatenate([[0.0], np.rint(np.geomspace(FINEST * most, most, STEPS))])
         # Each entry is rounded.
-        return Waits(name, steps, runs, Row(name, float(len(entries)), tuple(entries)))
+        return Waits(name, steps, runs, ResourceRow(name, float(len(entries)), tuple(entries)))
 
     def _of(
         self, cluster: Cluster, lowered: Sequence[LoweredCluster], mesh: Mesh | None
@@ -183,6 +183,6 @@ def _piece(program: Program, mesh: Mesh, value: int) -> TensorType:
     return local_type(v.shape, v.dtype, v.splits, mesh)
 
 
-def _most(entry: Entry) -> float:
+def _most(entry: RowTerm) -> float:
     assert isinstance(entry.table, Sparse)
     return float(entry.table.values.max(initial=0.0))

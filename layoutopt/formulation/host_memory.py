@@ -16,12 +16,12 @@ import numpy as np
 
 from layoutopt.formulation.index import Index
 from layoutopt.formulation.tables import Table
-from layoutopt.problem import Entry, Row, Sparse
+from layoutopt.problem import ResourceRow, RowTerm, Sparse
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program, WriteVariable
 
 
-def host_row(tables: Sequence[Table], index: Index, limit: float) -> Iterator[Row]:
+def host_row(tables: Sequence[Table], index: Index, limit: float) -> Iterator[ResourceRow]:
     """The row; none if no choice keeps more than `limit` bytes there."""
     entries, most = [], 0.0
     known: dict[tuple[int, Mesh], int] = {}
@@ -40,7 +40,7 @@ def host_row(tables: Sequence[Table], index: Index, limit: float) -> Iterator[Ro
         each = [sum(held(part.program, e.mesh) for part in e.lowered) for e in table.entries.values()]
         values = table.cluster.multiplicity * np.array(each, float)
         if values.any():
-            entries.append(Entry(index.scope(table.names), Sparse(index.listed(table), values)))
+            entries.append(RowTerm(index.scope(table.names), Sparse(index.listed(table), values)))
             most += values.max()
     if most > limit:
-        yield Row("host memory", limit, tuple(entries))
+        yield ResourceRow("host memory", limit, tuple(entries))

@@ -24,7 +24,7 @@ from layoutopt.formulation.meeting import Meeting
 from layoutopt.formulation.memory_points import Key, Points, Thing, undominated
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import Table, Tabler
-from layoutopt.problem import Entry, Row, Sparse
+from layoutopt.problem import ResourceRow, RowTerm, Sparse
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.recompute import again_in
 from layoutopt.space.recompute import chosen as chosen_of
@@ -53,14 +53,14 @@ class MemoryConstraints:
         self.always = again_in(decided.read({})[1])
         self.fuses = tabler.pricer.itemiser.compiler.fuses
         self._bytes = _Bytes(context, decided, self.names, tables, tabler)
-        self.met = Counter[Entry]()
+        self.met = Counter[RowTerm]()
         for meeting in meetings:
             met = _Bytes(meeting, decided, self.names, tables, meeting.tabler(tabler.mesh, tabler.pricer))
             self.met.update(filter(None, map(met.entry, meeting.variables())))
-        self._made: dict[frozenset[str], tuple[Row, ...]] = {}
-        self._scaled: dict[tuple[Entry, int], Entry] = {}
+        self._made: dict[frozenset[str], tuple[ResourceRow, ...]] = {}
+        self._scaled: dict[tuple[RowTerm, int], RowTerm] = {}
 
-    def rows(self, again: frozenset[str] = frozenset()) -> tuple[Row, ...]:
+    def rows(self, again: frozenset[str] = frozenset()) -> tuple[ResourceRow, ...]:
         """One row for every point of the step that no other point dominates; they hold nothing where a loop
         of `again` does not run again, or keeps something else. No limits are set."""
         again |= self.always
@@ -77,7 +77,7 @@ class MemoryConstraints:
 
     def point(
         self, again: frozenset[str], node: int, phase: str, choices: Sequence[int]
-    ) -> tuple[Row, dict[Key, float]] | None:
+    ) -> tuple[ResourceRow, dict[Key, float]] | None:
         """The row of the point at which a node runs, and what is counted there under some choices besides
         the variables; None if there is no such point. (Of several, the one that holds most.)"""
         points = self.context.points(again | self.always, self.fuses)
@@ -94,9 +94,9 @@ class MemoryConstraints:
             counted[key] = counted.get(key, 0.0) + (0.0 if entry is None else entry.use(choices))
         return self._only(row, again - self.always), counted
 
-    def _counts(self, points: Points) -> tuple[list[Entry], np.ndarray]:
+    def _counts(self, points: Points) -> tuple[list[RowTerm], np.ndarray]:
         """Different tables, and how often each point holds each, of shape (points, tables)."""
-        number: dict[Entry, int] = {}
+        number: dict[RowTerm, int] = {}
         spans: list[tuple[int, int, int]] = []
         for counted in points.counted:
             entry = self._bytes.entry(counted.thing)
@@ -109,23 +109,23 @@ class MemoryConstraints:
             np.add.at(changes, (after, tables), -1)
         return list(number), changes.cumsum(axis=0)[:-1]
 
-    def _entries(self, things: Iterable[Thing]) -> Counter[Entry]:
+    def _entries(self, things: Iterable[Thing]) -> Counter[RowTerm]:
         return Counter(entry for thing in things if (entry := self._bytes.entry(thing)) is not None)
 
-    def _row(self, points: Points, point: int, held: Mapping[Entry, int]) -> Row:
+    def _row(self, points: Points, point: int, held: Mapping[RowTerm, int]) -> ResourceRow:
         name = f"memory at {points.instrs[point].name} #{point}"
-        return Row(name, math.inf, tuple(self._times(entry, n) for entry, n in held.items()))
+        return ResourceRow(name, math.inf, tuple(self._times(entry, n) for entry, n in held.items()))
 
-    def _times(self, entry: Entry, n: int) -> Entry:
+    def _times(self, entry: RowTerm, n: int) -> RowTerm:
         if n == 1:
             return entry
         if (entry, n) not in self._scaled:
             assert isinstance(entry.table, Sparse)
             table = Sparse(entry.table.assignments, entry.table.values * n)
-            self._scaled[entry, n] = Entry(entry.scope, table)
+            self._scaled[entry, n] = RowTerm(entry.scope, table)
         return self._scaled[entry, n]
 
-    def _only(self, row: Row, again: frozenset[str]) -> Row:
+    def _only(self, row: ResourceRow, again: frozenset[str]) -> ResourceRow:
         """The row, made useless for choices that do not run these loops again."""
         if not again:
             return row
@@ -133,7 +133,7 @@ class MemoryConstraints:
         gates = []
         for name, chosen in sorted(map(chosen_of, again)):
             table = np.array([0.0 if c == chosen else -most for c in self.decided.options[name]])
-            gates.append(Entry((self.names.index(name),), table))
+            gates.append(RowTerm((self.names.index(name),), table))
         name = f"{row.name} with {', '.join(sorted(again))} again"
         return replace(row, name=name, entries=(*row.entries, *gates))
 
@@ -169,10 +169,10 @@ class _Bytes:
         self._number = {n: i for i, n in enumerate(names)}
         self._tables = {id(table.cluster): table for table in tables}
         self._clusters: dict[int, _Lowered] = {}
-        self._entries: dict[Thing, Entry | None] = {}
-        self._same: dict[Hashable, Entry] = {}
+        self._entries: dict[Thing, RowTerm | None] = {}
+        self._same: dict[Hashable, RowTerm] = {}
 
-    def entry(self, thing: Thing) -> Entry | None:
+    def entry(self, thing: Thing) -> RowTerm | None:
         """The bytes of a thing; None if it never has any."""
         if thing not in self._entries:
             found = self._cluster(thing.cluster)
@@ -184,7 +184,7 @@ class _Bytes:
             self._entries[thing] = self._entry(found, values[found.which]) if values.any() else None
         return self._entries[thing]
 
-    def _entry(self, found: _Lowered, values: np.ndarray) -> Entry:
+    def _entry(self, found: _Lowered, values: np.ndarray) -> RowTerm:
         """A table without the decisions that do not matter to it."""
         keep = list(range(len(found.scope)))
         for column in range(len(found.scope)):
@@ -202,7 +202,7 @@ class _Bytes:
         )
         key = scope, listed.tobytes(), sizes.tobytes()
         if key not in self._same:
-            self._same[key] = Entry(scope, Sparse(listed, sizes))
+            self._same[key] = RowTerm(scope, Sparse(listed, sizes))
         return self._same[key]
 
     def _cluster(self, number: int) -> _Lowered:
@@ -245,6 +245,6 @@ def _numbered(listed: np.ndarray) -> np.ndarray:
     return code
 
 
-def _most(entry: Entry) -> float:
+def _most(entry: RowTerm) -> float:
     values = entry.table.values if isinstance(entry.table, Sparse) else entry.table
     return float(values.max(initial=0.0))

@@ -18,7 +18,7 @@ import numpy as np
 from layoutopt.formulation.memory_points import undominated
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import assignments
-from layoutopt.problem import Entry, Row, Sparse
+from layoutopt.problem import ResourceRow, RowTerm, Sparse
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.recompute import again_in
 from mesh_tf_core.ir.liveness import Held, Liveness
@@ -33,9 +33,9 @@ class NaturalMemory:
         self.dependencies, self.mesh, self.decided, self.names = context.dependencies, mesh, decided, names
         self.always = again_in(decided.read({})[1])
         self._program = context.program(self.always)
-        self._rows: tuple[Row, ...] | None = None
+        self._rows: tuple[ResourceRow, ...] | None = None
 
-    def rows(self, again: frozenset[str] = frozenset()) -> tuple[Row, ...]:
+    def rows(self, again: frozenset[str] = frozenset()) -> tuple[ResourceRow, ...]:
         """One row for every point of the step that no other dominates, whatever runs again."""
         if self._rows is None:
             kinds: dict[tuple[str, ...], int] = {}
@@ -51,15 +51,15 @@ class NaturalMemory:
     def point(self, again: frozenset[str], node: int, phase: str, choices: Sequence[int]) -> None:
         """None: what a layout holds besides is not known by its parts."""
 
-    def _row(self, tables: Sequence[Entry], sizes: np.ndarray) -> Row:
+    def _row(self, tables: Sequence[RowTerm], sizes: np.ndarray) -> ResourceRow:
         entries = []
         for kind in np.flatnonzero(sizes).tolist():
             scope, table = tables[kind].scope, tables[kind].table
             assert isinstance(table, Sparse)
-            entries.append(Entry(scope, Sparse(table.assignments, table.values * sizes[kind])))
-        return Row("memory by natural sharding", math.inf, tuple(entries))
+            entries.append(RowTerm(scope, Sparse(table.assignments, table.values * sizes[kind])))
+        return ResourceRow("memory by natural sharding", math.inf, tuple(entries))
 
-    def _table(self, names: Sequence[str]) -> Entry:
+    def _table(self, names: Sequence[str]) -> RowTerm:
         """How much of a value with these dimensions a device has."""
         options = self.decided.options
         free = [n for n in names if n in self.names]
@@ -70,7 +70,7 @@ class NaturalMemory:
             listed.append([options[n].index(axes) for n, axes in zip(free, chosen, strict=True)])
             shares.append(1 / (fixed * math.prod(map(self.mesh.group_size, chosen))))
         table = Sparse(np.array(listed, np.int64).reshape(len(listed), len(free)), np.array(shares))
-        return Entry(tuple(self.names.index(n) for n in free), table)
+        return RowTerm(tuple(self.names.index(n) for n in free), table)
 
 
 def _held(program: Program) -> list[Counter[tuple[str, ...]]]:

@@ -27,7 +27,7 @@ from layoutopt.evaluator import Evaluation
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.extract import Extraction
 from layoutopt.formulation.memory_points import Key
-from layoutopt.problem import Entry, Row, Sparse
+from layoutopt.problem import ResourceRow, RowTerm, Sparse
 from layoutopt.space.recompute import Recompute, again_in
 from mesh_tf_core.ir.program import Collective, Instr, Program, Slice
 
@@ -35,14 +35,14 @@ SAME = 0.5
 """Bytes: whole numbers that are closer are equal."""
 
 
-def lazy_cut(found: Extraction, choices: Sequence[int], judged: Evaluation, met: int = 0) -> Row:
+def lazy_cut(found: Extraction, choices: Sequence[int], judged: Evaluation, met: int = 0) -> ResourceRow:
     """The row for choices whose program is known; its use under them is that program's peak.
 
     Args:
       met: bytes of what replicas keep to meet, of which that program, the step of one, knows nothing.
     """
     names = found.names
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[RowTerm, ...] = ()
     most = float(judged.memory.peak + met)
     excess, decided = most, frozenset(names)
     again = again_in(found.read(choices)[1])
@@ -61,12 +61,12 @@ def lazy_cut(found: Extraction, choices: Sequence[int], judged: Evaluation, met:
             decided = _decisions(found, nodes)
     agreeing = [i for i, name in enumerate(names) if name in decided]
     # Where nothing decides, the excess is always held.
-    gates = [] if agreeing else [Entry((), Sparse(np.zeros((1, 0), np.int64), np.array([excess])))]
+    gates = [] if agreeing else [RowTerm((), Sparse(np.zeros((1, 0), np.int64), np.array([excess])))]
     for i in agreeing:
         table = np.zeros(len(found.decided.options[names[i]]))
         table[choices[i]] = excess
-        gates.append(Entry((i,), table - (excess * (len(agreeing) - 1) if i == agreeing[0] else 0.0)))
-    return Row(f"judged {tuple(choices[: len(names)])}", np.inf, (*entries, *gates))
+        gates.append(RowTerm((i,), table - (excess * (len(agreeing) - 1) if i == agreeing[0] else 0.0)))
+    return ResourceRow(f"judged {tuple(choices[: len(names)])}", np.inf, (*entries, *gates))
 
 
 def _wrong(held: Mapping[Key, float], counted: Mapping[Key, float], dependencies: Dependencies) -> list[Key]:

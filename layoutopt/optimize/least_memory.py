@@ -13,7 +13,18 @@ import numpy as np
 from layoutopt.clock import UNLIMITED, Clock
 from layoutopt.optimize.subproblem import ROUNDING, Found, SubproblemSearch, go_on, listed
 from layoutopt.plan.units import size_text
-from layoutopt.problem import Entry, Problem, Row, Solution, Sparse, Status, Term, Variable, eliminate, solve
+from layoutopt.problem import (
+    ChoiceVariable,
+    Problem,
+    ResourceRow,
+    RowTerm,
+    Solution,
+    Sparse,
+    Status,
+    Term,
+    eliminate,
+    solve,
+)
 from layoutopt.space.kind import Choice
 
 LEVELS, ROUNDS = 33, 4
@@ -41,7 +52,7 @@ def lean(search: SubproblemSearch, pinned: Mapping[str, Choice], clock: Clock = 
         if best is None or evaluation.memory.peak < best.peak:
             solution = Solution(Status.FEASIBLE, choices, evaluation.memory.peak, 0.0, 0.0, "elimination")
             best = Found(search.mesh, *search.extraction.read(choices), evaluation, solution)
-        largest = _largest(search.rows, partial(Entry.use, choices=choices))
+        largest = _largest(search.rows, partial(RowTerm.use, choices=choices))
         row = None if done or clock.over or largest is row else largest
         done = True
     return best
@@ -94,10 +105,10 @@ def _levelled(search: SubproblemSearch, levels: np.ndarray) -> Problem:
     """What is legal, with the number of a level that the rows stay below as the cost."""
     problem = search.extraction.problem
     count = len(problem.variables)
-    room = Entry((count,), -levels - ROUNDING)
+    room = RowTerm((count,), -levels - ROUNDING)
     rows = tuple(replace(row, limit=0.0, entries=(*row.entries, room)) for row in search.rows)
     terms = (*map(_legal, problem.terms), Term((count,), np.arange(len(levels), dtype=float), "level"))
-    variables = (*problem.variables, Variable("memory", len(levels)))
+    variables = (*problem.variables, ChoiceVariable("memory", len(levels)))
     return Problem(problem.name, variables, terms, (*problem.rows, *rows))
 
 
@@ -130,19 +141,19 @@ def least_memory(
     return found, low
 
 
-def _largest(rows: Sequence[Row], of: Callable[[Entry], float]) -> Row | None:
+def _largest(rows: Sequence[ResourceRow], of: Callable[[RowTerm], float]) -> ResourceRow | None:
     """The row whose entries come to most, where rows have many entries in common."""
     known = {entry: of(entry) for entry in {e for row in rows for e in row.entries}}
     return max(rows, key=lambda row: math.fsum(known[e] for e in row.entries), default=None)
 
 
-def _least(entry: Entry) -> float:
+def _least(entry: RowTerm) -> float:
     values = listed(entry)
     # What a sparse table does not list is forbidden elsewhere.
     return float(values.min()) if values.size else 0.0
 
 
-def _most(entry: Entry) -> float:
+def _most(entry: RowTerm) -> float:
     return float(listed(entry).max(initial=0.0))
 
 

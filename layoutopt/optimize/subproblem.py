@@ -25,9 +25,9 @@ from layoutopt.optimize.canonical import canonical
 from layoutopt.optimize.lazy_cuts import lazy_cut
 from layoutopt.problem import (
     Elimination,
-    Entry,
     Problem,
-    Row,
+    ResourceRow,
+    RowTerm,
     Solution,
     Sparse,
     Status,
@@ -107,7 +107,7 @@ class SubproblemSearch:
         self.extraction = extraction or extract(model, mesh, decided, self.prices)
         self.evaluations: dict[tuple[int, ...], Evaluation] = {}
         self.again: list[frozenset[str]] = [frozenset(), *self._again_elsewhere()]
-        self.cuts: dict[str, Row] = {}
+        self.cuts: dict[str, ResourceRow] = {}
 
     def _again_elsewhere(self) -> Iterator[frozenset[str]]:
         """The sets of loops that ran again on other meshes in what did not fit, as far as they may here."""
@@ -145,7 +145,7 @@ class SubproblemSearch:
         return solution.bound
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[ResourceRow, ...]:
         """The rows of the devices' memory so far: those of the loops that were seen to run again, and of
         none, and what layouts that did not fit have taught."""
         plain = (row for again in self.again for row in self.extraction.memory.rows(again))
@@ -284,7 +284,7 @@ class SubproblemSearch:
         self.cuts[row.name] = row
         return False
 
-    def _cut(self, choices: tuple[int, ...]) -> Row:
+    def _cut(self, choices: tuple[int, ...]) -> ResourceRow:
         """The row of choices that do not fit: of the step of one replica, where there are several."""
         found = self.evaluate(choices)
         if found.replicas is None:
@@ -298,7 +298,7 @@ class SubproblemSearch:
         return lazy_cut(self.extraction, choices, own, met)
 
 
-def listed(entry: Entry | Term) -> np.ndarray:
+def listed(entry: RowTerm | Term) -> np.ndarray:
     """The values of a table, as far as it lists them."""
     return entry.table.values if isinstance(entry.table, Sparse) else entry.table
 
@@ -309,9 +309,9 @@ def go_on(solution: Solution) -> None:
         raise KeyboardInterrupt
 
 
-def unlike(decided: Mapping[int, int], sizes: Sequence[int]) -> Row:
+def unlike(decided: Mapping[int, int], sizes: Sequence[int]) -> ResourceRow:
     """A row that forbids one choice of all that is decided, by variable, whatever follows of it: message
     groups, and where sums wait."""
     tables = {i: (np.arange(sizes[i]) == choice).astype(float) for i, choice in decided.items()}
-    entries = tuple(Entry((i,), table) for i, table in tables.items())
-    return Row(f"not {tuple(decided.values())}", len(decided) - 1.0, entries)
+    entries = tuple(RowTerm((i,), table) for i, table in tables.items())
+    return ResourceRow(f"not {tuple(decided.values())}", len(decided) - 1.0, entries)

@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
-from layoutopt.problem.answer import TOLERANCE, Evaluation, Solution, Status, Violation, cost, evaluate
-from layoutopt.problem.conflict import Conflict, Facts, conflict
+from layoutopt.problem.answer import TOLERANCE, AnswerCheck, Solution, Status, Violation, cost, evaluate
+from layoutopt.problem.conflict import Conflict, ConflictGroup, conflict
 from layoutopt.problem.elimination import Elimination, eliminate
 from layoutopt.problem.files import dump, load
 from layoutopt.problem.form import (
     Choices,
-    Entry,
+    ChoiceVariable,
     Intervals,
     Problem,
     ProblemError,
-    Row,
+    ResourceRow,
+    RowTerm,
     Sparse,
     Term,
     Usage,
-    Variable,
 )
-from layoutopt.problem.several import Frontier, Point, pareto, top_k
+from layoutopt.problem.several import Frontier, FrontierPoint, pareto, top_k
 from layoutopt.problem.solve import solve
 
 __all__ = [
     "TOLERANCE",
+    "AnswerCheck",
+    "ChoiceVariable",
     "Choices",
     "Conflict",
+    "ConflictGroup",
     "Elimination",
-    "Entry",
-    "Evaluation",
-    "Facts",
     "Frontier",
+    "FrontierPoint",
     "Intervals",
-    "Point",
     "Problem",
     "ProblemError",
-    "Row",
+    "ResourceRow",
+    "RowTerm",
     "Solution",
     "Sparse",
     "Status",
     "Term",
     "Usage",
-    "Variable",
     "Violation",
     "conflict",
     "cost",

@@ -71,7 +71,7 @@ class Violation:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class AnswerCheck:
     """What choices really cost (inf if forbidden), which terms forbid them, which rows they overfill."""
 
     objective: float
@@ -89,7 +89,7 @@ def cost(problem: Problem, choices: Sequence[int]) -> float:
     return math.fsum([problem.constant, *(term.cost(choices) for term in problem.terms)])
 
 
-def evaluate(problem: Problem, choices: Sequence[int]) -> Evaluation:
+def evaluate(problem: Problem, choices: Sequence[int]) -> AnswerCheck:
     """Recomputes (1)-(4) of `form` for `choices`, exactly rounded, from the problem's own tables."""
     if len(choices) != len(problem.variables):
         raise ProblemError(
@@ -115,4 +115,4 @@ def evaluate(problem: Problem, choices: Sequence[int]) -> Evaluation:
             time = problem.intervals.points[point]
             name = f"{problem.intervals.name}@{time}"
             violations.append(Violation(name, float(uses[point]), problem.intervals.limit, time))
-    return Evaluation(objective, forbidden, tuple(violations))
+    return AnswerCheck(objective, forbidden, tuple(violations))

@@ -19,7 +19,7 @@ from layoutopt.problem.solve import solve
 
 
 @dataclass(frozen=True)
-class Facts:
+class ConflictGroup:
     """One group: the choices that variables (numbers) may take, and names of the problem's rows."""
 
     allowed: Mapping[int, tuple[int, ...]]
@@ -38,7 +38,10 @@ class Conflict:
 
 
 def conflict(
-    problem: Problem, groups: Mapping[str, Facts], time_limit: float | None = None, solver: str = "auto"
+    problem: Problem,
+    groups: Mapping[str, ConflictGroup],
+    time_limit: float | None = None,
+    solver: str = "auto",
 ) -> Conflict | None:
     """A minimal conflicting subset of `groups`, or None if all of them can hold together.
 
@@ -47,7 +50,7 @@ def conflict(
     should be blamed. Raises `ProblemError` for a group that names an unknown row or choice, and when nothing
     is known in time.
     """
-    search = _Search(problem, groups, Clock(time_limit), solver)
+    search = _ConflictSearch(problem, groups, Clock(time_limit), solver)
     names = list(groups)
     if search.possible(names):
         return None
@@ -62,8 +65,10 @@ def conflict(
     return Conflict(tuple(order), not search.ran_out)
 
 
-class _Search:
-    def __init__(self, problem: Problem, groups: Mapping[str, Facts], clock: Clock, solver: str) -> None:
+class _ConflictSearch:
+    def __init__(
+        self, problem: Problem, groups: Mapping[str, ConflictGroup], clock: Clock, solver: str
+    ) -> None:
         self.groups = groups
         self.clock = clock
         self.solver = solver

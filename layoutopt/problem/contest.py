@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from layoutopt.problem.form import Intervals, Problem, ProblemError, Term, Usage, Variable
+from layoutopt.problem.form import ChoiceVariable, Intervals, Problem, ProblemError, Term, Usage
 from layoutopt.problem.numbers import amount, field, listed, numbers, whole
 
 FORBIDDEN = 1e18
@@ -44,7 +44,7 @@ def problem_from(data: Any) -> Problem:
         table = numbers(cost, where, infinite=FORBIDDEN)
         if not table.size:
             raise ProblemError(f"{where} is empty; a node needs at least one strategy")
-        variables.append(Variable(f"node {node}", len(table)))
+        variables.append(ChoiceVariable(f"node {node}", len(table)))
         terms.append(Term((node,), _not_negative(table, where), f"node {node}"))
         live.append(_usage(node, intervals[node], usages[node], len(table)))
     terms += _edges(edges, variables)
@@ -61,7 +61,7 @@ def _usage(node: int, interval: Any, usage: Any, size: int) -> Usage:
     return Usage(node, start, end, table)
 
 
-def _edges(edges: Any, variables: list[Variable]) -> list[Term]:
+def _edges(edges: Any, variables: list[ChoiceVariable]) -> list[Term]:
     ends, costs = listed(edges, "nodes", "edges"), listed(edges, "costs", "edges")
     if len(ends) != len(costs):
         raise ProblemError(f"edges has {len(ends)} pairs of nodes but {len(costs)} costs")

@@ -27,7 +27,7 @@ import numpy as np
 from layoutopt.problem.form import Choices, Floats, Problem, ProblemError, Sparse, Term
 from layoutopt.problem.join_tree import grow
 from layoutopt.problem.message_passing import Costs, chosen, spread
-from layoutopt.problem.relations import Relation, Tables, every, match
+from layoutopt.problem.relations import Relation, TablesByScope, every, match
 
 CELLS = 1 << 21
 """Most assignments of one table."""
@@ -93,9 +93,9 @@ def constant(problem: Problem) -> float:
     return math.fsum([problem.constant, *(term.cost(()) for term in problem.terms if not term.scope)])
 
 
-def tabled(problem: Problem) -> Tables:
+def tabled(problem: Problem) -> TablesByScope:
     """For every scope what the terms over it allow together, with its costs; every variable is in one."""
-    found: Tables = {}
+    found: TablesByScope = {}
     for term in problem.terms:
         if not term.scope:
             continue

@@ -28,17 +28,17 @@ import numpy as np
 
 from layoutopt.problem import contest
 from layoutopt.problem.form import (
-    Entry,
+    ChoiceVariable,
+    CostTable,
     Intervals,
     Problem,
     ProblemError,
-    Row,
+    ResourceRow,
+    RowTerm,
     Scope,
     Sparse,
-    Table,
     Term,
     Usage,
-    Variable,
 )
 from layoutopt.problem.numbers import amount, field, listed, numbers, whole
 from mesh_tf_core.files import read_file, write_file
@@ -124,7 +124,11 @@ def problem_from(data: dict[str, Any]) -> Problem:
             _table(entry, f"{where}.entries[{m}]", sizes, forbidden=False) for m, entry in enumerate(entries)
         ]
         limit = amount(field(item, "limit", where), f"{where}.limit")
-        rows.append(Row(_text(item, "name", where, f"row {n}"), limit, tuple(Entry(*part) for part in parts)))
+        rows.append(
+            ResourceRow(
+                _text(item, "name", where, f"row {n}"), limit, tuple(RowTerm(*part) for part in parts)
+            )
+        )
     constant = amount(data.get("constant", 0), "constant")
     name = _text(data, "name", "the problem", "problem")
     return Problem(name, variables, tuple(terms), tuple(rows), _intervals(data.get("intervals")), constant)
@@ -137,20 +141,20 @@ def _text(item: Any, key: str, where: str, default: str) -> str:
     return value
 
 
-def _variable(item: Any, where: str) -> Variable:
+def _variable(item: Any, where: str) -> ChoiceVariable:
     name = _text(item, "name", where, where)
     if "labels" in item:
         labels = listed(item, "labels", where)
         if not all(isinstance(label, str) for label in labels):
             raise ProblemError(f"{where}.labels must be a list of texts")
-        return Variable.of(name, labels)
+        return ChoiceVariable.of(name, labels)
     size = whole(field(item, "size", where), f"{where}.size")
     if size > LARGEST_DOMAIN:
         raise ProblemError(f"{where}.size is {size}; at most {LARGEST_DOMAIN} choices are taken")
-    return Variable(name, size)
+    return ChoiceVariable(name, size)
 
 
-def _table(item: Any, where: str, sizes: Sequence[int], forbidden: bool) -> tuple[Scope, Table]:
+def _table(item: Any, where: str, sizes: Sequence[int], forbidden: bool) -> tuple[Scope, CostTable]:
     scope = tuple(whole(index, f"{where}.scope") for index in listed(item, "scope", where))
     for index in scope:
         if not 0 <= index < len(sizes):
@@ -239,7 +243,7 @@ def to_json(problem: Problem) -> dict[str, Any]:
     return data
 
 
-def _table_json(scope: Scope, table: Table) -> dict[str, Any]:
+def _table_json(scope: Scope, table: CostTable) -> dict[str, Any]:
     if isinstance(table, Sparse):
         values = [None if value == math.inf else value for value in table.values.tolist()]
         return {"scope": list(scope), "assignments": table.assignments.tolist(), "values": values}

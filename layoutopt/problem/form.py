@@ -4,7 +4,7 @@ Variables i = 1..n choose d_i from finite domains {0, ..., s_i - 1}. The problem
 
     minimise    constant + sum_t  c_t(d restricted to scope(t))                              (1) `Term`
     subject to  c_t(...) < inf                               for every term t                (2) `Term`
-                sum_e  w_{r,e}(d restricted to scope(e)) <= limit_r      for every row r     (3) `Row`
+                sum_e  w_{r,e}(d restricted to scope(e)) <= limit_r      for every row r     (3) `ResourceRow`
                 sum_{u: start_u <= time < end_u} w_u(d_{var(u)}) <= limit  for every time    (4) `Intervals`
 
 A table is a dense float64 array with one axis per variable of its scope, or `Sparse`: a list of assignments
@@ -40,7 +40,7 @@ class ProblemError(UserError):
 
 
 @dataclass(frozen=True)
-class Variable:
+class ChoiceVariable:
     """A choice among `size` labelled values (labels default to "0", "1", ...)."""
 
     name: str
@@ -58,10 +58,10 @@ class Variable:
             raise ProblemError(f"variable {self.name!r} has the same label twice: {', '.join(self.labels)}")
 
     @staticmethod
-    def of(name: str, labels: Iterable[str]) -> Variable:
+    def of(name: str, labels: Iterable[str]) -> ChoiceVariable:
         """A variable that chooses among `labels`."""
         words = tuple(labels)
-        return Variable(name, len(words), words)
+        return ChoiceVariable(name, len(words), words)
 
     def label(self, choice: int) -> str:
         """The word for `choice`."""
@@ -107,10 +107,10 @@ class Sparse:
         return least, tuple(most.tolist())
 
 
-Table = Floats | Sparse
+CostTable = Floats | Sparse
 
 
-def _checked(owner: str, scope: Scope, table: Table) -> Table:
+def _checked(owner: str, scope: Scope, table: CostTable) -> CostTable:
     """`table` as float64 without NaN, once its axes match `scope`."""
     if len(set(scope)) != len(scope):
         raise ProblemError(f"{owner} names a variable twice in its scope {scope}")
@@ -131,7 +131,7 @@ class Term:
     """One summand of the objective: a cost for every assignment of `scope`; inf forbids the assignment."""
 
     scope: Scope
-    table: Table
+    table: CostTable
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -150,11 +150,11 @@ class Term:
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class RowTerm:
     """One summand of a row: how much of the resource every assignment of `scope` uses."""
 
     scope: Scope
-    table: Table
+    table: CostTable
 
     def __post_init__(self) -> None:
         table = _checked("a row's entry", self.scope, self.table)
@@ -173,12 +173,12 @@ class Entry:
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class ResourceRow:
     """A resource with a limit: its entries may not sum to more than `limit` (inf: counted, never binding)."""
 
     name: str
     limit: float
-    entries: tuple[Entry, ...]
+    entries: tuple[RowTerm, ...]
 
     def __post_init__(self) -> None:
         if math.isnan(self.limit):
@@ -244,13 +244,13 @@ class Intervals:
         np.add.at(change, np.searchsorted(points, [usage.end for usage in live]), -uses)
         return np.asarray(np.cumsum(change)[:-1])
 
-    def row(self, time: int) -> Row:
-        """The limit at one time as a `Row` named "<name>@<time>"."""
+    def row(self, time: int) -> ResourceRow:
+        """The limit at one time as a `ResourceRow` named "<name>@<time>"."""
         live = (usage for usage in self.usages if usage.start <= time < usage.end and usage.table.any())
-        entries = tuple(Entry((usage.variable,), usage.table) for usage in live)
-        return Row(f"{self.name}@{time}", self.limit, entries)
+        entries = tuple(RowTerm((usage.variable,), usage.table) for usage in live)
+        return ResourceRow(f"{self.name}@{time}", self.limit, entries)
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[ResourceRow]:
         """A row per point in `points`; all other times are implied."""
         return (self.row(time) for time in self.points)
 
@@ -260,9 +260,9 @@ class Problem:
     """Variables, cost terms, resource rows: see the module's equations. Checked when built."""
 
     name: str
-    variables: tuple[Variable, ...]
+    variables: tuple[ChoiceVariable, ...]
     terms: tuple[Term, ...]
-    rows: tuple[Row, ...] = ()
+    rows: tuple[ResourceRow, ...] = ()
     intervals: Intervals | None = None
     constant: float = 0.0
     sizes: tuple[int, ...] = field(init=False, repr=False)
@@ -281,7 +281,7 @@ class Problem:
         for usage in self.intervals.usages if self.intervals else ():
             self._fits(f"usage [{usage.start}, {usage.end})", (usage.variable,), usage.table)
 
-    def _fits(self, owner: str, scope: Scope, table: Table) -> None:
+    def _fits(self, owner: str, scope: Scope, table: CostTable) -> None:
         count = len(self.sizes)
         for index in scope:
             if not 0 <= index < count:
@@ -306,7 +306,7 @@ class Problem:
                 return index
         raise ProblemError(f"problem {self.name!r} has no variable {name!r}")
 
-    def all_rows(self) -> Iterator[Row]:
+    def all_rows(self) -> Iterator[ResourceRow]:
         """The rows, and the interval resource's rows at the times that matter."""
         yield from self.rows
         if self.intervals:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from layoutopt.problem.answer import Evaluation, evaluate
+from layoutopt.problem.answer import AnswerCheck, evaluate
 from layoutopt.problem.form import Choices, Problem
-from layoutopt.problem.solvers.base import Progress
+from layoutopt.problem.solvers.base import SolverProgress
 
 ALIKE = 1e-9
 """Relative difference below which an objective is no better than another, nor over a limit."""
@@ -24,7 +24,7 @@ class Incumbent:
     def __init__(
         self,
         problem: Problem,
-        on_progress: Progress | None,
+        on_progress: SolverProgress | None,
         limit: float,
         banned: Sequence[Choices],
     ) -> None:
@@ -45,7 +45,7 @@ class Incumbent:
         """Of the best so far; inf where nothing is known."""
         return self._best[1]
 
-    def evaluate(self, choices: Choices, equal: bool = False) -> Evaluation:
+    def evaluate(self, choices: Choices, equal: bool = False) -> AnswerCheck:
         """Evaluates `choices`, and keeps them if they are feasible and better, or as good where that is
         asked."""
         found = evaluate(self.problem, choices)

@@ -30,8 +30,8 @@ from layoutopt.problem.form import Bools, Floats, Ints, Problem, Sparse, Term
 from layoutopt.problem.incumbent import ALIKE, Incumbent
 from layoutopt.problem.join_tree import Tree, grow
 from layoutopt.problem.message_passing import Costs, chosen, positions, spread
-from layoutopt.problem.relations import Tables
-from layoutopt.problem.residual import Residual, rest
+from layoutopt.problem.relations import TablesByScope
+from layoutopt.problem.residual import ResidualProblem, rest
 from layoutopt.problem.resource_usage import ResourceUsage, uses
 
 VARIABLES = 256
@@ -84,7 +84,7 @@ class Visit:
         return self.cost + float(others @ self.over)
 
 
-class Priced:
+class LagrangianSearch:
     """One problem under way.
 
     Attributes:
@@ -95,7 +95,7 @@ class Priced:
     """
 
     def __init__(
-        self, incumbent: Incumbent, clock: Clock, tree: Tree, tables: Tables, used: ResourceUsage
+        self, incumbent: Incumbent, clock: Clock, tree: Tree, tables: TablesByScope, used: ResourceUsage
     ) -> None:
         self.incumbent, self.clock = incumbent, clock
         self.problem, self.whole = incumbent.problem, whole(incumbent.problem)
@@ -311,26 +311,26 @@ def _most(costs: Costs) -> float:
     return most + ROUNDED * abs(most)
 
 
-def price(incumbent: Incumbent, clock: Clock) -> Residual | None:
+def price(incumbent: Incumbent, clock: Clock) -> ResidualProblem | None:
     """Improves `incumbent` and its bound; what is left of its problem, or None if nothing better is.
 
     A problem that is too large comes back whole, and one in which nothing is chosen.
     """
     problem = incumbent.problem
     if not 0 < len(problem.variables) <= VARIABLES or math.isinf(constant(problem)):
-        return Residual.whole(problem)
+        return ResidualProblem.whole(problem)
     rows = tuple(row for row in problem.all_rows() if math.isfinite(row.limit))
     tables = tabled(problem)
     used = uses(rows, tables, problem.sizes, NUMBERS)
     if used is None:
-        return Residual.whole(problem)
+        return ResidualProblem.whole(problem)
     tree = grow([relation for relation, _ in tables.values()], problem.sizes, JOINED, TOGETHER)
     if not tree.exact:
-        return Residual.whole(problem)
-    priced = Priced(incumbent, clock, tree, tables, used)
+        return ResidualProblem.whole(problem)
+    priced = LagrangianSearch(incumbent, clock, tree, tables, used)
     priced.run()
     if priced.done:
         return None
     if clock.over:
-        return Residual.whole(problem)
+        return ResidualProblem.whole(problem)
     return rest(problem, priced.tree, priced.values, rows, used, priced.constant)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from layoutopt.clock import Clock
-from layoutopt.problem.answer import TOLERANCE, Evaluation, Status, evaluate, relative_gap
-from layoutopt.problem.form import Choices, Problem, Row
-from layoutopt.problem.linear import Constraint, Program, linearise
-from layoutopt.problem.solvers.base import Options, Raw, Request, Solver
+from layoutopt.problem.answer import TOLERANCE, AnswerCheck, Status, evaluate, relative_gap
+from layoutopt.problem.form import Choices, Problem, ResourceRow
+from layoutopt.problem.linear import Constraint, LinearProgram, linearise
+from layoutopt.problem.solvers.base import Raw, Solver, SolverOptions, SolverRequest
 
 EAGER = 64
 """Up to this many rows are in the program from the start."""
@@ -25,14 +25,14 @@ PER_ROUND = 12
 
 
 @dataclass
-class Search:
+class LazySearch:
     """One problem under way: rows in the program, the best answer, the proven bound."""
 
     problem: Problem
     solver: Solver
-    options: Options
+    options: SolverOptions
     clock: Clock
-    evaluate: Callable[[Choices], Evaluation]
+    evaluate: Callable[[Choices], AnswerCheck]
     """What the problem as it was given says about the reduced problem's choices."""
     on_bound: Callable[[float], None]
     upper_bound: float = math.inf
@@ -42,7 +42,7 @@ class Search:
     best: Choices | None = None
     objective: float = math.inf
     bound: float = -math.inf
-    program: Program = field(init=False)
+    program: LinearProgram = field(init=False)
     constraints: list[Constraint] = field(init=False)
     active: set[str] = field(init=False, default_factory=set)
 
@@ -58,18 +58,18 @@ class Search:
             limit += TOLERANCE * abs(self.upper_bound) * 1e-3
             self.constraints.append(Constraint(columns, self.program.costs[columns], limit))
 
-    def _activate(self, row: Row) -> None:
+    def _activate(self, row: ResourceRow) -> None:
         self.active.add(row.name)
         self.constraints.append(self.program.resource(row))
 
     def run(self, hint: Choices | None) -> Status:
         """Solves until proven or out of time; `best`, `objective`, `bound` hold what was found."""
         while not self.clock.over:
-            options = Options(self.clock.left, self.options.workers, self.options.seed)
+            options = SolverOptions(self.clock.left, self.options.workers, self.options.seed)
             start = self.best or hint
             listeners = self._heard, self._raise_bound
             raw = self.solver(
-                Request(
+                SolverRequest(
                     self.program,
                     self.constraints,
                     options,
@@ -119,14 +119,14 @@ class Search:
                 self.bound = bound
                 self.on_bound(bound)
 
-    def _consider(self, choices: Choices) -> Evaluation:
+    def _consider(self, choices: Choices) -> AnswerCheck:
         found = self.evaluate(choices)
         better = found.feasible and found.objective < self.objective and choices not in self.excluded
         if better:
             self.best, self.objective = choices, found.objective
         return found
 
-    def _tighten(self, choices: Choices, found: Evaluation) -> None:
+    def _tighten(self, choices: Choices, found: AnswerCheck) -> None:
         """Adds the most violated rows that are not in the program yet; without any, excludes the answer."""
         absent = {row.name for row in self.problem.rows} - self.active
         fresh = [

@@ -27,15 +27,15 @@ import numpy as np
 
 from layoutopt.problem.form import (
     Choices,
-    Entry,
+    CostTable,
     Floats,
     Ints,
     Problem,
     ProblemError,
-    Row,
+    ResourceRow,
+    RowTerm,
     Scope,
     Sparse,
-    Table,
 )
 
 DENSE_CELLS = 1 << 22
@@ -43,7 +43,7 @@ DENSE_CELLS = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
-class Joint:
+class JointColumns:
     """The columns start, start + 1, ... of the assignments (rows of `assignments`) of one scope."""
 
     scope: Scope
@@ -67,12 +67,12 @@ class Constraint:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class LinearProgram:
     """Plain data; `offsets[i]` is variable i's first column, `offsets[-1]` the first joint column."""
 
     problem: Problem
     offsets: Ints
-    joints: tuple[Joint, ...]
+    joints: tuple[JointColumns, ...]
     homes: dict[frozenset[int], Scope]
     costs: Floats
     constant: float
@@ -107,7 +107,7 @@ class Program:
         starts = self.offsets
         return tuple(int(np.argmax(values[starts[i] : starts[i + 1]])) for i in range(len(starts) - 1))
 
-    def resource(self, row: Row) -> Constraint:
+    def resource(self, row: ResourceRow) -> Constraint:
         """(5) for one row."""
         columns: list[Ints] = []
         coefficients: list[Floats] = []
@@ -126,7 +126,7 @@ class Program:
         keep = sums != 0
         return Constraint(merged[keep], sums[keep], limit)
 
-    def _entry(self, entry: Entry) -> tuple[Ints, Floats]:
+    def _entry(self, entry: RowTerm) -> tuple[Ints, Floats]:
         if len(entry.scope) == 1:
             start = self.offsets[entry.scope[0]]
             uses = _dense(entry.table, (self.problem.sizes[entry.scope[0]],), 0.0)
@@ -135,7 +135,7 @@ class Program:
         return joint.columns, _lookup(entry.table, entry.scope, joint, 0.0)
 
     @cached_property
-    def by_scope(self) -> dict[Scope, Joint]:
+    def by_scope(self) -> dict[Scope, JointColumns]:
         """The joint columns of each scope that has some."""
         return {joint.scope: joint for joint in self.joints}
 
@@ -145,10 +145,10 @@ class Program:
         return Constraint(columns, np.ones(len(columns)), len(columns) - 1)
 
 
-def linearise(problem: Problem) -> Program:
-    """Writes `problem` without its rows as a 0/1 program; rows are added with `Program.resource`."""
+def linearise(problem: Problem) -> LinearProgram:
+    """Writes `problem` without its rows as a 0/1 program; rows are added with `LinearProgram.resource`."""
     offsets = np.concatenate([[0], np.cumsum(problem.sizes, dtype=np.int64)]).astype(np.int64)
-    builder = _Builder(problem, offsets)
+    builder = _LinearBuilder(problem, offsets)
     scopes = [term.scope for term in problem.terms]
     scopes += [entry.scope for row in problem.rows for entry in row.entries]
     joints = builder.place(scopes)
@@ -156,10 +156,12 @@ def linearise(problem: Problem) -> Program:
     forbidden = np.flatnonzero(np.isinf(costs))
     costs[forbidden] = 0.0
     marginals = _marginals(problem, offsets, joints)
-    return Program(problem, offsets, joints, builder.homes, costs, builder.constant, forbidden, marginals)
+    return LinearProgram(
+        problem, offsets, joints, builder.homes, costs, builder.constant, forbidden, marginals
+    )
 
 
-class _Builder:
+class _LinearBuilder:
     """The state of `linearise`: which scope's columns carry which terms."""
 
     def __init__(self, problem: Problem, offsets: Ints) -> None:
@@ -167,9 +169,9 @@ class _Builder:
         self.offsets = offsets
         self.constant = problem.constant
         self.homes: dict[frozenset[int], Scope] = {}
-        self.tables: dict[Scope, list[tuple[Scope, Table]]] = {}
+        self.tables: dict[Scope, list[tuple[Scope, CostTable]]] = {}
 
-    def place(self, scopes: Iterable[Scope]) -> tuple[Joint, ...]:
+    def place(self, scopes: Iterable[Scope]) -> tuple[JointColumns, ...]:
         """One joint per maximal scope (larger scopes absorb the scopes inside them)."""
         wanted = sorted(
             {frozenset(scope): scope for scope in scopes if len(scope) > 1}.items(), key=_size_first
@@ -192,7 +194,7 @@ class _Builder:
                 self.tables[self.homes[frozenset(term.scope)]].append((term.scope, term.table))
         joints, start = [], int(self.offsets[-1])
         for scope in chosen:
-            joint = Joint(scope, self._assignments(scope), start)
+            joint = JointColumns(scope, self._assignments(scope), start)
             joints.append(joint)
             start += len(joint.assignments)
         return tuple(joints)
@@ -216,13 +218,13 @@ class _Builder:
             )
         else:
             cells = np.indices(sizes).reshape(len(sizes), -1).T
-        probe = Joint(scope, np.ascontiguousarray(cells, dtype=np.int64), 0)
+        probe = JointColumns(scope, np.ascontiguousarray(cells, dtype=np.int64), 0)
         allowed = np.ones(len(cells), dtype=bool)
         for inner, table in self.tables[scope]:
             allowed &= np.isfinite(_lookup(table, inner, probe, math.inf))
         return probe.assignments[allowed]
 
-    def costs(self, joints: Sequence[Joint]) -> Floats:
+    def costs(self, joints: Sequence[JointColumns]) -> Floats:
         """(4): the cost of every column, inf for the choices that are forbidden."""
         costs = np.zeros(int(self.offsets[-1]) + sum(len(joint.assignments) for joint in joints))
         for term in self.problem.terms:
@@ -241,7 +243,7 @@ def _size_first(item: tuple[frozenset[int], Scope]) -> tuple[int, list[int]]:
     return -len(item[0]), sorted(item[0])
 
 
-def _dense(table: Table, sizes: tuple[int, ...], missing: float) -> Floats:
+def _dense(table: CostTable, sizes: tuple[int, ...], missing: float) -> Floats:
     if not isinstance(table, Sparse):
         return table
     full = np.full(sizes, missing)
@@ -249,7 +251,7 @@ def _dense(table: Table, sizes: tuple[int, ...], missing: float) -> Floats:
     return full
 
 
-def _lookup(table: Table, scope: Scope, joint: Joint, missing: float) -> Floats:
+def _lookup(table: CostTable, scope: Scope, joint: JointColumns, missing: float) -> Floats:
     """The value of `table` (over `scope`) at each of the joint's assignments."""
     cells = joint.assignments[:, [joint.scope.index(index) for index in scope]]
     if not isinstance(table, Sparse):
@@ -265,7 +267,7 @@ def _lookup(table: Table, scope: Scope, joint: Joint, missing: float) -> Floats:
     return np.where(known[order[place]] == wanted, table.values[order[place]], missing)
 
 
-def _marginals(problem: Problem, offsets: Ints, joints: Sequence[Joint]) -> tuple[Ints, Ints, Ints]:
+def _marginals(problem: Problem, offsets: Ints, joints: Sequence[JointColumns]) -> tuple[Ints, Ints, Ints]:
     """(2) as triplets (row, column, +1 or -1) of equalities with right side 0."""
     rows: list[Ints] = []
     columns: list[Ints] = []

@@ -32,7 +32,7 @@ class Relation:
         return Relation(scope, cells[np.unique(codes(cells), return_index=True)[1]])
 
 
-Tables = dict[Scope, tuple[Relation, Floats]]
+TablesByScope = dict[Scope, tuple[Relation, Floats]]
 """Per scope what is allowed, and what each row of it costs."""
 
 

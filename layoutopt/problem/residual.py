@@ -8,13 +8,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from layoutopt.problem.form import Choices, Entry, Floats, Ints, Problem, Row, Scope, Sparse, Term, Variable
+from layoutopt.problem.form import (
+    Choices,
+    ChoiceVariable,
+    Floats,
+    Ints,
+    Problem,
+    ResourceRow,
+    RowTerm,
+    Scope,
+    Sparse,
+    Term,
+)
 from layoutopt.problem.join_tree import Tree
 from layoutopt.problem.resource_usage import ResourceUsage
 
 
 @dataclass(frozen=True, eq=False)
-class Residual:
+class ResidualProblem:
     """A problem over some choices of another's variables.
 
     Attributes:
@@ -27,10 +38,10 @@ class Residual:
     free: tuple[int, ...]
 
     @staticmethod
-    def whole(problem: Problem) -> Residual:
+    def whole(problem: Problem) -> ResidualProblem:
         """All of a problem."""
         sizes = problem.sizes
-        return Residual(problem, tuple(np.arange(size) for size in sizes), tuple(range(len(sizes))))
+        return ResidualProblem(problem, tuple(np.arange(size) for size in sizes), tuple(range(len(sizes))))
 
     def lift(self, choices: Sequence[int]) -> Choices:
         """The other problem's choices."""
@@ -53,10 +64,10 @@ def rest(
     problem: Problem,
     tree: Tree,
     values: Sequence[Floats],
-    rows: Sequence[Row],
+    rows: Sequence[ResourceRow],
     used: ResourceUsage,
     constant: float,
-) -> Residual:
+) -> ResidualProblem:
     """The rest of `problem`: an exact `tree` of its relations with their costs, its `rows` with their
     `used`."""
     kept: list[Ints] = [np.zeros(0, np.int64)] * len(problem.sizes)
@@ -65,7 +76,7 @@ def rest(
     free = [v for v, choices in enumerate(kept) if len(choices) > 1]
     number = {v: k for k, v in enumerate(free)}
     terms: list[Term] = []
-    entries: list[list[Entry]] = [[] for _ in rows]
+    entries: list[list[RowTerm]] = [[] for _ in rows]
     for k, relation in enumerate(tree.relations):
         left = tree.left(k)
         mine = [v for v in relation.scope if v in number]
@@ -77,9 +88,9 @@ def rest(
             terms.append(Term(scope, Sparse(listed, values[k][left])))
         for row, counted in enumerate(used.tables.get(k, np.zeros((0, 0)))):
             if counted[left].any():
-                entries[row].append(Entry(scope, Sparse(listed, counted[left])))
-    variables = tuple(Variable(problem.variables[v].name, len(kept[v])) for v in free)
+                entries[row].append(RowTerm(scope, Sparse(listed, counted[left])))
+    variables = tuple(ChoiceVariable(problem.variables[v].name, len(kept[v])) for v in free)
     limited = zip(rows, used.limits.tolist(), entries, strict=True)
-    smaller = tuple(Row(row.name, limit, tuple(found)) for row, limit, found in limited)
+    smaller = tuple(ResourceRow(row.name, limit, tuple(found)) for row, limit, found in limited)
     left_over = Problem(problem.name, variables, tuple(terms), smaller, constant=constant)
-    return Residual(left_over, tuple(kept), tuple(free))
+    return ResidualProblem(left_over, tuple(kept), tuple(free))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from layoutopt.problem.form import Floats, Row, Scope, Sparse, Table
-from layoutopt.problem.relations import Relation, Tables, every, match
+from layoutopt.problem.form import CostTable, Floats, ResourceRow, Scope, Sparse
+from layoutopt.problem.relations import Relation, TablesByScope, every, match
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,14 +31,16 @@ class ResourceUsage:
         return np.abs(self.limits) + np.sum(most, axis=0) + np.finfo(float).tiny
 
 
-def uses(rows: Sequence[Row], tables: Tables, sizes: Sequence[int], most: int) -> ResourceUsage | None:
+def uses(
+    rows: Sequence[ResourceRow], tables: TablesByScope, sizes: Sequence[int], most: int
+) -> ResourceUsage | None:
     """The uses of `rows`; `tables` gets the scopes of their entries too. None if they have more than `most`
     numbers.
 
     An entry's scope inside that of a table is allowed what the table allows there.
     """
     limits = np.array([row.limit for row in rows], float)
-    alike: dict[tuple[Scope, int], list[tuple[int, Table]]] = {}
+    alike: dict[tuple[Scope, int], list[tuple[int, CostTable]]] = {}
     for number, row in enumerate(rows):
         for entry in row.entries:
             table = entry.table
@@ -70,7 +72,7 @@ def uses(rows: Sequence[Row], tables: Tables, sizes: Sequence[int], most: int) -
     return ResourceUsage(counted, limits)
 
 
-def _along(relation: Relation, scope: Scope, alike: Sequence[Table]) -> Floats:
+def _along(relation: Relation, scope: Scope, alike: Sequence[CostTable]) -> Floats:
     """(tables, rows of the relation) the values of tables over one scope that list the same assignments."""
     order, first = np.argsort(scope), alike[0]
     if not isinstance(first, Sparse):

@@ -11,7 +11,7 @@ import numpy as np
 
 from layoutopt.clock import Clock
 from layoutopt.problem.answer import Solution, Status
-from layoutopt.problem.form import Choices, Problem, ProblemError, Row, Sparse
+from layoutopt.problem.form import Choices, Problem, ProblemError, ResourceRow, Sparse
 from layoutopt.problem.solve import solve
 
 
@@ -41,7 +41,7 @@ def top_k(
 
 
 @dataclass(frozen=True)
-class Point:
+class FrontierPoint:
     """One point of the frontier: no choices are better in both objective and (largest) use of the rows."""
 
     use: float
@@ -52,7 +52,7 @@ class Point:
 class Frontier:
     """The points, cheapest objective first; `complete` says that there are no others."""
 
-    points: tuple[Point, ...]
+    points: tuple[FrontierPoint, ...]
     complete: bool
 
 
@@ -76,7 +76,7 @@ def pareto(
     chosen = [_row(problem, name) for name in names]
     step = 1.0 if all(_whole(row) for row in chosen) else 0.0
     clock = Clock(time_limit)
-    points: list[Point] = []
+    points: list[FrontierPoint] = []
     limit = math.inf
     while len(points) < most and not clock.over:
         answer = solve(_limited(problem, set(names), limit), solver, clock.left, **options)
@@ -85,12 +85,12 @@ def pareto(
         use = max(row.use(answer.choices) for row in chosen)
         if points and answer.objective <= points[-1].solution.objective:
             points.pop()
-        points.append(Point(use, answer))
+        points.append(FrontierPoint(use, answer))
         limit = use - step if step else math.nextafter(use, -math.inf)
     return Frontier(tuple(points), False)
 
 
-def _row(problem: Problem, name: str) -> Row:
+def _row(problem: Problem, name: str) -> ResourceRow:
     for row in problem.rows:
         if row.name == name:
             return row
@@ -98,7 +98,7 @@ def _row(problem: Problem, name: str) -> Row:
     raise ProblemError(f"problem {problem.name!r} has no row {name!r}; its rows: {known}")
 
 
-def _whole(row: Row) -> bool:
+def _whole(row: ResourceRow) -> bool:
     tables = [entry.table.values if isinstance(entry.table, Sparse) else entry.table for entry in row.entries]
     return all((table == np.floor(table)).all() for table in tables)
 

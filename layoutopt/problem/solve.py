@@ -19,11 +19,11 @@ from layoutopt.problem.answer import TOLERANCE, Solution, Status, relative_gap
 from layoutopt.problem.form import Choices, Floats, Problem, ProblemError, Sparse, Term
 from layoutopt.problem.incumbent import Incumbent
 from layoutopt.problem.lagrangian import price, whole
-from layoutopt.problem.lazy import Search
+from layoutopt.problem.lazy import LazySearch
 from layoutopt.problem.reductions import reduce
-from layoutopt.problem.residual import Residual
+from layoutopt.problem.residual import ResidualProblem
 from layoutopt.problem.solvers import cp_sat, exhaustive, highs
-from layoutopt.problem.solvers.base import Options, Progress, Solver
+from layoutopt.problem.solvers.base import Solver, SolverOptions, SolverProgress
 
 if TYPE_CHECKING:
     from layoutopt.problem.anytime.improve import Improver
@@ -41,7 +41,7 @@ def solve(
     problem: Problem,
     solver: str = "auto",
     time_limit: float | None = None,
-    on_progress: Progress | None = None,
+    on_progress: SolverProgress | None = None,
     hint: Sequence[int] | None = None,
     upper_bound: float | None = None,
     *,
@@ -65,7 +65,7 @@ def solve(
     clock = Clock(time_limit)
     limit = math.inf if upper_bound is None else upper_bound
     incumbent = Incumbent(problem, on_progress, limit, [tuple(choices) for choices in excluded])
-    run = _Run(incumbent, clock, Options(time_limit, workers, seed))
+    run = _Run(incumbent, clock, SolverOptions(time_limit, workers, seed))
     stopped = False
     try:
         clock.within(GRACE, lambda: run.all(solver, hint))
@@ -110,7 +110,7 @@ class _Run:
 
     incumbent: Incumbent
     clock: Clock
-    options: Options
+    options: SolverOptions
     above: float = math.inf
     name: str = "elimination"
     proven: bool = False
@@ -156,7 +156,7 @@ class _Run:
             ]
             if all(map(math.isfinite, cheapest)):
                 incumbent.raise_bound(math.nextafter(math.fsum(cheapest), -math.inf))
-        left = price(incumbent, self.clock) if solver == "auto" else Residual.whole(problem)
+        left = price(incumbent, self.clock) if solver == "auto" else ResidualProblem.whole(problem)
         if left is None:
             self.proven = True
         elif solver == "auto" and _large(left.problem):
@@ -164,7 +164,7 @@ class _Run:
         elif solver != "auto" or not self.clock.over:
             self.rest(solver, left.problem, [left])
 
-    def large(self, left: Residual) -> None:
+    def large(self, left: ResidualProblem) -> None:
         """A first answer, then local search, beside HiGHS where it can end."""
         from layoutopt.problem.anytime.improve import Improver
         from layoutopt.problem.anytime.network import least_use, network
@@ -200,7 +200,7 @@ class _Run:
             self.proven = True
             return
         ways = [*ways, reduced]
-        search = Search(
+        search = LazySearch(
             reduced.problem,
             SOLVERS[name],
             self.options,
@@ -226,7 +226,7 @@ class _Run:
         self.proven = status in (Status.OPTIMAL, Status.INFEASIBLE)
 
     def _banned(self, left: _Way) -> list[Choices]:
-        holds = left.holds if isinstance(left, Residual) else lambda choices: True
+        holds = left.holds if isinstance(left, ResidualProblem) else lambda choices: True
         return [choices for choices in sorted(self.incumbent.banned) if holds(choices)]
 
 
@@ -247,7 +247,7 @@ def _cells(problem: Problem) -> int:
 
 
 def _with_spare(
-    search: Search, start: Choices | None, clock: Clock, improver: Improver | None
+    search: LazySearch, start: Choices | None, clock: Clock, improver: Improver | None
 ) -> tuple[Status, str]:
     """HiGHS can end with nothing usable: CP-SAT gets what is left of a time limit, its last quarter where no
     local search has an answer."""

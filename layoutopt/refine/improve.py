@@ -24,7 +24,7 @@ import numpy as np
 from costmodels.pricing.pricer import Pricer
 from layoutopt.clock import LEAST, Clock
 from layoutopt.evaluator import Evaluation, evaluate
-from layoutopt.problem import Entry, Problem, Row, Term, Variable, solve
+from layoutopt.problem import ChoiceVariable, Problem, ResourceRow, RowTerm, Term, solve
 from layoutopt.refine.places import Move, Places, levels, regions, without
 from layoutopt.space.decisions import SearchSpace
 from mesh_tf_core.errors import LayoutError
@@ -268,17 +268,17 @@ class _Round:
         """A variable for each place, whose first choice is to stay."""
         number = {path: i for i, path in enumerate(options)}
         variables = tuple(
-            Variable.of(path, ["stays", *(f"{m.axis} on {m.to}" for m in moves)])
+            ChoiceVariable.of(path, ["stays", *(f"{m.axis} on {m.to}" for m in moves)])
             for path, moves in options.items()
         )
-        terms, entries, shift = list[Term](), list[Entry](), 0.0
+        terms, entries, shift = list[Term](), list[RowTerm](), 0.0
 
         def add(scope: tuple[int, ...], seconds: np.ndarray, bytes: np.ndarray, name: str) -> None:
             nonlocal shift
             least = float(seconds.min())
             shift += least
             terms.append(Term(scope, seconds - least, name))
-            entries.append(Entry(scope, bytes))
+            entries.append(RowTerm(scope, bytes))
 
         for path, moves in options.items():
             changes = np.array([(0.0, 0.0), *(self.known[m] for m in moves)])
@@ -293,5 +293,9 @@ class _Round:
         for (here, there), table in tables.items():
             scope = number[here], number[there]
             add(scope, table[..., 0], table[..., 1], f"{here} and {there}")
-        rows = (Row("memory", float(self.search.limit - self.peak), tuple(entries)),) if self.tight else ()
+        rows = (
+            (ResourceRow("memory", float(self.search.limit - self.peak), tuple(entries)),)
+            if self.tight
+            else ()
+        )
         return Problem("moves", variables, tuple(terms), rows, constant=shift)

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from layoutopt.plan.size_results import PAYS, Unfit
 from layoutopt.plan.training import lasts
 from layoutopt.plan.units import count, digits
-from layoutopt.sizing.family import Candidate, Family
-from layoutopt.sizing.forecast import Forecast, Size
-from layoutopt.sizing.question import DAY, GUESSED_MFU, HOUR, Question
-from layoutopt.sizing.rows import SAME, Row
-from layoutopt.sizing.timing import Machine, Timer, Timing, fewest
+from layoutopt.sizing.family import Family, SizeCandidate
+from layoutopt.sizing.forecast import Forecast, ParameterCount
+from layoutopt.sizing.question import DAY, GUESSED_MFU, HOUR, SizingQuestion
+from layoutopt.sizing.rows import SAME, SizeRow
+from layoutopt.sizing.timing import OfferedHardware, Timer, Timing, fewest
 from mesh_tf_core.errors import InfeasibleError, LimitError
 
 USUAL = 64
@@ -52,18 +52,18 @@ class Answering:
       missing: sizes for which there was no time; stopped: Ctrl-C ended it.
     """
 
-    question: Question
+    question: SizingQuestion
     forecast: Forecast
     family: Family
-    machines: Sequence[Machine]
+    machines: Sequence[OfferedHardware]
     timer: Timer
     count: int
     sizes: tuple[float, float] | None = None
     every: bool = False
     tell: Tell | None = None
-    rows: list[Row] = field(default_factory=list)
+    rows: list[SizeRow] = field(default_factory=list)
     unfit: list[Unfit] = field(default_factory=list)
-    beaten: list[Row] = field(default_factory=list)
+    beaten: list[SizeRow] = field(default_factory=list)
     missing: int = 0
     stopped: bool = False
     planned: int = 0
@@ -71,7 +71,7 @@ class Answering:
 
     # -- which sizes ---------------------------------------------------------------------------------------
 
-    def candidates(self) -> list[Candidate]:
+    def candidates(self) -> list[SizeCandidate]:
         """The sizes, those near the law's optimum first."""
         if self.question.goal == "tokens":
             return [self.family.own]
@@ -83,7 +83,7 @@ class Answering:
         found = [*self.family.sizes(wanted, self._counted)]
         return sorted(found, key=lambda c: abs(math.log(self._counted(c.size) / middle)))
 
-    def _counted(self, size: Size) -> float:
+    def _counted(self, size: ParameterCount) -> float:
         return size.counted(self.forecast.law)
 
     def _around(self) -> tuple[float, float]:
@@ -112,7 +112,7 @@ class Answering:
 
     # -- where they are searched ---------------------------------------------------------------------------
 
-    def run(self, keep_best: bool = False) -> Row:
+    def run(self, keep_best: bool = False) -> SizeRow:
         """Searches, and gives the best row; `keep_best`: Ctrl-C ends that with the best of what is known."""
         candidates = self.candidates()
         try:
@@ -126,7 +126,7 @@ class Answering:
         self.missing = max(0, self.planned - self._done)
         return self._answer(candidates)
 
-    def _look(self, candidates: Sequence[Candidate]) -> None:
+    def _look(self, candidates: Sequence[SizeCandidate]) -> None:
         """Searches the sizes where they are compared."""
         explicit = self.question.devices
         self.planned = len(candidates) * len(self.machines) * max(len(explicit), 1)
@@ -146,11 +146,11 @@ class Answering:
         """Searches."""
         return len(self.rows) + len(self.unfit) + len(self.beaten)
 
-    def _answer(self, candidates: Sequence[Candidate]) -> Row:
+    def _answer(self, candidates: Sequence[SizeCandidate]) -> SizeRow:
         best = self._best_size().candidate
         return self._chosen(best) if self.question.devices else self._on_its_devices(best, candidates)
 
-    def _on_its_devices(self, best: Candidate, candidates: Sequence[Candidate]) -> Row:
+    def _on_its_devices(self, best: SizeCandidate, candidates: Sequence[SizeCandidate]) -> SizeRow:
         """The answer with the devices that suit it. Where what a size comes to depends on them, all sizes are
         compared there again: on many devices small ones lose more."""
         for _ in range(ROUNDS):
@@ -168,7 +168,7 @@ class Answering:
         self._complete_flat(chosen)
         return chosen
 
-    def _promising(self, candidate: Candidate) -> list[Machine]:
+    def _promising(self, candidate: SizeCandidate) -> list[OfferedHardware]:
         """The machines, those first that may be the fastest: the others may be beaten then."""
         if self._whole or len(self.machines) == 1:
             return [*self.machines]
@@ -179,7 +179,7 @@ class Answering:
         """Whether all is searched: of one size, all hardware is compared."""
         return self.every or self.question.goal == "tokens"
 
-    def _hopeless(self, candidate: Candidate, machine: Machine, devices: int) -> bool:
+    def _hopeless(self, candidate: SizeCandidate, machine: OfferedHardware, devices: int) -> bool:
         """Whether it cannot be on the frontier, however good its layout is; then it is `beaten`."""
         if self._whole:
             return False
@@ -196,7 +196,7 @@ class Answering:
         self.beaten.append(row)
         return True
 
-    def _complete_flat(self, row: Row | None = None) -> None:
+    def _complete_flat(self, row: SizeRow | None = None) -> None:
         """Searches what is nearly as good as the best (or as a row) on its devices, should that have been
         elsewhere when it was beaten."""
         while self.rows and not self.timer.clock.over:
@@ -206,7 +206,9 @@ class Answering:
                 break
             self._add(close[0].candidate, close[0].timing.machine, close[0].timing.devices, sure=True)
 
-    def _add(self, candidate: Candidate, machine: Machine, devices: int, sure: bool = False) -> Row | None:
+    def _add(
+        self, candidate: SizeCandidate, machine: OfferedHardware, devices: int, sure: bool = False
+    ) -> SizeRow | None:
         """Searches one; the row, unless it cannot answer, or (if not `sure`) cannot be on the frontier."""
         where = machine.name, devices
         for row in self.rows:
@@ -244,14 +246,14 @@ class Answering:
         self.rows.append(row)
         return row
 
-    def _row(self, timing: Timing, tokens: float) -> Row:
+    def _row(self, timing: Timing, tokens: float) -> SizeRow:
         machine, candidate = timing.machine, timing.candidate
         seconds = tokens / timing.tokens_per_second
         chip_hours = machine.hardware.chips(timing.devices) * seconds / HOUR
         money = None if machine.price is None else chip_hours * machine.price
         priced = all(m.price is not None for m in self.machines)
         cost = money if priced and money is not None else chip_hours
-        return Row(
+        return SizeRow(
             timing,
             tokens,
             self.forecast.loss(candidate.size, tokens),
@@ -261,7 +263,7 @@ class Answering:
             cost * (1 + self.question.served / 3 / tokens),
         )
 
-    def _one(self, candidate: Candidate, machine: Machine) -> None:
+    def _one(self, candidate: SizeCandidate, machine: OfferedHardware) -> None:
         """Searches a size on a number of devices that suits it: doubled until it fits, and ends in time."""
         devices = self._first(candidate, machine)
         for _ in range(DOUBLINGS):
@@ -274,13 +276,13 @@ class Answering:
                 break
             devices *= 2
 
-    def _never(self, candidate: Candidate) -> bool:
+    def _never(self, candidate: SizeCandidate) -> bool:
         """More devices would not help."""
         if self.timer.clock.over or self.question.goal in ("days", "money"):
             return self.timer.clock.over
         return bool(self.question.refusal(candidate, self.question.trained(self.forecast, candidate, None)))
 
-    def _first(self, candidate: Candidate, machine: Machine) -> int:
+    def _first(self, candidate: SizeCandidate, machine: OfferedHardware) -> int:
         least = fewest(candidate, machine)
         if math.isinf(self.question.deadline):
             return max(least, 1 if self.question.goal == "tokens" else USUAL)
@@ -294,7 +296,7 @@ class Answering:
             wanted = candidate.flops_per_token * tokens / rate / seconds if math.isfinite(tokens) else 1
         return max(least, 2 ** math.ceil(math.log2(min(max(wanted, 1), 2**16))))
 
-    def _sweep(self, best: Candidate) -> None:
+    def _sweep(self, best: SizeCandidate) -> None:
         """The best size on other numbers of devices: all that hold it, until more stop paying."""
         for machine in self.machines:
             least, devices = math.inf, fewest(best, machine)
@@ -309,7 +311,7 @@ class Answering:
 
     # -- which is the best ---------------------------------------------------------------------------------
 
-    def _best_size(self) -> Row:
+    def _best_size(self) -> SizeRow:
         """The best row in time."""
         if not self.rows:
             raise self._nothing()
@@ -326,14 +328,14 @@ class Answering:
             )
         return self._best_of(timely)
 
-    def _leading(self) -> Row:
+    def _leading(self) -> SizeRow:
         """The best row so far, in time if one is."""
         return self._best_of(self._timely(self.rows) or self.rows)
 
-    def _timely(self, rows: Iterable[Row]) -> list[Row]:
+    def _timely(self, rows: Iterable[SizeRow]) -> list[SizeRow]:
         return [r for r in rows if r.days <= self.question.deadline * (1 + SAME)]
 
-    def _best_of(self, rows: Sequence[Row]) -> Row:
+    def _best_of(self, rows: Sequence[SizeRow]) -> SizeRow:
         """The cheapest that comes to a loss that is given, else the one of least loss."""
         if self.question.by_cost:
             return min(rows, key=lambda r: (r.cost, r.days))
@@ -350,7 +352,7 @@ class Answering:
             f"{near.devices:,} {near.hardware}: {near.reason}"
         )
 
-    def _chosen(self, size: Candidate) -> Row:
+    def _chosen(self, size: SizeCandidate) -> SizeRow:
         """Of one size."""
         question, rows = self.question, [r for r in self.rows if r.candidate is size]
         timely = self._timely(rows)
@@ -360,7 +362,7 @@ class Answering:
             return min(timely, key=lambda r: (r.per_token, r.days))
         return min((r for r in timely if self._pays(r, rows)), key=lambda r: r.days)
 
-    def _pays(self, row: Row, rows: Sequence[Row]) -> bool:
+    def _pays(self, row: SizeRow, rows: Sequence[SizeRow]) -> bool:
         """Whether a token costs at most `PAYS` times the least; without prices, on the same machine."""
         priced = all(m.price is not None for m in self.machines)
         rivals = [r.per_token for r in rows if priced or r.timing.machine is row.timing.machine]

@@ -22,13 +22,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from layoutopt.sizing.forecast import Size
+from layoutopt.sizing.forecast import ParameterCount
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import Graph
 
-Build = Callable[..., Model]
+BuildModel = Callable[..., Model]
 DEPTH = (
     "layers",
     "encoder_layers",
@@ -67,7 +67,7 @@ NEAR, TRIES = 0.02, 12
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SizeCandidate:
     """One size.
 
     Attributes:
@@ -77,7 +77,7 @@ class Candidate:
 
     hparams: Mapping[str, Any]
     model: Model = field(repr=False)
-    size: Size
+    size: ParameterCount
 
     @cached_property
     def flops_per_token(self) -> float:
@@ -102,9 +102,9 @@ class Family:
       rule: one of `RULES`, or powers by name.
     """
 
-    def __init__(self, build: Build, hparams: Mapping[str, Any], rule: str = "both") -> None:
+    def __init__(self, build: BuildModel, hparams: Mapping[str, Any], rule: str = "both") -> None:
         self.build, self.hparams, self.rule = build, dict(hparams), rule
-        self._known: dict[tuple[tuple[str, Any], ...], Candidate] = {}
+        self._known: dict[tuple[tuple[str, Any], ...], SizeCandidate] = {}
 
     @cached_property
     def powers(self) -> dict[str, float]:
@@ -112,16 +112,16 @@ class Family:
         return powers_of(self.rule, self.hparams)
 
     @cached_property
-    def own(self) -> Candidate:
+    def own(self) -> SizeCandidate:
         """The user's size."""
         return self._made({})
 
-    def at(self, factor: float, deeper: float = 1.0) -> Candidate:
+    def at(self, factor: float, deeper: float = 1.0) -> SizeCandidate:
         """The size of a factor, whose depth is so many times what the rule says; equal hyperparameters are
         one candidate."""
         return self._made(self.scaled(factor, deeper))
 
-    def _made(self, hparams: Mapping[str, Any]) -> Candidate:
+    def _made(self, hparams: Mapping[str, Any]) -> SizeCandidate:
         changed = {n: v for n, v in hparams.items() if v != self.hparams[n]}
         key = tuple(sorted(changed.items()))
         if key not in self._known:
@@ -131,7 +131,7 @@ class Family:
                     f"model {model.name!r} names no tokens, and laws are of tokens; give it "
                     "token_dims, as mtf.Model(..., token_dims=(batch, length))"
                 )
-            self._known[key] = Candidate(changed, model, counted(model))
+            self._known[key] = SizeCandidate(changed, model, counted(model))
         return self._known[key]
 
     def scaled(self, factor: float, deeper: float = 1.0) -> dict[str, Any]:
@@ -157,7 +157,9 @@ class Family:
                 found[name] = whole(value * ratio**power)
         return found
 
-    def sizes(self, wanted: Sequence[float], counts: Callable[[Size], float]) -> Iterator[Candidate]:
+    def sizes(
+        self, wanted: Sequence[float], counts: Callable[[ParameterCount], float]
+    ) -> Iterator[SizeCandidate]:
         """Different candidates with about these numbers of parameters, as `counts` counts them."""
         seen: set[int] = set()
         for target in wanted:
@@ -166,9 +168,9 @@ class Family:
                 seen.add(id(found))
                 yield found
 
-    def _near(self, target: float, counts: Callable[[Size], float]) -> Candidate:
+    def _near(self, target: float, counts: Callable[[ParameterCount], float]) -> SizeCandidate:
         """By secants in logarithms; what numbers of heads leave is left to the depth."""
-        tried: dict[float, Candidate] = {}
+        tried: dict[float, SizeCandidate] = {}
         factor = 1.0
         for _ in range(TRIES):
             now = tried[factor] = self.at(factor)
@@ -187,7 +189,7 @@ class Family:
             if factor in tried:
                 break
 
-        def off(candidate: Candidate) -> float:
+        def off(candidate: SizeCandidate) -> float:
             return abs(math.log(target / counts(candidate.size)))
 
         factor, best = min(tried.items(), key=lambda pair: off(pair[1]))
@@ -260,7 +262,7 @@ def whole(value: float) -> int:
     return MULTIPLE * round(value / MULTIPLE)
 
 
-def counted(model: Model) -> Size:
+def counted(model: Model) -> ParameterCount:
     """Trained scalars, exactly; without those of words (variables with the dimension of the labels) and of
     learned positions (with a dimension of the tokens')."""
     words = set(_words(model.graph))
@@ -268,7 +270,7 @@ def counted(model: Model) -> Size:
     trained = [v for v in model.graph.variables.values() if v.trainable]
     total = sum(v.shape.size for v in trained)
     without = sum(v.shape.size for v in trained if not {*v.shape.names} & (words | places))
-    return Size(total, without or total)
+    return ParameterCount(total, without or total)
 
 
 def _words(graph: Graph) -> Iterator[str]:

@@ -24,7 +24,7 @@ from layoutopt.sizing.laws import Additive
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.files import read_file
 
-Floats = npt.NDArray[np.float64]
+FloatArray = npt.NDArray[np.float64]
 DELTA = 1e-3
 RESAMPLES, SHARE = 200, 0.95
 LEAST, KINDS, FALL = 6, 3, 1e-3
@@ -49,8 +49,8 @@ class FittedLaw(Additive):
       points: N, D and loss of its runs.
     """
 
-    samples: Floats = field(default_factory=lambda: np.zeros((0, 5)), repr=False, compare=False)
-    residuals: Floats = field(default_factory=lambda: np.zeros(0), repr=False, compare=False)
+    samples: FloatArray = field(default_factory=lambda: np.zeros((0, 5)), repr=False, compare=False)
+    residuals: FloatArray = field(default_factory=lambda: np.zeros(0), repr=False, compare=False)
     points: tuple[tuple[float, float, float], ...] = field(default=(), repr=False)
 
     @property
@@ -74,7 +74,7 @@ class FittedLaw(Additive):
         return math.exp(low), math.exp(high)
 
 
-def _middle(values: Floats) -> tuple[float, float]:
+def _middle(values: FloatArray) -> tuple[float, float]:
     low, high = np.quantile(values, [(1 - SHARE) / 2, (1 + SHARE) / 2])
     return float(low), float(high)
 
@@ -107,7 +107,7 @@ def fit(runs: Any, name: str = "own", source: str = "own runs", resamples: int =
                 f"{source}: from the least {column} to the most the loss falls by less than {FALL:.1%}, so "
                 f"these runs do not say what more of it is worth; add runs whose {column} differs more"
             )
-    rng, samples = np.random.default_rng(0), list[Floats]()
+    rng, samples = np.random.default_rng(0), list[FloatArray]()
     while len(samples) < resamples:
         chosen = rng.integers(0, len(loss), len(loss))
         if len(np.unique(n[chosen])) >= KINDS and len(np.unique(d[chosen])) >= KINDS:
@@ -127,7 +127,7 @@ def fit(runs: Any, name: str = "own", source: str = "own runs", resamples: int =
     )
 
 
-def _column(runs: Any, name: str, source: str) -> Floats:
+def _column(runs: Any, name: str, source: str) -> FloatArray:
     """float64 [runs]; UserError if it is none."""
     try:
         known = [*map(str, runs.keys())]
@@ -143,11 +143,11 @@ def _column(runs: Any, name: str, source: str) -> Floats:
         ) from None
 
 
-def _centres(n: Floats, d: Floats) -> tuple[float, float]:
+def _centres(n: FloatArray, d: FloatArray) -> tuple[float, float]:
     return float(np.log(n).mean()), float(np.log(d).mean())
 
 
-def _constants(found: Floats, n: Floats, d: Floats) -> tuple[float, ...]:
+def _constants(found: FloatArray, n: FloatArray, d: FloatArray) -> tuple[float, ...]:
     """E, A, B, alpha, beta of what was searched."""
     a, b, e, alpha, beta = found
     at_n, at_d = _centres(n, d)
@@ -160,18 +160,22 @@ def _constants(found: Floats, n: Floats, d: Floats) -> tuple[float, ...]:
     )
 
 
-def _terms(found: Floats, n: Floats, d: Floats, around: tuple[Floats, Floats]) -> Floats:
+def _terms(
+    found: FloatArray, n: FloatArray, d: FloatArray, around: tuple[FloatArray, FloatArray]
+) -> FloatArray:
     """The logarithms of the three terms, [3, runs]."""
     a, b, e, alpha, beta = found
     at_n, at_d = _centres(*around)
     return np.stack([a - alpha * (np.log(n) - at_n), b - beta * (np.log(d) - at_d), np.full(len(n), e)])
 
 
-def _log_loss(found: Floats, n: Floats, d: Floats, around: tuple[Floats, Floats]) -> Floats:
+def _log_loss(
+    found: FloatArray, n: FloatArray, d: FloatArray, around: tuple[FloatArray, FloatArray]
+) -> FloatArray:
     return np.logaddexp.reduce(_terms(found, n, d, around), axis=0)
 
 
-def _starts(n: Floats, d: Floats, loss: Floats) -> list[Floats]:
+def _starts(n: FloatArray, d: FloatArray, loss: FloatArray) -> list[FloatArray]:
     """At the centre, what is above the floor is half of the size's and half of the data's."""
     starts = []
     for part in FLOORS:
@@ -182,12 +186,12 @@ def _starts(n: Floats, d: Floats, loss: Floats) -> list[Floats]:
 
 
 def _best(
-    n: Floats,
-    d: Floats,
-    loss: Floats,
-    starts: Sequence[Floats],
-    around: tuple[Floats, Floats] | None = None,
-) -> Floats:
+    n: FloatArray,
+    d: FloatArray,
+    loss: FloatArray,
+    starts: Sequence[FloatArray],
+    around: tuple[FloatArray, FloatArray] | None = None,
+) -> FloatArray:
     """Equation (1): log A and log B at the centre, log E, alpha, beta."""
     from scipy.optimize import least_squares
 
@@ -195,10 +199,10 @@ def _best(
     at_n, at_d = _centres(*around)
     by_n, by_d = np.log(n) - at_n, np.log(d) - at_d
 
-    def miss(x: Floats) -> Floats:
+    def miss(x: FloatArray) -> FloatArray:
         return _log_loss(x, n, d, around) - wanted
 
-    def slope(x: Floats) -> Floats:
+    def slope(x: FloatArray) -> FloatArray:
         terms = _terms(x, n, d, around)
         a, b, e = np.exp(terms - np.logaddexp.reduce(terms, axis=0))
         return np.stack([a, b, e, -a * by_n, -b * by_d], axis=1)
@@ -207,7 +211,7 @@ def _best(
     low, high = [top - 20, top - 20, top - 20, 0.0, 0.0], [top + 10, top + 10, top, 4.0, 4.0]
     options: dict[str, Any] = {"ftol": 1e-12, "xtol": 1e-12, "gtol": 1e-14, "max_nfev": 400}
 
-    def lost(x: Floats) -> float:
+    def lost(x: FloatArray) -> float:
         return float(np.minimum(np.abs(miss(x)), 10 * DELTA).sum())
 
     results = [
@@ -222,7 +226,7 @@ def _best(
         )
         for s in sorted(starts, key=lost)[:POLISHED]
     ]
-    best: Floats = min(results, key=lambda r: float(r.cost)).x
+    best: FloatArray = min(results, key=lambda r: float(r.cost)).x
     return best
 
 

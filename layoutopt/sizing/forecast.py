@@ -43,7 +43,7 @@ def is_count(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Size:
+class ParameterCount:
     """Parameters of a model: all, and all but those of words and positions."""
 
     total: int
@@ -84,7 +84,7 @@ class Forecast:
         if self.replicas is not None and not is_count(self.replicas):
             raise UserError(f"--replicas {self.replicas}: needs a whole number of at least 1")
 
-    def loss(self, size: Size, tokens: float) -> float:
+    def loss(self, size: ParameterCount, tokens: float) -> float:
         """Nats per token after `tokens`, seen once or again."""
         parameters, seen = size.counted(self.law), tokens
         if self.unique is not None and tokens > self.unique:
@@ -95,7 +95,7 @@ class Forecast:
 
     def loss_of(self, parameters: float, tokens: float) -> float:
         """The same of a size of which nothing is known but its parameters."""
-        return self.loss(Size(round(parameters), round(parameters)), tokens)
+        return self.loss(ParameterCount(round(parameters), round(parameters)), tokens)
 
     def _repeated(self, parameters: float, tokens: float, unique: float) -> tuple[float, float]:
         """Equations (1)."""
@@ -106,7 +106,7 @@ class Forecast:
             unique * (1 + c["R_D"] * -math.expm1(-(tokens / unique - 1) / c["R_D"])),
         )
 
-    def transferred(self, size: Size, tokens: float) -> float:
+    def transferred(self, size: ParameterCount, tokens: float) -> float:
         """Equation (2): tokens that pre-training stands for."""
         if self.pretrained is None:
             return 0.0
@@ -114,18 +114,18 @@ class Forecast:
         found = c["k"] * (tokens * self.characters) ** c["alpha"] * size.non_embedding ** c["beta"]
         return float(found / self.characters)
 
-    def divergence(self, size: Size) -> float:
+    def divergence(self, size: ParameterCount) -> float:
         """Equation (3)."""
         return 1.0 if self.replicas is None else replicas_loss(size.total, self.replicas)
 
-    def batch(self, size: Size) -> float | None:
+    def batch(self, size: ParameterCount) -> float | None:
         """Tokens of the batch that suits the replicas."""
         if self.replicas is None:
             return None
         c = data()["replicas"]["batch"]
         return float(c["tokens"] * c["A"] * size.total ** c["alpha"] * self.replicas ** c["beta"])
 
-    def tokens_to(self, size: Size, loss: float) -> float:
+    def tokens_to(self, size: ParameterCount, loss: float) -> float:
         """Tokens after which a size has this loss; inf if it never has."""
         if self.loss(size, LARGEST) >= loss:
             return math.inf
@@ -174,7 +174,7 @@ class Forecast:
         n, d = self.optimum(flops, served)
         return self.loss_of(n, d) if d > SMALLEST else math.inf
 
-    def outside(self, size: Size, tokens: float) -> list[str]:
+    def outside(self, size: ParameterCount, tokens: float) -> list[str]:
         """In words, where an answer lies beyond the runs of what it follows from."""
         said = self.law.outside(size.counted(self.law), tokens)
         if self.unique is not None and (epochs := tokens / self.unique) > 1:

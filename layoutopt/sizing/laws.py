@@ -26,7 +26,7 @@ from mesh_tf_core.errors import UserError, known_names
 
 FLOPS = 6.0
 """Training FLOPs per parameter and token."""
-Range = tuple[float, float]
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Law(ABC):
     name: str
     counts: str
     constants: Mapping[str, float]
-    parameters: Range
-    tokens: Range
+    parameters: Interval
+    tokens: Interval
     source: str
     note: str = ""
     errors: Mapping[str, float] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class Additive(Law):
         return math.inf if left <= 0 else (c["B"] / left) ** (1 / c["beta"])
 
 
-class Joint(Law):
+class JointLaw(Law):
     """Equation (2)."""
 
     @property
@@ -141,7 +141,7 @@ class Joint(Law):
         return c["D_c"] / (loss ** (1 / c["alpha_D"]) - (c["N_c"] / parameters) ** self._q)
 
 
-FORMS: dict[str, type[Law]] = {"additive": Additive, "joint": Joint}
+FORMS: dict[str, type[Law]] = {"additive": Additive, "joint": JointLaw}
 
 
 @cache

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from layoutopt.sizing.family import Candidate
+from layoutopt.sizing.family import SizeCandidate
 from layoutopt.sizing.forecast import Forecast, is_count, is_positive
-from layoutopt.sizing.timing import Machine, Timing
+from layoutopt.sizing.timing import OfferedHardware, Timing
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import MOST_DEVICES
 
@@ -19,7 +19,7 @@ GUESSED_MFU = 0.4
 
 
 @dataclass(frozen=True)
-class Question:
+class SizingQuestion:
     """One of `budget` (FLOP), `loss` (nats per token), `money` (in the unit of prices) and `tokens`, or
     `devices` and `days` together; with one of the others, days are a deadline.
 
@@ -80,7 +80,7 @@ class Question:
             **({"inference": self.served} if self.served else {}),
         }
 
-    def trained(self, forecast: Forecast, candidate: Candidate, timing: Timing | None) -> float:
+    def trained(self, forecast: Forecast, candidate: SizeCandidate, timing: Timing | None) -> float:
         """Tokens that a candidate is trained on; inf if it never comes to the loss.
 
         Args:
@@ -95,7 +95,7 @@ class Question:
         assert timing is not None
         return timing.tokens_per_second * self._seconds(timing.machine, timing.devices)
 
-    def _seconds(self, machine: Machine, devices: int) -> float:
+    def _seconds(self, machine: OfferedHardware, devices: int) -> float:
         """Seconds that are given."""
         if self.money is None:
             assert self.days is not None
@@ -103,7 +103,7 @@ class Question:
         assert machine.price is not None
         return self.money / machine.price / machine.hardware.chips(devices) * HOUR
 
-    def refusal(self, candidate: Candidate, tokens: float) -> str:
+    def refusal(self, candidate: SizeCandidate, tokens: float) -> str:
         """Why a candidate cannot answer; '' if it can."""
         if self.loss is not None and math.isinf(tokens):
             return f"it never comes to a loss of {self.loss:g}, however long it is trained"
@@ -111,7 +111,7 @@ class Question:
             return f"there is less than one step of {candidate.tokens:,} tokens to train it"
         return ""
 
-    def work(self, machine: Machine, dtype: str) -> tuple[float, float]:
+    def work(self, machine: OfferedHardware, dtype: str) -> tuple[float, float]:
         """FLOPs of training that a machine gives by a guess, the least and the most."""
         if self.budget is not None:
             return self.budget, self.budget

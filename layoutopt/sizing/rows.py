@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from layoutopt.sizing.family import Candidate
+from layoutopt.sizing.family import SizeCandidate
 from layoutopt.sizing.timing import Timing
 
 NEAR_LOSS, NEAR_COST = 0.01, 1.1
@@ -15,7 +15,7 @@ SAME = 1e-9
 
 
 @dataclass(frozen=True)
-class Row:
+class SizeRow:
     """A timing, trained as the question says."""
 
     timing: Timing
@@ -27,7 +27,7 @@ class Row:
     cost: float
 
     @property
-    def candidate(self) -> Candidate:
+    def candidate(self) -> SizeCandidate:
         return self.timing.candidate
 
     @property
@@ -39,18 +39,18 @@ class Row:
         """The machine and its devices."""
         return self.timing.machine.name, self.timing.devices
 
-    def beats(self, other: Row) -> bool:
+    def beats(self, other: SizeRow) -> bool:
         """Whether it is better in loss, days or cost, and worse in none."""
         mine, its = (self.loss, self.days, self.cost), (other.loss, other.days, other.cost)
         ratios = [x / y for x, y in zip(mine, its, strict=True)]
         return max(ratios) <= 1 + SAME and min(ratios) < 1 - SAME
 
-    def near(self, best: Row, by_cost: bool) -> bool:
+    def near(self, best: SizeRow, by_cost: bool) -> bool:
         """Whether it is nearly as good; `by_cost`: all have the same loss."""
         return self.cost <= NEAR_COST * best.cost if by_cost else self.loss <= best.loss + NEAR_LOSS
 
 
-def frontier(rows: Iterable[Row]) -> set[int]:
+def frontier(rows: Iterable[SizeRow]) -> set[int]:
     """Ids of the rows that no other beats."""
     every = [*rows]
     return {id(r) for r in every if not any(other.beats(r) for other in every)}

@@ -11,13 +11,13 @@ from layoutopt.plan.size_results import PAYS, Accuracy, Beaten, Course, Flat, Op
 from layoutopt.sizing.answer import Answering
 from layoutopt.sizing.fitting import FittedLaw
 from layoutopt.sizing.forecast import Forecast
-from layoutopt.sizing.rows import NEAR_COST, NEAR_LOSS, Row
+from layoutopt.sizing.rows import NEAR_COST, NEAR_LOSS, SizeRow
 
 DECADES, PER_DECADE, MOST_COURSES = 2, 6, 8
 """Of FLOPs that curves are of, on both sides, their points, and how many sizes have one."""
 
 
-def flat(answering: Answering, best: Row) -> Flat | None:
+def flat(answering: Answering, best: SizeRow) -> Flat | None:
     """Sizes that are nearly as good on the same devices."""
     if answering.question.goal == "tokens":
         return None
@@ -33,7 +33,7 @@ def flat(answering: Answering, best: Row) -> Flat | None:
     return Flat(within=within, low=int(min(sizes)), high=int(max(sizes)))
 
 
-def sweeps(answering: Answering, best: Row) -> Iterator[Sweep]:
+def sweeps(answering: Answering, best: SizeRow) -> Iterator[Sweep]:
     """The best size on every machine where it was searched on several numbers of devices."""
     rows = [r for r in answering.rows if r.candidate is best.candidate]
     for machine in answering.machines:
@@ -63,7 +63,7 @@ def accuracy(answering: Answering) -> Iterator[Accuracy]:
             )
 
 
-def least(answering: Answering, best: Row) -> list[tuple[float, float]]:
+def least(answering: Answering, best: SizeRow) -> list[tuple[float, float]]:
     """FLOPs around the answer's, and the least loss by the law."""
     flops = best.candidate.flops_per_token * best.tokens
     around = [flops * 10 ** (i / PER_DECADE) for i in range(-PER_DECADE * DECADES, PER_DECADE * DECADES + 1)]
@@ -71,7 +71,7 @@ def least(answering: Answering, best: Row) -> list[tuple[float, float]]:
     return [(c, answering.forecast.loss_of(n, d)) for c, (n, d) in pairs if n >= 1 and d >= 1]
 
 
-def courses(answering: Answering, best: Row) -> list[Course]:
+def courses(answering: Answering, best: SizeRow) -> list[Course]:
     """Some sizes, evenly taken, on the way to their tokens."""
     sizes = sorted(
         {id(r.candidate): r for r in (*answering.beaten, *answering.rows)}.values(),
@@ -89,14 +89,14 @@ def courses(answering: Answering, best: Row) -> list[Course]:
     return found
 
 
-def optimum(answering: Answering, best: Row) -> Optimum:
+def optimum(answering: Answering, best: SizeRow) -> Optimum:
     """What the law alone says for the FLOPs of the answer."""
     flops = best.candidate.flops_per_token * (best.tokens + answering.question.served / 3)
     n, d = answering.forecast.optimum(flops, answering.question.served)
     return Optimum(flops=flops, parameters=n, tokens=d, loss=answering.forecast.loss_of(n, d))
 
 
-def said(row: Row, forecast: Forecast, on_frontier: bool) -> SizedCandidate:
+def said(row: SizeRow, forecast: Forecast, on_frontier: bool) -> SizedCandidate:
     """A row as plain data."""
     plan, candidate, law = row.timing.plan, row.candidate, forecast.law
     assert plan is not None
@@ -133,7 +133,7 @@ def said(row: Row, forecast: Forecast, on_frontier: bool) -> SizedCandidate:
     )
 
 
-def beaten(row: Row) -> Beaten:
+def beaten(row: SizeRow) -> Beaten:
     """What was not searched, as plain data."""
     return Beaten(
         parameters=int(row.candidate.size.total),

@@ -16,13 +16,13 @@ from layoutopt.api import search
 from layoutopt.clock import Clock
 from layoutopt.evaluator import computed_alone
 from layoutopt.plan.build import Plan
-from layoutopt.sizing.family import Candidate
+from layoutopt.sizing.family import SizeCandidate
 from mesh_tf_core.errors import InfeasibleError
 from mesh_tf_core.ir.mesh import MOST_DEVICES
 
 
 @dataclass(frozen=True)
-class Machine:
+class OfferedHardware:
     """Hardware as it was asked for.
 
     Attributes:
@@ -46,8 +46,8 @@ class Timing:
       reason: why nothing fits.
     """
 
-    candidate: Candidate
-    machine: Machine
+    candidate: SizeCandidate
+    machine: OfferedHardware
     devices: int
     step_seconds: float
     plan: Plan | None = None
@@ -71,21 +71,21 @@ class Timer:
         self.known: dict[tuple[int, str, int], Timing] = {}
         self._alone: dict[tuple[int, str], float] = {}
 
-    def __call__(self, candidate: Candidate, machine: Machine, devices: int) -> Timing:
+    def __call__(self, candidate: SizeCandidate, machine: OfferedHardware, devices: int) -> Timing:
         """The best layout; LimitError if there was no time to find one."""
         key = id(candidate), machine.name, devices
         if key not in self.known:
             self.known[key] = self._searched(candidate, machine, devices)
         return self.known[key]
 
-    def at_best(self, candidate: Candidate, machine: Machine, devices: int) -> Timing:
+    def at_best(self, candidate: SizeCandidate, machine: OfferedHardware, devices: int) -> Timing:
         """What no layout is faster than: every device computes its share alone, and waits for nothing."""
         key = id(candidate), machine.name
         if key not in self._alone:
             self._alone[key] = computed_alone(candidate.model, machine.hardware)
         return Timing(candidate, machine, devices, self._alone[key] / devices)
 
-    def _searched(self, candidate: Candidate, machine: Machine, devices: int) -> Timing:
+    def _searched(self, candidate: SizeCandidate, machine: OfferedHardware, devices: int) -> Timing:
         try:
             plan = search(
                 candidate.model,
@@ -102,7 +102,7 @@ class Timer:
         return Timing(candidate, machine, devices, plan.predicted.step_seconds, plan)
 
 
-def fewest(candidate: Candidate, machine: Machine) -> int:
+def fewest(candidate: SizeCandidate, machine: OfferedHardware) -> int:
     """Devices, a power of two, that fewer cannot do with: their memory does not hold the variables."""
     held = sum(v.bytes for v in candidate.model.graph.variables.values())
     return min(2 ** max(0, math.ceil(math.log2(held / machine.limit))), MOST_DEVICES)

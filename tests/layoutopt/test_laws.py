@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from layoutopt.sizing.fitting import fit, read_runs
-from layoutopt.sizing.forecast import Forecast, Size
+from layoutopt.sizing.forecast import Forecast, ParameterCount
 from layoutopt.sizing.laws import critical_batch, data, law_names, published
 from mesh_tf_core.errors import UserError
 
@@ -29,8 +29,8 @@ TABLE_A3 = (
 )
 
 
-def of(parameters: float) -> Size:
-    return Size(round(parameters), round(parameters))
+def of(parameters: float) -> ParameterCount:
+    return ParameterCount(round(parameters), round(parameters))
 
 
 @pytest.mark.parametrize("name", law_names())

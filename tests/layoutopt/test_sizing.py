@@ -21,7 +21,7 @@ from layoutopt.sizing.answer import Answering
 from layoutopt.sizing.family import Family, counted, powers_of, rounded_to
 from layoutopt.sizing.forecast import Forecast
 from layoutopt.sizing.laws import published
-from layoutopt.sizing.question import Question
+from layoutopt.sizing.question import SizingQuestion
 from layoutopt.sizing.sizing import Sizing, machines_of
 from layoutopt.sizing.timing import Timer
 from mesh_tf_core import layers as nn
@@ -227,7 +227,7 @@ def test_what_was_not_searched_is_beaten_and_changes_nothing(given: dict[str, fl
 
 
 def test_what_is_searched_after_all_is_no_longer_beaten() -> None:
-    question, law = Question(budget=1e15, devices=(2,)), Forecast(published("kaplan"))
+    question, law = SizingQuestion(budget=1e15, devices=(2,)), Forecast(published("kaplan"))
     machines = machines_of("tpu-v5e", None)
     answering = Answering(question, law, family(words, **TINY), machines, Timer(1, Clock(None)), 1)
     row = answering._add(answering.family.own, machines[0], 2)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from hypothesis import strategies as st
 
-from layoutopt.problem import Entry, Intervals, Problem, Row, Sparse, Term, Usage, Variable
+from layoutopt.problem import ChoiceVariable, Intervals, Problem, ResourceRow, RowTerm, Sparse, Term, Usage
 
 
 def table(rng: np.random.Generator, shape: tuple[int, ...], whole: bool, forbidden: float) -> np.ndarray:
@@ -30,7 +30,7 @@ def random_problem(seed: int, whole: bool) -> Problem:
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 6))
     sizes = tuple(int(size) for size in rng.integers(1, 5, count))
-    variables = tuple(Variable(f"v{i}", size) for i, size in enumerate(sizes))
+    variables = tuple(ChoiceVariable(f"v{i}", size) for i, size in enumerate(sizes))
     terms = []
     for number in range(int(rng.integers(1, 9))):
         scope = tuple(int(i) for i in rng.permutation(count)[: int(rng.integers(0, min(count, 4) + 1))])
@@ -49,7 +49,7 @@ def random_problem(seed: int, whole: bool) -> Problem:
     )
 
 
-def _row(rng: np.random.Generator, name: str, sizes: tuple[int, ...], whole: bool) -> Row:
+def _row(rng: np.random.Generator, name: str, sizes: tuple[int, ...], whole: bool) -> ResourceRow:
     entries = []
     for _ in range(int(rng.integers(1, 4))):
         scope = tuple(
@@ -57,10 +57,10 @@ def _row(rng: np.random.Generator, name: str, sizes: tuple[int, ...], whole: boo
         )
         shape = tuple(sizes[i] for i in scope)
         if len(scope) > 1 and rng.random() < 0.3:
-            entries.append(Entry(scope, sparse(rng, shape, whole, 0.5)))
+            entries.append(RowTerm(scope, sparse(rng, shape, whole, 0.5)))
         else:
-            entries.append(Entry(scope, table(rng, shape, whole, 0.0) - 2.0))
-    return Row(name, float(rng.integers(0, 9 * len(entries))), tuple(entries))
+            entries.append(RowTerm(scope, table(rng, shape, whole, 0.0) - 2.0))
+    return ResourceRow(name, float(rng.integers(0, 9 * len(entries))), tuple(entries))
 
 
 def _intervals(rng: np.random.Generator, sizes: tuple[int, ...]) -> Intervals:

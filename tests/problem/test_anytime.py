@@ -16,14 +16,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from layoutopt.problem import (
-    Entry,
+    ChoiceVariable,
     Intervals,
     Problem,
-    Row,
+    ResourceRow,
+    RowTerm,
     Status,
     Term,
     Usage,
-    Variable,
     evaluate,
     lagrangian,
     solve,
@@ -33,7 +33,7 @@ from layoutopt.problem.anytime.messages import Messages
 from layoutopt.problem.anytime.network import Network, network
 from layoutopt.problem.anytime.partner import Partner
 from layoutopt.problem.anytime.search import ASCENT, LocalSearch
-from layoutopt.problem.anytime.sweep import Sweep
+from layoutopt.problem.anytime.sweep import EliminationOrder
 from layoutopt.problem.contest import problem_from
 from tests.problem.strategies import contest_instance, table
 
@@ -52,9 +52,11 @@ def pairs(seed: int, whole: bool) -> Problem:
             terms.append(Term((a, b), table(rng, (sizes[a], sizes[b]), whole, 0.1), f"p{number}"))
     rows = []
     for number in range(int(rng.integers(0, 3))):
-        entries = [Entry((i,), table(rng, (size,), whole, 0.0) - 2) for i, size in enumerate(sizes)]
+        entries = [RowTerm((i,), table(rng, (size,), whole, 0.0) - 2) for i, size in enumerate(sizes)]
         rows.append(
-            Row(f"r{number}", float(rng.integers(0, 8 * count)), (*entries, Entry((), np.array(1.0))))
+            ResourceRow(
+                f"r{number}", float(rng.integers(0, 8 * count)), (*entries, RowTerm((), np.array(1.0)))
+            )
         )
     usages = []
     for i, size in enumerate(sizes):
@@ -62,7 +64,7 @@ def pairs(seed: int, whole: bool) -> Problem:
         uses = rng.integers(0, 10, size).astype(float)
         usages.append(Usage(i, start, start + int(rng.integers(0, 5)), uses))
     resource = Intervals(float(rng.integers(6, 25)), tuple(usages))
-    variables = tuple(Variable(f"v{i}", size) for i, size in enumerate(sizes))
+    variables = tuple(ChoiceVariable(f"v{i}", size) for i, size in enumerate(sizes))
     return Problem(
         f"pairs {seed}", variables, tuple(terms), tuple(rows), resource, float(rng.integers(-3, 4))
     )
@@ -119,7 +121,7 @@ def test_a_sweep_is_the_best_with_what_it_holds(problem: Problem, seed: int) -> 
     found, rng = known(problem), np.random.default_rng(seed)
     prices = rng.random(len(found.room)) * 3
     start = np.array([int(rng.integers(size)) for size in problem.sizes])
-    sweep = Sweep(found, rng, np.ones(len(problem.sizes)), 10)
+    sweep = EliminationOrder(found, rng, np.ones(len(problem.sizes)), 10)
 
     def cost(x: np.ndarray) -> float:
         return found.cost(x) + float(prices @ found.profile(x))
@@ -162,7 +164,7 @@ def test_local_search_finds_most_optima() -> None:
 def test_parts_add_up_and_blends_keep_the_rows(problem: Problem, seed: int) -> None:
     found, rng = known(problem), np.random.default_rng(seed)
     base, other = (np.array([int(rng.integers(size)) for size in problem.sizes]) for _ in range(2))
-    parts = blend.Parts(found, base, other)
+    parts = blend.DifferingParts(found, base, other)
     assert found.cost(base) - parts.gain.sum() == pytest.approx(found.cost(other), rel=1e-9, abs=1e-9)
     more = np.zeros(len(found.room))
     for part in range(parts.count):
@@ -246,9 +248,11 @@ def test_a_partner_finds_answers_and_takes_those_it_is_told(
 def test_a_table_of_a_million_cells_is_read_as_it_is() -> None:
     rng = np.random.default_rng(0)
     costs = rng.integers(0, 10**6, (1040, 1030)) + 0.0
-    entries = tuple(Entry((i,), np.arange(size, dtype=float)) for i, size in enumerate(costs.shape))
-    rows = (Row("memory", 900.0, entries),)
-    problem = Problem("dense", (Variable("a", 1040), Variable("b", 1030)), (Term((0, 1), costs),), rows)
+    entries = tuple(RowTerm((i,), np.arange(size, dtype=float)) for i, size in enumerate(costs.shape))
+    rows = (ResourceRow("memory", 900.0, entries),)
+    problem = Problem(
+        "dense", (ChoiceVariable("a", 1040), ChoiceVariable("b", 1030)), (Term((0, 1), costs),), rows
+    )
     total = np.add.outer(np.arange(1040), np.arange(1030))
     truth = costs[total <= 900].min()
     with pytest.MonkeyPatch.context() as patch:

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from layoutopt.problem import (
-    Entry,
+    ChoiceVariable,
     Intervals,
     Problem,
     ProblemError,
-    Row,
+    ResourceRow,
+    RowTerm,
     Solution,
     Sparse,
     Status,
     Term,
     Usage,
-    Variable,
     evaluate,
 )
 from mesh_tf_core.errors import UserError
@@ -29,13 +29,17 @@ from tests.problem.strategies import problems
 def small(**changes: object) -> Problem:
     parts = {
         "name": "small",
-        "variables": (Variable.of("batch", ["data", "none"]), Variable("heads", 3)),
+        "variables": (ChoiceVariable.of("batch", ["data", "none"]), ChoiceVariable("heads", 3)),
         "terms": (
             Term((0,), np.array([1.0, 2.0]), "read"),
             Term((0, 1), np.array([[1.0, 2.0, math.inf], [4.0, 0.5, 6.0]]), "attention"),
         ),
         "rows": (
-            Row("memory", 10.0, (Entry((0,), np.array([4.0, 8.0])), Entry((1,), np.array([1.0, 2.0, 3.0])))),
+            ResourceRow(
+                "memory",
+                10.0,
+                (RowTerm((0,), np.array([4.0, 8.0])), RowTerm((1,), np.array([1.0, 2.0, 3.0]))),
+            ),
         ),
         "intervals": Intervals(
             9.0, (Usage(0, 0, 4, np.array([5.0, 1.0])), Usage(1, 3, 6, np.array([4.0, 5.0, 9.0])))
@@ -87,15 +91,15 @@ def test_the_points_of_an_interval_resource_imply_all_times(problem: Problem) ->
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (lambda: Variable("batch", 0), "variable 'batch' has 0 choices; it needs at least one"),
-        (lambda: Variable("batch", 2, ("a",)), "variable 'batch' has 2 choices but 1 labels"),
-        (lambda: Variable.of("batch", ["a", "a"]), "variable 'batch' has the same label twice: a, a"),
+        (lambda: ChoiceVariable("batch", 0), "variable 'batch' has 0 choices; it needs at least one"),
+        (lambda: ChoiceVariable("batch", 2, ("a",)), "variable 'batch' has 2 choices but 1 labels"),
+        (lambda: ChoiceVariable.of("batch", ["a", "a"]), "variable 'batch' has the same label twice: a, a"),
         (lambda: Term((0, 0), np.zeros((2, 2)), "t"), "term 't' names a variable twice in its scope"),
         (lambda: Term((0,), np.zeros((2, 2)), "t"), "term 't' has a table over 2 variables but a scope of 1"),
         (lambda: Term((0,), np.array([0.0, math.nan]), "t"), "term 't' has a cost that is not a number"),
         (lambda: Term((0,), np.array([0.0, -math.inf]), "t"), "term 't' has a cost of -inf"),
-        (lambda: Entry((0,), np.array([math.inf])), "a row's entry over variables .* is infinite"),
-        (lambda: Row("memory", math.nan, ()), "row 'memory' has a limit that is not a number"),
+        (lambda: RowTerm((0,), np.array([math.inf])), "a row's entry over variables .* is infinite"),
+        (lambda: ResourceRow("memory", math.nan, ()), "row 'memory' has a limit that is not a number"),
         (
             lambda: Usage(0, 0, 1, np.array([-1.0])),
             "the usage of variable 0 in .* one whole number >= 0 per choice",
@@ -107,11 +111,11 @@ def test_the_points_of_an_interval_resource_imply_all_times(problem: Problem) ->
             r"assignments of shape \(2, 1\) and values of shape \(3,\)",
         ),
         (
-            lambda: small(variables=(Variable("a", 2), Variable("a", 3))),
+            lambda: small(variables=(ChoiceVariable("a", 2), ChoiceVariable("a", 3))),
             "problem 'small' has two variables called 'a'",
         ),
         (
-            lambda: small(rows=(Row("m", 1.0, ()), Row("m", 1.0, ()))),
+            lambda: small(rows=(ResourceRow("m", 1.0, ()), ResourceRow("m", 1.0, ()))),
             "problem 'small' has two rows called 'm'",
         ),
         (

@@ -12,7 +12,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from layoutopt.clock import Clock
-from layoutopt.problem import Entry, Problem, Row, Status, Term, Variable, evaluate, lagrangian, solve
+from layoutopt.problem import (
+    ChoiceVariable,
+    Problem,
+    ResourceRow,
+    RowTerm,
+    Status,
+    Term,
+    evaluate,
+    lagrangian,
+    solve,
+)
 from layoutopt.problem.incumbent import Incumbent
 from layoutopt.problem.lagrangian import price
 from tests.problem.strategies import problems, random_problem
@@ -85,16 +95,16 @@ def storages(count: int, rows: int, seed: int) -> Problem:
     """Like variables of a layout: a chain of shapes, and for each of many arrays where it is kept; the rows
     are nearly parallel."""
     rng = np.random.default_rng(seed)
-    variables = [Variable(f"v{i}", 4) for i in range(count)]
+    variables = [ChoiceVariable(f"v{i}", 4) for i in range(count)]
     terms = [Term((i,), np.sort(rng.random(4)) * 9, f"u{i}") for i in range(count)]
     terms += [Term((i, i + 1), rng.random((4, 4)) * 3, f"p{i}") for i in range(0, count - 1, 2)]
     base = [np.sort(rng.integers(1, 60, 4))[::-1].astype(float) for _ in range(count)]
     limited = []
     for number in range(rows):
-        entries = tuple(Entry((i,), table + rng.integers(0, 9, 4)) for i, table in enumerate(base))
+        entries = tuple(RowTerm((i,), table + rng.integers(0, 9, 4)) for i, table in enumerate(base))
         least = sum(float(np.asarray(e.table).min()) for e in entries)
         most = sum(float(np.asarray(e.table).max()) for e in entries)
-        limited.append(Row(f"r{number}", least + 0.3 * (most - least), entries))
+        limited.append(ResourceRow(f"r{number}", least + 0.3 * (most - least), entries))
     return Problem("storages", tuple(variables), tuple(terms), tuple(limited))
 
 
@@ -122,10 +132,10 @@ def test_the_least_level_under_many_rows() -> None:
     """The objective is a level that only rows link to the rest, as in the search for the least memory."""
     problem = storages(8, 6, 5)
     levels = np.geomspace(20.0, 600.0, 17)
-    room = Entry((8,), -levels)
+    room = RowTerm((8,), -levels)
     rows = tuple(replace(row, limit=0.0, entries=(*row.entries, room)) for row in problem.rows)
     terms = (Term((8,), np.arange(17.0), "level"),)
-    problem = Problem("levels", (*problem.variables, Variable("level", 17)), terms, rows)
+    problem = Problem("levels", (*problem.variables, ChoiceVariable("level", 17)), terms, rows)
     answer, other = solve(problem), solve(problem, "cp-sat")
     assert answer.solver == "elimination"
     assert 0 < answer.objective == other.objective < 16
@@ -143,12 +153,12 @@ def test_a_hint_and_a_limit_that_leaves_no_time() -> None:
 
 def test_what_is_too_large_comes_back_whole() -> None:
     problem = random_problem(3, True)
-    large = Problem("large", tuple(Variable(f"v{i}", 2) for i in range(300)), ())
+    large = Problem("large", tuple(ChoiceVariable(f"v{i}", 2) for i in range(300)), ())
     rng = np.random.default_rng(0)
     pairs = itertools.combinations(range(24), 2)
     dense = Problem(
         "dense",
-        tuple(Variable(f"v{i}", 8) for i in range(24)),
+        tuple(ChoiceVariable(f"v{i}", 8) for i in range(24)),
         tuple(Term(pair, rng.random((8, 8)), f"t{pair}") for pair in pairs),
     )
     for whole in (large, dense):
@@ -162,16 +172,18 @@ def test_what_is_too_large_comes_back_whole() -> None:
 
 @pytest.mark.parametrize(("limit", "status"), [(2.0, Status.OPTIMAL), (1.0, Status.INFEASIBLE)])
 def test_a_problem_in_which_nothing_is_chosen(limit: float, status: Status) -> None:
-    row = Row("bytes", limit, (Entry((), np.array(2.0)),))
+    row = ResourceRow("bytes", limit, (RowTerm((), np.array(2.0)),))
     answer = solve(Problem("fixed", (), (Term((), np.array(3.0)),), (row,)))
     assert answer.status is status
     assert answer.choices == (() if status is Status.OPTIMAL else None)
 
 
 def test_a_limit_may_be_a_whole_number() -> None:
-    uses = (Entry((0,), np.array([0.5, 2.5])), Entry((1,), np.array([0.5, 2.5])))
+    uses = (RowTerm((0,), np.array([0.5, 2.5])), RowTerm((1,), np.array([0.5, 2.5])))
     costs = tuple(Term((v,), np.array([3.0, 1.0])) for v in range(2))
-    problem = Problem("whole", (Variable("a", 2), Variable("b", 2)), costs, (Row("memory", 3, uses),))
+    problem = Problem(
+        "whole", (ChoiceVariable("a", 2), ChoiceVariable("b", 2)), costs, (ResourceRow("memory", 3, uses),)
+    )
     incumbent = Incumbent(problem, None, math.inf, [])
     price(incumbent, Clock(None))
     assert incumbent.objective == 4.0

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from layoutopt.problem import (
+    ChoiceVariable,
     Conflict,
-    Entry,
-    Facts,
+    ConflictGroup,
     Problem,
     ProblemError,
-    Row,
+    ResourceRow,
+    RowTerm,
     Status,
     Term,
-    Variable,
     conflict,
     evaluate,
     pareto,
@@ -46,7 +46,7 @@ def test_the_k_best_are_what_enumeration_finds(problem: Problem) -> None:
 
 
 def test_the_k_best_need_a_count() -> None:
-    problem = Problem("one", (Variable("a", 2),), ())
+    problem = Problem("one", (ChoiceVariable("a", 2),), ())
     assert [answer.choices for answer in top_k(problem, 9)] in ([(0,), (1,)], [(1,), (0,)])
     with pytest.raises(ProblemError, match="the 0 best answers were asked for; ask for at least 1"):
         top_k(problem, 0)
@@ -75,10 +75,13 @@ def test_the_frontier_is_exact(problem: Problem) -> None:
 
 def test_the_frontier_says_when_it_is_not_all() -> None:
     rng = np.random.default_rng(2)
-    entries = tuple(Entry((i,), np.array([9.0, 4.0, 1.0])) for i in range(6))
+    entries = tuple(RowTerm((i,), np.array([9.0, 4.0, 1.0])) for i in range(6))
     terms = tuple(Term((i,), np.array([0.0, 5.0, 9.0]) + rng.random(3), f"t{i}") for i in range(6))
     problem = Problem(
-        "six", tuple(Variable(f"v{i}", 3) for i in range(6)), terms, (Row("memory", 60.0, entries),)
+        "six",
+        tuple(ChoiceVariable(f"v{i}", 3) for i in range(6)),
+        terms,
+        (ResourceRow("memory", 60.0, entries),),
     )
     whole = pareto(problem, "memory")
     assert whole.complete
@@ -90,7 +93,7 @@ def test_the_frontier_says_when_it_is_not_all() -> None:
         pareto(problem, "memry")
 
 
-def pinned(problem: Problem, groups: dict[str, Facts], names: tuple[str, ...]) -> bool:
+def pinned(problem: Problem, groups: dict[str, ConflictGroup], names: tuple[str, ...]) -> bool:
     """Whether enumeration finds choices that satisfy the problem with only these groups."""
     owned = {row for facts in groups.values() for row in facts.rows}
     active = {row for name in names for row in groups[name].rows}
@@ -105,8 +108,8 @@ def pinned(problem: Problem, groups: dict[str, Facts], names: tuple[str, ...]) -
 @SOME
 @given(problem=problems)
 def test_conflicts_are_minimal(problem: Problem) -> None:
-    groups = {f"row {row.name}": Facts({}, (row.name,)) for row in problem.rows}
-    groups |= {f"pin {i}": Facts({i: (size - 1,)}) for i, size in enumerate(problem.sizes)}
+    groups = {f"row {row.name}": ConflictGroup({}, (row.name,)) for row in problem.rows}
+    groups |= {f"pin {i}": ConflictGroup({i: (size - 1,)}) for i, size in enumerate(problem.sizes)}
     found = conflict(problem, groups)
     if pinned(problem, groups, tuple(groups)):
         assert found is None
@@ -119,28 +122,30 @@ def test_conflicts_are_minimal(problem: Problem) -> None:
 
 
 def test_a_conflict_is_told_in_the_names_it_was_given() -> None:
-    variables = (Variable.of("batch", ["data", "none"]), Variable.of("heads", ["model", "none"]))
+    variables = (ChoiceVariable.of("batch", ["data", "none"]), ChoiceVariable.of("heads", ["model", "none"]))
     rows = (
-        Row("memory", 10.0, (Entry((0,), np.array([3.0, 9.0])), Entry((1,), np.array([3.0, 9.0])))),
-        Row("other", 100.0, (Entry((0,), np.array([1.0, 1.0])),)),
+        ResourceRow(
+            "memory", 10.0, (RowTerm((0,), np.array([3.0, 9.0])), RowTerm((1,), np.array([3.0, 9.0])))
+        ),
+        ResourceRow("other", 100.0, (RowTerm((0,), np.array([1.0, 1.0])),)),
     )
     problem = Problem("two", variables, (), rows)
     groups = {
-        "--memory 10": Facts({}, ("memory",)),
-        "--other": Facts({}, ("other",)),
-        "--pin heads:": Facts({1: (1,)}),
-        "--forbid batch:data": Facts({0: (1,)}),
+        "--memory 10": ConflictGroup({}, ("memory",)),
+        "--other": ConflictGroup({}, ("other",)),
+        "--pin heads:": ConflictGroup({1: (1,)}),
+        "--forbid batch:data": ConflictGroup({0: (1,)}),
     }
     assert conflict(problem, groups) == Conflict(("--memory 10", "--pin heads:"))
     assert conflict(problem, {"--other": groups["--other"]}) is None
     never = Problem("never", variables, (Term((0,), np.full(2, math.inf), "t"),), rows)
     assert conflict(never, groups) == Conflict(())
     with pytest.raises(ProblemError, match="the group 'x' names the row 'm'; the rows: memory, other"):
-        conflict(problem, {"x": Facts({}, ("m",))})
+        conflict(problem, {"x": ConflictGroup({}, ("m",))})
     with pytest.raises(ProblemError, match="the group 'x' names variable number 4, which does not exist"):
-        conflict(problem, {"x": Facts({4: (0,)})})
+        conflict(problem, {"x": ConflictGroup({4: (0,)})})
     with pytest.raises(
         ProblemError, match=r"the group 'x' allows variable 'batch' the choices \[2\]; it has 2"
     ):
-        conflict(problem, {"x": Facts({0: (2,)})})
+        conflict(problem, {"x": ConflictGroup({0: (2,)})})
     assert solve(problem).status is Status.OPTIMAL

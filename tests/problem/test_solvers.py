@@ -13,16 +13,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from layoutopt.problem import (
-    Entry,
+    ChoiceVariable,
     Intervals,
     Problem,
     ProblemError,
-    Row,
+    ResourceRow,
+    RowTerm,
     Sparse,
     Status,
     Term,
     Usage,
-    Variable,
     evaluate,
     lagrangian,
     solve,
@@ -31,9 +31,9 @@ from layoutopt.problem.linear import linearise
 from layoutopt.problem.reductions import reduce
 from layoutopt.problem.scaling import scale_costs, scale_row
 from layoutopt.problem.solve import SOLVERS
-from layoutopt.problem.solvers.base import Raw, Request
+from layoutopt.problem.solvers.base import Raw, SolverRequest
 from layoutopt.problem.solvers.highs import DUAL_TOLERANCE
-from layoutopt.problem.solvers.highs_task import Line, Task
+from layoutopt.problem.solvers.highs_task import LinearRow, Task
 from layoutopt.problem.solvers.highs_worker import Worker
 from tests.problem.strategies import problems
 
@@ -122,12 +122,12 @@ def test_the_0_1_program_says_what_the_problem_says(problem: Problem) -> None:
 def chain(length: int = 12, size: int = 4) -> Problem:
     """A chain with a tight row; its tables come from a fixed seed."""
     rng = np.random.default_rng(7)
-    variables = tuple(Variable(f"v{i}", size) for i in range(length))
+    variables = tuple(ChoiceVariable(f"v{i}", size) for i in range(length))
     pairs = [
         Term((i, i + 1), rng.integers(0, 50, (size, size)).astype(float), f"e{i}") for i in range(length - 1)
     ]
-    entries = tuple(Entry((i,), rng.integers(1, 20, size).astype(float)) for i in range(length))
-    return Problem("chain", variables, tuple(pairs), (Row("memory", 60.0, entries),))
+    entries = tuple(RowTerm((i,), rng.integers(1, 20, size).astype(float)) for i in range(length))
+    return Problem("chain", variables, tuple(pairs), (ResourceRow("memory", 60.0, entries),))
 
 
 def test_two_solvers_agree_where_enumeration_cannot_follow() -> None:
@@ -165,8 +165,8 @@ def test_progress_hint_and_upper_bound() -> None:
 @pytest.mark.parametrize("solver", ["cp-sat", "highs"])
 def test_a_hint_survives_a_limit_that_leaves_no_time(solver: str) -> None:
     problem = chain(40, 8)
-    entries = tuple(Entry((i,), np.ones(8)) for i in range(40))
-    problem = Problem(problem.name, problem.variables, problem.terms, (Row("memory", 60.0, entries),))
+    entries = tuple(RowTerm((i,), np.ones(8)) for i in range(40))
+    problem = Problem(problem.name, problem.variables, problem.terms, (ResourceRow("memory", 60.0, entries),))
     hint = (3,) * 40
     answer = solve(problem, solver, time_limit=1e-6, hint=hint)
     assert answer.choices is not None
@@ -183,7 +183,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 def test_interval_rows_enter_only_when_violated_and_hold() -> None:
     rng = np.random.default_rng(3)
-    variables = tuple(Variable(f"v{i}", 5) for i in range(30))
+    variables = tuple(ChoiceVariable(f"v{i}", 5) for i in range(30))
     terms = tuple(
         Term((i,), np.array([0.0, 3, 6, 9, 12]) + rng.integers(0, 3, 5), f"t{i}") for i in range(30)
     )
@@ -199,7 +199,7 @@ def test_interval_rows_enter_only_when_violated_and_hold() -> None:
 
 def test_wide_sparse_tables_need_no_dense_copy() -> None:
     rng = np.random.default_rng(1)
-    variables = tuple(Variable(f"v{i}", 9) for i in range(8))
+    variables = tuple(ChoiceVariable(f"v{i}", 9) for i in range(8))
     scope = tuple(range(8))
     cells = np.unique(rng.integers(0, 9, (400, 8)), axis=0)
     costs = rng.integers(0, 1000, len(cells)).astype(float)
@@ -208,7 +208,7 @@ def test_wide_sparse_tables_need_no_dense_copy() -> None:
         "wide",
         variables,
         (Term(scope, Sparse(cells, costs), "block"),),
-        (Row("memory", 20.0, (Entry(scope, use),)),),
+        (ResourceRow("memory", 20.0, (RowTerm(scope, use),)),),
     )
     truth = min(cost for cost, used in zip(costs, use.values, strict=True) if used <= 20)
     for solver in ("cp-sat", "highs"):
@@ -247,9 +247,9 @@ def knapsacks(length: int = 40, size: int = 8) -> Problem:
         Term((int(a), int(b)), rng.integers(0, 50, (size, size)) + 0.0, f"t{i}")
         for i, (a, b) in enumerate(pairs)
     ]
-    entries = tuple(Entry((i,), rng.integers(1, 20, size).astype(float)) for i in range(length))
-    variables = tuple(Variable(f"v{i}", size) for i in range(length))
-    return Problem("knapsacks", variables, tuple(terms), (Row("memory", 8.0 * length, entries),))
+    entries = tuple(RowTerm((i,), rng.integers(1, 20, size).astype(float)) for i in range(length))
+    variables = tuple(ChoiceVariable(f"v{i}", size) for i in range(length))
+    return Problem("knapsacks", variables, tuple(terms), (ResourceRow("memory", 8.0 * length, entries),))
 
 
 def test_ctrl_c_stops_cp_sat_and_keeps_the_best() -> None:
@@ -295,7 +295,8 @@ def test_rows_that_cannot_bind_go_and_equal_rows_become_one() -> None:
     problem = chain(3)
     entries = problem.rows[0].entries
     rows = tuple(
-        Row(name, limit, entries) for name, limit in [("loose", 40.0), ("tight", 20.0), ("never", 1e9)]
+        ResourceRow(name, limit, entries)
+        for name, limit in [("loose", 40.0), ("tight", 20.0), ("never", 1e9)]
     )
     reduced = reduce(Problem("rows", problem.variables, problem.terms, rows), keep_all=True)
     assert reduced.problem is not None
@@ -305,14 +306,14 @@ def test_rows_that_cannot_bind_go_and_equal_rows_become_one() -> None:
 def test_cp_sat_answers_where_the_limit_stops_highs(monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` on many cells of pairs: HiGHS stopped without an answer is followed by CP-SAT, which has one."""
 
-    def gives_up(request: Request) -> Raw:
+    def gives_up(request: SolverRequest) -> Raw:
         return Raw(Status.LIMIT, None, 7.0)
 
     monkeypatch.setitem(SOLVERS, "highs", gives_up)
     monkeypatch.setattr(lagrangian, "VARIABLES", 0)
     pairs = chain(30, 16)
-    entries = tuple(Entry((i,), np.arange(16.0)) for i in range(30))
-    problem = Problem("long", pairs.variables, pairs.terms, (Row("memory", 200.0, entries),))
+    entries = tuple(RowTerm((i,), np.arange(16.0)) for i in range(30))
+    problem = Problem("long", pairs.variables, pairs.terms, (ResourceRow("memory", 200.0, entries),))
     assert solve(problem, "highs").status is Status.LIMIT
     answer = solve(problem, time_limit=500)
     assert (answer.status, answer.solver) == (Status.OPTIMAL, "highs+cp-sat")
@@ -323,7 +324,7 @@ def test_highs_imports_nothing_from_the_current_folder(
 ) -> None:
     (tmp_path / "numpy.py").write_text("raise SystemExit('of the current folder')\n")
     monkeypatch.chdir(tmp_path)
-    worker, line = Worker(), Line(np.array([0]), np.array([1.0]), 2.0, 9.0)
+    worker, line = Worker(), LinearRow(np.array([0]), np.array([1.0]), 2.0, 9.0)
     task = Task(np.array([1.0]), np.array([5.0]), 1, (line,), None, 0, DUAL_TOLERANCE)
     try:
         assert worker.ask(task).dual_bound == 2.0

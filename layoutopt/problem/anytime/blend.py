@@ -11,7 +11,7 @@ from layoutopt.problem.anytime.network import Network
 from layoutopt.problem.form import Floats, Ints
 
 
-class Parts:
+class DifferingParts:
     """The parts in which `other` differs from `base`.
 
     Attributes:
@@ -82,7 +82,7 @@ def blended(network: Network, base: Ints, other: Ints, prices: Floats) -> Ints:
     slack = network.room - network.profile(base)
     if (base == other).all():
         return base
-    parts = Parts(network, base, other)
+    parts = DifferingParts(network, base, other)
     rest = np.argsort(parts.paid(prices) - parts.gain, kind="stable").tolist()
     taken: list[int] = []
     while rest:

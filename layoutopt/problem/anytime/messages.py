@@ -21,7 +21,7 @@ from layoutopt.problem.form import Floats, Ints
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class MessageBatch:
     """The messages that the variables of one colour send one way.
 
     Attributes:
@@ -77,7 +77,7 @@ class Messages:
         self.back = [self._batch(colour, share, c, -1) for c in range(count - 1, -1, -1)]
         self.bound = -np.inf
 
-    def _batch(self, colour: Ints, share: Floats, now: int, way: int) -> Batch:
+    def _batch(self, colour: Ints, share: Floats, now: int, way: int) -> MessageBatch:
         network, sizes, offsets = self.network, self.network.sizes, self.network.offsets
         first, second = network.ends.T
         mine = np.flatnonzero(colour == now)
@@ -105,7 +105,7 @@ class Messages:
         widths = np.repeat(ns, nt)
         rows = np.cumsum(widths) - widths
         heads = np.cumsum(nt) - nt
-        return Batch(
+        return MessageBatch(
             members,
             begins,
             sizes[mine],
@@ -128,7 +128,7 @@ class Messages:
             self._send(batch)
         self.bound = self.network.constant + sum(self._send(batch) for batch in self.back)
 
-    def _send(self, batch: Batch) -> float:
+    def _send(self, batch: MessageBatch) -> float:
         own = self.total[batch.members]
         least = np.minimum.reduceat(own, batch.begins)
         bound = float(least.sum())

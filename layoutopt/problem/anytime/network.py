@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from layoutopt.problem.form import Choices, Floats, Ints, Problem, Sparse, Table
+from layoutopt.problem.form import Choices, CostTable, Floats, Ints, Problem, Sparse
 from layoutopt.problem.reductions.state import LARGEST_PAIR
 
 ROUNDED = 1e-12
@@ -155,7 +155,7 @@ def least_use(problem: Problem) -> Choices:
     return tuple(int(np.lexsort((cost, use))[0]) for use, cost in zip(uses, costs, strict=True))
 
 
-def _dense(table: Table, sizes: Sequence[int], missing: float) -> Floats:
+def _dense(table: CostTable, sizes: Sequence[int], missing: float) -> Floats:
     if not isinstance(table, Sparse):
         return table
     full = np.full(tuple(sizes), missing)

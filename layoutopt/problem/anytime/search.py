@@ -7,7 +7,8 @@ r"""Local search at any time: prices on overfull points, sweeps under them, what
 
    (multiplicative weights: Plotkin, Shmoys and Tardos 1995), where use_t is averaged over the last choices.
    At first these are what the messages call likely, which costs little (`ASCENT`).
-3. Then a `Sweep` finds the best choices of most variables at once under the prices, which go on changing.
+3. Then an `EliminationOrder` finds the best choices of most variables at once under the prices, which go on
+   changing.
 4. Choices that are cheaper than the best answer but overfull are swept again under prices that rise only
    where they are overfull, until they fit (`_repair`).
 5. What differs between the best answer and the sweep's is taken as far as the rows allow (`blended`).
@@ -24,7 +25,7 @@ import numpy as np
 from layoutopt.problem.anytime.blend import blended
 from layoutopt.problem.anytime.messages import Messages
 from layoutopt.problem.anytime.network import Network
-from layoutopt.problem.anytime.sweep import Sweep, firsts
+from layoutopt.problem.anytime.sweep import EliminationOrder, firsts
 from layoutopt.problem.form import Bools, Floats, Ints
 
 ASCENT = 80
@@ -70,7 +71,7 @@ class LocalSearch:
         self.prices = SMALL * self._average() / max(len(network.room), 1) / self.scale
         self.used: Floats | None = None
         self.weights = np.ones(len(network.sizes))
-        self.sweeps: deque[Sweep] = deque(maxlen=KEPT)
+        self.sweeps: deque[EliminationOrder] = deque(maxlen=KEPT)
         work, least, most = WORK
         self.most = min(max(work // max(len(network.ends), 1), least), most)
         self.steps = 0
@@ -183,7 +184,7 @@ class LocalSearch:
 
     def _add(self, weights: Floats) -> None:
         """One more sweep in the place of the oldest."""
-        sweep = Sweep(self.network, self.rng, weights, self.most)
+        sweep = EliminationOrder(self.network, self.rng, weights, self.most)
         self.weights = np.sqrt(self.weights)
         self.weights[sweep.held] *= RESTED
         self.sweeps.append(sweep)
@@ -191,7 +192,7 @@ class LocalSearch:
     def _fits(self, choices: Ints) -> bool:
         return bool((self.network.profile(choices) <= self.network.room).all())
 
-    def _drawn(self) -> Sweep:
+    def _drawn(self) -> EliminationOrder:
         return self.sweeps[int(self.rng.integers(len(self.sweeps)))]
 
     def _priced(self, choices: Ints) -> float:

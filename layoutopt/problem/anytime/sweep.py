@@ -18,7 +18,7 @@ from layoutopt.problem.form import Floats, Ints
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class EliminationStep:
     """One variable's elimination; the axes of its join are `others` and itself.
 
     Attributes:
@@ -40,7 +40,7 @@ class Step:
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class StepBatch:
     """Steps of one kind, done as one: every array has the steps first.
 
     Attributes:
@@ -69,7 +69,7 @@ class Batch:
         return total
 
 
-class Sweep:
+class EliminationOrder:
     """An order for some free variables of a network.
 
     Attributes:
@@ -101,8 +101,8 @@ class Sweep:
                 border.append((number, b, False))
         children: list[list[int]] = [[] for _ in order]
         level = [0] * len(order)
-        steps: list[Step] = []
-        alike: dict[tuple[int, tuple[object, ...]], list[Step]] = {}
+        steps: list[EliminationStep] = []
+        alike: dict[tuple[int, tuple[object, ...]], list[EliminationStep]] = {}
         for k, v in enumerate(order):
             others = tuple(sorted(scopes[k], key=position.__getitem__, reverse=True))
             tables = sorted((others.index(u), number, second) for u, number, second in pairs[k])
@@ -111,7 +111,7 @@ class Sweep:
                 mine = set(steps[child].others)
                 below.append((tuple(sizes[u] if u in mine else 1 for u in (*others, v)), child))
             shape = (*(sizes[u] for u in others), sizes[v])
-            steps.append(Step(k, v, others, shape, tables, sorted(below)))
+            steps.append(EliminationStep(k, v, others, shape, tables, sorted(below)))
             alike.setdefault((level[k], steps[k].kind), []).append(steps[k])
             if others:
                 parent = position[others[-1]]
@@ -121,9 +121,9 @@ class Sweep:
         self._batch(alike)
         self._border(border)
 
-    def _batch(self, alike: dict[tuple[int, tuple[object, ...]], list[Step]]) -> None:
+    def _batch(self, alike: dict[tuple[int, tuple[object, ...]], list[EliminationStep]]) -> None:
         begins: dict[int, int] = {}
-        self.batches: list[Batch] = []
+        self.batches: list[StepBatch] = []
         self.numbers = 0
         for level_and_kind in sorted(alike, key=lambda found: found[0]):
             steps = alike[level_and_kind]
@@ -133,7 +133,7 @@ class Sweep:
                 begins[step.number] = self.numbers
                 self.numbers += length
 
-    def _one(self, steps: list[Step], begins: dict[int, int]) -> Batch:
+    def _one(self, steps: list[EliminationStep], begins: dict[int, int]) -> StepBatch:
         network, first = self.network, steps[0]
         size = first.shape[-1]
         variables = np.array([step.variable for step in steps], np.int64)
@@ -150,7 +150,7 @@ class Sweep:
         for place, (wide_shape, _) in enumerate(first.children):
             starts = np.array([begins[step.children[place][1]] for step in steps], np.int64)
             messages.append((starts[:, None] + np.arange(math.prod(wide_shape)), wide_shape))
-        return Batch(
+        return StepBatch(
             variables,
             np.array([step.others for step in steps], np.int64).reshape(len(steps), -1),
             first.shape,

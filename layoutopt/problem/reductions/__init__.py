@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from layoutopt.problem.form import Choices, Problem
 from layoutopt.problem.reductions import merge, prune
-from layoutopt.problem.reductions.state import State, Step, choices_of
+from layoutopt.problem.reductions.state import ReductionState, RestoreStep, choices_of
 
 __all__ = ["Reduced", "reduce"]
 
@@ -23,8 +23,8 @@ class Reduced:
     original: Problem
     problem: Problem | None
     left: tuple[int, ...]
-    back: tuple[Step, ...]
-    forth: tuple[Step, ...]
+    back: tuple[RestoreStep, ...]
+    forth: tuple[RestoreStep, ...]
 
     def lift(self, choices: Sequence[int]) -> Choices:
         """The original problem's choices for the reduced problem's."""
@@ -46,7 +46,7 @@ class Reduced:
 
 def reduce(problem: Problem, keep_all: bool = False) -> Reduced:
     """Shrinks `problem`; see the module."""
-    state = State(problem)
+    state = ReductionState(problem)
     while state.dirty and not state.infeasible:
         variable = next(iter(state.dirty))
         del state.dirty[variable]
@@ -58,7 +58,7 @@ def reduce(problem: Problem, keep_all: bool = False) -> Reduced:
     return Reduced(problem, smaller, tuple(left), tuple(state.back), tuple(state.forth))
 
 
-def _visit(state: State, variable: int, keep_all: bool) -> None:
+def _visit(state: ReductionState, variable: int, keep_all: bool) -> None:
     prune.forbidden(state, variable)
     if state.infeasible or merge.fixed(state, variable):
         return

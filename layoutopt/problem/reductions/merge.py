@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from layoutopt.problem.form import Floats, Ints
-from layoutopt.problem.reductions.state import State
+from layoutopt.problem.reductions.state import ReductionState
 
 
-def fixed(state: State, variable: int) -> bool:
+def fixed(state: ReductionState, variable: int) -> bool:
     """Takes out a variable with one choice left."""
     if len(state.unary[variable]) != 1 or variable in state.locked:
         return False
@@ -24,7 +24,7 @@ def fixed(state: State, variable: int) -> bool:
     return True
 
 
-def separable(state: State, variable: int) -> bool:
+def separable(state: ReductionState, variable: int) -> bool:
     """Moves pair tables that are a sum of two unary costs into those."""
     changed = False
     for other, table in list(state.pairs[variable].items()):
@@ -46,7 +46,7 @@ def _exact(table: Floats) -> bool:
     )
 
 
-def functional(state: State, variable: int) -> bool:
+def functional(state: ReductionState, variable: int) -> bool:
     """Merges into `variable` the neighbours that it determines."""
     changed = False
     for other in list(state.pairs[variable]):
@@ -65,7 +65,7 @@ def functional(state: State, variable: int) -> bool:
     return changed
 
 
-def _absorb(state: State, master: int, slave: int, follows: Ints) -> None:
+def _absorb(state: ReductionState, master: int, slave: int, follows: Ints) -> None:
     """slave = follows[master]: all that depends on the slave now depends on the master."""
     table = state.pairs[master][slave]
     state.unary[master] = (

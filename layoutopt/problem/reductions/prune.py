@@ -14,13 +14,13 @@ from __future__ import annotations
 import numpy as np
 
 from layoutopt.problem.form import Bools, Floats, Ints, Sparse
-from layoutopt.problem.reductions.state import State
+from layoutopt.problem.reductions.state import ReductionState
 
 LARGEST = 1 << 21
 """Cells of the comparison (choices x choices x neighbour's choices) above which dominance is not tried."""
 
 
-def forbidden(state: State, variable: int) -> bool:
+def forbidden(state: ReductionState, variable: int) -> bool:
     """Drops choices that a unary cost, a pair table or a wide term forbids for every choice of the others."""
     possible = np.isfinite(state.unary[variable])
     for table in state.pairs[variable].values():
@@ -37,7 +37,7 @@ def forbidden(state: State, variable: int) -> bool:
     return True
 
 
-def _supported(state: State, wide: int, variable: int) -> Bools:
+def _supported(state: ReductionState, wide: int, variable: int) -> Bools:
     scope, table = state.wide[wide]
     axis, size = scope.index(variable), len(state.unary[variable])
     if isinstance(table, Sparse):
@@ -58,7 +58,7 @@ def worst_extra(table: Floats) -> Floats:
     return difference.max(axis=2)
 
 
-def _uses_no_more(state: State, variable: int) -> Bools:
+def _uses_no_more(state: ReductionState, variable: int) -> Bools:
     """Whether choice a uses at most what b uses, of everything; shape (choices, choices)."""
     size = len(state.unary[variable])
     uses = state.use[variable]
@@ -68,13 +68,13 @@ def _uses_no_more(state: State, variable: int) -> Bools:
     return np.asarray((table[:, None, :] <= table[None, :, :]).all(axis=2))
 
 
-def too_large(state: State, variable: int) -> bool:
+def too_large(state: ReductionState, variable: int) -> bool:
     """Comparing all pairs of choices would take too long."""
     widest = max((table.shape[1] for table in state.pairs[variable].values()), default=1)
     return len(state.unary[variable]) ** 2 * widest > LARGEST
 
 
-def dominated(state: State, variable: int) -> bool:
+def dominated(state: ReductionState, variable: int) -> bool:
     """Drops choices that another choice replaces without loss."""
     size = len(state.unary[variable])
     if size == 1 or variable in state.locked or too_large(state, variable):
@@ -114,7 +114,7 @@ def _survivors(beats: Bools) -> tuple[Ints, Ints]:
     return kept, number[master]
 
 
-def conditional(state: State, variable: int) -> bool:
+def conditional(state: ReductionState, variable: int) -> bool:
     """Forbids pair cells (d_w, b) where, given d_w, another choice replaces b without loss."""
     size = len(state.unary[variable])
     if size == 1 or variable in state.locked or too_large(state, variable):
@@ -139,7 +139,7 @@ def conditional(state: State, variable: int) -> bool:
     return changed
 
 
-def _conditional_on(state: State, variable: int, other: int, base: Floats) -> bool:
+def _conditional_on(state: ReductionState, variable: int, other: int, base: Floats) -> bool:
     table = state.pairs[variable][other]
     result = table.copy()
     for given in range(table.shape[1]):

@@ -15,23 +15,23 @@ import numpy as np
 
 from layoutopt.problem.form import (
     Choices,
-    Entry,
+    ChoiceVariable,
+    CostTable,
     Floats,
     Intervals,
     Ints,
     Problem,
-    Row,
+    ResourceRow,
+    RowTerm,
     Scope,
     Sparse,
-    Table,
     Term,
     Usage,
-    Variable,
 )
 from layoutopt.problem.reductions.rows import needed
 
-Key = tuple[int, int]
-Step = Callable[[dict[int, int]], None]
+PairKey = tuple[int, int]
+RestoreStep = Callable[[dict[int, int]], None]
 """Fills in the choices of variables that a reduction removed or renumbered, given the others'."""
 
 
@@ -39,7 +39,7 @@ LARGEST_PAIR = 1 << 22
 """Cells of a pair table above which it stays as it is."""
 
 
-class State:
+class ReductionState:
     """See the module."""
 
     def __init__(self, problem: Problem) -> None:
@@ -50,14 +50,14 @@ class State:
         self.alive = [True] * count
         self.unary: list[Floats] = [np.zeros(size) for size in problem.sizes]
         self.pairs: list[dict[int, Floats]] = [{} for _ in range(count)]
-        self.use: list[dict[Key, Floats]] = [{} for _ in range(count)]
-        self.fixed_use: dict[Key, float] = {}
-        self.wide: dict[int, tuple[Scope, Table]] = {}
-        self.wide_rows: dict[int, tuple[int, Scope, Table]] = {}
+        self.use: list[dict[PairKey, Floats]] = [{} for _ in range(count)]
+        self.fixed_use: dict[PairKey, float] = {}
+        self.wide: dict[int, tuple[Scope, CostTable]] = {}
+        self.wide_rows: dict[int, tuple[int, Scope, CostTable]] = {}
         self.locked: dict[int, set[int]] = {}
         self.dirty: dict[int, None] = dict.fromkeys(range(count))
-        self.back: list[Step] = []
-        self.forth: list[Step] = []
+        self.back: list[RestoreStep] = []
+        self.forth: list[RestoreStep] = []
         for term in problem.terms:
             self._add_term(term)
         for number, row in enumerate(problem.rows):
@@ -81,7 +81,7 @@ class State:
         else:
             self.add_pair(scope[0], scope[1], self._dense(table, scope, np.inf))
 
-    def _add_entry(self, row: int, entry: Entry) -> None:
+    def _add_entry(self, row: int, entry: RowTerm) -> None:
         if len(entry.scope) == 0:
             self.fixed_use[(row, -1)] = self.fixed_use.get((row, -1), 0.0) + entry.use(())
         elif len(entry.scope) == 1:
@@ -94,7 +94,7 @@ class State:
         for index in scope:
             self.locked.setdefault(index, set()).add(number)
 
-    def _dense(self, table: Table, scope: Scope, missing: float) -> Floats:
+    def _dense(self, table: CostTable, scope: Scope, missing: float) -> Floats:
         if not isinstance(table, Sparse):
             return table
         full = np.full(tuple(self.problem.sizes[index] for index in scope), missing)
@@ -113,7 +113,7 @@ class State:
         del self.pairs[first][second], self.pairs[second][first]
         self.touch((first, second))
 
-    def add_use(self, variable: int, key: Key, table: Floats) -> None:
+    def add_use(self, variable: int, key: PairKey, table: Floats) -> None:
         """Adds a usage; the part that every choice uses goes to `fixed_use`."""
         uses = self.use[variable]
         table = uses.pop(key) + table if key in uses else table
@@ -182,7 +182,7 @@ class State:
 
         self._record(back, forth)
 
-    def _record(self, back: Step, forth: Step) -> None:
+    def _record(self, back: RestoreStep, forth: RestoreStep) -> None:
         self.back.append(back)
         self.forth.append(forth)
 
@@ -191,7 +191,7 @@ class State:
         left = [index for index, alive in enumerate(self.alive) if alive]
         number = {index: position for position, index in enumerate(left)}
         original = self.problem
-        variables = [Variable(original.variables[index].name, len(self.unary[index])) for index in left]
+        variables = [ChoiceVariable(original.variables[index].name, len(self.unary[index])) for index in left]
         terms = [
             Term((number[i],), self.unary[i], variables[number[i]].name) for i in left if self.unary[i].any()
         ]
@@ -210,7 +210,7 @@ class State:
             ]
             fixed = [(key, amount) for key, amount in self.fixed_use.items() if key[1] >= 0 and amount]
             if fixed:
-                variables.append(Variable("(fixed)", 1))
+                variables.append(ChoiceVariable("(fixed)", 1))
                 usages += [Usage(len(left), *key, np.array([amount])) for key, amount in fixed]
             intervals = Intervals(original.intervals.limit, tuple(usages), original.intervals.name)
         rows = needed(self._row(position, number) for position in range(len(original.rows)))
@@ -219,16 +219,16 @@ class State:
             left,
         )
 
-    def _row(self, position: int, number: dict[int, int]) -> Row:
+    def _row(self, position: int, number: dict[int, int]) -> ResourceRow:
         row, key = self.problem.rows[position], (position, -1)
-        entries = [Entry((number[i],), self.use[i][key]) for i in number if key in self.use[i]]
+        entries = [RowTerm((number[i],), self.use[i][key]) for i in number if key in self.use[i]]
         for owner, scope, table in self.wide_rows.values():
             if owner == position:
-                entries.append(Entry(tuple(number[index] for index in scope), table))
-        return Row(row.name, row.limit - self.fixed_use.get(key, 0.0), tuple(entries))
+                entries.append(RowTerm(tuple(number[index] for index in scope), table))
+        return ResourceRow(row.name, row.limit - self.fixed_use.get(key, 0.0), tuple(entries))
 
 
-def _sliced(table: Table, axis: int, kept: Sequence[int] | Ints) -> Table:
+def _sliced(table: CostTable, axis: int, kept: Sequence[int] | Ints) -> CostTable:
     if not isinstance(table, Sparse):
         return np.take(table, kept, axis=axis)
     renumber = {int(old): new for new, old in enumerate(kept)}

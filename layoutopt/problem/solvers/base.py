@@ -10,17 +10,17 @@ from typing import Protocol, TypeVar
 
 from layoutopt.problem.answer import Status
 from layoutopt.problem.form import Choices
-from layoutopt.problem.linear import Constraint, Program
+from layoutopt.problem.linear import Constraint, LinearProgram
 
-Result = TypeVar("Result")
-Progress = Callable[[float, float], None]
+WorkResult = TypeVar("WorkResult")
+SolverProgress = Callable[[float, float], None]
 """Called with (best objective so far or inf, proven lower bound or -inf) whenever one of them improves."""
 LEAVING = 0.3
 """Seconds that stopped work has to end before its thread is left behind."""
 
 
 @dataclass(frozen=True)
-class Options:
+class SolverOptions:
     """How long and how to search. `workers` threads share the work; the result is the same on every run."""
 
     time_limit: float | None = None
@@ -38,12 +38,12 @@ class Raw:
 
 
 @dataclass(frozen=True)
-class Request:
+class SolverRequest:
     """One call of a solver: the program, the resource rows and exclusions in it, and where to start."""
 
-    program: Program
+    program: LinearProgram
     constraints: Sequence[Constraint]
-    options: Options
+    options: SolverOptions
     hint: Choices | None = None
     on_solution: Callable[[Choices, float], None] | None = None
     """Called with each better solution of the program and the bound known then."""
@@ -56,23 +56,23 @@ class Request:
 class Solver(Protocol):
     """Solves one 0/1 program."""
 
-    def __call__(self, request: Request) -> Raw:
+    def __call__(self, request: SolverRequest) -> Raw:
         """The best choices of `request.program` under `request.constraints`."""
 
 
 def interruptible(
-    work: Callable[[], Result],
+    work: Callable[[], WorkResult],
     stop: Callable[[], None],
     over: Callable[[], bool] = lambda: False,
     meanwhile: Callable[[], None] | None = None,
-) -> Result:
+) -> WorkResult:
     """Runs `work` in a thread, so that Python hears Ctrl-C meanwhile and the clock can end it, and does
     `meanwhile` again and again; calls `stop` once it is `over`, or ended.
 
     Raises what `work` raises, and what `stop` raises if the work cannot be stopped; its thread is then left
     behind.
     """
-    results: list[Result] = []
+    results: list[WorkResult] = []
     errors: list[BaseException] = []
     done = threading.Event()
 

@@ -15,10 +15,10 @@ import numpy as np
 from layoutopt.problem.answer import Status
 from layoutopt.problem.form import Ints
 from layoutopt.problem.scaling import Scaled, scale_costs, scale_row
-from layoutopt.problem.solvers.base import Options, Raw, Request, interruptible
+from layoutopt.problem.solvers.base import Raw, SolverOptions, SolverRequest, interruptible
 
 
-def solve(request: Request) -> Raw:
+def solve(request: SolverRequest) -> Raw:
     """Solves the program with CP-SAT."""
     from ortools.sat.python import cp_model
 
@@ -58,7 +58,7 @@ def _status(name: str) -> Status:
     return known[name]
 
 
-def _configure(parameters: Any, options: Options) -> None:
+def _configure(parameters: Any, options: SolverOptions) -> None:
     """Several workers take turns (`interleave_search`), which keeps the answer the same on every run.
 
     Level 2 puts all of the local polytope into the linear relaxation, which is what proves. Probing costs a
@@ -77,7 +77,7 @@ def _configure(parameters: Any, options: Options) -> None:
         parameters.max_time_in_seconds = options.time_limit
 
 
-def _fill(proto: Any, request: Request, scaled: Scaled) -> None:
+def _fill(proto: Any, request: SolverRequest, scaled: Scaled) -> None:
     """Writes columns, (1)-(3) of `linear`, objective and constraints into CP-SAT's message."""
     program = request.program
     bound = np.ones(program.columns, dtype=np.int64)
@@ -119,7 +119,7 @@ def _split(rows: Ints, columns: Ints, signs: Ints) -> list[tuple[list[int], list
     return [(part.tolist(), sign.tolist()) for part, sign in parts if len(part)]
 
 
-def _listener(cp_model: Any, request: Request, scaled: Scaled) -> Any:
+def _listener(cp_model: Any, request: SolverRequest, scaled: Scaled) -> Any:
     program, report = request.program, request.on_solution
 
     class Listener(cp_model.CpSolverSolutionCallback):

@@ -17,9 +17,9 @@ from collections.abc import Callable
 import numpy as np
 
 from layoutopt.problem.answer import Status
-from layoutopt.problem.linear import Constraint, Program
-from layoutopt.problem.solvers.base import Raw, Request, interruptible
-from layoutopt.problem.solvers.highs_task import Answer, Line, Task
+from layoutopt.problem.linear import Constraint, LinearProgram
+from layoutopt.problem.solvers.base import Raw, SolverRequest, interruptible
+from layoutopt.problem.solvers.highs_task import HighsAnswer, LinearRow, Task
 from layoutopt.problem.solvers.highs_worker import Worker
 
 DUAL_TOLERANCE = 1e-10
@@ -34,7 +34,7 @@ LATE = 0.2
 _worker = Worker()
 
 
-def solve(request: Request) -> Raw:
+def solve(request: SolverRequest) -> Raw:
     """Solves the program with HiGHS, whose process Ctrl-C ends."""
     program = request.program
     unit = _unit(program)
@@ -46,7 +46,7 @@ def solve(request: Request) -> Raw:
     return _read(answer, program, unit)
 
 
-def _over(request: Request) -> Callable[[], bool]:
+def _over(request: SolverRequest) -> Callable[[], bool]:
     """Whether to end the process: it looks at its own limit only now and then."""
     limit = request.options.time_limit
     latest = math.inf if limit is None else time.monotonic() + limit + LATE
@@ -62,7 +62,7 @@ def _leave() -> None:
     raise _LeftError
 
 
-def _read(answer: Answer, program: Program, unit: float) -> Raw:
+def _read(answer: HighsAnswer, program: LinearProgram, unit: float) -> Raw:
     status = _status(answer.reason)
     bound = -math.inf
     if math.isfinite(answer.dual_bound):
@@ -89,36 +89,37 @@ def _status(name: str) -> Status:
     return known[name]
 
 
-def _doubt(program: Program, unit: float) -> float:
+def _doubt(program: LinearProgram, unit: float) -> float:
     return DUAL_TOLERANCE * unit * (len(program.offsets) - 1 + len(program.joints))
 
 
-def _unit(program: Program) -> float:
+def _unit(program: LinearProgram) -> float:
     """A power of two that brings costs near 1: HiGHS's tolerances are absolute."""
     sizes = np.abs(program.costs[program.costs != 0])
     return float(2.0 ** math.floor(math.log2(float(np.median(sizes))))) if sizes.size else 1.0
 
 
-def _task(request: Request, unit: float) -> Task:
+def _task(request: SolverRequest, unit: float) -> Task:
     """(1)-(6) of `linear` as plain data; joint columns are continuous."""
     program = request.program
     upper = np.ones(program.columns)
     upper[program.forbidden] = 0.0
     starts = program.offsets.tolist()
     groups = [
-        Line(np.arange(a, b, dtype=np.int64), np.ones(b - a), 1.0, 1.0) for a, b in itertools.pairwise(starts)
+        LinearRow(np.arange(a, b, dtype=np.int64), np.ones(b - a), 1.0, 1.0)
+        for a, b in itertools.pairwise(starts)
     ]
     rows, cells, signs = program.marginals
     order = np.argsort(rows, kind="stable")
     cuts = np.flatnonzero(np.diff(rows[order])) + 1
     parts = np.split(order, cuts) if len(order) else []
-    marginals = [Line(cells[part], signs[part].astype(float), 0.0, 0.0) for part in parts]
+    marginals = [LinearRow(cells[part], signs[part].astype(float), 0.0, 0.0) for part in parts]
     limits = []
     for constraint in request.constraints:
         scale = _scale(constraint)
         limit = constraint.limit * scale
         low = limit if constraint.equality else -math.inf
-        limits.append(Line(constraint.columns, constraint.coefficients * scale, low, limit))
+        limits.append(LinearRow(constraint.columns, constraint.coefficients * scale, low, limit))
     return Task(
         program.costs / unit,
         upper,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from layoutopt.problem.solvers.highs_task import Answer, Task
+from layoutopt.problem.solvers.highs_task import HighsAnswer, Task
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
             task = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        found: Answer | Exception
+        found: HighsAnswer | Exception
         try:
             found = solve(task)
         except Exception as error:  # carried to the parent
@@ -31,7 +31,7 @@ def main() -> None:
         answers.flush()
 
 
-def solve(task: Task) -> Answer:
+def solve(task: Task) -> HighsAnswer:
     """One task through MathOpt."""
     from ortools.math_opt.python import mathopt
 
@@ -42,7 +42,7 @@ def solve(task: Task) -> Answer:
         for variable, value in result.solutions[0].primal_solution.variable_values.items():
             values[variable.id] = value
     termination = result.termination
-    return Answer(termination.reason.name, float(termination.objective_bounds.dual_bound), values)
+    return HighsAnswer(termination.reason.name, float(termination.objective_bounds.dual_bound), values)
 
 
 def _model(mathopt: Any, task: Task) -> Any:

@@ -8,7 +8,7 @@ from layoutopt.problem.form import Floats, Ints
 
 
 @dataclass(frozen=True, eq=False)
-class Line:
+class LinearRow:
     """low <= sum of coefficients * columns <= high."""
 
     columns: Ints
@@ -24,14 +24,14 @@ class Task:
     costs: Floats
     upper: Floats
     whole: int
-    lines: tuple[Line, ...]
+    lines: tuple[LinearRow, ...]
     time_limit: float | None
     seed: int
     dual_tolerance: float
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class HighsAnswer:
     """MathOpt's reason to stop, its dual bound, and the columns' values if it has a solution."""
 
     reason: str

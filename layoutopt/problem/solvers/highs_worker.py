@@ -8,7 +8,7 @@ import subprocess
 import threading
 
 from layoutopt.problem.own_process import command
-from layoutopt.problem.solvers.highs_task import Answer, Task
+from layoutopt.problem.solvers.highs_task import HighsAnswer, Task
 
 
 class Worker:
@@ -19,7 +19,7 @@ class Worker:
         self._lock = threading.Lock()
         atexit.register(self.end)
 
-    def ask(self, task: Task) -> Answer:
+    def ask(self, task: Task) -> HighsAnswer:
         """The process's answer; RuntimeError if it died."""
         with self._lock:
             process = self._started()
@@ -33,7 +33,7 @@ class Worker:
                 raise RuntimeError("the process in which HiGHS runs ended before it answered") from None
         if isinstance(found, Exception):
             raise found
-        assert isinstance(found, Answer)
+        assert isinstance(found, HighsAnswer)
         return found
 
     def end(self) -> None:
