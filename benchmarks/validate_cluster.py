@@ -23,7 +23,7 @@ from costmodels.calibration import assemble  # noqa: E402
 from costmodels.calibration.machine import machine, versions  # noqa: E402
 from costmodels.hardware import read_hardware  # noqa: E402
 from costmodels.pricing.pricer import pricer  # noqa: E402
-from layoutopt.analysis.validate import Candidate, result, run, seconds_of  # noqa: E402
+from layoutopt.analysis.validate import RunCandidate, result, run, seconds_of  # noqa: E402
 from layoutopt.models.loading import load_model  # noqa: E402
 from mesh_tf_core import Cluster, Layout, Mesh  # noqa: E402
 from mesh_tf_core.engines.jax.meeting import ADDRESS, PROCESS  # noqa: E402
@@ -92,7 +92,7 @@ def work(profile: Path, out: Path) -> None:
         for name, (source, settings, texts) in MODELS.items():
             loaded = load_model(str(ROOT / source), settings)
             layouts = [Layout(text) for text in texts]
-            chosen = [Candidate("given", x, seconds_of(loaded.model, MESH, x, prices)) for x in layouts]
+            chosen = [RunCandidate("given", x, seconds_of(loaded.model, MESH, x, prices)) for x in layouts]
             batch = next(iter(loaded.data()))
             samples = run(loaded.model, assemble(MESH, cluster), chosen, SAMPLES, batch)
             found.append({"model": name, **result(chosen, samples)})

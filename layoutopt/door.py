@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from costmodels.hardware import Hardware, load_hardware, machine_of
-from layoutopt.analysis.explain import Answer, finder, split_rules
+from layoutopt.analysis.explain import WhatIfAnswer, finder, split_rules
 from layoutopt.analysis.validate import validate as measured
 from layoutopt.analysis.verify import Verified, generation
 from layoutopt.analysis.verify import verify as compiled
@@ -115,8 +115,8 @@ class Explained(Shown):
     """
 
     plan: Plan
-    limit: Answer
-    splits: tuple[Answer, ...]
+    limit: WhatIfAnswer
+    splits: tuple[WhatIfAnswer, ...]
     against: Priced | None = None
 
     @property

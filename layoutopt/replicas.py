@@ -26,6 +26,7 @@ from layoutopt.api import search
 from layoutopt.clock import Clock
 from layoutopt.plan.build import Plan, axes_of
 from layoutopt.plan.decided import Decided
+from layoutopt.plan.schema import Told
 from layoutopt.plan.units import signed_percent
 from layoutopt.plan.ways import SYNCHRONOUS, Way, Ways
 from layoutopt.sizing.laws import replicas_loss
@@ -39,13 +40,12 @@ from mesh_tf_core.tracing.diloco import DiLoCo, DoNotFit
 NEVER, FREE = "never", "free"
 LAW_PERIOD = 30
 """Steps between meetings that the law was fitted at."""
-Build = Callable[[int], Model]
+BuildReplica = Callable[[int], Model]
 """build(n) is the model of one of n replicas: that of the whole, with an n-th of the examples."""
-Told = Callable[[str], None]
 
 
 def choose_replicas(
-    build: Build,
+    build: BuildReplica,
     mesh: Mesh | str,
     ways: Sequence[str] = (FREE,),
     hardware: str | Hardware = "cpu-local",
@@ -74,7 +74,7 @@ def choose_replicas(
         raise UserError(f"--accept-loss {accept_loss!r}: needs a share of at least 0, as 0.02")
     clock = time_limit if isinstance(time_limit, Clock) else Clock(time_limit)
     whole = build(1)
-    found: list[_Found] = []
+    found: list[_WayResult] = []
     every = [*ways_of(ways, mesh, machine)]
     for left, rare in zip(range(len(every), 0, -1), every, strict=True):
         told(_name(rare))
@@ -89,7 +89,7 @@ def choose_replicas(
 
 
 @dataclass(frozen=True)
-class _Found:
+class _WayResult:
     """What a way came to: a plan, or why there is none."""
 
     way: Way
@@ -160,7 +160,7 @@ def _name(rare: DiLoCo | None) -> str:
 
 
 def _searched(
-    build: Build,
+    build: BuildReplica,
     whole: Model,
     rare: DiLoCo | None,
     mesh: Mesh,
@@ -168,7 +168,7 @@ def _searched(
     machine: Hardware,
     clock: Clock,
     asked: Mapping[str, Any],
-) -> _Found:
+) -> _WayResult:
     count = 1 if rare is None else check_axis(rare, mesh)
     loss = None if rare is None else lost(whole.parameters, count, rare)
     about = {"name": _name(rare), "replicas": count, "loss": loss, "mesh": mesh.as_dict()}
@@ -176,17 +176,17 @@ def _searched(
     if rare is not None and accept is not None and (loss is None or loss > accept):
         beyond = f"beyond H = {LAW_PERIOD}" if _plain(rare) else "of fragments, few bits or delays"
         law = f"{signed_percent(loss)} by the law" if loss is not None else f"no law {beyond}"
-        return _Found(way.model_copy(update={"reason": f"not accepted: {law}"}))
+        return _WayResult(way.model_copy(update={"reason": f"not accepted: {law}"}))
     try:
         model = whole if rare is None else shared(build, whole, count)
     except _Unshared as error:
-        return _Found(way.model_copy(update={"reason": str(error)}))
+        return _WayResult(way.model_copy(update={"reason": str(error)}))
     try:
         plan = search(model, mesh=mesh, hardware=machine, time_limit=clock.rest, diloco=rare, **asked)
     except UserError as error:
         if rare is None and not isinstance(error, InfeasibleError | LimitError):
             raise  # it is about what is asked of every way
-        return _Found(way.model_copy(update={"reason": str(error)}), error=error)
+        return _WayResult(way.model_copy(update={"reason": str(error)}), error=error)
     p = plan.predicted
     more = {
         **{name: getattr(plan.data, name) for name in Decided.model_fields},
@@ -198,14 +198,14 @@ def _searched(
         "rare_bytes": None if rare is None else p.communication_bytes_per_device.get(rare.axis, 0.0),
         "status": plan.solver.status,
     }
-    return _Found(way.model_copy(update=more), plan)
+    return _WayResult(way.model_copy(update=more), plan)
 
 
 class _Unshared(UserError):
     """The examples of a step do not divide over some replicas."""
 
 
-def shared(build: Build, whole: Model, count: int) -> Model:
+def shared(build: BuildReplica, whole: Model, count: int) -> Model:
     """The model of one of some replicas.
 
     Raises:
@@ -237,7 +237,7 @@ def _seconds(way: Way) -> float:
     return math.inf if way.step_seconds is None else way.step_seconds
 
 
-def _proven(best: Plan, found: Sequence[_Found]) -> Plan:
+def _proven(best: Plan, found: Sequence[_WayResult]) -> Plan:
     """The plan, with what is proven of it over all ways."""
     least = min(f.least for f in found if not f.way.reason.startswith("not accepted"))
     data, own = best.data, best.solver
@@ -248,6 +248,6 @@ def _proven(best: Plan, found: Sequence[_Found]) -> Plan:
     return Plan(data.model_copy(update={"solver": solver}), best.stopped, best.model, best.complete)
 
 
-def _refused(found: Sequence[_Found], accept: float | None) -> str:
+def _refused(found: Sequence[_WayResult], accept: float | None) -> str:
     said = "; ".join(f"{f.way.name}: {f.way.reason}" for f in found)
     return f"--accept-loss {accept:g}: no way is left ({said})" if accept is not None else said

@@ -9,14 +9,14 @@ import pytest
 from costmodels.calibration import Sample
 from costmodels.hardware import load_hardware
 from examples.mlp import model as mlp
-from layoutopt.analysis.validate import Candidate, choose, result, seconds_of, stratified, validate
+from layoutopt.analysis.validate import RunCandidate, choose, result, seconds_of, stratified, validate
 from mesh_tf_core import Layout, LayoutError, Mesh, UserError
 
 MESH = Mesh("data:2")
 
 
 def rows(predicted: list[float], measured: list[float]):
-    chosen = [Candidate(f"n{i}", Layout({"batch": (f"a{i}",)}), p) for i, p in enumerate(predicted)]
+    chosen = [RunCandidate(f"n{i}", Layout({"batch": (f"a{i}",)}), p) for i, p in enumerate(predicted)]
     return chosen, [[Sample(m * f, 0.0, 0.0, 2) for f in (0.99, 1.0, 1.01)] for m in measured]
 
 
@@ -57,7 +57,7 @@ def test_a_noisy_machine_is_said():
 
 
 def test_strata_spread_over_the_range():
-    made = [Candidate("", Layout(), s) for s in (1.0, 1.01, 1.02, 1.03, 10.0, 11.0, 100.0)]
+    made = [RunCandidate("", Layout(), s) for s in (1.0, 1.01, 1.02, 1.03, 10.0, 11.0, 100.0)]
     assert [c.seconds for c in stratified(made, 3)] == [1.03, 10.0, 100.0]
     assert stratified(made, 20) == sorted(made, key=lambda c: c.seconds)
     assert stratified(made, 0) == []
@@ -67,7 +67,7 @@ def test_the_chosen_hold_the_best_and_the_named_ones():
     model, mesh, hardware = mlp(batch=16, hidden=32), Mesh("data:2;model:2"), load_hardware("cpu-local")
     best = Layout("batch:data;hidden:model")
     chosen = choose(model, mesh, hardware, 8, best=best)
-    assert chosen[0] == Candidate("best by the search", best, chosen[0].seconds)
+    assert chosen[0] == RunCandidate("best by the search", best, chosen[0].seconds)
     assert [c.name for c in chosen[1:3]] == ["replicated", "data parallel"]
     assert len(chosen) == len({c.layout for c in chosen}) == 8
     assert all(math.isfinite(c.seconds) and c.seconds > 0 for c in chosen)

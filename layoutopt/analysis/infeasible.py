@@ -43,12 +43,12 @@ Asked = Mapping[str, Any]
 """Arguments of `layoutopt.search`."""
 Smaller = Callable[[int], tuple[str, Model] | None]
 """Parts of the batch -> what is changed, in words, and the model so; None if there is none."""
-Change = tuple[str, dict[str, Any]]
+RepairChange = tuple[str, dict[str, Any]]
 """In words, as options of `search`, and the arguments under it."""
 
 
 @dataclass(frozen=True)
-class Repair:
+class FoundRepair:
     """A change under which something fits.
 
     Attributes:
@@ -94,7 +94,7 @@ class Diagnosis:
     """
 
     conflict: tuple[str, ...]
-    repairs: tuple[Repair, ...]
+    repairs: tuple[FoundRepair, ...]
     minimal: bool = True
 
     @property
@@ -149,7 +149,7 @@ class _Diagnosing:
     ) -> None:
         self.find, self.model, self.asked, self.deadline = find, model, dict(asked), deadline
         self.smaller = smaller
-        self.repairs: list[Repair] = []
+        self.repairs: list[FoundRepair] = []
 
     def diagnosis(self, least: float) -> Diagnosis:
         held, minimal = self._conditions(), True
@@ -240,12 +240,12 @@ class _Diagnosing:
             notes = ", ".join(filter(None, (f"steps of 1/{parts} of the batch", small)))
             trial = self._trial(self.asked, model)
             if trial.plan is not None:
-                found = Repair(change, self.asked, trial.plan, self._limit(self.asked), notes, parts)
+                found = FoundRepair(change, self.asked, trial.plan, self._limit(self.asked), notes, parts)
                 self.repairs.append(found)
                 return
             small = f"1/{parts} is too much" if trial.none else ""
 
-    def _changes(self, asked: Asked) -> Iterator[Change]:
+    def _changes(self, asked: Asked) -> Iterator[RepairChange]:
         parts = tuple(asked.get("microbatches", USUAL))
         if self.model.batch_dim is not None:
             for more in MORE_PARTS:
@@ -259,7 +259,7 @@ class _Diagnosing:
         if long is not None and not asked.get("elsewhere"):
             yield f"--elsewhere {long}", {**asked, "elsewhere": (long,)}
 
-    def _larger(self, asked: Asked, least: float) -> Iterator[list[Change]]:
+    def _larger(self, asked: Asked, least: float) -> Iterator[list[RepairChange]]:
         """More and more devices, at least so many times as many: of a given mesh, along each axis. Twice as
         many and so on, and between them what divides the batch."""
         for times in (t for t in range(2, MOST_TIMES + 1) if t >= least and self._divides(asked, t)):
@@ -285,7 +285,7 @@ class _Diagnosing:
         count = int(asked.get("devices") or 0) or (1 if mesh is None else mesh.devices)
         return all(size % (count * times) == 0 for size in self.model.graph.dims()[name])
 
-    def _machines(self) -> Iterator[Change]:
+    def _machines(self) -> Iterator[RepairChange]:
         """Hardware with more memory, of the same maker first, the least first; none where the user said how
         much there is."""
         own = _machine(self.asked)
@@ -313,7 +313,7 @@ class _Diagnosing:
         """Searches under a change, and keeps it if it helps."""
         trial = self._trial(asked)
         if trial.plan is not None:
-            self.repairs.append(Repair(change, asked, trial.plan, self._limit(asked), note))
+            self.repairs.append(FoundRepair(change, asked, trial.plan, self._limit(asked), note))
         return trial
 
 

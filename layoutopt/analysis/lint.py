@@ -37,7 +37,7 @@ SLOWER = 1.02
 
 
 @dataclass(frozen=True)
-class Finding:
+class LikelyMistake:
     """One likely mistake.
 
     Attributes:
@@ -53,7 +53,7 @@ class Finding:
     layout: str | None = None
 
 
-def lint(model: Model, evaluation: Evaluation, hardware: Hardware, options: Options) -> list[Finding]:
+def lint(model: Model, evaluation: Evaluation, hardware: Hardware, options: Options) -> list[LikelyMistake]:
     """The findings about a layout, the costliest kind first; none if nothing looks like a mistake.
 
     Args:
@@ -62,7 +62,7 @@ def lint(model: Model, evaluation: Evaluation, hardware: Hardware, options: Opti
     return list(_Lint(model, evaluation, hardware, options).findings())
 
 
-def slower(found: Cost, best: Cost) -> Finding | None:
+def slower(found: Cost, best: Cost) -> LikelyMistake | None:
     """Where a step loses most of the time that it takes longer than the best one; None if it hardly does."""
     if found.step_seconds <= SLOWER * best.step_seconds:
         return None
@@ -71,7 +71,7 @@ def slower(found: Cost, best: Cost) -> Finding | None:
     what = _more(here[0], here[1], _words)
     took, least = (cost.step_seconds for cost in here)
     part = here[0].by(_words)[what] - here[1].by(_words).get(what, 0.0)
-    return Finding(
+    return LikelyMistake(
         "slower",
         f"{place or 'the model'} takes {seconds_text(took)} a step, under the best {seconds_text(least)}; "
         f"{seconds_text(part)} more of it is {what}",
@@ -96,26 +96,26 @@ class _Lint:
         self.program: Program = evaluation.program
         self.mesh, self.layout = evaluation.program.mesh, evaluation.program.layout
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[LikelyMistake]:
         for axis, found in repeated(self.program).items():
             yield self._work(axis, found)
             yield from self._indivisible(axis, found)
         yield from self._ones()
         for each in self.evaluation.undivided:
-            yield Finding("undivided storage", str(each))
+            yield LikelyMistake("undivided storage", str(each))
         yield from self._memory()
         for message in sentences(self.program, self.hardware):
-            yield Finding("no kernel", message)
+            yield LikelyMistake("no kernel", message)
 
-    def _work(self, axis: str, found: Repeated) -> Finding:
+    def _work(self, axis: str, found: Repeated) -> LikelyMistake:
         ways = self.mesh.size(axis)
         fix, layout = self._split_more(axis, found.dims)
         if axis not in self.layout.used:
             message = f"axis {axis!r} splits nothing: its {ways} devices all do the same work"
-            return Finding("wasted axis", message, fix, layout)
+            return LikelyMistake("wasted axis", message, fix, layout)
         where = sorted(found.flops, key=lambda s: -found.flops[s])
         most = ", ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
-        return Finding(
+        return LikelyMistake(
             "repeated work",
             f"the {ways} devices of {axis!r} repeat {100 * found.share:.0f}% of the matmuls' FLOPs: {most}",
             fix,
@@ -148,28 +148,28 @@ class _Lint:
             return None
         return found.cost.step_seconds
 
-    def _indivisible(self, axis: str, found: Repeated) -> Iterator[Finding]:
+    def _indivisible(self, axis: str, found: Repeated) -> Iterator[LikelyMistake]:
         ways = self.mesh.size(axis)
         sizes = self.model.graph.dims()
         for name, size in sorted(found.dims.items(), key=lambda item: -item[1]):
             if size > ways and size % ways and not self.layout.axes(name) and len(sizes.get(name, ())) == 1:
-                yield Finding(
+                yield LikelyMistake(
                     "indivisible",
                     f"{name!r} has size {size}, which the {ways} devices of {axis!r} do not divide",
                     f"a size of {' or '.join(map(str, near_sizes(size, ways)))} could be split",
                 )
 
-    def _ones(self) -> Iterator[Finding]:
+    def _ones(self) -> Iterator[LikelyMistake]:
         for name, axes in self.layout.items():
             for axis in axes:
                 if self.mesh.size(axis) == 1:
-                    yield Finding(
+                    yield LikelyMistake(
                         "axis of one",
                         f"{name!r} is split over {axis!r}, which has one device: this splits nothing",
                         f"leave {axis!r} out, or give it more devices",
                     )
 
-    def _memory(self) -> Iterator[Finding]:
+    def _memory(self) -> Iterator[LikelyMistake]:
         """Variables that are held more often than once, if storing them split saves memory worth it."""
         held = repeated = 0
         for stored in self.program.variables.values():
@@ -180,7 +180,7 @@ class _Lint:
         peak = self.evaluation.memory.peak
         if repeated <= 0.25 * peak:
             return
-        yield Finding(
+        yield LikelyMistake(
             "repeated memory",
             f"of {size_text(held)} of variables and optimizer state on a device, "
             f"{size_text(repeated)} lie on others too",

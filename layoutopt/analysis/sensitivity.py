@@ -26,6 +26,7 @@ from layoutopt.optimize.request import EXACT
 from layoutopt.plan import details
 from layoutopt.plan.build import Plan, layout_of, options_of
 from layoutopt.plan.details import Robustness
+from layoutopt.plan.schema import Told
 from layoutopt.plan.units import mesh_option
 from layoutopt.space.decisions import SearchSpace
 from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError
@@ -43,7 +44,7 @@ condition."""
 
 
 @dataclass(frozen=True)
-class Trial:
+class SensitivityTrial:
     """The best under one condition; no seconds where nothing fits or nothing was found.
 
     Attributes:
@@ -72,15 +73,11 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Curve:
+class SensitivityCurve:
     """The best as one factor changes: 'bandwidth', 'memory' or 'devices'."""
 
     factor: str
-    trials: tuple[Trial, ...]
-
-
-Told = Callable[[str], None]
-"""told(condition in words), before it is searched."""
+    trials: tuple[SensitivityTrial, ...]
 
 
 def sensitivity(
@@ -91,11 +88,14 @@ def sensitivity(
     asked: SearchSpace,
     told: Told = lambda _: None,
     clock: Clock = UNLIMITED,
-) -> list[Curve]:
+) -> list[SensitivityCurve]:
     """The best under half and twice the bandwidth, memory and devices.
 
     The plan's mesh stays, except where the number of devices changes: then its shape is searched too, which
     pins and replicas, which name axes, do not allow.
+
+    Args:
+      told: hears every condition, in words, before it is searched.
     """
     from layoutopt.api import search
 
@@ -116,7 +116,7 @@ def sensitivity(
         except (InfeasibleError, LimitError) as error:
             return isinstance(error, InfeasibleError)
 
-    def curve(name: str, unit: float, change: Callable[[float], dict[str, Any]]) -> Curve:
+    def curve(name: str, unit: float, change: Callable[[float], dict[str, Any]]) -> SensitivityCurve:
         conditions = [change(times) for times in FACTORS]
         answers = [
             plan if times == 1 else searched(f"{times:g}x the {name}", **condition)
@@ -130,7 +130,7 @@ def sensitivity(
             other = _faster(model, [p for p in one_mesh if p is not answer], *there)
             bound = max(bounds[n:]) if one_mesh else bounds[n]
             trials.append(_best(unit * times, answer, other, bound, given=times == 1))
-        return Curve(name, tuple(trials))
+        return SensitivityCurve(name, tuple(trials))
 
     curves = [
         curve("bandwidth", 1.0, lambda times: {"hardware": with_bandwidth(hardware, times)}),
@@ -143,11 +143,11 @@ def sensitivity(
     return curves
 
 
-Timed = tuple[float, Plan]
+TimedPlan = tuple[float, Plan]
 """Seconds of a plan's step under some condition."""
 
 
-def _faster(model: Model, plans: list[Plan], hardware: Hardware, limit: float) -> Timed | None:
+def _faster(model: Model, plans: list[Plan], hardware: Hardware, limit: float) -> TimedPlan | None:
     """The fastest of other conditions' answers that fits under this one."""
     found = [
         (one.cost.step_seconds, p)
@@ -158,7 +158,9 @@ def _faster(model: Model, plans: list[Plan], hardware: Hardware, limit: float) -
     return min(found, key=lambda pair: pair[0], default=None)
 
 
-def _best(value: float, answer: Plan | bool, other: Timed | None, bound: float, *, given: bool) -> Trial:
+def _best(
+    value: float, answer: Plan | bool, other: TimedPlan | None, bound: float, *, given: bool
+) -> SensitivityTrial:
     """A search's answer, or what was found elsewhere if that is faster.
 
     Args:
@@ -171,13 +173,15 @@ def _best(value: float, answer: Plan | bool, other: Timed | None, bound: float, 
             proven = answer.solver.status == "OPTIMAL" or math.isclose(own, bound, rel_tol=EXACT)
             return _trial(value, own, answer, proven, bound, given)
     if other is None:
-        return Trial(value, None, answer is True, bound=bound)
+        return SensitivityTrial(value, None, answer is True, bound=bound)
     return _trial(value, *other, math.isclose(other[0], bound, rel_tol=EXACT), bound, given)
 
 
-def _trial(value: float, seconds: float, plan: Plan, proven: bool, bound: float, given: bool) -> Trial:
+def _trial(
+    value: float, seconds: float, plan: Plan, proven: bool, bound: float, given: bool
+) -> SensitivityTrial:
     mesh, layout, options = mesh_option(plan.data.mesh), str(plan.layout), plan.data.in_short()
-    return Trial(value, seconds, proven, mesh, layout, options, answer_of(plan), bound, given)
+    return SensitivityTrial(value, seconds, proven, mesh, layout, options, answer_of(plan), bound, given)
 
 
 def answer_of(plan: Plan) -> str:
@@ -231,12 +235,12 @@ def _alternatives(model: Model, plan: Plan) -> Iterator[tuple[str, Program]]:
             continue
 
 
-def as_details(curves: list[Curve]) -> tuple[details.Curve, ...]:
+def as_details(curves: list[SensitivityCurve]) -> tuple[details.Curve, ...]:
     """As a plan's details hold them: of what is not settled that it is unknown."""
     return tuple(details.Curve(factor=c.factor, points=tuple(map(_detail, c.trials))) for c in curves)
 
 
-def _detail(t: Trial) -> details.Trial:
+def _detail(t: SensitivityTrial) -> details.Trial:
     known = t.settled and t.step_seconds is not None
     return details.Trial(
         value=t.value,

@@ -25,9 +25,10 @@ from costmodels.calibration import (
     steps_for,
     typical,
 )
+from costmodels.calibration.runner import Progress
 from costmodels.hardware import Hardware, machine_of
 from costmodels.pricing.pricer import Pricer, pricer
-from layoutopt.analysis.validation import Row, sample_layouts, summary
+from layoutopt.analysis.validation import ValidationRow, sample_layouts, summary
 from layoutopt.optimize.baselines import by_name
 from mesh_tf_core.engines import Cluster
 from mesh_tf_core.errors import LayoutError, UserError
@@ -35,15 +36,13 @@ from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
 
-Progress = Callable[[str, int, int], None]
-"""on_progress(what, done, total)."""
 SAMPLE_SECONDS = 0.05
 CANDIDATES = 6
 """Random layouts that are priced for every one that is run."""
 
 
 @dataclass(frozen=True)
-class Candidate:
+class RunCandidate:
     """A layout to run: what it is called, and its predicted seconds."""
 
     name: str
@@ -88,7 +87,7 @@ def validate(
     if layouts is not None:
         prices = pricer(machine, mesh)
         given = [Layout(x) if isinstance(x, str) else x for x in layouts]
-        chosen = [Candidate("given", x, seconds_of(model, mesh, x, prices)) for x in dict.fromkeys(given)]
+        chosen = [RunCandidate("given", x, seconds_of(model, mesh, x, prices)) for x in dict.fromkeys(given)]
     else:
         chosen = _chosen(lambda: choose(model, mesh, machine, count, seed), mesh, cluster)
     if len(chosen) < 2:
@@ -103,7 +102,9 @@ def validate(
         return result(chosen, samples, drift.ratio)
 
 
-def _chosen(choose: Callable[[], list[Candidate]], mesh: Mesh, cluster: Cluster | None) -> list[Candidate]:
+def _chosen(
+    choose: Callable[[], list[RunCandidate]], mesh: Mesh, cluster: Cluster | None
+) -> list[RunCandidate]:
     """What one process chooses, for all."""
     if cluster is None:
         return choose()
@@ -112,14 +113,14 @@ def _chosen(choose: Callable[[], list[Candidate]], mesh: Mesh, cluster: Cluster 
     def told() -> list[tuple[str, str, float]]:
         return [(c.name, str(c.layout), c.seconds) for c in choose()]
 
-    return [Candidate(n, Layout(x), s) for n, x, s in cluster.share("the choice of layouts", told)]
+    return [RunCandidate(n, Layout(x), s) for n, x, s in cluster.share("the choice of layouts", told)]
 
 
 def result(
-    chosen: Sequence[Candidate], samples: Sequence[Sequence[Sample]], drift: float | None = None
+    chosen: Sequence[RunCandidate], samples: Sequence[Sequence[Sample]], drift: float | None = None
 ) -> dict[str, Any]:
     """The contract's object from what was run."""
-    rows = [Row(str(c.layout), c.seconds, typical(s)) for c, s in zip(chosen, samples, strict=True)]
+    rows = [ValidationRow(str(c.layout), c.seconds, typical(s)) for c, s in zip(chosen, samples, strict=True)]
     found = summary(rows)
     for row, c, s in zip(found["rows"], chosen, samples, strict=True):
         row.update(name=c.name, spread=repeats_spread(s))
@@ -135,7 +136,7 @@ def seconds_of(model: Model, mesh: Mesh, layout: Layout, prices: Pricer) -> floa
 
 def choose(
     model: Model, mesh: Mesh, hardware: Hardware, count: int, seed: int = 0, best: Layout | None = None
-) -> list[Candidate]:
+) -> list[RunCandidate]:
     """The best layout by the search, the named ones, and others, evenly spaced in the logarithm of predicted
     time.
 
@@ -148,20 +149,20 @@ def choose(
 
         plain: dict[str, Any] = {"storage": ("layout",), "recompute": (False,), "microbatches": (1,)}
         best = search(model, mesh=mesh, hardware=hardware, memory=math.inf, **plain).layout
-    fixed = [Candidate("best by the search", best, seconds_of(model, mesh, best, prices))]
+    fixed = [RunCandidate("best by the search", best, seconds_of(model, mesh, best, prices))]
     for name, own, layout, _ in by_name(model, mesh):
         if own == mesh and all(layout != c.layout for c in fixed):
             try:
-                fixed.append(Candidate(name, layout, seconds_of(model, mesh, layout, prices)))
+                fixed.append(RunCandidate(name, layout, seconds_of(model, mesh, layout, prices)))
             except LayoutError:
                 continue
     known = {c.layout for c in fixed}
     random = [x for x in sample_layouts(model, mesh, CANDIDATES * count, seed) if x not in known]
-    others = [Candidate("random", x, seconds_of(model, mesh, x, prices)) for x in random]
+    others = [RunCandidate("random", x, seconds_of(model, mesh, x, prices)) for x in random]
     return [*fixed[:count], *stratified(others, count - len(fixed[:count]))]
 
 
-def stratified(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+def stratified(candidates: Sequence[RunCandidate], count: int) -> list[RunCandidate]:
     """`count` candidates nearest to evenly spaced places between the logarithms of the least and the largest
     time.
     """
@@ -169,7 +170,7 @@ def stratified(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
     if count >= len(left):
         return left
     low, high = (math.log(c.seconds) for c in (left[0], left[-1]))
-    out: list[Candidate] = []
+    out: list[RunCandidate] = []
     for i in range(count):
         place = low + (high - low) * (i + 0.5) / count
         nearest = min(left, key=lambda c: abs(math.log(c.seconds) - place))
@@ -181,7 +182,7 @@ def stratified(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
 def run(
     model: Model,
     team: Team,
-    chosen: Sequence[Candidate],
+    chosen: Sequence[RunCandidate],
     steps: int,
     batch: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,

@@ -26,7 +26,7 @@ TRIES = 50
 
 
 @dataclass(frozen=True)
-class Row:
+class ValidationRow:
     """One layout, predicted and measured."""
 
     layout: str
@@ -34,7 +34,7 @@ class Row:
     measured_seconds: float
 
 
-def summary(rows: Sequence[Row]) -> dict[str, Any]:
+def summary(rows: Sequence[ValidationRow]) -> dict[str, Any]:
     """(1)-(4) with the rows; correlations of fewer than two different times are NaN."""
     from scipy import stats
 

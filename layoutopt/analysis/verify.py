@@ -46,7 +46,7 @@ def generation(topology: str) -> Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class CollectiveComparison:
     """Collectives of one family over groups of one size in a step, and the bytes that a device puts in."""
 
     family: str
@@ -67,7 +67,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompilerResult:
     """What the compiler made.
 
     Attributes:
@@ -103,9 +103,9 @@ class Verified(Shown):
     topology: str
     compute_seconds: float
     predicted: tuple[Found, ...]
-    compiled: Compiled | None
+    compiled: CompilerResult | None
     refusal: Refusal | None
-    moved: tuple[Moved, ...]
+    moved: tuple[CollectiveComparison, ...]
 
     @property
     def same_collectives(self) -> bool:
@@ -148,7 +148,7 @@ def verify(
         return Verified(topology, evaluation.cost.compute_seconds, predicted, None, made, ())
     said = read(made.text)
     found = tuple(_sized(f, program.mesh.devices) for f in said.collectives)
-    compiled = Compiled(
+    compiled = CompilerResult(
         found,
         made.peak_bytes,
         made.allocated_bytes,
@@ -202,7 +202,7 @@ def _sized(found: Found, devices: int) -> Found:
     return Found(found.kind, size, found.tensors, found.bytes, found.times)
 
 
-def moved(predicted: Iterable[Found], compiled: Iterable[Found]) -> tuple[Moved, ...]:
+def moved(predicted: Iterable[Found], compiled: Iterable[Found]) -> tuple[CollectiveComparison, ...]:
     """Both sides by family and group size, the most predicted bytes first."""
     totals: dict[tuple[str, int], list[int]] = {}
     for side, found in ((0, predicted), (2, compiled)):
@@ -212,7 +212,7 @@ def moved(predicted: Iterable[Found], compiled: Iterable[Found]) -> tuple[Moved,
                 row = totals.setdefault(key, [0, 0, 0, 0])
                 row[side] += f.times
                 row[side + 1] += f.times * f.bytes
-    rows = [Moved(family, size, *row) for (family, size), row in totals.items()]
+    rows = [CollectiveComparison(family, size, *row) for (family, size), row in totals.items()]
     return tuple(sorted(rows, key=lambda m: -m.predicted_bytes))
 
 

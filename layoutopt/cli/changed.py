@@ -13,7 +13,7 @@ from layoutopt.plan.units import bytes_text, seconds_text, times_text
 
 if TYPE_CHECKING:
     from layoutopt.analysis.certificate import Certificate
-    from layoutopt.analysis.sensitivity import Curve, Trial
+    from layoutopt.analysis.sensitivity import SensitivityCurve, SensitivityTrial
     from layoutopt.plan.build import Plan
     from layoutopt.plan.details import Proof, Robustness
 
@@ -26,7 +26,7 @@ class Changed:
     """The curves of the best under other conditions, and how robust the answer is."""
 
     plan: Plan
-    curves: list[Curve]
+    curves: list[SensitivityCurve]
     robust: Robustness
 
     def details(self) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class Changed:
         terminal.show("", robust_text(self.robust))
 
 
-def _row(plan: Plan, curve: Curve, t: Trial) -> tuple[str, ...]:
+def _row(plan: Plan, curve: SensitivityCurve, t: SensitivityTrial) -> tuple[str, ...]:
     """A condition, what is best under it, and against the plan; where a search was stopped far from
     that, what it knows."""
     from layoutopt.analysis.sensitivity import answer_of

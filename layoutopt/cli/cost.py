@@ -162,7 +162,7 @@ def opened_lines(cost: Cost, prices: Pricer) -> list[CostLine]:
     ]
 
 
-def show_doubts(terminal: Terminal, doubts: list[linting.Finding]) -> None:
+def show_doubts(terminal: Terminal, doubts: list[linting.LikelyMistake]) -> None:
     """Likely mistakes, each with its fix."""
     for doubt in doubts:
         fix = f"; {doubt.fix}" if doubt.fix else ""

@@ -41,7 +41,7 @@ from layoutopt.plan.units import bytes_text, seconds_text, share_text, some
 if TYPE_CHECKING:
     from costmodels.liveness import Memory
     from layoutopt.analysis.certificate import Certificate
-    from layoutopt.analysis.explain import Answer, Difference
+    from layoutopt.analysis.explain import Difference, WhatIfAnswer
     from layoutopt.analysis.keeping import Keeping
     from layoutopt.evaluator import Evaluation
     from layoutopt.plan.results import Against, ExplainResult, Worth
@@ -207,7 +207,7 @@ def _alike(found: Planned, other: Evaluation) -> Evaluation | None:
 
 def _searched(
     terminal: Terminal, found: Planned, pins: list[str], features: list[str], clock: Clock
-) -> dict[str, list[Answer]]:
+) -> dict[str, list[WhatIfAnswer]]:
     """The searches under other conditions: without the limit, each split or feature, and with each pin."""
     from layoutopt.analysis.explain import finder, split_rules
 
@@ -219,7 +219,7 @@ def _searched(
     questions += [("splits", rule, limit, undone, None) for rule, undone in split_rules(found.plan)]
     questions += [("pins", rules, limit, rules, None) for rules in pins]
     questions += [("decisions", name, limit, None, name) for name in features]
-    answers: dict[str, list[Answer]] = {"limit": [], "splits": [], "pins": [], "decisions": []}
+    answers: dict[str, list[WhatIfAnswer]] = {"limit": [], "splits": [], "pins": [], "decisions": []}
     with Steps(terminal, "searching", len(questions)) as bar:
         for n, (kind, condition, memory, rules, feature) in enumerate(questions):
             bar.update(n, condition)
@@ -234,7 +234,7 @@ def _tell(
     said: list[str],
     evaluation: Evaluation,
     other: Evaluation | None,
-    answers: dict[str, list[Answer]],
+    answers: dict[str, list[WhatIfAnswer]],
     kept: list[Keeping],
     changed: Changed | None,
     proof: Certificate | None,
@@ -304,7 +304,7 @@ def _whole(found: Planned, evaluation: Evaluation) -> tuple[Undivided, ...]:
     return evaluation.left_whole(stages[-1]) if stages else ()
 
 
-def _binds(found: Planned, evaluation: Evaluation, answers: dict[str, list[Answer]]) -> tuple[str, str]:
+def _binds(found: Planned, evaluation: Evaluation, answers: dict[str, list[WhatIfAnswer]]) -> tuple[str, str]:
     """Whether the memory limit keeps a faster layout away."""
     step = evaluation.cost.step_seconds
     room = found.limit - evaluation.memory.peak
@@ -341,7 +341,7 @@ def _result(
     evaluation: Evaluation,
     other: Evaluation | None,
     rows: list[Difference],
-    answers: dict[str, list[Answer]],
+    answers: dict[str, list[WhatIfAnswer]],
     more: dict[str, Any],
 ) -> ExplainResult:
     from layoutopt.plan.results import Binding, ExplainResult
@@ -368,7 +368,7 @@ def _result(
     )
 
 
-def _cost_of(a: Answer, evaluation: Evaluation, memory: bool) -> Worth:
+def _cost_of(a: WhatIfAnswer, evaluation: Evaluation, memory: bool) -> Worth:
     from layoutopt.plan.results import Worth
 
     step, peak = evaluation.cost.step_seconds, evaluation.memory.peak

@@ -14,7 +14,7 @@ from layoutopt.cli.terminal import Terminal, table
 from layoutopt.plan.units import bytes_text, seconds_text, share_text
 
 if TYPE_CHECKING:
-    from layoutopt.analysis.explain import Answer, Difference
+    from layoutopt.analysis.explain import Difference, WhatIfAnswer
     from layoutopt.analysis.keeping import Keeping
     from layoutopt.evaluator import Evaluation
     from layoutopt.plan.results import KeptStep
@@ -28,7 +28,9 @@ def rules_text_of(layout: str) -> str:
     return layout.replace(";", "; ") or rules_text({})
 
 
-def worth_table(title: str, evaluation: Evaluation, memory: bool, answers: list[Answer], best: str) -> Table:
+def worth_table(
+    title: str, evaluation: Evaluation, memory: bool, answers: list[WhatIfAnswer], best: str
+) -> Table:
     """What the step, or the memory, comes to under each condition, the dearest first.
 
     Args:

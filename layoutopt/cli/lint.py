@@ -55,7 +55,7 @@ def lint(
     quiet: QuietOption = False,
 ) -> None:
     """Find likely mistakes of a layout, or of your own shardings, and what they cost."""
-    from layoutopt.analysis.lint import Finding as Doubt
+    from layoutopt.analysis.lint import LikelyMistake as Doubt
     from layoutopt.analysis.lint import lint as doubts_of
     from layoutopt.analysis.lint import slower
     from layoutopt.api import search

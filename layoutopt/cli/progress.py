@@ -15,7 +15,7 @@ from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import duration_text
 
 if TYPE_CHECKING:
-    from layoutopt.api import Standing
+    from layoutopt.api import SearchStatus
 
 
 ENOUGH = 3
@@ -55,7 +55,7 @@ class Bounds(Display):
         """Shows better numbers; infinite ones are not known yet."""
         self._show(self.what, best, bound)
 
-    def show(self, now: Standing) -> None:
+    def show(self, now: SearchStatus) -> None:
         """How far a search of several meshes is."""
         where = f"{self.what}, {now.looked} ({now.number} of {now.count})"
         left = "" if now.left is None else f", about {duration_text(max(round(now.left), 1))} left"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from layoutopt.optimize.baselines import by_name
 from layoutopt.optimize.request import EXACT, Request
-from layoutopt.optimize.subproblem import Found
+from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.problem import TOLERANCE
 from mesh_tf_core.errors import LayoutError
@@ -28,7 +28,7 @@ COMPARED, CHANGED = 8, 3
 
 
 @dataclass(frozen=True)
-class Tables:
+class TableAgreement:
     """What the tables say of layouts whose whole programs were priced.
 
     Attributes:
@@ -66,10 +66,12 @@ class Tables:
         )
 
 
-def summed(request: Request, best: Found, subproblem: Subproblem, others: Sequence[Found]) -> Tables:
+def summed(
+    request: Request, best: EvaluatedLayout, subproblem: Subproblem, others: Sequence[EvaluatedLayout]
+) -> TableAgreement:
     """What the tables sum to for the answer, however it was found."""
     of = request.evaluator.table_prices(best.mesh, subproblem.decided).seconds
-    found = Tables(of(best.layout, best.options), best.seconds, 0.0, 1)
+    found = TableAgreement(of(best.layout, best.options), best.seconds, 0.0, 1)
     if not found.dearer:
         return found
     ratios = [found.seconds / found.program]
@@ -83,7 +85,9 @@ def summed(request: Request, best: Found, subproblem: Subproblem, others: Sequen
     return replace(found, over=max(ratios) - 1, count=len(ratios))
 
 
-def compared(request: Request, best: Found, subproblem: Subproblem, tables: Tables) -> Tables:
+def compared(
+    request: Request, best: EvaluatedLayout, subproblem: Subproblem, tables: TableAgreement
+) -> TableAgreement:
     """The same with a few layouts that differ from the answer in some decisions; the fastest there is, if not
     the answer, is likely one of them."""
     decided, evaluator, rng = subproblem.decided, request.evaluator, random.Random(0)

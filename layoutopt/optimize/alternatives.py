@@ -10,8 +10,8 @@ from layoutopt.evaluator import Evaluation
 from layoutopt.optimize.baselines import FSDP, Baselines, Pinned, axis_names, by_name, chosen_by_name
 from layoutopt.optimize.heuristics import HEURISTICS
 from layoutopt.optimize.request import EXACT, Request
-from layoutopt.optimize.restricted import FAR, Answer, BestPlans
-from layoutopt.optimize.subproblem import Found
+from layoutopt.optimize.restricted import FAR, BestPlans, StrategyAnswer
+from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem, near_axes
 from layoutopt.plan.build import axes_of, decided
 from layoutopt.plan.schema import Alternative, Predicted
@@ -27,7 +27,7 @@ from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.ops.context import FORMS
 
 Shapes = Set[tuple[int, ...]] | None
-Named = tuple[Mesh, Layout, Options]
+NamedLayout = tuple[Mesh, Layout, Options]
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Alternatives:
     """
 
     request: Request
-    best: Found
+    best: EvaluatedLayout
     names: Mapping[str, str]
     shapes: Shapes
     found: list[Alternative] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Alternatives:
         search = BestPlans(request, best.seconds)
         self.missing += dict.fromkeys([*plans, *quick, *HEURISTICS])  # until they are found
         for name, some in plans.items():
-            answer = Answer(proven=False) if request.late else search.of(some)
+            answer = StrategyAnswer(proven=False) if request.late else search.of(some)
             self._add(name, answer, quick.pop(name, None))
         for name, own in quick.items():
             if self._put(name, own, self.names):
@@ -76,7 +76,7 @@ class Alternatives:
             elif not request.late:
                 self.missing.remove(name)
 
-    def _add(self, name: str, answer: Answer, quick: Named | None) -> None:
+    def _add(self, name: str, answer: StrategyAnswer, quick: NamedLayout | None) -> None:
         """The best of some plans, else the one that is known without a search."""
         found = answer.found
         chosen = quick if found is None else (found.mesh, found.layout, found.options)
@@ -87,7 +87,7 @@ class Alternatives:
         if answer.proven:
             self.missing.remove(name)
 
-    def _put(self, name: str, own: Named, names: Mapping[str, str]) -> bool:
+    def _put(self, name: str, own: NamedLayout, names: Mapping[str, str]) -> bool:
         """Whether there was time for it."""
         if self.request.late and not self.request.evaluator.knows(*own):
             return False
@@ -156,7 +156,7 @@ class Alternatives:
         ]
 
 
-def ranked(request: Request, others: Sequence[Found], searched_mesh: bool) -> list[Alternative]:
+def ranked(request: Request, others: Sequence[EvaluatedLayout], searched_mesh: bool) -> list[Alternative]:
     """The second best layout, the third, and so on, each with names for its own axes."""
     out = []
     for number, other in enumerate(others, start=2):
@@ -165,7 +165,7 @@ def ranked(request: Request, others: Sequence[Found], searched_mesh: bool) -> li
     return out
 
 
-def point(request: Request, found: Found, number: int, searched_mesh: bool) -> Alternative:
+def point(request: Request, found: EvaluatedLayout, number: int, searched_mesh: bool) -> Alternative:
     """One point of the frontier."""
     names = axis_names(found.layout, found.mesh, request.model) if searched_mesh else {}
     return Alternative(

@@ -20,12 +20,12 @@ from layoutopt.evaluator import Evaluator
 from layoutopt.formulation.extract import count_layouts
 from layoutopt.optimize.fixing import SLACK, OptionCosts
 from layoutopt.optimize.request import EXACT
-from layoutopt.optimize.subproblem import Found, SubproblemSearch
+from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
 
 
 @dataclass
-class Candidate:
+class SubproblemCandidate:
     """One problem of the search, and what is proven of it.
 
     Attributes:
@@ -38,7 +38,7 @@ class Candidate:
     search: SubproblemSearch | None = None
     bound: float = 0.0
     low: float = 0.0
-    answer: Found | None = None
+    answer: EvaluatedLayout | None = None
 
     @property
     def rank(self) -> tuple[float, int, int]:
@@ -85,21 +85,23 @@ class Pieces:
         return replace(of, decided=of.decided.within(options)) if all(options.values()) else None
 
 
-def compute_at_least(candidates: Sequence[Candidate], evaluator: Evaluator) -> None:
+def compute_at_least(candidates: Sequence[SubproblemCandidate], evaluator: Evaluator) -> None:
     """Bounds problems before anything of them is made: nothing waits less than not at all."""
     for each in candidates:
         least = evaluator.least(each.subproblem.mesh, each.subproblem.decided)
         each.bound = max(each.bound, least)
 
 
-Known = TypeVar("Known")
+KnownBound = TypeVar("KnownBound")
 
 
 def _place(of: Subproblem) -> Hashable:
     return of.mesh, frozenset(of.decided.stages.items()), of.decided.schedule, of.decided.again
 
 
-def _fewer(known: Mapping[Hashable, Mapping[int, Known]], of: Subproblem) -> list[tuple[float, Known]]:
+def _fewer(
+    known: Mapping[Hashable, Mapping[int, KnownBound]], of: Subproblem
+) -> list[tuple[float, KnownBound]]:
     """What is known of numbers of microbatches that a problem's number is a multiple of, each with the part
     of it that holds here."""
     found = known.get(_place(of), {}).items()

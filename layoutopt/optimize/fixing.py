@@ -63,7 +63,7 @@ class Weight(NamedTuple):
     computed: float
 
 
-Weights = dict[int, Weight]
+ClusterWeights = dict[int, Weight]
 """By the ids of clusters, of any mesh with as many devices."""
 
 
@@ -72,7 +72,7 @@ def fix_options(
     upper: float,
     propose: Propose,
     clock: Clock = UNLIMITED,
-    weights: Weights | None = None,
+    weights: ClusterWeights | None = None,
     heard: Heard | None = None,
 ) -> float:
     """Makes tables until none is left, or the bound reaches `upper`, or the time is over.
@@ -127,7 +127,7 @@ def faster(
     upper: float,
     propose: Propose,
     clock: Clock = UNLIMITED,
-    weights: Weights | None = None,
+    weights: ClusterWeights | None = None,
     heard: Heard | None = None,
 ) -> tuple[float, SubproblemSearch | None]:
     """The problem of what may be faster than `upper` seconds; the arguments are those of `fix_options`.
@@ -170,7 +170,7 @@ def option_costs(search: SubproblemSearch, asked: Decisions, known: float) -> Op
     return every
 
 
-def fill(weights: Weights, draft: Draft) -> Weights:
+def fill(weights: ClusterWeights, draft: Draft) -> ClusterWeights:
     """The weights of clusters by their id, those of a draft among them."""
     weights.update({id(c): _weight(draft, c) for c in draft.left if id(c) not in weights})
     return weights

@@ -12,11 +12,11 @@ import heapq
 import itertools
 from collections.abc import Hashable, Iterator
 
-from layoutopt.optimize.candidates import Candidate
+from layoutopt.optimize.candidates import SubproblemCandidate
 from layoutopt.optimize.merging import ordered
 from layoutopt.optimize.request import Request
-from layoutopt.optimize.search import Search
-from layoutopt.optimize.subproblem import Found
+from layoutopt.optimize.search import LayoutSearch
+from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import key_of
 from mesh_tf_core.ir.layout import Layout
 
@@ -24,7 +24,7 @@ SAME = 1e-9
 """Relative difference of seconds up to which layouts of the same peak may be one."""
 
 
-def k_best(candidates: Search, best: Found) -> Iterator[Found]:
+def k_best(candidates: LayoutSearch, best: EvaluatedLayout) -> Iterator[EvaluatedLayout]:
     """The second best layout, the third, and so on, as long as there are any and there is time.
 
     Where the least memory was asked for, they hold no more than the best one and take longer.
@@ -32,9 +32,9 @@ def k_best(candidates: Search, best: Found) -> Iterator[Found]:
     request, taken, number = candidates.request, [best], itertools.count()
     told = {_key(best)}
     limit = best.peak if request.objective == "memory" else request.limit
-    waiting: list[tuple[float, int, Candidate, Found | None]] = []
+    waiting: list[tuple[float, int, SubproblemCandidate, EvaluatedLayout | None]] = []
 
-    def wait(seconds: float, candidate: Candidate, found: Found | None = None) -> None:
+    def wait(seconds: float, candidate: SubproblemCandidate, found: EvaluatedLayout | None = None) -> None:
         heapq.heappush(waiting, (seconds, next(number), candidate, found))
 
     for candidate in candidates.candidates:
@@ -68,17 +68,17 @@ def k_best(candidates: Search, best: Found) -> Iterator[Found]:
             wait(other.seconds, candidate, other)
 
 
-def _key(found: Found) -> Hashable:
+def _key(found: EvaluatedLayout) -> Hashable:
     return found.mesh, found.layout, found.options.key
 
 
-def _moved(called: dict[str, str], found: Found) -> bool:
+def _moved(called: dict[str, str], found: EvaluatedLayout) -> bool:
     """Whether the axis that synchronises rarely is called otherwise."""
     rare = found.options.diloco
     return rare is not None and called[rare.axis] != rare.axis
 
 
-def _copies(request: Request, found: Found) -> Iterator[Layout]:
+def _copies(request: Request, found: EvaluatedLayout) -> Iterator[Layout]:
     """The layout, and what it is with axes of one size called otherwise, if that is no other price."""
     mesh = found.mesh
     for names in itertools.permutations(mesh.names):

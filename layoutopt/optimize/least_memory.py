@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from layoutopt.clock import UNLIMITED, Clock
-from layoutopt.optimize.subproblem import ROUNDING, Found, SubproblemSearch, go_on, listed
+from layoutopt.optimize.subproblem import ROUNDING, EvaluatedLayout, SubproblemSearch, go_on, listed
 from layoutopt.plan.units import size_text
 from layoutopt.problem import (
     ChoiceVariable,
@@ -33,7 +33,9 @@ CLOSE = 1e-3
 """Relative difference below which a bound on memory needs no finer steps."""
 
 
-def lean(search: SubproblemSearch, pinned: Mapping[str, Choice], clock: Clock = UNLIMITED) -> Found | None:
+def lean(
+    search: SubproblemSearch, pinned: Mapping[str, Choice], clock: Clock = UNLIMITED
+) -> EvaluatedLayout | None:
     """A layout with little memory, found without a solver: the largest row is made as small as can be,
     then the one that is largest now. None if elimination cannot do that.
 
@@ -51,7 +53,7 @@ def lean(search: SubproblemSearch, pinned: Mapping[str, Choice], clock: Clock = 
         evaluation = search.evaluate(choices)
         if best is None or evaluation.memory.peak < best.peak:
             solution = Solution(Status.FEASIBLE, choices, evaluation.memory.peak, 0.0, 0.0, "elimination")
-            best = Found(search.mesh, *search.extraction.read(choices), evaluation, solution)
+            best = EvaluatedLayout(search.mesh, *search.extraction.read(choices), evaluation, solution)
         largest = _largest(search.rows, partial(RowTerm.use, choices=choices))
         row = None if done or clock.over or largest is row else largest
         done = True
@@ -62,8 +64,8 @@ def leanest(
     search: SubproblemSearch,
     clock: Clock = UNLIMITED,
     pinned: Mapping[str, Choice] | None = None,
-    best: Found | None = None,
-) -> tuple[Found | None, float]:
+    best: EvaluatedLayout | None = None,
+) -> tuple[EvaluatedLayout | None, float]:
     """A layout with little memory, and bytes that no layout goes below.
 
     One variable more counts what the rows may hold, in steps from what they hold at least to what is
@@ -92,7 +94,7 @@ def leanest(
             low = float(levels[level - 1])
         evaluation = search.evaluate(tuple(choices))
         if best is None or evaluation.memory.peak < best.peak:
-            best = Found(search.mesh, *search.extraction.read(choices), evaluation, solution)
+            best = EvaluatedLayout(search.mesh, *search.extraction.read(choices), evaluation, solution)
         go_on(solution)
         high = float(best.peak)
         if high <= low * (1 + CLOSE):
@@ -114,9 +116,9 @@ def _levelled(search: SubproblemSearch, levels: np.ndarray) -> Problem:
 
 def least_memory(
     search: SubproblemSearch, below: float = math.inf, clock: Clock = UNLIMITED
-) -> tuple[list[Found], float]:
+) -> tuple[list[EvaluatedLayout], float]:
     """Layouts that hold less than `below` bytes, the last one least, and bytes that none goes below."""
-    found: list[Found] = []
+    found: list[EvaluatedLayout] = []
     if math.isfinite(below):
         outcome = search.fastest(below - 1, clock=clock)
         if outcome.found is None and outcome.proven:
@@ -164,7 +166,7 @@ def _legal(term: Term) -> Term:
     return Term(term.scope, np.where(np.isinf(term.table), term.table, 0.0), term.name)
 
 
-def too_much(leanest: Found, limit: float, low: float) -> str:
+def too_much(leanest: EvaluatedLayout, limit: float, low: float) -> str:
     """What a layout needs beyond a limit that nothing fits into; `low`: bytes that are proven needed."""
     held = ", ".join(f"{h.what} ({size_text(h.bytes)})" for h in leanest.evaluation.memory.holdings[:3])
     sure = f"; it is proven that none needs less than {size_text(low)}" if low < leanest.peak else ""

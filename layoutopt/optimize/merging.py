@@ -11,13 +11,13 @@ from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 
-Shape = tuple[int, ...]
+AxisLengths = tuple[int, ...]
 
 
 def merged(
     mesh: Mesh,
     layout: Layout,
-    meshes: Mapping[Shape, Mesh],
+    meshes: Mapping[AxisLengths, Mesh],
     evaluate: Callable[[Mesh, Layout], Evaluation],
 ) -> tuple[Mesh, Layout]:
     """The same splits on a mesh of fewer axes that is as fast and as lean; the given one if there is none.

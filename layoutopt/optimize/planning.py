@@ -20,7 +20,7 @@ from costmodels.network.topology import place
 from costmodels.repeated import near_sizes, repeated
 from layoutopt.details.of_machine import errors_known
 from layoutopt.evaluator import Evaluation
-from layoutopt.optimize.agreement import Tables, compared, summed
+from layoutopt.optimize.agreement import TableAgreement, compared, summed
 from layoutopt.optimize.alternatives import (
     Alternatives,
     Shapes,
@@ -31,8 +31,8 @@ from layoutopt.optimize.alternatives import (
 )
 from layoutopt.optimize.baselines import axis_names
 from layoutopt.optimize.request import BESIDE, BESIDE_SHARE, EXACT, PLANNED, Request, left_whole, space_of
-from layoutopt.optimize.search import Search
-from layoutopt.optimize.subproblem import Found
+from layoutopt.optimize.search import LayoutSearch
+from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.build import Plan, axes_of, decided, model_info
 from layoutopt.plan.schema import INFEASIBLE, PlanFile, SolverInfo
@@ -52,10 +52,10 @@ REPEATED_SHARE = 0.1
 
 def make_plan(
     request: Request,
-    best: Found,
+    best: EvaluatedLayout,
     subproblem: Subproblem,
-    others: Sequence[Found],
-    frontier: Sequence[Found],
+    others: Sequence[EvaluatedLayout],
+    frontier: Sequence[EvaluatedLayout],
     bound: float,
     proven: bool,
     considered: int,
@@ -137,7 +137,7 @@ def make_plan(
     return plan.with_details(parallelism=trade_names(request.model, plan.mesh, plan.layout, data))
 
 
-def nearest_plan(request: Request, search: Search, searched_mesh: bool) -> Plan | None:
+def nearest_plan(request: Request, search: LayoutSearch, searched_mesh: bool) -> Plan | None:
     """The plan that needs least memory, of a search that proved that none fits; None if none is known."""
     if search.nearest is None:
         return None
@@ -178,9 +178,15 @@ class _Proof:
 
     proven: bool
     share: float = 0.0
-    tables: Tables | None = None
+    tables: TableAgreement | None = None
 
-    def look(self, request: Request, best: Found, subproblem: Subproblem, others: Sequence[Found]) -> None:
+    def look(
+        self,
+        request: Request,
+        best: EvaluatedLayout,
+        subproblem: Subproblem,
+        others: Sequence[EvaluatedLayout],
+    ) -> None:
         """Finds it out; `others`: layouts on the same mesh, to compare."""
         if not self.proven or request.late:
             self.share = share_bound(request, best.mesh)
@@ -193,7 +199,7 @@ class _Proof:
 
 
 def _solver(
-    request: Request, best: Found, proof: _Proof, bound: float, considered: int, seconds: float
+    request: Request, best: EvaluatedLayout, proof: _Proof, bound: float, considered: int, seconds: float
 ) -> SolverInfo:
     memory, tables, proven = request.objective == "memory", proof.tables, proof.proven
     value, searched = float(best.peak) if memory else best.seconds, bound
@@ -217,7 +223,7 @@ def _solver(
     )
 
 
-def _likely(tables: Tables, bound: float, value: float) -> float | None:
+def _likely(tables: TableAgreement, bound: float, value: float) -> float | None:
     """The bound of tables that come to more than the answer's program, if those of no layout come to more by
     a larger share than those that were compared; None where the bound holds without that."""
     return min(bound / (1 + tables.over), value) if tables.dearer and bound > 0 else None

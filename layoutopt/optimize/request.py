@@ -22,7 +22,7 @@ from mesh_tf_core.model import Model
 
 
 @dataclass(frozen=True)
-class Standing:
+class SearchStatus:
     """How far a search is.
 
     Attributes:
@@ -41,7 +41,7 @@ class Standing:
     left: float | None
 
 
-Progress = Callable[[Standing], None]
+OnSearchStatus = Callable[[SearchStatus], None]
 Better = Callable[[str, float, int], None]
 """on_better(layout in words, its seconds, its bytes): the best so far that fits is now another one."""
 OBJECTIVES = ("time", "memory", "pareto")
@@ -75,7 +75,7 @@ class Request:
     allowed: SearchSpace
     top: int
     clock: Clock
-    on_progress: Progress | None
+    on_progress: OnSearchStatus | None
     on_better: Better | None
     explains: bool = True
 

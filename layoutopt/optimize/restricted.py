@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from layoutopt.formulation.extract import Draft, legal_problem
 from layoutopt.optimize import least_memory
 from layoutopt.optimize.baselines import Plans
-from layoutopt.optimize.fixing import Weights, faster, fill
+from layoutopt.optimize.fixing import ClusterWeights, faster, fill
 from layoutopt.optimize.request import EXACT, Request
-from layoutopt.optimize.subproblem import Found, SubproblemSearch
+from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.problem import Solution, Status
 from layoutopt.space.decisions import Decisions
@@ -45,7 +45,7 @@ HEAVY = 12
 
 
 @dataclass
-class Answer:
+class StrategyAnswer:
     """The best of some plans.
 
     Attributes:
@@ -54,7 +54,7 @@ class Answer:
       far: all take `FAR` times the seconds of the best layout; more microbatches were not looked at.
     """
 
-    found: Found | None = None
+    found: EvaluatedLayout | None = None
     proven: bool = True
     far: bool = False
 
@@ -70,12 +70,12 @@ class BestPlans:
         self.request, self.seconds = request, seconds
         parts = numbers(request.model, request.allowed.microbatches)
         self.parts = parts[::-1] if request.objective == "memory" else parts
-        self._weights: dict[int, Weights] = {}
+        self._weights: dict[int, ClusterWeights] = {}
 
-    def of(self, plans: Sequence[Plans]) -> Answer:
+    def of(self, plans: Sequence[Plans]) -> StrategyAnswer:
         """The fastest that fits, of the first plans where others are as fast; a lean one where the least
         memory is asked for."""
-        search = _Search(self.request, self.seconds, self._weights)
+        search = _StrategySearch(self.request, self.seconds, self._weights)
         plans, far = search.ordered(plans, self.parts[0]), False
         for number in self.parts:
             for each in plans:
@@ -88,20 +88,20 @@ class BestPlans:
             search.enough = NEAR * self.seconds
         if not search.best:
             search.squeeze(plans, self.parts)
-        return Answer(search.best or search.over, search.proven, far)
+        return StrategyAnswer(search.best or search.over, search.proven, far)
 
-    def with_options(self, plans: Plans) -> Answer:
+    def with_options(self, plans: Plans) -> StrategyAnswer:
         """One of some plans that differ in their options alone: the fastest storage, with nothing recomputed
         if that fits, else everything; the fewest microbatches that fit."""
-        search = _Search(self.request, self.seconds, self._weights)
+        search = _StrategySearch(self.request, self.seconds, self._weights)
         for number in self.parts:
             decided = plans.decided(self.request.allowed, number)
             if decided is not None and not search.best and not self.request.late:
                 search.choose_options(Subproblem(plans.mesh, decided))
-        return Answer(search.best or search.over, not self.request.late)
+        return StrategyAnswer(search.best or search.over, not self.request.late)
 
 
-class _Search:
+class _StrategySearch:
     """What is known of some plans.
 
     Attributes:
@@ -112,11 +112,11 @@ class _Search:
       weights: of clusters, for `faster`, by the number of microbatches.
     """
 
-    def __init__(self, request: Request, seconds: float, weights: dict[int, Weights]) -> None:
+    def __init__(self, request: Request, seconds: float, weights: dict[int, ClusterWeights]) -> None:
         self.request, self.memory, self.weights = request, request.objective == "memory", weights
         self.seconds, self.far, self.enough = seconds, FAR * seconds, FAR * seconds
-        self.best: Found | None = None
-        self.over: Found | None = None
+        self.best: EvaluatedLayout | None = None
+        self.over: EvaluatedLayout | None = None
         self.proven = True
         self.least: dict[int, float] = {}
 
@@ -192,7 +192,7 @@ class _Search:
         if self.request.evaluator.prices(plans.mesh).pieces_cost_more:
             self.least[id(plans)] = bound
 
-    def _ask(self, subproblem: Subproblem) -> tuple[float, Found | None]:
+    def _ask(self, subproblem: Subproblem) -> tuple[float, EvaluatedLayout | None]:
         """Seconds that nothing here takes less than, and the best here, or the fastest though it is too
         large."""
         request, upper = self.request, self.upper
@@ -243,7 +243,7 @@ class _Search:
                 found = min(filter(None, cases), key=lambda f: f.peak, default=None)
             self._keep(found)
 
-    def _keep(self, found: Found | None) -> None:
+    def _keep(self, found: EvaluatedLayout | None) -> None:
         if found is None:
             return
         if found.peak > self.request.limit:
@@ -254,7 +254,7 @@ class _Search:
             self.best = min(self.best or found, found, key=lambda f: f.seconds)
 
 
-def _split(found: Found, plans: Plans) -> bool:
+def _split(found: EvaluatedLayout, plans: Plans) -> bool:
     return not plans.split or any(found.layout.axes(n) for n in plans.split)
 
 
@@ -266,7 +266,7 @@ def _cases(decided: Decisions, plans: Plans) -> Iterator[Decisions]:
             yield decided.within({name: some})
 
 
-def lean(request: Request, subproblem: Subproblem) -> Found | None:
+def lean(request: Request, subproblem: Subproblem) -> EvaluatedLayout | None:
     """A layout with little memory, without tables of seconds."""
     evaluator, (mesh, decided) = request.evaluator, (subproblem.mesh, subproblem.decided)
     if not set(decided.free) & set(decided.of(Split)):
@@ -277,7 +277,7 @@ def lean(request: Request, subproblem: Subproblem) -> Found | None:
             if evaluation.beyond_hosts is not None:
                 return None
             solution = Solution(Status.FEASIBLE, (), evaluation.memory.peak, 0.0, 0.0, "by name")
-            return Found(mesh, layout, options, evaluation, solution)
+            return EvaluatedLayout(mesh, layout, options, evaluation, solution)
         return None
     known = legal_problem(evaluator.model, mesh, decided, evaluator.prices(mesh))
     search = SubproblemSearch(evaluator.model, mesh, decided, evaluator.hardware, known, evaluator)

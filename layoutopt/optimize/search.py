@@ -15,8 +15,8 @@ that have it. Where the hardware's prices say that a piece never costs less than
 tables are not even made, or over fewer options. A calibrated machine may be faster in pieces, so there each
 is looked at whole.
 
-A search can be ended anywhere, by its clock or by Ctrl-C: layouts are kept as they are priced (`pool`), and
-bounds as they rise, so that the best so far and what is proven of it are always known.
+A search can be ended anywhere, by its clock or by Ctrl-C: layouts are kept as they are priced
+(`incumbents`), and bounds as they rise, so that the best so far and what is proven of it are always known.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from dataclasses import dataclass, field, replace
 
 from layoutopt.evaluator import Evaluation
 from layoutopt.formulation.extract import count_layouts
-from layoutopt.optimize.candidates import Candidate, Pieces, compute_at_least
-from layoutopt.optimize.fixing import OptionCosts, Weights, faster, option_costs
+from layoutopt.optimize.candidates import Pieces, SubproblemCandidate, compute_at_least
+from layoutopt.optimize.fixing import ClusterWeights, OptionCosts, faster, option_costs
+from layoutopt.optimize.incumbents import Incumbents
 from layoutopt.optimize.least_memory import leanest, least_memory, too_much
 from layoutopt.optimize.merging import merged
 from layoutopt.optimize.pace import Pace, looked_at
-from layoutopt.optimize.pool import Pool
-from layoutopt.optimize.request import ANSWERED, BESIDE, SEARCHED, Request, Standing, left_whole, space_of
+from layoutopt.optimize.request import ANSWERED, BESIDE, SEARCHED, Request, SearchStatus, left_whole, space_of
 from layoutopt.optimize.restricted import held, lean
-from layoutopt.optimize.subproblem import Found, SubproblemSearch
+from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.units import size_text
 from layoutopt.space.decisions import left_out
@@ -59,7 +59,7 @@ LEAN = 2.0
 
 
 @dataclass
-class Search:
+class LayoutSearch:
     """What is proven about all problems, and the layouts that were found.
 
     Attributes:
@@ -78,9 +78,9 @@ class Search:
 
     request: Request
     renames: bool = False
-    candidates: list[Candidate] = field(default_factory=list)
-    frontier: list[Found] = field(default_factory=list)
-    best: Found | None = None
+    candidates: list[SubproblemCandidate] = field(default_factory=list)
+    frontier: list[EvaluatedLayout] = field(default_factory=list)
+    best: EvaluatedLayout | None = None
     bound: float = math.inf
     proven: bool = True
     stopped: bool = False
@@ -88,20 +88,20 @@ class Search:
     listed: bool = False
     asked: SubproblemSearch | None = None
     none: str = ""
-    nearest: Found | None = None
+    nearest: EvaluatedLayout | None = None
     pace: Pace = field(default_factory=Pace)
     unsplit: dict[str, None] = field(default_factory=dict)
-    weights: Weights = field(default_factory=dict)
+    weights: ClusterWeights = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.pool = Pool(self.request, self.renames)
+        self.incumbents = Incumbents(self.request, self.renames)
 
     @property
     def considered(self) -> int:
         """How many combinations of decisions there are."""
         return sum(count_layouts(candidate.subproblem.decided.options) for candidate in self.candidates)
 
-    def run(self, subproblems: Iterable[Subproblem], keep_best: bool = False) -> Found:
+    def run(self, subproblems: Iterable[Subproblem], keep_best: bool = False) -> EvaluatedLayout:
         """The best layout over all subproblems, or the error that says why there is none.
 
         Args:
@@ -130,14 +130,14 @@ class Search:
         """Sets `best`, or `none`."""
         request = self.request
         for subproblem in subproblems:
-            self.candidates.append(Candidate(subproblem))
-            self.pool.subproblems.append(subproblem)
+            self.candidates.append(SubproblemCandidate(subproblem))
+            self.incumbents.subproblems.append(subproblem)
         self.listed = True
         if request.clock.left is not None:
-            self.pool.price_named(request.clock.part(NAMED_SHARE))
+            self.incumbents.price_named(request.clock.part(NAMED_SHARE))
         if request.objective == "memory":
             self._leanest(request.limit)
-            best = self.pool.best()
+            best = self.incumbents.best()
         else:
             best = self._fastest(request.limit)
         if best is not None and request.objective == "pareto":
@@ -169,7 +169,7 @@ class Search:
         limit, memory = self.request.limit, self.request.objective == "memory"
         with suppress(KeyboardInterrupt):
             self.request.clock.within(STOPPING if self.stopped else ANSWERED, self._last_look)
-        best = self.pool.best()
+        best = self.incumbents.best()
         if best is not None and self.best is None:
             self.best = best
         if not self.listed:
@@ -185,20 +185,20 @@ class Search:
         return held(self.request.model, subproblem.mesh, subproblem.decided)
 
     def _last_look(self) -> None:
-        """What was evaluated and is not in the pool yet; any layout that fits; simpler meshes."""
-        pool = self.pool
+        """Adds evaluated layouts that are no incumbents yet, any layout that fits, and simpler meshes."""
+        incumbents = self.incumbents
         evaluated = self.asked.every_evaluated() if self.asked is not None else ()
-        for found in sorted(evaluated, key=lambda f: (f.peak > self.request.limit, *pool.order(f))):
-            pool.add(found)  # the best first
-        if pool.best() is None:
-            pool.price_named()
+        for found in sorted(evaluated, key=lambda f: (f.peak > self.request.limit, *incumbents.order(f))):
+            incumbents.add(found)  # the best first
+        if incumbents.best() is None:
+            incumbents.price_named()
         if self.request.objective != "memory":
-            pool.beat_named(self.request.limit)
-        self.best = pool.best()
+            incumbents.beat_named(self.request.limit)
+        self.best = incumbents.best()
         if self.best is not None:
             self.best = self.simpler(self.best)
 
-    def simpler(self, best: Found) -> Found:
+    def simpler(self, best: EvaluatedLayout) -> EvaluatedLayout:
         """As good on a mesh with fewer axes, if the shape was searched."""
         if not self.renames or any(isinstance(s, Stage) for s in best.options.storage.values()):
             return best  # what names axes by themselves stays on them
@@ -218,38 +218,38 @@ class Search:
 
     # -- the fastest -----------------------------------------------------------------------------------------
 
-    def _fastest(self, limit: float) -> Found | None:
+    def _fastest(self, limit: float) -> EvaluatedLayout | None:
         """The fastest layout that holds at most `limit` bytes; sets `bound` and `proven`."""
-        request, pool = self.request, self.pool
+        request, incumbents = self.request, self.incumbents
         if len(self.candidates) > 1 or request.clock.limit is not None:
             compute_at_least(self.candidates, request.evaluator)
         order = sorted(self.candidates, key=lambda p: p.rank)
-        if request.clock.limit is not None and not pool.fitting(limit):
+        if request.clock.limit is not None and not incumbents.fitting(limit):
             order = [*self.candidates[-1:], *order]  # what fits most likely, to have something early
         fixes = request.objective == "time"
-        if fixes and order and not pool.fitting(limit):
-            pool.price_on(order[0].subproblem)
+        if fixes and order and not incumbents.fitting(limit):
+            incumbents.price_on(order[0].subproblem)
         for candidate in order:
             self.pace.begin()
-            best = pool.seconds(limit)
+            best = incumbents.seconds(limit)
             candidate.bound = max(candidate.bound, self.pieces.bound(candidate.subproblem))
             if candidate.promises(best, limit):
                 candidate.low = max(candidate.low, self._held(candidate.subproblem))
             if candidate.promises(best, limit) and not request.late:
                 self._tell(candidate, candidate.bound)
                 search = self._fixed(candidate, limit) if fixes else self.opened(candidate)
-                best = pool.seconds(limit)
+                best = incumbents.seconds(limit)
                 if search is not None and candidate.promises(best, limit):
                     self._ask(candidate, search, limit, best)
             self.pace.end()
-        if any(candidate.promises(pool.seconds(limit), limit) for candidate in self.candidates):
+        if any(candidate.promises(incumbents.seconds(limit), limit) for candidate in self.candidates):
             self.proven = False
-            pool.beat_named(limit)
+            incumbents.beat_named(limit)
         bounds = [candidate.bound for candidate in self.candidates if candidate.low <= limit]
-        self.bound = min([self.bound, pool.seconds(limit), *bounds])
-        return pool.fastest(limit)
+        self.bound = min([self.bound, incumbents.seconds(limit), *bounds])
+        return incumbents.fastest(limit)
 
-    def opened(self, candidate: Candidate) -> SubproblemSearch:
+    def opened(self, candidate: SubproblemCandidate) -> SubproblemSearch:
         """The whole problem of a candidate."""
         if candidate.search is None:
             subproblem, request = candidate.subproblem, self.request
@@ -264,17 +264,19 @@ class Search:
             self._bounded(candidate, candidate.search.relaxed(request.clock))
         return candidate.search
 
-    def _bounded(self, candidate: Candidate, seconds: float, costs: OptionCosts | None = None) -> None:
+    def _bounded(
+        self, candidate: SubproblemCandidate, seconds: float, costs: OptionCosts | None = None
+    ) -> None:
         """No layout of a candidate takes less, whatever memory it takes; `costs`: with each option."""
         candidate.bound = max(candidate.bound, seconds)
         if self.request.evaluator.prices(candidate.subproblem.mesh).pieces_cost_more:
             self.pieces.keep(candidate.subproblem, seconds, costs)
 
-    def _fixed(self, candidate: Candidate, limit: float) -> SubproblemSearch | None:
+    def _fixed(self, candidate: SubproblemCandidate, limit: float) -> SubproblemSearch | None:
         """A candidate without what cannot be in anything faster than the best so far; None if nothing is, or
         if there was no time."""
-        subproblem, request, pool = candidate.subproblem, self.request, self.pool
-        upper = pool.seconds(limit)
+        subproblem, request, incumbents = candidate.subproblem, self.request, self.incumbents
+        upper = incumbents.seconds(limit)
         narrow = self.pieces.narrowed(subproblem, upper)
         if narrow is None:
             self._bounded(candidate, upper)
@@ -284,12 +286,12 @@ class Search:
 
         def propose(layout: Layout, options: Options) -> float:
             nonlocal fits
-            if fits or not math.isfinite(pool.seconds(limit)):
-                found = pool.offer(subproblem.mesh, layout, options)
+            if fits or not math.isfinite(incumbents.seconds(limit)):
+                found = incumbents.offer(subproblem.mesh, layout, options)
                 fits = found is None or found.peak <= limit  # else what is faster does not either, mostly
-                if found is not None and not fits and LEAN * found.seconds < pool.seconds(limit):
-                    pool.offer(subproblem.mesh, layout, subproblem.decided.leanest)
-            return pool.seconds(limit)
+                if found is not None and not fits and LEAN * found.seconds < incumbents.seconds(limit):
+                    incumbents.offer(subproblem.mesh, layout, subproblem.decided.leanest)
+            return incumbents.seconds(limit)
 
         def heard(bound: float, part: float) -> None:
             self._bounded(candidate, min(bound, upper))
@@ -298,28 +300,30 @@ class Search:
         bound, search = faster(
             request.evaluator, narrow, upper, propose, request.clock, weights=self.weights, heard=heard
         )
-        known = pool.seconds(limit)
+        known = incumbents.seconds(limit)
         costs = None if search is None else option_costs(search, subproblem.decided, known)
         self._bounded(candidate, min(bound, upper), costs)
         if search is not None:
             self.unsplit.update(dict.fromkeys(search.extraction.unsplit))
         return search
 
-    def _ask(self, candidate: Candidate, search: SubproblemSearch, limit: float, best: float) -> None:
+    def _ask(
+        self, candidate: SubproblemCandidate, search: SubproblemSearch, limit: float, best: float
+    ) -> None:
         """Looks in one candidate for something faster than the best so far."""
         upper, self.asked = best if math.isfinite(best) else None, search
         outcome = search.fastest(
             limit, upper, self.request.clock, lambda _, bound: self._tell(candidate, min(bound, best))
         )
         if outcome.found is not None:
-            self.pool.add(outcome.found)
+            self.incumbents.add(outcome.found)
             if outcome.found.solution.stopped:
                 raise KeyboardInterrupt
             candidate.answer = outcome.found if outcome.proven else None
         # Without an answer it is proven that nothing here is faster than the best.
         candidate.bound = max(candidate.bound, min(outcome.bound, best))
 
-    def _tell(self, candidate: Candidate, bound: float, part: float = 0.0) -> None:
+    def _tell(self, candidate: SubproblemCandidate, bound: float, part: float = 0.0) -> None:
         """Tells how far the whole search is.
 
         Args:
@@ -329,8 +333,8 @@ class Search:
         request = self.request
         if request.on_progress is None:
             return
-        known, count = self.pool.best(), len(self.candidates)
-        best = math.inf if known is None else self.pool.order(known)[0]
+        known, count = self.incumbents.best(), len(self.candidates)
+        best = math.inf if known is None else self.incumbents.order(known)[0]
         others = [c for c in self.candidates if c is not candidate]
         if request.objective == "memory":
             others, bound = others[len(self.pace.spent) :], candidate.low
@@ -341,15 +345,15 @@ class Search:
         left = self.pace.left(part, len(others), request.clock.left)
         looked = looked_at(candidate.subproblem, self.renames, len(self.frontier))
         low = self.bound if self.frontier else min([bound, *bounds])
-        request.on_progress(Standing(looked, count - len(others), count, best, min(low, best), left))
+        request.on_progress(SearchStatus(looked, count - len(others), count, best, min(low, best), left))
 
-    def subproblem_of(self, found: Found) -> Subproblem:
+    def subproblem_of(self, found: EvaluatedLayout) -> Subproblem:
         """What is decided where a layout was found."""
-        return self.pool.subproblem_of(found)
+        return self.incumbents.subproblem_of(found)
 
     # -- time against memory ---------------------------------------------------------------------------------
 
-    def _trade(self, found: Found) -> Found:
+    def _trade(self, found: EvaluatedLayout) -> EvaluatedLayout:
         """The frontier: the fastest within less than what the last one holds, and so on; its first point."""
         bound, self.frontier = self.bound, [found]
         while len(self.frontier) < MOST_POINTS and not self.request.late:
@@ -367,20 +371,20 @@ class Search:
 
     def _leanest(self, limit: float) -> None:
         """The least peak within `limit`, and what is fastest there; `bound` is in bytes."""
-        pool, clock = self.pool, self.request.clock
+        incumbents, clock = self.incumbents, self.request.clock
         for candidate in sorted(self.candidates, key=lambda p: -p.subproblem.microbatches):
             if self.request.late:
                 break
             self.pace.begin()
             self._tell(candidate, candidate.low)
-            below = min((f.peak for f in pool.found), default=math.inf)
+            below = min((f.peak for f in incumbents.found), default=math.inf)
             self.asked = self.opened(candidate)
             found, low = least_memory(self.asked, min(below, limit + 1), clock)
             candidate.low = max(low, self._held(candidate.subproblem))
             for each in found:
-                pool.add(each)
+                incumbents.add(each)
             self.pace.end()
-        least = min((f.peak for f in pool.fitting(limit)), default=math.inf)
+        least = min((f.peak for f in incumbents.fitting(limit)), default=math.inf)
         low = min((candidate.low for candidate in self.candidates), default=math.inf)
         if math.isfinite(least):
             self._fastest(least)
@@ -389,7 +393,7 @@ class Search:
 
     def _needed(self) -> str:
         """The least memory that a layout needs, what of it is proven, and what fills it."""
-        request, known = self.request, [*self.pool.found]
+        request, known = self.request, [*self.incumbents.found]
 
         def look() -> None:
             for candidate in self.candidates:

@@ -56,7 +56,7 @@ whole numbers (tests/layoutopt/test_tables.py)."""
 
 
 @dataclass(frozen=True)
-class Found:
+class EvaluatedLayout:
     """A layout with the evaluator's price and the solver's claim."""
 
     mesh: Mesh
@@ -75,7 +75,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SubproblemOutcome:
     """What one question about a mesh came to.
 
     Attributes:
@@ -84,7 +84,7 @@ class Outcome:
       proven: `found` is the best, or its absence is certain.
     """
 
-    found: Found | None
+    found: EvaluatedLayout | None
     bound: float
     proven: bool
 
@@ -122,12 +122,12 @@ class SubproblemSearch:
             self.evaluations[choices] = self._evaluator(self.mesh, *self.extraction.read(choices))
         return self.evaluations[choices]
 
-    def every_evaluated(self) -> Iterator[Found]:
+    def every_evaluated(self) -> Iterator[EvaluatedLayout]:
         """All layouts that were evaluated so far."""
         for choices, evaluation in self.evaluations.items():
             seconds = evaluation.cost.step_seconds
             solution = Solution(Status.FEASIBLE, choices, seconds, -math.inf, 0.0, "stopped")
-            yield Found(self.mesh, *self.extraction.read(choices), evaluation, solution)
+            yield EvaluatedLayout(self.mesh, *self.extraction.read(choices), evaluation, solution)
 
     @cached_property
     def eliminated(self) -> Elimination:
@@ -156,7 +156,9 @@ class SubproblemSearch:
         rows = (replace(row, limit=limit) for row in self.rows)
         return replace(self.extraction.problem, rows=(*self.extraction.problem.rows, *rows))
 
-    def _roomy(self, limit: float, listener: Listener | None, pinned: Mapping[str, Choice]) -> Outcome | None:
+    def _roomy(
+        self, limit: float, listener: Listener | None, pinned: Mapping[str, Choice]
+    ) -> SubproblemOutcome | None:
         """The fastest layout whatever memory it takes, if it fits: then no solver is needed."""
         problem = self.pinned(self.extraction.problem, pinned)
         eliminated = eliminate(problem) if pinned else self.eliminated
@@ -178,7 +180,9 @@ class SubproblemSearch:
             listener(evaluation.cost.step_seconds, bound)
         solution = Solution(Status.OPTIMAL, choices, bound, bound, 0.0, "elimination")
         layout, options = self.extraction.read(choices)
-        return Outcome(Found(self.mesh, layout, options, evaluation, solution), bound, True)
+        return SubproblemOutcome(
+            EvaluatedLayout(self.mesh, layout, options, evaluation, solution), bound, True
+        )
 
     def refused(self, choices: tuple[int, ...]) -> bool:
         """Whether the hosts have no room for what they are to keep, or their link no time to move it."""
@@ -197,7 +201,7 @@ class SubproblemSearch:
         excluded: tuple[tuple[int, ...], ...] = (),
         pinned: Mapping[str, Choice] | None = None,
         tries: int | None = None,
-    ) -> Outcome:
+    ) -> SubproblemOutcome:
         """The fastest layout whose exact peak is at most `limit` bytes and that takes at most `upper`
         seconds.
 
@@ -224,7 +228,7 @@ class SubproblemSearch:
         excluded: tuple[tuple[int, ...], ...],
         pinned: Mapping[str, Choice] | None,
         most: int | None,
-    ) -> Outcome:
+    ) -> SubproblemOutcome:
         if not excluded and (found := self._roomy(limit, listener, pinned or {})) is not None:
             return found
         bound, share, tries, attempt = 0.0, 1.0, most or self._tries(), 0
@@ -245,19 +249,21 @@ class SubproblemSearch:
             if solution.choices is None:
                 go_on(solution)
                 proven = exact and solution.status is Status.INFEASIBLE
-                return Outcome(None, math.inf if proven else bound, proven)
+                return SubproblemOutcome(None, math.inf if proven else bound, proven)
             choices = canonical(problem, self.extraction, solution.choices)
             evaluation = self.evaluate(choices)
             if evaluation.memory.peak <= limit:
                 layout, options = self.extraction.read(choices)
-                best = Found(self.mesh, layout, options, evaluation, replace(solution, choices=choices))
-                return Outcome(best, bound, exact and solution.status is Status.OPTIMAL)
+                best = EvaluatedLayout(
+                    self.mesh, layout, options, evaluation, replace(solution, choices=choices)
+                )
+                return SubproblemOutcome(best, bound, exact and solution.status is Status.OPTIMAL)
             go_on(solution)
             counted = max(row.use(choices) for row in self.rows)
             share = min(share, counted / evaluation.memory.peak)
             other = self.learn(choices)
             attempt += not (exact and other and most is None)  # there are few sets of loops
-        return Outcome(None, bound, False)
+        return SubproblemOutcome(None, bound, False)
 
     def _tries(self) -> int:
         cells = sum(int(listed(term).size) for term in self.extraction.problem.terms)

@@ -15,7 +15,7 @@ from layoutopt.plan.build import Plan, axes_of, decided
 from layoutopt.plan.decided import Decided
 from layoutopt.plan.schema import Alternative, PlanFile, Refinement, Renaming, SolverInfo
 from layoutopt.plan.units import seconds_text, share_text, some
-from layoutopt.refine.improve import Search
+from layoutopt.refine.improve import RefineSearch
 from layoutopt.refine.places import regions
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.tracing.graph import Graph
@@ -39,7 +39,7 @@ def refined(plan: Plan, request: Request, keep_best: bool = False) -> Plan:
     stopped, limit = plan.stopped, request.clock.left
     clock = Clock(LONGEST if limit is None else min(LONGEST, limit))
     prices = pricer(request.hardware, plan.mesh)
-    search = Search(
+    search = RefineSearch(
         request.model,
         plan.mesh,
         plan.options,
@@ -76,7 +76,7 @@ def _tell(request: Request, seconds: float, peak: int) -> None:
 def _data(
     plan: Plan,
     request: Request,
-    search: Search,
+    search: RefineSearch,
     layout: Layout,
     found: Evaluation,
     priced: int,

@@ -22,7 +22,7 @@ import pytest
 from rich.console import Console
 from typer.testing import Result
 
-from layoutopt.api import Standing
+from layoutopt.api import SearchStatus
 from layoutopt.cli.completion import complete_setting
 from layoutopt.cli.plan_tables import frontier_table
 from layoutopt.cli.progress import Bounds, Steps, bounds_text
@@ -183,8 +183,8 @@ def test_a_search_says_how_far_it_is() -> None:
     shown: list[str] = []
     bounds = Bounds(Terminal(), "searching mlp", seconds_text)
     bounds.progress.update = lambda task, description: shown.append(description)  # type: ignore[method-assign]
-    bounds.show(Standing("mesh 4x2 in 2 microbatches", 3, 12, 0.004, 0.003, 61.2))
-    bounds.show(Standing("mesh 8", 1, 12, math.inf, 0.0, None))
+    bounds.show(SearchStatus("mesh 4x2 in 2 microbatches", 3, 12, 0.004, 0.003, 61.2))
+    bounds.show(SearchStatus("mesh 8", 1, 12, math.inf, 0.0, None))
     assert shown == [
         "searching mlp, mesh 4x2 in 2 microbatches (3 of 12): best 4.00 ms, bound 3.00 ms, gap 25.00%, "
         "about 1 min 01 s left",

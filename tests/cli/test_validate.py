@@ -13,14 +13,16 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
-from layoutopt.analysis.validation import Row, sample_layouts, summary
+from layoutopt.analysis.validation import ValidationRow, sample_layouts, summary
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.validate import _show
 from layoutopt.models.loading import load_model
 
 
-def rows(*pairs: tuple[float, float]) -> list[Row]:
-    return [Row(f"layout {n}", predicted, measured) for n, (predicted, measured) in enumerate(pairs)]
+def rows(*pairs: tuple[float, float]) -> list[ValidationRow]:
+    return [
+        ValidationRow(f"layout {n}", predicted, measured) for n, (predicted, measured) in enumerate(pairs)
+    ]
 
 
 def test_a_perfect_model() -> None:
@@ -77,7 +79,7 @@ def test_the_json_is_the_contracts(result: Callable[..., dict[str, Any]], tmp_pa
 
 
 def test_a_machine_that_is_not_calibrated_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
-    found = summary([Row("", 3.0, 1.0), Row("batch:data", 4.0, 2.0)])
+    found = summary([ValidationRow("", 3.0, 1.0), ValidationRow("batch:data", 4.0, 2.0)])
     named = {
         **found,
         "rows": [{**row, "name": "random"} for row in found["rows"]],

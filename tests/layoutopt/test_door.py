@@ -14,7 +14,7 @@ import reports
 from costmodels.hardware import load_hardware, machine_of, preset_content, write_profile
 from costmodels.hardware.profiles import made_profiles_directory
 from examples.mlp import model as mlp
-from layoutopt.analysis.verify import Compiled, Moved, Verified
+from layoutopt.analysis.verify import CollectiveComparison, CompilerResult, Verified
 from layoutopt.door import Validated
 from layoutopt.plan.build import Plan
 from layoutopt.plan.evidence import Validation
@@ -42,8 +42,11 @@ def plan(model: mtf.Model) -> Plan:
 
 
 def test_what_the_compiler_made_has_a_frame() -> None:
-    moved = (Moved("sum", 4, 2, 800, 1, 804), Moved("all_gather", 2, 1, 100, 1, 300))
-    made = Compiled((), 1 << 20, 1 << 21, 0.002, 0, 0, 1.0, "")
+    moved = (
+        CollectiveComparison("sum", 4, 2, 800, 1, 804),
+        CollectiveComparison("all_gather", 2, 1, 100, 1, 300),
+    )
+    made = CompilerResult((), 1 << 20, 1 << 21, 0.002, 0, 0, 1.0, "")
     found = Verified("v5e:2x2", 0.001, (), made, None, moved)
     assert found.to_frame()["ratio"].tolist() == [1.005, 3.0]
     assert found.to_frame()["family"].tolist() == ["sum", "all_gather"]

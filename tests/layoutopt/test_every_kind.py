@@ -12,7 +12,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from layoutopt.optimize.restricted import held
-from layoutopt.optimize.search import Search
+from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.decisions import KINDS, SearchSpace, decisions, left_out
 from layoutopt.space.kind import Decision, Target
@@ -73,9 +73,9 @@ def least_memory(question: Whole, least: int) -> Counter[str]:
     return Counter({"least memory": 1})
 
 
-def answer(question: Whole, limit: float, objective: str) -> Search | None:
+def answer(question: Whole, limit: float, objective: str) -> LayoutSearch | None:
     """A search that is done; None if it is proven that there is no answer."""
-    its = Search(question.request(limit, objective))
+    its = LayoutSearch(question.request(limit, objective))
     with suppress(mtf.InfeasibleError):
         its.run(question.problems)
         return its

@@ -12,7 +12,7 @@ from examples.transformer_lm import model as transformer
 from layoutopt import Plan, search
 from layoutopt.optimize.least_memory import leanest, least_memory
 from layoutopt.optimize.request import Request
-from layoutopt.optimize.subproblem import Outcome, SubproblemSearch
+from layoutopt.optimize.subproblem import SubproblemOutcome, SubproblemSearch
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.decisions import SearchSpace
 from tests.layoutopt.models import (
@@ -99,7 +99,9 @@ def test_the_steps_of_memory_enclose_the_least_peak(seed: int) -> None:
 
 def test_what_is_not_proven_of_less_memory_is_still_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layout that is known beforehand does not end the search for a leaner one."""
-    monkeypatch.setattr(SubproblemSearch, "fastest", lambda self, limit, **_: Outcome(None, 0.0, False))
+    monkeypatch.setattr(
+        SubproblemSearch, "fastest", lambda self, limit, **_: SubproblemOutcome(None, 0.0, False)
+    )
     model, hardware = EXAMPLES["mlp"](), load_hardware("tpu-v3")
     (space, *_) = subproblems(
         model, [mtf.Mesh("x:4")], SearchSpace(storage=("layout",), recompute=(False,), microbatches=(1,))

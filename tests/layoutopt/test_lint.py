@@ -6,7 +6,7 @@ import pytest
 
 from costmodels.hardware import load_hardware
 from costmodels.pricing.lines import Cost
-from layoutopt.analysis.lint import Finding, lint, slower
+from layoutopt.analysis.lint import LikelyMistake, lint, slower
 from layoutopt.evaluator import evaluate
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -18,7 +18,7 @@ WIDE = {**SMALL, "d_model": 128, "d_kv": 32, "d_ff": 512, "vocab": 512, "length"
 PLAIN = Options()
 
 
-def findings(layout: str, mesh: str = "data:2;model:4", **hparams: object) -> list[Finding]:
+def findings(layout: str, mesh: str = "data:2;model:4", **hparams: object) -> list[LikelyMistake]:
     model, hardware = transformer(**{**WIDE, **hparams}), load_hardware("tpu-v3")
     return lint(model, evaluate(model, Mesh(mesh), Layout(layout), hardware, PLAIN), hardware, PLAIN)
 

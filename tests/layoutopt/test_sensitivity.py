@@ -10,7 +10,13 @@ import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from layoutopt import search
 from layoutopt.analysis.explain import forbidden, with_pins
-from layoutopt.analysis.sensitivity import Curve, Trial, as_details, robustness, sensitivity
+from layoutopt.analysis.sensitivity import (
+    SensitivityCurve,
+    SensitivityTrial,
+    as_details,
+    robustness,
+    sensitivity,
+)
 from layoutopt.clock import Clock
 from layoutopt.plan.build import Plan
 from layoutopt.space.decisions import SearchSpace
@@ -35,7 +41,7 @@ def plan(model: mtf.Model, hardware: Hardware) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def curves(model: mtf.Model, plan: Plan, hardware: Hardware) -> dict[str, Curve]:
+def curves(model: mtf.Model, plan: Plan, hardware: Hardware) -> dict[str, SensitivityCurve]:
     limit = 1.1 * plan.predicted.peak_memory_bytes
     return {c.factor: c for c in sensitivity(model, plan, hardware, limit, ASKED)}
 
@@ -48,33 +54,35 @@ def test_all_asks_of_no_pipeline_that_the_plan_has_not(plan: Plan) -> None:
     assert "pipeline" in forbidden(staged, asked, ["all"])
 
 
-def test_every_factor_has_its_curve_through_the_plan(curves: dict[str, Curve], plan: Plan) -> None:
+def test_every_factor_has_its_curve_through_the_plan(curves: dict[str, SensitivityCurve], plan: Plan) -> None:
     assert list(curves) == ["bandwidth", "memory", "devices"]
     for curve in curves.values():
         assert curve.trials[1].step_seconds == plan.predicted.step_seconds
     assert [t.value for t in curves["devices"].trials] == [2, 4, 8]
 
 
-def test_more_bandwidth_or_memory_is_never_slower(curves: dict[str, Curve]) -> None:
+def test_more_bandwidth_or_memory_is_never_slower(curves: dict[str, SensitivityCurve]) -> None:
     for name in ("bandwidth", "memory"):
         found = [t.step_seconds for t in curves[name].trials if t.step_seconds is not None]
         assert found == sorted(found, reverse=True)
 
 
-def test_half_the_memory_is_proven_too_little_or_slower(curves: dict[str, Curve], plan: Plan) -> None:
+def test_half_the_memory_is_proven_too_little_or_slower(
+    curves: dict[str, SensitivityCurve], plan: Plan
+) -> None:
     least = curves["memory"].trials[0]
     assert least.proven
     assert least.step_seconds is None or least.step_seconds >= plan.predicted.step_seconds
 
 
 def test_a_trial_is_what_a_search_finds(
-    curves: dict[str, Curve], model: mtf.Model, plan: Plan, hardware: Hardware
+    curves: dict[str, SensitivityCurve], model: mtf.Model, plan: Plan, hardware: Hardware
 ) -> None:
     found = search(model, devices=8, hardware=hardware, **with_pins(ASKED, None))
     assert curves["devices"].trials[2].step_seconds == pytest.approx(found.predicted.step_seconds, rel=1e-9)
 
 
-def test_details_are_what_reports_read(curves: dict[str, Curve]) -> None:
+def test_details_are_what_reports_read(curves: dict[str, SensitivityCurve]) -> None:
     (found,) = [c for c in as_details(list(curves.values())) if c.factor == "bandwidth"]
     assert [p.value for p in found.points] == [0.5, 1.0, 2.0]
     assert all(p.step_seconds and p.layout for p in found.points)
@@ -103,10 +111,15 @@ def test_what_one_search_found_and_proved_holds_under_the_conditions_that_it_hol
 
 
 def test_a_stopped_search_far_from_its_bound_is_no_result() -> None:
-    far = Trial(2.0, 73.0, False, layout="a:b", bound=1.0)
-    near, nothing = replace(far, step_seconds=1.04), Trial(2.0, None, True)
-    assert not far.settled and near.settled and nothing.settled and not Trial(2.0, None, False).settled
-    (said,) = as_details([Curve("memory", (far, near, nothing))])
+    far = SensitivityTrial(2.0, 73.0, False, layout="a:b", bound=1.0)
+    near, nothing = replace(far, step_seconds=1.04), SensitivityTrial(2.0, None, True)
+    assert (
+        not far.settled
+        and near.settled
+        and nothing.settled
+        and not SensitivityTrial(2.0, None, False).settled
+    )
+    (said,) = as_details([SensitivityCurve("memory", (far, near, nothing))])
     assert [(p.step_seconds, p.layout, p.proven) for p in said.points] == [
         (None, "", False),
         (1.04, "a:b", False),

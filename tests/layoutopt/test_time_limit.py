@@ -14,7 +14,7 @@ import pytest
 
 from costmodels.hardware import load_hardware
 from layoutopt import search
-from layoutopt.api import Standing
+from layoutopt.api import SearchStatus
 from layoutopt.evaluator import ONE_DEVICE as ONE
 from layoutopt.evaluator import evaluate
 from layoutopt.optimize.subproblems import Subproblem, subproblems
@@ -163,7 +163,7 @@ def test_problems_have_an_answer_too(solver: str, place: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("objective", ["time", "memory"])
 def test_progress_is_that_of_the_whole_search(objective: str) -> None:
-    told: list[Standing] = []
+    told: list[SearchStatus] = []
     asked = {**ON, **PLAIN, "mesh": None, "devices": 4}
     plan = search(EXAMPLES["mlp"](), objective=objective, on_progress=told.append, **asked)
     value = plan.solver.objective

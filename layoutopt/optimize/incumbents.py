@@ -14,7 +14,7 @@ from layoutopt.clock import UNLIMITED, Clock
 from layoutopt.optimize.baselines import axis_names, by_name
 from layoutopt.optimize.heuristics import greedy
 from layoutopt.optimize.request import Request
-from layoutopt.optimize.subproblem import Found
+from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem, key_of
 from layoutopt.plan.build import decided
 from layoutopt.problem import Solution, Status
@@ -25,7 +25,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 
 
-class Pool:
+class Incumbents:
     """The layouts of one search.
 
     Args:
@@ -38,15 +38,15 @@ class Pool:
 
     def __init__(self, request: Request, renames: bool) -> None:
         self.request, self.renames = request, renames
-        self.found: list[Found] = []
+        self.found: list[EvaluatedLayout] = []
         self.subproblems: list[Subproblem] = []
 
-    def order(self, found: Found) -> tuple[float, float]:
+    def order(self, found: EvaluatedLayout) -> tuple[float, float]:
         """What is better is less."""
         memory = self.request.objective == "memory"
         return (found.peak, found.seconds) if memory else (found.seconds, found.peak)
 
-    def add(self, found: Found) -> None:
+    def add(self, found: EvaluatedLayout) -> None:
         """Keeps a layout, and tells of it if it is the best so far that fits."""
         request, known = self.request, self.best()
         better = known is None or self.order(found)[0] < self.order(known)[0]
@@ -54,15 +54,15 @@ class Pool:
         if request.on_better and found.peak <= request.limit and better:
             request.on_better(_in_words(found), found.seconds, found.peak)
 
-    def fitting(self, limit: float) -> list[Found]:
+    def fitting(self, limit: float) -> list[EvaluatedLayout]:
         """All that hold at most `limit` bytes."""
         return [f for f in self.found if f.peak <= limit]
 
-    def best(self) -> Found | None:
+    def best(self) -> EvaluatedLayout | None:
         """The best by the objective that fits."""
         return min(self.fitting(self.request.limit), key=self.order, default=None)
 
-    def fastest(self, limit: float) -> Found | None:
+    def fastest(self, limit: float) -> EvaluatedLayout | None:
         """The fastest within a limit."""
         return min(self.fitting(limit), key=lambda f: (f.seconds, f.peak), default=None)
 
@@ -71,12 +71,12 @@ class Pool:
         found = self.fastest(limit)
         return math.inf if found is None else found.seconds
 
-    def subproblem_of(self, found: Found) -> Subproblem:
+    def subproblem_of(self, found: EvaluatedLayout) -> Subproblem:
         """What is decided where a layout was found."""
         own = key_of(self.request.model, found.mesh, found.layout, found.options)
         return next(s for s in self.subproblems if s.key == own)
 
-    def offer(self, mesh: Mesh, layout: Layout, options: Options) -> Found | None:
+    def offer(self, mesh: Mesh, layout: Layout, options: Options) -> EvaluatedLayout | None:
         """Prices a layout; None if it is not one that may be chosen."""
         options = self.request.meeting(options)
         asked = mesh, layout, options
@@ -96,7 +96,7 @@ class Pool:
             return None
         seconds = evaluation.cost.step_seconds
         solution = Solution(Status.FEASIBLE, (), seconds, -math.inf, 0.0, "by name")
-        found = Found(mesh, layout, options, evaluation, solution)
+        found = EvaluatedLayout(mesh, layout, options, evaluation, solution)
         self.add(found)
         return found
 
@@ -136,7 +136,7 @@ class Pool:
     def beat_named(self, limit: float) -> None:
         """Looks at the layouts by name on the mesh of the fastest one, and at the greedy one, that are listed
         beside it: one of them may be faster."""
-        seen: list[Found] = []
+        seen: list[EvaluatedLayout] = []
         while (best := self.fastest(limit)) is not None and best not in seen:
             seen.append(best)
             names = axis_names(best.layout, best.mesh, self.request.model) if self.renames else {}
@@ -152,7 +152,7 @@ class Pool:
                 yield mesh, layout, options
 
 
-def _in_words(found: Found) -> str:
+def _in_words(found: EvaluatedLayout) -> str:
     """A layout and what is decided beside it, in short."""
     layout = f"{str(found.layout) or 'nothing split'} on {found.mesh}"
     return "; ".join(
