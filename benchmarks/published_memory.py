@@ -8,7 +8,7 @@ from benchmarks.published_gpu import MEGATRON, SIZES, VOCAB_GPT, common_run, mes
 from benchmarks.published_megatron import gpt
 from benchmarks.published_rows import lowered, peak, read
 from costmodels import load_hardware
-from costmodels.liveness import Memory, memory
+from costmodels.liveness import MemoryProfile, memory
 
 
 def memory_rows() -> list[dict[str, Any]]:
@@ -49,7 +49,7 @@ def float8_rows() -> list[dict[str, Any]]:
     return found
 
 
-def _activations(held: Memory) -> float:
+def _activations(held: MemoryProfile) -> float:
     """Bytes that the loop over layers saved in forward for backward (weights in half precision lie among the
     parameters)."""
     saved = (h for h in held.holdings if h.origin is not None and "[layers:" in h.what)

@@ -10,7 +10,7 @@ from costmodels.network.collectives import (
     full_bytes,
 )
 from costmodels.network.route import Route
-from costmodels.network.topology import Placement, place
+from costmodels.network.topology import MeshPlacement, place
 
 __all__ = [
     "COLLECTIVES",
@@ -18,7 +18,7 @@ __all__ = [
     "ComputeCost",
     "Hardware",
     "HardwareError",
-    "Placement",
+    "MeshPlacement",
     "Quantity",
     "Route",
     "collective_cost",

@@ -32,7 +32,7 @@ from mesh_tf_core.ir.values import Value
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class MemoryPoint:
     """Memory while one instruction runs.
 
     Attributes:
@@ -58,10 +58,10 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryProfile:
     """The timeline of one step, its peak, and what is held there (largest first)."""
 
-    points: tuple[Point, ...]
+    points: tuple[MemoryPoint, ...]
     peak: int
     at: int
     holdings: tuple[Holding, ...]
@@ -70,7 +70,7 @@ class Memory:
 
 def memory(
     program: Program, fuses: bool = False, kernels: Fused | None = None, tiles: bool = False
-) -> Memory:
+) -> MemoryProfile:
     """Walks the program once; bytes of one device.
 
     Args:
@@ -180,7 +180,7 @@ class _Walk:
         }
         self.resident = sum(self.stored.values())
         self.born: dict[int, Origin] = {}
-        self.points: list[Point] = []
+        self.points: list[MemoryPoint] = []
         self.peak = self.resident
         self.at = 0
         self.held: dict[int, int] = {}
@@ -190,7 +190,7 @@ class _Walk:
         self.copies = self._copies(found.casts)
         self.kept: dict[int, int] = {}
 
-    def run(self) -> Memory:
+    def run(self) -> MemoryProfile:
         for position, instr in enumerate(self.program.code):
             there = (i for i, c in self.copies.items() if c.first <= position <= c.last)
             self.kept = {i: self.copies[i].times * self._size(i) for i in there}
@@ -198,7 +198,7 @@ class _Walk:
         variables = [Holding(f"variable {n}", b, None) for n, b in self.stored.items()]
         values = (Holding(str(self.program.values[i]), b, self.born.get(i), i) for i, b in self.held.items())
         found = sorted([*variables, *values], key=lambda h: -h.bytes)
-        return Memory(
+        return MemoryProfile(
             tuple(self.points), self.peak, self.at, tuple(h for h in found if h.bytes), self.resident
         )
 
@@ -207,7 +207,7 @@ class _Walk:
         over = now.begins(instr, self._size)
         self.born.update((o, instr.origin) for o in instr.outputs if o in now.bytes)
         total = self.resident + sum(self.kept.values()) + now.total - sum(now.bytes[o] for o in over)
-        self.points.append(Point(instr.name, instr.origin, total, depth))
+        self.points.append(MemoryPoint(instr.name, instr.origin, total, depth))
         if total > self.peak or not self.held:
             self.peak, self.at = max(total, self.peak), len(self.points) - 1
             self.held = {i: b for i, b in {**self.kept, **now.bytes}.items() if b and i not in over}

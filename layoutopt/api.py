@@ -16,9 +16,9 @@ from layoutopt.evaluator import check_limit
 from layoutopt.keywords import from_python
 from layoutopt.optimize.k_best import k_best
 from layoutopt.optimize.planning import make_plan, nearest_plan
-from layoutopt.optimize.request import OBJECTIVES, SEARCHED, Better, Progress, Request, Standing
-from layoutopt.optimize.search import Search
-from layoutopt.optimize.subproblem import Found
+from layoutopt.optimize.request import OBJECTIVES, SEARCHED, Better, OnSearchStatus, Request, SearchStatus
+from layoutopt.optimize.search import LayoutSearch
+from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.plan.build import Plan, parse_plan
 from layoutopt.plan.details import Searched
@@ -31,7 +31,7 @@ from mesh_tf_core.errors import InfeasibleError, LimitError, UserError, known_na
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
 
-__all__ = ["AUTO", "OBJECTIVES", "Limits", "Progress", "SearchSpace", "Standing", "search"]
+__all__ = ["AUTO", "OBJECTIVES", "Limits", "OnSearchStatus", "SearchSpace", "SearchStatus", "search"]
 MOST_LISTED = 1000
 """Of the best layouts: each takes a search of its own."""
 
@@ -70,7 +70,7 @@ def search(
     space: SearchSpace | None = None,
     limits: Limits | None = None,
     objective: str = "time",
-    on_progress: Progress | None = None,
+    on_progress: OnSearchStatus | None = None,
     on_better: Better | None = None,
     **asked: Any,
 ) -> Plan:
@@ -128,7 +128,7 @@ def search(
 
     # No function of its own: a plan goes to other processes (pickle) with what completes it.
     full = partial(with_details, model=model, hardware=chosen, limit=int(min(request.limit, LARGEST)))
-    candidates = Search(request, renames=mesh is None)
+    candidates = LayoutSearch(request, renames=mesh is None)
     try:
         best = candidates.run(subproblems(model, shapes, allowed, request.evaluator.near), keep_best)
     except InfeasibleError as error:
@@ -138,7 +138,7 @@ def search(
     best = _waiting(request, best, shapes, keep_best)
     if candidates.stopped:
         clock.hurry()  # the plan has its own time
-    others: list[Found] = []
+    others: list[EvaluatedLayout] = []
 
     def rank() -> None:
         if top > 1 and not request.late:
@@ -179,7 +179,9 @@ def search(
         return Plan(plan().data, True, model, full)
 
 
-def _waiting(request: Request, best: Found, shapes: Sequence[Mesh], keep_best: bool) -> Found:
+def _waiting(
+    request: Request, best: EvaluatedLayout, shapes: Sequence[Mesh], keep_best: bool
+) -> EvaluatedLayout:
     """An answer, or that of tables in which a delay hides nothing, if it is better: those of the search hide
     all that crosses the axis, so where steps are too short for that they do not tell how much there is."""
     by = request.allowed.diloco
@@ -190,7 +192,7 @@ def _waiting(request: Request, best: Found, shapes: Sequence[Mesh], keep_best: b
     at_once = replace(request, allowed=replace(request.allowed, diloco=replace(by, delay=0)))
     problems = subproblems(request.model, shapes, at_once.allowed, request.evaluator.near)
     try:
-        found = Search(at_once).run(problems, keep_best)
+        found = LayoutSearch(at_once).run(problems, keep_best)
     except (InfeasibleError, LimitError):
         return best
     except KeyboardInterrupt:

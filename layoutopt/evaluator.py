@@ -14,7 +14,7 @@ from typing import Any
 from costmodels.hardware import Hardware
 from costmodels.kernels.compute import MATMUL_CLASSES
 from costmodels.kernels.fused import Fused
-from costmodels.liveness import Memory, memory
+from costmodels.liveness import MemoryProfile, memory
 from costmodels.pricing.items import HOST
 from costmodels.pricing.pricer import Cost, Line, Pricer, pricer
 from costmodels.pricing.refused import sentences
@@ -106,12 +106,12 @@ class Evaluation:
         return () if self.replicas is None else self.replicas.meetings
 
     @cached_property
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryProfile:
         compiler = self.prices.itemiser.compiler
         step = memory(self.program, compiler.fuses, self._kernels, compiler.tiles)
         return max((step, *map(self._met, self._outer)), key=lambda found: found.peak)
 
-    def _met(self, outer: Program) -> Memory:
+    def _met(self, outer: Program) -> MemoryProfile:
         """What a device holds while replicas meet: what the step keeps lies there too."""
         met, compiler = replace(outer, variables=self.program.variables), self.prices.itemiser.compiler
         return memory(met, compiler.fuses, compiler.kernels(met), compiler.tiles)

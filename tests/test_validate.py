@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from costmodels.calibration import Sample
+from costmodels.calibration import TimingSample
 from costmodels.hardware import load_hardware
 from examples.mlp import model as mlp
 from layoutopt.analysis.validate import RunCandidate, choose, result, seconds_of, stratified, validate
@@ -17,7 +17,7 @@ MESH = Mesh("data:2")
 
 def rows(predicted: list[float], measured: list[float]):
     chosen = [RunCandidate(f"n{i}", Layout({"batch": (f"a{i}",)}), p) for i, p in enumerate(predicted)]
-    return chosen, [[Sample(m * f, 0.0, 0.0, 2) for f in (0.99, 1.0, 1.01)] for m in measured]
+    return chosen, [[TimingSample(m * f, 0.0, 0.0, 2) for f in (0.99, 1.0, 1.01)] for m in measured]
 
 
 def test_statistics_of_known_rows():
@@ -50,7 +50,7 @@ def test_a_row_says_what_ran_and_how_sure_it_is():
 
 def test_a_noisy_machine_is_said():
     chosen, samples = rows([1.0, 2.0], [1.0, 2.0])
-    disturbed = [[Sample(s.wall, 0.5, s.wall, 2) for s in group] for group in samples]
+    disturbed = [[TimingSample(s.wall, 0.5, s.wall, 2) for s in group] for group in samples]
     found = result(chosen, disturbed)
     assert found["noise"]["noisy"]
     assert "others used 50% of the cores" in found["noise"]["words"]

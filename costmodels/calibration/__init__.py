@@ -4,17 +4,25 @@ priced by; or fits that of a TPU to what its compiler estimates.
 The only part of the cost models that opens an engine.
 """
 
-from costmodels.calibration.clock import Noise, Sample, noise, repeats_spread, sample, steps_for, typical
+from costmodels.calibration.clock import (
+    ClockNoise,
+    TimingSample,
+    noise,
+    repeats_spread,
+    sample,
+    steps_for,
+    typical,
+)
 from costmodels.calibration.drift import Drift, open_drift
 from costmodels.calibration.live import calibrate
 from costmodels.calibration.team import Team, assemble
 from costmodels.calibration.tpu import TpuCalibration, calibrate_tpu
 
 __all__ = [
+    "ClockNoise",
     "Drift",
-    "Noise",
-    "Sample",
     "Team",
+    "TimingSample",
     "TpuCalibration",
     "assemble",
     "calibrate",

@@ -11,7 +11,7 @@ program:
 The factor in (2) is the time that cores have nothing to do in a step. Only totals are long enough for it,
 because a system counts others' CPU time in ticks of about 10 ms, while a process's own is exact. (1) is
 right when a program keeps all cores busy, as steps of virtual devices nearly do, and a lower bound
-otherwise. `Noise` says how much of the machine others had, and how far repeats lie apart.
+otherwise. `ClockNoise` says how much of the machine others had, and how far repeats lie apart.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SPREAD = 0.10
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TimingSample:
     """One run of `steps` steps: seconds of wall time, of the program's CPU time, of everyone else's."""
 
     wall: float
@@ -56,7 +56,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Noise:
+class ClockNoise:
     """How far a measurement can be trusted.
 
     Attributes:
@@ -81,7 +81,7 @@ class Noise:
         )
 
 
-def sample(run: Callable[[], object], steps: int = 1) -> Sample:
+def sample(run: Callable[[], object], steps: int = 1) -> TimingSample:
     """Runs `steps` steps."""
     busy, own, wall = _busy(), time.process_time(), time.perf_counter()
     for _ in range(steps):
@@ -89,10 +89,10 @@ def sample(run: Callable[[], object], steps: int = 1) -> Sample:
     wall, own = time.perf_counter() - wall, time.process_time() - own
     now = _busy()
     foreign = 0.0 if busy is None or now is None else max(0.0, now - busy - own)
-    return Sample(wall, own, foreign, cores(), steps)
+    return TimingSample(wall, own, foreign, cores(), steps)
 
 
-def combined(samples: Sequence[Sample], hosts: Sequence[str]) -> Sample:
+def combined(samples: Sequence[TimingSample], hosts: Sequence[str]) -> TimingSample:
     """One sample of processes that ran the same steps together, from each one's own.
 
     The wall time is the first one's. Processes of one machine do not count as others to each other. Of
@@ -101,14 +101,14 @@ def combined(samples: Sequence[Sample], hosts: Sequence[str]) -> Sample:
     Args:
       hosts: each one's machine.
     """
-    found: dict[str, list[Sample]] = {}
+    found: dict[str, list[TimingSample]] = {}
     for one, host in zip(samples, hosts, strict=True):
         found.setdefault(host, []).append(one)
     worst = max(map(_of_machine, found.values()), key=lambda s: s.foreign_share)
     return replace(worst, wall=samples[0].wall)
 
 
-def _of_machine(samples: Sequence[Sample]) -> Sample:
+def _of_machine(samples: Sequence[TimingSample]) -> TimingSample:
     """What the first takes for others' CPU time is the other processes' in part."""
     first, *rest = samples
     theirs = sum(s.own for s in rest)
@@ -122,7 +122,7 @@ def steps_for(run: Callable[[], object], seconds: float) -> int:
     return max(1, min(200, round(seconds / max(time.perf_counter() - start, 1e-6))))
 
 
-def typical(samples: Sequence[Sample]) -> float:
+def typical(samples: Sequence[TimingSample]) -> float:
     """Seconds of a step: the median on a quiet machine, equation (2) on a shared one."""
     wall, own, foreign = (sum(getattr(s, n) for s in samples) for n in ("wall", "own", "foreign"))
     count = samples[0].cores
@@ -132,7 +132,7 @@ def typical(samples: Sequence[Sample]) -> float:
     return median(s.own / s.steps for s in samples) / count * max(1.0, (wall - foreign / count) / busy)
 
 
-def repeats_spread(samples: Sequence[Sample]) -> float:
+def repeats_spread(samples: Sequence[TimingSample]) -> float:
     """Spread of the repeats: of seconds on a quiet machine, of this process's CPU time on a shared one."""
     shared = median(s.foreign_share for s in samples) > QUIET
     return spread([s.own / s.steps if shared else s.seconds for s in samples])
@@ -146,13 +146,13 @@ def spread(values: Sequence[float]) -> float:
     return (high - low) / middle if middle > 0 else 0.0
 
 
-def noise(groups: Sequence[Sequence[Sample]]) -> Noise:
+def noise(groups: Sequence[Sequence[TimingSample]]) -> ClockNoise:
     """Of repeats of several things, one sequence for each."""
     everything = [s for group in groups for s in group]
     if not everything:
-        return Noise(0.0, 0.0)
+        return ClockNoise(0.0, 0.0)
     spreads = [repeats_spread(group) for group in groups if len(group) > 1]
-    return Noise(median(s.foreign_share for s in everything), median(spreads) if spreads else 0.0)
+    return ClockNoise(median(s.foreign_share for s in everything), median(spreads) if spreads else 0.0)
 
 
 def _busy() -> float | None:

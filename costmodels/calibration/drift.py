@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from costmodels.calibration.clock import Sample, sample, steps_for, typical
+from costmodels.calibration.clock import TimingSample, sample, steps_for, typical
 from costmodels.calibration.probes import Probe, probes
 from costmodels.hardware import Hardware
 from mesh_tf_core.engines import Engine, open_engine
@@ -28,7 +28,7 @@ class Drift:
 
     then: Sequence[float]
     engines: Sequence[Engine]
-    now: list[list[Sample]] = field(default_factory=list)
+    now: list[list[TimingSample]] = field(default_factory=list)
 
     def measure(self) -> None:
         """One sample of every reference."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from costmodels.calibration.probes import LAUNCH, Group, Probe
+from costmodels.calibration.probes import LAUNCH, GroupShape, Probe
 from costmodels.hardware import Curve, monotone
 from costmodels.kernels.calls import PARTS, Call, call_seconds
 from costmodels.network.collectives import COLLECTIVES
@@ -42,7 +42,7 @@ DISTURBED = 0.1
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedCurve:
     """One curve: seconds over bytes or FLOPs, with all devices at work, and its relative uncertainty."""
 
     op_class: str
@@ -52,7 +52,7 @@ class Fitted:
 
 
 @dataclass
-class Fit:
+class CalibrationFit:
     """Everything fitted, in order.
 
     Attributes:
@@ -65,8 +65,8 @@ class Fit:
 
     step: float = 0.0
     store: float = 0.0
-    curves: dict[str, Fitted] = field(default_factory=dict)
-    collectives: list[tuple[Group, Fitted]] = field(default_factory=list)
+    curves: dict[str, FittedCurve] = field(default_factory=dict)
+    collectives: list[tuple[GroupShape, FittedCurve]] = field(default_factory=list)
     held_out: dict[str, float] = field(default_factory=dict)
 
     def seconds(self, calls: Sequence[Call], repeated: bool = True) -> float:
@@ -77,14 +77,16 @@ class Fit:
         return sum(call_seconds(c, table.get) for c in calls)
 
 
-def fit(probes: Sequence[Probe], measured: Mapping[str, Measurement], groups: Mapping[Axes, Group]) -> Fit:
+def fit(
+    probes: Sequence[Probe], measured: Mapping[str, Measurement], groups: Mapping[Axes, GroupShape]
+) -> CalibrationFit:
     """Fits all curves.
 
     Args:
       measured: by the probes' names; `seconds` is of a whole step.
       groups: the kind of group of the probes' axes.
     """
-    out = Fit()
+    out = CalibrationFit()
     found = [(p, measured[p.name]) for p in probes if p.name in measured]
     out.step, out.store = stores([(p.repeats, m["seconds"]) for p, m in found if p.target == "stores"])
     for target in dict.fromkeys(p.target for p, _ in found if p.op is not None and p.target != "check"):
@@ -122,13 +124,13 @@ def stores(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return t0, max(0.0, (t1 - t0) / (n1 - n0)) if n1 > n0 else 0.0
 
 
-def repeat(out: Fit, probe: Probe, m: Measurement) -> float:
+def repeat(out: CalibrationFit, probe: Probe, m: Measurement) -> float:
     """Equation (1), at least a small part of what was measured."""
     seconds = m["seconds"] - out.step - probe.stores * out.store
     return max(seconds, SMALLEST * m["seconds"]) / probe.repeats
 
 
-def target_seconds(out: Fit, probe: Probe, m: Measurement) -> float:
+def target_seconds(out: CalibrationFit, probe: Probe, m: Measurement) -> float:
     """Equation (2)."""
     whole = repeat(out, probe, m)
     own = next(c for c in reversed(probe.calls) if f"{c.op_class}.".startswith(f"kernel.{probe.target}."))
@@ -141,7 +143,7 @@ def target_seconds(out: Fit, probe: Probe, m: Measurement) -> float:
     return max(seconds, floor, SMALLEST * whole)
 
 
-def curve_of(op_class: str, samples: Sequence[tuple[float, float, float]]) -> Fitted:
+def curve_of(op_class: str, samples: Sequence[tuple[float, float, float]]) -> FittedCurve:
     """Equations (3) and (7) from (bytes, seconds, spread of the repeats)."""
     points = [(x, y) for x, y, _ in samples]
     curve = monotone(points)
@@ -151,16 +153,16 @@ def curve_of(op_class: str, samples: Sequence[tuple[float, float, float]]) -> Fi
         rest = monotone([p for j, p in enumerate(sorted(points)) if j != i])
         x, y = sorted(points)[i]
         errors.append(abs(rest(x) - y) / max(y, curve(x), 1e-12))
-    return Fitted(op_class, "bytes", curve, max([noise, *([median(errors)] if errors else [])]))
+    return FittedCurve(op_class, "bytes", curve, max([noise, *([median(errors)] if errors else [])]))
 
 
-def _elements(out: Fit, target: str, chosen: Sequence[tuple[Probe, Measurement]]) -> None:
+def _elements(out: CalibrationFit, target: str, chosen: Sequence[tuple[Probe, Measurement]]) -> None:
     samples = [(p.bytes, target_seconds(out, p, m), m["spread"]) for p, m in chosen]
     name = f"kernel.{target}"
     out.curves[name] = curve_of(name, samples)
 
 
-def _fresh(out: Fit, chosen: Sequence[tuple[Probe, Measurement]]) -> None:
+def _fresh(out: CalibrationFit, chosen: Sequence[tuple[Probe, Measurement]]) -> None:
     """Equation (5)."""
     samples = []
     for p, m in chosen:
@@ -168,13 +170,13 @@ def _fresh(out: Fit, chosen: Sequence[tuple[Probe, Measurement]]) -> None:
     out.curves["kernel.fresh"] = curve_of("kernel.fresh", [(0.0, 0.0, 0.0), *samples])
 
 
-def _launch(out: Fit, probe: Probe, m: Measurement) -> None:
+def _launch(out: CalibrationFit, probe: Probe, m: Measurement) -> None:
     """Equation (6)."""
     left = max(0.0, repeat(out, probe, m) - out.seconds(probe.calls)) / len(probe.calls)
-    out.curves[LAUNCH_CLASS] = Fitted(LAUNCH_CLASS, "bytes", Curve(((0.0, left),)), m["spread"])
+    out.curves[LAUNCH_CLASS] = FittedCurve(LAUNCH_CLASS, "bytes", Curve(((0.0, left),)), m["spread"])
 
 
-def _products(out: Fit, target: str, chosen: Sequence[tuple[Probe, Measurement]]) -> None:
+def _products(out: CalibrationFit, target: str, chosen: Sequence[tuple[Probe, Measurement]]) -> None:
     """Equation (4), as curves of FLOPs, from the launch on, and of every part that the probes have."""
     rows, seconds, wholes = [], [], []
     have = [i for i in range(len(PARTS)) if any(p.calls[-1].parts[i] for p, _ in chosen)]
@@ -192,7 +194,7 @@ def _products(out: Fit, target: str, chosen: Sequence[tuple[Probe, Measurement]]
     for i, part in enumerate(("", *(f".{PARTS[i]}" for i in have)), 1):
         start, top = found[0] if i == 1 else 0.0, max(r[i] for r in rows)
         name, line = f"kernel.{target}{part}", Curve(((0.0, start), (top, start + found[i] * top)))
-        out.curves[name] = Fitted(name, "flops" if i == 1 else "bytes", line, sure)
+        out.curves[name] = FittedCurve(name, "flops" if i == 1 else "bytes", line, sure)
 
 
 def products(

@@ -10,7 +10,7 @@ from costmodels.calibration.fit import fit
 from costmodels.calibration.machine import versions
 from costmodels.calibration.probes import Probe, groups, probes
 from costmodels.calibration.profile import profile
-from costmodels.calibration.runner import Partial, Progress, measure, noise_of
+from costmodels.calibration.runner import OnProbe, Partial, measure, noise_of
 from costmodels.calibration.team import assemble
 from mesh_tf_core.engines import Cluster
 from mesh_tf_core.errors import UserError
@@ -22,7 +22,7 @@ QUICK, THOROUGH = 45.0, 480.0
 
 def calibrate(
     mesh: Mesh | str,
-    on_progress: Progress | None = None,
+    on_progress: OnProbe | None = None,
     quick: bool = True,
     resume: str | Path | None = None,
     wanted: Sequence[Probe] | None = None,

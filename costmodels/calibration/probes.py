@@ -44,7 +44,7 @@ from mesh_tf_core.ops.softmax import Softmax, SoftmaxGrad
 from mesh_tf_core.ops.unary import Unary, UnaryGrad
 from mesh_tf_core.ops.windows import Window
 
-Group = tuple[int, int]
+GroupShape = tuple[int, int]
 """A kind of group: how many devices, over how many processes."""
 KB, MB = 1024, 1 << 20
 LAUNCH = "launch"
@@ -275,10 +275,10 @@ def _product(target: str, text: str) -> Probe:
     return _local(target, text, Einsum(Shape([*batch, m, n])), x, y)
 
 
-def groups(mesh: Mesh, devices_per_process: int | None = None) -> dict[Axes, Group]:
+def groups(mesh: Mesh, devices_per_process: int | None = None) -> dict[Axes, GroupShape]:
     """One tuple of axes for every kind of group that the mesh has."""
     real = [a for a in mesh.names if mesh.size(a) > 1]
-    found: dict[Group, Axes] = {}
+    found: dict[GroupShape, Axes] = {}
     for count in range(1, len(real) + 1):
         for axes in itertools.combinations(real, count):
             over = processes_spanned(mesh, axes, devices_per_process)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from costmodels.calibration.clock import Noise
-from costmodels.calibration.fit import Fit, Fitted
+from costmodels.calibration.clock import ClockNoise
+from costmodels.calibration.fit import CalibrationFit, FittedCurve
 from costmodels.calibration.machine import accelerator_memory_bytes, versions
 from costmodels.calibration.team import Team
 from costmodels.hardware import preset_content
@@ -40,7 +40,11 @@ COARSE = {
 
 
 def profile(
-    team: Team, found: Fit, measurements: Sequence[Mapping[str, Any]], noise: Noise, quick: bool
+    team: Team,
+    found: CalibrationFit,
+    measurements: Sequence[Mapping[str, Any]],
+    noise: ClockNoise,
+    quick: bool,
 ) -> dict[str, Any]:
     """The content of a hardware file (format layoutopt-hardware/1)."""
     content, mesh = preset_content(BASE), team.mesh
@@ -113,7 +117,7 @@ def profile(
     return content
 
 
-def held_out(found: Fit) -> float:
+def held_out(found: CalibrationFit) -> float:
     """Median relative error of the checks."""
     return median(abs(e) for e in found.held_out.values()) if found.held_out else 0.0
 
@@ -124,7 +128,7 @@ def _summary(team: Team) -> str:
     return f"{where} {what}" + (f" of {team.processes} processes" if team.processes > 1 else "")
 
 
-def _chip(chip: dict[str, Any], found: Fit, team: Team, source: str, date: str) -> None:
+def _chip(chip: dict[str, Any], found: CalibrationFit, team: Team, source: str, date: str) -> None:
     """Rates of one device while all work, times the devices that share a core: a core's rates."""
     shared = 1.0 if team.accelerated else max(1.0, team.mesh.devices / team.machine["cores"])
     _memory(chip, team, source, date)
@@ -157,11 +161,11 @@ def _memory(chip: dict[str, Any], team: Team, source: str, date: str) -> None:
     )
 
 
-def _least_latency(found: Fit) -> float:
+def _least_latency(found: CalibrationFit) -> float:
     return min((f.curve.points[0][1] for _, f in found.collectives), default=0.0)
 
 
-def _curve(found: Fitted, source: str, date: str) -> dict[str, Any]:
+def _curve(found: FittedCurve, source: str, date: str) -> dict[str, Any]:
     points = [[x, y] for x, y in found.curve.points]
     return {"points": points, "source": source, "date": date, "uncertainty": found.uncertainty}
 

@@ -46,7 +46,7 @@ _ORIGIN = Origin(-1, "calibration", "forward")
 Splits = tuple[Axes, ...]
 
 
-class _Builder(ProgramBuilder):
+class _ProbeBuilder(ProgramBuilder):
     """A program whose operands are read from variables, and whose results are stored."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -105,7 +105,7 @@ def local_program(
       chain: operations of a chain (0: all).
     """
     length = chain or repeats
-    build = _Builder(mesh)
+    build = _ProbeBuilder(mesh)
     out = op.infer(*inputs)
     made = (out,) if isinstance(out, TensorType) else out
     chained = made[0] == inputs[0]
@@ -149,7 +149,7 @@ def stores_program(mesh: Mesh, size: int, repeats: int) -> Program:
     """Reads `repeats` variables and stores each in another one: what the other programs do besides their
     work.
     """
-    build = _Builder(mesh)
+    build = _ProbeBuilder(mesh)
     type = TensorType(Shape([Dim("a", size)]), "float32")
     for i in range(repeats):
         build.write(f"y_{i}", build.read(f"x_{i}", type))
@@ -192,7 +192,7 @@ def collective_program(mesh: Mesh, kind: str, axes: Axes, full_bytes: int, repea
     Args:
       full_bytes: what `costmodels.network.collectives` means by bytes, rounded so that all groups divide it.
     """
-    build = _Builder(mesh)
+    build = _ProbeBuilder(mesh)
     n = mesh.group_size(axes)
     wide = 8 * n
     rows = max(1, round(full_bytes / 4 / (wide * wide))) * n
@@ -209,7 +209,9 @@ def collective_program(mesh: Mesh, kind: str, axes: Axes, full_bytes: int, repea
     return build.program()
 
 
-def _exchange(build: _Builder, kind: str, axes: Axes, type: TensorType, x: int) -> tuple[int, Collective]:
+def _exchange(
+    build: _ProbeBuilder, kind: str, axes: Axes, type: TensorType, x: int
+) -> tuple[int, Collective]:
     whole: Splits = ((), (), ())
     if kind == "all_reduce":
         y = build.value(type, whole)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from costmodels.calibration.fit import Fit, Fitted, repeat
-from costmodels.calibration.probes import LAUNCH, Group, Probe, groups, probes
+from costmodels.calibration.fit import CalibrationFit, FittedCurve, repeat
+from costmodels.calibration.probes import LAUNCH, GroupShape, Probe, groups, probes
 from costmodels.calibration.tpu_probes import CHECK, PRODUCT
 from costmodels.hardware import Hardware
 from costmodels.network.collectives import COLLECTIVES
@@ -17,7 +17,7 @@ from mesh_tf_core.ir.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Residual:
+class FitResidual:
     """One measurement beside what the profile says.
 
     Attributes:
@@ -34,7 +34,7 @@ class Residual:
     held_out: bool
 
 
-def residuals(hardware: Hardware) -> list[Residual]:
+def residuals(hardware: Hardware) -> list[FitResidual]:
     """Every measurement of a calibrated profile that its curves predict; none of other hardware."""
     if hardware.calibration is None:
         return []
@@ -51,14 +51,14 @@ def residuals(hardware: Hardware) -> list[Residual]:
             if fitted is not None:
                 seconds = repeat(fit, probe, measured[probe.name])
                 size = sum(c.flops for c in probe.calls) or probe.bytes or sum(c.bytes for c in probe.calls)
-                out.append(Residual(_what(probe), size, seconds, fitted, probe.target == "check"))
+                out.append(FitResidual(_what(probe), size, seconds, fitted, probe.target == "check"))
     return out
 
 
-def _estimated(rows: Sequence[Mapping[str, Any]]) -> list[Residual]:
+def _estimated(rows: Sequence[Mapping[str, Any]]) -> list[FitResidual]:
     """Of a profile that was fitted to a compiler's estimates."""
     return [
-        Residual(
+        FitResidual(
             r["name"].partition(" ")[0].replace("_", " "),
             r["flops"] if r["kind"] == PRODUCT else r["bytes"],
             r["seconds"],
@@ -69,21 +69,21 @@ def _estimated(rows: Sequence[Mapping[str, Any]]) -> list[Residual]:
     ]
 
 
-def _fit(hardware: Hardware) -> Fit:
+def _fit(hardware: Hardware) -> CalibrationFit:
     """A profile's curves as they were fitted."""
     curves = {
-        c.op_class: Fitted(c.op_class, c.against, c.seconds, c.uncertainty or 0.0)
+        c.op_class: FittedCurve(c.op_class, c.against, c.seconds, c.uncertainty or 0.0)
         for c in hardware.compute_curves
     }
     collectives = [
-        ((c.group_size, c.processes), Fitted(c.collective, "bytes", c.seconds, c.uncertainty or 0.0))
+        ((c.group_size, c.processes), FittedCurve(c.collective, "bytes", c.seconds, c.uncertainty or 0.0))
         for c in hardware.collective_curves
     ]
     constants = {n: curves[n].curve(0.0) if n in curves else 0.0 for n in ("kernel.step", "kernel.store")}
-    return Fit(constants["kernel.step"], constants["kernel.store"], curves, collectives)
+    return CalibrationFit(constants["kernel.step"], constants["kernel.store"], curves, collectives)
 
 
-def _fitted(fit: Fit, kinds: Mapping[Axes, Group], probe: Probe) -> float | None:
+def _fitted(fit: CalibrationFit, kinds: Mapping[Axes, GroupShape], probe: Probe) -> float | None:
     """Seconds of one repeat by the profile; None if it has no curve for it."""
     if probe.target == LAUNCH:
         return fit.seconds(probe.calls, repeated=False)

@@ -10,15 +10,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from costmodels.calibration.clock import Noise, Sample, noise, repeats_spread, steps_for, typical
+from costmodels.calibration.clock import ClockNoise, TimingSample, noise, repeats_spread, steps_for, typical
 from costmodels.calibration.probes import LAUNCH, Probe
 from costmodels.calibration.team import Team
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.files import write_file
 
-Progress = Callable[[str, int, int], None]
+OnProbe = Callable[[str, int, int], None]
 """on_progress(what, done, total)."""
-Measurement = dict[str, Any]
+ProbeRecord = dict[str, Any]
 """A probe's name, target, axes, bytes, repeats, and `seconds` of a whole step with all devices at work."""
 
 WARMING = 20
@@ -31,8 +31,8 @@ def measure(
     rounds: int,
     seconds: float,
     budget: float,
-    done: dict[str, Measurement],
-    on_progress: Progress | None = None,
+    done: dict[str, ProbeRecord],
+    on_progress: OnProbe | None = None,
     save: Callable[[], None] | None = None,
 ) -> None:
     """Adds the measurements of `wanted` to `done`, by name; the same ones in every process of the team.
@@ -67,7 +67,7 @@ def _batches(probes: Sequence[Probe], size: int) -> Iterator[Sequence[Probe]]:
         yield probes[i : i + size]
 
 
-def _samples(team: Team, probe: Probe, rounds: int, seconds: float) -> list[Sample]:
+def _samples(team: Team, probe: Probe, rounds: int, seconds: float) -> list[TimingSample]:
     engine = team.open(probe.program(team.mesh))
 
     def step() -> object:
@@ -83,7 +83,7 @@ def _samples(team: Team, probe: Probe, rounds: int, seconds: float) -> list[Samp
         engine.close()
 
 
-def _record(probe: Probe, samples: Sequence[Sample]) -> Measurement:
+def _record(probe: Probe, samples: Sequence[TimingSample]) -> ProbeRecord:
     return {
         "name": probe.name,
         "target": probe.target,
@@ -98,11 +98,11 @@ def _record(probe: Probe, samples: Sequence[Sample]) -> Measurement:
     }
 
 
-def noise_of(done: Sequence[Measurement]) -> Noise:
+def noise_of(done: Sequence[ProbeRecord]) -> ClockNoise:
     """The machine's noise, from all measurements."""
     if not done:
         return noise([])
-    return Noise(median(m["foreign"] for m in done), median(m["spread"] for m in done))
+    return ClockNoise(median(m["foreign"] for m in done), median(m["spread"] for m in done))
 
 
 class Partial:
@@ -114,7 +114,7 @@ class Partial:
 
     def __init__(self, path: Path | None, key: dict[str, Any]) -> None:
         self.path, self.key = path, key
-        self.done: dict[str, Measurement] = {}
+        self.done: dict[str, ProbeRecord] = {}
         if path is not None and path.is_file():
             self._load(path)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from costmodels.calibration.clock import Sample, combined, sample
+from costmodels.calibration.clock import TimingSample, combined, sample
 from costmodels.calibration.machine import machine, together
 from mesh_tf_core.engines import Cluster, Engine, chosen, open_engine, prepare
 from mesh_tf_core.engines.tf.devices import cpus
@@ -71,7 +71,7 @@ class Team:
         """Worker 0's value (what JSON holds), for all."""
         return value if self.cluster is None else self.cluster.gather(what, value)[0]
 
-    def sample(self, run: Callable[[], object], steps: int) -> Sample:
+    def sample(self, run: Callable[[], object], steps: int) -> TimingSample:
         """Runs `steps` steps in every process, once all have come here."""
         found = sample(run, steps)
         if self.accelerated:
@@ -80,7 +80,7 @@ class Team:
             return found
         times = self.cluster.gather("a sample", [found.wall, found.own, found.foreign])
         samples = [
-            Sample(wall, own, foreign, self.cores[host], steps)
+            TimingSample(wall, own, foreign, self.cores[host], steps)
             for (wall, own, foreign), host in zip(times, self.hosts, strict=True)
         ]
         return combined(samples, self.hosts)

@@ -15,9 +15,9 @@ from statistics import median
 from typing import Any
 
 from costmodels.calibration.machine import version_of
-from costmodels.calibration.runner import Progress
+from costmodels.calibration.runner import OnProbe
 from costmodels.calibration.tpu_compiled import CompiledProbes, compile_probes, known_target, shipped_probes
-from costmodels.calibration.tpu_fit import Sample, TpuFit, error, fit_tpu
+from costmodels.calibration.tpu_fit import ProbeSample, TpuFit, error, fit_tpu
 from costmodels.calibration.tpu_probes import CHAIN, CHECK, PRODUCT, TpuProbe, tpu_probes
 from costmodels.hardware import Hardware, load_hardware, preset_content
 from costmodels.kernels.compute import Quantity
@@ -54,7 +54,7 @@ class TpuCalibration:
 def calibrate_tpu(
     target: str,
     refresh: bool = False,
-    on_progress: Progress | None = None,
+    on_progress: OnProbe | None = None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     resume: Path | None = None,
 ) -> TpuCalibration:
@@ -86,7 +86,9 @@ def calibrate_tpu(
     return TpuCalibration(content, compiled, found is not None, fit, typical)
 
 
-def tpu_samples(hardware: Hardware, probes: Sequence[TpuProbe], compiled: CompiledProbes) -> list[Sample]:
+def tpu_samples(
+    hardware: Hardware, probes: Sequence[TpuProbe], compiled: CompiledProbes
+) -> list[ProbeSample]:
     """Every probe with the compiler's seconds and the kernels that we see in it."""
     samples = []
     for probe in probes:
@@ -95,11 +97,13 @@ def tpu_samples(hardware: Hardware, probes: Sequence[TpuProbe], compiled: Compil
         for line in pricer(hardware, program).lines(program):
             if isinstance(line.item, Computed):
                 kernels[line.item.quantity] = kernels.get(line.item.quantity, 0.0) + line.times
-        samples.append(Sample(probe.name, probe.kind, compiled.seconds[probe.name], tuple(kernels.items())))
+        samples.append(
+            ProbeSample(probe.name, probe.kind, compiled.seconds[probe.name], tuple(kernels.items()))
+        )
     return samples
 
 
-def _typical(hardware: Hardware, samples: Sequence[Sample], fit: TpuFit) -> dict[str, dict[str, float]]:
+def _typical(hardware: Hardware, samples: Sequence[ProbeSample], fit: TpuFit) -> dict[str, dict[str, float]]:
     preset = {s.name: error(hardware, s) for s in samples}
     return {
         words: {
@@ -113,7 +117,7 @@ def _typical(hardware: Hardware, samples: Sequence[Sample], fit: TpuFit) -> dict
 def _profile(
     target: str,
     compiled: CompiledProbes,
-    samples: Sequence[Sample],
+    samples: Sequence[ProbeSample],
     fit: TpuFit,
     typical: dict[str, dict[str, float]],
 ) -> dict[str, Any]:

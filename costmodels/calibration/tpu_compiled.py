@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from costmodels.calibration.runner import Partial, Progress
+from costmodels.calibration.runner import OnProbe, Partial
 from costmodels.calibration.tpu_probes import TpuProbe
 from costmodels.calibration.tpus import GENERATIONS, Generation
 from costmodels.hardware import load_hardware
@@ -84,7 +84,7 @@ def shipped_probes(target: str) -> CompiledProbes | None:
 def compile_probes(
     target: str,
     probes: Sequence[TpuProbe],
-    on_progress: Progress | None = None,
+    on_progress: OnProbe | None = None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     resume: Path | None = None,
 ) -> CompiledProbes:

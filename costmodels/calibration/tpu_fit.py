@@ -32,7 +32,7 @@ from statistics import median
 
 import numpy as np
 
-from costmodels.calibration.fit import Fitted, curve_of, products
+from costmodels.calibration.fit import FittedCurve, curve_of, products
 from costmodels.calibration.tpu_probes import CHAIN, CHECK, PRODUCT
 from costmodels.hardware import Curve, Hardware
 from costmodels.kernels.compute import MATMUL_CLASSES, Quantity, compute_cost, padding_ratio
@@ -42,7 +42,7 @@ SMALL = 1 << 21
 """Bytes of a product's operands and result that stay on the chip in a step, equation (2)."""
 ROUNDED = 1 - 1e-9
 """Keeps (3) true of numbers that are rounded."""
-Point = tuple[float, float]
+CurvePoint = tuple[float, float]
 LEAST = 0.05
 """The smallest memory efficiency that is tried."""
 ELEMENT = (1e-13, 1e-10)
@@ -54,7 +54,7 @@ AROUND = 12
 
 
 @dataclass(frozen=True)
-class Sample:
+class ProbeSample:
     """A probe with the compiler's seconds, and what our prediction is made of: kernels and how often each
     runs.
     """
@@ -107,7 +107,7 @@ class TpuFit:
     held_out: dict[str, float]
 
 
-def fit_tpu(hardware: Hardware, samples: Sequence[Sample]) -> TpuFit:
+def fit_tpu(hardware: Hardware, samples: Sequence[ProbeSample]) -> TpuFit:
     """Fits the numbers to samples of one TPU; `hardware` is the preset that has everything else."""
     seen = [s for s in samples if s.kind != CHECK]
     numbers = fit_numbers(hardware, seen)
@@ -129,7 +129,7 @@ def fit_tpu(hardware: Hardware, samples: Sequence[Sample]) -> TpuFit:
     return TpuFit(numbers, sure, fitted, held_out)
 
 
-def fit_numbers(hardware: Hardware, samples: Sequence[Sample]) -> Numbers:
+def fit_numbers(hardware: Hardware, samples: Sequence[ProbeSample]) -> Numbers:
     """Equations (1) to (4)."""
     plain = [s for s in samples if s.kind == CHAIN and not s.multiplies]
     launch, _ = products([(s.launches, s.bytes) for s in plain], [s.seconds for s in plain])
@@ -155,7 +155,7 @@ class _Chains:
     """Chains under many values of memory efficiency and of an element's time: equations (1) and (6) of
     `costmodels.kernels.compute`, kernel by kernel, on a machine that has 1 and 0."""
 
-    def __init__(self, machine: Hardware, chains: Sequence[Sample]) -> None:
+    def __init__(self, machine: Hardware, chains: Sequence[ProbeSample]) -> None:
         kernels = [(q, times) for s in chains for q, times in s.kernels]
         costs = [compute_cost(machine, q) for q, _ in kernels]
         self.times = np.array([times for _, times in kernels])
@@ -178,7 +178,7 @@ class _Chains:
         return float(np.abs(np.log(found / self.seconds)).sum())
 
 
-def efficiency(hardware: Hardware, samples: Sequence[Sample], launch: float) -> Curve:
+def efficiency(hardware: Hardware, samples: Sequence[ProbeSample], launch: float) -> Curve:
     """Equation (3)."""
     nearest = _nearest(hardware, samples, launch).curve
     points = [nearest.points[0]]
@@ -192,12 +192,12 @@ def efficiency(hardware: Hardware, samples: Sequence[Sample], launch: float) -> 
     return Curve((points[0], *inner, *points[1:][-1:]))
 
 
-def _bends(before: Point, point: Point, after: Point) -> bool:
+def _bends(before: CurvePoint, point: CurvePoint, after: CurvePoint) -> bool:
     """Whether a point is more than one on a level."""
     return not before[1] == point[1] == after[1]
 
 
-def _nearest(hardware: Hardware, samples: Sequence[Sample], launch: float) -> Fitted:
+def _nearest(hardware: Hardware, samples: Sequence[ProbeSample], launch: float) -> FittedCurve:
     """The curve of (3) before it is lowered, through the points of (2)."""
     points, own = [], hardware.chip.product_launch
     launch = launch if own is None else own.value
@@ -228,12 +228,12 @@ def with_numbers(hardware: Hardware, numbers: Numbers) -> Hardware:
     )
 
 
-def predicted(hardware: Hardware, sample: Sample) -> float:
+def predicted(hardware: Hardware, sample: ProbeSample) -> float:
     """Seconds of a probe."""
     return sum(compute_cost(hardware, quantity).seconds * times for quantity, times in sample.kernels)
 
 
-def error(hardware: Hardware, sample: Sample) -> float:
+def error(hardware: Hardware, sample: ProbeSample) -> float:
     """Predicted / compiler's - 1."""
     return predicted(hardware, sample) / sample.seconds - 1.0
 

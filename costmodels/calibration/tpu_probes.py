@@ -18,7 +18,7 @@ from mesh_tf_core.ir.program import Program
 from mesh_tf_core.optimizers import SGD
 
 PRODUCT, CHAIN, CHECK = "product", "chain", "check"
-Build = Callable[[Graph], Sequence[Tensor]]
+BuildProbe = Callable[[Graph], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TpuProbe:
 
     name: str
     kind: str
-    build: Build
+    build: BuildProbe
 
     def program(self, devices: int) -> Program:
         """Every device does all of it."""
@@ -76,7 +76,7 @@ def _products() -> Iterator[TpuProbe]:
         yield TpuProbe(f"product {text}", PRODUCT, _product(m, k, n))
 
 
-def _product(m: int, k: int, n: int) -> Build:
+def _product(m: int, k: int, n: int) -> BuildProbe:
     def build(g: Graph) -> Sequence[Tensor]:
         x, y = _inputs(g, "bfloat16", (("m", m), ("k", k)), (("k", k), ("n", n)))
         return [mtf.einsum([x, y], [Dim("m", m), Dim("n", n)])]
@@ -127,13 +127,13 @@ def _rms_norm(x: Tensor, y: Tensor) -> Tensor:
     return mtf.rms_norm(x * y, "d") + y
 
 
-def _rows(rows: int, wide: int, do: Callable[[Tensor, Tensor], Tensor]) -> Build:
+def _rows(rows: int, wide: int, do: Callable[[Tensor, Tensor], Tensor]) -> BuildProbe:
     """`do` of two arrays [rows, wide]."""
     shape = (("b", rows), ("d", wide))
     return lambda g: [do(*_inputs(g, "bfloat16", shape, shape))]
 
 
-def _softmax(batch: int, length: int) -> Build:
+def _softmax(batch: int, length: int) -> BuildProbe:
     """Forward and backward."""
     shape = (("b", batch), ("l", length), ("m", length))
 
@@ -145,7 +145,7 @@ def _softmax(batch: int, length: int) -> Build:
     return build
 
 
-def _adam(rows: int, wide: int) -> Build:
+def _adam(rows: int, wide: int) -> BuildProbe:
     """An optimizer's step (Kingma & Ba 2015) in float32, and the variable as activations use it."""
     shape = (("b", rows), ("d", wide))
 
@@ -159,7 +159,7 @@ def _adam(rows: int, wide: int) -> Build:
     return build
 
 
-def _cross_entropy(rows: int, vocab: int) -> Build:
+def _cross_entropy(rows: int, vocab: int) -> BuildProbe:
     """Loss and gradient of the logits."""
 
     def build(g: Graph) -> Sequence[Tensor]:
@@ -170,10 +170,10 @@ def _cross_entropy(rows: int, vocab: int) -> Build:
     return build
 
 
-Layer = Callable[[Tensor], Tensor]
+ProbeLayer = Callable[[Tensor], Tensor]
 
 
-def _step(layer: Layer, layers: int, batch: int, length: int, wide: int) -> Build:
+def _step(layer: ProbeLayer, layers: int, batch: int, length: int, wide: int) -> BuildProbe:
     """A training step of `layers` times x + layer(normalised x), [batch, length, wide]; without a loop if
     `layers` is 0."""
 
@@ -195,11 +195,11 @@ def _gradients(y: Tensor, *wrt: Tensor) -> list[Tensor]:
     return [g for g in mtf.gradients(mtf.reduce_sum(y.cast("float32")), wrt) if g is not None]
 
 
-def _feed_forward(inner: int, gated: bool = False) -> Layer:
+def _feed_forward(inner: int, gated: bool = False) -> ProbeLayer:
     return nn.FeedForward(Dim("f", inner), "silu" if gated else "gelu", gated, d_model="d")
 
 
-def _attention(heads: int, size: int) -> Layer:
+def _attention(heads: int, size: int) -> ProbeLayer:
     # Written out: the compiler estimates no time of a library's kernel.
     sizes = Dim("h", heads), Dim("k", size)
     return nn.Attention(*sizes, causal=True, attention="plain", d_model="d", length="l")

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 
-Axes = tuple[tuple[str, int], ...]
+AxisSizes = tuple[tuple[str, int], ...]
 Levels = tuple[tuple[str, int], ...]
 """Names and capacities of levels, innermost first; the last one (the network) has capacity 0: unlimited."""
-Assignment = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+AxisAssignment = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
 """(mesh axis, ((level, factor), …)), factors of 1 left out."""
 
 
 def best_assignment(
-    axes: Axes, levels: Levels, score: Callable[[Assignment], tuple[float, ...]]
-) -> tuple[Assignment, tuple[str, ...]]:
+    axes: AxisSizes, levels: Levels, score: Callable[[AxisAssignment], tuple[float, ...]]
+) -> tuple[AxisAssignment, tuple[str, ...]]:
     """The assignment of least score, the first such in a fixed order, and what had to be assumed.
 
     `levels` are the cores of a chip, the torus axes, the network. The network is only used by a mesh of more
@@ -46,7 +46,7 @@ def best_assignment(
     return best, tuple(assumptions)
 
 
-def contiguous_assignment(axes: Axes, node_size: int) -> tuple[Assignment, tuple[str, ...]]:
+def contiguous_assignment(axes: AxisSizes, node_size: int) -> tuple[AxisAssignment, tuple[str, ...]]:
     """Ranks fill nodes in order: the last mesh axes lie inside a node, the rest over the network."""
     room, out = node_size, []
     for name, size in reversed(axes):
@@ -60,7 +60,7 @@ def contiguous_assignment(axes: Axes, node_size: int) -> tuple[Assignment, tuple
     return tuple(reversed(out)), (note,) if spread and used < node_size else ()
 
 
-def _candidates(axes: Axes, levels: Levels) -> Iterator[Assignment]:
+def _candidates(axes: AxisSizes, levels: Levels) -> Iterator[AxisAssignment]:
     """Every assignment that fills the cores and slices and stays within the torus axes."""
     exact = {name: n for name, n in levels if name in ("core", "slice")}
     capacities = tuple(n for _, n in levels)

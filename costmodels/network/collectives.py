@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from costmodels.hardware import Cluster, CollectiveCurve, Hardware, Protocol, SharedMemory, Torus
 from costmodels.network import formulas
 from costmodels.network.route import Level, Route, by_group_size
-from costmodels.network.topology import Placement
+from costmodels.network.topology import MeshPlacement
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir import program
 
@@ -70,7 +70,7 @@ def full_bytes(kind: str, local_bytes: float, group_size: int) -> float:
 
 
 def collective_seconds(
-    hardware: Hardware, placement: Placement, kind: str, axes: Iterable[str], bytes: float
+    hardware: Hardware, placement: MeshPlacement, kind: str, axes: Iterable[str], bytes: float
 ) -> float:
     """Seconds of a collective; see the module for what `bytes` means.
 
@@ -88,7 +88,7 @@ def collective_seconds(
 
 
 def collective_cost(
-    hardware: Hardware, placement: Placement, kind: str, axes: Iterable[str], bytes: float
+    hardware: Hardware, placement: MeshPlacement, kind: str, axes: Iterable[str], bytes: float
 ) -> CollectiveCost:
     """As `collective_seconds`, with the algorithm and the formula in words."""
     _check(kind)

@@ -8,7 +8,7 @@ from costmodels.hardware import Number
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class TorusSegment:
     """A group's part of one torus axis, equations (1) and (2).
 
     Attributes:
@@ -46,7 +46,7 @@ class Level:
     size: int
     rate: float
     latency: float
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[TorusSegment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from costmodels.hardware import Cluster, Hardware, SharedMemory, Torus
-from costmodels.network.assignments import Assignment, Levels, best_assignment, contiguous_assignment
-from costmodels.network.route import Level, Route, Segment, by_group_size
+from costmodels.network.assignments import AxisAssignment, Levels, best_assignment, contiguous_assignment
+from costmodels.network.route import Level, Route, TorusSegment, by_group_size
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.mesh import Mesh
 
@@ -35,7 +35,7 @@ BETWEEN = ("network", "slice")
 
 
 @dataclass(frozen=True)
-class Placement:
+class MeshPlacement:
     """Where a mesh lies on hardware.
 
     Attributes:
@@ -48,7 +48,7 @@ class Placement:
 
     hardware: Hardware = field(compare=False, repr=False)
     mesh: Mesh
-    assignment: Assignment
+    assignment: AxisAssignment
     shape: tuple[int, ...] = ()
     assumptions: tuple[str, ...] = ()
     _routes: dict[frozenset[str], Route] = field(default_factory=dict, compare=False, repr=False)
@@ -81,11 +81,11 @@ class Placement:
         inside = tuple(a for a in split if not any(self.factor(a, level) > 1 for level in BETWEEN))
         return inside if len(inside) < len(split) else ()
 
-    def renamed(self, names: Mapping[str, str]) -> Placement:
+    def renamed(self, names: Mapping[str, str]) -> MeshPlacement:
         """The same with other names for the mesh's axes."""
         mesh = Mesh([(names[a], n) for a, n in self.mesh.axes])
         assignment = tuple((names[a], factors) for a, factors in self.assignment)
-        return Placement(self.hardware, mesh, assignment, self.shape, self.assumptions)
+        return MeshPlacement(self.hardware, mesh, assignment, self.shape, self.assumptions)
 
     def describe(self) -> str:
         """The placement in words, one mesh axis after the other."""
@@ -99,7 +99,7 @@ class Placement:
 
 def place(
     hardware: Hardware, mesh: Mesh, assignment: Mapping[str, Mapping[str, int]] | None = None
-) -> Placement:
+) -> MeshPlacement:
     """Lays `mesh` on `hardware`; the same arguments always give the same placement.
 
     On a torus the placement is the one with the least time for an all-gather of equal size over each mesh
@@ -125,7 +125,7 @@ def place(
         chosen, assumptions = contiguous_assignment(mesh.axes, int(topology.node_size.value))
     else:
         chosen, assumptions = tuple((n, (("memory", s),) if s > 1 else ()) for n, s in mesh.axes), ()
-    placement = Placement(hardware, mesh, chosen, _shape(topology, chosen), assumptions)
+    placement = MeshPlacement(hardware, mesh, chosen, _shape(topology, chosen), assumptions)
     return _with_wrap_note(placement)
 
 
@@ -140,7 +140,7 @@ def _levels(hardware: Hardware) -> Levels:
     return (("memory", 0),)
 
 
-def _checked(mesh: Mesh, assignment: Mapping[str, Mapping[str, int]], levels: Levels) -> Assignment:
+def _checked(mesh: Mesh, assignment: Mapping[str, Mapping[str, int]], levels: Levels) -> AxisAssignment:
     names = [name for name, _ in levels]
     for axis, factors in assignment.items():
         product = math.prod(factors.values())
@@ -176,7 +176,7 @@ def _checked(mesh: Mesh, assignment: Mapping[str, Mapping[str, int]], levels: Le
     )
 
 
-def _shape(topology: Torus | Cluster | SharedMemory, assignment: Assignment) -> tuple[int, ...]:
+def _shape(topology: Torus | Cluster | SharedMemory, assignment: AxisAssignment) -> tuple[int, ...]:
     if not isinstance(topology, Torus):
         return ()
     names = TORUS_AXES[: len(topology.axes)]
@@ -195,7 +195,7 @@ def wraps(topology: Torus, shape: tuple[int, ...]) -> tuple[bool, ...]:
     return (False,) * len(shape)
 
 
-def _with_wrap_note(placement: Placement) -> Placement:
+def _with_wrap_note(placement: MeshPlacement) -> MeshPlacement:
     topology = placement.hardware.topology
     if not isinstance(topology, Torus):
         return placement
@@ -208,7 +208,7 @@ def _with_wrap_note(placement: Placement) -> Placement:
     if not open_axes:
         return placement
     note = f"no wraparound on torus axis {', '.join(open_axes)}: rule {topology.wraparound.rule!r}"
-    return Placement(
+    return MeshPlacement(
         placement.hardware,
         placement.mesh,
         placement.assignment,
@@ -217,14 +217,14 @@ def _with_wrap_note(placement: Placement) -> Placement:
     )
 
 
-def _score(hardware: Hardware, mesh: Mesh, assignment: Assignment) -> tuple[float, ...]:
+def _score(hardware: Hardware, mesh: Mesh, assignment: AxisAssignment) -> tuple[float, ...]:
     """Least is best.
 
     First whole torus axes (each mesh axis that shares one with another counts), as runtimes lay meshes out;
     then seconds per byte of all-gathers over each mesh axis in turn; then the most compact slice.
     """
     shape = _shape(hardware.topology, assignment)
-    placement = Placement(hardware, mesh, assignment, shape)
+    placement = MeshPlacement(hardware, mesh, assignment, shape)
     users = [level for _, factors in assignment for level, _ in factors if level != "core"]
     seconds = sum(_seconds_per_byte(_route(placement, frozenset((n,)))) for n, size in mesh.axes if size > 1)
     return len(users) - len(set(users)), float(f"{seconds:.9e}"), sum(shape)
@@ -244,7 +244,7 @@ def _seconds_per_byte(route: Route) -> float:
     return within + between
 
 
-def _route(placement: Placement, axes: frozenset[str]) -> Route:
+def _route(placement: MeshPlacement, axes: frozenset[str]) -> Route:
     topology = placement.hardware.topology
     names = tuple(n for n in placement.mesh.names if n in axes)
     size, devices = placement.mesh.group_size(names), placement.mesh.devices
@@ -276,11 +276,11 @@ def processes_spanned(mesh: Mesh, axes: Iterable[str], devices_per_process: int 
     return max(len({rank // devices_per_process for rank in group}) for group in mesh.groups(axes))
 
 
-def _product(placement: Placement, level: str, axes: Iterable[str]) -> int:
+def _product(placement: MeshPlacement, level: str, axes: Iterable[str]) -> int:
     return math.prod(placement.factor(axis, level) for axis in axes)
 
 
-def _torus_levels(placement: Placement, topology: Torus, axes: frozenset[str]) -> tuple[Level, ...]:
+def _torus_levels(placement: MeshPlacement, topology: Torus, axes: frozenset[str]) -> tuple[Level, ...]:
     names = placement.mesh.names
     cores, cores_used = _product(placement, "core", axes), _product(placement, "core", names)
     groups_per_chip = cores_used // cores
@@ -302,8 +302,8 @@ def _torus_levels(placement: Placement, topology: Torus, axes: frozenset[str]) -
 
 
 def _segment(
-    placement: Placement, topology: Torus, name: str, wrap: bool, axes: frozenset[str], groups: int
-) -> Segment | None:
+    placement: MeshPlacement, topology: Torus, name: str, wrap: bool, axes: frozenset[str], groups: int
+) -> TorusSegment | None:
     """Equations (1) and (2) for one torus axis; None when the group does not extend along it."""
     size, stride, inner, outermost = 1, 1, 1, True
     for axis in reversed(placement.mesh.names):  # innermost first
@@ -320,10 +320,10 @@ def _segment(
     per_side = topology.links_per_axis.value / 2
     ports = 2 if ring else 1
     rate = ports * per_side * topology.link_bandwidth.value / (stride * groups)
-    return Segment(name, size, stride, ring, ports, rate)
+    return TorusSegment(name, size, stride, ring, ports, rate)
 
 
-def _cluster_levels(placement: Placement, topology: Cluster, axes: frozenset[str]) -> tuple[Level, ...]:
+def _cluster_levels(placement: MeshPlacement, topology: Cluster, axes: frozenset[str]) -> tuple[Level, ...]:
     """Equations (3) and (4)."""
     in_node, nodes = _product(placement, "node", axes), _product(placement, "network", axes)
     per_node = _product(placement, "node", placement.mesh.names)

@@ -23,7 +23,7 @@ from costmodels.hardware import Hardware, Torus
 from costmodels.kernels.compute import Quantity, compute_seconds
 from costmodels.kernels.fused import Fused
 from costmodels.network.collectives import collective_seconds, full_bytes
-from costmodels.network.topology import Placement, place
+from costmodels.network.topology import MeshPlacement, place
 from costmodels.pricing.itemise import Itemiser
 from costmodels.pricing.items import Called, Computed, Item, Sent, Transferred
 from costmodels.pricing.lines import Cost, Line
@@ -48,7 +48,7 @@ class Pricer:
     """
 
     hardware: Hardware
-    placement: Placement
+    placement: MeshPlacement
     beside: str = ""
     _compute: dict[Quantity, float] = field(default_factory=dict)
     _collective: dict[tuple[str, Axes, int], float] = field(default_factory=dict)
@@ -210,12 +210,12 @@ class Pricer:
         return seconds
 
 
-def pricer(hardware: Hardware, program_or_mesh: object, placement: Placement | None = None) -> Pricer:
+def pricer(hardware: Hardware, program_or_mesh: object, placement: MeshPlacement | None = None) -> Pricer:
     """A Pricer for a mesh (or the mesh of a program); `placement` defaults to the hardware's best."""
     mesh = getattr(program_or_mesh, "mesh", program_or_mesh)
     return Pricer(hardware, placement or place(hardware, mesh))  # type: ignore[arg-type]
 
 
-def price(program: Program, hardware: Hardware, placement: Placement | None = None) -> Cost:
+def price(program: Program, hardware: Hardware, placement: MeshPlacement | None = None) -> Cost:
     """The price of one step of `program` on `hardware`."""
     return pricer(hardware, program, placement).cost(program)

@@ -26,7 +26,7 @@ from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblems import Subproblem, subproblems
 from layoutopt.plan.build import Plan
-from layoutopt.problem import Choices, Row
+from layoutopt.problem import Choices, ResourceRow
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.mesh_shapes import meshes
 from mesh_tf_core.model import Model
@@ -203,7 +203,7 @@ def _ruled(evaluator: Evaluator, subproblem: Subproblem, seconds: float, limit: 
     return replace(ruled, how="listed", listed=len(seen))
 
 
-def _overfull(rows: list[Row], choices: Sequence[int], limit: float) -> bool:
+def _overfull(rows: list[ResourceRow], choices: Sequence[int], limit: float) -> bool:
     """Whether a row is overfull; one that is comes first next time, for it is likely so again."""
     for i, row in enumerate(rows):
         if row.use(choices) > limit * (1 + 1e-9):

@@ -83,7 +83,7 @@ def disagreements(plan: Plan, evaluation: Evaluation) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Answer:
+class WhatIfAnswer:
     """What a search under another condition found; no `seconds` and `peak` if it found nothing: `reason` says
     why."""
 
@@ -149,12 +149,14 @@ def forbidden(plan: Plan, asked: SearchSpace, names: Sequence[str]) -> list[str]
 
 
 ALL = "all"
-Find = Callable[[str, float | None, str | None, Clock, str | None], Answer]
+FindBest = Callable[[str, float | None, str | None, Clock, str | None], WhatIfAnswer]
 """find(condition in words, bytes of memory, further pins, the time for it, what is forbidden)"""
 NO_TIME = "there was no time"
 
 
-def finder(model: Model, plan: Plan, hardware: Hardware, asked: SearchSpace, objective: str = "time") -> Find:
+def finder(
+    model: Model, plan: Plan, hardware: Hardware, asked: SearchSpace, objective: str = "time"
+) -> FindBest:
     """Searches on the plan's mesh under other conditions, for the same `objective`."""
     from layoutopt.api import search
 
@@ -164,17 +166,17 @@ def finder(model: Model, plan: Plan, hardware: Hardware, asked: SearchSpace, obj
         pins: str | None,
         clock: Clock = UNLIMITED,
         forbid: str | None = None,
-    ) -> Answer:
+    ) -> WhatIfAnswer:
         if clock.over:
-            return Answer(condition, None, None, "", False, NO_TIME)
+            return WhatIfAnswer(condition, None, None, "", False, NO_TIME)
         rules = without(asked, forbid) if forbid else asked
         more = {**with_pins(rules, pins), "objective": objective, "time_limit": clock.rest}
         try:
             found = search(model, mesh=plan.mesh, hardware=hardware, memory=memory, **more)
         except (InfeasibleError, LimitError) as error:
-            return Answer(condition, None, None, "", isinstance(error, InfeasibleError), str(error))
+            return WhatIfAnswer(condition, None, None, "", isinstance(error, InfeasibleError), str(error))
         p, proven = found.predicted, found.solver.status == "OPTIMAL"
-        return Answer(condition, p.step_seconds, p.peak_memory_bytes, str(found.layout), proven)
+        return WhatIfAnswer(condition, p.step_seconds, p.peak_memory_bytes, str(found.layout), proven)
 
     return find
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from costmodels.hardware import Hardware
 from costmodels.hardware.vary import NETWORK, varied
-from costmodels.network.topology import Placement, place
+from costmodels.network.topology import MeshPlacement, place
 from costmodels.pricing.pricer import pricer
 from layoutopt.analysis.explain import with_pins
 from layoutopt.clock import UNLIMITED, Clock
@@ -48,7 +48,7 @@ def link_times(hardware: Hardware, mesh: Mesh, axis: str, times: float) -> Hardw
     return varied(hardware, lambda path, _: times if path.startswith(paths) else 1.0)
 
 
-def gigabits(placed: Placement, axis: str) -> float:
+def gigabits(placed: MeshPlacement, axis: str) -> float:
     """Gbit/s between a replica and the others: of all its devices together."""
     return 8e-9 * placed.route((axis,)).levels[-1].rate * placed.mesh.devices / placed.mesh.size(axis)
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from costmodels.calibration import (
     Drift,
-    Sample,
     Team,
+    TimingSample,
     assemble,
     noise,
     open_drift,
@@ -25,7 +25,7 @@ from costmodels.calibration import (
     steps_for,
     typical,
 )
-from costmodels.calibration.runner import Progress
+from costmodels.calibration.runner import OnProbe
 from costmodels.hardware import Hardware, machine_of
 from costmodels.pricing.pricer import Pricer, pricer
 from layoutopt.analysis.validation import ValidationRow, sample_layouts, summary
@@ -59,7 +59,7 @@ def validate(
     steps: int = 7,
     batch: Mapping[str, Any] | None = None,
     seed: int = 0,
-    on_progress: Progress | None = None,
+    on_progress: OnProbe | None = None,
     engine: str = "auto",
     cluster: Cluster | None = None,
 ) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _chosen(
 
 
 def result(
-    chosen: Sequence[RunCandidate], samples: Sequence[Sequence[Sample]], drift: float | None = None
+    chosen: Sequence[RunCandidate], samples: Sequence[Sequence[TimingSample]], drift: float | None = None
 ) -> dict[str, Any]:
     """The contract's object from what was run."""
     rows = [ValidationRow(str(c.layout), c.seconds, typical(s)) for c, s in zip(chosen, samples, strict=True)]
@@ -185,9 +185,9 @@ def run(
     chosen: Sequence[RunCandidate],
     steps: int,
     batch: Mapping[str, Any] | None = None,
-    on_progress: Progress | None = None,
+    on_progress: OnProbe | None = None,
     each_turn: Callable[[], object] = lambda: None,
-) -> list[list[Sample]]:
+) -> list[list[TimingSample]]:
     """`steps` samples of every layout, in turns; `each_turn` is called between turns."""
     fed = _zeros(model) if batch is None else batch
     total = len(chosen) * (steps + 1)
@@ -202,7 +202,7 @@ def run(
                 on_progress(f"building {c.layout or 'replicated'}", i + 1, total)
         found = [steps_for(lambda e=e: e.step(fed), SAMPLE_SECONDS) for e in engines]  # type: ignore[misc]
         counts = team.told("the numbers of steps", found)
-        samples: list[list[Sample]] = [[] for _ in chosen]
+        samples: list[list[TimingSample]] = [[] for _ in chosen]
         for turn in range(steps):
             each_turn()
             for i, engine in enumerate(engines):

@@ -11,7 +11,7 @@ from layoutopt.cli.terminal import table
 from layoutopt.plan.units import bytes_text, rate_text, seconds_text, share_text
 
 if TYPE_CHECKING:
-    from costmodels.liveness import Memory
+    from costmodels.liveness import MemoryProfile
     from costmodels.pricing.pricer import Cost, Line
     from layoutopt.plan.results import CostLine
 
@@ -131,7 +131,7 @@ def _work(lines: Sequence[Line]) -> tuple[list[float], list[float]]:
     return [x.flops for x in lines], [x.sent for x in lines]
 
 
-def memory_table(held: Memory, most: int = 8) -> Table:
+def memory_table(held: MemoryProfile, most: int = 8) -> Table:
     """What a device holds at the peak, equal tensors together; the rest in one row."""
     groups: dict[tuple[str, str], list[int]] = {}
     for h in held.holdings:
@@ -150,7 +150,7 @@ def memory_table(held: Memory, most: int = 8) -> Table:
     return table("Memory", columns, rows, (2, 3, 4), total=True)
 
 
-def _memory_row(what: str, origin: str, sizes: Sequence[int], held: Memory) -> tuple[str, ...]:
+def _memory_row(what: str, origin: str, sizes: Sequence[int], held: MemoryProfile) -> tuple[str, ...]:
     size = sum(sizes)
     return what, origin, str(len(sizes)), bytes_text(size), share_text(size, held.peak)
 

@@ -39,7 +39,7 @@ from layoutopt.plan.covered import listed
 from layoutopt.plan.units import bytes_text, seconds_text, share_text, some
 
 if TYPE_CHECKING:
-    from costmodels.liveness import Memory
+    from costmodels.liveness import MemoryProfile
     from layoutopt.analysis.certificate import Certificate
     from layoutopt.analysis.explain import Difference, WhatIfAnswer
     from layoutopt.analysis.keeping import Keeping
@@ -325,7 +325,7 @@ def _binds(found: Planned, evaluation: Evaluation, answers: dict[str, list[WhatI
     )
 
 
-def _peak(memory: Memory) -> str:
+def _peak(memory: MemoryProfile) -> str:
     """What a device holds where it holds most."""
     most = ", ".join(f"{h.what} ({bytes_text(h.bytes)})" for h in memory.holdings[:LARGEST])
     if not memory.points:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
-    from costmodels.network.topology import Placement
+    from costmodels.network.topology import MeshPlacement
     from layoutopt.plan.details import HardwareInfo
     from layoutopt.plan.evidence import Calibration
     from layoutopt.plan.known import Known
@@ -74,13 +74,13 @@ def sure(machine: Hardware) -> str:
     return f"no step of it was compared; {sources}"
 
 
-def _shape(placed: Placement) -> str:
+def _shape(placed: MeshPlacement) -> str:
     if not placed.shape:
         return ""
     return f"The mesh lies on {' × '.join(map(str, placed.shape))} chips of a torus."
 
 
-def _lies(placed: Placement, axis: str) -> Iterator[str]:
+def _lies(placed: MeshPlacement, axis: str) -> Iterator[str]:
     """Where the devices along a mesh axis are, level by level, the innermost first."""
     route = placed.route([axis])
     for level in route.levels:

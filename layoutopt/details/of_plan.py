@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
-    from costmodels.liveness import Memory
+    from costmodels.liveness import MemoryProfile
     from costmodels.pricing.pricer import Cost, Line
     from layoutopt.evaluator import Evaluator
     from layoutopt.plan.build import Plan
@@ -171,7 +171,7 @@ def _alternatives(plan: Plan, evaluator: Evaluator) -> dict[str, Shares]:
     return found
 
 
-def _memory(held: Memory, cost: Cost, limit: int) -> MemoryTimeline:
+def _memory(held: MemoryProfile, cost: Cost, limit: int) -> MemoryTimeline:
     """The timeline, thinned to its local peaks where it is long."""
     from layoutopt.plan.details import Held, MemoryTimeline, Point
 

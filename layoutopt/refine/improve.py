@@ -25,7 +25,7 @@ from costmodels.pricing.pricer import Pricer
 from layoutopt.clock import LEAST, Clock
 from layoutopt.evaluator import Evaluation, evaluate
 from layoutopt.problem import ChoiceVariable, Problem, ResourceRow, RowTerm, Term, solve
-from layoutopt.refine.places import Move, Places, levels, regions, without
+from layoutopt.refine.places import AxisMove, ModelPlaces, levels, regions, without
 from layoutopt.space.decisions import SearchSpace
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout, within
@@ -45,7 +45,7 @@ TIGHT = 0.6
 """Share of the memory from which on moves are chosen by what they hold, too."""
 
 
-class Change(NamedTuple):
+class MoveGain(NamedTuple):
     """What moves change: seconds of a step and, where memory is tight, the most bytes that a device holds."""
 
     seconds: float
@@ -53,7 +53,7 @@ class Change(NamedTuple):
 
 
 @dataclass
-class Search:
+class RefineSearch:
     """Layouts of one model, and what is known of them.
 
     Attributes:
@@ -132,7 +132,7 @@ class Search:
         layout = start
         graph = self.model.training_step(self.options.microbatches).graph
         for found in levels(graph):
-            known: dict[Move, Change] = {}
+            known: dict[AxisMove, MoveGain] = {}
             while not self.late:
                 _Round(self, found, layout, known).run()
                 better = self.fastest(layout)
@@ -166,7 +166,7 @@ class Search:
             return None
         return self.price(fewer) - self.price(layout)
 
-    def spent_in(self, layout: Layout, found: Places) -> Mapping[str, float]:
+    def spent_in(self, layout: Layout, found: ModelPlaces) -> Mapping[str, float]:
         """Place -> seconds of a step, those of its variables' updates too."""
         spent = dict.fromkeys(found.by_path, 0.0)
         for line in self._evaluation(layout).cost.lines:
@@ -179,8 +179,8 @@ class Search:
 
 
 def _still_true(
-    known: Mapping[Move, Change], found: Places, before: Layout, after: Layout
-) -> dict[Move, Change]:
+    known: Mapping[AxisMove, MoveGain], found: ModelPlaces, before: Layout, after: Layout
+) -> dict[AxisMove, MoveGain]:
     """The moves of places that did not change, and meet none that did."""
     changed = {p for p in found.by_path if before.at(p) != after.at(p)}
     near = changed | {p for pair in found.meet if changed & {*pair} for p in pair}
@@ -197,11 +197,13 @@ class _Round:
       both: two moves -> what they change together.
     """
 
-    def __init__(self, search: Search, found: Places, start: Layout, known: dict[Move, Change]) -> None:
+    def __init__(
+        self, search: RefineSearch, found: ModelPlaces, start: Layout, known: dict[AxisMove, MoveGain]
+    ) -> None:
         self.search, self.places, self.start, self.known = search, found, start, known
         self.now, self.peak = search.price(start), search.peak(start)
         self.tight = self.peak > TIGHT * search.limit
-        self.both: dict[tuple[Move, Move], Change] = {}
+        self.both: dict[tuple[AxisMove, AxisMove], MoveGain] = {}
 
     def run(self) -> None:
         """Prices moves, one by one and by twos, and what is best by them."""
@@ -223,16 +225,16 @@ class _Round:
                 self.both[pair] = changed
         self._solve()
 
-    def _changed(self, moves: Iterable[Move]) -> Change | None:
+    def _changed(self, moves: Iterable[AxisMove]) -> MoveGain | None:
         """What some moves change; None if they do nothing or are not legal."""
         layout = self._moved(moves)
         seconds = math.inf if layout is None else self.search.price(layout)
         if layout is None or seconds == math.inf:
             return None
         bytes = self.search.peak(layout) - self.peak if self.tight else 0.0
-        return Change(seconds - self.now, bytes)
+        return MoveGain(seconds - self.now, bytes)
 
-    def _moved(self, moves: Iterable[Move]) -> Layout | None:
+    def _moved(self, moves: Iterable[AxisMove]) -> Layout | None:
         layout: Layout | None = self.start
         for move in moves:
             if layout is not None:
@@ -240,18 +242,18 @@ class _Round:
                 layout = move.of(place, layout, self.search.mesh, self.search.allowed)
         return layout
 
-    def _pairs(self) -> list[tuple[Move, Move]]:
+    def _pairs(self) -> list[tuple[AxisMove, AxisMove]]:
         """Moves of two places that meet, of one axis to the same dimension; what costs least first."""
-        found: list[tuple[float, tuple[Move, Move]]] = []
+        found: list[tuple[float, tuple[AxisMove, AxisMove]]] = []
         for move, changed in self.known.items():
             for other in self.places.near(move.path):
-                twin = Move(other, move.axis, move.to)
+                twin = AxisMove(other, move.axis, move.to)
                 if move.path < other and twin in self.known:
                     found.append((changed.seconds + self.known[twin].seconds, (move, twin)))
         return [pair for _, pair in sorted(found, key=lambda each: each[0])]
 
     def _solve(self) -> None:
-        options: dict[str, list[Move]] = {}
+        options: dict[str, list[AxisMove]] = {}
         for move in self.known:
             options.setdefault(move.path, []).append(move)
         if not options:
@@ -264,7 +266,7 @@ class _Round:
         if layout is not None:
             self.search.price(layout)
 
-    def _problem(self, options: Mapping[str, list[Move]]) -> Problem:
+    def _problem(self, options: Mapping[str, list[AxisMove]]) -> Problem:
         """A variable for each place, whose first choice is to stay."""
         number = {path: i for i, path in enumerate(options)}
         variables = tuple(

@@ -22,7 +22,7 @@ DEEPEST = 99
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelPlace:
     """A part of a model.
 
     Attributes:
@@ -35,14 +35,14 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Move:
+class AxisMove:
     """One mesh axis, in one place, off every dimension and on another one; or on none."""
 
     path: str
     axis: str
     to: str | None
 
-    def of(self, place: Place, layout: Layout, mesh: Mesh, allowed: SearchSpace) -> Layout | None:
+    def of(self, place: ModelPlace, layout: Layout, mesh: Mesh, allowed: SearchSpace) -> Layout | None:
         """The layout with it; None where that changes nothing, does not divide, or is not allowed."""
         here, rules = layout.at(place.path), dict[str, Axes]()
         if self.to is not None and self.axis in allowed.forbid.get(self.to, ()):
@@ -67,7 +67,7 @@ def placed(layout: Layout, path: str, rules: Mapping[str, Axes]) -> Layout:
 
 
 @dataclass(frozen=True)
-class Places:
+class ModelPlaces:
     """All places of a graph.
 
     Attributes:
@@ -76,7 +76,7 @@ class Places:
       meet: pairs of places, each in order, one of which reads what the other makes.
     """
 
-    by_path: Mapping[str, Place]
+    by_path: Mapping[str, ModelPlace]
     of: Mapping[int, str]
     meet: frozenset[tuple[str, str]]
 
@@ -84,20 +84,20 @@ class Places:
         """The places that one meets."""
         return [two if one == path else one for one, two in self.meet if path in (one, two)]
 
-    def moves(self, mesh: Mesh) -> Iterator[Move]:
+    def moves(self, mesh: Mesh) -> Iterator[AxisMove]:
         """Every move in every place."""
         for path, place in self.by_path.items():
             for axis in mesh.names:
                 if mesh.size(axis) > 1:
-                    yield from (Move(path, axis, to) for to in (None, *place.dims))
+                    yield from (AxisMove(path, axis, to) for to in (None, *place.dims))
 
 
-def places(graph: Graph, depth: int = DEEPEST) -> Places:
+def places(graph: Graph, depth: int = DEEPEST) -> ModelPlaces:
     """The places of the graph of a training step; `depth`: scopes of so many names are places as a whole."""
     return graph.remembered((places, depth), lambda: _Finder(graph, depth).found())
 
 
-def levels(graph: Graph) -> list[Places]:
+def levels(graph: Graph) -> list[ModelPlaces]:
     """The places of every depth, the largest first; what is the same at two is there once."""
     deepest = max((n.scope.count("/") + 1 for n, _ in graph.walk() if n.scope), default=1)
     every = [places(graph, depth) for depth in range(1, deepest + 1)]
@@ -142,7 +142,7 @@ class _Finder:
         self.origins: dict[int, set[str]] = defaultdict(set)
         self.meet: set[tuple[str, str]] = set()
 
-    def found(self) -> Places:
+    def found(self) -> ModelPlaces:
         dims: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
         of: dict[int, str] = {}
         for node in self.nodes:
@@ -157,10 +157,10 @@ class _Finder:
         for _ in range(2):  # what a loop carries is known when its body has been seen
             self._visit(self.graph.blocks[0])
         known = {
-            path: Place(path, {n: frozenset(sizes) for n, sizes in found.items()})
+            path: ModelPlace(path, {n: frozenset(sizes) for n, sizes in found.items()})
             for path, found in dims.items()
         }
-        return Places(known, of, frozenset(p for p in self.meet if p[0] in known and p[1] in known))
+        return ModelPlaces(known, of, frozenset(p for p in self.meet if p[0] in known and p[1] in known))
 
     def _path(self, node: Node) -> str:
         names = node.scope.split("/")

@@ -19,9 +19,9 @@ from layoutopt.sizing.family import RULES, Family
 from layoutopt.sizing.fitting import FittedLaw, fit, read_runs
 from layoutopt.sizing.forecast import CHARACTERS, Forecast, is_count, is_positive
 from layoutopt.sizing.laws import critical_batch, data, published
-from layoutopt.sizing.question import Question
-from layoutopt.sizing.rows import Row, frontier
-from layoutopt.sizing.timing import Machine, Timer
+from layoutopt.sizing.question import SizingQuestion
+from layoutopt.sizing.rows import SizeRow, frontier
+from layoutopt.sizing.timing import OfferedHardware, Timer
 from layoutopt.space.decisions import ARGUMENTS, SearchSpace
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.mesh import MOST_DEVICES
@@ -133,7 +133,7 @@ def size(
       LimitError: nothing was searched in time.
       UserError: wrong input.
     """
-    question = Question(budget, loss, money, tokens, days, _numbers(devices), inference)
+    question = SizingQuestion(budget, loss, money, tokens, days, _numbers(devices), inference)
     _check(candidates, sizes, memory, scale)
     if runs is not None and law:
         raise UserError("--law and --fit: a law is published or fitted; leave one of them out")
@@ -174,7 +174,7 @@ def machines_of(
     hardware: str | Hardware | Sequence[str | Hardware],
     price: float | Mapping[str, float] | None,
     memory: float | None = None,
-) -> list[Machine]:
+) -> list[OfferedHardware]:
     """The machines of a question, each once, with their prices."""
     asked: list[Any] = [*hardware] if isinstance(hardware, list | tuple) else [hardware]
     loaded = [machine_of(each) for each in asked]
@@ -186,7 +186,9 @@ def machines_of(
         if value is not None and not is_positive(value):
             raise UserError(f"--price {name}={value!r}: needs a positive number")
     found = {
-        h.name: Machine(h.name, h, h.usable_memory_bytes if memory is None else memory, prices.get(h.name))
+        h.name: OfferedHardware(
+            h.name, h, h.usable_memory_bytes if memory is None else memory, prices.get(h.name)
+        )
         for h in loaded
     }
     if not found:
@@ -240,7 +242,7 @@ def law_info(forecast: Forecast) -> LawInfo:
     )
 
 
-def _result(answering: Answering, best: Row) -> SizeResult:
+def _result(answering: Answering, best: SizeRow) -> SizeResult:
     question, forecast = answering.question, answering.forecast
     best_of_all = frontier(answering.rows)
     rows = sorted(
@@ -269,7 +271,7 @@ def _result(answering: Answering, best: Row) -> SizeResult:
     )
 
 
-def _notes(answering: Answering, best: Row, answer: SizedCandidate, batch: float) -> Sequence[str]:
+def _notes(answering: Answering, best: SizeRow, answer: SizedCandidate, batch: float) -> Sequence[str]:
     """What readers of the answer should know."""
     question = answering.question
     notes = [f"beyond the law's runs: {each}" for each in answer.beyond]

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from layoutopt.plan.units import shorten
-from reports.figures.sheet import BODY, MARGIN, SMALL, WIDTH, Sheet, text_width
+from reports.figures.sheet import BODY, MARGIN, SMALL, WIDTH, FigureSheet, text_width
 
 ROW = 42.0
 THICK = 13.0
 
 
 @dataclass(frozen=True)
-class Part:
+class BarSegment:
     """A stretch of a bar: its length in the data's unit, its colour, and what it is in words."""
 
     size: float
@@ -34,7 +34,7 @@ class Bar:
 
     name: str
     value: str
-    parts: tuple[Part, ...] = ()
+    parts: tuple[BarSegment, ...] = ()
     note: str = ""
     note_token: str = "muted"
     bold: bool = False
@@ -59,11 +59,11 @@ class Bars:
     limit: tuple[float, str] | None = None
     key: Sequence[tuple[str, str]] = field(default=())
 
-    def draw(self, title: str = "") -> Sheet:
+    def draw(self, title: str = "") -> FigureSheet:
         """A sheet of its own with these bars."""
         limit_room = 18.0 if self.limit else 0.0
         keys = self._key_lines() * 17.0 + (6.0 if self.key else 0.0)
-        sheet = Sheet(keys + limit_room + ROW * len(self.rows) + 2, title)
+        sheet = FigureSheet(keys + limit_room + ROW * len(self.rows) + 2, title)
         y = 0.0
         if self.key:
             sheet.key(12, self.key)
@@ -89,7 +89,7 @@ class Bars:
     def _x(self, value: float) -> float:
         return MARGIN + (WIDTH - 2 * MARGIN) * min(value / self.high if self.high > 0 else 0.0, 1.0)
 
-    def _row(self, sheet: Sheet, top: float, row: Bar) -> None:
+    def _row(self, sheet: FigureSheet, top: float, row: Bar) -> None:
         room = WIDTH - 12 - text_width(row.value, BODY)
         note = shorten(row.note, 24)
         room -= text_width(note, SMALL) + 8 if note else 0
@@ -118,12 +118,12 @@ class Bars:
                 )
 
     @staticmethod
-    def _mark(sheet: Sheet, x: float, bar: float) -> None:
+    def _mark(sheet: FigureSheet, x: float, bar: float) -> None:
         """A limit across a bar."""
         sheet.line([(x, bar), (x, bar + THICK)], "page", 4.5)
         sheet.line([(x, bar - 3), (x, bar + THICK + 3)], "bad", 1.75)
 
-    def _limit(self, sheet: Sheet, y: float, top: float) -> None:
+    def _limit(self, sheet: FigureSheet, y: float, top: float) -> None:
         value, words = self.limit or (0.0, "")
         x = self._x(value)
         for position in range(len(self.rows) if value <= self.high else 0):

@@ -19,7 +19,7 @@ from layoutopt.plan.units import (
 )
 from reports.evidence import typical, typical_of
 from reports.figures.scales import log_steps, padded
-from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, label, ticks
+from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, label, ticks
 from reports.theme import LIGHT
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ MOST_PANELS = 6
 def draw_predicted_measured(plan: PlanFile, title: str = "") -> Figure:
     """One dot per layout on two equal logarithmic scales; on the line the prediction is exact."""
     rows = (plan.details.validation or Validation()).timed
-    sheet = Sheet(SQUARE + 74, title)
+    sheet = FigureSheet(SQUARE + 74, title)
     sheet.text(MARGIN, 11, "predicted step time", "muted", SMALL)
     ax = sheet.axes(60, 24, SQUARE, SQUARE)
     low, high = padded([v for r in rows for v in (r.predicted_seconds, r.measured_seconds)])
@@ -120,7 +120,7 @@ def tell_predicted_measured(plan: PlanFile) -> str:
 def draw_calibration(plan: PlanFile, title: str = "") -> Figure:
     """A panel per kind of measurement: the fit's error at every size."""
     groups = _groups(plan)
-    sheet = Sheet((PANEL + 16) * len(groups), title)
+    sheet = FigureSheet((PANEL + 16) * len(groups), title)
     for position, (what, samples) in enumerate(groups):
         top = (PANEL + 16) * position
         sheet.text(MARGIN, top + 13, shorten(what, 40), bold=True, size=SMALL)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from layoutopt.plan.details import MemoryTimeline
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import memory, percent, rounded, seconds, shorten, some, times
-from reports.figures.bars import Bar, Bars, Part, cut_scale
+from reports.figures.bars import Bar, Bars, BarSegment, cut_scale
 from reports.figures.scales import byte_steps, round_steps
-from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, label, text_width, ticks
+from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, label, text_width, ticks
 from reports.theme import LIGHT
 from reports.views.choices import Ranked, ranked
 from reports.views.timeline import holdings_at_peak, phases, placed, thinned, total_seconds
@@ -49,7 +49,7 @@ def _memory_bar(row: Ranked, limit: float | None) -> Bar:
     return Bar(
         name=name,
         value=memory(peak),
-        parts=(Part(peak, "bad" if over else "memory", memory(peak)),),
+        parts=(BarSegment(peak, "bad" if over else "memory", memory(peak)),),
         note=f"{memory(peak - limit)} too much" if over and limit else "same layout" if row.twin else "",
         note_token="bad" if over else "muted",
         bold=row.is_answer,
@@ -89,14 +89,14 @@ def draw_memory_timeline(plan: PlanFile, title: str = "") -> Figure:
     found = plan.details.memory or MemoryTimeline()
     holdings = holdings_at_peak(found)[:MOST_HOLDINGS]
     room = 80 if total_seconds(found) else 66
-    sheet = Sheet(PLOT + room + (26 + 31 * len(holdings) if holdings else 0), title)
+    sheet = FigureSheet(PLOT + room + (26 + 31 * len(holdings) if holdings else 0), title)
     _timeline(sheet, found, plan.memory_limit)
     if holdings:
         _holdings(sheet, found, PLOT + room + 16)
     return sheet.figure
 
 
-def _timeline(sheet: Sheet, found: MemoryTimeline, limit: float | None) -> None:
+def _timeline(sheet: FigureSheet, found: MemoryTimeline, limit: float | None) -> None:
     ax = sheet.axes(52, 30, WIDTH - 60, PLOT)
     peak = found.points[found.peak].bytes
     shows_limit = limit is not None and limit <= 1.9 * peak
@@ -172,7 +172,7 @@ def _phases(
             label(ax, (start + end) / 2, 0, shorten(phase.name, room), "muted", (0, -below), "center")
 
 
-def _holdings(sheet: Sheet, found: MemoryTimeline, y: float) -> None:
+def _holdings(sheet: FigureSheet, found: MemoryTimeline, y: float) -> None:
     """The largest tensors at the peak as bars of their share of it."""
     where = found.points[found.peak]
     place = f"{where.scope}/{where.name}" if where.scope else where.name

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import memory, plural, shorten, some
-from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, text_width
+from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, text_width
 from reports.plan import dims_on, lies_on
 from reports.theme import axis_token
 
@@ -75,14 +75,14 @@ def draw_mesh(plan: PlanFile, title: str = "") -> Figure:
     top = 12.0
     cell = min(30.0, (WIDTH - left - 30) / across, 300.0 / down)
     height = top + down * cell + 14
-    sheet = Sheet(height + 40 * len(axes) + 8, title)
+    sheet = FigureSheet(height + 40 * len(axes) + 8, title)
     _devices(sheet, axes, left, top, cell)
     for position, axis in enumerate(axes):
         _legend(sheet, plan, axis, height + 40 * position)
     return sheet.figure
 
 
-def _devices(sheet: Sheet, axes: Sequence[_Axis], left: float, top: float, cell: float) -> None:
+def _devices(sheet: FigureSheet, axes: Sequence[_Axis], left: float, top: float, cell: float) -> None:
     groups: dict[str, list[tuple[float, float, float, float]]] = {}
     side = cell * 0.78
     for place in product(*(range(a.shown) for a in axes)):
@@ -102,7 +102,7 @@ def _devices(sheet: Sheet, axes: Sequence[_Axis], left: float, top: float, cell:
             inner[axis.down] = False
 
 
-def _arrow(sheet: Sheet, axis: _Axis, left: float, top: float, cell: float) -> None:
+def _arrow(sheet: FigureSheet, axis: _Axis, left: float, top: float, cell: float) -> None:
     """Along the innermost axis of each direction."""
     length = ((axis.shown - 1) * axis.step + 0.78) * cell
     if axis.down:
@@ -115,7 +115,7 @@ def _arrow(sheet: Sheet, axis: _Axis, left: float, top: float, cell: float) -> N
         sheet.line([(end - 5, y - 4), (end, y), (end - 5, y + 4)], axis.token, 2)
 
 
-def _more(sheet: Sheet, axis: _Axis, left: float, top: float, cell: float) -> None:
+def _more(sheet: FigureSheet, axis: _Axis, left: float, top: float, cell: float) -> None:
     """Three dots where devices are left out."""
     start = ((axis.shown - 1) * axis.step + 1) * cell
     for i in range(3):
@@ -126,7 +126,7 @@ def _more(sheet: Sheet, axis: _Axis, left: float, top: float, cell: float) -> No
             sheet.rect(left + shift, top + 4, 3, 3, axis.token)
 
 
-def _legend(sheet: Sheet, plan: PlanFile, axis: _Axis, y: float) -> None:
+def _legend(sheet: FigureSheet, plan: PlanFile, axis: _Axis, y: float) -> None:
     """Two lines: the axis, and what is split over it; where it lies on the hardware stands at their end."""
     sheet.rect(MARGIN, y + 6, 11, 11, axis.token)
     sheet.text(MARGIN + 18, y + 16, f"{shorten(axis.name, 22)} {axis.size}", axis.token, bold=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import percent, seconds, shorten
-from reports.figures.bars import Bar, Bars, Part
+from reports.figures.bars import Bar, Bars, BarSegment
 from reports.figures.time import key_of
 from reports.views.work import Work, work
 
@@ -28,7 +28,7 @@ def _bar(one: Work) -> Bar:
     return Bar(
         name=one.name,
         value=seconds(one.seconds),
-        parts=(Part(one.compute, "compute"), Part(one.exposed, "exposed")),
+        parts=(BarSegment(one.compute, "compute"), BarSegment(one.exposed, "exposed")),
         note=shorten(one.phase, 10),
     )
 

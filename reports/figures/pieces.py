@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import memory, percent, plural, shorten
-from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, text_width
+from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, text_width
 from reports.theme import axis_token
 from reports.views.dims import dimension_rows
-from reports.views.variables import Alike, grouped, shape_text, split_text, totals
+from reports.views.variables import VariableGroup, grouped, shape_text, split_text, totals
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,7 +25,7 @@ def draw_matrix(plan: PlanFile, title: str = "") -> Figure:
     axes = list(plan.mesh)
     left = 170.0
     width = min(90.0, (WIDTH - left - 52) / max(len(axes), 1))
-    sheet = Sheet(30 + 24 * len(rows), title)
+    sheet = FigureSheet(30 + 24 * len(rows), title)
     for c, axis in enumerate(axes):
         words = shorten(f"{axis} {plan.mesh[axis]}", max(4, int(width / (0.61 * SMALL))))
         sheet.text(
@@ -70,7 +70,7 @@ def tell_matrix(plan: PlanFile) -> str:
 def draw_pieces(plan: PlanFile, title: str = "") -> Figure:
     """A box for each variable; its filled corner is the part that one device holds."""
     rows = grouped(plan)[:MOST_VARIABLES]
-    sheet = Sheet(46 * len(rows) + 2, title)
+    sheet = FigureSheet(46 * len(rows) + 2, title)
     for position, variable in enumerate(rows):
         y = 46 * position
         _piece(sheet, variable, plan, MARGIN, y + 4)
@@ -85,7 +85,7 @@ def draw_pieces(plan: PlanFile, title: str = "") -> Figure:
     return sheet.figure
 
 
-def _piece(sheet: Sheet, variable: Alike, plan: PlanFile, x: float, y: float) -> None:
+def _piece(sheet: FigureSheet, variable: VariableGroup, plan: PlanFile, x: float, y: float) -> None:
     width, height = 60.0, 34.0
     across, down = piece_shares(variable, plan)
     sheet.rect(x, y, width, height, "grid")
@@ -93,7 +93,7 @@ def _piece(sheet: Sheet, variable: Alike, plan: PlanFile, x: float, y: float) ->
     sheet.frame(x, y, width, height, "rule")
 
 
-def piece_shares(variable: Alike, plan: PlanFile) -> tuple[float, float]:
+def piece_shares(variable: VariableGroup, plan: PlanFile) -> tuple[float, float]:
     """The piece's part of the box's width (the last dimension) and height (all dimensions before it)."""
     parts = [math.prod(plan.mesh.get(a, 1) for a in axes) for axes in variable.splits]
     return 1 / (parts[-1] if parts else 1), 1 / math.prod(parts[:-1])

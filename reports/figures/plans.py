@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import against, letter, memory, mesh_text, seconds
-from reports.figures.bars import Bar, Bars, Part
+from reports.figures.bars import Bar, Bars, BarSegment
 from reports.figures.sheet import settings
 from reports.figures.time import UNFIT, key_of, time_parts
 from reports.plan import one_model
@@ -73,7 +73,7 @@ def _memory(plan: PlanFile, position: int, own: bool) -> Bar:
     return Bar(
         name=_name(plan, position),
         value=f"{memory(peak)} of {memory(limit)}" if limit and own else memory(peak),
-        parts=(Part(peak, "bad" if over else "memory", memory(peak)),),
+        parts=(BarSegment(peak, "bad" if over else "memory", memory(peak)),),
         limit=limit if own else None,
         note=f"{memory(peak - limit)} too much" if over and limit is not None else "",
         note_token="bad",

@@ -61,7 +61,7 @@ class Tips:
     near: bool = False
 
 
-class Sheet:
+class FigureSheet:
     """A figure of `WIDTH` × `height` pixels; y grows downwards. A title adds room above y = 0."""
 
     def __init__(self, height: float, title: str = "") -> None:

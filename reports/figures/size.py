@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from layoutopt.plan.size_results import SizedCandidate, SizeResult
 from layoutopt.plan.units import count, number, plural, rounded
 from reports.figures.scales import log_steps, padded
-from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, label, settings, ticks
+from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, label, settings, ticks
 from reports.theme import AXES, LIGHT
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ FLOPS = 6.0
 def loss_compute(found: SizeResult, title: str = "") -> Figure:
     """Loss against FLOPs: sizes on their way, where they end, the least that the law allows, own runs."""
     with settings():
-        sheet = Sheet(PLOT + 74, title)
+        sheet = FigureSheet(PLOT + 74, title)
         sheet.text(MARGIN, 11, "loss, nats per token", "muted", SMALL)
         ax = sheet.axes(48, 24, WIDTH - 64, PLOT)
         runs = [(FLOPS * n * d, loss) for n, d, loss in found.law.runs]
@@ -93,7 +93,7 @@ def time_money(found: SizeResult, title: str = "") -> Figure:
     priced = all(r.money is not None for r in rows)
     with settings():
         names = list(dict.fromkeys(r.hardware for r in rows))
-        sheet = Sheet(PLOT + 92, title)
+        sheet = FigureSheet(PLOT + 92, title)
         sheet.text(MARGIN, 11, "money" if priced else "chip-hours", "muted", SMALL)
         ax = sheet.axes(58, 24, WIDTH - 78, PLOT)
         ax.set_xscale("log")

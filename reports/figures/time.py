@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from layoutopt.plan.details import Shares
 from layoutopt.plan.schema import PlanFile, Predicted
 from layoutopt.plan.units import percent, plural, seconds, shorten, times
-from reports.figures.bars import Bar, Bars, Part, cut_scale
-from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet
+from reports.figures.bars import Bar, Bars, BarSegment, cut_scale
+from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet
 from reports.views.choices import Ranked, best_alternative, ranked
 from reports.views.work import collective_name, is_collective, shares
 
@@ -44,11 +44,12 @@ def key_of(bars: Sequence[Bar]) -> list[tuple[str, str]]:
     return [(token, words) for token, words in KEY if token in shown]
 
 
-def time_parts(p: Predicted) -> tuple[Part, ...]:
+def time_parts(p: Predicted) -> tuple[BarSegment, ...]:
     """What a step is made of."""
     sizes = (p.compute_seconds - p.hidden_seconds, p.hidden_seconds, p.exposed_communication_seconds)
     return tuple(
-        Part(size, token, f"{seconds(size)} {words}") for size, (token, words) in zip(sizes, KEY, strict=True)
+        BarSegment(size, token, f"{seconds(size)} {words}")
+        for size, (token, words) in zip(sizes, KEY, strict=True)
     )
 
 
@@ -125,7 +126,7 @@ def draw_time_by_kind(plan: PlanFile, title: str = "") -> Figure:
     left = 112.0
     width = (WIDTH - left - MARGIN) / max(len(columns), 1)
     row = 34.0
-    sheet = Sheet(38 + row * len(kinds), title)
+    sheet = FigureSheet(38 + row * len(kinds), title)
     for c, (name, _) in enumerate(columns):
         _header(sheet, left + c * width, width, "this plan" if name == "answer" else name, bold=c == 0)
     for k, kind in enumerate(kinds):
@@ -163,7 +164,7 @@ def unfit(plan: PlanFile) -> frozenset[str]:
     return frozenset(a.name for a in plan.alternatives if not a.feasible)
 
 
-def _header(sheet: Sheet, x: float, width: float, name: str, bold: bool) -> None:
+def _header(sheet: FigureSheet, x: float, width: float, name: str, bold: bool) -> None:
     """A column's name on up to two lines."""
     fit = max(4, int((width - 4) / (0.6 * SMALL)))
     lines = textwrap.wrap(name, fit, max_lines=2, placeholder="…") or [""]

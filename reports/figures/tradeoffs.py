@@ -21,7 +21,7 @@ from layoutopt.plan.units import (
     times,
 )
 from reports.figures.scales import byte_steps, log_steps, padded, round_steps
-from reports.figures.sheet import MARGIN, SMALL, WIDTH, Sheet, label, ticks
+from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, label, ticks
 from reports.theme import LIGHT
 from reports.views.choices import OnFrontier, frontier
 
@@ -37,7 +37,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 def draw_frontier(plan: PlanFile, title: str = "") -> Figure:
     """Step time against peak memory; the line joins the layouts that no other beats in both."""
     points = frontier(plan)
-    sheet = Sheet(PLOT + 74, title)
+    sheet = FigureSheet(PLOT + 74, title)
     sheet.text(MARGIN, 11, "step time", "muted", SMALL)
     ax = sheet.axes(58, 24, WIDTH - 70, PLOT)
     limit = plan.memory_limit
@@ -164,7 +164,7 @@ def tell_frontier(plan: PlanFile) -> str:
 def draw_sensitivity(plan: PlanFile, title: str = "") -> Figure:
     """One panel per factor; a letter where the best layout changes."""
     found = plan.details.sensitivity
-    sheet = Sheet((PANEL + 20) * len(found), title)
+    sheet = FigureSheet((PANEL + 20) * len(found), title)
     letters = layout_letters(plan)
     for position, one in enumerate(found):
         top = (PANEL + 20) * position
@@ -200,7 +200,7 @@ def layout_letters(plan: PlanFile) -> dict[str, str]:
     return {name: LETTERS[i % 26] * (1 + i // 26) for i, name in enumerate(names)}
 
 
-def _panel(sheet: Sheet, ax: Axes, one: Curve, letters: dict[str, str]) -> None:
+def _panel(sheet: FigureSheet, ax: Axes, one: Curve, letters: dict[str, str]) -> None:
     done = [(t.value, t.step_seconds, t) for t in one.trials if t.step_seconds is not None and t.value > 0]
     values = [t.value for t in one.trials if t.value > 0] or [1.0]
     ax.set_xscale("log")

@@ -10,7 +10,7 @@ from layoutopt.plan.known import Known
 from layoutopt.plan.schema import INFEASIBLE, PlanFile
 from layoutopt.plan.units import count, memory, percent, plural, seconds, shorten, some, times
 from reports.evidence import typical_of
-from reports.page.cells import Chip
+from reports.page.cells import AxisTag
 from reports.plan import dims_on, rules
 from reports.theme import axis_token
 from reports.views.choices import best_alternative
@@ -24,7 +24,7 @@ BAD_ERROR = 0.5
 
 
 @dataclass(frozen=True)
-class Answer:
+class PageAnswer:
     """One question of the first screen.
 
     Attributes:
@@ -43,7 +43,7 @@ class Answer:
 class AxisUse:
     """A mesh axis, the dimensions split over it, and what the trade calls that."""
 
-    chip: Chip
+    chip: AxisTag
     size: int
     dims: str
     form: str
@@ -53,7 +53,7 @@ def axis_uses(plan: PlanFile, most: int = 5) -> tuple[AxisUse, ...]:
     """What lies on every axis, in words that fit one line or two."""
     return tuple(
         AxisUse(
-            Chip(shorten(axis, 32), axis_token(axis, plan.mesh)),
+            AxisTag(shorten(axis, 32), axis_token(axis, plan.mesh)),
             size,
             some(dims_on(plan, axis), most, 24),
             shorten(plan.details.parallelism.get(axis, ""), 48),
@@ -62,12 +62,12 @@ def axis_uses(plan: PlanFile, most: int = 5) -> tuple[AxisUse, ...]:
     )
 
 
-def answers(plan: PlanFile) -> tuple[Answer, ...]:
+def answers(plan: PlanFile) -> tuple[PageAnswer, ...]:
     """Everything but the layout itself, which is drawn."""
     return (speed(plan), fit(plan), sureness(plan), proof(plan))
 
 
-def speed(plan: PlanFile) -> Answer:
+def speed(plan: PlanFile) -> PageAnswer:
     """Step time, and how much better it is than what else would do."""
     step = plan.predicted.step_seconds
     other = best_alternative(plan)
@@ -84,15 +84,15 @@ def speed(plan: PlanFile) -> Answer:
     elif plan.alternatives and not any(a.feasible for a in plan.alternatives):
         note = f"{said}; none of the alternatives fits"
     state = "warn" if other is not None and other.ratio is not None and other.ratio < 0.999 else ""
-    return Answer("How fast", seconds(step), note, state)
+    return PageAnswer("How fast", seconds(step), note, state)
 
 
-def fit(plan: PlanFile) -> Answer:
+def fit(plan: PlanFile) -> PageAnswer:
     """Peak memory against the limit."""
     peak, limit = plan.predicted.peak_memory_bytes, plan.memory_limit
     question = "Does it fit"
     if limit is None:
-        return Answer(
+        return PageAnswer(
             question, memory(peak), "peak on a device; the plan does not say how much a device has", "warn"
         )
     share = peak / limit if limit else 2.0
@@ -103,14 +103,14 @@ def fit(plan: PlanFile) -> Answer:
             else ""
         )
         note = f"needs {memory(peak)}, a device has {memory(limit)}{helps}"
-        return Answer(question, "No", note, "bad", share)
+        return PageAnswer(question, "No", note, "bad", share)
     used = f"{memory(peak)} of {memory(limit)} ({percent(share)}) on the fullest device"
     if doubt := plan.known.barely(peak, limit):
-        return Answer(question, "Barely", f"{used}; {doubt}", "warn", share)
-    return Answer(question, "Yes", used, "good", share)
+        return PageAnswer(question, "Barely", f"{used}; {doubt}", "warn", share)
+    return PageAnswer(question, "Yes", used, "good", share)
 
 
-def sureness(plan: PlanFile) -> Answer:
+def sureness(plan: PlanFile) -> PageAnswer:
     """What stands behind the predictions: measurements of steps, a calibration, or published numbers; and
     whether the answer stays the fastest within what they leave open."""
     found = _measured(plan)
@@ -122,13 +122,15 @@ def sureness(plan: PlanFile) -> Answer:
     return replace(found, note=f"{found.note}; {said}", state=state)
 
 
-def _measured(plan: PlanFile) -> Answer:
+def _measured(plan: PlanFile) -> PageAnswer:
     question = "How sure"
     checked, calibration = plan.details.validation, plan.details.calibration
     if checked is not None and checked.timed and checked.mape is not None:
         return _validated(plan, checked, checked.mape)
     if calibration is not None and calibration.samples:
-        return Answer(question, "Calibrated", f"{fit_words(calibration)}; no whole step was timed", "warn")
+        return PageAnswer(
+            question, "Calibrated", f"{fit_words(calibration)}; no whole step was timed", "warn"
+        )
     hardware = plan.details.hardware
     if hardware is not None and hardware.known.words:
         return _known(hardware.known)
@@ -137,20 +139,20 @@ def _measured(plan: PlanFile) -> Answer:
         note = (
             f"rests on {plural(len(hardware.numbers), 'number')} with sources, {assumed} of them assumptions"
         )
-        return Answer(question, "Not measured", note, "warn")
-    return Answer(question, "Not measured", "this plan brings no measurements and no sources", "warn")
+        return PageAnswer(question, "Not measured", note, "warn")
+    return PageAnswer(question, "Not measured", "this plan brings no measurements and no sources", "warn")
 
 
-def _known(known: Known) -> Answer:
+def _known(known: Known) -> PageAnswer:
     """What is known of predictions for this hardware, where no step of this model was measured."""
     question, steps = "How sure", known.steps
     if steps is None:
-        return Answer(question, "Only compiled", f"{known.words}; no step was compared", "warn")
+        return PageAnswer(question, "Only compiled", f"{known.words}; no step was compared", "warn")
     good = steps.rows >= ENOUGH and steps.mean <= GOOD_ERROR
-    return Answer(question, f"±{percent(steps.mean)}", known.words, "good" if good else "warn")
+    return PageAnswer(question, f"±{percent(steps.mean)}", known.words, "good" if good else "warn")
 
 
-def _validated(plan: PlanFile, checked: Validation, error: float) -> Answer:
+def _validated(plan: PlanFile, checked: Validation, error: float) -> PageAnswer:
     worst = max(abs(r.predicted_seconds / r.measured_seconds - 1) for r in checked.timed)
     parts = [f"mean error over {plural(len(checked.timed), 'measured layout')}, {percent(worst)} at most"]
     if checked.regret is not None:
@@ -164,9 +166,9 @@ def _validated(plan: PlanFile, checked: Validation, error: float) -> Answer:
     if close:
         parts.append("the next best is closer than that: measure both")
     if error > BAD_ERROR:
-        return Answer("How sure", f"{percent(error)} off", "; ".join(parts), "bad")
+        return PageAnswer("How sure", f"{percent(error)} off", "; ".join(parts), "bad")
     state = "good" if error <= GOOD_ERROR and not close else "warn"
-    return Answer("How sure", f"±{percent(error)}", "; ".join(parts), state)
+    return PageAnswer("How sure", f"±{percent(error)}", "; ".join(parts), state)
 
 
 def fit_words(found: Calibration) -> str:
@@ -195,38 +197,38 @@ def robust_words(found: Robustness) -> str:
     return f"the fastest on {found.wins} of {drawn}, {behind}"
 
 
-def proof(plan: PlanFile) -> Answer:
+def proof(plan: PlanFile) -> PageAnswer:
     """What the solver proved, and never more."""
     question, solver = "Proven or not", plan.solver
     if solver is None:
-        return Answer(question, "Not proven", "the plan has no record of a search", "warn")
+        return PageAnswer(question, "Not proven", "the plan has no record of a search", "warn")
     considered = considered_words(solver.layouts_considered)
     limits = f"; not looked at: {plan.space.names}" if plan.space and plan.space.not_looked_at else ""
     spent = f" in {seconds(solver.wall_seconds)}" if solver.wall_seconds is not None else ""
     if solver.status == INFEASIBLE:
         least = f"; none needs less than {memory(solver.bound)}" if solver.bound else ""
         among = f"none of {considered} fits" if considered else "no layout fits"
-        return Answer(
+        return PageAnswer(
             question, "Nothing fits", f"proven: {among}{least}; this is the leanest one found{limits}", "bad"
         )
     if solver.proven:
         among = f"none of {considered} is better" if considered else "no layout is better"
         said = f", with {shorten(rules(plan), 80)}" if rules(plan) else ""
         note = f"{among} under this cost model{said}; shown{spent}{limits}"
-        return _checked(Answer(question, "Proven optimal", note, "good"), plan.details.proof)
+        return _checked(PageAnswer(question, "Proven optimal", note, "good"), plan.details.proof)
     status = solver.status.replace("_", " ").lower()
     if solver.gap is not None:
         likely = "" if solver.likely_gap is None else f", likely {percent(solver.likely_gap)} (see the notes)"
         note = (
             f"best found{spent}; a better one would gain at most {percent(abs(solver.gap))}{likely}{limits}"
         )
-        return Answer(question, f"Not proven: {shorten(status, 24)}", note, "warn")
-    return Answer(
+        return PageAnswer(question, f"Not proven: {shorten(status, 24)}", note, "warn")
+    return PageAnswer(
         question, f"Not proven: {shorten(status, 24)}", f"the search ended{spent} without a bound", "warn"
     )
 
 
-def _checked(answer: Answer, check: Proof | None) -> Answer:
+def _checked(answer: PageAnswer, check: Proof | None) -> PageAnswer:
     """The proof after it was looked at a second time, without a solver."""
     if check is None:
         return answer

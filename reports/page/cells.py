@@ -9,7 +9,7 @@ from reports.theme import axis_token
 
 
 @dataclass(frozen=True)
-class Chip:
+class AxisTag:
     """A short name on the colour of its mesh axis."""
 
     text: str
@@ -35,7 +35,7 @@ class Cell:
 
     text: str = ""
     sub: str = ""
-    chips: tuple[Chip, ...] = ()
+    chips: tuple[AxisTag, ...] = ()
     bars: tuple[tuple[float, str], ...] = ()
     fill: str = ""
     piece: tuple[float, float] | None = None
@@ -69,7 +69,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Grid:
+class PageTable:
     """A table; rows after `shown` are folded away until they are asked for.
 
     Attributes:
@@ -128,7 +128,7 @@ class Control:
 
 
 @dataclass(frozen=True)
-class Block:
+class PageBlock:
     """One figure or table (or both) of one plan.
 
     Attributes:
@@ -141,7 +141,7 @@ class Block:
 
     finding: str = ""
     svg: str = ""
-    grid: Grid | None = None
+    grid: PageTable | None = None
     missing: str = ""
     notes: tuple[str, ...] = ()
     controls: tuple[Control, ...] = ()
@@ -153,7 +153,7 @@ class Panel:
 
     letter: str
     name: str
-    blocks: tuple[Block, ...]
+    blocks: tuple[PageBlock, ...]
 
 
 @dataclass(frozen=True)
@@ -164,10 +164,10 @@ class Section:
     title: str
     lead: str
     panels: tuple[Panel, ...] = ()
-    shared: tuple[Block, ...] = ()
+    shared: tuple[PageBlock, ...] = ()
     missing: str = ""
 
 
-def chips(axes: Sequence[str], mesh: Sequence[str]) -> tuple[Chip, ...]:
+def chips(axes: Sequence[str], mesh: Sequence[str]) -> tuple[AxisTag, ...]:
     """Axes in their colours; an axis that the mesh lacks (an alternative's own) is colourless."""
-    return tuple(Chip(a, axis_token(a, mesh) if a in mesh else "muted") for a in axes)
+    return tuple(AxisTag(a, axis_token(a, mesh) if a in mesh else "muted") for a in axes)

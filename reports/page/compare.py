@@ -24,7 +24,7 @@ from layoutopt.plan.units import (
 from reports.figures.pieces import piece_shares
 from reports.figures.plans import plans_memory, plans_time, tell_plans_memory, tell_plans_time
 from reports.page.answers import fit, proof, sureness
-from reports.page.cells import Block, Cell, Column, Grid, chips
+from reports.page.cells import Cell, Column, PageBlock, PageTable, chips
 from reports.plan import one_model, words
 from reports.svg import figure_svg
 from reports.views.dims import DimensionRow, dimension_rows
@@ -80,7 +80,7 @@ def _different(plans: Sequence[PlanFile]) -> list[str]:
     ]
 
 
-def facts(plans: Sequence[PlanFile]) -> Grid:
+def facts(plans: Sequence[PlanFile]) -> PageTable:
     """The table of the first screen."""
     rows = [
         _row(
@@ -146,17 +146,19 @@ def facts(plans: Sequence[PlanFile]) -> Grid:
         _row("Model", plans, lambda p: p.model.name),
     ]
     head = (Column("What", lead=True), *(Column(letter(i)) for i in range(len(plans))))
-    return Grid("The plans side by side; what differs from plan A is marked", head, rows, shown=99, wide=True)
+    return PageTable(
+        "The plans side by side; what differs from plan A is marked", head, rows, shown=99, wide=True
+    )
 
 
-def pictures(plans: Sequence[PlanFile]) -> tuple[Block, ...]:
+def pictures(plans: Sequence[PlanFile]) -> tuple[PageBlock, ...]:
     """Step time and memory of the plans on one scale."""
     return (
-        Block(
+        PageBlock(
             "Step time",
             figure_svg(plans_time(plans, ""), "plans-time", "Step time of each plan", tell_plans_time(plans)),
         ),
-        Block(
+        PageBlock(
             "Peak memory on a device",
             figure_svg(
                 plans_memory(plans, ""), "plans-memory", "Peak memory of each plan", tell_plans_memory(plans)
@@ -206,7 +208,7 @@ def _rated(name: str, plans: Sequence[PlanFile], say: Callable[[PlanFile], tuple
     return _merged([Cell(name, strong=True), *(Cell(t, state=s, differs=(t, s) != first) for t, s in told)])
 
 
-def pieces(plans: Sequence[PlanFile]) -> Grid:
+def pieces(plans: Sequence[PlanFile]) -> PageTable:
     """Variables against plans: what a device holds of each."""
     tables = [{v.name: v for v in grouped(p)} for p in plans]
     names = list(dict.fromkeys(name for t in tables for name in t))
@@ -225,7 +227,7 @@ def pieces(plans: Sequence[PlanFile]) -> Grid:
         rows.append(_merged(cells))
     head = (Column("Variable", lead=True), *(Column(letter(i)) for i in range(len(plans))))
     caption = f"What a device holds of each of {plural(len(names), 'variable')}, by plan"
-    return Grid(
+    return PageTable(
         caption, head, rows, shown=12, more=len(names) - len(rows), more_in="variables.csv", wide=True
     )
 
@@ -237,7 +239,7 @@ def _size(row: DimensionRow | None) -> str:
     return f"{row.piece:,} of {row.size:,}" if row.axes else f"{row.size:,}"
 
 
-def splits(plans: Sequence[PlanFile]) -> Grid:
+def splits(plans: Sequence[PlanFile]) -> PageTable:
     """Dimensions against plans: the axes of each split; the split dimensions of any plan come first."""
     tables = [{r.name: r for r in dimension_rows(p)} for p in plans]
     names = list(dict.fromkeys(name for t in tables for name in t))
@@ -260,4 +262,4 @@ def splits(plans: Sequence[PlanFile]) -> Grid:
         rows.append(_merged(cells))
     head = (Column("Dimension", lead=True), *(Column(letter(i)) for i in range(len(plans))))
     caption = f"The axes that each of {plural(len(names), 'dimension')} is split over, by plan"
-    return Grid(caption, head, rows, shown=24, more=len(names) - len(rows), wide=True)
+    return PageTable(caption, head, rows, shown=24, more=len(names) - len(rows), wide=True)

@@ -18,7 +18,7 @@ from layoutopt.plan.units import (
 )
 from reports.figures.pieces import piece_shares
 from reports.figures.tradeoffs import factor_value, layout_letters
-from reports.page.cells import Cell, Chip, Column, Grid, chips
+from reports.page.cells import AxisTag, Cell, Column, PageTable, chips
 from reports.plan import dims_on, lies_on, number_text
 from reports.theme import axis_token
 from reports.views.choices import Ranked, frontier, ranked
@@ -36,14 +36,14 @@ TYPED = ("Mesh", "Layout", "Command")
 """Facts that readers type elsewhere."""
 
 
-def axes(plan: PlanFile) -> Grid:
+def axes(plan: PlanFile) -> PageTable:
     """The mesh's axes with what lies on them."""
     rows = []
     for axis, size in plan.mesh.items():
         alone = plan.predicted.communication_bytes_per_device.get(axis, 0.0)
         rows.append(
             [
-                Cell(chips=(Chip(axis, axis_token(axis, plan.mesh)),), sub=lies_on(plan, axis)),
+                Cell(chips=(AxisTag(axis, axis_token(axis, plan.mesh)),), sub=lies_on(plan, axis)),
                 Cell(f"{size:,}", value=size),
                 Cell(some(dims_on(plan, axis), 24, 80) or "nothing"),
                 Cell(memory(alone) if alone else "–", value=alone),
@@ -66,10 +66,10 @@ def axes(plan: PlanFile) -> Grid:
         Column("Dimensions split over it"),
         Column("A device sends per step", True),
     )
-    return Grid("Axes of the mesh", head, rows, shown=12)
+    return PageTable("Axes of the mesh", head, rows, shown=12)
 
 
-def matrix(plan: PlanFile) -> Grid:
+def matrix(plan: PlanFile) -> PageTable:
     """Dimensions against axes, as the figure `matrix` draws it."""
     names = list(plan.mesh)
     found = dimension_rows(plan)
@@ -85,7 +85,7 @@ def matrix(plan: PlanFile) -> Grid:
         Column("On a device", True),
     )
     longest = max([len(f"{n} {plan.mesh[n]}") for n in names] + [len(r.name) // 2 for r in found] + [0])
-    return Grid(
+    return PageTable(
         "Dimensions against mesh axes",
         head,
         rows,
@@ -96,7 +96,7 @@ def matrix(plan: PlanFile) -> Grid:
     )
 
 
-def variables(plan: PlanFile) -> Grid:
+def variables(plan: PlanFile) -> PageTable:
     """Variables with the piece of each that a device holds; equal ones are one row."""
     found = grouped(plan)
     rows = []
@@ -123,7 +123,7 @@ def variables(plan: PlanFile) -> Grid:
         Column("Piece's shape"),
         Column("Bytes on a device", True),
     )
-    return Grid(
+    return PageTable(
         "Variables and the piece on a device",
         head,
         rows,
@@ -133,7 +133,7 @@ def variables(plan: PlanFile) -> Grid:
     )
 
 
-def layouts(plan: PlanFile) -> Grid:
+def layouts(plan: PlanFile) -> PageTable:
     """The answer and its alternatives."""
     rows = [_layout(plan, r) for r in ranked(plan)[:MOST]]
     head = (
@@ -143,7 +143,7 @@ def layouts(plan: PlanFile) -> Grid:
         Column("Peak", True),
         Column("Fits"),
     )
-    return Grid(
+    return PageTable(
         "Layouts and their prices",
         head,
         rows,
@@ -174,7 +174,7 @@ def _layout(plan: PlanFile, r: Ranked) -> list[Cell]:
     ]
 
 
-def holdings(plan: PlanFile) -> Grid:
+def holdings(plan: PlanFile) -> PageTable:
     """Tensors at the peak, beyond the few that the figure names."""
     found = plan.details.memory
     held = holdings_at_peak(found) if found else ()
@@ -188,7 +188,7 @@ def holdings(plan: PlanFile) -> Grid:
         for h in held[:MOST]
     ]
     head = (Column("Held at the peak", lead=True), Column("Bytes", True), Column("Share", True))
-    return Grid(
+    return PageTable(
         "Tensors held at the peak of memory",
         head,
         rows,
@@ -198,7 +198,7 @@ def holdings(plan: PlanFile) -> Grid:
     )
 
 
-def frontier_points(plan: PlanFile) -> Grid:
+def frontier_points(plan: PlanFile) -> PageTable:
     """The frontier's points, knees marked."""
     rows = []
     for f in frontier(plan)[:MOST]:
@@ -228,10 +228,10 @@ def frontier_points(plan: PlanFile) -> Grid:
         Column("Step time", True),
         Column("Mark", short=True),
     )
-    return Grid("Points of the frontier", head, rows, shown=8)
+    return PageTable("Points of the frontier", head, rows, shown=8)
 
 
-def curve_layouts(plan: PlanFile) -> Grid:
+def curve_layouts(plan: PlanFile) -> PageTable:
     """What the letters of the sensitivity curves stand for, and where each layout is best."""
     rows = []
     for text, mark in list(layout_letters(plan).items())[:MOST]:
@@ -247,7 +247,7 @@ def curve_layouts(plan: PlanFile) -> Grid:
         rows.append(
             [Cell(mark, strong=True), Cell(shorten(text.replace(";", "; "), LONGEST)), Cell("; ".join(where))]
         )
-    return Grid(
+    return PageTable(
         "Layouts of the curves",
         (Column("Mark", lead=True), Column("Layout"), Column("Best at")),
         rows,
@@ -255,7 +255,7 @@ def curve_layouts(plan: PlanFile) -> Grid:
     )
 
 
-def measured(plan: PlanFile) -> Grid:
+def measured(plan: PlanFile) -> PageTable:
     """Layouts by measured time."""
     found = (
         sorted(plan.details.validation.timed, key=lambda r: r.measured_seconds)
@@ -278,7 +278,7 @@ def measured(plan: PlanFile) -> Grid:
         Column("Measured", True),
         Column("Error", True),
     )
-    return Grid(
+    return PageTable(
         "Predicted and measured step times",
         head,
         rows,
@@ -288,14 +288,16 @@ def measured(plan: PlanFile) -> Grid:
     )
 
 
-def fit(plan: PlanFile) -> Grid:
+def fit(plan: PlanFile) -> PageTable:
     """The fitted numbers."""
     found = plan.details.calibration.fit if plan.details.calibration else ()
     rows = [[Cell(f.name), Cell(number_text(f.value, f.unit))] for f in found[:MOST]]
-    return Grid("Fitted numbers", (Column("Fitted number", lead=True), Column("Value", True)), rows, shown=10)
+    return PageTable(
+        "Fitted numbers", (Column("Fitted number", lead=True), Column("Value", True)), rows, shown=10
+    )
 
 
-def numbers(plan: PlanFile) -> Grid:
+def numbers(plan: PlanFile) -> PageTable:
     """Hardware numbers; assumptions first, because they are what to doubt."""
     found = (
         sorted(plan.details.hardware.numbers, key=lambda n: not n.assumed) if plan.details.hardware else []
@@ -309,7 +311,7 @@ def numbers(plan: PlanFile) -> Grid:
         for n in found[:MOST]
     ]
     head = (Column("Number", lead=True, share="26%"), Column("Value", True), Column("Source"))
-    return Grid(
+    return PageTable(
         "Hardware numbers and their sources",
         head,
         rows,
@@ -319,14 +321,14 @@ def numbers(plan: PlanFile) -> Grid:
     )
 
 
-def record(pairs: Sequence[tuple[str, str]], caption: str) -> Grid:
+def record(pairs: Sequence[tuple[str, str]], caption: str) -> PageTable:
     """Names and values."""
     rows = [[Cell(name, strong=True), Cell(value, code=name in TYPED)] for name, value in pairs if value]
     head = (Column("What", lead=True, share="13em"), Column("Value"))
-    return Grid(caption, head, rows, shown=99, fixed=True)
+    return PageTable(caption, head, rows, shown=99, fixed=True)
 
 
-def repairs(plan: PlanFile) -> Grid:
+def repairs(plan: PlanFile) -> PageTable:
     """What would help where nothing fits, with the command lines."""
     rows = [
         [
@@ -351,4 +353,4 @@ def repairs(plan: PlanFile) -> Grid:
         Column("Layout"),
         Column("Command", share="34%"),
     )
-    return Grid("Changes under which it fits", head, rows, shown=12)
+    return PageTable("Changes under which it fits", head, rows, shown=12)

@@ -18,14 +18,14 @@ from layoutopt.plan.units import (
     shorten,
 )
 from reports.figures.tradeoffs import FACTORS, factor_value, layout_letters
-from reports.page.cells import Cell, Column, Control, Grid
+from reports.page.cells import Cell, Column, Control, PageTable
 from reports.views.work import Work, work
 
 LONGEST = 400
 """Characters of a layout."""
 
 
-def operations(plan: PlanFile) -> Grid:
+def operations(plan: PlanFile) -> PageTable:
     """Operations by what they add to the step, with the collectives that each causes."""
     found = [w for w in work(plan) if w.seconds > 0]
     longest = found[0].seconds if found else 1.0
@@ -37,7 +37,7 @@ def operations(plan: PlanFile) -> Grid:
         Column("Work"),
         Column("Collectives"),
     )
-    return Grid(
+    return PageTable(
         "Most expensive operations",
         head,
         rows,

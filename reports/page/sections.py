@@ -21,14 +21,14 @@ from reports import figures
 from reports.figures import Chart
 from reports.page import compare, grids, opened
 from reports.page.answers import considered_words, robust_words
-from reports.page.cells import Block, Grid, Panel, Section
+from reports.page.cells import PageBlock, PageTable, Panel, Section
 from reports.page.leads import LEADS
 from reports.plan import rules, words
 from reports.svg import figure_svg
 
 LONGEST = 8000
 """Characters of a layout; no layout of real names is as long."""
-Build = Callable[[PlanFile, str], tuple[Block, ...]]
+BuildSection = Callable[[PlanFile, str], tuple[PageBlock, ...]]
 
 
 def sections(plans: Sequence[PlanFile]) -> tuple[Section, ...]:
@@ -57,16 +57,16 @@ def sections(plans: Sequence[PlanFile]) -> tuple[Section, ...]:
     )
 
 
-def _joint(id: str, title: str, grid: Grid) -> Section:
+def _joint(id: str, title: str, grid: PageTable) -> Section:
     """One table of all plans."""
-    return Section(id, title, LEADS[id], shared=(Block(grid=grid),))
+    return Section(id, title, LEADS[id], shared=(PageBlock(grid=grid),))
 
 
 def _section(
     id: str,
     title: str,
     plans: Sequence[PlanFile],
-    build: Build,
+    build: BuildSection,
     same: Callable[[PlanFile], object] | None = None,
 ) -> Section:
     """A panel per plan; one for all where what `same` looks at is the same in all plans."""
@@ -81,31 +81,31 @@ def _section(
     return Section(id, title, LEADS[id], tuple(panels))
 
 
-def _chart(chart: Chart, plan: PlanFile, name: str, grid: Grid | None = None) -> Block:
+def _chart(chart: Chart, plan: PlanFile, name: str, grid: PageTable | None = None) -> PageBlock:
     """A figure with its finding, or the command that adds its data."""
     if missing := chart.missing(plan):
-        return Block(missing=missing)
+        return PageBlock(missing=missing)
     svg = figure_svg(chart(plan, titled=False), f"{name}-{chart.name}", chart.title, chart.tell(plan))
-    return Block(chart.find(plan), svg, grid if grid is not None and grid.rows else None)
+    return PageBlock(chart.find(plan), svg, grid if grid is not None and grid.rows else None)
 
 
-def _table(chart: Chart, plan: PlanFile, grid: Callable[[PlanFile], Grid]) -> Block:
+def _table(chart: Chart, plan: PlanFile, grid: Callable[[PlanFile], PageTable]) -> PageBlock:
     """The same data as a table, where a table reads better on a page than the figure."""
     if missing := chart.missing(plan):
-        return Block(missing=missing)
-    return Block(chart.find(plan), grid=grid(plan))
+        return PageBlock(missing=missing)
+    return PageBlock(chart.find(plan), grid=grid(plan))
 
 
-def _repairs(plan: PlanFile, name: str) -> tuple[Block, ...]:
+def _repairs(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     found, conflict = plan.details.repairs, plan.details.conflict
     if not found:
-        return (Block(missing="`layoutopt search` lists what would fit where nothing does"),)
+        return (PageBlock(missing="`layoutopt search` lists what would fit where nothing does"),)
     notes = [f"These cannot hold together: {', '.join(conflict)}."] if len(conflict) > 1 else []
     finding = f"{plural(len(found), 'change')} under which it fits, each searched anew; the fastest first"
-    return (Block(finding, grid=grids.repairs(plan), notes=tuple(notes)),)
+    return (PageBlock(finding, grid=grids.repairs(plan), notes=tuple(notes)),)
 
 
-def _mesh(plan: PlanFile, name: str) -> tuple[Block, ...]:
+def _mesh(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     block = _chart(figures.mesh, plan, name, grids.axes(plan))
     hardware = plan.details.hardware
     said = (
@@ -116,35 +116,39 @@ def _mesh(plan: PlanFile, name: str) -> tuple[Block, ...]:
     return (replace(block, notes=tuple(s for s in said if s)),)
 
 
-def _split(plan: PlanFile, name: str) -> tuple[Block, ...]:
+def _split(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     return (_table(figures.matrix, plan, grids.matrix),)
 
 
-def _pieces(plan: PlanFile, name: str) -> tuple[Block, ...]:
+def _pieces(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     return (_table(figures.pieces, plan, grids.variables),)
 
 
-def _time(plan: PlanFile, name: str) -> tuple[Block, ...]:
+def _time(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     return (
         _chart(figures.step_time, plan, name),
         _chart(figures.time_by_kind, plan, name),
-        Block(grid=grids.layouts(plan)),
+        PageBlock(grid=grids.layouts(plan)),
     )
 
 
-def _memory(plan: PlanFile, name: str) -> tuple[Block, ...]:
+def _memory(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     return (
         _chart(figures.memory_by_layout, plan, name),
         _chart(figures.memory_timeline, plan, name),
-        *([Block(grid=grids.holdings(plan))] if plan.details.memory and plan.details.memory.holdings else []),
+        *(
+            [PageBlock(grid=grids.holdings(plan))]
+            if plan.details.memory and plan.details.memory.holdings
+            else []
+        ),
     )
 
 
-def _frontier(plan: PlanFile, name: str) -> tuple[Block, ...]:
+def _frontier(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     return (_chart(figures.frontier, plan, name, grids.frontier_points(plan)),)
 
 
-def _sensitivity(plan: PlanFile, name: str) -> tuple[Block, ...]:
+def _sensitivity(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     block = _chart(figures.sensitivity, plan, name, grids.curve_layouts(plan))
     robust = plan.details.robustness
     said = robust_words(robust) if robust is not None else ""
@@ -152,27 +156,27 @@ def _sensitivity(plan: PlanFile, name: str) -> tuple[Block, ...]:
     return (replace(block, notes=notes, controls=opened.controls(plan, name)),)
 
 
-def _operations(plan: PlanFile, name: str) -> tuple[Block, ...]:
+def _operations(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     return (_table(figures.operations, plan, opened.operations),)
 
 
-def _evidence(plan: PlanFile, name: str) -> tuple[Block, ...]:
+def _evidence(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     block = _chart(figures.predicted_measured, plan, name, grids.measured(plan))
     noise = plan.details.validation.noise.words if plan.details.validation else ""
     return (replace(block, notes=(noise,) if noise else ()),)
 
 
-def _calibration(plan: PlanFile, name: str) -> tuple[Block, ...]:
+def _calibration(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     block = _chart(figures.calibration, plan, name, grids.fit(plan))
     found = plan.details.calibration
     return (replace(block, notes=found.notes if found else ()),)
 
 
-def _assumptions(plan: PlanFile, name: str) -> tuple[Block, ...]:
+def _assumptions(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     hardware = plan.details.hardware
     if hardware is None or not (hardware.numbers or hardware.assumptions):
         return (
-            Block(
+            PageBlock(
                 "Sources: not in this plan", missing="`layoutopt hardware NAME` shows each number's source"
             ),
         )
@@ -181,10 +185,10 @@ def _assumptions(plan: PlanFile, name: str) -> tuple[Block, ...]:
         f"{len(hardware.numbers)} numbers of {shorten(hardware.name, 40)}, {assumed} of them assumptions"
     )
     grid = grids.numbers(plan)
-    return (Block(finding, grid=grid if grid.rows else None, notes=hardware.assumptions),)
+    return (PageBlock(finding, grid=grid if grid.rows else None, notes=hardware.assumptions),)
 
 
-def _record(plan: PlanFile, name: str) -> tuple[Block, ...]:
+def _record(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     s = plan.solver
     solver = (
         [
@@ -213,4 +217,4 @@ def _record(plan: PlanFile, name: str) -> tuple[Block, ...]:
         ("Command", plan.details.search.command if plan.details.search else ""),
         *solver,
     ]
-    return (Block(grid=grids.record(pairs, "The plan"), notes=tuple(plan.notes)),)
+    return (PageBlock(grid=grids.record(pairs, "The plan"), notes=tuple(plan.notes)),)

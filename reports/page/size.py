@@ -10,8 +10,8 @@ from layoutopt.plan.size_results import Accuracy, SizedCandidate, SizeResult
 from layoutopt.plan.units import count, digits, memory, mesh_text, number, percent, rounded, shorten
 from mesh_tf_core.files import write_file
 from reports.figures import size as figures
-from reports.page.answers import ENOUGH, GOOD_ERROR, Answer
-from reports.page.cells import Block, Cell, Column, Grid, Panel, Section
+from reports.page.answers import ENOUGH, GOOD_ERROR, PageAnswer
+from reports.page.cells import Cell, Column, PageBlock, PageTable, Panel, Section
 from reports.page.grids import record
 from reports.page.render import environment, script, style
 from reports.svg import figure_svg
@@ -58,21 +58,25 @@ def _context(found: SizeResult, written: str) -> dict[str, Any]:
     }
 
 
-def _answers(found: SizeResult) -> tuple[Answer, ...]:
+def _answers(found: SizeResult) -> tuple[PageAnswer, ...]:
     best = found.best
     interval = ""
     if best.loss_interval is not None and None not in best.loss_interval:
         interval = " to ".join(f"{x:.3f}" for x in best.loss_interval)
     return (
-        Answer("Which size", rounded(count(best.parameters)), f"on {count(best.tokens or 0)} tokens"),
-        Answer("What loss", f"{best.loss:.3f}", interval or "nats per token", "warn" if best.beyond else ""),
-        Answer("Which chips", f"{best.devices:,} × {best.hardware}", f"{mesh_text(best.mesh)}, {_mfu(best)}"),
-        Answer(
+        PageAnswer("Which size", rounded(count(best.parameters)), f"on {count(best.tokens or 0)} tokens"),
+        PageAnswer(
+            "What loss", f"{best.loss:.3f}", interval or "nats per token", "warn" if best.beyond else ""
+        ),
+        PageAnswer(
+            "Which chips", f"{best.devices:,} × {best.hardware}", f"{mesh_text(best.mesh)}, {_mfu(best)}"
+        ),
+        PageAnswer(
             "How long",
             best.lasts(),
             best.costs(),
         ),
-        Answer(
+        PageAnswer(
             "How sure of the loss",
             "Beyond the runs" if best.beyond else "Within the runs",
             f"law: {found.law.name}; layout {best.status}",
@@ -82,13 +86,13 @@ def _answers(found: SizeResult) -> tuple[Answer, ...]:
     )
 
 
-def _sure(times: Accuracy) -> Answer:
+def _sure(times: Accuracy) -> PageAnswer:
     """What stands behind the times of the answer's hardware."""
     question = "How sure of the time"
     if times.mean is None:
-        return Answer(question, "Not compared", times.words, "warn")
+        return PageAnswer(question, "Not compared", times.words, "warn")
     good = times.steps >= ENOUGH and times.mean <= GOOD_ERROR
-    return Answer(question, times.in_short(), times.words, "good" if good else "warn")
+    return PageAnswer(question, times.in_short(), times.words, "good" if good else "warn")
 
 
 def _mfu(each: SizedCandidate) -> str:
@@ -96,7 +100,7 @@ def _mfu(each: SizedCandidate) -> str:
 
 
 def _sections(found: SizeResult) -> list[Section]:
-    loss = Block(
+    loss = PageBlock(
         figures.find_loss_compute(found),
         figure_svg(
             figures.loss_compute(found), "size-loss", "Loss against compute", figures.tell_loss_compute(found)
@@ -104,7 +108,7 @@ def _sections(found: SizeResult) -> list[Section]:
     )
     sections = [_section("loss", "Loss against compute", loss)]
     if len(figures.of_best(found)) > 1:
-        time = Block(
+        time = PageBlock(
             figures.find_time_money(found),
             figure_svg(
                 figures.time_money(found), "size-time", "Time against cost", figures.tell_time_money(found)
@@ -112,16 +116,16 @@ def _sections(found: SizeResult) -> list[Section]:
             notes=tuple(f"{sweep.hardware} {sweep.in_words()}" for sweep in found.sweeps),
         )
         sections.append(_section("time", "Time against cost", time))
-    sections.append(_section("candidates", "Candidates", Block(grid=_candidates(found))))
+    sections.append(_section("candidates", "Candidates", PageBlock(grid=_candidates(found))))
     sections.append(_section("law", "The law", _law(found)))
     return sections
 
 
-def _section(id: str, title: str, block: Block) -> Section:
+def _section(id: str, title: str, block: PageBlock) -> Section:
     return Section(id, title, LEADS[id], (Panel("", "", (block,)),))
 
 
-def _candidates(found: SizeResult) -> Grid:
+def _candidates(found: SizeResult) -> PageTable:
     head = (
         Column("Parameters", lead=True),
         Column("Tokens", True),
@@ -131,7 +135,7 @@ def _candidates(found: SizeResult) -> Grid:
         Column("Days", True),
         Column("Cost", True),
     )
-    return Grid("Candidates", head, [_row(found, c) for c in found.candidates], shown=20)
+    return PageTable("Candidates", head, [_row(found, c) for c in found.candidates], shown=20)
 
 
 def _row(found: SizeResult, c: SizedCandidate) -> list[Cell]:
@@ -148,7 +152,7 @@ def _row(found: SizeResult, c: SizedCandidate) -> list[Cell]:
     ]
 
 
-def _law(found: SizeResult) -> Block:
+def _law(found: SizeResult) -> PageBlock:
     law = found.law
     pairs = [("Sizes differ in", family)] if (family := found.family()) else []
     pairs += [("Law", law.name), ("Source", law.source), ("It counts", f"{law.counts} parameters")]
@@ -159,4 +163,4 @@ def _law(found: SizeResult) -> Block:
     times = (f"Times of {each.hardware}: {each.words}" for each in found.accuracy)
     notes = (*filter(None, [law.note]), *law.sources, *times, *found.notes)
     unfit = [f"Cannot: {each.in_words()}" for each in found.unfit]
-    return Block(grid=record(pairs, "The law"), notes=(*notes, *unfit))
+    return PageBlock(grid=record(pairs, "The law"), notes=(*notes, *unfit))

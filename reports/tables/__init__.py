@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 
-def _frame(plan: PlanLike, build: Callable[[PlanFile], rows.Table]) -> DataFrame:
+def _frame(plan: PlanLike, build: Callable[[PlanFile], rows.DataTable]) -> DataFrame:
     import pandas as pd
 
     found = build(plan_of(plan))

@@ -12,22 +12,22 @@ from reports.views import choices, work
 from reports.views.dims import dimension_rows
 from reports.views.timeline import holdings_at_peak
 
-Value = str | float | int | bool | None
+CellValue = str | float | int | bool | None
 RATES = ("mfu", "model_flops", "examples_per_second", "tokens_per_second")
 
 
 @dataclass(frozen=True)
-class Table:
+class DataTable:
     """Column names and rows of as many values."""
 
     columns: tuple[str, ...]
-    rows: Sequence[tuple[Value, ...]]
+    rows: Sequence[tuple[CellValue, ...]]
 
 
-def summary(plan: PlanFile) -> Table:
+def summary(plan: PlanFile) -> DataTable:
     """(fact, value) pairs; numbers keep their type."""
     p, s = plan.predicted, plan.solver
-    facts: list[tuple[str, Value]] = [
+    facts: list[tuple[str, CellValue]] = [
         ("model", plan.model.name),
         ("fingerprint", plan.model.fingerprint),
         ("parameters", plan.model.parameters or None),
@@ -58,12 +58,12 @@ def summary(plan: PlanFile) -> Table:
             ("solver_wall_seconds", s.wall_seconds),
             ("layouts_considered", s.layouts_considered),
         ]
-    return Table(("fact", "value"), facts)
+    return DataTable(("fact", "value"), facts)
 
 
-def layouts(plan: PlanFile) -> Table:
+def layouts(plan: PlanFile) -> DataTable:
     """The answer first."""
-    out: list[tuple[Value, ...]] = []
+    out: list[tuple[CellValue, ...]] = []
     for r in choices.ranked(plan):
         p = r.choice.predicted
         prices = (
@@ -89,7 +89,7 @@ def layouts(plan: PlanFile) -> Table:
                 *prices,
             )
         )
-    return Table(
+    return DataTable(
         (
             "name",
             "mesh",
@@ -108,13 +108,13 @@ def layouts(plan: PlanFile) -> Table:
     )
 
 
-def dims(plan: PlanFile) -> Table:
+def dims(plan: PlanFile) -> DataTable:
     """Split dimensions first; a size that the plan does not have is none."""
     out = [(r.name, r.size or None, "+".join(r.axes), r.piece or None) for r in dimension_rows(plan)]
-    return Table(("dim", "size", "axes", "piece"), out)
+    return DataTable(("dim", "size", "axes", "piece"), out)
 
 
-def variables(plan: PlanFile) -> Table:
+def variables(plan: PlanFile) -> DataTable:
     """One row for every variable, ungrouped."""
     out = [
         (
@@ -129,16 +129,16 @@ def variables(plan: PlanFile) -> Table:
         )
         for v in plan.details.variables
     ]
-    return Table(("name", "kind", "dtype", "shape", "splits", "piece", "bytes", "local_bytes"), out)
+    return DataTable(("name", "kind", "dtype", "shape", "splits", "piece", "bytes", "local_bytes"), out)
 
 
-def operations(plan: PlanFile) -> Table:
+def operations(plan: PlanFile) -> DataTable:
     """Totals of a step on one device."""
     out = [
         (w.scope, w.op, w.phase, w.runs, w.compute, w.hidden, w.exposed, w.seconds, w.flops, w.bytes)
         for w in work.work(plan)
     ]
-    return Table(
+    return DataTable(
         (
             "scope",
             "op",
@@ -155,7 +155,7 @@ def operations(plan: PlanFile) -> Table:
     )
 
 
-def collectives(plan: PlanFile) -> Table:
+def collectives(plan: PlanFile) -> DataTable:
     """The longest exposed first."""
     found = [(w, c) for w in work.work(plan) for c in w.collectives.values()]
     found.sort(key=lambda x: -x[1].exposed)
@@ -163,34 +163,34 @@ def collectives(plan: PlanFile) -> Table:
         (w.scope, w.op, w.phase, c.kind, "+".join(c.axes), c.runs, c.seconds, c.exposed, c.sent)
         for w, c in found
     ]
-    return Table(
+    return DataTable(
         ("scope", "op", "phase", "collective", "axes", "runs", "seconds", "exposed_seconds", "sent_bytes"),
         out,
     )
 
 
-def time_by_kind(plan: PlanFile) -> Table:
+def time_by_kind(plan: PlanFile) -> DataTable:
     """The answer first."""
     out = [(name, kind, value) for name, s in work.shares(plan).items() for kind, value in s.kinds.items()]
-    return Table(("layout", "kind", "seconds"), out)
+    return DataTable(("layout", "kind", "seconds"), out)
 
 
-def memory_timeline(plan: PlanFile) -> Table:
+def memory_timeline(plan: PlanFile) -> DataTable:
     """In program order."""
     points = plan.details.memory.points if plan.details.memory else ()
-    return Table(
+    return DataTable(
         ("position", "scope", "op", "phase", "bytes"),
         [(i, p.scope, p.name, p.phase, float(p.bytes)) for i, p in enumerate(points)],
     )
 
 
-def peak(plan: PlanFile) -> Table:
+def peak(plan: PlanFile) -> DataTable:
     """As the plan lists them."""
     held = holdings_at_peak(plan.details.memory) if plan.details.memory else ()
-    return Table(("what", "scope", "bytes"), [(h.what, h.scope, float(h.bytes)) for h in held])
+    return DataTable(("what", "scope", "bytes"), [(h.what, h.scope, float(h.bytes)) for h in held])
 
 
-def frontier(plan: PlanFile) -> Table:
+def frontier(plan: PlanFile) -> DataTable:
     """By memory."""
     out = [
         (
@@ -204,34 +204,36 @@ def frontier(plan: PlanFile) -> Table:
         )
         for f in choices.frontier(plan)
     ]
-    return Table(("name", "mesh", "layout", "peak_memory_bytes", "step_seconds", "knee", "this_plan"), out)
+    return DataTable(
+        ("name", "mesh", "layout", "peak_memory_bytes", "step_seconds", "knee", "this_plan"), out
+    )
 
 
-def sensitivity(plan: PlanFile) -> Table:
+def sensitivity(plan: PlanFile) -> DataTable:
     """No step time: nothing fits."""
     out = [(s.factor, t.value, t.step_seconds, t.layout) for s in plan.details.sensitivity for t in s.trials]
-    return Table(("factor", "value", "step_seconds", "layout"), out)
+    return DataTable(("factor", "value", "step_seconds", "layout"), out)
 
 
-def validation(plan: PlanFile) -> Table:
+def validation(plan: PlanFile) -> DataTable:
     """Relative error: predicted over measured, minus one."""
     found = plan.details.validation.timed if plan.details.validation else ()
     out = [
         (r.layout, r.predicted_seconds, r.measured_seconds, r.predicted_seconds / r.measured_seconds - 1)
         for r in found
     ]
-    return Table(("layout", "predicted_seconds", "measured_seconds", "relative_error"), out)
+    return DataTable(("layout", "predicted_seconds", "measured_seconds", "relative_error"), out)
 
 
-def calibration(plan: PlanFile) -> Table:
+def calibration(plan: PlanFile) -> DataTable:
     """Residual: fitted over measured, minus one."""
     found = plan.details.calibration.samples if plan.details.calibration else ()
     out = [(s.what, float(s.size), s.measured_seconds, s.predicted_seconds, s.residual) for s in found]
-    return Table(("what", "size", "measured_seconds", "fitted_seconds", "residual"), out)
+    return DataTable(("what", "size", "measured_seconds", "fitted_seconds", "residual"), out)
 
 
-def assumptions(plan: PlanFile) -> Table:
+def assumptions(plan: PlanFile) -> DataTable:
     """Numbers whose source is an assumption are marked."""
     found = plan.details.hardware.numbers if plan.details.hardware else ()
     out = [(n.path, number(n.value), n.unit, n.source, n.date, n.assumed) for n in found]
-    return Table(("number", "value", "unit", "source", "date", "assumed"), out)
+    return DataTable(("number", "value", "unit", "source", "date", "assumed"), out)

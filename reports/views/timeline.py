@@ -19,7 +19,7 @@ LEAST = 0.22
 
 
 @dataclass(frozen=True)
-class Holding:
+class HoldingGroup:
     """Tensors alive at the peak that look the same, and the bytes of them all on one device."""
 
     what: str
@@ -32,10 +32,10 @@ class Holding:
         return f"{self.what} × {self.alike}" if self.alike > 1 else self.what
 
 
-def holdings_at_peak(memory: MemoryTimeline) -> tuple[Holding, ...]:
+def holdings_at_peak(memory: MemoryTimeline) -> tuple[HoldingGroup, ...]:
     """Tensors that look the same are one holding; the largest first."""
     found = Counter((h.what, h.scope, h.bytes) for h in memory.holdings)
-    rows = [Holding(what, size * n, scope, n) for (what, scope, size), n in found.items()]
+    rows = [HoldingGroup(what, size * n, scope, n) for (what, scope, size), n in found.items()]
     return tuple(sorted(rows, key=lambda h: -h.bytes))
 
 

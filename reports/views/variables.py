@@ -10,13 +10,13 @@ from layoutopt.plan.schema import PlanFile
 NUMBERS = re.compile(r"\d+")
 
 
-class Alike(Variable):
+class VariableGroup(Variable):
     """Variables of the same shape and split as one; `alike` says how many."""
 
     alike: int = 1
 
 
-def grouped(plan: PlanFile) -> tuple[Alike, ...]:
+def grouped(plan: PlanFile) -> tuple[VariableGroup, ...]:
     """One variable for all whose names differ only in numbers; the most bytes per device first.
 
     A group's bytes are of one member; `alike` counts them. Its name has '*' where the numbers differ.
@@ -25,7 +25,7 @@ def grouped(plan: PlanFile) -> tuple[Alike, ...]:
     for v in plan.details.variables:
         key = (NUMBERS.sub("*", v.name), v.shape, v.dtype, v.splits, v.kind, v.local_bytes)
         groups.setdefault(key, []).append(v)
-    rows = [Alike(**{**dict(g[0]), "name": _shared(g)}, alike=len(g)) for g in groups.values()]
+    rows = [VariableGroup(**{**dict(g[0]), "name": _shared(g)}, alike=len(g)) for g in groups.values()]
     return tuple(sorted(rows, key=lambda v: -v.local_bytes * v.alike))
 
 

@@ -11,7 +11,7 @@ from mesh_tf_core.ir.program import COLLECTIVES
 
 
 @dataclass
-class Collective:
+class CollectiveWork:
     """Collectives of one kind over the same axes, that one operation caused."""
 
     kind: str
@@ -40,7 +40,7 @@ class Work:
     exposed: float = 0.0
     flops: float = 0.0
     bytes: float = 0.0
-    collectives: dict[tuple[str, tuple[str, ...]], Collective] = field(default_factory=dict)
+    collectives: dict[tuple[str, tuple[str, ...]], CollectiveWork] = field(default_factory=dict)
     place: str = ""
 
     @property
@@ -76,7 +76,7 @@ def _add(to: Work, line: PricedLine) -> None:
     to.exposed += exposed
     to.hidden += max(seconds - exposed, 0.0)
     key = (line.kind, line.axes)
-    one = to.collectives.setdefault(key, Collective(line.kind, line.axes))
+    one = to.collectives.setdefault(key, CollectiveWork(line.kind, line.axes))
     one.runs += line.times
     one.seconds += seconds
     one.exposed += exposed

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import Result
 
 from costmodels.calibration import runner
-from costmodels.calibration.clock import Sample
+from costmodels.calibration.clock import TimingSample
 from costmodels.calibration.machine import versions
 from costmodels.calibration.probes import probes
 from costmodels.hardware import load_hardware
@@ -60,10 +60,10 @@ def test_an_interrupted_calibration_keeps_what_was_measured(
     """To the last probe, wherever between two writings of the file it was."""
     measured, out = itertools.count(1), tmp_path / "mine.json"
 
-    def samples(*_: object) -> list[Sample]:
+    def samples(*_: object) -> list[TimingSample]:
         if next(measured) == 7:  # the first is the warming up
             signal.raise_signal(signal.SIGTERM)
-        return [Sample(0.1, 0.1, 0.0, 2)]
+        return [TimingSample(0.1, 0.1, 0.0, 2)]
 
     monkeypatch.setattr(runner, "_samples", samples)
     done = run("calibrate", "--mesh", "data:2", "--out", str(out))

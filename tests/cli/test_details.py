@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from costmodels.calibration.clock import Noise
+from costmodels.calibration.clock import ClockNoise
 from costmodels.calibration.profile import profile
 from costmodels.calibration.team import assemble
 from costmodels.hardware import load_hardware, write_profile
@@ -50,7 +50,7 @@ def test_a_calibrated_profile_brings_its_measurements(tmp_path: Path) -> None:
     found = test_fit.measured()
     records = [{"name": name, **m} for name, m in found.items()]
     team = assemble(test_fit.MESH)
-    content = profile(team, test_fit.fitted(found), records, Noise(0.0, 0.0), quick=True)
+    content = profile(team, test_fit.fitted(found), records, ClockNoise(0.0, 0.0), quick=True)
     details = calibration_details(write_profile(content, tmp_path / "p.json"))
     assert details is not None
     assert details.of == "measurement"

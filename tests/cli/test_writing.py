@@ -33,14 +33,14 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def profile_content() -> Any:
     """A profile, fitted once for all commands that would measure one."""
-    from costmodels.calibration.clock import Noise
+    from costmodels.calibration.clock import ClockNoise
     from costmodels.calibration.profile import profile
     from costmodels.calibration.team import assemble
     from tests.costmodels.calibration import test_fit
 
     found = test_fit.measured()
     records = [{"name": name, **m} for name, m in found.items()]
-    return profile(assemble(test_fit.MESH), test_fit.fitted(found), records, Noise(0.0, 0.0), quick=True)
+    return profile(assemble(test_fit.MESH), test_fit.fitted(found), records, ClockNoise(0.0, 0.0), quick=True)
 
 
 @pytest.fixture

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodels import Placement, load_hardware, place
+from costmodels import MeshPlacement, load_hardware, place
 from costmodels.hardware import Torus, hardware_names
 from costmodels.network.topology import processes_spanned, wraps
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import Mesh
 
 
-def _place(name: str, mesh: str) -> Placement:
+def _place(name: str, mesh: str) -> MeshPlacement:
     return place(load_hardware(name), Mesh(mesh))
 
 

@@ -49,7 +49,7 @@ def exists(name: str) -> bool:
 
 def test_what_is_missing_is_found() -> None:
     assert exists("costmodels.network.formulas.ring_gather") and exists(
-        "costmodels.network.topology.Placement.route"
+        "costmodels.network.topology.MeshPlacement.route"
     )
     assert not exists("costmodels.network.formulas.ring") and not exists("costmodels.formula.ring_gather")
 

@@ -15,7 +15,7 @@ from costmodels.pricing.pricer import pricer
 from layoutopt.clock import Clock
 from layoutopt.evaluator import evaluate
 from layoutopt.plan.build import Plan, parse_plan
-from layoutopt.refine.improve import WORTH, Search
+from layoutopt.refine.improve import WORTH, RefineSearch
 from layoutopt.refine.places import placed, places
 from layoutopt.space.decisions import SearchSpace
 from tests.layoutopt.models import random_model
@@ -99,9 +99,9 @@ def test_what_gains_nothing_changes_nothing() -> None:
     assert any(note.startswith("--refine: none of ") for note in found.data.notes)
 
 
-def search_of(model: mtf.Model, mesh: mtf.Mesh, limit: float = math.inf) -> Search:
+def search_of(model: mtf.Model, mesh: mtf.Mesh, limit: float = math.inf) -> RefineSearch:
     prices = pricer(load_hardware("tpu-v3"), mesh)
-    return Search(model, mesh, mtf.Options(), SearchSpace(microbatches=(1,)), prices, limit, Clock())
+    return RefineSearch(model, mesh, mtf.Options(), SearchSpace(microbatches=(1,)), prices, limit, Clock())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import reports
 from mesh_tf_core.errors import UserError
 from reports.figures import ALL, Chart
-from reports.figures.bars import Bar, Bars, Part
+from reports.figures.bars import Bar, Bars, BarSegment
 from reports.figures.sheet import WIDTH, settings
 from reports.svg import figure_svg
 from reports.theme import LIGHT
@@ -103,7 +103,10 @@ def widths(figure: Any, token: str) -> list[float]:
 
 
 def test_bars_are_as_long_as_their_numbers() -> None:
-    rows = [Bar("a", "", (Part(1.0, "compute"), Part(3.0, "exposed"))), Bar("b", "", (Part(8.0, "compute"),))]
+    rows = [
+        Bar("a", "", (BarSegment(1.0, "compute"), BarSegment(3.0, "exposed"))),
+        Bar("b", "", (BarSegment(8.0, "compute"),)),
+    ]
     with settings():
         figure = Bars(rows, 8.0).draw().figure
     short, long = widths(figure, "compute")
@@ -114,8 +117,8 @@ def test_bars_are_as_long_as_their_numbers() -> None:
 
 def test_longer_bars_are_cut_and_say_so() -> None:
     with settings():
-        whole = Bars([Bar("a", "", (Part(8.0, "compute"),))], 8.0).draw().figure
-        cut = Bars([Bar("a", "", (Part(80.0, "compute"),))], 8.0).draw().figure
+        whole = Bars([Bar("a", "", (BarSegment(8.0, "compute"),))], 8.0).draw().figure
+        cut = Bars([Bar("a", "", (BarSegment(80.0, "compute"),))], 8.0).draw().figure
     assert widths(cut, "compute") == pytest.approx(widths(whole, "compute"))
     assert len(cut.axes[0].lines) == len(whole.axes[0].lines) + 2
 

@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from costmodels.calibration.clock import Noise
+from costmodels.calibration.clock import ClockNoise
 from costmodels.calibration.profile import held_out, profile
 from costmodels.calibration.residuals import residuals
 from costmodels.calibration.team import assemble
@@ -26,7 +26,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     found = measured(request.param)
     fit = fitted(found)
     records = [{"name": name, **m} for name, m in found.items()]
-    content = profile(assemble(MESH), fit, records, Noise(0.0, 0.0), quick=True)
+    content = profile(assemble(MESH), fit, records, ClockNoise(0.0, 0.0), quick=True)
     return write_profile(content, tmp_path_factory.mktemp("profile") / "p.json"), held_out(fit)
 
 
@@ -46,7 +46,7 @@ def test_those_of_processes_are_met_by_their_own_curves(tmp_path: Path) -> None:
     team = dataclasses.replace(
         assemble(MESH), devices=("/CPU:0", "/CPU:1"), hosts=("a", "b"), cluster=CLUSTER
     )
-    content = profile(team, fit, records, Noise(0.0, 0.0), quick=True)
+    content = profile(team, fit, records, ClockNoise(0.0, 0.0), quick=True)
     hardware = write_profile(content, tmp_path / "two.json")
     exchanged = [r for r in residuals(hardware) if r.what == "collectives"]
     assert len(exchanged) == 3 * 5 * 3

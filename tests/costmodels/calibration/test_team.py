@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from costmodels.calibration import profile as profiles
-from costmodels.calibration.clock import Noise, Sample
+from costmodels.calibration.clock import ClockNoise, TimingSample
 from costmodels.calibration.machine import together
 from costmodels.calibration.profile import profile
 from costmodels.calibration.runner import Partial
@@ -57,7 +57,9 @@ def test_a_sample_is_one_of_all() -> None:
 
 def test_nobody_takes_the_time_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others may use the cores meanwhile."""
-    monkeypatch.setattr("costmodels.calibration.team.sample", lambda run, steps: Sample(1.0, 0.5, 2.0, 4))
+    monkeypatch.setattr(
+        "costmodels.calibration.team.sample", lambda run, steps: TimingSample(1.0, 0.5, 2.0, 4)
+    )
     assert team(None, ("",), "/GPU:0").sample(lambda: None, 1).seconds == 1.0
     assert team(None, ("",), "/CPU:0").sample(lambda: None, 1).seconds == 0.5
 
@@ -89,7 +91,9 @@ def test_devices_of_numpy_share_the_cores() -> None:
 
 def test_a_profile_says_how_devices_are_dealt_out(tmp_path: Path) -> None:
     found = measured(each=2)
-    content = profile(team(Written(0, []), ("a", "b")), fitted(found, 2), [], Noise(0.0, 0.0), quick=True)
+    content = profile(
+        team(Written(0, []), ("a", "b")), fitted(found, 2), [], ClockNoise(0.0, 0.0), quick=True
+    )
     said = content["calibration"]["machine"]
     assert (said["processes"], said["devices_per_process"], said["mesh"]) == (2, 2, str(MESH))
     assert "over 2 processes" in content["collective_curves"][0]["source"]
@@ -98,7 +102,7 @@ def test_a_profile_says_how_devices_are_dealt_out(tmp_path: Path) -> None:
     assert hardware.devices_per_process == 2
     kinds = {(c.group_size, c.processes) for c in hardware.collective_curves}
     assert kinds == {(2, 1), (2, 2), (4, 2)}
-    alone = profile(team(None, ("",)), fitted(measured()), [], Noise(0.0, 0.0), quick=True)
+    alone = profile(team(None, ("",)), fitted(measured()), [], ClockNoise(0.0, 0.0), quick=True)
     assert "devices_per_process" not in alone["topology"]
 
 
@@ -110,7 +114,7 @@ def test_a_profile_of_accelerators(
 ) -> None:
     """They share no cores, have memory of their own, and exchange messages also inside of a process."""
     monkeypatch.setattr(profiles, "accelerator_memory_bytes", lambda: 80 << 30)
-    content = profile(team(None, ("",), device), fitted(measured()), [], Noise(0.0, 0.0), quick=True)
+    content = profile(team(None, ("",), device), fitted(measured()), [], ClockNoise(0.0, 0.0), quick=True)
     hardware = write_profile(content, tmp_path / "own.json")
     assert (hardware.kind, hardware.contention(64)) == (kind, 1.0)
     assert (
