@@ -54,6 +54,8 @@ class Reading(Enum):
     INSIDE: of the values of no tensor that live while the main instruction of a node runs.
     STACK: of the stack that a loop keeps of it for backward, or that loops around stack of that one: `more`
       counts these loops.
+    KEPT: as `more` says, (another reading, its own `more`), of what nothing in its loop reads any more but
+      that is stacked for backward; 0 where it is not, as it runs again.
     VARIABLE: of a variable as it is stored on the devices.
     """
 
@@ -68,6 +70,7 @@ class Reading(Enum):
     UNCOPIED = auto()
     INSIDE = auto()
     STACK = auto()
+    KEPT = auto()
     VARIABLE = auto()
 
 
@@ -82,6 +85,7 @@ class Lifetimes:
       value: tensor -> the value that stands for it, before it is moved.
       given: tensor -> the value of it that the program reads and does not make.
       stacks: tensor, and by how many loops it is stacked one after the other -> that stack.
+      stacked: tensors that loops stack.
       copies: (tensor, node of the loop in which it is, or 0) -> its gathered copy.
       born, until: value -> numbers of the first and last instruction with its memory.
       main: node -> number of its last instruction before its sums are reduced.
@@ -110,6 +114,7 @@ class Lifetimes:
         loops = [instr for instr in self.instrs if isinstance(instr, Loop)]
         stacked = [r for loop in loops for r in loop.stacked]
         self.stacks = {named: value for value, named in stacks_of(program, self.tensor).items()}
+        self.stacked = {self.tensor[r.inner] for r in stacked}
         lies = {r.outer: self.live.memory(r.inner) for r in stacked if self.live.memory(r.inner) != r.inner}
         self.twice = {stack for stack, memory in lies.items() if memory not in self.born}
         self.copies = dict(self._copies())
@@ -282,6 +287,9 @@ class ClusterMemory:
             case Reading.STACK:
                 assert isinstance(more, int)
                 return self._size(found.stacks.get((what, more)))
+            case Reading.KEPT:
+                reading, more = more  # type: ignore[misc]
+                return self.bytes(reading, what, more) if what in found.stacked else 0
             case Reading.GIVEN:
                 return self._size(found.given.get(what))
             case Reading.OPERAND:

@@ -99,6 +99,7 @@ class Points:
         self._died: dict[int, int] = {}
         self._starts: list[int] = []
         self._carries()
+        self._kept = self._last_reads()
         self._walk()
         self._copies()
         self._casts(kernels.casts)
@@ -221,6 +222,13 @@ class Points:
         """What a value counts as where nothing is done with it."""
         if self._outer(value) in self._stacked:
             return self._thing(value, Reading.STACK, self._stacked[self._outer(value)][1])
+        found = self._around(value, point)
+        if found is None or point <= self._kept.get(value, point):
+            return found
+        return found._replace(reading=Reading.KEPT, more=(found.reading, found.more))
+
+    def _around(self, value: int, point: int) -> Thing | None:
+        """The same, whatever keeps it alive."""
         root = self._full.memory(value)
         if (
             value != root
@@ -370,6 +378,27 @@ class Points:
             self._edges[first].add(value)
             self._edges[last + 1].add(value)
         return readers
+
+    def _last_reads(self) -> dict[int, int]:
+        """A value that a loop stacks for backward -> the last point of the loop that reads it."""
+        found, position = dict[int, int](), 0
+
+        def visit(code: Sequence[Instr]) -> None:
+            nonlocal position
+            for instr in code:
+                at, position = position, position + 1
+                found.update(dict.fromkeys((*instr.outputs, *instr.inputs), at))
+                if isinstance(instr, Loop):
+                    visit(instr.body)
+                    found.update(dict.fromkeys((*instr.inputs, *instr.outside), position - 1))
+
+        visit(self.program.code)
+        loops = (instr for instr, _ in self.program.walk() if isinstance(instr, Loop))
+        stacks = [(r.inner, r.outer) for loop in loops for r in loop.stacked]
+        kept = {i for i, o in stacks if o in self._stacked or self._tensor(o) in self._saved}
+        for value in kept:
+            self._edges[found[value] + 1].add(value)
+        return {value: found[value] for value in kept}
 
     def _copies(self) -> None:
         """Gathered copies, from their first to their last reader in a block, or until that counts what it is

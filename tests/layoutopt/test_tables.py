@@ -103,7 +103,7 @@ def compare_whole(seed: int, count: int) -> int:
     return sum(compare_some(*each, seed, count) for each in asked)
 
 
-@pytest.mark.parametrize("seed", [2, 5])
+@pytest.mark.parametrize("seed", [2, 5, 184])  # 184: a peak before backward, of layers that run again
 def test_tables_of_every_kind(seed: int) -> None:
     assert compare_whole(seed, 6)
 
