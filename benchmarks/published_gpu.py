@@ -13,7 +13,7 @@ import mesh_tf_core as mtf
 from benchmarks.published_megatron import gpt
 from benchmarks.published_models import language_model as published_model
 from benchmarks.published_rows import CUSTOM, PIPELINED, Run, lowered, read
-from costmodels.pricing.overlap import GRADIENT, classes
+from mesh_tf_core.ir.instructions import GRADIENT
 from mesh_tf_core.ir.program import Collective
 
 COMPILED, LAUNCHED = "GPUs, few large kernels", "GPUs, kernels launched from Python"
@@ -120,8 +120,7 @@ def stored_over(
 
 def summed_in_float32(program: mtf.Program) -> mtf.Program:
     """With gradients that are converted before they are summed over devices, not after."""
-    sums = {value for value, purpose in classes(program).items() if purpose == GRADIENT}
-    found = (x for x, _ in program.walk() if isinstance(x, Collective) and sums.intersection(x.outputs))
+    found = (x for x, _ in program.walk() if isinstance(x, Collective) and x.rule == GRADIENT)
     wide = {i for x in found for i in (*x.inputs, *x.outputs)}
     values = (replace(v, dtype="float32") if v.id in wide else v for v in program.values)
     return replace(program, values=tuple(values))

@@ -18,8 +18,8 @@ from costmodels import Hardware, load_hardware
 from costmodels.liveness import memory
 from costmodels.pricing.compilers import compiler_of
 from costmodels.pricing.lines import Cost
-from costmodels.pricing.overlap import GRADIENT, PARAMETER, classes
 from costmodels.pricing.pricer import Pricer, pricer
+from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER
 from mesh_tf_core.ir.program import AllGather, ReduceScatter
 
 DATA = Path(__file__).parent / "data"
@@ -102,11 +102,11 @@ def copied_bytes(program: mtf.Program) -> float:
     says: between kernels it copies gathered parameters out of one buffer for a block, and gradients,
     converted, into one (pytorch/pytorch torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py,
     `foreach_all_gather_copy_out`, `foreach_reduce_scatter_copy_in`, both on the stream of the kernels)."""
-    purposes, found = classes(program), 0.0
+    found = 0.0
     for instr, times in program.walk():
-        if isinstance(instr, AllGather) and purposes[instr.outputs[0]] == PARAMETER:
+        if isinstance(instr, AllGather) and instr.rule == PARAMETER:
             found += times * 2 * sum(_local(program, i) for i in instr.outputs)
-        elif isinstance(instr, ReduceScatter) and purposes[instr.outputs[0]] == GRADIENT:
+        elif isinstance(instr, ReduceScatter) and instr.rule == GRADIENT:
             found += times * 1.5 * sum(_local(program, i) for i in instr.inputs)
     return found
 

@@ -11,9 +11,9 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from costmodels.pricing.lines import Cost, Line
-from costmodels.pricing.overlap import GRADIENT
 from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.instructions import GRADIENT
 from mesh_tf_core.ir.outline import Outline
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ops.neighbours import ShiftAlong

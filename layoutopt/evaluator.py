@@ -15,7 +15,6 @@ from costmodels.hardware import Hardware
 from costmodels.kernels.compute import MATMUL_CLASSES
 from costmodels.kernels.fused import Fused
 from costmodels.liveness import MemoryProfile, memory
-from costmodels.pricing.items import HOST
 from costmodels.pricing.pricer import Cost, Line, Pricer, pricer
 from costmodels.pricing.refused import sentences
 from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
@@ -29,6 +28,7 @@ from layoutopt.space.undivided import Undivided, split_stages, storage_of, store
 from mesh_tf_core.arguments import is_number
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.blocks import REPLICA
+from mesh_tf_core.ir.instructions import HOST
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program

@@ -32,8 +32,9 @@ from dataclasses import dataclass
 
 from costmodels.hardware import ComputeCurve, Hardware, MatrixUnit
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.op import PRODUCTS
 
-MATMUL_CLASSES = ("matmul", "attention")
+MATMUL_CLASSES = PRODUCTS
 """Kinds of operations whose FLOPs are products of matrices (`Op.kind`): the one list of them."""
 
 

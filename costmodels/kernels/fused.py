@@ -30,6 +30,7 @@ from typing import TypeAlias
 from costmodels.kernels.fusion import ALONE, PRODUCT
 from costmodels.kernels.groups import Group, GroupContext, VariableCast
 from costmodels.kernels.partition import Kernel
+from mesh_tf_core.ir.instructions import STEP
 from mesh_tf_core.ir.program import HostLoad, Instr, Local, Loop, Permute, Program
 
 
@@ -218,4 +219,4 @@ class _Fuser:
     def _comes_beside(self, instr: Local) -> bool:
         """Whether it reads what comes beside products, whose kernels so do not wait for it."""
         made = (self.context.producer.get(self.context.source(i)) for i in instr.inputs)
-        return any(isinstance(m, Permute) and m.beside == "matmul" for m in made)
+        return any(isinstance(m, Permute) and m.rule == STEP for m in made)

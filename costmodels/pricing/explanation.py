@@ -6,14 +6,19 @@ from collections import Counter
 
 from costmodels.kernels.compute import compute_cost
 from costmodels.network.collectives import collective_cost, full_bytes
+from costmodels.pricing.hidden import Under, rule_of
 from costmodels.pricing.items import Called, Computed, Sent, Transferred
 from costmodels.pricing.lines import Line
 from costmodels.pricing.op_by_op import array_functions
 from costmodels.pricing.pricer import Pricer
 
 
-def formula(prices: Pricer, line: Line) -> str:
-    """How the seconds of one run of a line follow, in words."""
+def formula(prices: Pricer, line: Line, under: Under | None = None) -> str:
+    """How the seconds of one run of a line follow, in words.
+
+    Args:
+      under: of a message, what runs from its start to its done.
+    """
     item = line.item
     if isinstance(item, Computed):
         found = compute_cost(prices.hardware, item.quantity, prices.devices)
@@ -22,9 +27,9 @@ def formula(prices: Pricer, line: Line) -> str:
     if isinstance(item, Called):
         return _called(item)
     if isinstance(item, Sent):
-        return _sent(prices, item, line.exposed / line.seconds if line.seconds else 1.0)
+        return _sent(prices, item) + _hides(line, under)
     if isinstance(item, Transferred):
-        return _transferred(prices, item, line.seconds - line.exposed)
+        return _transferred(prices, item) + _hides(line, under)
     return "measured: what a step takes under every layout"
 
 
@@ -36,7 +41,15 @@ def _called(item: Called) -> str:
     return f"measured array functions: {listed or 'none'}; {sum(c.bytes for c in found):.4g} bytes{kept}"
 
 
-def _sent(prices: Pricer, item: Sent, exposed: float) -> str:
+def _hides(line: Line, under: Under | None) -> str:
+    """What of a message is hidden, and under what."""
+    if line.exposed >= line.seconds:
+        return ""
+    share = f"; {1 - line.exposed / line.seconds:.0%} of it is hidden ({rule_of(line)})"
+    return f"{share}: {under.words}, {under.seconds:.3g} s a step, run from start to done" if under else share
+
+
+def _sent(prices: Pricer, item: Sent) -> str:
     placement, payloads = prices.placement, prices.payloads(item)
     size = full_bytes(item.kind, max(payloads), placement.mesh.group_size(item.axes))
     found = collective_cost(prices.hardware, placement, item.kind, item.axes, size)
@@ -46,16 +59,11 @@ def _sent(prices: Pricer, item: Sent, exposed: float) -> str:
         words += f" (the largest of {len(payloads)} values that {how})"
     if item.joined:
         words += "; travels with a larger one of its layer, so without the latency of a message"
-    if exposed < 1:
-        words += f"; {1 - exposed:.0%} of it runs under compute ({item.purpose})"
     return words
 
 
-def _transferred(prices: Pricer, item: Transferred, hidden: float) -> str:
+def _transferred(prices: Pricer, item: Transferred) -> str:
     link = prices.hardware.host_link
     if link is None:
         return "device and host have one memory: nothing moves"
-    beside = (
-        f"{hidden:.3g} s beside the loop's products" if item.under else "nothing is known to run meanwhile"
-    )
-    return f"{item.sent:.4g} bytes / {link:.4g} B/s of the host link; {beside}"
+    return f"{item.sent:.4g} bytes / {link:.4g} B/s of the host link"

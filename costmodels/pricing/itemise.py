@@ -8,7 +8,7 @@ around messages, says the compiler's profile (`costmodels.pricing.compilers`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from costmodels.hardware import Hardware
 from costmodels.kernels.fused import Fused
@@ -17,8 +17,8 @@ from costmodels.kernels.partition import Kernel, Types
 from costmodels.kernels.quantities import of_copy, of_local
 from costmodels.network.collectives import full_bytes
 from costmodels.pricing.compilers import Compiler, compiler_of
-from costmodels.pricing.items import Computed, Item, Sent, Transferred
-from costmodels.pricing.overlap import ACTIVATION, RING, Beside, beside, beside_loops, classes
+from costmodels.pricing.items import Between, Computed, Item, Sent, Transferred
+from costmodels.pricing.overlap import ACTIVATION, Overlapped, overlapped
 from costmodels.pricing.units import Find, Sending, Stack, Unit
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
@@ -32,7 +32,7 @@ class Itemiser:
 
     Attributes:
       compiler: whose kernels they are.
-      overlaps: the class of a collective matters.
+      overlaps: messages run at once with kernels.
     """
 
     compiler: Compiler
@@ -54,20 +54,17 @@ class Itemiser:
         """
         compiler = self.compiler
         timed = compiler.timed(program, again) if kernels is None else kernels.items
-        purposes = classes(program) if self.overlaps else {}
-        rings = beside(program) if self.overlaps else {}
-        if self.overlaps:
-            rings |= beside_loops(program, lambda instr: compiler.carried(instr, program.local))
+        at_once = overlapped(program, lambda i: compiler.carried(i, program.local)) if self.overlaps else {}
         parts = compiler.parts(program)
         for what, times in timed:
             if isinstance(what, Collective):
-                sending = compiler.sending(what, purposes.get(what.outputs[0], ACTIVATION), parts)
-                yield rings.get(what.outputs[0], what), times, sending
+                sending = compiler.sending(what, (self.overlaps and what.rule) or ACTIVATION, parts)
+                yield at_once.get(what.outputs[0], what), times, sending
             elif isinstance(what, Loop):
                 for unit, often in (*compiler.stacked(program, what), *compiler.summed(program, what)):
                     yield unit, times * often, None
             elif isinstance(what, Transfer):
-                yield rings.get(what.outputs[0], what), times, None
+                yield at_once.get(what.outputs[0], what), times, None
             elif isinstance(what, Kernel | Group | VariableCast) or (
                 isinstance(what, Local) and compiler.computes(what)
             ):
@@ -92,41 +89,32 @@ class Itemiser:
             return tuple(self.compiler.local(unit, find, local))
         if isinstance(unit, Stack):
             return (Computed(of_copy(local(unit.value), unit.passes, unit.through), 0.0),)
-        if isinstance(unit, Transfer):
-            return (Transferred(unit.name, self.compiler.carried(unit, local)),)
-        found = [Computed(of_local(k, local), 0.0) for k in unit.kernels] if isinstance(unit, Beside) else []
-        if isinstance(unit, Beside) and isinstance(unit.instr, Transfer):
-            (item,) = self.items(unit.instr, None, find, local, mesh)
-            assert isinstance(item, Transferred)
-            return (replace(item, under=tuple(found), share=unit.share),)
-        assert sending is not None
-        if isinstance(unit, Beside):
-            return self.of_ring(unit, sending, [local(i) for i in unit.instr.inputs], mesh, found)
-        return self.of_collective(unit, sending, [local(i) for i in unit.inputs], mesh)
+        message = unit.message if isinstance(unit, Overlapped) else unit
+        between = between_of(unit, local) if isinstance(unit, Overlapped) else ()
+        if isinstance(message, Transfer):
+            return (Transferred(message.name, self.compiler.carried(message, local), between),)
+        assert sending is not None and isinstance(message, Collective)
+        return self.of_collective(message, sending, [local(i) for i in message.inputs], mesh, between)
 
     def of_collective(
-        self, instr: Collective, sending: Sending, types: Sequence[TensorType], mesh: Mesh
-    ) -> tuple[Item, ...]:
-        """The items of a collective; `types` are those of what a device puts in."""
-        sent = _sent(instr, sending, [t.bytes for t in types], mesh)
-        return (sent, *self.compiler.copies(instr, types, mesh))
-
-    def of_ring(
         self,
-        unit: Beside,
+        instr: Collective,
         sending: Sending,
         types: Sequence[TensorType],
         mesh: Mesh,
-        under: Sequence[Computed],
+        between: Between = (),
     ) -> tuple[Item, ...]:
-        """The items of a message that runs beside kernels."""
-        assert isinstance(unit.instr, Collective)
-        sent, *more = self.of_collective(unit.instr, sending, types, mesh)
-        assert isinstance(sent, Sent)
-        return replace(sent, purpose=RING, under=tuple(under), share=unit.share), *more
+        """The items of a collective; `types` are those of what a device puts in."""
+        sent = _sent(instr, sending, [t.bytes for t in types], mesh, between)
+        return (sent, *self.compiler.copies(instr, types, mesh))
 
 
-def _sent(instr: Collective, sending: Sending, pieces: Sequence[int], mesh: Mesh) -> Sent:
+def between_of(unit: Overlapped, local: Types) -> Between:
+    """What runs between a message's start and its done, where values have pieces of some types."""
+    return tuple((Computed(of_local(instr, local), 0.0), part) for instr, part in unit.between)
+
+
+def _sent(instr: Collective, sending: Sending, pieces: Sequence[int], mesh: Mesh, between: Between) -> Sent:
     """The message of a collective; `pieces` are the bytes of what a device puts in."""
     n, payloads = mesh.group_size(instr.axes), tuple(pieces)
     if sending.parts:
@@ -142,5 +130,6 @@ def _sent(instr: Collective, sending: Sending, pieces: Sequence[int], mesh: Mesh
         not sending.parts,
         max(1, instr.crossings(n)) if isinstance(instr, Permute) else 1,
         sending.joins and small,
+        between,
         both_ways=isinstance(instr, Permute) and instr.both_ways,
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from costmodels.kernels.compute import Quantity
+from mesh_tf_core.ir.instructions import HOST
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import Op, TensorType
 
@@ -78,6 +79,10 @@ class Started(_Compute):
     flops: ClassVar[float] = 0.0
 
 
+Between = tuple[tuple[Computed, float], ...]
+"""Products, each with a part of its time."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sent:
     """One collective.
@@ -86,12 +91,12 @@ class Sent:
       kind: its name.
       payloads: bytes of the pieces that a device puts in.
       sent: bytes that a device sends.
-      purpose: its class of `costmodels.pricing.overlap`.
+      purpose: its rule (`costmodels.pricing.overlap`).
       together: its values share one latency, else each is sent by itself.
       crossings: of a permutation, how many pieces share a link of a ring.
       both_ways: another one of the same size goes the other way at the same time.
       joined: it travels with a larger one, which pays for the latency.
-      under: of a ring, what runs meanwhile; `share` of its time is for this one.
+      between: products from start to done, each with the part of its time that hides this message.
     """
 
     kind: str
@@ -102,15 +107,10 @@ class Sent:
     together: bool = True
     crossings: int = 1
     joined: bool = False
-    under: tuple[Computed, ...] = ()
-    share: float = 1.0
+    between: Between = ()
     both_ways: bool = False
     flops: ClassVar[float] = 0.0
     bytes: ClassVar[float] = 0.0
-
-
-HOST = "host link"
-"""What is said in the place of mesh axes of what goes between a device and its host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +120,13 @@ class Transferred:
     Attributes:
       kind: `host_load` or `host_store`.
       sent: bytes over the link, as they lie in the device's memory.
-      under: in a loop, what runs meanwhile; `share` of its time is for this one.
+      between: as of `Sent`.
     """
 
     kind: str
     sent: float
-    under: tuple[Computed, ...] = ()
-    share: float = 1.0
-    axes: ClassVar[Axes] = (HOST,)
+    between: Between = ()
+    axes: ClassVar[Axes] = (HOST,)  # named in the place of mesh axes
     purpose: ClassVar[str] = ""
     flops: ClassVar[float] = 0.0
     bytes: ClassVar[float] = 0.0

@@ -20,6 +20,7 @@ class Line:
       item: what its seconds follow from (`costmodels.pricing.explanation`).
       seconds: all of it, hidden or not.
       exposed: seconds that the step waits for.
+      value: of a message, the first value that it brings.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Line:
     item: Item
     seconds: float
     exposed: float
+    value: int = -1
 
     @property
     def kind(self) -> str:
@@ -56,7 +58,7 @@ class Line:
 
     @property
     def purpose(self) -> str:
-        """Of a collective, its class of `costmodels.pricing.overlap`."""
+        """Of a collective, its rule (`costmodels.pricing.overlap`)."""
         return self.item.purpose
 
     @property

@@ -1,188 +1,108 @@
-"""What a collective is for. Hardware files say per class which part of its time runs under compute.
+"""What runs under a message: the products between its start and its done, as the program says
+(`mesh_tf_core.lower.start_done`), and the part of it that a hardware file says is hidden.
 
-  gradient    sums of gradients that only the update of variables reads: the rest of backward runs meanwhile
-  parameter   gathers of variables that are stored split, before their use or after their update: the layer
-              before, or the next step's forward, runs meanwhile
-  ring        what goes round while a device attends in its turn (`mesh_tf_core.ops.context`), or multiplies
-             (`mesh_tf_core.lower.collective_matmul`)
-  activation  everything else: what follows waits for it
-The hidden part of a collective is a fraction of its own time, so prices of collectives add up, as the search
-needs; that there is enough compute to hide it under is not checked here. A class that a file does not name is
-exposed. Local to what a collective's value is made from and read by, so parts of a program have its classes.
-
-Of a ring (`Permute.beside`) it is known what runs meanwhile: the attention or the products of one turn,
-lowered as one, so nothing of other parts of the program. They hide as much as they take, shared between the
-messages by their bytes. In the loop of turns and around it the TPU compiler begins to send keys, values,
-their gradients and chunks before the kernels of a turn and waits behind them (v5e:2x4, one layer of 16,384
-tokens, 2026-11-23; products of a gather and a scatter, 2026-11-24). Nothing hides what is brought home at the
-end.
-
-So it is of what loops keep on the hosts. An iteration's state is stored while its products run, and the part
-of the next one is loaded meanwhile: the TPU compiler begins both as an iteration begins, and takes the first
-load out of the loop (v5e:2x2, eight layers, 2026-11-23). The products of a body hide as much as they take, in
-all iterations but one, shared between the transfers by the bytes that the link carries.
+  gradient, parameter   a fraction of the message's own time is hidden, as the file's `overlap` says of the
+                        rule. Prices of messages so add up, as the search needs; that the products between
+                        start and done take as long is not checked here (`costmodels.pricing.hidden` shows it)
+  ring, host link       the products between start and done hide as much as they take: the time of both is the
+                        larger one. Of several messages of a rule at once, a product hides each by its part of
+                        their bytes
+  activation            every other message: what follows waits for it, but for the file's fraction
+A rule that a file does not name is exposed. In a loop of n iterations, what runs between a start and a done
+that are an iteration apart (`Message.pipelined`) hides messages of all iterations but one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from costmodels.kernels.compute import MATMUL_CLASSES
-from costmodels.kernels.fusion import fusion_of
-from mesh_tf_core.ir.program import (
-    AllGather,
-    AllReduce,
-    Collective,
-    Instr,
-    Local,
-    Loop,
-    Permute,
-    Program,
-    ReduceScatter,
-    Slice,
-    Transfer,
-    WriteVariable,
-)
+from mesh_tf_core.ir.instructions import GRADIENT, HOST, PARAMETER, STEP
+from mesh_tf_core.ir.program import Collective, Done, Instr, Local, Loop, Message, Program, Transfer
 
-GRADIENT, PARAMETER, ACTIVATION = "gradient", "parameter", "activation"
+ACTIVATION = "activation"
+"""What is said of a message that the device waits for."""
 CLASSES = (GRADIENT, PARAMETER, ACTIVATION)
-RING = "ring"
+"""The rules that hardware files have fractions for."""
+LONGER = (STEP, HOST)
+"""The rules by which the time is the longer one of messages and products."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Beside:
-    """A message, and the kernels that run meanwhile: `share` of their time is for it."""
+class Overlapped:
+    """A message and what runs between its start and its done.
 
-    instr: Collective | Transfer
-    kernels: tuple[Local, ...]
-    share: float
+    Attributes:
+      between: products, each with the part of its time that hides this message.
+    """
+
+    message: Collective | Transfer
+    between: tuple[tuple[Local, float], ...]
 
 
-def beside(program: Program) -> dict[int, Beside]:
-    """The messages of rings that something runs beside, by the value that they make: the attention and the
-    products up to the next ones, or to what they bring."""
-    found: dict[int, Beside] = {}
-    sent: list[Permute] = []
-    kernels: list[Local] = []
-    brought: set[int] = set()
+@dataclass(slots=True)
+class _Going:
+    """A message on its way."""
 
-    def ends() -> None:
-        sizes = [program.values[i.outputs[0]].local_bytes(program.mesh) for i in sent]
-        if kernels:
-            shares = (size / sum(sizes) for size in sizes)
-            each = (Beside(i, tuple(kernels), share) for i, share in zip(sent, shares, strict=True))
-            found.update((b.instr.outputs[0], b) for b in each)
-        for known in (sent, kernels, brought):
-            known.clear()
+    message: Message
+    size: float
+    between: list[tuple[Local, float]] = field(default_factory=list)
 
-    def block(code: Sequence[Instr]) -> None:
-        for instr in code:
-            if isinstance(instr, Permute) and instr.beside:
-                if kernels or (sent and instr.origin != sent[0].origin):
-                    ends()
-                sent.append(instr)
-                brought.update(instr.outputs)
-            elif isinstance(instr, Loop):
-                ends()
-                block(instr.body)
-                ends()
-            elif isinstance(instr, Local) and sent:
-                waits, own = not brought.isdisjoint(instr.inputs), instr.origin == sent[0].origin
-                attends = sent[0].beside == "attention"
-                if instr.op.kind == sent[0].beside and not waits and (own or not attends):
-                    kernels.append(instr)
-                elif attends and own and waits and instr.op.kind != "attention":
-                    brought.update(instr.outputs)
-                elif waits or (attends and not own) or instr.op.kind == "attention":
-                    ends()
 
-    block(program.code)
-    ends()
+def overlapped(
+    program: Program, carried: Callable[[Transfer], float], rules: Sequence[str] = LONGER
+) -> dict[int, Overlapped]:
+    """The messages of some rules, by the first value that each makes. Products of loops inside of a block
+    hide nothing of it.
+
+    Args:
+      carried: bytes of a transfer on the link.
+    """
+    found: dict[int, Overlapped] = {}
+    for code, iterations in _blocks(program.code, 0):
+        for rule in rules:
+            found.update((x.message.outputs[0], x) for x in _of(rule, code, iterations, program, carried))
     return found
 
 
-def beside_loops(program: Program, carried: Callable[[Transfer], float]) -> dict[int, Beside]:
-    """What loops move between devices and hosts beside their products, by the value that it makes; `carried`:
-    the bytes of it on the link."""
-    found: dict[int, Beside] = {}
-    for loop, _ in program.walk():
-        moved = [i for i in loop.body if isinstance(i, Transfer)] if isinstance(loop, Loop) else []
-        if not moved or not isinstance(loop, Loop):
-            continue
-        kernels = tuple(i for i in loop.body if isinstance(i, Local) and i.op.kind in MATMUL_CLASSES)
-        sizes = [carried(i) for i in moved]
-        often = (loop.dim.size - 1) / loop.dim.size
-        for instr, size in zip(moved, sizes, strict=True):
-            found[instr.outputs[0]] = Beside(instr, kernels, often * size / sum(sizes))
-    return found
+def _blocks(code: Sequence[Instr], iterations: int) -> Iterator[tuple[Sequence[Instr], int]]:
+    """All blocks, each with the number of its iterations; 0: the outermost."""
+    yield code, iterations
+    for instr in code:
+        if isinstance(instr, Loop):
+            yield from _blocks(instr.body, instr.dim.size)
 
 
-def classes(program: Program) -> dict[int, str]:
-    """Class of every collective, by the first value that it makes."""
-    stored = _stored(program)
-    needed = _needed(program)
-    written = _written(program)
-    found = {}
-    for instr, _ in program.walk():
-        if isinstance(instr, Collective):
-            found[instr.outputs[0]] = _class(instr, stored, needed, written)
-    return found
-
-
-def _class(instr: Collective, stored: set[int], needed: set[int], written: set[int]) -> str:
-    if isinstance(instr, AllGather):
-        late = instr.origin.phase == "update"
-        whole = written.issuperset(instr.outputs) if late else stored.issuperset(instr.inputs)
-        return PARAMETER if whole else ACTIVATION
-    summed = isinstance(instr, AllReduce | ReduceScatter) and getattr(instr, "combine", "sum") == "sum"
-    late = instr.origin.phase != "update" and needed.isdisjoint(instr.outputs)
-    return GRADIENT if summed and late else ACTIVATION
-
-
-def _stored(program: Program) -> set[int]:
-    """Values that are variables, or parts or casts of them."""
-    tensors = fusion_of(program).stored
-    stored = {v.id for v in program.values if v.tensor in tensors}
-    for instr, _ in program.walk():
-        taken = instr.inputs and stored.issuperset(instr.inputs)
-        if taken and _moves(instr) and instr.origin.phase != "update":
-            stored.update(instr.outputs)
-    return stored
-
-
-def _written(program: Program) -> set[int]:
-    """Values that become variables as they are, or when they were moved or cast."""
-    written: set[int] = set()
-    for instr in reversed(program.code):
-        if isinstance(instr, WriteVariable) or (_moves(instr) and written.intersection(instr.outputs)):
-            written.update(instr.inputs)
-    return written
-
-
-def _moves(instr: Instr) -> bool:
-    """Whether an instruction passes a value on."""
-    if isinstance(instr, Local):
-        return instr.op.converts or instr.op.free
-    return isinstance(instr, AllGather | AllReduce | ReduceScatter | Slice)
-
-
-def _needed(program: Program) -> set[int]:
-    """Values that something before the update computes with."""
-    needed = set(program.results.values())
-
-    def visit(code: Sequence[Instr]) -> None:
-        for instr in reversed(code):
-            if isinstance(instr, Loop):
-                needed.update(instr.inputs[: len(instr.carried) + len(instr.sliced)])
-                needed.update(c.leave for c in instr.carried)
-                needed.update(r.inner for r in instr.results if r.outer in needed)
-                visit(instr.body)
-            elif _moves(instr):
-                if needed.intersection(instr.outputs):
-                    needed.update(instr.inputs)
-            elif instr.origin.phase != "update":
-                needed.update(instr.inputs)
-
-    visit(program.code)
-    return needed
+def _of(
+    rule: str, code: Sequence[Instr], iterations: int, program: Program, carried: Callable[[Transfer], float]
+) -> Iterator[Overlapped]:
+    sent = [i for i in code if isinstance(i, Message) and i.rule == rule]
+    if not sent:
+        return
+    size = {
+        i: carried(i)
+        if isinstance(i, Transfer)
+        else sum(program.values[x].local_bytes(program.mesh) for x in i.outputs)
+        for i in sent
+    }
+    every = [_Going(i, size[i]) for i in sent]
+    always = [x for x in every if x.message.pipelined]
+    some = {x.message.outputs[0]: x for x in every if not x.message.pipelined}
+    going: dict[int, _Going] = {}
+    often = (iterations - 1) / iterations if iterations else 1.0
+    for instr in code:
+        if isinstance(instr, Message) and instr.outputs[0] in some:
+            going[instr.outputs[0]] = some[instr.outputs[0]]
+        elif isinstance(instr, Done):
+            for i in instr.inputs:
+                going.pop(i, None)
+        elif isinstance(instr, Local) and instr.op.kind in MATMUL_CLASSES:
+            total = sum(x.size for x in (*always, *going.values()))
+            for x in always:
+                x.between.append((instr, often * x.size / total))
+            for x in going.values():
+                x.between.append((instr, x.size / total))
+    for x in every:
+        assert isinstance(x.message, Collective | Transfer)
+        yield Overlapped(x.message, tuple(x.between))

@@ -4,11 +4,12 @@
     `costmodels.kernels.compute`, or `costmodels.pricing.op_by_op` where array functions are measured
 (2) communication seconds  = sum over collectives of times * t(kind, axes, bytes)
     `costmodels.network.collectives`
-(3) exposed communication  = sum over collectives of (1 - hidden fraction of its class) * its seconds
-    `costmodels.pricing.overlap`; of a message beside known kernels, what is longer than its share of theirs
+(3) exposed communication  = sum over collectives of (1 - hidden fraction of its rule) * its seconds;
+    where the products between start and done hide a message, what takes longer than these
+    (`costmodels.pricing.overlap`)
 (4) step seconds           = compute + exposed communication
 (5) what goes over the host link is communication: bytes / bandwidth, one direction after the other; exposed,
-    but for what a loop moves beside its products
+    but for what a loop moves under its products
 
 Items add up over programs; seconds come last.
 """
@@ -28,9 +29,10 @@ from costmodels.pricing.itemise import Itemiser
 from costmodels.pricing.items import Called, Computed, Item, Sent, Transferred
 from costmodels.pricing.lines import Cost, Line
 from costmodels.pricing.op_by_op import OpByOp
-from costmodels.pricing.overlap import ACTIVATION, GRADIENT
+from costmodels.pricing.overlap import ACTIVATION
 from costmodels.pricing.templates import Instance, ItemisedCost
-from costmodels.pricing.units import Placed, label
+from costmodels.pricing.units import Placed, brought, label
+from mesh_tf_core.ir.instructions import GRADIENT
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import Origin, Program
@@ -111,7 +113,7 @@ class Pricer:
         find, local, mesh = program.values.__getitem__, program.local, program.mesh
         for unit, times, sending in self.itemiser.units(program, again, kernels):
             for item in self.itemiser.items(unit, sending, find, local, mesh):
-                yield Line(*label(unit, item), times, item, *self.seconds_of(item))
+                yield Line(*label(unit, item), times, item, *self.seconds_of(item), brought(unit))
 
     def seconds(self, program: Program, again: bool = False) -> float:
         """Seconds of the instructions alone: the price of a step without its fixed part; `again` as in
@@ -159,19 +161,21 @@ class Pricer:
             seconds = self._sent(item)
             if self.beside in item.axes:
                 return seconds, 0.0
-            if item.under:
-                hidden = item.share * sum(self.seconds_of(each)[0] for each in item.under)
-                return seconds, max(0.0, seconds - hidden)
+            if item.between:
+                return seconds, max(0.0, seconds - self._between(item))
             return seconds, seconds * (1.0 - self.hardware.hidden_fraction(item.purpose))
         elif isinstance(item, Called):
             seconds = self._op_by_op.called(item)
         elif isinstance(item, Transferred):
             seconds = self.hardware.host_seconds(item.sent)
-            hidden = item.share * sum(self.seconds_of(each)[0] for each in item.under)
-            return seconds, max(0.0, seconds - hidden)
+            return seconds, max(0.0, seconds - self._between(item))
         else:
             seconds = self._op_by_op.started(item)
         return seconds, seconds
+
+    def _between(self, item: Sent | Transferred) -> float:
+        """Seconds of the products between start and done that hide a message."""
+        return sum(part * self.seconds_of(each)[0] for each, part in item.between)
 
     def payloads(self, item: Sent) -> Sequence[int]:
         """Bytes that a collective is priced by. On a torus, pieces that go further than to the next chip

@@ -2,8 +2,8 @@
 
 Most layouts lead to the same instructions on the same values; only the splits of values and the axes of
 collectives differ. Programs that agree in all but these have the same structural key: the same operations
-share kernels, and collectives are for the same (`costmodels.kernels.fused`, `costmodels.pricing.overlap`).
-So what is priced on its own is read off one program of every structural key.
+share kernels, and messages start by the same rules (`costmodels.kernels.fused`,
+`costmodels.pricing.overlap`). So what is priced on its own is read off one program of every structural key.
 
 A kernel template is all of a unit but the sizes and splits of its values: its operations and how they are
 connected. An instance is a template with its values. On a mesh its values have pieces, and instances of one
@@ -13,19 +13,18 @@ template whose pieces have the same types have the same items: a search meets fe
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from costmodels.kernels.groups import Group, VariableCast
-from costmodels.kernels.quantities import of_local
-from costmodels.pricing.itemise import Itemiser
-from costmodels.pricing.items import Computed, Item
-from costmodels.pricing.overlap import Beside
+from costmodels.pricing.itemise import Itemiser, between_of
+from costmodels.pricing.items import Between, Item
+from costmodels.pricing.overlap import Overlapped
 from costmodels.pricing.units import Placed, Sending, Stack, Unit, stays
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
-from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Permute, Program, Transfer, Value
+from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Message, Permute, Program, Transfer, Value
 
 BySplits = dict[tuple[Axes, ...], Placed]
 """All values of one shape and dtype, by their splits."""
@@ -56,10 +55,10 @@ class Instance:
     collective: Collective | None
 
     @property
-    def beside_loop(self) -> bool:
-        """Whether it moves what a loop keeps between device and host, beside the products of its body."""
+    def loads_or_stores(self) -> bool:
+        """Whether it moves what a loop keeps between device and host, under the products of its body."""
         unit = self.template.unit
-        return isinstance(unit, Beside) and isinstance(unit.instr, Transfer)
+        return isinstance(unit, Overlapped) and isinstance(unit.message, Transfer)
 
     def items(
         self, itemiser: Itemiser, piece: Callable[[Placed], TensorType], mesh: Mesh
@@ -68,13 +67,12 @@ class Instance:
         template, types = self.template, [piece(placed) for placed in self.values]
         if self.collective is not None:
             assert template.sending is not None
-            if isinstance(template.unit, Beside):
-                met, count = template.unit, len(self.collective.inputs)
+            between: Between = ()
+            if isinstance(template.unit, Overlapped):
                 local = dict(zip(template.values, types, strict=True)).__getitem__
-                under = [Computed(of_local(k, local), 0.0) for k in met.kernels]
-                found = replace(met, instr=self.collective)
-                return itemiser.of_ring(found, template.sending, types[:count], mesh, under)
-            return itemiser.of_collective(self.collective, template.sending, types, mesh)
+                between = between_of(template.unit, local)
+                types = types[: len(self.collective.inputs)]
+            return itemiser.of_collective(self.collective, template.sending, types, mesh, between)
         key = tuple([t.shape.sizes for t in types]), itemiser.compiler.known_by(self.values)
         items = template.known.get(key)
         if items is None:
@@ -145,7 +143,7 @@ class Templates:
             if template is None:
                 template = self._templates[key] = KernelTemplate(unit, ids, sending)
             known = [self._values.setdefault(kind, {}) for kind in kinds]
-            instr = unit.instr if isinstance(unit, Beside) else unit
+            instr = unit.message if isinstance(unit, Overlapped) else unit
             yield _Row(template, tuple(zip(ids, known, strict=True)), times, number.get(id(instr)))
 
 
@@ -166,7 +164,8 @@ def structural_key(program: Program) -> tuple[Hashable, list[Collective]]:
             return *how, ways, instr.inputs, block(instr.body)
         if isinstance(instr, Collective):
             sent.append(instr)
-        return type(instr), instr.inputs, instr.outputs, origin.phase, getattr(instr, "combine", "")
+        rule = instr.rule if isinstance(instr, Message) else ""
+        return type(instr), instr.inputs, instr.outputs, origin.phase, getattr(instr, "combine", ""), rule
 
     values = tuple([(v.tensor, v.shape.names, v.shape.sizes, v.dtype) for v in program.values])
     return (block(program.code), values, tuple(program.results.values())), sent
@@ -181,10 +180,10 @@ def _described(unit: Unit) -> tuple[Hashable, Sequence[int]]:
         return what, (*unit.inputs, *unit.outputs)
     if isinstance(unit, Stack):
         return ("stack", unit.passes, unit.through), (unit.value,)
-    if isinstance(unit, Beside):
-        kernels = tuple((k.op, len(k.inputs), len(k.outputs)) for k in unit.kernels)
-        ids = (*unit.instr.inputs, *(i for k in unit.kernels for i in (*k.inputs, *k.outputs)))
-        return (unit.instr.name, kernels, unit.share), ids
+    if isinstance(unit, Overlapped):
+        kernels = tuple((k.op, len(k.inputs), len(k.outputs), part) for k, part in unit.between)
+        ids = (*unit.message.inputs, *(i for k, _ in unit.between for i in (*k.inputs, *k.outputs)))
+        return (unit.message.name, kernels), ids
     assert isinstance(unit, Collective | Transfer)
     return unit.name, unit.inputs
 

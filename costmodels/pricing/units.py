@@ -9,7 +9,7 @@ from typing import TypeAlias
 from costmodels.kernels.groups import Group, VariableCast
 from costmodels.kernels.partition import Kernel
 from costmodels.pricing.items import Item, Sent
-from costmodels.pricing.overlap import Beside
+from costmodels.pricing.overlap import Overlapped
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.program import Collective, Local, Loop, Origin, Transfer
@@ -32,7 +32,7 @@ class Stack:
     through: bool = False
 
 
-Unit: TypeAlias = "Local | Collective | Transfer | Beside | Kernel | Group | VariableCast | Stack"
+Unit: TypeAlias = "Local | Collective | Transfer | Overlapped | Kernel | Group | VariableCast | Stack"
 """What is priced on its own; a group is one unit with an item for each of its kernels."""
 
 
@@ -41,7 +41,7 @@ class Sending:
     """What the price of a collective follows from besides its axes and bytes.
 
     Attributes:
-      purpose: its class of `costmodels.pricing.overlap`.
+      purpose: its rule (`costmodels.pricing.overlap`).
       parts: in how many parts each of its values is sent, one by one; none if they travel together.
       joins: if it is small, it travels with a larger one.
     """
@@ -82,8 +82,14 @@ def label(unit: Unit, item: Item) -> tuple[str, str, Origin]:
         return first.name, text, first.origin
     if isinstance(unit, Stack):
         return "stack", unit.loop.text(), unit.loop.origin
-    unit = unit.instr if isinstance(unit, Beside) else unit
+    unit = unit.message if isinstance(unit, Overlapped) else unit
     assert isinstance(unit, Local | Collective | Transfer)
     if isinstance(unit, Collective) and not isinstance(item, Sent):
         return "copy", unit.text(), unit.origin
     return unit.name, unit.text() if isinstance(unit, Collective) else "", unit.origin
+
+
+def brought(unit: Unit) -> int:
+    """The first value that a message brings; -1 of other units."""
+    message = unit.message if isinstance(unit, Overlapped) else unit
+    return message.outputs[0] if isinstance(message, Collective | Transfer) else -1

@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from costmodels.pricing.explanation import formula
+from costmodels.pricing.hidden import under
 from costmodels.pricing.timeline import timeline
 
 if TYPE_CHECKING:
+    from costmodels.pricing.hidden import Under
     from costmodels.pricing.lines import Line
     from costmodels.pricing.pricer import Pricer
     from layoutopt.evaluator import Evaluation
@@ -34,13 +36,14 @@ def predicted(found: Evaluation, begin: float = 0.0) -> list[Event]:
     title = f"predicted: one device of {program.mesh}, {prices.hardware.name}"
     events: list[Event] = [*_named(PREDICTED, title, tracks)]
     details: dict[int, Mapping[str, Any]] = {}
+    meanwhile = under(program, found.cost)
     for s in slices:
         at, end = round((begin + s.begin) * 1e9), round((begin + s.end) * 1e9)
         event = {"ph": "X", "pid": PREDICTED, "tid": tracks[s.track], "name": s.name}
         event |= {"ts": at / 1e3, "dur": (end - at) / 1e3}
         if s.line is not None:
             if id(s.line) not in details:
-                details[id(s.line)] = _details(prices, s.line)
+                details[id(s.line)] = _details(prices, s.line, meanwhile.get(s.line.value))
             event["args"] = details[id(s.line)]
         events.append(event)
     return events
@@ -83,7 +86,7 @@ def written(events: Sequence[Event], packed: bool = False) -> bytes:
     return gzip.compress(text.encode(), 6, mtime=0) if packed else text.encode()
 
 
-def _details(prices: Pricer, line: Line) -> Mapping[str, Any]:
+def _details(prices: Pricer, line: Line, meanwhile: Under | None) -> Mapping[str, Any]:
     """What a viewer shows of a slice that is clicked."""
     found = {
         "scope": line.origin.scope,
@@ -94,6 +97,6 @@ def _details(prices: Pricer, line: Line) -> Mapping[str, Any]:
         "bytes": line.bytes,
         "sent bytes": line.sent,
         "axes": "+".join(line.axes),
-        "price": formula(prices, line),
+        "price": formula(prices, line, meanwhile),
     }
     return {name: value for name, value in found.items() if value}

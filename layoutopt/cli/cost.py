@@ -37,7 +37,6 @@ from layoutopt.plan.units import rate_text, seconds_text, used_text
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
-    from costmodels.pricing.pricer import Cost, Pricer
     from layoutopt.analysis import lint as linting
     from layoutopt.evaluator import Evaluation
     from layoutopt.models.loading import Loaded
@@ -85,7 +84,7 @@ def cost(
     total = training_cost(
         found.predicted, machine, found.program.mesh.devices, count, prices.get(machine.name)
     )
-    opened = opened_lines(found.cost, found.prices) if lines else []
+    opened = opened_lines(found) if lines else []
     reason = found.reason(limit)
     doubts = lint(loaded.model, found, machine, given.options)
     said = {doubt.message for doubt in doubts}
@@ -124,12 +123,12 @@ def cost(
 
 def _idle(found: Evaluation, options: Options) -> list[str]:
     """That nothing goes in chunks beside products, where it was asked for."""
+    from mesh_tf_core.ir.instructions import STEP
     from mesh_tf_core.ir.program import Permute
-    from mesh_tf_core.ops.einsum import Einsum
 
     asked = ",".join(sorted(options.collective_matmul))
     sent = (i for i, _ in found.program.walk() if isinstance(i, Permute))
-    if not asked or any(i.beside == Einsum.kind for i in sent):
+    if not asked or any(i.rule == STEP for i in sent):
         return []
     return [
         f"--collective-matmul {asked} changes nothing here: no product with these dimensions, split over an "
@@ -137,11 +136,13 @@ def _idle(found: Evaluation, options: Options) -> list[str]:
     ]
 
 
-def opened_lines(cost: Cost, prices: Pricer) -> list[CostLine]:
+def opened_lines(found: Evaluation) -> list[CostLine]:
     """Every priced line with its formula, in the order of the program."""
     from costmodels.pricing.explanation import formula
+    from costmodels.pricing.hidden import under
     from layoutopt.plan.results import CostLine
 
+    meanwhile = under(found.program, found.cost)
     return [
         CostLine(
             operation=x.name,
@@ -156,9 +157,9 @@ def opened_lines(cost: Cost, prices: Pricer) -> list[CostLine]:
             flops=x.flops,
             bytes=x.bytes,
             sent_bytes=x.sent,
-            formula=formula(prices, x),
+            formula=formula(found.prices, x, meanwhile.get(x.value)),
         )
-        for x in cost.lines
+        for x in found.cost.lines
     ]
 
 
@@ -224,7 +225,7 @@ def _show(
     tables = [
         operation_table(price),
         axis_table(price),
-        overlap_table(price),
+        overlap_table(found),
         phase_table(price),
         memory_table(held),
     ]

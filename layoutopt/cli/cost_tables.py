@@ -13,6 +13,7 @@ from layoutopt.plan.units import bytes_text, rate_text, seconds_text, share_text
 if TYPE_CHECKING:
     from costmodels.liveness import MemoryProfile
     from costmodels.pricing.pricer import Cost, Line
+    from layoutopt.evaluator import Evaluation
     from layoutopt.plan.results import CostLine
 
 PHASES = ("forward", "recompute", "backward", "update")
@@ -74,7 +75,7 @@ def _axis_row(axes: str, kind: str, lines: Iterable[Line], cost: Cost) -> tuple[
     )
 
 
-def overlap_table(cost: Cost) -> Table | None:
+def overlap_table(found: Evaluation) -> Table | None:
     """What of the communication is hidden, and behind what; None if there is none."""
     from costmodels.pricing.hidden import hidden
 
@@ -87,7 +88,7 @@ def overlap_table(cost: Cost) -> Table | None:
             h.behind,
             (seconds_text(h.room) if h.room else "") + ("" if h.fits else ": less than is hidden"),
         )
-        for h in hidden(cost)
+        for h in hidden(found.program, found.cost)
     ]
     columns = ("messages for", "time", "hidden", "exposed", "what runs meanwhile", "which takes")
     return table("Overlap", columns, rows, (1, 2, 3, 5)) if rows else None

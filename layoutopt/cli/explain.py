@@ -281,7 +281,7 @@ def _tell(
         if (alike := _alike(found, other)) is not None:
             step, peak = seconds_text(alike.cost.step_seconds), bytes_text(alike.memory.peak)
             terminal.show(f"with the plan's {own.in_short()} too: {step} a step, {peak} of memory")
-    if (overlap := overlap_table(evaluation.cost)) is not None:
+    if (overlap := overlap_table(evaluation)) is not None:
         terminal.show("", overlap)
     if changed is not None:
         changed.show(terminal)

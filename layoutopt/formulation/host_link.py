@@ -1,7 +1,7 @@
 """Rows of the host link: what loops keep and read on the hosts moves while the products of their bodies run.
 
 A body of n iterations hides its transfers but for what takes longer than its products, those of one iteration
-apart (`costmodels.pricing.overlap.beside_loops`). So the step waits n w seconds, where
+apart (`costmodels.pricing.overlap`). So the step waits n w seconds, where
 
     sum_c m_c (L_c(x) - (1 - 1/n) P_c(x)) <= w
 

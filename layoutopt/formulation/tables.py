@@ -336,7 +336,7 @@ class Tabler:
                 self.graph, naming.mesh, oracle.layout, results, options, subgraph, oracle, cut=cut
             )
             every = self.cache.templates.itemised(program, bool(subgraph.again))
-            cost = tuple([each for each in every if not each[0].beside_loop])  # rows see to these
+            cost = tuple([each for each in every if not each[0].loads_or_stores])  # rows see to these
             found = cost, waiting(program), totalled(program, cluster.totalled)
         except LayoutError:
             pass

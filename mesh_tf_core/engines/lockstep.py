@@ -26,6 +26,7 @@ from mesh_tf_core.ir.program import (
     AllReduce,
     AllToAll,
     Collective,
+    Done,
     Input,
     Instr,
     Local,
@@ -184,7 +185,7 @@ class LockstepEngine(Stepping):
             elif isinstance(instr, Collective):
                 for i, o in zip(instr.inputs, instr.outputs, strict=True):
                     env[o] = self.collective(instr, env[i], self.program.values[i])
-            else:
+            elif not isinstance(instr, Done):  # every message has come when it was sent
                 raise TypeError(f"lockstep engine: unknown instruction {instr.text()}")
             if self._meter and not isinstance(instr, Loop):
                 unread = self._meter.ran(instr, lambda i: _bytes(env[i]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mesh_tf_core.ir.program import Collective, Instr, Loop, WriteVariable
+from mesh_tf_core.ir.program import Collective, Done, Instr, Loop, WriteVariable
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,15 @@ Part = Segment | Exchange | Repeat
 
 
 def cut(code: Sequence[Instr], leaving: Iterable[int]) -> tuple[Part, ...]:
-    """Parts of a block, in order. Writes are no part of it: the written values leave it.
+    """Parts of a block, in order. Writes are no part of it: the written values leave it. Nor is
+    waiting for messages: each has come when it was sent.
 
     Args:
       leaving: values that are read after the block.
     """
     pieces: list[list[Instr] | Instr] = []
     for instr in code:
-        if isinstance(instr, WriteVariable):
+        if isinstance(instr, WriteVariable | Done):
             continue
         if isinstance(instr, Collective | Loop):
             pieces.append(instr)

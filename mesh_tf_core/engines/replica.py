@@ -12,6 +12,7 @@ from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import (
     Collective,
+    Done,
     Input,
     Instr,
     Local,
@@ -121,7 +122,7 @@ class Replica(Device):
                 env[instr.outputs[0]] = self.feed(instr.feed)
             elif isinstance(instr, Transfer):  # here device and host have one memory
                 env[instr.outputs[0]] = env[instr.inputs[0]]
-            else:
+            elif not isinstance(instr, Done):  # the library waits for what it reads
                 raise TypeError(f"{instr.text()} is not an instruction of one device")
 
 

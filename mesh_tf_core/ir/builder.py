@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
-from mesh_tf_core.ir.instructions import AllReduce, Carry, Local, Permute, make_loop
+from mesh_tf_core.ir.instructions import AllReduce, Carry, Done, Local, Permute, make_loop
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import Op, inferred
 from mesh_tf_core.ir.values import Instr, Origin, Splits, Value
@@ -87,14 +87,18 @@ class ProgramBuilder:
         shift: int = 1,
         wrap: bool = True,
         pairs: tuple[tuple[int, int], ...] = (),
-        beside: str = "",
         both_ways: bool = False,
+        rule: str = "",
     ) -> int:
         """The piece that another device of the group sends (see `Permute`)."""
         v = self.values[id]
         out = self.like(v, v.splits, v.partial)
-        self.emit(Permute((id,), (out,), self.origin, axes, shift, wrap, pairs, beside, both_ways))
+        self.emit(Permute((id,), (out,), self.origin, axes, shift, wrap, pairs, both_ways, rule=rule))
         return out
+
+    def done(self, ids: Sequence[int]) -> None:
+        """Waits for pieces that were sent by a rule."""
+        self.emit(Done(tuple(ids), (), self.origin, Permute.name))
 
     def reduced(self, id: int, axes: Axes, combine: str = "sum") -> int:
         """The value with its pieces on all devices of the groups combined."""

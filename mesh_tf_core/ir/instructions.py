@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -29,12 +29,56 @@ class Local(Instr):
         return self.op.describe()
 
 
+STEP, GRADIENT, PARAMETER, HOST = "ring", "gradient", "parameter", "host link"
+"""The rules by which messages start before they are waited for (`lower.start_done`)."""
+
+
 @dataclass(frozen=True, slots=True)
-class Collective(Instr):
+class Message(Instr):
+    """Moves pieces while the device may compute: between devices, or between a device and its host.
+
+    Attributes:
+      rule: why the device computes on after the start, until the message's `Done`; empty: the device waits.
+      pipelined: start and done are one iteration of their block apart. A value that an iteration reads was
+        started in the iteration before, and a value that leaves it is done in the next one (XLA's collective
+        pipeliner). Iterations of the outermost block are steps.
+    """
+
+    rule: str = field(default="", kw_only=True)
+    pipelined: bool = field(default=False, kw_only=True)
+    name: ClassVar[str]
+
+    def parameters(self) -> str:
+        """What the text says in brackets."""
+        return ""
+
+    def text(self) -> str:
+        if not self.rule:
+            return f"{self.name}({self.parameters()})" if self.parameters() else self.name
+        how = ", ".join([self.rule, *["pipelined"] * self.pipelined])
+        return f"{self.name}_start({'; '.join(filter(None, (self.parameters(), how)))})"
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Instr):
+    """The device waits for messages that started before. Makes no value: readers name the messages' own.
+
+    Attributes:
+      message: their name.
+    """
+
+    message: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.message}_done"
+
+
+@dataclass(frozen=True, slots=True)
+class Collective(Message):
     """Devices that differ only along `axes` exchange pieces."""
 
     axes: Axes
-    name: ClassVar[str]
 
     @staticmethod
     def sent(n: int) -> float:
@@ -42,8 +86,8 @@ class Collective(Instr):
         al. 2007, "Collective communication: theory, practice, and experience", table 1)."""
         raise NotImplementedError
 
-    def text(self) -> str:
-        return f"{self.name}({'+'.join(self.axes)})"
+    def parameters(self) -> str:
+        return "+".join(self.axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +102,8 @@ class AllReduce(Collective):
     def sent(n: int) -> float:
         return 2 * (n - 1) / n
 
-    def text(self) -> str:
-        return f"all_reduce({'+'.join(self.axes)}, {self.combine})"
+    def parameters(self) -> str:
+        return f"{'+'.join(self.axes)}, {self.combine}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +118,8 @@ class ReduceScatter(Collective):
     def sent(n: int) -> float:
         return (n - 1) / n
 
-    def text(self) -> str:
-        return f"reduce_scatter({'+'.join(self.axes)}, {self.dim})"
+    def parameters(self) -> str:
+        return f"{'+'.join(self.axes)}, {self.dim}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +134,8 @@ class AllGather(Collective):
     def sent(n: int) -> float:
         return float(n - 1)
 
-    def text(self) -> str:
-        return f"all_gather({'+'.join(self.axes)}, {self.dim})"
+    def parameters(self) -> str:
+        return f"{'+'.join(self.axes)}, {self.dim}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +151,8 @@ class AllToAll(Collective):
     def sent(n: int) -> float:
         return (n - 1) / n
 
-    def text(self) -> str:
-        return f"all_to_all({'+'.join(self.axes)}, split {self.split}, concat {self.concat})"
+    def parameters(self) -> str:
+        return f"{'+'.join(self.axes)}, split {self.split}, concat {self.concat}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +162,12 @@ class Permute(Collective):
 
     Attributes:
       pairs: instead of a shift, who sends to whom, by position in the group; nobody sends or gets twice.
-      beside: it is sent in a turn of a ring: operations of this kind, up to what reads it, run meanwhile.
       both_ways: another one of the same size goes the other way at the same time.
     """
 
     shift: int = 1
     wrap: bool = False
     pairs: tuple[tuple[int, int], ...] = ()
-    beside: str = ""
     both_ways: bool = False
 
     name = "permute"
@@ -146,10 +188,10 @@ class Permute(Collective):
         every piece goes the short way."""
         return _crossings(self.links(n), n)
 
-    def text(self) -> str:
+    def parameters(self) -> str:
         how = " ".join(f"{i}>{to}" for i, to in self.pairs)
         how = how or f"{self.shift:+d}{', wrap' if self.wrap else ''}"
-        return f"permute({'+'.join(self.axes)}, {how})"
+        return f"{'+'.join(self.axes)}, {how}"
 
 
 @lru_cache(maxsize=1 << 12)
@@ -210,10 +252,8 @@ class WriteVariable(Instr):
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer(Instr):
+class Transfer(Message):
     """Moves this device's piece of a value between its own memory and its host's, over the host link."""
-
-    name: ClassVar[str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,10 @@ class Ways(Protocol):
         ...
 
 
+PRODUCTS = ("matmul", "attention")
+"""Kinds of operations that the matrix unit runs."""
+
+
 class Emitter(Protocol):
     """What an operation that lowers itself may ask of the lowering, and tell it."""
 
@@ -120,10 +124,14 @@ class Emitter(Protocol):
         shift: int = 1,
         wrap: bool = True,
         pairs: tuple[tuple[int, int], ...] = (),
-        beside: str = "",
         both_ways: bool = False,
+        rule: str = "",
     ) -> int:
         """The piece that another device of the group sends (see `Permute`)."""
+        ...
+
+    def done(self, ids: Sequence[int]) -> None:
+        """Waits for pieces that were sent by a rule."""
         ...
 
     def placed(self, id: int, splits: Splits) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.program import AllReduce, Instr, Program, ReduceScatter, Value
+from mesh_tf_core.ir.program import AllReduce, Done, Instr, Program, ReduceScatter, Value
 
 SMALL_BYTES = 1 << 16
 """A message below this size costs mostly latency (64 KiB: on every network of the presets the time of a
@@ -76,6 +76,8 @@ def waiting(program: Program) -> tuple[Waiting, ...]:
     early: set[int] = set()
     scattered: set[int] = set()
     for instr in program.code:
+        if isinstance(instr, Done):
+            continue
         if instr.origin.phase != "update":
             early.update(instr.inputs)
         if isinstance(instr, ReduceScatter):
@@ -84,7 +86,7 @@ def waiting(program: Program) -> tuple[Waiting, ...]:
     found: list[tuple[AllReduce, int]] = []
     first: dict[int, int] = {}
     for at, instr in enumerate(program.code):
-        for i in instr.inputs:
+        for i in instr.inputs if not isinstance(instr, Done) else ():
             first.setdefault(i, at)
         if not isinstance(instr, AllReduce) or instr.combine != "sum" or instr.origin.phase == "update":
             continue

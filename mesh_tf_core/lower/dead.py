@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mesh_tf_core.ir.program import Input, Instr, Loop, Program, WriteVariable
+from mesh_tf_core.ir.program import Done, Input, Instr, Loop, Program, WriteVariable
 
 
 def drop_dead(program: Program) -> Program:
@@ -23,6 +23,11 @@ def _sweep(code: Sequence[Instr], live: set[int]) -> list[Instr]:
             if found is None:
                 continue
             instr = found
+        elif isinstance(instr, Done):
+            awaited = tuple(i for i in instr.inputs if i in live)
+            instr = replace(instr, inputs=awaited)
+            if not awaited:
+                continue
         elif not isinstance(instr, WriteVariable | Input) and not any(o in live for o in instr.outputs):
             continue
         live.update(instr.inputs)

@@ -19,6 +19,7 @@ from mesh_tf_core.lower.options import DEFAULT, Options
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placement import check_counted, placement
 from mesh_tf_core.lower.rematerialization import check_recompute
+from mesh_tf_core.lower.start_done import start_and_done
 from mesh_tf_core.lower.subgraph import Subgraph
 from mesh_tf_core.lower.sums import delay_sums
 from mesh_tf_core.lower.uses import compact
@@ -29,6 +30,7 @@ PASSES: tuple[tuple[str, Callable[[Program], Program]], ...] = (
     ("dead", drop_dead),
     ("pending sums", delay_sums),
     ("combine", combine_small),
+    ("start and done", start_and_done),
     ("compact", compact),
 )
 
@@ -82,7 +84,8 @@ def lower(
     program, beside = lower_base(graph, oracle, results, options, subgraph), options.collective_matmul
     if subgraph is not None:
         # What is dead or travels together is not known from a part of the graph.
-        return cut.end(in_chunks(delay_sums(cut.begin(program), oracle), beside, oracle))
+        program = cut.end(in_chunks(delay_sums(cut.begin(program), oracle), beside, oracle))
+        return start_and_done(program)
     for name, run in PASSES:
         program = run(program)
         if name == "pending sums":

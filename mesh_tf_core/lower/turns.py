@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mesh_tf_core.ir.builder import ProgramBuilder
@@ -20,6 +20,7 @@ from mesh_tf_core.ops.chunks import AddProduct, ChunkAs, ChunkFirst, ChunkNumber
 from mesh_tf_core.ops.einsum import Einsum
 from mesh_tf_core.ops.shape import Rename
 from mesh_tf_core.ops.stages import StageNumbers, StagePart
+from mesh_tf_core.ops.steps import Steps, Tree
 
 LOOPED = 2
 """Turns are a loop where it has at least so many iterations."""
@@ -65,6 +66,7 @@ class Turns(ProgramBuilder):
         self.size = v.shape.dim(self.dim).size // count
         self.whole: Axes = v.splits[at][: len(v.splits[at]) - len(self.axes)] if gathers else v.splits[at]
         self.sides, self.opposite = (count - 1) // 2, (count - 1) % 2
+        self.steps = Steps(self, self.axes, self.dim)
         numbers = Dim(f"{self.dim}_chunk", count)
         group = self.applied(StageNumbers(numbers, "int32"), splits=(self.axes,))
         self.own = self.applied(StagePart(numbers.name, None), group, splits=())
@@ -73,19 +75,13 @@ class Turns(ProgramBuilder):
 
     def next_to(self, id: int, shift: int, both: bool = True) -> int:
         """A chunk of the next device on one side."""
-        return self.sent(id, self.axes, shift, beside=Einsum.kind, both_ways=both)
+        return self.steps.start(id, shift, both)
 
     def number(self, far: int, each: int = 0, turn: int | None = None) -> int:
         """Whose chunk it is: of the device so far away, and `each` further for every iteration so far."""
         inputs = (self.own,) if turn is None else (self.own, turn)
         op = ChunkNumber(self.count, far % self.count, each % self.count if turn is not None else 0)
         return self.applied(op, *inputs)
-
-    def turns(
-        self, count: int, state: Sequence[int], body: Callable[[int, list[int]], Sequence[int]]
-    ) -> list[int]:
-        """A loop of turns."""
-        return self.loop(Dim(f"{self.dim}_turns", count), state, body)
 
     def taken(self, id: int, number: int, dim: str) -> int:
         """The chunk of a value by its number, if it has the dimension."""
@@ -143,30 +139,25 @@ class Turns(ProgramBuilder):
                 found.append(made)
             return found
 
-        left = self.next_to(chunk, 1, self.sides > 0)
-        right = self.next_to(chunk, -1) if self.sides else -1
-        state, turn = meet((), chunk, self.own), 1
-        pairs = (self.sides - 1) // 2
-        if pairs >= LOOPED:
-
-            def body(number: int, ids: list[int]) -> list[int]:
-                left, right, *state = ids
-                for far in (1, 2):
-                    more = self.next_to(left, 1), self.next_to(right, -1)
-                    state = meet(state, left, self.number(-far, -2, number))
-                    state = meet(state, right, self.number(far, 2, number))
-                    left, right = more
-                return [left, right, *state]
-
-            left, right, *state = self.turns(pairs, [left, right, *state], body)
-            turn += 2 * pairs
-        for far in range(turn, self.sides + 1):
+        def step(far: int, number: int | None, state: Tree) -> Tree:
+            """The chunks of the devices `far` away on either side; in a loop, two further every time."""
+            left, right, *found = state
             last = far == self.sides
             further = self.next_to(left, 1, not last) if not last or self.opposite else -1
             back = -1 if last else self.next_to(right, -1)
-            state = meet(state, left, self.number(-far))
-            state = meet(state, right, self.number(far))
-            left, right = further, back
+            found = meet(found, left, self.number(-far, -2, number))
+            found = meet(found, right, self.number(far, 2, number))
+            return [further, back, *found]
+
+        left = self.next_to(chunk, 1, self.sides > 0)
+        right = self.next_to(chunk, -1) if self.sides else -1
+        state: Tree = [left, right, *meet((), chunk, self.own)]
+        self.steps.done()
+        pairs = (self.sides - 1) // 2
+        looped = 2 * pairs if pairs >= LOOPED else 0
+        if looped:
+            state = self.steps.run(state, (1, 2), step, pairs)
+        left, _, *state = self.steps.run(state, range(looped + 1, self.sides + 1), step)
         if self.opposite:
             state = meet(state, left, self.number(-self.sides - 1))
         self._called(dict(zip(state, (result for result, _ in wanted), strict=True)))
@@ -195,34 +186,36 @@ class Turns(ProgramBuilder):
                 come = -1  # One term has it.
             return found[last.outputs[0]]
 
-        def turn(forth: int, come: int, back: int, on: int) -> tuple[int, int]:
+        def step(far: int, number: int | None, state: Tree) -> Tree:
             """A message one way beside a term of the other way's chunk, and the other way round."""
+            forth, come = state
+            back, on = (
+                self.number(far - sides, 1, number),
+                self.number(sides + opposite - 1 - far, -1, number),
+            )
             gone = self.next_to(forth, 1, False)
-            come = self.next_to(term(back, come), -1, False)
-            return term(on, gone), come
+            made = term(back, come)
+            self.steps.done()
+            come = self.next_to(made, -1, False)
+            return [term(on, gone), come]
 
-        forth, come = term(self.number(sides + opposite)), -1
+        state: Tree = [term(self.number(sides + opposite)), -1]
         turns = sides - (not opposite)
-        if turns > 0:
-            forth, come = turn(forth, come, self.number(-sides), self.number(sides + opposite - 1))
-        at = 1
+        state = self.steps.run(state, range(min(turns, 1)), step)
         if turns - 1 >= LOOPED:
-
-            def body(number: int, ids: list[int]) -> list[int]:
-                back = self.number(1 - sides, 1, number)
-                on = self.number(sides + opposite - 2, -1, number)
-                return [*turn(ids[0], ids[1], back, on)]
-
-            forth, come = self.turns(turns - 1, [forth, come], body)
-            at = turns
-        for far in range(at, turns):
-            forth, come = turn(forth, come, self.number(far - sides), self.number(sides + opposite - 1 - far))
+            state = self.steps.run(state, (1,), step, turns - 1)
+        else:
+            state = self.steps.run(state, range(1, turns), step)
+        forth, come = state
         home = [self.next_to(forth, 1, False)]
         if opposite:
             home += [come] if sides else []
         elif sides:
-            home.append(self.next_to(term(self.number(-1), come), -1, False))
+            made = term(self.number(-1), come)
+            self.steps.done()
+            home.append(self.next_to(made, -1, False))
         own = term(self.own)
+        self.steps.done()
         with self.at(last.origin):
             total = self.applied(AddN(), own, *home)
         (out,) = self.message.outputs

@@ -7,18 +7,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from mesh_tf_core.ir.blocks import Node
-from mesh_tf_core.ir.program import Carry, Instr, Loop, Program, Result, Sliced, Value
+from mesh_tf_core.ir.program import Carry, Done, Instr, Loop, Program, Result, Sliced, Value
 from mesh_tf_core.lower.nodes import repeated
 from mesh_tf_core.tracing.graph import Graph
 
 
 def count_uses(code: Iterable[Instr], results: Iterable[int] = ()) -> defaultdict[int, int]:
-    """How often each value is read by an instruction, leaves a loop, or is returned."""
+    """How often each value is read by an instruction, leaves a loop, or is returned; to wait for it is not to
+    read it."""
     uses: defaultdict[int, int] = defaultdict(int)
 
     def visit(code: Iterable[Instr]) -> None:
         for instr in code:
-            for i in instr.inputs:
+            for i in instr.inputs if not isinstance(instr, Done) else ():
                 uses[i] += 1
             if isinstance(instr, Loop):
                 visit(instr.body)

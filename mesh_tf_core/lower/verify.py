@@ -11,10 +11,12 @@ from mesh_tf_core.ir.program import (
     AllReduce,
     AllToAll,
     Collective,
+    Done,
     HostLoad,
     Instr,
     Local,
     Loop,
+    Message,
     Permute,
     Program,
     ReadVariable,
@@ -66,7 +68,9 @@ class _Verifier:
                 raise ProgramError(f"%{v.id}: {d} is not divisible over {axes}")
 
     def block(self, code: Sequence[Instr]) -> None:
+        going: dict[int, Message] = {}
         for instr in code:
+            self.in_order(instr, going)
             for i in instr.inputs:
                 if i not in self.defined:
                     raise ProgramError(f"{instr.text()}: input %{i} is not computed before it")
@@ -78,6 +82,20 @@ class _Verifier:
                 if o in self.defined:
                     raise ProgramError(f"{instr.text()}: %{o} is computed twice")
                 self.defined.add(o)
+        for i, message in going.items():
+            raise ProgramError(f"{message.text()}: nothing in its block waits for %{i}")
+
+    def in_order(self, instr: Instr, going: dict[int, Message]) -> None:
+        """What a message brings is waited for once, in the message's block, and read after that."""
+        if isinstance(instr, Done):
+            for i in instr.inputs:
+                message = going.pop(i, None)
+                if message is None or message.name != instr.message:
+                    raise ProgramError(f"{instr.text()}: no such message is on its way with %{i}")
+        elif going and (early := [i for i in instr.inputs if i in going]):
+            raise ProgramError(f"{instr.text()}: reads %{early[0]}, which is still on its way")
+        elif isinstance(instr, Message) and instr.rule:
+            going.update(dict.fromkeys(instr.outputs, instr))
 
     def loop(self, loop: Loop) -> None:
         values = self.program.values
@@ -128,7 +146,7 @@ class _Verifier:
         self.defined = outside
 
     def instr(self, instr: Instr) -> None:
-        if not isinstance(instr, Transfer | ReadVariable | WriteVariable):
+        if not isinstance(instr, Transfer | Done | ReadVariable | WriteVariable):
             there = [i for i in (*instr.inputs, *instr.outputs) if self.of(i).host]
             renames = isinstance(instr, Local) and instr.op.free and len(instr.inputs) == 1
             if there and not (renames and len(there) == 2):

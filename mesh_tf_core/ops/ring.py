@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.op import Emitter, TensorType
 from mesh_tf_core.ops.attending import PLACES, AnyAttention
@@ -19,6 +18,7 @@ from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.ops.ring_pieces import RING, ZIGZAG, Pieces, refused, summed
 from mesh_tf_core.ops.ring_steps import AddPart, ChoosePart, JoinParts, LaterRows, RingStep
 from mesh_tf_core.ops.ring_turns import Turn, turns_of
+from mesh_tf_core.ops.steps import Tree
 
 Parts = list[list[int]]
 """The pieces of positions that a device works on, one or two, each with some values."""
@@ -98,45 +98,46 @@ class Ring(Pieces):
         turned: Turned,
         opened: Ended = lambda state, turn: state,
         closed: Ended = lambda state, turn: state,
+        landed: Callable[[], None] = lambda: None,
     ) -> Parts:
         """What is left of some state after the last turn.
 
         Args:
           begun: the state that a device's own keys make; `turned`: that of other keys, a state, and the turn.
           opened, closed: the state before the first turn of a way, and after the last one.
+          landed: takes what `closed` sent, once it has come.
         """
-        coming = self.rounds(rows, self.turns[0].way) if self.turns else []
-        state = begun()
-        for turn, following in zip(self.turns, [*self.turns, None][1:], strict=True):
-            state = opened(state, turn) if turn.step == 1 else state
-            if turn.times > 1:
-                coming, state = self.looped(coming, state, turned, turn)
-                continue
-            keys = coming
+        steps, turns = self.steps, self.turns
+
+        def going(keys: Parts, way: int) -> Parts:
+            """What of the keys is sent on."""
+            return [[x for n, x in enumerate(e) if n in self.keys] for e in self.rounds(keys, way)]
+
+        def came(going: Parts) -> Parts:
+            pairs = zip(rows, map(iter, going), strict=True)
+            return [[next(ids) if n in self.keys else x for n, x in enumerate(row)] for row, ids in pairs]
+
+        def step(which: tuple[Turn, Turn | None], number: int | None, state: Tree) -> Tree:
+            (turn, following), (coming, found) = which, state
+            keys = came(coming)
             if following:
-                coming = self.rounds(rows if turn.closes else keys, following.way)
-            state = turned(keys, state, turn)
+                coming = going(rows if turn.closes else keys, following.way)
+            return [coming, turned(keys, found, replace(turn, number=number))]
+
+        coming = going(rows, turns[0].way) if turns else []
+        state = begun()
+        steps.done()
+        for turn, following in zip(turns, [*turns, None][1:], strict=True):
+            if turn.times > 1:
+                steps.done()
+                landed()
+            state = opened(state, turn) if turn.step == 1 else state
+            coming, state = steps.run([coming, state], [(turn, following)], step, turn.times)
+            landed()
             state = closed(state, turn) if turn.closes else state
+        steps.done()
+        landed()
         return state
-
-    def looped(self, coming: Parts, state: Parts, turned: Turned, turn: Turn) -> tuple[Parts, Parts]:
-        """What comes next, and the state, after turns that are alike."""
-        going = [x for each in coming for n, x in enumerate(each) if n in self.keys]
-
-        def parted(ids: Sequence[int]) -> tuple[Parts, Parts]:
-            given = iter(ids)
-            keys = [[next(given) if n in self.keys else x for n, x in enumerate(each)] for each in coming]
-            return keys, [[next(given) for _ in each] for each in state]
-
-        def body(number: int, ids: Sequence[int]) -> list[int]:
-            keys, before = parted(ids)
-            more = self.rounds(keys, turn.way)
-            after = turned(keys, before, replace(turn, number=number))
-            sent = [x for each in more for n, x in enumerate(each) if n in self.keys]
-            return [*sent, *(x for each in after for x in each)]
-
-        turns = Dim(f"{self.ring.name}_turns", turn.times)
-        return parted(self.low.loop(turns, [*going, *(x for each in state for x in each)], body))
 
     @property
     def place(self) -> int:
@@ -245,19 +246,15 @@ class Ring(Pieces):
         """Gradients of query, key and value, each in one or two pieces: the first in what a device keeps, the
         others in what goes round."""
         rows = [list(xs) for xs in zip(*parts, strict=True)]
-        after, home = list[list[int]](), list[list[int]]()
-
-        def earlier(queries: list[int], found: Parts, keys: Parts) -> None:
-            """Of the later queries with the earlier keys."""
-            new = self.part(self.met(after[1], keys[0]))
-            queries[1], found[0] = self.add(queries[1], new[0]), self.added(found[0], new[1:])
+        after, home, landing = list[list[int]](), list[list[int]](), list[list[int]]()
 
         def begun() -> Parts:
             after.extend(self.later(each, None) for each in rows)
             made = [self.part(own, first=True, own=True) for own in rows]
             queries, found = [each[0] for each in made], [each[1:] for each in made]
             if self.form == ZIGZAG:
-                earlier(queries, found, rows)
+                new = self.part(self.met(after[1], rows[0]))
+                queries[1], found[0] = self.add(queries[1], new[0]), self.added(found[0], new[1:])
             home.extend(found)
             return [[self.wide(x) for x in queries], *([] for _ in rows)]
 
@@ -275,9 +272,12 @@ class Ring(Pieces):
             if self.form == RING:
                 rest = after[0] if turn.both else self.later(rows[0], turn)
                 new = self.part(self.met(rest, keys[0]), turn=turn)
+                self.steps.done()
                 return [[self.add(queries[0], new[0], turn.last)], self.added(found[0], new[1:])]
-            earlier(queries, found, keys)
+            first = self.part(self.met(after[1], keys[0]))
             new = self.part(self.chosen(turn, *map(self.met, after, keys)))
+            self.steps.done()
+            queries[1], found[0] = self.add(queries[1], first[0]), self.added(found[0], first[1:])
             sums = [self.add(x, new[0], turn.last, turn, at == 1) for at, x in enumerate(queries)]
             return [sums, *(self.added(xs, new[1:], turn, at == 1) for at, xs in enumerate(found))]
 
@@ -285,11 +285,15 @@ class Ring(Pieces):
             """Gradients of keys and values go home by the short way."""
             queries, *found = state
             back = turn.way * (self.count - turn.step if 2 * turn.step >= self.count else -turn.step)
-            came = [[self.sent(x, back) for x in each] for each in found]
-            home[:] = [self.added(*xs) for xs in zip(home, came, strict=True)]
+            landing[:] = [[self.sent(x, back) for x in each] for each in found]
             return [queries, *([] for _ in rows)]
 
-        queries, *_ = self.around(rows, begun, turned, opened, closed)
+        def landed() -> None:
+            if landing:
+                home[:] = [self.added(*xs) for xs in zip(home, landing, strict=True)]
+                landing.clear()
+
+        queries, *_ = self.around(rows, begun, turned, opened, closed, landed)
         whole = [[summed(self.low, x) for x in each] for each in home]
         return [queries, *([*xs] for xs in zip(*whole, strict=True))]
 

@@ -12,6 +12,7 @@ from mesh_tf_core.ir.op import Emitter, Op, TensorType
 from mesh_tf_core.ops.attending import AnyAttention
 from mesh_tf_core.ops.ring_steps import ChoosePart, Place, PlaceSent
 from mesh_tf_core.ops.shape import Concat, Reshape, SliceDim
+from mesh_tf_core.ops.steps import Steps
 
 RING, ZIGZAG, ALL_TO_ALL = "ring", "zigzag", "all_to_all"
 
@@ -39,6 +40,7 @@ class Pieces:
         self.op, self.low, self.axes, self.form, self.lies = op, low, axes, form, lies
         self.count = low.oracle.ways(axes)
         self.ring = Dim(f"{op.length.name}_ring", self.count)
+        self.steps = Steps(low, axes, self.ring.name)
 
     def local(self, op: Op, *inputs: int) -> list[int]:
         """What an operation makes of values whose dimensions, but the ring, lie as the layout says; sums over
@@ -75,7 +77,7 @@ class Pieces:
 
     def sent(self, id: int, shift: int = 1, pairs: tuple[tuple[int, int], ...] = ()) -> int:
         """What lies on the device before; with `pairs`, on the one that is named."""
-        return self.low.sent(id, self.axes, shift, not pairs, pairs, "" if pairs else self.op.kind)
+        return self.low.sent(id, self.axes, shift, False, pairs) if pairs else self.steps.start(id, shift)
 
     def position(self, id: int) -> str | None:
         """The name of a value's positions."""

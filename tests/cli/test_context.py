@@ -19,7 +19,10 @@ PINS = tuple(word for name in ("length", "memory_length") for word in ("--pin", 
 def test_by_hand(run: Callable[..., Result]) -> None:
     done = run("lower", LM, *SETS, *SPLIT, "--context", "zigzag")
     assert done.exit_code == 0, done.stderr
-    assert "permute(seq, +1, wrap)" in done.stdout and "all_gather(seq, memory_length)" not in done.stdout
+    assert (
+        "permute_start(seq, +1, wrap; ring)" in done.stdout
+        and "all_gather(seq, memory_length)" not in done.stdout
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
-from costmodels.pricing.overlap import beside
+from costmodels.pricing.overlap import overlapped
 from costmodels.pricing.pricer import pricer
 from examples import transformer_lm
 from layoutopt.evaluator import evaluate
 from mesh_tf_core.engines import open_engine
+from mesh_tf_core.ir.instructions import STEP
 from mesh_tf_core.ir.program import Instr, Loop, Permute, Program
 from mesh_tf_core.ops import chunks
 from tests.core.test_elsewhere import MODELS, SEQUENCE, grown
@@ -109,8 +110,8 @@ def test_the_local_engine_runs_them() -> None:
 @pytest.mark.parametrize("devices", [2, 5, 8])
 def test_messages_go_beside_products_that_wait_for_none(devices: int) -> None:
     program = lowered(devices)
-    sent = [i for i, _ in program.walk() if isinstance(i, Permute) and i.beside]
-    found = beside(program)
+    sent = [i for i, _ in program.walk() if isinstance(i, Permute) and i.rule == STEP]
+    found = overlapped(program, lambda _: 0.0)
     makers = {o: i for i, _ in program.walk() for o in i.outputs}
 
     def needs(id: int, message: Permute) -> bool:
@@ -125,9 +126,9 @@ def test_messages_go_beside_products_that_wait_for_none(devices: int) -> None:
 
     assert sent
     for message in sent:
-        met = found[message.outputs[0]]
-        assert met.kernels and 0 < met.share <= 1
-        assert not any(needs(i, message) for kernel in met.kernels for i in kernel.inputs)
+        between = found[message.outputs[0]].between
+        assert between and all(0 < part <= 1 for _, part in between)
+        assert not any(needs(i, message) for product, _ in between for i in product.inputs)
 
 
 def test_what_hides_is_at_most_the_products() -> None:

@@ -14,10 +14,10 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.liveness import memory
-from costmodels.pricing.items import HOST
 from costmodels.pricing.pricer import price
 from examples import transformer_lm
 from mesh_tf_core.engines import open_engine
+from mesh_tf_core.ir.instructions import HOST
 from mesh_tf_core.ir.program import HostLoad, HostStore, Local, Loop, Program, ReadVariable, WriteVariable
 from mesh_tf_core.lower.offload import offload_of
 from mesh_tf_core.lower.verify import ProgramError, verify

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 import mesh_tf_core as mtf
+from mesh_tf_core.ir.instructions import PARAMETER
 from mesh_tf_core.ir.program import (
     AllGather,
     AllReduce,
     AllToAll,
     Collective,
+    Done,
     Instr,
     Local,
     Loop,
@@ -136,6 +138,17 @@ FAULTS: dict[str, tuple[Callable[[Program], Program], str]] = {
     "a variable written as it is not stored": (
         lambda p: changed(p, WriteVariable, inputs=(p.feeds["x"],)),
         "is not placed as the variable is stored",
+    ),
+    "what is on its way, read": (lambda p: changed(p, AllGather, rule=PARAMETER), "is still on its way"),
+    "a message that nothing waits for": (
+        lambda p: changed(
+            replace(p, code=p.code[: index(p, AllGather) + 1], results={}), AllGather, rule="x"
+        ),
+        "nothing in its block waits",
+    ),
+    "waiting for what did not start": (
+        lambda p: replace(p, code=(*p.code, Done((p.feeds["x"],), (), p.code[0].origin, "permute"))),
+        "no such message is on its way",
     ),
     "a lost pending sum": (
         lambda p: changed(p, Local, op=Scale(1.0), inputs=(p.feeds["x"],)),

@@ -12,12 +12,13 @@ import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from costmodels.hardware.numbers import Number
 from costmodels.pricing.items import Sent
-from costmodels.pricing.overlap import ACTIVATION, CLASSES, GRADIENT, PARAMETER, RING
+from costmodels.pricing.overlap import ACTIVATION, CLASSES
 from costmodels.pricing.pricer import Cost, price, pricer
 from layoutopt.evaluator import evaluate
 from layoutopt.formulation.extract import extract
 from layoutopt.problem import evaluate as value_of
 from layoutopt.space.decisions import decisions
+from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER, STEP
 from tests.core.test_context import round_of
 from tests.layoutopt.models import EXAMPLES, some_choices
 
@@ -113,11 +114,11 @@ def test_what_goes_round_a_ring_hides_beside_its_turns() -> None:
     lines = price(model.lower(MESH, layout, options), hiding(gradient=0.5)).lines
     layers = next(b.dim.size for b in model.graph.blocks if b.dim is not None and b.dim.name == "layers")
     sent = [x for x in lines if x.is_communication and x.name == "permute"]
-    assert sum(x.times for x in sent if x.purpose == RING) == layers * 3 * (2 + 2 + 2)
-    assert sum(x.times for x in sent if x.purpose != RING) == layers * 2
-    round = [x.item for x in sent if isinstance(x.item, Sent) and x.item.under]
-    assert {(len(item.under), item.share) for item in round} == {(1, 1 / 2), (1, 1 / 4)}
-    assert max(x.seconds for x in sent) > max(x.exposed for x in sent if x.purpose == RING)
+    assert sum(x.times for x in sent if x.purpose == STEP) == layers * 3 * (2 + 2 + 2)
+    assert sum(x.times for x in sent if x.purpose != STEP) == layers * 2
+    found = [x.item for x in sent if isinstance(x.item, Sent) and x.item.between]
+    assert {tuple(part for _, part in item.between) for item in found} == {(1 / 2,), (1 / 4,)}
+    assert max(x.seconds for x in sent) > max(x.exposed for x in sent if x.purpose == STEP)
 
 
 def test_keys_of_a_window_hide_from_either_side() -> None:
@@ -127,7 +128,6 @@ def test_keys_of_a_window_hide_from_either_side() -> None:
     program, _ = round_of("ring", 8, 10, causal=False)
     lines = price(program, hiding(gradient=0.5)).lines
     sent = [x for x in lines if x.is_communication and x.name == "permute"]
-    assert sum(x.times for x in sent if x.purpose == RING) == 2 * 2 * 6 + 2 * (2 + 1 + 2)
-    assert sum(x.times for x in sent if x.purpose != RING) == 2
-    under = [len(x.item.under) for x in sent if isinstance(x.item, Sent) and x.item.under]
-    assert {*under} == {1}
+    assert sum(x.times for x in sent if x.purpose == STEP) == 2 * 2 * 6 + 2 * (2 + 1 + 2)
+    assert sum(x.times for x in sent if x.purpose != STEP) == 2
+    assert {len(x.item.between) for x in sent if isinstance(x.item, Sent) and x.item.between} == {1}

@@ -17,7 +17,6 @@ from typing import Any
 
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware, with_settings
-from costmodels.pricing.items import HOST
 from layoutopt.clock import UNLIMITED
 from layoutopt.evaluator import Evaluation, Evaluator
 from layoutopt.optimize.request import Request
@@ -35,6 +34,7 @@ from layoutopt.space.schedule import Schedule
 from layoutopt.space.splits import Split
 from layoutopt.space.stages import Stages
 from layoutopt.space.storage import Storage
+from mesh_tf_core.ir.instructions import HOST
 from mesh_tf_core.optimizers import by_name
 
 MACHINES = ("tpu-v3", "a100", "h100", "tpu-v4", "tpu-v5e")

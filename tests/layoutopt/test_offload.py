@@ -13,7 +13,6 @@ import pytest
 import layoutopt
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
-from costmodels.pricing.items import HOST
 from costmodels.pricing.pricer import pricer
 from examples.mlp import model as mlp
 from layoutopt.analysis.explain import without
@@ -27,6 +26,7 @@ from layoutopt.problem import evaluate as value_of
 from layoutopt.space.decisions import SearchSpace, decisions
 from layoutopt.space.offload import Offload
 from layoutopt.space.recompute import Recompute, again_in
+from mesh_tf_core.ir.instructions import HOST
 from tests.layoutopt.models import EXAMPLES, some_choices
 
 PRICE = 1e-9

@@ -109,7 +109,7 @@ class Compiler:
         """How a collective is sent.
 
         Args:
-          purpose: its class (`costmodels.pricing.overlap`).
+          purpose: its rule (`costmodels.pricing.overlap`).
           parts: as of `parts`.
         """
         return Sending(purpose)

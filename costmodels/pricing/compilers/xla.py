@@ -14,8 +14,8 @@ from costmodels.kernels.partition import Kernel, Types
 from costmodels.kernels.quantities import of_copy, of_kernel, of_local
 from costmodels.pricing.compilers.base import Compiler
 from costmodels.pricing.items import Called, Computed
-from costmodels.pricing.overlap import ACTIVATION
 from costmodels.pricing.units import Sending, Stack, Unit
+from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import (
@@ -91,7 +91,7 @@ class Joining(Compiler):
         return cls(bool(hardware.collective_curves))
 
     def sending(self, instr: Collective, purpose: str, parts: Mapping[int, int]) -> Sending:
-        ahead = purpose != ACTIVATION and not isinstance(instr, AllReduce)
+        ahead = purpose in (GRADIENT, PARAMETER) and not isinstance(instr, AllReduce)
         return Sending(purpose, joins=ahead and not self.curves)
 
 

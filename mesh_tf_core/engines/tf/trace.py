@@ -23,6 +23,7 @@ from mesh_tf_core.engines.tf.graph import GraphWriter, Wire
 from mesh_tf_core.engines.tf.variables import Variables
 from mesh_tf_core.ir.program import (
     Collective,
+    Done,
     Input,
     Instr,
     Local,
@@ -73,8 +74,10 @@ class Trace:
         program = self.program
         self.feeds = {name: self._inputs(id) for name, id in program.feeds.items()}
         self.ranks = [self.writer.constant(rank, d) for rank, d in enumerate(self.devices)]
-        self.update = self._own_update()
-        code = program.code[: len(program.code) - len(self.update)]
+        # Every message has come when it was sent.
+        code = tuple(instr for instr in program.code if not isinstance(instr, Done))
+        self.update = self._own_update(code)
+        code = code[: len(code) - len(self.update)]
         writes = {i.variable: i.inputs[0] for i in code if isinstance(i, WriteVariable)}
         inside = {o for instr in self.update for o in instr.outputs}
         reads = dict.fromkeys(i for instr in self.update for i in instr.inputs if i not in inside)
@@ -90,16 +93,16 @@ class Trace:
         kept = dict(zip(held, made[len(program.results) :], strict=True))
         return self.writer.compiled(self._committed(results, kept, writes))
 
-    def _own_update(self) -> tuple[Instr, ...]:
+    def _own_update(self, code: tuple[Instr, ...]) -> tuple[Instr, ...]:
         """The end of the program in which every device updates its variables from what it has: arithmetic
         that cannot fail, so it may be done while they are stored, in the memory of the old ones."""
-        results, begin = set(self.program.results.values()), len(self.program.code)
-        for instr in reversed(self.program.code):
+        results, begin = set(self.program.results.values()), len(code)
+        for instr in reversed(code):
             local = isinstance(instr, Local | Slice | ReadVariable | Transfer | WriteVariable)
             if not local or instr.origin.phase != "update" or results & set(instr.outputs):
                 break
             begin -= 1
-        return self.program.code[begin:]
+        return code[begin:]
 
     def _computed(self, code: Sequence[Instr], wanted: Sequence[int]) -> list[list[Wire]]:
         """For every wanted value of `code`, one wire per device."""

@@ -1,0 +1,217 @@
+"""Pass `start and done`: which messages start before they are waited for, and where the device waits.
+
+A message runs under what stands between its start and its `Done`. Rules, each with where it is seen:
+  ring       steps of a decomposed collective, as `ops.steps` starts them and waits for them: the TPU
+             compiler begins to send keys, values, their gradients and chunks before the kernels of a step,
+             and waits behind these (v5e:2x4, one layer of 16,384 tokens, 2026-11-23; products of a gather and
+             a scatter, 2026-11-24). With no product between start and done, the device just waits
+  gradient   sums of gradients that only the update of variables reads: the rest of backward runs meanwhile
+             (Li et al. 2020, "PyTorch Distributed"; XLA's collective pipeliner, in loops)
+  parameter  gathers of variables that are stored split, before their use or after their update: the layer
+             before, or the next step's forward, runs meanwhile (Zhao et al. 2023, "PyTorch FSDP", section
+             3.3.2; XLA's collective pipeliner)
+  host link  what loops keep on the hosts, or read there: an iteration's state is stored while its products
+             run, and the part of the next one is loaded meanwhile. The TPU compiler begins both as an
+             iteration begins, and takes the first load out of the loop (v5e:2x2, eight layers, 2026-11-23)
+The device waits for every other message. A message starts where it stands, and is done before the first
+instruction of its block that reads what it brings, or at the block's end. Where start and done are an
+iteration apart, it is `pipelined`.
+
+Whether a machine runs messages of a rule at once with kernels is for its profile to say
+(`costmodels.pricing.overlap`). What a message is for follows from what its value is made from and read by, so
+parts of a program have the rules of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from mesh_tf_core.ir.instructions import GRADIENT, HOST, PARAMETER, STEP
+from mesh_tf_core.ir.op import PRODUCTS
+from mesh_tf_core.ir.outline import Outline
+from mesh_tf_core.ir.program import (
+    AllGather,
+    AllReduce,
+    Done,
+    Instr,
+    Local,
+    Loop,
+    Message,
+    Program,
+    ReduceScatter,
+    Slice,
+    Transfer,
+    WriteVariable,
+)
+from mesh_tf_core.ir.structure import Read
+from mesh_tf_core.lower.nodes import converts_variable
+
+
+def start_and_done(program: Program) -> Program:
+    """Applies the rules of the module's text."""
+    if not _any_message(program.code):
+        return program
+    return replace(program, code=_Placing(program).block(program.code, False))
+
+
+def _any_message(code: Sequence[Instr]) -> bool:
+    return any(isinstance(i, Message) or (isinstance(i, Loop) and _any_message(i.body)) for i in code)
+
+
+class _Placing:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    @cached_property
+    def stored(self) -> set[int]:
+        return _stored(self.program)
+
+    @cached_property
+    def written(self) -> set[int]:
+        return _written(self.program)
+
+    @cached_property
+    def needed(self) -> set[int]:
+        return _needed(self.program)
+
+    def block(self, code: Sequence[Instr], looped: bool) -> tuple[Instr, ...]:
+        """A block with its messages started, and done."""
+        out: list[Instr] = []
+        going: dict[int, Message] = {}
+        waits = _without_products(code)
+        for instr in code:
+            if going and not going.keys().isdisjoint(instr.inputs):
+                for message in dict.fromkeys(going[i] for i in instr.inputs if i in going):
+                    out.append(_done(message))
+                    for o in message.outputs:
+                        del going[o]
+            if isinstance(instr, Loop):
+                body = self.block(instr.body, True)
+                instr = instr if body == instr.body else replace(instr, body=body)
+            elif isinstance(instr, Message):
+                if not instr.rule:
+                    instr = self.started(instr, looped)
+                    going.update(dict.fromkeys(instr.outputs if instr.rule else (), instr))
+                elif not waits.isdisjoint(instr.outputs):
+                    instr = replace(instr, rule="")
+            elif isinstance(instr, Done) and waits:
+                left = tuple(i for i in instr.inputs if i not in waits)
+                if not left:
+                    continue
+                instr = instr if left == instr.inputs else replace(instr, inputs=left)
+            out.append(instr)
+        out += map(_done, dict.fromkeys(going.values()))
+        return tuple(out)
+
+    def started(self, message: Message, looped: bool) -> Message:
+        """A message with its rule, if there is one for it."""
+        if isinstance(message, Transfer):
+            return replace(message, rule=HOST, pipelined=True) if looped else message
+        late = message.origin.phase == "update"
+        if isinstance(message, AllGather):
+            if self.written.issuperset(message.outputs) if late else self.stored.issuperset(message.inputs):
+                return replace(message, rule=PARAMETER, pipelined=True)
+            return message
+        summed = (
+            isinstance(message, AllReduce | ReduceScatter) and getattr(message, "combine", "sum") == "sum"
+        )
+        if summed and not late and self.needed.isdisjoint(message.outputs):
+            return replace(message, rule=GRADIENT, pipelined=looped)
+        return message
+
+
+def _done(message: Message) -> Done:
+    return Done(message.outputs, (), message.origin, message.name)
+
+
+def _without_products(code: Iterable[Instr]) -> set[int]:
+    """What comes in steps of a decomposed collective while no product runs."""
+    idle: set[int] = set()
+    found: set[int] = set()
+    for instr in code:
+        if isinstance(instr, Message) and instr.rule == STEP:
+            idle.update(instr.outputs)
+        elif isinstance(instr, Done):
+            found.update(idle.intersection(instr.inputs))
+        elif isinstance(instr, Local) and instr.op.kind in PRODUCTS:
+            idle.clear()
+    return found
+
+
+# -- what messages are for -----------------------------------------------------------------------------------
+
+
+def _stored_tensors(outline: Outline) -> frozenset[int]:
+    """Tensors that are variables, or parts or casts of them."""
+    return outline.remembered(_stored_tensors, lambda: frozenset(_stored_of(outline)))
+
+
+def _stored_of(outline: Outline) -> Collection[int]:
+    parts: dict[int, list[int]] = {}
+    for block in outline.blocks:
+        for outer, inner in block.sliced:
+            parts.setdefault(outer, []).append(inner)
+    found: set[int] = set()
+
+    def add(tensor: int) -> None:
+        found.add(tensor)
+        for inner in parts.get(tensor, ()):
+            add(inner)
+
+    for node, _ in outline.walk():
+        passes = converts_variable(node) or (node.op.free and node.inputs and node.phase != "update")
+        if isinstance(node.op, Read) or (passes and found.issuperset(node.inputs)):
+            add(node.outputs[0])
+    return found
+
+
+def _stored(program: Program) -> set[int]:
+    """Values that are variables, or parts or casts of them."""
+    tensors = frozenset() if program.outline is None else _stored_tensors(program.outline)
+    stored = {v.id for v in program.values if v.tensor in tensors}
+    for instr, _ in program.walk():
+        taken = instr.inputs and stored.issuperset(instr.inputs)
+        if taken and instr.origin.phase != "update" and _moves(instr):
+            stored.update(instr.outputs)
+    return stored
+
+
+def _written(program: Program) -> set[int]:
+    """Values that become variables as they are, or when they were moved or cast."""
+    written: set[int] = set()
+    for instr in reversed(program.code):
+        if isinstance(instr, WriteVariable) or (_moves(instr) and written.intersection(instr.outputs)):
+            written.update(instr.inputs)
+    return written
+
+
+def _moves(instr: Instr) -> bool:
+    """Whether an instruction passes a value on."""
+    if isinstance(instr, Local):
+        return instr.op.converts or instr.op.free
+    return isinstance(instr, AllGather | AllReduce | ReduceScatter | Slice)
+
+
+def _needed(program: Program) -> set[int]:
+    """Values that something before the update computes with."""
+    needed = set(program.results.values())
+
+    def visit(code: Sequence[Instr]) -> None:
+        for instr in reversed(code):
+            if isinstance(instr, Loop):
+                needed.update(instr.inputs[: len(instr.carried) + len(instr.sliced)])
+                needed.update(c.leave for c in instr.carried)
+                needed.update(r.inner for r in instr.results if r.outer in needed)
+                visit(instr.body)
+            elif isinstance(instr, Done):
+                continue
+            elif _moves(instr):
+                if needed.intersection(instr.outputs):
+                    needed.update(instr.inputs)
+            elif instr.origin.phase != "update":
+                needed.update(instr.inputs)
+
+    visit(program.code)
+    return needed
