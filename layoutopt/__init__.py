@@ -9,8 +9,10 @@ TYPE_CHECKING = False  # typing's own takes longer to import than everything els
 if TYPE_CHECKING:
     from typing import Any
 
+    from layoutopt.answers.explaining import explain
+    from layoutopt.answers.pricing import cost, lint
+    from layoutopt.answers.running import validate, verify
     from layoutopt.api import Limits, search
-    from layoutopt.door import cost, explain, validate, verify
     from layoutopt.importers.huggingface import from_huggingface
     from layoutopt.importers.jax.model import from_jax
     from layoutopt.plan.build import Plan, load_plan
@@ -29,6 +31,7 @@ __all__ = [
     "explain",
     "from_huggingface",
     "from_jax",
+    "lint",
     "load_plan",
     "search",
     "size",
@@ -45,7 +48,9 @@ def __getattr__(name: str) -> Any:
         **dict.fromkeys(("Limits", "search"), "layoutopt.api"),
         "SearchSpace": "layoutopt.space.decisions",
         "choose_replicas": "layoutopt.replicas",
-        **dict.fromkeys(("cost", "explain", "validate", "verify"), "layoutopt.door"),
+        "explain": "layoutopt.answers.explaining",
+        **dict.fromkeys(("cost", "lint"), "layoutopt.answers.pricing"),
+        **dict.fromkeys(("validate", "verify"), "layoutopt.answers.running"),
         "from_huggingface": "layoutopt.importers.huggingface",
         "from_jax": "layoutopt.importers.jax.model",
         "size": "layoutopt.sizing.sizing",
@@ -57,7 +62,7 @@ def __getattr__(name: str) -> Any:
 
         found: Any = version("layoutopt")
     elif name in homes:
-        from layoutopt.keywords import from_python
+        from layoutopt.arguments import from_python
 
         found = getattr(importlib.import_module(homes[name]), name)
         found = found if isinstance(found, type) else from_python(found)

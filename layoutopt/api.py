@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from costmodels.hardware import Hardware, machine_of
+from layoutopt.arguments import from_python, gathered
 from layoutopt.clock import Clock
 from layoutopt.details.of_plan import with_details
 from layoutopt.evaluator import check_limit
-from layoutopt.keywords import from_python
 from layoutopt.optimize.k_best import k_best
 from layoutopt.optimize.planning import make_plan, nearest_plan
 from layoutopt.optimize.request import OBJECTIVES, SEARCHED, Better, OnSearchStatus, Request, SearchStatus
@@ -27,7 +27,7 @@ from layoutopt.space.decisions import ARGUMENTS, SearchSpace
 from layoutopt.space.mesh_shapes import meshes
 from layoutopt.space.recorded import recorded
 from mesh_tf_core.arguments import is_number, is_whole
-from mesh_tf_core.errors import InfeasibleError, LimitError, UserError, known_names
+from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
 
@@ -94,7 +94,7 @@ def search(
     """
     if not isinstance(model, Model):
         raise UserError(f"search: {model!r} is no Model; build one, as a model file's model() does")
-    allowed, limits = asked_for("search", space, limits, asked)
+    allowed, limits = gathered("search", asked, (SearchSpace, space), (Limits, limits))
     clock = limits.time_limit.again() if isinstance(limits.time_limit, Clock) else Clock(limits.time_limit)
     chosen = machine_of(hardware)
     _check(mesh, devices, objective, limits, clock.limit, allowed)
@@ -203,28 +203,6 @@ def _waiting(
     priced = request.evaluator(found.mesh, found.layout, options)
     better = priced.cost.step_seconds < best.seconds and priced.memory.peak <= request.limit
     return replace(found, options=options, evaluation=priced) if better else best
-
-
-def asked_for(
-    call: str, space: SearchSpace | None, limits: Limits | None, asked: Mapping[str, Any]
-) -> tuple[SearchSpace, Limits]:
-    """What may be chosen, and how far a search goes, of what a caller gave.
-
-    Args:
-      call: the function's name.
-      asked: fields of either, which count more.
-    """
-    own = {f.name for f in fields(Limits)}
-    for name in asked:
-        if name not in own and name not in ARGUMENTS:
-            raise UserError(f"{call}: no argument {name!r}; {known_names(name, [*own, *ARGUMENTS])}")
-    for kind, given in ((SearchSpace, space), (Limits, limits)):
-        if not isinstance(given, kind | None):
-            raise UserError(f"{call}: {given!r} is no {kind.__name__}; write {kind.__name__}(...)")
-    chosen = {name: value for name, value in asked.items() if name in ARGUMENTS}
-    return (space or SearchSpace()).but(**chosen), replace(
-        limits or Limits(), **{name: value for name, value in asked.items() if name in own}
-    )
 
 
 def _check(

@@ -11,6 +11,16 @@ from typing import Any
 class Shown:
     """A result that a notebook shows as its words above its frame."""
 
+    @property
+    def data(self) -> Any:
+        """What the command of the same name prints as JSON."""
+        raise NotImplementedError
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain data."""
+        found: dict[str, Any] = self.data.to_json()
+        return found
+
     def to_frame(self) -> Any:
         """As a pandas frame."""
         raise NotImplementedError

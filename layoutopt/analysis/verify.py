@@ -21,6 +21,9 @@ from costmodels.kernels.compute import compute_cost
 from costmodels.pricing.items import Computed
 from costmodels.pricing.lines import Cost
 from layoutopt.evaluator import Evaluation
+from layoutopt.plan.build import given_fields
+from layoutopt.plan.results import Collectives, Compared, VerifyResult
+from layoutopt.plan.results import Moved as MovedResult
 from layoutopt.plan.units import bytes_text, seconds_text
 from layoutopt.shown import Shown, table
 from mesh_tf_core.engines.jax.compile import Refusal, compile_for
@@ -98,6 +101,7 @@ class Verified(Shown):
 
     Attributes:
       compute_seconds: predicted, of what the compiler estimates.
+      evaluation: the program that was compiled, priced.
     """
 
     topology: str
@@ -106,6 +110,55 @@ class Verified(Shown):
     compiled: CompilerResult | None
     refusal: Refusal | None
     moved: tuple[CollectiveComparison, ...]
+    evaluation: Evaluation | None = None
+
+    @property
+    def data(self) -> VerifyResult:
+        """What `layoutopt verify --json` prints."""
+        of, made, refusal = self.evaluation, self.compiled, self.refusal
+        assert of is not None
+
+        def listed(found: Iterable[Found]) -> list[Collectives]:
+            return [Collectives(kind=k, group_size=n, count=c) for k, n, c in counted(found)]
+
+        def by_host(way: str) -> Compared:
+            compiler = made.transfers.get(way, 0) if made else None
+            return Compared(compiler=compiler, predicted=of.program.transfer_bytes()[way])
+
+        return VerifyResult(
+            topology=self.topology,
+            compiled=made is not None,
+            out_of_memory=refusal is not None and refusal.out_of_memory,
+            reason=refusal.reason if refusal else None,
+            **given_fields(of.model, of.program.mesh, of.layout, of.options),
+            collectives=listed(made.collectives) if made else [],
+            predicted_collectives=listed(self.predicted),
+            moved=[
+                MovedResult(
+                    family=m.family,
+                    group_size=m.group_size,
+                    count=Compared(compiler=m.compiler_count, predicted=m.predicted_count),
+                    bytes=Compared(compiler=m.compiler_bytes, predicted=m.predicted_bytes),
+                )
+                for m in self.moved
+            ],
+            same_collectives=self.same_collectives if made else None,
+            peak_memory_bytes=Compared(
+                compiler=made.peak_bytes if made else refusal.used if refusal else None,
+                predicted=of.memory.peak,
+            ),
+            allocated_bytes=made.allocated_bytes if made else None,
+            host_memory_bytes=Compared(
+                compiler=made.host_bytes if made else None, predicted=of.program.host_bytes
+            ),
+            host_load_bytes=by_host("host_load"),
+            host_store_bytes=by_host("host_store"),
+            compute_seconds=Compared(
+                compiler=made.compute_seconds if made else None, predicted=self.compute_seconds
+            ),
+            unknown_loops=made.unknown_loops if made else None,
+            compile_seconds=made.compile_seconds if made else None,
+        )
 
     @property
     def same_collectives(self) -> bool:
@@ -145,7 +198,7 @@ def verify(
     predicted = collectives(program)
     made = compile_for(program, topology, own)
     if isinstance(made, Refusal):
-        return Verified(topology, evaluation.cost.compute_seconds, predicted, None, made, ())
+        return Verified(topology, evaluation.cost.compute_seconds, predicted, None, made, (), evaluation)
     said = read(made.text)
     found = tuple(_sized(f, program.mesh.devices) for f in said.collectives)
     compiled = CompilerResult(
@@ -161,7 +214,7 @@ def verify(
         said.transfers,
     )
     seconds = estimated(evaluation.cost, hardware, said.libraries)
-    return Verified(topology, seconds, predicted, compiled, None, moved(predicted, found))
+    return Verified(topology, seconds, predicted, compiled, None, moved(predicted, found), evaluation)
 
 
 def estimated(cost: Cost, hardware: Hardware, libraries: int) -> float:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from layoutopt.space.argument import Option
 from layoutopt.space.decisions import ARGUMENTS, SearchSpace
-from layoutopt.space.kind import Option
 
 MaxAxesOption = Annotated[
     int, typer.Option("--max-axes", metavar="K", help="With --devices: at most so many axes of a mesh.")

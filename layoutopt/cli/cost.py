@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from layoutopt.cli.given import UNDECIDED, ByHand
@@ -23,15 +23,13 @@ from layoutopt.cli.options import (
     read_hardware,
     read_memory,
 )
-from layoutopt.cli.results import given_json, layout_text
+from layoutopt.cli.results import layout_text
 from layoutopt.cli.terminal import BAD, FITS, Terminal, facts
 from layoutopt.cli.training_cost import (
     PriceOption,
     TokensOption,
-    check_tokens,
     read_prices,
     read_tokens,
-    training_cost,
 )
 from layoutopt.plan.units import rate_text, seconds_text, used_text
 
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.results import CostLine
     from layoutopt.plan.training import Training
-    from mesh_tf_core import Options
 
 EXAMPLES = examples(
     'layoutopt cost examples/transformer_lm.py --mesh "data:2;model:4" --layout "batch:data;d_ff:model"',
@@ -68,10 +65,8 @@ def cost(
     quiet: QuietOption = False,
 ) -> None:
     """Price a layout: per operation, per axis, per phase, and its peak memory."""
-    from layoutopt.analysis.lint import lint
-    from layoutopt.details.of_machine import errors_known
+    from layoutopt.answers.pricing import cost as priced
     from layoutopt.models.loading import load_model
-    from layoutopt.plan.results import CostResult, Finding
 
     terminal = Terminal(as_json, quiet)
     machine = read_hardware(hardware, set_hardware)
@@ -79,61 +74,32 @@ def cost(
     count, prices = read_tokens(tokens), read_prices(price or (), [machine.name])
     loaded = load_model(model, settings or ())
     given = decided.read(loaded, mesh, layout)
-    check_tokens(count, loaded.model.tokens)
-    found = given.priced(loaded, machine)
-    total = training_cost(
-        found.predicted, machine, found.program.mesh.devices, count, prices.get(machine.name)
+    found = priced(
+        loaded.model,
+        given.mesh,
+        given.layout,
+        machine,
+        limit,
+        given.options,
+        tokens=count,
+        price=prices.get(machine.name),
     )
-    opened = opened_lines(found) if lines else []
-    reason = found.reason(limit)
-    doubts = lint(loaded.model, found, machine, given.options)
-    said = {doubt.message for doubt in doubts}
-    notes = [n for n in (*loaded.model.notes(given.options), *found.notes) if n not in said]
-    notes += _idle(found, given.options)
-    known = errors_known(machine)
-    notes += filter(None, [known.barely(found.memory.peak, limit)])
+    of, notes = found.evaluation, list(found.notes)
+    opened = opened_lines(of) if lines else []
     if given.plan is not None and hardware == THIS_MACHINE != given.plan.data.hardware:
         its = given.plan.data.hardware
         notes.append(f"the plan is for {its}, this price for {THIS_MACHINE}: name the plan's with --hardware")
     more: dict[str, Any] = {"notes": notes} if notes else {}
-    if lines:
-        more["lines"] = opened
-    terminal.result(
-        CostResult(
-            **given_json(loaded.model, replace(given, options=found.decided)),
-            hardware=machine.name,
-            predicted=found.predicted,
-            training=total,
-            feasible=reason is None,
-            reason=reason,
-            findings=[Finding(**asdict(doubt)) for doubt in doubts],
-            **more,
-        )
-    )
+    terminal.result(found.data.model_copy(update=more | ({"lines": opened} if lines else {})))
     if not as_json:
-        _show(terminal, loaded, found, machine, limit, reason, total)
+        _show(terminal, loaded, of, machine, limit, found.reason, found.training)
         if lines:
             from layoutopt.cli.cost_tables import line_table
 
             terminal.show("", line_table(opened))
-        show_doubts(terminal, doubts)
+        show_doubts(terminal, found.findings)
         for note in notes:
             terminal.show("", f"note: {note}")
-
-
-def _idle(found: Evaluation, options: Options) -> list[str]:
-    """That nothing goes in chunks beside products, where it was asked for."""
-    from mesh_tf_core.ir.instructions import STEP
-    from mesh_tf_core.ir.program import Permute
-
-    asked = ",".join(sorted(options.collective_matmul))
-    sent = (i for i, _ in found.program.walk() if isinstance(i, Permute))
-    if not asked or any(i.rule == STEP for i in sent):
-        return []
-    return [
-        f"--collective-matmul {asked} changes nothing here: no product with these dimensions, split over an "
-        "axis, gathers or scatters over it, as under sequence parallelism (length@elsewhere:AXIS)"
-    ]
 
 
 def opened_lines(found: Evaluation) -> list[CostLine]:
@@ -163,7 +129,7 @@ def opened_lines(found: Evaluation) -> list[CostLine]:
     ]
 
 
-def show_doubts(terminal: Terminal, doubts: list[linting.LikelyMistake]) -> None:
+def show_doubts(terminal: Terminal, doubts: Sequence[linting.LikelyMistake]) -> None:
     """Likely mistakes, each with its fix."""
     for doubt in doubts:
         fix = f"; {doubt.fix}" if doubt.fix else ""

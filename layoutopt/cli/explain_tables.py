@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from layoutopt.analysis.explain import Difference, WhatIfAnswer
     from layoutopt.analysis.keeping import Keeping
     from layoutopt.evaluator import Evaluation
-    from layoutopt.plan.results import KeptStep
 
 MOST = 15
 """Rows of numbers that differ."""
@@ -83,23 +82,6 @@ def kept_table(evaluation: Evaluation, limit: int, found: list[Keeping]) -> Tabl
     ]
     columns = ("loop", "keeps", "step", "more", "memory", "fits")
     return table("What layers keep when they run again", columns, rows, (2, 3, 4))
-
-
-def kept_steps(limit: int, found: list[Keeping]) -> tuple[KeptStep, ...]:
-    """The same as a result."""
-    from layoutopt.plan.results import KeptStep
-
-    return tuple(
-        KeptStep(
-            loop=k.dim,
-            change=k.change,
-            recompute=k.recompute,
-            step_seconds=k.seconds,
-            peak_bytes=k.peak,
-            fits=k.peak <= limit,
-        )
-        for k in found
-    )
 
 
 def show_against(

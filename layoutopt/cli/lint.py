@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,7 +25,7 @@ from layoutopt.cli.options import (
     read_hardware,
     read_mesh,
 )
-from layoutopt.cli.results import given_json, layout_text
+from layoutopt.cli.results import layout_text
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.plan.units import seconds_text, times_text
 
@@ -55,13 +55,8 @@ def lint(
     quiet: QuietOption = False,
 ) -> None:
     """Find likely mistakes of a layout, or of your own shardings, and what they cost."""
-    from layoutopt.analysis.lint import LikelyMistake as Doubt
-    from layoutopt.analysis.lint import lint as doubts_of
-    from layoutopt.analysis.lint import slower
-    from layoutopt.api import search
+    from layoutopt.answers.pricing import lint as linted
     from layoutopt.models.loading import load_model
-    from layoutopt.plan.build import axes_of
-    from layoutopt.plan.results import Best, Finding, LintResult
 
     terminal = Terminal(as_json, quiet)
     machine = read_hardware(hardware, set_hardware)
@@ -71,25 +66,12 @@ def lint(
         given, unlike = own_shardings(loaded, mesh, decided.options(loaded))
     else:
         given = decided.read(loaded, mesh, layout)
-    found = given.priced(loaded, machine)
-    doubts = [Doubt("placed unlike", text) for text in unlike]
-    doubts += doubts_of(loaded.model, found, machine, given.options)
-    given = replace(given, options=found.decided)
     terminal.say("searching for the best layout of this mesh")
-    best = search(loaded.model, mesh=given.mesh, hardware=machine, time_limit=time_limit)
-    its = Given(best.mesh, best.layout, best.options)
-    loss = slower(found.cost, its.priced(loaded, machine).cost)
-    doubts += [loss] if loss is not None else []
-    now, least = found.cost.step_seconds, best.predicted.step_seconds
-    terminal.result(
-        LintResult(
-            **given_json(loaded.model, given),
-            hardware=machine.name,
-            predicted=found.predicted,
-            findings=[Finding(**asdict(doubt)) for doubt in doubts],
-            best=Best(layout=axes_of(best.layout), step_seconds=least, status=best.solver.status),
-        )
-    )
+    found = linted(loaded.model, given.mesh, given.layout, machine, given.options, time_limit, unlike)
+    of, best = found.priced.evaluation, found.best
+    given, its = replace(given, options=of.decided), Given(best.mesh, best.layout, best.options)
+    now, least = of.cost.step_seconds, best.predicted.step_seconds
+    terminal.result(found.data)
     if as_json:
         return
     proof = "proven best" if best.solver.proven else "best found"
@@ -98,7 +80,7 @@ def lint(
             [
                 ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
                 ("mesh", f"{given.mesh} ({given.mesh.devices} devices), {machine.name}"),
-                ("layout", _text(given, found.pipeline)),
+                ("layout", _text(given, of.pipeline)),
                 ("step", f"{seconds_text(now)} predicted"),
                 (
                     proof,
@@ -108,8 +90,8 @@ def lint(
             ]
         )
     )
-    show_doubts(terminal, doubts)
-    if not doubts:
+    show_doubts(terminal, found.findings)
+    if not found.findings:
         terminal.show("", "no likely mistake was found")
 
 

@@ -41,7 +41,6 @@ from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.training_cost import (
     PriceOption,
     TokensOption,
-    check_tokens,
     read_prices,
     read_tokens,
     training_cost,
@@ -123,6 +122,7 @@ def search(
     from costmodels.hardware import with_settings
     from layoutopt.api import search as find
     from layoutopt.models.loading import load_model
+    from layoutopt.plan.training import check_tokens
     from mesh_tf_core.errors import InfeasibleError
 
     terminal = Terminal(as_json, quiet)

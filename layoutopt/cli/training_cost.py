@@ -47,22 +47,11 @@ def read_prices(texts: Sequence[str], names: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def check_tokens(tokens: float | None, own: float | None) -> None:
-    """UserError for `--tokens` of a model that does not say which of its dimensions count its `own`."""
-    from mesh_tf_core.errors import UserError
-
-    if tokens is not None and not own:
-        raise UserError(
-            "--tokens: nothing says what a token of this model is; name the dimensions that count them, as "
-            'Model(..., token_dims=("batch", "length"))'
-        )
-
-
 def training_cost(
     predicted: Predicted, machine: Hardware, devices: int, tokens: float | None, price: float | None
 ) -> Training | None:
     """What training takes and costs; None where neither tokens nor a price are given."""
-    from layoutopt.plan.training import training
+    from layoutopt.plan.training import check_tokens, training
 
     if tokens is None and price is None:
         return None

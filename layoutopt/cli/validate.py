@@ -65,8 +65,7 @@ def validate(
     quiet: QuietOption = False,
 ) -> None:
     """Run many layouts on this machine and hold the predicted times against the measured ones."""
-    from layoutopt.analysis.validate import validate as run
-    from layoutopt.plan.results import ValidateResult
+    from layoutopt.answers.running import validate as run
     from mesh_tf_core.files import write_file
 
     check_out(out)
@@ -89,11 +88,10 @@ def validate(
                 cluster=session.cluster,
                 on_progress=lambda what, done, total: bar.update(done, what, total),
             )
-        result = ValidateResult.model_validate(found)
-        text = json.dumps(plain(result), indent=1) + "\n"
+        text = json.dumps(plain(found.data), indent=1) + "\n"
         with terminal.saved(out, lambda path: write_file(path, text, "--out"), "the validation"):
-            terminal.result(result)
-            _show(terminal, found, machine)
+            terminal.result(found.data)
+            _show(terminal, found.to_json(), machine)
 
 
 def _show(terminal: Terminal, found: dict[str, Any], machine: Hardware) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +21,7 @@ from layoutopt.cli.options import (
     read_hardware,
 )
 from layoutopt.cli.plans import ModelOption, open_plan, say_damage
-from layoutopt.cli.results import given_json, layout_text
+from layoutopt.cli.results import layout_text
 from layoutopt.cli.terminal import Terminal, facts, table
 from layoutopt.plan.units import bytes_text, duration_text, seconds_text, times_text
 
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from layoutopt.analysis.verify import Verified
     from layoutopt.evaluator import Evaluation
     from layoutopt.models.loading import Loaded
-    from layoutopt.plan.results import Compared, VerifyResult
 
 EXAMPLES = examples(
     'layoutopt verify examples/transformer_lm.py --topology v5e:2x4 --mesh "data:2;model:4" '
@@ -72,28 +70,25 @@ def verify(
 ) -> None:
     """Compile with the real TPU compiler: collectives, peak memory and compute time against ours."""
     from layoutopt.analysis.verify import generation
-    from layoutopt.analysis.verify import verify as compiled
+    from layoutopt.answers.pricing import cost
+    from layoutopt.answers.running import verify as compiled
     from layoutopt.cli.running import hushed
-    from mesh_tf_core.errors import InfeasibleError, UserError
+    from mesh_tf_core.errors import InfeasibleError
     from mesh_tf_core.files import write_file
 
     terminal = Terminal(as_json, quiet)
     check_out(text, "--text")
     machine = read_hardware(generation(topology).hardware)
     loaded, given = _asked(source, model, settings, mesh, layout, decided)
-    if given.options.diloco is not None:
-        raise UserError(
-            f"{given.options.diloco} makes two programs, a step and a meeting, and `verify` compiles one; "
-            "leave --diloco out, with the mesh of one replica"
-        )
-    evaluation = given.priced(loaded, machine)
+    priced = cost(loaded.model, given.mesh, given.layout, machine, options=given.options)
+    evaluation = priced.evaluation
     terminal.say(f"compiling for {topology}; large models take minutes")
     with hushed():
-        found = compiled(evaluation, topology, machine, _own_step(loaded, given))
+        found = compiled(priced, topology)
     program = found.compiled.text if found.compiled is not None else None
     out = text if program is not None else None
     with terminal.saved(out, lambda path: write_file(path, program or "", "--text"), "the program"):
-        terminal.result(_result(loaded, given, evaluation, found))
+        terminal.result(found.data)
         if not as_json:
             _show(terminal, loaded, given, evaluation, found)
     if found.refusal is not None:
@@ -130,66 +125,6 @@ def _asked(
     return planned.loaded, Given(plan.mesh, plan.layout, plan.options, plan)
 
 
-def _own_step(loaded: Loaded, given: Given) -> Callable[[Any], Any] | None:
-    """What traces the step of a model that is another library's program; None for our own."""
-    own = getattr(loaded.model, "step_on", None)
-    return own and (lambda devices: own(given.mesh, given.layout, given.options, devices))
-
-
-def _result(loaded: Loaded, given: Given, evaluation: Evaluation, found: Verified) -> VerifyResult:
-    from layoutopt.analysis.verify import counted
-    from layoutopt.plan.results import Collectives, Compared, Moved, VerifyResult
-
-    def listed(collectives: Any) -> list[Collectives]:
-        return [Collectives(kind=k, group_size=n, count=c) for k, n, c in counted(collectives)]
-
-    made, refusal = found.compiled, found.refusal
-    return VerifyResult(
-        topology=found.topology,
-        compiled=made is not None,
-        out_of_memory=refusal is not None and refusal.out_of_memory,
-        reason=refusal.reason if refusal else None,
-        **given_json(loaded.model, given),
-        collectives=listed(made.collectives) if made else [],
-        predicted_collectives=listed(found.predicted),
-        moved=[
-            Moved(
-                family=m.family,
-                group_size=m.group_size,
-                count=Compared(compiler=m.compiler_count, predicted=m.predicted_count),
-                bytes=Compared(compiler=m.compiler_bytes, predicted=m.predicted_bytes),
-            )
-            for m in found.moved
-        ],
-        same_collectives=found.same_collectives if made else None,
-        peak_memory_bytes=Compared(
-            compiler=made.peak_bytes if made else refusal.used if refusal else None,
-            predicted=evaluation.memory.peak,
-        ),
-        allocated_bytes=made.allocated_bytes if made else None,
-        host_memory_bytes=Compared(
-            compiler=made.host_bytes if made else None, predicted=evaluation.program.host_bytes
-        ),
-        host_load_bytes=_moved_by_host(found, evaluation, "host_load"),
-        host_store_bytes=_moved_by_host(found, evaluation, "host_store"),
-        compute_seconds=Compared(
-            compiler=made.compute_seconds if made else None, predicted=found.compute_seconds
-        ),
-        unknown_loops=made.unknown_loops if made else None,
-        compile_seconds=made.compile_seconds if made else None,
-    )
-
-
-def _moved_by_host(found: Verified, evaluation: Evaluation, way: str) -> Compared:
-    from layoutopt.plan.results import Compared
-
-    made = found.compiled
-    return Compared(
-        compiler=made.transfers.get(way, 0) if made else None,
-        predicted=evaluation.program.transfer_bytes()[way],
-    )
-
-
 def _verdict(found: Verified) -> str:
     assert found.refusal is not None
     what = "does not fit on a device" if found.refusal.out_of_memory else "was refused"
@@ -197,7 +132,7 @@ def _verdict(found: Verified) -> str:
 
 
 def _show(terminal: Terminal, loaded: Loaded, given: Given, evaluation: Evaluation, found: Verified) -> None:
-    peak, own = evaluation.memory.peak, _own_step(loaded, given) is not None
+    peak, own = evaluation.memory.peak, getattr(loaded.model, "step_on", None) is not None
     rows = [
         ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
         ("mesh", f"{given.mesh} on {found.topology}"),

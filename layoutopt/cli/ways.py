@@ -116,14 +116,6 @@ def compared_on_links(terminal: Terminal, found: Planned, clock: Clock, anew: bo
         return searched(ways.compared, build, found.hardware, asked_of(plan), found.limit, clock)
 
 
-def with_turning(plan: Plan, found: Turning | None) -> Plan:
-    """The plan with it among its details."""
-    ways = plan.data.details.ways
-    if ways is None or found is None:
-        return plan
-    return plan.with_details(ways=ways.model_copy(update={"turning": found}))
-
-
 def show_turning(terminal: Terminal, found: Turning | None) -> None:
     """A column for every way, a row for every link."""
     if found is None:

@@ -18,7 +18,8 @@ from functools import lru_cache
 from itertools import combinations
 from typing import Any, ClassVar, Self
 
-from layoutopt.space.kind import Choice, Chosen, Decision, Space, Target
+from layoutopt.space.argument import Space
+from layoutopt.space.kind import Choice, Chosen, Decision, Target
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options

@@ -224,6 +224,16 @@ def decided(options: Options, layout: Layout, pipeline: Mapping[str, int] = NO_S
     return Decided.model_validate(found)
 
 
+def given_fields(model: Model, mesh: Mesh, layout: Layout, options: Options) -> dict[str, Any]:
+    """The fields of a result that say what was asked: model, mesh, layout, and options that are not plain."""
+    return {
+        "model": model_info(model),
+        "mesh": mesh.as_dict(),
+        "layout": axes_of(layout),
+        **decided(options, layout, model.stages(mesh, layout)).model_dump(exclude_defaults=True),
+    }
+
+
 def options_of(data: Decided) -> Options:
     """What a plan file says beside a layout, as lowering takes it."""
     said = {name: getattr(data, name) for name in SAID}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from layoutopt.plan.fields import Amount, Data
 from layoutopt.plan.units import count, duration_text, rounded
+from mesh_tf_core.errors import UserError
 
 HOUR = 3600.0
 
@@ -45,6 +46,15 @@ def lasts(seconds: float) -> str:
 def money_text(money: float) -> str:
     """Money in whatever it is counted: '5,053', '4.173'."""
     return f"{money:,.0f}" if money >= 1000 else f"{money:.4g}"
+
+
+def check_tokens(tokens: float | None, own: float | None) -> None:
+    """UserError for tokens of a model that does not say which of its dimensions count its `own`."""
+    if tokens is not None and not own:
+        raise UserError(
+            "--tokens: nothing says what a token of this model is; name the dimensions that count them, as "
+            'Model(..., token_dims=("batch", "length"))'
+        )
 
 
 def training(rate: float | None, chips: float, tokens: float | None, price: float | None) -> Training:

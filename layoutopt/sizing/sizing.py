@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from costmodels.hardware import Hardware, machine_of
+from layoutopt.api import Limits
+from layoutopt.arguments import gathered
 from layoutopt.clock import Clock
 from layoutopt.evaluator import check_limit
 from layoutopt.plan.build import Plan
@@ -34,6 +36,8 @@ MOST_CANDIDATES = 200
 HARDWARE = "cpu-local"
 LAYOUTS = tuple(name for name, argument in ARGUMENTS.items() if not argument.names_axes)
 """What layouts may choose: not what names axes, for meshes are searched."""
+LIMITS = ("memory", "max_axes", "time_limit", "keep_best")
+"""What is limited: fields of `Limits`."""
 
 
 @dataclass(frozen=True)
@@ -74,86 +78,131 @@ class Sizing:
         return found[found["frontier"]].sort_values(["parameters", "days"], ignore_index=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What is given: one of `budget` (FLOP), `loss` (nats per token), `money` (in the unit of prices) and
+    `tokens`, or `devices` and `days`. With one of the others, days are a deadline.
+
+    Attributes:
+      devices: numbers of them; none: they are looked for.
+      inference: tokens that the model is to make afterwards, at the same cost per FLOP.
+    """
+
+    budget: float | None = None
+    loss: float | None = None
+    money: float | None = None
+    tokens: float | None = None
+    days: float | None = None
+    devices: int | Sequence[int] = ()
+    inference: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """The law of loss, and what it is told.
+
+    Attributes:
+      law: a published law's name (`layoutopt.sizing.laws.law_names`).
+      runs: own runs to fit a law to: a CSV file, or a frame with columns N, D and loss.
+      unique: tokens of the data; more of them are repetitions.
+      pretrained, characters: on what the models were trained before; characters of a token.
+      replicas: of DiLoCo.
+    """
+
+    law: str = ""
+    runs: Any = None
+    unique: float | None = None
+    pretrained: str | None = None
+    characters: float = CHARACTERS
+    replicas: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Which sizes are looked at.
+
+    Attributes:
+      scale: how they differ (`layoutopt.sizing.family`).
+      sizes: the fewest and the most parameters; None: around the law's optimum.
+      candidates: how many.
+      every: search also what cannot be on the frontier, whatever its layout (`beaten`).
+    """
+
+    scale: str = "both"
+    sizes: tuple[float, float] | None = None
+    candidates: int = 9
+    every: bool = False
+
+
 def size(
     model: Callable[..., Model],
     hparams: Mapping[str, Any] | None = None,
     *,
-    budget: float | None = None,
-    loss: float | None = None,
-    money: float | None = None,
-    tokens: float | None = None,
-    days: float | None = None,
-    devices: int | Sequence[int] = (),
+    goal: Goal | None = None,
     hardware: str | Hardware | Sequence[str | Hardware] = HARDWARE,
     price: float | Mapping[str, float] | None = None,
-    law: str = "",
-    runs: Any = None,
-    scale: str = "both",
-    sizes: tuple[float, float] | None = None,
-    candidates: int = 9,
-    every: bool = False,
-    unique: float | None = None,
-    pretrained: str | None = None,
-    characters: float = CHARACTERS,
-    replicas: int | None = None,
-    inference: float = 0.0,
-    memory: float | None = None,
-    max_axes: int = 2,
-    time_limit: float | Clock | None = None,
-    on_progress: Tell | None = None,
-    keep_best: bool = False,
     space: SearchSpace | None = None,
-    **allowed: Any,
+    limits: Limits | None = None,
+    on_progress: Tell | None = None,
+    **asked: Any,
 ) -> Sizing:
     """Which size of a model to train, on which chips, on how many, for how long.
 
     Args:
       model: makes the model of hyperparameters, as the function of a model file.
       hparams: the user's; the others have their defaults.
-      budget, loss, money, tokens: what is given, one of them (FLOP, nats per token, the unit of prices); or
-        `devices` and `days`. With one of them, days are a deadline.
-      devices: numbers of them; none: they are looked for.
       price: of a chip-hour, for all hardware or by its name.
-      law: a published law's name (`layoutopt.sizing.laws.law_names`).
-      runs: own runs to fit a law to: a CSV file, or a frame with columns N, D and loss.
-      scale: how sizes differ (`layoutopt.sizing.family`).
-      sizes: the fewest and the most parameters; None: around the law's optimum.
-      candidates: how many sizes.
-      every: search also what cannot be on the frontier, whatever its layout (`beaten`).
-      unique: tokens of the data; more of them are repetitions.
-      pretrained, characters: on what the models were trained before; characters of a token.
-      replicas: of DiLoCo.
-      inference: tokens that the model is to make afterwards, at the same cost per FLOP.
-      keep_best: Ctrl-C is not raised, but ends it with the best so far.
       space: what layouts may choose, all but what names axes of a mesh.
-      allowed: fields of it, which count more.
+      limits: how far each search goes: `memory`, `max_axes`; `time_limit` and `keep_best` are of all.
+      asked: fields of `Goal`, `Scaling`, `Sizes`, `SearchSpace` and `Limits`, which count more.
 
     Raises:
       InfeasibleError: nothing can answer.
       LimitError: nothing was searched in time.
       UserError: wrong input.
     """
-    question = SizingQuestion(budget, loss, money, tokens, days, _numbers(devices), inference)
-    _check(candidates, sizes, memory, scale)
-    if runs is not None and law:
+    for name in asked.keys() & ARGUMENTS.keys() - {*LAYOUTS}:
+        raise UserError(f"size: layouts choose no {name!r}; {known_names(name, LAYOUTS)}")
+    parts = (Goal, goal), (Scaling, None), (Sizes, None), (SearchSpace, space), (Limits, limits)
+    goal, scaling, sizes, chosen, limits = gathered("size", asked, *parts)
+    for f in fields(Limits):
+        if f.name not in LIMITS and getattr(limits, f.name) != f.default:
+            raise UserError(f"size: {f.name!r} is about one search; {known_names(f.name, LIMITS)}")
+    return _sized(model, hparams, goal, scaling, sizes, chosen, limits, (hardware, price), on_progress)
+
+
+def _sized(
+    model: Callable[..., Model],
+    hparams: Mapping[str, Any] | None,
+    goal: Goal,
+    scaling: Scaling,
+    sizes: Sizes,
+    chosen: SearchSpace,
+    limits: Limits,
+    on: tuple[Any, Any],
+    on_progress: Tell | None,
+) -> Sizing:
+    served = {name: value for name, value in vars(goal).items() if name not in ("devices", "inference")}
+    question = SizingQuestion(**served, devices=_numbers(goal.devices), served=goal.inference)
+    _check(sizes.candidates, sizes.sizes, limits.memory, sizes.scale)
+    if scaling.runs is not None and scaling.law:
         raise UserError("--law and --fit: a law is published or fitted; leave one of them out")
-    machines = machines_of(hardware, price, memory)
+    machines = machines_of(*on, limits.memory)
     if question.money is not None:
         for machine in machines:
             if machine.price is None:
                 raise UserError(
                     f"--money: what is a chip-hour of {machine.name}? write --price {machine.name}=4.2"
                 )
-    forecast = Forecast(_law(law, runs), unique, pretrained, characters, replicas)
-    family = Family(model, _all_hparams(model, hparams), scale)
-    clock = time_limit.again() if isinstance(time_limit, Clock) else Clock(time_limit)
-    for name in allowed:
-        if name not in LAYOUTS:
-            raise UserError(f"size: layouts choose no {name!r}; {known_names(name, LAYOUTS)}")
-    chosen = (space or SearchSpace()).but(**allowed)
-    timer = Timer(max_axes, clock, {name: getattr(chosen, name) for name in LAYOUTS})
-    answering = Answering(question, forecast, family, machines, timer, candidates, sizes, every, on_progress)
-    best = answering.run(keep_best)
+    told = scaling.unique, scaling.pretrained, scaling.characters, scaling.replicas
+    forecast = Forecast(_law(scaling.law, scaling.runs), *told)
+    family = Family(model, _all_hparams(model, hparams), sizes.scale)
+    limit = limits.time_limit
+    clock = limit.again() if isinstance(limit, Clock) else Clock(limit)
+    timer = Timer(limits.max_axes, clock, {name: getattr(chosen, name) for name in LAYOUTS})
+    which = sizes.candidates, sizes.sizes, sizes.every
+    answering = Answering(question, forecast, family, machines, timer, *which, on_progress)
+    best = answering.run(limits.keep_best)
     assert best.timing.plan is not None
     return Sizing(_result(answering, best), best.timing.plan, best.candidate.model, answering.stopped)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
+from layoutopt.space.argument import Option, Space, argument, names
 from layoutopt.space.kind import (
     PLAIN,
     Beyond,
@@ -19,15 +20,11 @@ from layoutopt.space.kind import (
     Decision,
     Feature,
     LeftOut,
-    Option,
-    Space,
     Target,
     Touched,
     Typed,
     Words,
-    argument,
     missing,
-    names,
 )
 from layoutopt.space.parallelism import parallelism
 from layoutopt.space.splits import split_options

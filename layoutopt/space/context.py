@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+from layoutopt.space.argument import Option, Space, argument, names
 from layoutopt.space.kind import (
     GATHER,
     Beyond,
@@ -13,15 +14,11 @@ from layoutopt.space.kind import (
     Chosen,
     Decision,
     Feature,
-    Option,
-    Space,
     Target,
     Touched,
     Typed,
     Words,
     about_each,
-    argument,
-    names,
 )
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout

@@ -25,22 +25,11 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Protocol
 
+from layoutopt.space.argument import ARGUMENT, Argument, Space
 from layoutopt.space.collective_matmul import Chunked, CollectiveMatmul
 from layoutopt.space.context import Context, Forms
 from layoutopt.space.elsewhere import Elsewhere, Further
-from layoutopt.space.kind import (
-    ARGUMENT,
-    Argument,
-    Choice,
-    Chosen,
-    Decision,
-    Feature,
-    LeftOut,
-    Space,
-    Target,
-    Touched,
-    Typed,
-)
+from layoutopt.space.kind import Choice, Chosen, Decision, Feature, LeftOut, Target, Touched, Typed
 from layoutopt.space.microbatches import Microbatches, Parts
 from layoutopt.space.offload import Hosted, Offload, Weights
 from layoutopt.space.rarely import Rarely, Replicas

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
+from layoutopt.space.argument import Option, Space, argument, names
 from layoutopt.space.kind import (
     PLAIN,
     Beyond,
@@ -18,13 +19,9 @@ from layoutopt.space.kind import (
     Decision,
     Feature,
     LeftOut,
-    Option,
-    Space,
     Target,
     Words,
-    argument,
     missing,
-    names,
 )
 from layoutopt.space.parallelism import parallelism
 from layoutopt.space.splits import split_options, why_not

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
+from layoutopt.space.argument import Option, Space, argument, names
 from layoutopt.space.kind import (
     OFFLOADING,
     PLAIN,
@@ -20,14 +21,10 @@ from layoutopt.space.kind import (
     Decision,
     Feature,
     LeftOut,
-    Option,
-    Space,
     Target,
     Touched,
     Typed,
     Words,
-    argument,
-    names,
     not_allowed,
 )
 from layoutopt.space.storage import stored_classes

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
+from layoutopt.space.argument import Option, Space, argument, names
 from layoutopt.space.kind import (
     OFFLOADING,
     Beyond,
@@ -15,15 +16,11 @@ from layoutopt.space.kind import (
     Decision,
     Feature,
     LeftOut,
-    Option,
-    Space,
     Target,
     Touched,
     Typed,
     Words,
-    argument,
     missing,
-    names,
 )
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from layoutopt.space.argument import Space
 from layoutopt.space.decisions import ARGUMENTS, SearchSpace
-from layoutopt.space.kind import Space
 
 USUALLY = SearchSpace(**{name: a.unsaid() for name, a in ARGUMENTS.items() if a.unsaid is not None})
 """What a plan means that says nothing of a field."""

@@ -12,18 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-from layoutopt.space.kind import (
-    Beyond,
-    Feature,
-    LeftOut,
-    Option,
-    Space,
-    Target,
-    Words,
-    argument,
-    names,
-    not_allowed,
-)
+from layoutopt.space.argument import Option, Space, argument, names
+from layoutopt.space.kind import Beyond, Feature, LeftOut, Target, Words, not_allowed
 from layoutopt.space.recompute import kept_sets
 from layoutopt.space.splits import Split, split_options
 from mesh_tf_core.errors import UserError, known_names

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+from layoutopt.space.argument import Option, Space, argument, names
 from layoutopt.space.kind import (
     HYBRID,
     STORED,
@@ -20,15 +21,11 @@ from layoutopt.space.kind import (
     Decision,
     Feature,
     LeftOut,
-    Option,
-    Space,
     Target,
     Touched,
     Typed,
     Words,
     about_each,
-    argument,
-    names,
     not_allowed,
 )
 from layoutopt.space.undivided import first_of, storage_of, stored_at, undivided

@@ -15,7 +15,7 @@ from costmodels.hardware import load_hardware, machine_of, preset_content, write
 from costmodels.hardware.profiles import made_profiles_directory
 from examples.mlp import model as mlp
 from layoutopt.analysis.verify import CollectiveComparison, CompilerResult, Verified
-from layoutopt.door import Validated
+from layoutopt.answers.running import Validated
 from layoutopt.plan.build import Plan
 from layoutopt.plan.evidence import Validation
 from layoutopt.plan.units import bytes_text, seconds_text
@@ -115,12 +115,12 @@ def test_a_price_is_the_plans(plan: Plan, model: mtf.Model) -> None:
 def test_an_explanation_says_what_each_split_is_worth(plan: Plan) -> None:
     found = layoutopt.explain(plan, against="batch:data")
     assert [a.condition for a in found.splits] == [
-        f"without {dim}:{'+'.join(axes)}" for dim, axes in plan.layout.items()
+        f"{dim}:{'+'.join(axes)}" for dim, axes in plan.layout.items()
     ]
     assert (found.to_frame()["costs_seconds"] >= -1e-12).all()
     worth = max(a.seconds or 0.0 for a in found.splits) / plan.predicted.step_seconds - 1
     assert f"costs {100 * worth:.1f}%" in repr(found)  # of the plan's step, as in the terminal
-    assert not found.binds and found.limit.seconds == plan.predicted.step_seconds
+    assert not found.binds and found.limit is not None and found.limit.seconds == plan.predicted.step_seconds
     assert found.against is not None
     assert found.against.predicted.step_seconds >= plan.predicted.step_seconds
     with pytest.raises(mtf.UserError, match="a plan file holds no model"):

@@ -11,7 +11,7 @@ import layoutopt
 import mesh_tf_core as mtf
 from examples.mlp import model as mlp
 from layoutopt.api import search
-from layoutopt.keywords import in_keywords
+from layoutopt.arguments import in_keywords
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ def test_only_public_names_are_shown() -> None:
         "explain",
         "from_huggingface",
         "from_jax",
+        "lint",
         "load_plan",
         "search",
         "size",

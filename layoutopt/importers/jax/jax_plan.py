@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from layoutopt.arguments import in_keywords
 from layoutopt.importers.jax.constrain import constrained
 from layoutopt.importers.jax.saved import saved_values
 from layoutopt.importers.jax.shardings import Shardings
 from layoutopt.importers.jax.step import Step
-from layoutopt.keywords import in_keywords
 from layoutopt.plan.build import decided
 from layoutopt.space.decisions import KINDS
 from mesh_tf_core.errors import UserError

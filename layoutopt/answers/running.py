@@ -1,0 +1,136 @@
+"""What real steps take beside their predictions, and what the TPU compiler makes of a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from costmodels.calibration.runner import OnProbe
+from costmodels.hardware import Hardware, load_hardware, machine_of
+from layoutopt.analysis import validate as validation
+from layoutopt.analysis.verify import Verified, generation
+from layoutopt.analysis.verify import verify as compiled
+from layoutopt.answers.pricing import HARDWARE, Priced
+from layoutopt.arguments import gathered
+from layoutopt.evaluator import evaluate
+from layoutopt.plan.build import Plan
+from layoutopt.plan.evidence import Validation
+from layoutopt.plan.results import ValidateResult
+from layoutopt.plan.units import plural, share_text
+from layoutopt.shown import Shown, table
+from mesh_tf_core.engines import Cluster
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.model import Model
+
+
+@dataclass(frozen=True)
+class Runs:
+    """How `validate` runs layouts.
+
+    Attributes:
+      count: how many layouts, where none are given: the best, named ones, and others.
+      steps: samples of each layout.
+      seed: of the random layouts.
+      batch: what every step is fed (None: zeros).
+      engine: what runs the steps.
+      cluster: the processes that run them together; one chooses the layouts for all.
+    """
+
+    count: int = 12
+    steps: int = 7
+    seed: int = 0
+    batch: Mapping[str, Any] | None = None
+    engine: str = "auto"
+    cluster: Cluster | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Validated(Shown):
+    """Layouts that ran, beside their predictions."""
+
+    found: Validation
+
+    @property
+    def data(self) -> Validation:
+        """What `layoutopt validate --json` prints."""
+        return self.found
+
+    def to_frame(self) -> Any:
+        """A row for every layout."""
+        return table([row.model_dump() for row in self.data.rows])
+
+    def __repr__(self) -> str:
+        d = self.data
+        known = [("error", d.mape), ("regret", d.regret)]
+        said = [f"{name} {share_text(value, 1)}" for name, value in known if value is not None]
+        return f"Validated({', '.join([plural(len(d.timed), 'layout'), *said])})"
+
+
+def validate(
+    model: Model,
+    mesh: Mesh | str,
+    hardware: str | Hardware = HARDWARE,
+    layouts: Sequence[Layout | str] | None = None,
+    runs: Runs | None = None,
+    on_progress: OnProbe | None = None,
+    **more: Any,
+) -> Validated:
+    """Runs layouts of a model on this machine's mesh, and compares with their predictions.
+
+    Args:
+      hardware: that predicts; this machine's calibrated profile stands for `cpu-local`, if there is one.
+      layouts: those to run, two at least (None: the best, named ones, and others).
+      runs: how they are run.
+      more: fields of `Runs`, as `steps=20`; they count more.
+
+    Raises:
+      UserError: fewer than two layouts, or one that is not legal.
+    """
+    if isinstance(layouts, str):
+        raise UserError(f"layouts {layouts!r}: give a list of them, two at least")
+    (how,) = gathered("validate", more, (Runs, runs))
+    found = validation.validate(
+        model, mesh, machine_of(hardware), layouts, on_progress=on_progress, **vars(how)
+    )
+    return Validated(ValidateResult.model_validate(found))
+
+
+def verify(priced: Plan | Priced, topology: str) -> Verified:
+    """What the TPU compiler makes of a layout, without a TPU: collectives, peak memory, compute time.
+
+    Args:
+      priced: what `cost` or `search` gave.
+      topology: chips as the compiler names them, as "v5e:2x4"; as many devices as the mesh has.
+
+    Raises:
+      UserError: JAX or libtpu is missing, an unknown topology, one of another number of devices, or replicas.
+    """
+    if not isinstance(priced, Plan | Priced):
+        raise UserError(
+            f"verify {priced!r}: give what layoutopt.search or layoutopt.cost gave, "
+            "or load_plan(path).of(model)"
+        )
+    machine = load_hardware(generation(topology).hardware)
+    if isinstance(priced, Priced):
+        of = priced.evaluation
+        model, mesh, layout = of.model, of.program.mesh, of.layout
+    else:
+        model, mesh, layout = model_of(priced), priced.mesh, priced.layout
+    options, own = priced.options, getattr(model, "step_on", None)
+    if options.diloco is not None:
+        raise UserError(
+            f"{options.diloco} makes two programs, a step and a meeting, and `verify` compiles one; leave "
+            "--diloco out, with the mesh of one replica"
+        )
+    step = own and (lambda devices: own(mesh, layout, options, devices))
+    return compiled(evaluate(model, mesh, layout, machine, options), topology, machine, step)
+
+
+def model_of(plan: Plan) -> Model:
+    """The model that a plan is for, which must be at hand."""
+    if plan.model is None:
+        raise UserError("a plan file holds no model; write load_plan(path).of(model)")
+    return plan.model

@@ -1,0 +1,124 @@
+"""What users say of a kind of decision: an argument in Python, options of commands, a field of plans; and the
+space of which these are the fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Self
+
+from mesh_tf_core.errors import UserError
+
+ARGUMENT = "argument"
+"""Where the metadata of a field of `Space` have what users say of it."""
+Texts = Mapping[str, str | None]
+"""Option -> its text; None: it is left out."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of the command line.
+
+    Attributes:
+      usual: what is shown as its default; False: nothing.
+      several: it may be given again.
+      prefix: of the elements of a list that it has without this prefix; "" has the others.
+    """
+
+    name: str
+    metavar: str
+    help: str
+    usual: str | bool = False
+    several: bool = False
+    prefix: str = ""
+
+    @property
+    def parameter(self) -> str:
+        """The parameter that it is read as."""
+        return self.name.removeprefix("--").replace("-", "_")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What users say of a field of `Space`: an argument in Python, options of commands, a field of plans.
+
+    Attributes:
+      parse: the value that an option's text or a value of Python means, which means itself; UserError.
+      text: a value as the option has it; None for one that is not said.
+      plan: the type that plan files have it as; those of type str have `text`.
+      unsaid: what a plan file means that does not say it.
+      usual: what a search for an objective looks at where the value is None.
+      names_axes: it is about a mesh that is given: no question about other meshes has it.
+      by_name: plans that go by a name choose of it as a search does (`optimize.baselines`).
+    """
+
+    parse: Callable[[Any], Any]
+    options: tuple[Option, ...]
+    plan: Any
+    text: Callable[[Any], str | None] = lambda value: ",".join(map(str, value)) or None
+    unsaid: Callable[[], Any] | None = None
+    usual: Callable[[str], Any] | None = None
+    names_axes: bool = False
+    by_name: bool = True
+
+    def texts(self, value: Any) -> Texts:
+        """A value as its options have it."""
+        text = self.text(value)
+        left = [] if text is None else text.split(",") if len(self.options) > 1 else [text]
+        found: dict[str, str | None] = {}
+        for option in sorted(self.options, key=lambda o: -len(o.prefix)):
+            own = [each for each in left if each.startswith(option.prefix)]
+            left = [each for each in left if each not in own]
+            found[option.name] = ",".join(each.removeprefix(option.prefix) for each in own) or None
+        return found
+
+    def read(self, texts: Texts) -> str | None:
+        """What the texts of its options say together; None: none of them is given."""
+        given = {o: text for o in self.options if (text := texts.get(o.name)) is not None}
+        if len(self.options) == 1 or not given:
+            return next(iter(given.values()), None)
+        words = ((o.prefix, w.strip()) for o, text in given.items() for w in text.split(","))
+        return ",".join(prefix + word for prefix, word in words if word)
+
+
+def argument(default: Any, **said: Any) -> Any:
+    """A field of `Space` that users say: its default, and the fields of `Argument`."""
+    metadata = {ARGUMENT: Argument(**said)}
+    if isinstance(default, Mapping):
+        return field(default_factory=lambda: default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def names(value: Any, what: str) -> tuple[Any, ...]:
+    """The names of a text with commas, or those of a list, each once."""
+    if isinstance(value, str):
+        value = [name.strip() for name in value.split(",") if name.strip()]
+    if not isinstance(value, Iterable):
+        raise UserError(f"{what} {value!r}: needs a list of what is allowed")
+    return tuple(dict.fromkeys(value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What may be chosen. Every kind has its fields in a class of its own; `SearchSpace` of
+    `layoutopt.space.decisions` has those of all."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            if ARGUMENT in f.metadata:
+                found = f.metadata[ARGUMENT].parse(getattr(self, f.name))
+                object.__setattr__(self, f.name, found)
+
+    def said(self, name: str) -> Any:
+        """What is allowed of a field; where nothing is said, what that means."""
+        value = getattr(self, name)
+        unsaid = next(f.metadata[ARGUMENT].unsaid for f in fields(self) if f.name == name)
+        return unsaid() if value is None and unsaid is not None else value
+
+    def but(self, **changed: Any) -> Self:
+        """The same with some fields otherwise."""
+        return replace(self, **changed)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
