@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 
 from costmodels.kernels.calls import FAR, SCALAR, Call, NoArrayFunctionError, Piece
+from mesh_tf_core.ir.array_functions import BINARY, UNARY
 from mesh_tf_core.ir.dtypes import FLOAT8, itemsize
 from mesh_tf_core.ir.kernel import At, Attending, Edge, Step
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.kernels.contraction import cheapest_pair, matmul, parse, same_order
-
-_BOOL = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "and", "or"])
-
 
 VECTOR = 16
 """Numbers of float32 that processors of today work on at once."""
@@ -89,11 +87,11 @@ class Tally:
     # -- element by element ----------------------------------------------------------------------------------
 
     def unary(self, fn: str, x: Piece) -> Piece:
-        return self._note(f"unary.{fn}", x.shape, "bool" if fn in ("not", "is_finite") else x.dtype, x)
+        return self._note(f"unary.{fn}", x.shape, "bool" if UNARY[fn].gives_bool else x.dtype, x)
 
     def binary(self, fn: str, x: Piece, y: Piece) -> Piece:
         shape = _broadcast(x.shape, y.shape)
-        dtype = "bool" if fn in _BOOL else x.dtype
+        dtype = "bool" if BINARY[fn].gives_bool else x.dtype
         return self._note(f"binary.{_pattern(shape, x, y)}.{fn}", shape, dtype, x, y)
 
     def where(self, condition: Piece, x: Piece, y: Piece) -> Piece:

@@ -218,6 +218,6 @@ def run(
 def _zeros(model: Model) -> dict[str, Any]:
     import numpy as np
 
-    from mesh_tf_core.kernels.numpy_kernel import np_dtype
+    from mesh_tf_core.kernels.array_kernel import np_dtype
 
     return {name: np.zeros(t.shape.sizes, np_dtype(t.dtype)) for name, t in model.graph.inputs.items()}

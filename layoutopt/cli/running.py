@@ -277,7 +277,7 @@ def batches(terminal: Terminal, loaded: Loaded) -> Iterator[dict[str, Any]]:
 def _zeros(model: Model) -> Iterator[dict[str, Any]]:
     import numpy as np
 
-    from mesh_tf_core.kernels.numpy_kernel import np_dtype
+    from mesh_tf_core.kernels.array_kernel import np_dtype
 
     inputs = model.graph.inputs
     while True:

@@ -19,7 +19,7 @@ from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Program, Value
-from mesh_tf_core.kernels.numpy_kernel import np_dtype
+from mesh_tf_core.kernels.array_kernel import np_dtype
 from mesh_tf_core.lower.base import Lowering
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placement import Placement

@@ -14,7 +14,7 @@ from mesh_tf_core.engines.feeds import check_array
 from mesh_tf_core.engines.lockstep import Pieces
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.initializers import Variable
-from mesh_tf_core.kernels.numpy_kernel import np_dtype
+from mesh_tf_core.kernels.array_kernel import np_dtype
 
 
 @dataclass

@@ -13,7 +13,7 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dtypes import is_float, whole_numbers
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.program import Program, Stored, Value
-from mesh_tf_core.kernels.numpy_kernel import np_dtype
+from mesh_tf_core.kernels.array_kernel import np_dtype
 
 
 class Feeds:

@@ -35,7 +35,8 @@ from mesh_tf_core.ir.dtypes import INTEGERS, TensorType
 from mesh_tf_core.ir.instructions import AllGather, AllToAll, Permute, Slice, Transfer
 from mesh_tf_core.ir.kernel import At
 from mesh_tf_core.ir.program import Input, Instr, Local, Loop, Program, ReadVariable
-from mesh_tf_core.kernels.numpy_kernel import NumpyKernel, np_dtype
+from mesh_tf_core.kernels.array_kernel import np_dtype
+from mesh_tf_core.kernels.numpy_kernel import NumpyKernel
 
 _SAMPLE = 1024
 """How many of a dimension's elements the answers of comparisons are looked at for."""

@@ -14,7 +14,7 @@ from mesh_tf_core.ir.dims import PaddedDim
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program, Stored, Value
-from mesh_tf_core.kernels.numpy_kernel import np_dtype
+from mesh_tf_core.kernels.array_kernel import np_dtype
 
 Begin = tuple[int, ...]
 """Index of a piece's first element, per dimension."""

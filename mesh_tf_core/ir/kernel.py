@@ -35,7 +35,8 @@ class Edge:
 
 
 class Kernel(Protocol):
-    """Array functions of one library. `fn` names are those of `UNARY`, `BINARY` and `REDUCE`.
+    """Array functions of one library. `fn` names are those of `array_functions`: `UNARY`, `BINARY`
+    and `REDUCE`.
 
     Attributes:
       compares: XLA compiles them: a comparison with positions becomes part of the kernel that makes an array,
@@ -169,19 +170,6 @@ class Kernel(Protocol):
     def attention_gradient(self, a: Attending, result: T, lse: T, dresult: T) -> tuple[T, T, T] | None:
         """Gradients of query, key and value by a kernel of the library's own; None if it has none."""
         ...
-
-
-# fmt: off
-UNARY = (
-    "neg", "abs", "sign", "exp", "log", "log1p", "expm1", "sqrt", "rsqrt", "square", "reciprocal", "sin",
-    "cos", "tanh", "sigmoid", "erf", "floor", "relu", "softplus", "gelu", "silu", "not", "is_finite",
-)
-BINARY = (
-    "add", "sub", "mul", "div", "max", "min", "pow", "mod", "floordiv", "eq", "ne", "lt", "le", "gt", "ge",
-    "and", "or", "bit_xor", "bit_and", "shift_right",
-)
-REDUCE = ("sum", "max", "min", "prod", "all", "any")
-# fmt: on
 
 
 BLOCKS = (512, 256, 128)

@@ -6,7 +6,7 @@ Numbers of Python stay constants of their dtype, so nothing depends on JAX's own
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,8 +16,8 @@ from jax import lax
 
 from mesh_tf_core.ir.dtypes import FLOAT8
 from mesh_tf_core.ir.kernel import Attending, Edge, Step
+from mesh_tf_core.kernels.array_kernel import ArrayKernel, Functions, libraries, np_dtype, wide
 from mesh_tf_core.kernels.contraction import parse
-from mesh_tf_core.kernels.numpy_kernel import np_dtype
 
 T = Any
 
@@ -30,11 +30,6 @@ def _like(value: float, x: T) -> T:
     return np.asarray(value).astype(x.dtype)
 
 
-def _wide(x: T) -> T:
-    """x with sums in mind: those of 16 bits would lose small terms."""
-    return x.astype(jnp.float32) if x.dtype.itemsize == 2 else x
-
-
 def _gelu(x: T) -> T:
     inner = (x + x * x * x * _like(0.044715, x)) * _like(math.sqrt(2 / math.pi), x)
     return x * (jnp.tanh(inner) + _like(1.0, x)) * _like(0.5, x)
@@ -45,21 +40,10 @@ def _truncated(x: T, y: T) -> T:
     return lax.div(*jnp.broadcast_arrays(x, y))
 
 
-_UNARY: dict[str, Callable[[T], T]] = {
-    "neg": jnp.negative,
-    "abs": jnp.abs,
-    "sign": jnp.sign,
-    "exp": jnp.exp,
-    "log": jnp.log,
-    "log1p": jnp.log1p,
-    "expm1": jnp.expm1,
-    "sqrt": jnp.sqrt,
+_UNARY: Functions = {
     "rsqrt": lax.rsqrt,
     "square": lambda x: x * x,
     "reciprocal": lambda x: lax.reciprocal(x) if _is_float(x) else _truncated(jnp.ones_like(x), x),
-    "sin": jnp.sin,
-    "cos": jnp.cos,
-    "tanh": jnp.tanh,
     "sigmoid": jax.nn.sigmoid,
     "erf": lax.erf,
     "floor": lambda x: jnp.floor(x) if _is_float(x) else x,
@@ -67,39 +51,8 @@ _UNARY: dict[str, Callable[[T], T]] = {
     "softplus": lambda x: jnp.logaddexp(x, _like(0, x)),
     "gelu": _gelu,
     "silu": lambda x: x * jax.nn.sigmoid(x),
-    "not": jnp.logical_not,
-    "is_finite": jnp.isfinite,
 }
-_BINARY: dict[str, Callable[[T, T], T]] = {
-    "add": jnp.add,
-    "sub": jnp.subtract,
-    "mul": jnp.multiply,
-    "div": lambda x, y: jnp.divide(x, y) if _is_float(x) else _truncated(x, y),
-    "max": jnp.maximum,
-    "min": jnp.minimum,
-    "pow": jnp.power,
-    "mod": jnp.mod,
-    "floordiv": jnp.floor_divide,
-    "eq": jnp.equal,
-    "ne": jnp.not_equal,
-    "lt": jnp.less,
-    "le": jnp.less_equal,
-    "gt": jnp.greater,
-    "ge": jnp.greater_equal,
-    "and": jnp.logical_and,
-    "or": jnp.logical_or,
-    "bit_xor": jnp.bitwise_xor,
-    "bit_and": jnp.bitwise_and,
-    "shift_right": jnp.right_shift,
-}
-_REDUCE: dict[str, Callable[..., T]] = {
-    "sum": jnp.sum,
-    "max": jnp.max,
-    "min": jnp.min,
-    "prod": jnp.prod,
-    "all": jnp.all,
-    "any": jnp.any,
-}
+_BINARY: Functions = {"div": lambda x, y: jnp.divide(x, y) if _is_float(x) else _truncated(x, y)}
 _SPATIAL = "DHW"
 
 
@@ -115,7 +68,7 @@ def _groups(ids: T, n: int) -> tuple[T, T, T]:
     return jnp.sum(ids < 0, dtype=jnp.int32), sizes, ((ids >= 0) & (ids < n))[:, None]
 
 
-class JaxKernel:
+class JaxKernel(ArrayKernel):
     """JAX's implementation of `protocol.Kernel`, for traced and concrete arrays alike.
 
     Args:
@@ -123,27 +76,11 @@ class JaxKernel:
     """
 
     compares = True
+    xp = jnp
+    of_one, of_two, joining = libraries(jnp, _UNARY, _BINARY)
 
     def __init__(self, platform: str = "cpu") -> None:
         self.platform = platform
-
-    def unary(self, fn: str, x: T) -> T:
-        return _UNARY[fn](x)
-
-    def binary(self, fn: str, x: T, y: T) -> T:
-        return _BINARY[fn](x, y)
-
-    def where(self, condition: T, x: T, y: T) -> T:
-        return jnp.where(condition, x, y)
-
-    def reduce(self, fn: str, x: T, axes: Sequence[int]) -> T:
-        if not len(axes):
-            return x
-        if fn == "sum" and x.dtype.itemsize == 2:
-            return jnp.sum(x.astype(jnp.float32), axis=tuple(axes)).astype(x.dtype)
-        # JAX widens sums and products of small integers.
-        same = {"dtype": x.dtype} if fn in ("sum", "prod") else {}
-        return _REDUCE[fn](x, axis=tuple(axes), **same)
 
     def einsum(self, spec: str, *xs: T) -> T:
         if xs[0].dtype == jnp.bool_:
@@ -171,30 +108,14 @@ class JaxKernel:
             dimension_numbers=(f"N{space}C", f"{space}IO", f"N{space}C"),
         )
 
-    def softmax(self, x: T, axis: int) -> T:
-        wide = _wide(x)
-        e = jnp.exp(wide - jnp.max(wide, axis, keepdims=True))
-        return (e / jnp.sum(e, axis, keepdims=True)).astype(x.dtype)
-
-    def logsumexp(self, x: T, axis: int) -> T:
-        wide = _wide(x)
-        top = jnp.max(wide, axis, keepdims=True)
-        # Of infinities nothing can be subtracted; then the sum is one, or nothing.
-        top = jnp.where(jnp.isfinite(top), top, _like(0, top))
-        total = top + jnp.log(jnp.sum(jnp.exp(wide - top), axis, keepdims=True))
-        return jnp.squeeze(total, axis).astype(x.dtype)
-
-    def exp_less(self, x: T, total: T, axis: int, own: bool) -> T:
-        return jnp.exp(_wide(x) - _wide(total)).astype(x.dtype)
-
     def cumsum(self, x: T, axis: int, exclusive: bool, reverse: bool) -> T:
-        axis, wide = axis % x.ndim, _wide(x)
+        axis, x_ = axis % x.ndim, wide(x)
         if exclusive:
             # One place further, instead of what would be infinity less infinity.
             low, high = (-1, 1) if reverse else (1, -1)
             ends = [(low, high, 0) if i == axis else (0, 0, 0) for i in range(x.ndim)]
-            wide = lax.pad(wide, _like(0, wide), ends)
-        return lax.cumsum(wide, axis, reverse=reverse).astype(x.dtype)
+            x_ = lax.pad(x_, _like(0, x_), ends)
+        return lax.cumsum(x_, axis, reverse=reverse).astype(x.dtype)
 
     def argmax(self, x: T, axis: int) -> T:
         x = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
@@ -204,18 +125,6 @@ class JaxKernel:
         # JAX puts -0.0 before 0.0; they are equal.
         values, positions = lax.top_k(jnp.where(x == 0, _like(0, x), x), n)
         return values, positions.astype(jnp.int32)
-
-    def reshape(self, x: T, shape: Sequence[int]) -> T:
-        return jnp.reshape(x, tuple(shape))
-
-    def transpose(self, x: T, permutation: Sequence[int]) -> T:
-        return jnp.transpose(x, tuple(permutation))
-
-    def broadcast_to(self, x: T, shape: Sequence[int]) -> T:
-        return jnp.broadcast_to(x, tuple(shape))
-
-    def concat(self, xs: Sequence[T], axis: int) -> T:
-        return jnp.concatenate(list(xs), axis) if len(xs) > 1 else xs[0]
 
     def slice(self, x: T, begin: Sequence[Any], sizes: Sequence[int]) -> T:
         if tuple(x.shape) == tuple(sizes):
@@ -236,20 +145,17 @@ class JaxKernel:
     def pad(self, x: T, paddings: Sequence[tuple[int, int]], value: float = 0.0) -> T:
         return lax.pad(x, _like(value, x), [(before, after, 0) for before, after in paddings])
 
-    def flip(self, x: T, axis: int) -> T:
-        return jnp.flip(x, axis)
-
     def take(self, table: T, ids: T) -> T:
         return jnp.asarray(table).at[ids].get(mode="promise_in_bounds")
 
     def segment_sum(self, x: T, ids: T, n: int) -> T:
         flat = jnp.reshape(ids, (-1,))
         rows = jnp.reshape(x, (flat.size, *x.shape[ids.ndim :]))
-        wide = jnp.float32 if x.dtype.itemsize == 2 else x.dtype
-        out = jnp.zeros((n, *rows.shape[1:]), wide)
+        sums = jnp.float32 if x.dtype.itemsize == 2 else x.dtype
+        out = jnp.zeros((n, *rows.shape[1:]), sums)
         # A negative index would count from the end; one past the end is dropped.
         place = jnp.where(flat < 0, _like(n, flat), flat)
-        return out.at[place].add(rows.astype(wide), mode="drop").astype(x.dtype)
+        return out.at[place].add(rows.astype(sums), mode="drop").astype(x.dtype)
 
     def grouped(self, x: T, w: T, ids: T, groups: int) -> T:
         begin, sizes, inside = _groups(ids, w.shape[0])
@@ -266,14 +172,8 @@ class JaxKernel:
         rows = lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
         return lax.ragged_dot_general(x, y, sizes, rows)
 
-    def full(self, shape: Sequence[int], value: float, dtype: str) -> T:
-        return jnp.full(tuple(shape), self.scalar(value, dtype))
-
     def iota(self, n: int, dtype: str) -> T:
         return lax.iota(np_dtype(dtype), n)
-
-    def array(self, values: Any, dtype: str) -> T:
-        return jnp.asarray(np.asarray(values, np_dtype(dtype)))
 
     def cast(self, x: T, dtype: str) -> T:
         x = jnp.asarray(x)
@@ -284,10 +184,7 @@ class JaxKernel:
     def scalar(self, value: Any, dtype: str) -> T:
         if isinstance(value, jax.Array):
             return self.cast(value, dtype)
-        return np.asarray(value).astype(np_dtype(dtype))
-
-    def together(self, fn: Callable[..., T], *xs: T) -> T:
-        return fn(self, *xs)
+        return super().scalar(value, dtype)
 
     def loop(self, n: int, step: Step, carried: Sequence[T]) -> tuple[list[T], list[T]]:
         return lax.scan(lambda state, i: step(i, state), list(carried), jnp.arange(n, dtype=jnp.int32))

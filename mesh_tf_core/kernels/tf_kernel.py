@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from mesh_tf_core.ir.array_functions import BINARY, REDUCE, UNARY
 from mesh_tf_core.ir.dtypes import FLOAT8
 from mesh_tf_core.ir.kernel import Attending, Edge, Step
+from mesh_tf_core.kernels.array_kernel import library
 from mesh_tf_core.kernels.contraction import cheapest_pair, parse
 from mesh_tf_core.kernels.tf_contraction import contract, grouped, grouped_outer, ordered, summed
 
@@ -35,67 +37,32 @@ def _like(value: float, x: T) -> T:
     return tf.constant(value, x.dtype)
 
 
-_UNARY: dict[str, Callable[[T], T]] = {
-    "neg": lambda x: tf.zeros((), x.dtype) - x if x.dtype in _UNSIGNED else tf.negative(x),
-    "abs": lambda x: x if x.dtype in _UNSIGNED else tf.abs(x),
-    "sign": lambda x: tf.cast(x != 0, x.dtype) if x.dtype in _UNSIGNED else tf.sign(x),
-    "exp": tf.exp,
-    "log": tf.math.log,
-    "log1p": tf.math.log1p,
-    "expm1": tf.math.expm1,
-    "sqrt": tf.sqrt,
-    "rsqrt": tf.math.rsqrt,
-    "square": lambda x: x * x,
-    "reciprocal": _floating(tf.math.reciprocal, lambda x: _int_divide(tf.ones_like(x), x)),
-    "sin": tf.sin,
-    "cos": tf.cos,
-    "tanh": tf.tanh,
-    "sigmoid": tf.sigmoid,
-    "erf": tf.math.erf,
-    "floor": _floating(tf.floor, lambda x: x),
-    "relu": lambda x: tf.maximum(x, tf.zeros((), x.dtype)) if x.dtype in _UNSIGNED else tf.nn.relu(x),
-    "softplus": tf.math.softplus,
-    "gelu": _gelu,
-    "silu": lambda x: x * tf.sigmoid(x),
-    "not": tf.logical_not,
-    "is_finite": _floating(tf.math.is_finite, lambda x: tf.ones_like(x, tf.bool)),
-}
-
-
 def _int_divide(x: T, y: T) -> T:
     return tf.cast(tf.truediv(tf.cast(x, tf.float64), tf.cast(y, tf.float64)), x.dtype)
 
 
-_BINARY: dict[str, Callable[[T, T], T]] = {
-    "add": tf.add,
-    "sub": tf.subtract,
-    "mul": tf.multiply,
-    "div": lambda x, y: tf.divide(x, y) if x.dtype.is_floating else _int_divide(x, y),
-    "max": tf.maximum,
-    "min": tf.minimum,
-    "pow": tf.pow,
-    "mod": tf.math.floormod,
-    "floordiv": tf.math.floordiv,
-    "eq": tf.equal,
-    "ne": tf.not_equal,
-    "lt": tf.less,
-    "le": tf.less_equal,
-    "gt": tf.greater,
-    "ge": tf.greater_equal,
-    "and": tf.logical_and,
-    "or": tf.logical_or,
-    "bit_xor": tf.bitwise.bitwise_xor,
-    "bit_and": tf.bitwise.bitwise_and,
-    "shift_right": tf.bitwise.right_shift,
-}
-_REDUCE: dict[str, Callable[..., T]] = {
-    "sum": tf.reduce_sum,
-    "max": tf.reduce_max,
-    "min": tf.reduce_min,
-    "prod": tf.reduce_prod,
-    "all": tf.reduce_all,
-    "any": tf.reduce_any,
-}
+_UNARY = library(
+    tf,
+    {fn: row.tensorflow for fn, row in UNARY.items()},
+    {
+        "neg": lambda x: tf.zeros((), x.dtype) - x if x.dtype in _UNSIGNED else tf.negative(x),
+        "abs": lambda x: x if x.dtype in _UNSIGNED else tf.abs(x),
+        "sign": lambda x: tf.cast(x != 0, x.dtype) if x.dtype in _UNSIGNED else tf.sign(x),
+        "square": lambda x: x * x,
+        "reciprocal": _floating(tf.math.reciprocal, lambda x: _int_divide(tf.ones_like(x), x)),
+        "floor": _floating(tf.floor, lambda x: x),
+        "relu": lambda x: tf.maximum(x, tf.zeros((), x.dtype)) if x.dtype in _UNSIGNED else tf.nn.relu(x),
+        "gelu": _gelu,
+        "silu": lambda x: x * tf.sigmoid(x),
+        "is_finite": _floating(tf.math.is_finite, lambda x: tf.ones_like(x, tf.bool)),
+    },
+)
+_BINARY = library(
+    tf,
+    {fn: row.tensorflow for fn, row in BINARY.items()},
+    {"div": lambda x, y: tf.divide(x, y) if x.dtype.is_floating else _int_divide(x, y)},
+)
+_REDUCE = library(tf, {fn: row.tensorflow for fn, row in REDUCE.items()}, {})
 _VIA_INT32 = frozenset(["lt", "le", "gt", "ge", "max", "min"])
 """Functions of bool that TensorFlow only has for numbers."""
 _VIA_INT64 = frozenset(["mod", "floordiv", "pow"])

@@ -8,9 +8,10 @@ from numbers import Real
 from typing import Any
 
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.array_functions import BINARY
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.dtypes import is_float
-from mesh_tf_core.ir.kernel import BINARY, At, Kernel
+from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import cast, constant_like, scale, shift
@@ -19,9 +20,6 @@ from mesh_tf_core.ops.einsum import Einsum
 from mesh_tf_core.ops.kinds import Elementwise
 from mesh_tf_core.ops.reduce import sum_to
 from mesh_tf_core.ops.unary import unary
-
-_BOOL_RESULT = {"eq", "ne", "lt", "le", "gt", "ge", "and", "or"}
-_COST = {"pow": 12}
 
 
 @dataclass(frozen=True)
@@ -49,18 +47,18 @@ class Binary(Elementwise):
             raise UserError(f"{self.fn} of {listing(inputs)}: needs bool")
         if self.divides:
             need_fractions("div", inputs[0], "mtf.floordiv")
-        return TensorType(joined(self.fn, inputs), "bool" if self.fn in _BOOL_RESULT else dtype)
+        return TensorType(joined(self.fn, inputs), "bool" if BINARY[self.fn].gives_bool else dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         x, y = aligned(k, at, slices)
         return k.binary(self.fn, x, y)
 
     def flops(self, *local: TensorType) -> float:
-        return joined(self.fn, local).size * _COST.get(self.fn, 1)
+        return joined(self.fn, local).size * BINARY[self.fn].flops
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         x, y = inputs
-        if not is_float(x.dtype) or self.fn in _BOOL_RESULT:
+        if not is_float(x.dtype) or BINARY[self.fn].gives_bool:
             return (None, None)
         return _BINARY_GRADIENTS[self.fn](dy, x, y, output, sum_to)
 

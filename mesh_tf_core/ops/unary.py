@@ -8,17 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.array_functions import UNARY
 from mesh_tf_core.ir.dims import Dim
-from mesh_tf_core.ir.kernel import UNARY, At, Kernel
+from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import need_fractions, same_dtype
 from mesh_tf_core.ops.kinds import Elementwise
-
-_COST = {"exp": 8, "log": 8, "tanh": 10, "sigmoid": 10, "erf": 12, "gelu": 16, "silu": 12, "pow": 12}
-"""Arithmetic per element where it is far from one (vector-math libraries' polynomial lengths)."""
-_VANISH = {"neg", "abs", "sign", "expm1", "log1p", "sqrt", "square", "sin", "tanh", "erf", "floor", "relu"}
-"""Those that make 0 of 0."""
 
 
 def _gelu_grad(k: Kernel, dy: Any, x: Any, dtype: str) -> Any:
@@ -85,10 +81,6 @@ _SLOPES: dict[str, tuple[str, Callable[[Kernel, Any, Any, str], Any]]] = {
 """Function -> whether its derivative is written in its input x or its output y, and dy times the
 derivative."""
 
-_WHOLE = ("neg", "abs", "sign", "square", "floor", "relu", "not", "is_finite")
-"""Functions that give whole numbers for whole numbers."""
-_NO_GRADIENT = ("sign", "floor", "not", "is_finite")
-
 
 @dataclass(frozen=True)
 class Unary(Elementwise):
@@ -106,24 +98,24 @@ class Unary(Elementwise):
 
     @property
     def vanishes(self) -> bool:  # type: ignore[override]
-        return self.fn in _VANISH
+        return UNARY[self.fn].vanishes
 
     def infer(self, *inputs: TensorType) -> TensorType:
         (x,) = inputs
         if self.fn == "not" and x.dtype != "bool":
             raise UserError(f"not: needs bool, found {x}")
-        if self.fn not in _WHOLE:
+        if not UNARY[self.fn].whole:
             need_fractions(self.fn, x)
-        return TensorType(x.shape, "bool" if self.fn in ("not", "is_finite") else x.dtype)
+        return TensorType(x.shape, "bool" if UNARY[self.fn].gives_bool else x.dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         return k.unary(self.fn, slices[0])
 
     def flops(self, *local: TensorType) -> float:
-        return local[0].shape.size * _COST.get(self.fn, 1)
+        return local[0].shape.size * UNARY[self.fn].flops
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        if self.fn in _NO_GRADIENT:
+        if UNARY[self.fn].flat:
             return (None,)
         ref = inputs[0] if _SLOPES[self.fn][0] == "x" else output
         return (dy.graph.apply(UnaryGrad(self.fn), dy, ref),)
@@ -153,7 +145,7 @@ class UnaryGrad(Elementwise):
         return _SLOPES[self.fn][1](k, slices[0], slices[1], at.outputs[0].dtype)
 
     def flops(self, *local: TensorType) -> float:
-        return local[0].shape.size * (1 + _COST.get(self.fn, 1))
+        return local[0].shape.size * (1 + UNARY[self.fn].flops)
 
     def distributes(self, constant: Sequence[bool]) -> bool:
         return constant[1] and not constant[0]
@@ -163,5 +155,5 @@ class UnaryGrad(Elementwise):
 
 
 def unary(fn: str, x: Tensor) -> Tensor:
-    """`fn` of every element (see ir.kernel.UNARY)."""
+    """`fn` of every element (see ir.array_functions.UNARY)."""
     return x.graph.apply(Unary(fn), x)

@@ -26,7 +26,7 @@ import numpy as np
 from mesh_tf_core.engines.pieces import Piece
 from mesh_tf_core.files import create
 from mesh_tf_core.ir.dtypes import check_dtype, itemsize
-from mesh_tf_core.kernels.numpy_kernel import np_dtype
+from mesh_tf_core.kernels.array_kernel import np_dtype
 
 SAFE = {
     "F64": "float64",

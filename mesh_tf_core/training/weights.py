@@ -29,7 +29,7 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.files import write_file
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.kernels.numpy_kernel import np_dtype
+from mesh_tf_core.kernels.array_kernel import np_dtype
 from mesh_tf_core.training import array_files, checkpoint
 
 Weights = Mapping[str, Any] | str | Path | Sequence[str | Path]

@@ -20,7 +20,7 @@ import mesh_tf_core as mtf
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.program import Collective, Loop, Program
-from mesh_tf_core.kernels.numpy_kernel import np_dtype
+from mesh_tf_core.kernels.array_kernel import np_dtype
 from mesh_tf_core.lower.verify import verify
 
 MESHES = {

@@ -18,7 +18,7 @@ import pytest
 import mesh_tf_core as mtf
 from mesh_tf_core import layers
 from mesh_tf_core.ir.initializers import Variable
-from mesh_tf_core.kernels.numpy_kernel import np_dtype
+from mesh_tf_core.kernels.array_kernel import np_dtype
 from mesh_tf_core.training import array_files
 from mesh_tf_core.training.weights import read_weights, write_weights
 

@@ -12,7 +12,7 @@ from scipy import special
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines import open_engine
-from mesh_tf_core.kernels.numpy_kernel import np_dtype
+from mesh_tf_core.kernels.array_kernel import np_dtype
 
 NAN, INF = np.nan, np.inf
 MESH = "x:2"

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from mesh_tf_core.kernels.numpy_kernel import NumpyKernel, np_dtype
+from mesh_tf_core.kernels.array_kernel import np_dtype
+from mesh_tf_core.kernels.numpy_kernel import NumpyKernel
 from mesh_tf_core.kernels.tf_kernel import TfKernel
 
 TOLERANCE = {"float32": 2e-5, "float64": 1e-12, "bfloat16": 0.05}

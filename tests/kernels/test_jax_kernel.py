@@ -14,9 +14,11 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.lockstep import LockstepEngine
-from mesh_tf_core.ir.kernel import BINARY, REDUCE, UNARY, Edge
+from mesh_tf_core.ir.array_functions import BINARY, REDUCE, UNARY
+from mesh_tf_core.ir.kernel import Edge
+from mesh_tf_core.kernels.array_kernel import np_dtype
 from mesh_tf_core.kernels.jax_kernel import JaxKernel
-from mesh_tf_core.kernels.numpy_kernel import NumpyKernel, np_dtype
+from mesh_tf_core.kernels.numpy_kernel import NumpyKernel
 from mesh_tf_core.ops.convgrid import correlated
 from mesh_tf_core.ops.windows import padded
 from tests.conformance.helper import Built, Sample, check_close, legal_layouts

@@ -36,7 +36,7 @@ from mesh_tf_core.engines.pieces import (
 )
 from mesh_tf_core.engines.stepping import OneByOne, Stepping, check_beside
 from mesh_tf_core.ir.program import Program, Stored, count_sent, text
-from mesh_tf_core.kernels.numpy_kernel import np_dtype
+from mesh_tf_core.kernels.array_kernel import np_dtype
 
 IN_FLIGHT = 2
 """Steps that an accelerator may have before it: one runs, and the next one waits for it. Those of CPU devices

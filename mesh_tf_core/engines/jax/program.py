@@ -36,8 +36,8 @@ from mesh_tf_core.ir.program import (
     Transfer,
     Value,
 )
+from mesh_tf_core.kernels.array_kernel import np_dtype
 from mesh_tf_core.kernels.jax_kernel import JaxKernel
-from mesh_tf_core.kernels.numpy_kernel import np_dtype
 
 Env = dict[int, Any]
 _WIDE = ("float64", "int64")
