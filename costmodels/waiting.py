@@ -17,7 +17,7 @@ from mesh_tf_core.ir.instructions import GRADIENT
 from mesh_tf_core.ir.outline import Outline
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ops.neighbours import ShiftAlong
-from mesh_tf_core.ops.ticks import ScheduleColumn
+from mesh_tf_core.ops.ticks import LayerNumbers, ScheduleColumn
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Waiting:
     Attributes:
       ticks: of a pass; a stage waits in `waits` of them.
       seconds: of the step, in which each stage waits.
+      places, empty: for layers, of all stages, and how many have none, as the stages do not divide them (0 of
+        0: they do). A stage works on these too.
     """
 
     dim: str
@@ -34,6 +36,8 @@ class Waiting:
     ticks: int
     waits: int
     seconds: float
+    places: int = 0
+    empty: int = 0
 
 
 def waiting(program: Program, cost: Cost) -> list[Waiting]:
@@ -43,6 +47,8 @@ def waiting(program: Program, cost: Cost) -> list[Waiting]:
         return []
     found: dict[str, Waiting] = {}
     schedules = {n.op.stage: n.op.schedule for n, _ in graph.walk() if isinstance(n.op, ScheduleColumn)}
+    ops = (n.op for n, _ in graph.walk() if isinstance(n.op, LayerNumbers))
+    lacking = {op.stage: (op.order.size(op.layers), op.order.size(op.layers) - op.layers) for op in ops}
     for dim, loops in _ticking(graph).items():
         both = any(len(phases) > 1 for phases in loops.values())
         passes = [graph.blocks[i].dim.size for i, phases in loops.items() if "forward" in phases]  # type: ignore[union-attr]
@@ -52,7 +58,8 @@ def waiting(program: Program, cost: Cost) -> list[Waiting]:
             times = graph.blocks[i].dim.size  # type: ignore[union-attr]
             seconds += sum(x.exposed * x.times for x in cost.lines if _stays(x, own, times))
         waits = ticks - schedules[dim].works
-        found[dim.name] = Waiting(dim.name, dim.size, ticks, waits, seconds * waits / ticks)
+        places, empty = lacking.get(dim, (0, 0))
+        found[dim.name] = Waiting(dim.name, dim.size, ticks, waits, seconds * waits / ticks, places, empty)
     return list(found.values())
 
 

@@ -250,6 +250,10 @@ class Evaluation:
                 f"{stages} {found.ticks} ticks for microbatches, {seconds_text(found.seconds)} or {share}; "
                 "more microbatches wait less"
             )
+            if found.empty:
+                said[-1] += (
+                    f"; {found.empty} of the {found.places} places for {found.dim} are empty and take as long"
+                )
         return tuple(said)
 
     @cached_property

@@ -93,7 +93,7 @@ def subproblems(
     dims = ",".join(dim for dim in allowed.pipeline if allowed.pins.get(dim) != ())
     if dims and not piped:
         raise UserError(
-            f"--pipeline {dims}: {_reasons(refused) or 'no axis divides these layers'}; "
+            f"--pipeline {dims}: {_reasons(refused) or 'no axis has as few devices as these are'}; "
             "leave it out, or choose another mesh"
         )
 

@@ -7,7 +7,7 @@ its own, where nothing is left to choose. Only asked for: a search then has many
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
@@ -71,7 +71,8 @@ class Stages(Split):
         dims = target.model.graph.dims()
         # A loop that reads nothing by its steps, as one that decodes, counts no layers.
         layers = (n for n in loop_dims(target.model.graph) if n in dims)
-        return {"pipeline": tuple(n for n in layers if len([*_possible(target, n, dims[n])]) > 1)}
+        ways = {n: [*_ways_to_split(target.model, target.mesh, n, set(), "mesh")] for n in layers}
+        return {"pipeline": tuple(n for n, found in ways.items() if len(found) > 1)}
 
     @classmethod
     def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:
@@ -112,11 +113,11 @@ def ways(model: Model, mesh: Mesh, allowed: Space) -> Iterator[Space]:
     for dim in allowed.pipeline:
         _check(model, dim)
         banned, pin = {*allowed.forbid.get(dim, ()), *allowed.apart}, allowed.pins.get(dim)
-        found = [*split_options(mesh, model.graph.dims()[dim], banned, allowed.orders)]
+        found = [*_ways_to_split(model, mesh, dim, banned, allowed.orders)]
         if pin is not None and set(pin) not in map(set, found):
             known = ", ".join("+".join(axes) for axes in found if axes) or "none"
             raise UserError(
-                f"--pin {dim}:{'+'.join(pin)}: these do not divide its layers; axes that do: {known}"
+                f"--pin {dim}:{'+'.join(pin)}: these are no stages of its layers; axes that can be: {known}"
             )
         options.append([axes for axes in found if axes] if pin is None else [pin] * bool(pin))
         options[-1] += [()] * (not pin)
@@ -151,12 +152,12 @@ def runs_again(
         yield frozenset({TICK})
 
 
-def _possible(target: Target, dim: str, sizes: Set[int]) -> Iterator[Axes]:
-    """The axes that some layers can lie over as stages."""
-    for axes in split_options(target.mesh, sizes, set(), "mesh"):
+def _ways_to_split(model: Model, mesh: Mesh, dim: str, banned: set[str], orders: str) -> Iterator[Axes]:
+    """The axes that some layers can lie over as stages, which need not divide them; `()` first."""
+    for axes in split_options(mesh, set(), banned, orders):
         with suppress(UserError):
             if axes:
-                check_stages(target.model.graph, dim, target.mesh.group_size(axes))
+                check_stages(model.graph, dim, mesh.group_size(axes))
             yield axes
 
 

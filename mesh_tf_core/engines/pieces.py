@@ -107,8 +107,7 @@ def runs(stored: Stored, begin: Begin, extent: Sequence[int]) -> list[Run]:
     """What a stored piece has of the variable, in the order in which it lies. Padding is in none."""
     order, padded, sizes = stored.variable.order, stored.padded, tuple(extent)
     if order is not None:
-        found = order.runs(stored.variable.shape.sizes[0], begin[0], sizes[0])
-        at, parts = 0, [(first, count, n * count) for n, (first, count) in enumerate(found)]
+        at, parts = 0, [*order.runs(stored.variable.shape.sizes[0], begin[0], sizes[0])]
     elif padded is not None:
         at = stored.variable.shape.index(padded.name)
         parts = _counting(padded, begin[at], sizes[at])

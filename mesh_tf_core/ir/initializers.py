@@ -13,7 +13,7 @@ import numpy as np
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.arrays import FixedArray, check_numbers, numbers
-from mesh_tf_core.ir.dims import Shape
+from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import TensorType, itemsize
 from mesh_tf_core.ir.stored_order import Interleaved
 
@@ -217,3 +217,11 @@ class Variable:
     @property
     def type(self) -> TensorType:
         return TensorType(self.shape, self.dtype)
+
+    @property
+    def lying(self) -> TensorType:
+        """The type that it has in graphs: with the layers that stages lack (see `stored_order`)."""
+        if self.order is None:
+            return self.type
+        layers = self.shape.dims[0]
+        return TensorType(self.shape.resized(Dim(layers.name, self.order.size(layers.size))), self.dtype)

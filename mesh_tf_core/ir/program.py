@@ -97,7 +97,8 @@ class Stored:
     @property
     def value(self) -> Value:
         """The same as a value, of no program."""
-        shape = self.variable.shape if self.padded is None else self.variable.shape.resized(self.padded)
+        shape = self.variable.lying.shape
+        shape = shape if self.padded is None else shape.resized(self.padded)
         return Value(-1, shape, self.variable.dtype, self.splits, host=self.host)
 
 

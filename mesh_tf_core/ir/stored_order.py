@@ -1,36 +1,61 @@
-"""The order in which the elements of a variable lie between steps, where that is not the model's.
+"""The order in which the layers of a variable lie between steps, where that is not the model's.
 
-With circular schedules of pipelines (`ops.ticks`), a stage has several chunks of layers that do not lie next
-to each other. So that its device holds these and no others, layers lie stage after stage, and of each chunk
-after chunk. Only devices know of this order: what is read, written, saved and begun with is in the model's.
+A stage of a pipeline (`ir.schedules`) with several virtual stages has layers that do not lie next to each
+other. So that its device holds these and no others, layers lie stage after stage, and in each virtual stage
+after virtual stage. Where some of these have a layer less, they are padded with zeros. Only devices know of
+this order: what is read, written, saved and begun with is in the model's.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+import numpy as np
+
+PADDING = -1
 
 
 @dataclass(frozen=True)
 class Interleaved:
-    """The order of the first dimension, of P stages with R chunks of K elements each: chunk r of stage p is
-    number r P + p of the model's."""
+    """The order of the first dimension, of P stages with R virtual stages each: virtual stage r of stage p is
+    number r P + p of the model's. Those that lack a layer are at both ends, where embedding and head are work
+    of their own."""
 
     stages: int
     rounds: int
 
-    def runs(self, size: int, begin: int, count: int) -> Iterator[tuple[int, int]]:
-        """What lies from one element on: equal runs of what the model has next to each other, each as
-        (where it has them, how many).
+    def size(self, layers: int) -> int:
+        """How many places these layers take."""
+        parts = self.stages * self.rounds
+        return -(-layers // parts) * parts
+
+    def moves(self, layers: int) -> bool:
+        """Whether layers lie otherwise than the model has them."""
+        return self.rounds > 1 or self.size(layers) != layers
+
+    def numbers(self, layers: int) -> np.ndarray:
+        """[stage, place]: the model's number of the layer that lies there; PADDING where none does."""
+        parts, lie = self.stages * self.rounds, self.size(layers)
+        both = np.stack([np.arange(parts)[::-1], np.arange(parts)], axis=1).reshape(-1)
+        counts = np.full(parts, lie // parts)
+        counts[both[: lie - layers]] -= 1
+        begins = np.cumsum(counts) - counts
+        inside = np.arange(lie // parts)
+        found = np.where(inside < counts[:, None], begins[:, None] + inside, PADDING)
+        return found.reshape(self.rounds, self.stages, -1).transpose(1, 0, 2).reshape(self.stages, -1)
+
+    def runs(self, layers: int, begin: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """What of the model lies from one place on, in runs of layers that it has next to each other.
 
         Args:
-          size: of the dimension.
-          begin, count: of a piece of it; begin is a multiple of count.
+          begin, count: of the places.
+
+        Returns:
+          For each run: its first layer, how many these are, and how far behind `begin` they lie.
         """
-        chunk = size // (self.stages * self.rounds)
-        run = math.gcd(chunk, count)
-        for at in range(begin, begin + count, run):
-            stage, inside = divmod(at, chunk * self.rounds)
-            number, element = divmod(inside, chunk)
-            yield (number * self.stages + stage) * chunk + element, run
+        numbers = self.numbers(layers).reshape(-1)[begin : begin + count]
+        breaks = np.flatnonzero((np.diff(numbers) != 1) | (numbers[:-1] == PADDING)) + 1
+        for places in np.split(np.arange(count), breaks):
+            if numbers[places[0]] != PADDING:
+                yield int(numbers[places[0]]), len(places), int(places[0])

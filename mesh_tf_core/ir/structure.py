@@ -37,7 +37,7 @@ class Read(Connection, abstract=True):
     variable: Variable
 
     def infer(self, *inputs: TensorType) -> TensorType:
-        return self.variable.type
+        return self.variable.lying
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ class Lowering(Placing):
     def stored_as(self, variable: Variable) -> Stored:
         """How a variable lies between steps."""
         row = self.oracle.stored(variable)
-        type, splits = self.held(row, variable.type, f"variable {variable.name!r}")
+        type, splits = self.held(row, variable.lying, f"variable {variable.name!r}")
         stored = Stored(variable, splits, row.host, type.shape.padded)
         self.stored[variable.name] = stored
         return stored

@@ -17,6 +17,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.schedules import IDLE, Schedule, Slot
+from mesh_tf_core.ir.stored_order import Interleaved
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.kinds import Move, Source
@@ -70,10 +71,7 @@ class ScheduleColumn(Source):
             numbers = self.schedule.places[rows, :, self.slot]
         else:
             numbers = self.schedule.table[rows, :, self.slot, int(self.column == CHUNK)]
-        x = k.array(np.ascontiguousarray(numbers), "int32")
-        if self.stage.name not in at.split:
-            return x
-        return k.slice(x, [0, at.offset(self.stage.name)], at.outputs[0].shape.sizes)
+        return _of_stages(k, at, numbers, self.stage)
 
 
 @dataclass(frozen=True)
@@ -95,6 +93,38 @@ class Passing(Source):
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         return k.array(self.schedule.passing(self.slot, self.end)[self.begin :][: self.tick.size], "int32")
+
+
+@dataclass(frozen=True)
+class LayerNumbers(Source):
+    """The model's numbers of the layers that stages have, as [stage, place]; PADDING where one lacks a layer.
+
+    Attributes:
+      layers: how many the model has.
+      stage, place: dimensions of the result.
+    """
+
+    order: Interleaved
+    layers: int
+    stage: Dim
+    place: Dim
+
+    def roles(self, *inputs: TensorType) -> Roles:
+        return Roles(parallel=(self.stage.name,), whole={self.place.name: "a stage has all of its layers"})
+
+    def infer(self, *inputs: TensorType) -> TensorType:
+        return TensorType(Shape([self.stage, self.place]), "int32")
+
+    def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
+        return _of_stages(k, at, self.order.numbers(self.layers), self.stage)
+
+
+def _of_stages(k: Kernel, at: At, numbers: np.ndarray, stage: Dim) -> Any:
+    """A table as an array, of the stages that a device has."""
+    x, shape = k.array(np.ascontiguousarray(numbers), "int32"), at.outputs[0].shape
+    if stage.name not in at.split:
+        return x
+    return k.slice(x, [at.offset(d.name) if d.name == stage.name else 0 for d in shape], shape.sizes)
 
 
 def _forward(schedule: Schedule, end: bool) -> np.ndarray:

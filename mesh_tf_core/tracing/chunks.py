@@ -12,14 +12,17 @@ from mesh_tf_core.ir.blocks import MICROBATCH, Block, Node
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.schedules import Schedule, rounds_of
-from mesh_tf_core.ir.stored_order import Interleaved
+from mesh_tf_core.ir.stored_order import PADDING, Interleaved
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ops.binary import where
+from mesh_tf_core.ops.math import maximum
 from mesh_tf_core.tracing.copying import Copy
 from mesh_tf_core.tracing.gradients import depends_on
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.microbatch import Accumulation
 from mesh_tf_core.tracing.pipeline import check_stages
 from mesh_tf_core.tracing.rounds import layers_of_stage, lying, reordered
+from mesh_tf_core.tracing.table_rows import layer_numbers
 
 IN_FLIGHT = "in_flight"
 """Name of the dimension that counts the microbatches between the two slots of a stage."""
@@ -33,12 +36,14 @@ class Place:
       stage, chunk: numbers of the stage, and of its chunk if it has several.
       begins: the first of all layers.
       first: the first of the stage's, if it has several chunks.
+      numbers: the model's numbers of the stage's layers, if some stage lacks one.
     """
 
     stage: Tensor
     chunk: Tensor | None
     begins: Tensor
     first: Tensor | None
+    numbers: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,8 @@ class ChunkCopy(Accumulation):
 
     Attributes:
       layers, stage, own, chunk: dimensions of all layers (its name), of the stages, of the layers of a stage,
-        and of one of its chunks.
+        and of one of its chunks; `all`: as the model has them, `lie`: with those that stages lack.
+      there: in a loop over layers, whether the stage has this one.
       again: what is copied is forward work that runs for backward.
       links: the layers keep what backward reads, as other loops always do.
       keeps: tensors of the layers' body that are stacked where they run forward, `held`: the stacks of these;
@@ -86,8 +92,10 @@ class ChunkCopy(Accumulation):
         super().__init__(graph, batch, parts)
         self.schedule = Schedule.named(schedule, stages, parts)
         (size,) = graph.dims()[dim]
-        self.layers, self.stage = dim, Dim(dim, stages)
-        self.own = Dim(layers_of_stage(dim), size // stages)
+        self.layers, self.stage, self.all = dim, Dim(dim, stages), Dim(dim, size)
+        self.order = Interleaved(stages, rounds)
+        self.lie = Dim(dim, self.order.size(size))
+        self.own = Dim(layers_of_stage(dim), self.lie.size // stages)
         self.chunk = Dim(self.own.name, self.own.size // rounds)
         for name in (MICROBATCH, IN_FLIGHT):
             self.new.unsplit[name] = "microbatches go through the stages of a pipeline one after the other"
@@ -102,8 +110,8 @@ class ChunkCopy(Accumulation):
         self.place: Place | None = None
         trained = [v for v in graph.variables.values() if v.trainable]
         self.trained = depends_on(graph, [graph.read(v).id for v in trained])
-        self.order = Interleaved(stages, rounds)
-        found = lying(graph, self.kept, {dim: stages}, rounds) if rounds > 1 else {}
+        self.moves = self.order.moves(size)
+        found = lying(graph, self.kept, {dim: stages}, rounds)
         self.lying = {graph.producer[i].op.variable.name: read for i, (_, read) in found.items()}  # type: ignore[attr-defined]
         for name in self.lying:
             self.new.variables[name] = replace(graph.variables[name], order=self.order)
@@ -119,29 +127,28 @@ class ChunkCopy(Accumulation):
     def _read(self, variable: Variable, tensor: int) -> Tensor:
         x = super()._read(self.new.variables[variable.name], tensor)
         self.raw.update({tensor: x} if variable.name in self.lying else {})
-        return reordered(x, self.order, lies=True) if self.lying.get(variable.name) else x
+        return reordered(x, self.order, self.all, lies=True) if self.lying.get(variable.name) else x
 
     def _of_variable(self, variable: Variable, tensor: int) -> Tensor:
         if variable.name not in self.lying:
             return self._whole(tensor)
         if tensor in self.lies:
             return self.lies[tensor]
-        return reordered(self._whole(tensor), self.order, lies=False)
+        return reordered(self._whole(tensor), self.order, self.all, lies=False)
 
     def stack(self, tensor: int) -> Tensor:
         """What layers read by parts, as variables lie."""
-        if self.schedule.rounds == 1:
+        if not self.moves:
             return self._whole(tensor)
         if tensor not in self.raw:
             whole = self._whole(tensor)
             with self.new.at_root():
-                self.raw[tensor] = reordered(whole, self.order, lies=False)
+                self.raw[tensor] = reordered(whole, self.order, self.all, lies=False)
         return self.raw[tensor]
 
     def add_up(self, sums: Mapping[int, Tensor]) -> None:
         """Notes sums over the whole batch."""
-        several = self.schedule.rounds > 1
-        self.lies.update({o: x for o, x in sums.items() if several and o in self.stacks})
+        self.lies.update({o: x for o, x in sums.items() if self.moves and o in self.stacks})
         self.outside.update({o: x for o, x in sums.items() if o not in self.lies})
 
     def _whole(self, old: int) -> Tensor:
@@ -150,7 +157,7 @@ class ChunkCopy(Accumulation):
         try:
             if old in self.lies and old not in self.outside:
                 with self.new.at_root():
-                    self.outside[old] = reordered(self.lies[old], self.order, lies=True)
+                    self.outside[old] = reordered(self.lies[old], self.order, self.all, lies=True)
             return super()._whole(old)
         finally:
             self.smaller, self.place, self.again = around
@@ -158,12 +165,13 @@ class ChunkCopy(Accumulation):
     # -- what has a stage's, or a chunk's --------------------------------------------------------------------
 
     @contextmanager
-    def chunk_of(self, stage: Tensor, chunk: Tensor | None) -> Iterator[None]:
+    def chunk_of(self, stages: Block, stage: Tensor, chunk: Tensor | None) -> Iterator[None]:
         """What is copied inside is of one stage, and of one of its chunks if it has several."""
-        size, stages = self.chunk.size, self.schedule.stages
-        of_all = stage if chunk is None else chunk * stages + stage
+        size = self.chunk.size
+        of_all = stage if chunk is None else chunk * self.schedule.stages + stage
         first = None if chunk is None else chunk * size
-        self.smaller, self.place = self.of_chunk, Place(stage, chunk, of_all * size, first)
+        numbers = layer_numbers(self.new, self.order, self.all, stages, self.own)
+        self.smaller, self.place = self.of_chunk, Place(stage, chunk, of_all * size, first, numbers)
         try:
             yield
         finally:
@@ -191,6 +199,22 @@ class ChunkCopy(Accumulation):
         found = super()._outer(tensor, block, dtype)
         self.smaller = self.of_chunk
         return found
+
+    def _begun(self, body: Block, block: Block) -> None:
+        if self.place is None or self.place.numbers is None or block.dim != self.chunk:
+            return
+        self.there = self.new.slice_into(block, self.place.numbers) > PADDING
+        if body.forward is not None:
+            # No gradient comes of a layer that a stage lacks.
+            self.tensors.update((i, where(self.there, self.tensors[i], 0)) for i in body.carry_in)
+
+    def _ends(self, node: Node, body: Block) -> list[Tensor]:
+        found, block = super()._ends(node, body), self.new.block
+        if self.place is None or self.place.numbers is None or block.dim != self.chunk:
+            return found
+        # A layer that a stage lacks hands on what it got.
+        got = (self.new.tensors[i] for i in block.carry_in)
+        return [where(self.there, x, h) for x, h in zip(found, got, strict=True)]
 
     def _body(self, node: Node, body: Block, block: Block) -> None:
         super()._body(node, body, block)
@@ -221,7 +245,7 @@ class ChunkCopy(Accumulation):
             super()._parts(body, block)
             return
         (again, forward), stacks = self.second, {o: i for i, o in self.second[1].saved.items()}
-        block.sliced = [
+        block.sliced += [
             (self.tensors[o].id, self._inner(block, i).id) for o, i in body.sliced if o not in stacks
         ]
         self.tensors.update((i, self.new.slice_into(block, self.held[i])) for i in again.kept)
@@ -238,4 +262,8 @@ class ChunkCopy(Accumulation):
 
     def _number(self, block: Block) -> Tensor:
         found = super()._number(block)
-        return self.place.begins + found if self.place is not None and block.dim == self.chunk else found
+        if self.place is None or block.dim != self.chunk:
+            return found
+        if self.place.numbers is None:
+            return self.place.begins + found
+        return maximum(self.new.slice_into(block, self.place.numbers), 0)

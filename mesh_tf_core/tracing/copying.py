@@ -134,11 +134,15 @@ class Copy:
 
     def _parts(self, body: Block, block: Block) -> None:
         """What an iteration has of stacks."""
-        block.sliced = [(self.tensors[o].id, self._inner(block, i).id) for o, i in body.sliced]
+        block.sliced += [(self.tensors[o].id, self._inner(block, i).id) for o, i in body.sliced]
+
+    def _begun(self, body: Block, block: Block) -> None:
+        """What is to be done with the state of a copied loop before its nodes are copied."""
 
     def _body(self, node: Node, body: Block, block: Block) -> None:
         """The state and the nodes of a loop's body, in the copy's block."""
         block.carry_in = tuple(self._inner(block, i).id for i in body.carry_in)
+        self._begun(body, block)
         block.runs, block.first = (None if i is None else self.tensors[i].id for i in (body.runs, body.first))
         made: dict[int, list[Node]] = {}
         for inner in body.nodes:

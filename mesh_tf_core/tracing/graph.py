@@ -258,7 +258,7 @@ class Graph(Residuals):
                 "run; return the value from it"
             )
         shape = Shape([*(b.dim for b in self._loops if b.dim), *value.shape])
-        if TensorType(shape, value.dtype) != variable.type:
+        if TensorType(shape, value.dtype) != variable.lying:
             raise UserError(
                 f"assign to variable {variable.name!r} of {variable.dtype}[{variable.shape}]: "
                 f"found {value.type}"
@@ -357,8 +357,8 @@ class Graph(Residuals):
         for variable, value, scope in self._assigned:
             with self.phase(self._phase, scope):
                 # Blocks of one iteration have a dimension that the variable lacks.
-                same = value.shape == variable.shape
-                whole = value if same else self.apply(Reshape(variable.shape), value)
+                same = value.shape == variable.lying.shape
+                whole = value if same else self.apply(Reshape(variable.lying.shape), value)
                 self._append(Assign(variable), [whole], [], None)
         self._assigned.clear()
 

@@ -33,14 +33,14 @@ from mesh_tf_core.ir.blocks import MICROBATCH, Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.schedules import CIRCULAR, GPIPE, Schedule, Slot
-from mesh_tf_core.ir.stored_order import Interleaved
+from mesh_tf_core.ir.stored_order import PADDING, Interleaved
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import scale, stop_gradient
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.dynamic import dynamic_slice
 from mesh_tf_core.ops.einsum import broadcast
-from mesh_tf_core.ops.math import logical_and
+from mesh_tf_core.ops.math import logical_and, maximum
 from mesh_tf_core.ops.neighbours import shift
 from mesh_tf_core.ops.reduce import reduce_sum
 from mesh_tf_core.ops.shape import reshape, slice_dim, transpose
@@ -50,7 +50,7 @@ from mesh_tf_core.tracing.gradients import depends_on
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.rounds import layers_of_stage, lying, reordered
 from mesh_tf_core.tracing.standing import Kind, Standings, outer_reads
-from mesh_tf_core.tracing.table_rows import TableRows
+from mesh_tf_core.tracing.table_rows import TableRows, layer_numbers
 
 
 def pipelined(
@@ -93,21 +93,14 @@ def _loop_dims(graph: Graph) -> dict[str, list[Node]]:
 
 
 def check_stages(graph: Graph, dim: str, count: int, rounds: int = 1) -> None:
-    """UserError if the loops over a dimension cannot be so many stages, of as many chunks as rounds."""
+    """UserError if the loops over a dimension cannot be so many stages, of as many virtual ones as rounds."""
     for node in loop_dims(graph)[dim]:
         size = node.body.dim.size if node.body and node.body.dim else 0
-        if not size % count and size // count % rounds:
-            own = size // count
-            known = ", ".join(str(n) for n in range(2, own + 1) if own % n == 0)
-            todo = f"choose one of {known}" if known else "take fewer stages, or a schedule without rounds"
+        if count * rounds > size:
+            times = f" times {rounds} rounds" if rounds > 1 else ""
             raise UserError(
-                f"pipeline over {dim!r}: {rounds} rounds do not divide the {own} layer{'s'[: own - 1]} of "
-                f"each of its {count} stages; {todo}"
-            )
-        if size % count:
-            raise UserError(
-                f"pipeline over {dim!r}: {count} stages do not divide its {size} layers; "
-                f"choose one of {', '.join(str(n) for n in range(2, size + 1) if size % n == 0)}"
+                f"pipeline over {dim!r}: {count} stages{times} are more than its {size} layers; take fewer "
+                f"stages{' or rounds' * (rounds > 1)}"
             )
         if node not in graph.nodes:
             raise UserError(f"pipeline over {dim!r}: this loop is inside of another; split the outer one")
@@ -140,7 +133,7 @@ class _Pipelines(PartCopy):
             check_stages(graph, dim, count, rounds)
         self.raw: dict[int, Tensor] = {}
         forward = (n for n in graph.nodes if n.phase == "forward")
-        self.lying = lying(graph, forward, stages, rounds) if rounds > 1 else {}
+        self.lying = lying(graph, forward, stages, rounds)
         for tensor, (order, _) in self.lying.items():
             variable = graph.producer[tensor].op.variable  # type: ignore[attr-defined]
             self.new.variables[variable.name] = replace(variable, order=order)
@@ -167,14 +160,17 @@ class _Pipelines(PartCopy):
             x = self.new.read(self.new.variables[op.variable.name])
             self.raw[node.outputs[0]] = x
             order, elsewhere = self.lying.get(node.outputs[0], (None, False))
-            self.tensors[node.outputs[0]] = reordered(x, order, lies=True) if order and elsewhere else x
+            dims = op.variable.shape.dims
+            x = reordered(x, order, dims[0], lies=True) if order and elsewhere else x
+            self.tensors[node.outputs[0]] = x
         elif isinstance(op, Feed):
             self.tensors[node.outputs[0]] = self.new.input(op.feed, op.type.shape.dims, op.type.dtype)
         elif isinstance(op, Assign):
             variable = self.new.variables[op.variable.name]
             with self.new.phase(node.phase, node.scope):
                 x = self.tensors[node.inputs[0]]
-                x = x if variable.order is None else reordered(x, variable.order, lies=False)
+                if variable.order is not None:
+                    x = reordered(x, variable.order, variable.shape.dims[0], lies=False)
                 self.new.assign(variable, x)
         else:
             super()._node(node)
@@ -198,9 +194,10 @@ class _Pipeline:
         kind = CIRCULAR if copy.rounds > 1 else GPIPE
         self.schedule = Schedule(kind, copy.stages[layers.name], copy.parts, copy.rounds)
         self.stage = Dim(layers.name, self.schedule.stages)
-        self.own = Dim(layers_of_stage(layers.name), layers.size // self.schedule.stages)
-        self.chunk = Dim(self.own.name, self.own.size // self.schedule.rounds)
         self.order = Interleaved(self.schedule.stages, self.schedule.rounds)
+        self.lie = Dim(layers.name, self.order.size(layers.size))
+        self.own = Dim(layers_of_stage(layers.name), self.lie.size // self.schedule.stages)
+        self.chunk = Dim(self.own.name, self.own.size // self.schedule.rounds)
         read = outer_reads(self.old, node)
         self.rows = {i for i in (*read, *node.inputs) if self._batch(i)}
         copy.standings = self.standings = Standings(self.old, copy.names, [node], self.rows)
@@ -318,7 +315,7 @@ class _Pipeline:
                 left = [self._at(last, x) for x in ends[: len(states)]]
                 done = [new.sum_output(stages, x) for x in left]
                 parts = [self._at(work.works, x) for x in stacked]
-                terms = [new.stack_output(stages, x, self.layers) for x in parts]
+                terms = [new.stack_output(stages, x, self.lie) for x in parts]
             new.close_loop(stages, [])
             ticks.carry_in = tuple(x.id for x in held)
             round_and_round = schedule.rounds > 1
@@ -331,7 +328,8 @@ class _Pipeline:
         for (inner, old), x in zip(self.body.stacked, sums, strict=True):
             same = self.standings.of(inner).kind is Kind.SAME
             made[old] = scale(x, 1 / self.copy.parts) if same else x
-            made[old] = reordered(made[old], self.order, lies=True) if round_and_round else made[old]
+            if self.order.moves(self.layers.size):
+                made[old] = reordered(made[old], self.order, self.layers, lies=True)
         return made
 
     def _at(self, condition: Tensor, x: Tensor) -> Tensor:
@@ -364,6 +362,7 @@ class _Pipeline:
         """The layers of a stage, or of its chunk whose turn it is: their last states, and what they stack."""
         copy, new, body = self.copy, self.new, self.body
         outer = {o: new.slice_into(stages, stacks[o], self.own) for o, _ in body.sliced}
+        numbers = layer_numbers(new, self.order, self.layers, stages, self.own)
         first = None if turn is None else turn * self.chunk.size
         begins = stage * self.own.size
         if turn is not None:
@@ -371,20 +370,26 @@ class _Pipeline:
         with new.loop(self.chunk) as block:
             assert block.index is not None and body.index is not None
             copy.blocks[body.id] = block
-            number = new.tensors[block.index]
-            copy.tensors[body.index] = begins + number
+            layer = None if numbers is None else new.slice_into(block, numbers)
+            number = begins + new.tensors[block.index]
+            copy.tensors[body.index] = number if layer is None else maximum(layer, 0)
             for o, inner in body.sliced:
                 copy.tensors[inner] = new.slice_into(block, outer[o])
             copy._body(self.node, body, block)
             block.first = None if first is None else first.id
+            if layer is not None:
+                # A layer that a stage lacks hands on what it got.
+                pairs = zip(block.carry_out, block.carry_in, strict=True)
+                ends = (where(layer > PADDING, new.tensors[x], new.tensors[h]) for x, h in pairs)
+                block.carry_out = tuple(x.id for x in ends)
             whole = None if first is None else self.own
             stacked = [new.stack_output(block, copy.tensors[i], whole) for i, _ in body.stacked]
         return new.close_loop(block, init), stacked
 
     def _stack(self, outer: int) -> Tensor:
         """What layers read by parts, as variables lie."""
-        if self.schedule.rounds == 1:
+        if not self.order.moves(self.layers.size):
             return self.copy.tensors[outer]
         if outer in self.copy.lying:
             return self.copy.raw[outer]
-        return reordered(self.copy.tensors[outer], self.order, lies=False)
+        return reordered(self.copy.tensors[outer], self.order, self.layers, lies=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.stored_order import Interleaved
@@ -34,7 +35,7 @@ def lying(
     graph: Graph, nodes: Iterable[Node], stages: Mapping[str, int], rounds: int
 ) -> dict[int, tuple[Interleaved, bool]]:
     """Values of variables that loops read by parts which become stages -> the order in which they are to lie,
-    and whether any other of the nodes reads them.
+    if that is not the model's, and whether any other of the nodes reads them.
 
     Args:
       stages: dimension of loops -> number of stages.
@@ -48,16 +49,34 @@ def lying(
         read.update(node.inputs, body.carry_out, *(outer_reads(graph, n) for n in body.nodes))
         read.update(i for i, _ in (*body.stacked, *body.summed))
         order = Interleaved(stages[body.dim.name], rounds)
+        if not order.moves(body.dim.size):
+            read.update(i for i, _ in body.sliced)
+            continue
         makers = ((outer, graph.producer.get(outer)) for outer, _ in body.sliced)
         found.update((i, order) for i, maker in makers if maker is not None and isinstance(maker.op, Read))
     return {i: (order, i in read) for i, order in found.items()}
 
 
-def reordered(x: Tensor, order: Interleaved, *, lies: bool) -> Tensor:
-    """x, whose first dimension counts layers, in the other order; `lies`: x is as variables lie."""
-    layers, rest = x.shape.dims[0], x.shape.dims[1:]
-    rounds, stages = Dim(f"{layers.name}_rounds", order.rounds), Dim(layers.name, order.stages)
-    chunk = Dim(layers_of_stage(layers.name), layers.size // (order.rounds * order.stages))
+def reordered(x: Tensor, order: Interleaved, layers: Dim, *, lies: bool) -> Tensor:
+    """x, whose first dimension counts layers, in the other order.
+
+    Args:
+      layers: the dimension as the model has it.
+      lies: x is as variables lie.
+
+    Raises:
+      UserError: not all virtual stages have as many layers: nothing but they can read what counts these.
+    """
+    name, rest, parts = layers.name, x.shape.dims[1:], order.stages * order.rounds
+    if order.size(layers.size) != layers.size:
+        known = ", ".join(str(n) for n in range(2, layers.size + 1) if layers.size % n == 0)
+        raise UserError(
+            f"pipeline over {name!r}: {parts} {'virtual ' * (order.rounds > 1)}stages do not divide its "
+            f"{layers.size} layers, and something beside them reads one by one what they have or stack; "
+            f"choose one of {known}"
+        )
+    rounds, stages = Dim(f"{name}_rounds", order.rounds), Dim(name, order.stages)
+    chunk = Dim(layers_of_stage(name), layers.size // parts)
     graph_of(x).unsplit[rounds.name] = "a device has all chunks of a stage's layers"
     have, want = ((stages, rounds), (rounds, stages)) if lies else ((rounds, stages), (stages, rounds))
     apart = reshape(x, [*have, chunk, *rest])

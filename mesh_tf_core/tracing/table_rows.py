@@ -10,9 +10,10 @@ import numpy as np
 from mesh_tf_core.ir.blocks import MICROBATCH, TICK, Block
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.schedules import IDLE, Schedule, Slot
+from mesh_tf_core.ir.stored_order import Interleaved
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.math import maximum
-from mesh_tf_core.ops.ticks import CHUNK, PLACE, Passing, ScheduleColumn
+from mesh_tf_core.ops.ticks import CHUNK, PLACE, LayerNumbers, Passing, ScheduleColumn
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -85,3 +86,17 @@ class TableRows:
             column = self.new.apply(Passing(self.schedule, slot, end, self.dim, self.ticks.start))
         found = self.schedule.passing(slot, end)[self.ticks.start : self.ticks.stop]
         return self._part(column), Fraction(int(np.count_nonzero(found != IDLE)), len(self.ticks))
+
+
+def layer_numbers(new: Graph, order: Interleaved, layers: Dim, stages: Block, own: Dim) -> Tensor | None:
+    """The model's numbers of the layers of the stage that is being built, PADDING where it lacks one; None if
+    none does.
+
+    Args:
+      layers: the model's; `own`: those of a stage.
+    """
+    if order.size(layers.size) == layers.size:
+        return None
+    with new.at_root():
+        numbers = new.apply(LayerNumbers(order, layers.size, Dim(layers.name, order.stages), own))
+    return new.slice_into(stages, numbers)

@@ -87,11 +87,11 @@ class Turns(Slots):
             copy._node(node)
 
     def _layers(
-        self, node: Node, stage: Tensor, chunk: Tensor | None, init: Sequence[Tensor]
+        self, node: Node, stages: Block, stage: Tensor, chunk: Tensor | None, init: Sequence[Tensor]
     ) -> list[Tensor]:
         """The layers of a stage, or of one of its chunks; their last states."""
         copy = self.copy
-        with self.new.phase(copy._phase(node), node.scope, node.name), copy.chunk_of(stage, chunk):
+        with self.new.phase(copy._phase(node), node.scope, node.name), copy.chunk_of(stages, stage, chunk):
             copy._looped(node, self._body(node), init)
         return [copy.tensors[o] for o in node.outputs[: len(init)]]
 
@@ -112,7 +112,7 @@ class Turns(Slots):
             for o in (o for _, o in pairs if o in self.sums):
                 x = self.copy._delivered(o, o)
                 x = where(works, x, 0) if node is self.forward else x
-                stack = self.new.stack_output(stages, x, self.layers) if stacks else None
+                stack = self.new.stack_output(stages, x, self.copy.lie) if stacks else None
                 found[o] = self.new.sum_output(stages, x) if stack is None else stack
         return found
 
@@ -169,7 +169,7 @@ class Turns(Slots):
             held = [known[i] for i in self.held]
             kept = [dynamic_update(r, x, place, IN_FLIGHT) for r, x in zip(into, held, strict=False)]
             self._enter(stages, number, known, (self.forward,))
-            ends = self._layers(self.forward, stage, chunk, got[: len(self.states)])
+            ends = self._layers(self.forward, stages, stage, chunk, got[: len(self.states)])
             pairs = zip(into[len(held) :], self.keeps, strict=True)
             kept += [dynamic_update(r, self.copy.held[i], place, IN_FLIGHT) for r, i in pairs]
             handed = [new.stack_output(stages, x) for x in (*ends, *got[len(self.states) :])]
@@ -204,14 +204,14 @@ class Turns(Slots):
                     copy.tensors[i] = where(works, x, 0)
             if self.stage_again:
                 with copy.running_again():
-                    self._layers(self.forward, stage, chunk, [known[i] for i in self.states])
+                    self._layers(self.forward, stages, stage, chunk, [known[i] for i in self.states])
             else:
                 self._kept(dict(zip(self.keeps, got[len(self.held) :], strict=True)))
             come = [new.slice_into(stages, h) for h in held]
             seeds = come[: len(self.seeds)]
             if entering:
                 seeds = [where(begins, x, h) for x, h in zip(entering, seeds, strict=True)]
-            ends = self._layers(self.backward, stage, chunk, [where(works, x, 0) for x in seeds])
+            ends = self._layers(self.backward, stages, stage, chunk, [where(works, x, 0) for x in seeds])
             copy.second = None
             beside = zip(self.rows, come[len(self.seeds) :], strict=True)
             ends += [copy.tensors[o] + where(begins, 0, h) for o, h in beside]

@@ -41,11 +41,14 @@ def test_a_plan_with_stages(
     ("words", "said"),
     [
         (("--pipeline", "layer"), "--pipeline layer: no loop counts it; did you mean 'layers'?"),
-        (("--pipeline", "layers", "--mesh", "pipe:3"), "--pipeline layers: no axis divides these layers"),
+        (("--pipeline", "layers", "--mesh", "pipe:8"), "--pipeline layers: no axis has as few devices as these are"),
         (("--pin", "layers:pipe"), "add --pipeline layers"),
         (("--pipeline", "layers", "--schedule", "1f1n"), "did you mean '1f1b'?"),
         (("--pipeline", "layers", "--schedule", "circular"), "as circular:2"),
-        (("--pipeline", "layers", "--schedule", "circular:3"), "3 rounds do not divide the 2 layers of each"),
+        (
+            ("--pipeline", "layers", "--schedule", "circular:3"),
+            "2 stages times 3 rounds are more than its 4 layers",
+        ),
         (("--schedule", "gpipe,circular:2"), "circular:2: nothing may be the stages of a pipeline; add"),
         (("--pipeline", "layers", "--schedule", "interleaved:1"), "as interleaved:2"),
         (("--pipeline", "layers", "--refine"), "--refine knows no stages of pipelines"),

@@ -280,14 +280,8 @@ def refused(why: str, mesh: str, schedule: str, built: mtf.Model, layout: str = 
 
 
 def test_what_it_cannot_do_is_refused_with_what_to_do(plain: mtf.Model) -> None:
-    refused(
-        "3 rounds do not divide the 4 layers of each of its 2 stages; choose one of 2, 4",
-        "pipe:2",
-        "circular:3",
-        plain,
-    )
-    alone = "3 rounds do not divide the 1 layer of each of its 8 stages; take fewer stages, or a schedule"
-    refused(alone, "pipe:8", "circular:3", plain)
+    refused("6 virtual stages do not divide its 8 layers, and something", "pipe:2", "circular:3", plain)
+    refused("8 stages times 3 rounds are more than its 8 layers", "pipe:8", "circular:3", plain)
     refused("splits no layers into stages", "pipe:2", "circular:2", plain, "e:pipe")
     for schedule in ("circular", "circular:1", "circular:x", "circular:"):
         refused(f"schedule '{schedule}': say how often microbatches go round", "pipe:2", schedule, plain)

@@ -103,6 +103,8 @@ CASES: list[tuple[str, str, int, str, str, dict[str, Any]]] = [
     ("transformer", "a:2;b:2;t:2", 4, "tpu-v3", "a+b", {"schedule": ("1f1b",)}),
     ("transformer", "t:2;pipe:2", 8, "h100", "pipe", {"schedule": ("1f1b",)}),
     ("experts", "pipe:2;t:2", 2, "tpu-v5e", "pipe", {"pins": {"length": ()}, "schedule": ("1f1b",)}),
+    ("five", "pipe:2;t:2", 2, "h100", "pipe", {"schedule": ("1f1b",)}),
+    ("five", "pipe:4;t:2", 2, "tpu-v3", "pipe", {}),
     ("both", "pipe:2;t:2", 2, "h100", "pipe", {"of": "decoder_layers", "schedule": ("interleaved:2",)}),
     ("transformer", "t:2;pipe:2", 4, "h100", "pipe", {"schedule": ("1f1b",), "again": again("tick")}),
     ("experts", "pipe:2;t:2", 2, "tpu-v5e", "pipe", {"schedule": ("1f1b",), "again": again("layers")}),
@@ -127,6 +129,7 @@ def built(name: str) -> mtf.Model:
         "reading": reading,
         "transformer": lambda: transformer(**small, dtype="bfloat16"),
         "experts": lambda: experts(**small),
+        "five": lambda: transformer(**{**small, "layers": 5}, dtype="bfloat16"),
         "both": lambda: transformer_seq2seq.model(**sizes, encoder_layers=2, decoder_layers=4),
     }
     return makers[name]()
