@@ -27,8 +27,8 @@ from mesh_tf_core.optimizers.base import apply_updates
 from mesh_tf_core.tracing.gradients import gradients, unwidened
 from mesh_tf_core.tracing.graph import Graph, graph_of
 from mesh_tf_core.tracing.microbatch import accumulate
-from mesh_tf_core.tracing.one_forward_one_backward import one_forward_one_backward
 from mesh_tf_core.tracing.pipeline import loop_dims, pipelined
+from mesh_tf_core.tracing.pipelined_step import pipelined_step
 
 DEFAULT = Options()
 NOTHING: frozenset[str] = frozenset()
@@ -179,7 +179,7 @@ class Model:
             ((dim, count),) = stages.items()
             second = next((layer_again(whole.graph, text) for text in again), None)
             return self._added_up(
-                lambda wanted: one_forward_one_backward(
+                lambda wanted: pipelined_step(
                     whole.graph, str(self.batch_dim), microbatches, dim, count, schedule, wanted, second
                 )
             )

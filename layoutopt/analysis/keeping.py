@@ -20,7 +20,7 @@ from mesh_tf_core.lower.kept import Recomputed, words_of
 from mesh_tf_core.lower.rematerialization import has_backward, rematerialization
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.rounds import loop_name
+from mesh_tf_core.tracing.stage_layers import loop_name
 
 
 @dataclass(frozen=True)

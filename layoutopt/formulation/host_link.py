@@ -36,7 +36,7 @@ from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import HostLoad, Local, Loop, Program, Transfer
 from mesh_tf_core.ir.values import local_type
-from mesh_tf_core.tracing.rounds import loop_name
+from mesh_tf_core.tracing.stage_layers import loop_name
 
 WHOLE = 1e12
 """Rows count whole units of this part of a second: solvers take whole numbers as they are."""

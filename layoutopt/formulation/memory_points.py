@@ -25,7 +25,7 @@ from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.ir.liveness import Held, Liveness
 from mesh_tf_core.ir.program import Instr, Local, Loop, Program
 from mesh_tf_core.lower.nodes import pass_of
-from mesh_tf_core.tracing.rounds import loop_name
+from mesh_tf_core.tracing.stage_layers import loop_name
 
 Key = tuple[str, int]
 """What is counted: ("tensor", its id), ("copy", id of the tensor that is moved), ("inside", node)."""

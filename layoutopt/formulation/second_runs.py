@@ -27,7 +27,7 @@ from mesh_tf_core.lower.rematerialization import (
     rematerialization,
 )
 from mesh_tf_core.lower.subgraph import Twin, made_by
-from mesh_tf_core.tracing.rounds import loop_name
+from mesh_tf_core.tracing.stage_layers import loop_name
 
 Texts = frozenset[str]
 """What is said of the loops of a nest that run again (`kept.Recomputed`)."""

@@ -24,7 +24,7 @@ from mesh_tf_core.ir.blocks import TICK, Block, Node, reads
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.lower.nodes import weights
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.rounds import loop_name
+from mesh_tf_core.tracing.stage_layers import loop_name
 
 PRODUCTS, OUTPUTS, ATTENTION, OTHERS = "products", "outputs", "attention", "others"
 KINDS = (PRODUCTS, OUTPUTS, ATTENTION, OTHERS)

@@ -16,9 +16,9 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import TICK, Block, Node
 from mesh_tf_core.lower.kept import KINDS, SETS, Recomputed, Sets, check_kept, kept_values
 from mesh_tf_core.lower.offload import ACTIVATIONS, Offload
-from mesh_tf_core.tracing.chunks import Again, LayerAgain
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.rounds import loop_name
+from mesh_tf_core.tracing.stage_layers import loop_name
+from mesh_tf_core.tracing.virtual_stages import Again, LayerAgain
 
 NOTHING: frozenset[int] = frozenset()
 Handed = Callable[[Block], Set[int]]

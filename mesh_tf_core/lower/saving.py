@@ -17,7 +17,7 @@ from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.rematerialization import NOTHING, leading_to, rematerialization
 from mesh_tf_core.lower.subgraph import Pairs
 from mesh_tf_core.tracing.residuals import several
-from mesh_tf_core.tracing.rounds import loop_name
+from mesh_tf_core.tracing.stage_layers import loop_name
 
 Key = int | tuple[int, "Key"]
 """What a loop keeps for second runs: a tensor of its body, or what a loop inside (its id) keeps."""

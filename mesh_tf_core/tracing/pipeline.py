@@ -48,7 +48,7 @@ from mesh_tf_core.ops.ticks import FromTicks, ToTicks
 from mesh_tf_core.tracing.copying import PartCopy
 from mesh_tf_core.tracing.gradients import depends_on
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.rounds import layers_of_stage, lying, reordered
+from mesh_tf_core.tracing.stage_layers import layers_of_stage, lying, reordered
 from mesh_tf_core.tracing.standing import Kind, Standings, outer_reads
 from mesh_tf_core.tracing.table_rows import TableRows, layer_numbers
 

@@ -41,7 +41,10 @@ def test_a_plan_with_stages(
     ("words", "said"),
     [
         (("--pipeline", "layer"), "--pipeline layer: no loop counts it; did you mean 'layers'?"),
-        (("--pipeline", "layers", "--mesh", "pipe:8"), "--pipeline layers: no axis has as few devices as these are"),
+        (
+            ("--pipeline", "layers", "--mesh", "pipe:8"),
+            "--pipeline layers: no axis has as few devices as these are",
+        ),
         (("--pin", "layers:pipe"), "add --pipeline layers"),
         (("--pipeline", "layers", "--schedule", "1f1n"), "did you mean '1f1b'?"),
         (("--pipeline", "layers", "--schedule", "circular"), "as circular:2"),

@@ -1,9 +1,9 @@
-"""Copies of the layers of one stage of a pipeline in which every microbatch goes backward at once
-(`one_forward_one_backward`), or of those of one of its chunks."""
+"""Copies of a step whose layers become virtual stages of a pipeline in which microbatches go backward at once
+(`pipelined_step`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -21,7 +21,8 @@ from mesh_tf_core.tracing.gradients import depends_on
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.microbatch import Accumulation
 from mesh_tf_core.tracing.pipeline import check_stages
-from mesh_tf_core.tracing.rounds import layers_of_stage, lying, reordered
+from mesh_tf_core.tracing.stage_layers import layers_of_stage, lying, reordered
+from mesh_tf_core.tracing.standing import Kind
 from mesh_tf_core.tracing.table_rows import layer_numbers
 
 IN_FLIGHT = "in_flight"
@@ -64,12 +65,17 @@ Again = Callable[[Block], LayerAgain | None]
 of a stage one after the other, from the state that came in."""
 
 
-class ChunkCopy(Accumulation):
+Loops = Callable[["VirtualStageCopy", Sequence[Node], tuple[Node, Node], Iterable[int]], dict[int, Tensor]]
+
+
+class VirtualStageCopy(Accumulation):
     """A step of which layers are copied as a stage's.
 
     Args:
       dim, stages: the dimension of the layers, and how many stages they are.
-      schedule: of `ops.ticks`.
+      schedule: of `ir.schedules`.
+      loops: builds the loops over its ticks, of the nodes that are needed, the loop over layers, the one over
+        their gradient, and the sums that are wanted; gives these.
 
     Attributes:
       layers, stage, own, chunk: dimensions of all layers (its name), of the stages, of the layers of a stage,
@@ -84,7 +90,10 @@ class ChunkCopy(Accumulation):
       raw: variables that lie in the order of chunks, as they lie; `lies`: the same of sums of stacks.
     """
 
-    def __init__(self, graph: Graph, batch: str, parts: int, dim: str, stages: int, schedule: str) -> None:
+    def __init__(
+        self, graph: Graph, batch: str, parts: int, dim: str, stages: int, schedule: str, loops: Loops
+    ) -> None:
+        self.loops = loops
         self.named, rounds = schedule, rounds_of(schedule)
         check_stages(graph, dim, stages, rounds)
         self.raw: dict[int, Tensor] = {}
@@ -122,6 +131,35 @@ class ChunkCopy(Accumulation):
             f"{self.layers!r}"
         )
 
+    # -- the loops -------------------------------------------------------------------------------------------
+
+    def _loop(self, sums: Iterable[int]) -> None:
+        sums = list(sums)
+        needed = self._needed(sums)
+        loops = [n for n in needed if n.body is not None and n.body.dim is not None]
+        over = [n for n in loops if n.body.dim.name == self.layers]  # type: ignore[union-attr]
+        if not over:
+            super()._loop(sums)
+            return
+        forward = [n for n in over if n.phase == "forward"]
+        backward = [n for n in over if n.phase != "forward"]
+        if not backward:
+            raise self.refusal("the loss needs sums over the whole batch of what the layers make")
+        if len(forward) != 1 or len(backward) != 1 or backward[0].body.forward is not forward[0].body:  # type: ignore[union-attr]
+            raise self.refusal("more than one loop runs over these layers")
+        made = self.loops(self, needed, (forward[0], backward[0]), sums)
+        self.lies.update({o: x for o, x in made.items() if self.moves and o in self.stacks})
+        self.outside.update({o: x for o, x in made.items() if o not in self.lies})
+
+    def _is_added(self, tensor: int) -> bool:
+        """Not what adds other sums that have to be whole: a microbatch goes through the stages once."""
+        maker = self.makers.get(tensor)
+        if maker is not None and maker.phase == "forward" and maker.body is None:
+            kinds = {self.standings.of(i).kind for i in maker.inputs}
+            if self.standings.of(tensor).after and kinds <= {Kind.SAME, Kind.SUM}:
+                return False
+        return super()._is_added(tensor)
+
     # -- what has all layers ---------------------------------------------------------------------------------
 
     def _read(self, variable: Variable, tensor: int) -> Tensor:
@@ -145,11 +183,6 @@ class ChunkCopy(Accumulation):
             with self.new.at_root():
                 self.raw[tensor] = reordered(whole, self.order, self.all, lies=False)
         return self.raw[tensor]
-
-    def add_up(self, sums: Mapping[int, Tensor]) -> None:
-        """Notes sums over the whole batch."""
-        self.lies.update({o: x for o, x in sums.items() if self.moves and o in self.stacks})
-        self.outside.update({o: x for o, x in sums.items() if o not in self.lies})
 
     def _whole(self, old: int) -> Tensor:
         around = self.smaller, self.place, self.again

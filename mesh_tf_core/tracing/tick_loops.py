@@ -1,5 +1,4 @@
-"""The loops over the turns of a pipeline in which every microbatch goes backward at once
-(`one_forward_one_backward`)."""
+"""The loops over ticks of a pipeline in which every microbatch goes backward at once (`pipelined_step`)."""
 
 from __future__ import annotations
 
@@ -16,18 +15,21 @@ from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.math import logical_and, maximum
 from mesh_tf_core.ops.neighbours import shift
-from mesh_tf_core.tracing.chunks import IN_FLIGHT, Again, ChunkCopy
-from mesh_tf_core.tracing.slots import Slots, When
+from mesh_tf_core.tracing.microbatch_order import MicrobatchOrder, When
 from mesh_tf_core.tracing.standing import Kind, outer_reads
 from mesh_tf_core.tracing.table_rows import TableRows
+from mesh_tf_core.tracing.virtual_stages import IN_FLIGHT, Again, VirtualStageCopy
 
 State = tuple[list[Tensor], list[Tensor], list[Tensor]]
+"""What goes forward, lies in rings, and goes backward, from loop to loop."""
 
 
-class Turns(Slots):
-    """The loops over the turns; `slots.Slots` has the other arguments.
+class TickLoops:
+    """The loops over the ticks of a schedule, one for each run of ticks with the same slots.
 
     Args:
+      copy: of the step, of whose layers virtual stages are made.
+      order: what of a microbatch runs when.
       again: what runs again for backward; None: nothing.
 
     Attributes:
@@ -35,39 +37,30 @@ class Turns(Slots):
       keeps: what rings hold of every layer, tensors of its body.
     """
 
-    def __init__(
-        self,
-        copy: ChunkCopy,
-        needed: Sequence[Node],
-        forward: Node,
-        backward: Node,
-        sums: Iterable[int],
-        again: Again | None = None,
-    ) -> None:
-        super().__init__(copy, needed, forward, backward, sums, copy.trained, copy.refusal)
-        self.copy: ChunkCopy = copy
+    def __init__(self, copy: VirtualStageCopy, order: MicrobatchOrder, again: Again | None = None) -> None:
+        self.copy, self.order, self.old = copy, order, copy.old
         self.new, self.schedule = copy.new, copy.schedule
         self.stages, self.parts = self.schedule.stages, self.schedule.microbatches
         self.stage, self.own = copy.stage, copy.own
         self.ring = Dim(IN_FLIGHT, self.schedule.in_flight)
         self.made: dict[int, list[Tensor]] = {}
-        copy.stacks.update(o for n in (forward, backward) for _, o in self._body(n).stacked)
-        self.flows = (*self.states, *self.passes)
-        self._keep(self._body(forward), again)
+        copy.stacks.update(o for n in (order.forward, order.backward) for _, o in self.order.body(n).stacked)
+        self.flows = (*self.order.states, *self.order.passes)
+        self._keep(order.body(order.forward), again)
 
     def _keep(self, layers: Block, again: Again | None) -> None:
         """Settles what stays for backward."""
         copy = self.copy
         self.second = None if again is None else again(layers)
         self.stage_again = again is not None and self.second is None
-        self.runs = (self.backward,) if again is None else (self.forward, self.backward)
-        read = {o for o, _ in self._body(self.backward).sliced}
+        self.runs = (self.order.backward,) if again is None else (self.order.forward, self.order.backward)
+        read = {o for o, _ in self.order.body(self.order.backward).sliced}
         saved = [i for i, o in layers.saved.items() if o in read]
         self.keeps: Sequence[int] = saved if self.second is None else self.second.kept
         self.keeps = () if self.stage_again else self.keeps
         copy.keeping(self.keeps, layers)
-        used = set[int]().union(*(self.reads[n.index] for n in self.runs))
-        passes = tuple(i for i in self.passes if i in used)
+        used = set[int]().union(*(self.order.reads[n.index] for n in self.runs))
+        passes = tuple(i for i in self.order.passes if i in used)
         self.held = self.flows if self.stage_again else passes
 
     # -- one microbatch --------------------------------------------------------------------------------------
@@ -77,8 +70,8 @@ class Turns(Slots):
         copy = self.copy
         copy.number, copy.tensors, copy.blocks = number, {**copy.given, **known}, {}
         left, nodes = {*wanted} - copy.tensors.keys(), list[Node]()
-        for node in reversed(self.needed):
-            if self.slots[node.index] <= until and not left.isdisjoint(copy.made_by(node)):
+        for node in reversed(self.order.needed):
+            if self.order.runs[node.index] <= until and not left.isdisjoint(copy.made_by(node)):
                 nodes.append(node)
                 left |= outer_reads(self.old, node, copy.is_whole) - copy.tensors.keys()
         for fed in sorted(left & copy.fed.keys()):
@@ -92,26 +85,26 @@ class Turns(Slots):
         """The layers of a stage, or of one of its chunks; their last states."""
         copy = self.copy
         with self.new.phase(copy._phase(node), node.scope, node.name), copy.chunk_of(stages, stage, chunk):
-            copy._looped(node, self._body(node), init)
+            copy._looped(node, self.order.body(node), init)
         return [copy.tensors[o] for o in node.outputs[: len(init)]]
 
     def _enter(self, stages: Block, number: Tensor, got: Mapping[int, Tensor], nodes: Sequence[Node]) -> None:
         """What a stage reads for a microbatch, of which it has `got` some."""
-        copy, read = self.copy, set[int]().union(*(self.reads[n.index] for n in nodes))
-        passes = {i: x for i, x in got.items() if i in self.passes}
-        self._of(number, passes, [i for i in self.stays if i in read], When.BEFORE)
-        for i in (i for i in self.same if i in read):
+        copy, read = self.copy, set[int]().union(*(self.order.reads[n.index] for n in nodes))
+        passes = {i: x for i, x in got.items() if i in self.order.passes}
+        self._of(number, passes, [i for i in self.order.stays if i in read], When.BEFORE)
+        for i in (i for i in self.order.same if i in read):
             copy.tensors.setdefault(i, copy._whole(i))
-        for o in dict.fromkeys(o for node in nodes for o in self.sliced[node.index]):
+        for o in dict.fromkeys(o for node in nodes for o in self.order.sliced[node.index]):
             copy.tensors[o] = self.new.slice_into(stages, copy.stack(o), self.own)
 
     def _terms(self, stages: Block, node: Node, works: Tensor) -> dict[int, Tensor]:
         """What a stage adds to sums."""
-        found, body = {}, self._body(node)
+        found, body = {}, self.order.body(node)
         for stacks, pairs in ((True, body.stacked), (False, body.summed)):
-            for o in (o for _, o in pairs if o in self.sums):
+            for o in (o for _, o in pairs if o in self.order.sums):
                 x = self.copy._delivered(o, o)
-                x = where(works, x, 0) if node is self.forward else x
+                x = where(works, x, 0) if node is self.order.forward else x
                 stack = self.new.stack_output(stages, x, self.copy.lie) if stacks else None
                 found[o] = self.new.sum_output(stages, x) if stack is None else stack
         return found
@@ -142,12 +135,12 @@ class Turns(Slots):
         new.close_loop(block, [])
         return made
 
-    # -- one turn --------------------------------------------------------------------------------------------
+    # -- one tick --------------------------------------------------------------------------------------------
 
     def _entering(self, number: Tensor) -> list[Tensor]:
         """What enters the first stage."""
-        self._of(number, {}, (*self.states, *self.passes), When.BEFORE)
-        return [*self.copy._operands(self.forward), *(self.copy.tensors[i] for i in self.passes)]
+        self._of(number, {}, (*self.order.states, *self.order.passes), When.BEFORE)
+        return [*self.copy._operands(self.order.forward), *(self.copy.tensors[i] for i in self.order.passes)]
 
     def _forward_slot(
         self, rows: TableRows, held: Sequence[Tensor], rings: Sequence[Tensor]
@@ -168,13 +161,13 @@ class Turns(Slots):
             into = [new.slice_into(stages, r) for r in rings]
             held = [known[i] for i in self.held]
             kept = [dynamic_update(r, x, place, IN_FLIGHT) for r, x in zip(into, held, strict=False)]
-            self._enter(stages, number, known, (self.forward,))
-            ends = self._layers(self.forward, stages, stage, chunk, got[: len(self.states)])
+            self._enter(stages, number, known, (self.order.forward,))
+            ends = self._layers(self.order.forward, stages, stage, chunk, got[: len(self.order.states)])
             pairs = zip(into[len(held) :], self.keeps, strict=True)
             kept += [dynamic_update(r, self.copy.held[i], place, IN_FLIGHT) for r, i in pairs]
-            handed = [new.stack_output(stages, x) for x in (*ends, *got[len(self.states) :])]
+            handed = [new.stack_output(stages, x) for x in (*ends, *got[len(self.order.states) :])]
             kept = [new.stack_output(stages, x) for x in kept]
-            terms = self._terms(stages, self.forward, works)
+            terms = self._terms(stages, self.order.forward, works)
         new.close_loop(stages, [])
         return handed, kept, terms
 
@@ -198,32 +191,36 @@ class Turns(Slots):
             got = [dynamic_slice(new.slice_into(stages, r), place, IN_FLIGHT) for r in rings]
             known = dict(zip(self.held, got, strict=False))
             self._enter(stages, number, known, self.runs)
-            for i in (*self.same, *self.sliced[self.backward.index]):
+            for i in (*self.order.same, *self.order.sliced[self.order.backward.index]):
                 maker, x = copy.makers.get(i), copy.tensors.get(i)
                 if maker is not None and x is not None and maker.phase != "forward" and is_float(x.dtype):
                     copy.tensors[i] = where(works, x, 0)
             if self.stage_again:
                 with copy.running_again():
-                    self._layers(self.forward, stages, stage, chunk, [known[i] for i in self.states])
+                    self._layers(
+                        self.order.forward, stages, stage, chunk, [known[i] for i in self.order.states]
+                    )
             else:
                 self._kept(dict(zip(self.keeps, got[len(self.held) :], strict=True)))
             come = [new.slice_into(stages, h) for h in held]
-            seeds = come[: len(self.seeds)]
+            seeds = come[: len(self.order.seeds)]
             if entering:
                 seeds = [where(begins, x, h) for x, h in zip(entering, seeds, strict=True)]
-            ends = self._layers(self.backward, stages, stage, chunk, [where(works, x, 0) for x in seeds])
+            ends = self._layers(
+                self.order.backward, stages, stage, chunk, [where(works, x, 0) for x in seeds]
+            )
             copy.second = None
-            beside = zip(self.rows, come[len(self.seeds) :], strict=True)
+            beside = zip(self.order.rows, come[len(self.order.seeds) :], strict=True)
             ends += [copy.tensors[o] + where(begins, 0, h) for o, h in beside]
             handed = [new.stack_output(stages, x) for x in ends]
-            terms = self._terms(stages, self.backward, works)
+            terms = self._terms(stages, self.order.backward, works)
         with new.phase("backward", ""):
             new.close_loop(stages, [])
         return handed, terms
 
     def _kept(self, found: Mapping[int, Tensor]) -> None:
         """Backward has what the layers kept."""
-        copy, layers = self.copy, self._body(self.forward)
+        copy, layers = self.copy, self.order.body(self.order.forward)
         if self.second is None:
             copy.tensors.update((layers.saved[i], x) for i, x in found.items())
         else:
@@ -245,25 +242,25 @@ class Turns(Slots):
 
     def _head(self, rows: TableRows, handed: Sequence[Tensor]) -> tuple[list[Tensor], dict[int, Tensor]]:
         """What is behind the layers; the gradient that enters them, and terms of sums."""
-        sums = [o for o in self.sums if self._when(o) <= When.HEAD]
+        sums = [o for o in self.order.sums if self.order.when(o) <= When.HEAD]
 
         def make(number: Tensor) -> list[Tensor]:
-            known = dict(zip(self.forward.outputs, self._left(handed, end=True), strict=False))
-            self._of(number, known, (*sums, *self.seeds), When.HEAD)
-            return [*self.copy._operands(self.backward), *(self.copy._delivered(o, o) for o in sums)]
+            known = dict(zip(self.order.forward.outputs, self._left(handed, end=True), strict=False))
+            self._of(number, known, (*sums, *self.order.seeds), When.HEAD)
+            return [*self.copy._operands(self.order.backward), *(self.copy._delivered(o, o) for o in sums)]
 
-        made, count = self._passing(rows, Slot.FORWARD, True, make) or [], len(self.seeds)
+        made, count = self._passing(rows, Slot.FORWARD, True, make) or [], len(self.order.seeds)
         return made[:count], dict(zip(sums, made[count:], strict=False))
 
     def _after(self, rows: TableRows, handed: Sequence[Tensor]) -> dict[int, Tensor]:
         """What is before the layers, backward; terms of sums."""
-        carried = self.backward.outputs[: len(self.seeds)]
-        sums = [o for o in self.sums if self._when(o) is When.AFTER]
+        carried = self.order.backward.outputs[: len(self.order.seeds)]
+        sums = [o for o in self.order.sums if self.order.when(o) is When.AFTER]
 
         def make(number: Tensor) -> list[Tensor]:
             with self.new.phase("backward", ""):
                 left = self._left(handed, end=False)
-            known = dict(zip((*carried, *self.rows), left, strict=True))
+            known = dict(zip((*carried, *self.order.rows), left, strict=True))
             self._of(number, known, sums, When.AFTER)
             return [self.copy._delivered(o, o) for o in sums]
 
@@ -281,7 +278,7 @@ class Turns(Slots):
         state: State = flow, rings, []
         for ticks, slots in self.schedule.loops:
             if Slot.BACKWARD in slots and not state[2]:
-                state = *state[:2], [self._zeros(i) for i in (*self.seeds, *self.rows)]
+                state = *state[:2], [self._zeros(i) for i in (*self.order.seeds, *self.order.rows)]
             with new.phase("forward" if Slot.FORWARD in slots else "backward", ""):
                 state = self._loop(ticks, slots, *state)
         with new.phase("backward", ""):
@@ -312,7 +309,7 @@ class Turns(Slots):
                 handed, lies, terms = self._forward_slot(rows, come, lies)
                 moved = self._moved(handed, 1)
             if forward and backward:
-                entering, more = self._head(rows, handed[: len(self.states)])
+                entering, more = self._head(rows, handed[: len(self.order.states)])
                 terms.update(more)
             if backward:
                 handed, more = self._backward_slot(rows, back, lies if forward else rings, entering)
@@ -327,16 +324,16 @@ class Turns(Slots):
         return after[:count], after[count : count + places] if forward else rings, after[count + places :]
 
     def _zeros(self, tensor: int, *dims: Dim) -> Tensor:
-        """What the stages hold before the first turn."""
+        """What the stages hold before the first tick."""
         type = self.old.tensor(tensor).type
         zero: Tensor = self.new.apply(Constant(0, type.dtype))
         return broadcast(zero, Shape([self.stage, *dims, *self.copy._shape(type.shape)]))
 
     def _close(
-        self, turns: Block, inside: Sequence[Tensor], handed: Sequence[Tensor], terms: Mapping[int, Tensor]
+        self, ticks: Block, inside: Sequence[Tensor], handed: Sequence[Tensor], terms: Mapping[int, Tensor]
     ) -> None:
-        turns.carry_in = tuple(x.id for x in inside)
-        turns.carry_out = tuple(x.id for x in handed)
+        ticks.carry_in = tuple(x.id for x in inside)
+        ticks.carry_out = tuple(x.id for x in handed)
         for o, x in terms.items():
-            term = scale(x, 1 / self.parts) if self._kind(o) is Kind.SAME else x
-            self.made.setdefault(o, []).append(self.new.sum_output(turns, term))
+            term = scale(x, 1 / self.parts) if self.order.kind(o) is Kind.SAME else x
+            self.made.setdefault(o, []).append(self.new.sum_output(ticks, term))

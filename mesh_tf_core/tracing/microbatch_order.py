@@ -20,10 +20,10 @@ class When(IntEnum):
     BEFORE = 0  # nothing
     HEAD = 1  # forward through the layers
     AFTER = 2  # backward through them
-    WHOLE = 3  # known outside of the turns only: a sum of what stages do, or of both HEAD and AFTER
+    WHOLE = 3  # known outside of the ticks only: a sum of what stages do, or of both HEAD and AFTER
 
 
-class Slots:
+class MicrobatchOrder:
     """The nodes that a part of the batch takes, with one loop over layers and one over their gradient.
 
     Args:
@@ -35,7 +35,7 @@ class Slots:
       refuse: the error that says why these layers cannot be stages.
 
     Attributes:
-      known: tensor -> when it is known; `slots`: node -> when it runs.
+      known: tensor -> when it is known; `runs`: node -> when it runs.
       sums: what is added up over the microbatches, from which the rest follows.
       states: what the layers hand on, as they read it; `passes`: what goes through the stages with it, as the
         layers read it, and a gradient goes back to it.
@@ -57,46 +57,49 @@ class Slots:
     ) -> None:
         self.copy, self.old, self.needed = copy, copy.old, needed
         self.forward, self.backward, self.trained, self.refuse = forward, backward, trained, refuse
-        dim = self._body(forward).dim
+        dim = self.body(forward).dim
         assert dim is not None
         self.layers: Dim = dim
         self.states, self.seeds = forward.inputs, backward.inputs
         self.known: dict[int, When] = {}
-        self.slots: dict[int, When] = {}
+        self.runs: dict[int, When] = {}
         self._order()
         self.sums = self._added(sums)
-        self.rows = tuple(o for _, o in self._body(backward).summed if self._kind(o) is Kind.ROWS)
+        self.rows = tuple(o for _, o in self.body(backward).summed if self.kind(o) is Kind.ROWS)
         self._read()
         self._check()
 
-    def _body(self, node: Node) -> Block:
+    def body(self, node: Node) -> Block:
+        """The body of a loop."""
         assert node.body is not None
         return node.body
 
-    def _kind(self, tensor: int) -> Kind:
+    def kind(self, tensor: int) -> Kind:
+        """How a tensor stands to the batch."""
         return self.copy.standings.of(tensor).kind
 
-    def _when(self, tensor: int) -> When:
+    def when(self, tensor: int) -> When:
+        """What has to be over before a tensor is known."""
         return self.known.get(tensor, When.BEFORE)
 
     def _order(self) -> None:
-        saved = {*self._body(self.forward).saved.values()}
+        saved = {*self.body(self.forward).saved.values()}
         for node in self.needed:
             read = outer_reads(self.old, node, self.copy.is_whole) - saved
-            found = {self._when(i) for i in read}
+            found = {self.when(i) for i in read}
             when = max(found, default=When.BEFORE)
             if when is When.AFTER and (When.HEAD in found or self.copy.standings.shared.get(node.index)):
-                when = When.WHOLE  # What it adds up is not there in the same turns.
-            self.slots[node.index] = when
+                when = When.WHOLE  # What it adds up is not there at the same ticks.
+            self.runs[node.index] = when
             self.known.update(dict.fromkeys(self.copy.made_by(node), when))
             for other, then in ((self.forward, When.HEAD), (self.backward, When.AFTER)):
                 if node is other:
                     goes = {*node.outputs[: len(node.inputs)]}
-                    goes |= {o for o in node.outputs if self._kind(o) is Kind.ROWS}
+                    goes |= {o for o in node.outputs if self.kind(o) is Kind.ROWS}
                     self.known.update((o, then if o in goes else When.WHOLE) for o in node.outputs)
 
     def _added(self, wanted: Iterable[int]) -> list[int]:
-        """The sums that turns make, of which `wanted` are made."""
+        """The sums that loops over ticks make, of which `wanted` are made."""
         found: dict[int, None] = {}
         left, seen = list(wanted), set[int]()
         while left:
@@ -106,50 +109,50 @@ class Slots:
                 continue
             seen.add(tensor)
             stage = maker in (self.forward, self.backward)
-            if not stage and self.slots.get(maker.index) is When.WHOLE:
+            if not stage and self.runs.get(maker.index) is When.WHOLE:
                 read = sorted(outer_reads(self.old, maker))
-                if any(self._kind(i) in (Kind.ROWS, Kind.MIXED) for i in read):
+                if any(self.kind(i) in (Kind.ROWS, Kind.MIXED) for i in read):
                     raise self.refuse(f"{maker.op.describe()} reads what is before and behind the layers")
-                left += [i for i in read if self._kind(i) is Kind.SUM or self._when(i) is not When.BEFORE]
+                left += [i for i in read if self.kind(i) is Kind.SUM or self.when(i) is not When.BEFORE]
             else:
                 found[tensor] = None
         return list(found)
 
     def _read(self) -> None:
-        saved = {*self._body(self.forward).saved.values()}
+        saved = {*self.body(self.forward).saved.values()}
         self.sliced = {n.index: self._sliced(n, saved) for n in (self.forward, self.backward)}
         self.reads = {n.index: self._inside(n) - saved for n in (self.forward, self.backward)}
         read = set().union(*self.reads.values())
-        late = [i for i in (*read, *self.sliced[self.backward.index]) if self._when(i) is not When.BEFORE]
-        if late or any(self._when(i) > When.HEAD for i in self.seeds):
+        late = [i for i in (*read, *self.sliced[self.backward.index]) if self.when(i) is not When.BEFORE]
+        if late or any(self.when(i) > When.HEAD for i in self.seeds):
             raise self.refuse("the gradient of what the layers stack depends on the microbatch")
-        rows = {i for i in read if self._kind(i) is Kind.ROWS}
-        if any(self._kind(i) in (Kind.SUM, Kind.MIXED) for i in read):
+        rows = {i for i in read if self.kind(i) is Kind.ROWS}
+        if any(self.kind(i) in (Kind.SUM, Kind.MIXED) for i in read):
             raise self.refuse("the layers read a sum over the batch that is not whole")
-        if any(self._kind(i) is not Kind.SAME for each in self.sliced.values() for i in each):
+        if any(self.kind(i) is not Kind.SAME for each in self.sliced.values() for i in each):
             raise self.refuse("the layers read parts of the batch that are stacked, one for each layer")
         self.passes = sorted(rows & self.trained)
         self.stays = sorted(rows - self.trained)
         self.same = sorted(read - rows)
 
     def _sliced(self, node: Node, saved: set[int]) -> list[int]:
-        return list(dict.fromkeys(o for o, _ in self._body(node).sliced if o not in saved))
+        return list(dict.fromkeys(o for o, _ in self.body(node).sliced if o not in saved))
 
     def _inside(self, node: Node) -> set[int]:
         """What the nodes of a loop's body read from outside, but for its state and parts of stacks."""
-        body, is_whole = self._body(node), self.copy.is_whole
+        body, is_whole = self.body(node), self.copy.is_whole
         found = set[int]().union(*(outer_reads(self.old, n, is_whole) for n in body.nodes))
         ends = (*body.carry_out, *(i for i, _ in (*body.stacked, *body.summed)))
         return found | {i for i in ends if not self.old.tensor(i).block}
 
     def _check(self) -> None:
-        body, refuse = self._body(self.forward), self.refuse
+        body, refuse = self.body(self.forward), self.refuse
         inside = [n for n, _ in body.walk()]
         if any(n.body is not None and n.body.runs is not None for n in inside) or body.runs is not None:
             raise refuse("its layers have branches or end early, and stages have to do the same things")
         if body.halves:
             raise refuse("its layers are reversible")
-        if any(self._kind(o) is Kind.ROWS for _, o in body.stacked):
+        if any(self.kind(o) is Kind.ROWS for _, o in body.stacked):
             raise refuse("its layers stack something of every example")
         if any(self.layers in self.old.tensor(o).shape.dims for n in inside for o in n.outputs):
             raise refuse(f"its layers read all of what has {self.layers.name!r}")

@@ -1,0 +1,66 @@
+"""The schedule 1F1B of a pipeline (Narayanan et al. 2019, "PipeDream", section 3.2; with one update a step:
+Narayanan et al. 2021, "Megatron-LM", section 2.2.1): backward of a microbatch begins as soon as it has
+gone through all stages, so that what is in flight grows with the stages and not with the microbatches.
+Where a stage has several virtual stages, it is interleaved (there: section 2.2.2).
+
+One SPMD program: a device does a forward slot and a backward slot in a tick, of one virtual stage each, as
+the table of the schedule says (`ir.schedules`). A step in M microbatches is a loop over these
+(`microbatch`: sums over them, and which sums have to be whole before). It is taken apart into a loop for
+each run of ticks with the same slots: with P stages of R virtual stages, and a pass of T ticks,
+
+  P R - 1 ticks        before the layers of a microbatch, forward
+  T - (P R - 1) ticks  the same; behind the layers, the loss and its gradient of a microbatch; backward
+  P R - 1 ticks        backward
+
+so that there are T slots of each kind. With one virtual stage a stage microbatches enter and leave at
+every tick; with several at P of P R, and what is before and behind the layers runs at these alone
+(`Block.runs`).
+
+Stages keep what backward reads of a virtual stage, each value in a ring of `Schedule.in_flight` places; or
+of each layer its state and what it is to keep, and backward runs the rest of the layer again; or the state
+at the beginning of the virtual stage alone, and backward runs it again from there
+(`virtual_stages.Again`). What comes before the layers is made again wherever something behind reads it. A
+slot that is idle has gradients of zero, and adds nothing.
+
+Variables that layers read by parts lie as in circular schedules (`tracing.pipeline`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from mesh_tf_core.ir.blocks import Node
+from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.tracing.graph import Graph
+from mesh_tf_core.tracing.microbatch_order import MicrobatchOrder
+from mesh_tf_core.tracing.tick_loops import TickLoops
+from mesh_tf_core.tracing.virtual_stages import Again, VirtualStageCopy
+
+
+def pipelined_step(
+    graph: Graph,
+    batch: str,
+    parts: int,
+    dim: str,
+    stages: int,
+    schedule: str,
+    wanted: Mapping[str, Tensor],
+    again: Again | None = None,
+) -> tuple[Graph, dict[str, Tensor]]:
+    """A step as a pipeline over the loop that `dim` counts, in a schedule that goes backward at once; else as
+    `microbatch.accumulate`.
+
+    Args:
+      again: what runs again for backward; None: nothing, stages keep all that it reads.
+
+    Raises:
+      UserError: the loop cannot be one; why, and what to do.
+    """
+
+    def loops(
+        copy: VirtualStageCopy, needed: Sequence[Node], over: tuple[Node, Node], sums: Iterable[int]
+    ) -> dict[int, Tensor]:
+        order = MicrobatchOrder(copy, needed, *over, sums, copy.trained, copy.refusal)
+        return TickLoops(copy, order, again).build()
+
+    return VirtualStageCopy(graph, batch, parts, dim, stages, schedule, loops).run(wanted)
