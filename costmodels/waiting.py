@@ -16,6 +16,7 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.instructions import GRADIENT
 from mesh_tf_core.ir.outline import Outline
 from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.schedules import Slot
 from mesh_tf_core.ops.neighbours import ShiftAlong
 from mesh_tf_core.ops.ticks import LayerNumbers, ScheduleColumn
 
@@ -78,11 +79,20 @@ def _is_slot(body: Block) -> bool:
     return any(node.body is not None for node in body.nodes)
 
 
+def _is_of_weights(body: Block, loop: Block, graph: Outline) -> bool:
+    """Whether a slot of a loop over ticks is one of weights, by the columns of the schedule that it reads."""
+    columns = {n.outputs[0]: n.op for n in graph.nodes if isinstance(n.op, ScheduleColumn)}
+    of_tick = {inner: columns[outer] for outer, inner in loop.sliced if outer in columns}
+    return any(of_tick[outer].slot is Slot.WEIGHTS for outer, _ in body.sliced if outer in of_tick)
+
+
 def _slots(graph: Outline, loop: Block, both: bool) -> set[int]:
-    """The nodes of a loop over ticks that are the stages'; `both`: beside work of all devices together."""
+    """The nodes of a loop over ticks that are the stages', but for slots of weights, in which none is idle;
+    `both`: beside work of all devices together."""
     if not both:
         return {n.index for n, _ in loop.walk()} | {n.index for n in graph.nodes if n.body is loop}
-    stages = [n for n in loop.nodes if n.body is not None and n.body.spread and _is_slot(n.body)]
+    spread = [n for n in loop.nodes if n.body is not None and n.body.spread and _is_slot(n.body)]
+    stages = [n for n in spread if n.body is not None and not _is_of_weights(n.body, loop, graph)]
     inside = {n.index for each in stages if each.body is not None for n, _ in each.body.walk()}
     return inside | {
         n.index for n in loop.nodes if any(n is s for s in stages) or isinstance(n.op, ShiftAlong)

@@ -12,8 +12,7 @@ Every decision has a name and a finite list of options, each a tuple of words; `
   "context of <dim>"         (), ("ring",), ("zigzag",), ("all_to_all",): of keys along <dim>  `context`
   "collective matmul of <dim>" (), ("chunks",): beside products with <dim>          `collective_matmul`
   "number of microbatches"   one number in each subproblem                                   `microbatches`
-  "schedule"                 (), ("1f1b",), ("circular:2",), ("interleaved:2",): of stages,
-                             one in a subproblem                                             `schedule`
+  "schedule"                 (), ("1f1b",), ("circular:2",), …: of stages, one in a subproblem    `schedule`
 The mesh's own shape (`mesh_shapes`) is decided outside: each is a subproblem of its own. So are the axes that
 layers lie over (`stages`); a subproblem knows them as the one option of a dimension.
 """

@@ -1,6 +1,4 @@
-"""When the stages of a pipeline go backward: after all microbatches (`gpipe`), or each microbatch as soon as
-it has gone through all stages (`1f1b`); and whether microbatches go round several times (`circular:2` and
-`interleaved:2`).
+"""The schedules of pipelines (`mesh_tf_core.ir.schedules`).
 
 Another schedule is another graph, so that each is a subproblem of its own, where nothing is left to choose.
 """
@@ -17,22 +15,14 @@ from layoutopt.space.stages import Stages
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.schedules import (
-    CIRCULAR,
     GPIPE,
-    INTERLEAVED,
-    ONE_F_ONE_B,
+    KINDS,
     SCHEDULES,
-    alternates,
     check_schedule,
-    rounds_of,
+    kind_name,
 )
 from mesh_tf_core.lower import Options
 from mesh_tf_core.tracing.graph import Graph
-
-
-def _goes_round(schedule: str, at_once: bool) -> bool:
-    """Whether microbatches go round several times, and backward `at_once`."""
-    return rounds_of(schedule) > 1 and alternates(schedule) is at_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +39,20 @@ class Scheduled(Space):
             Option(
                 "--schedule",
                 "NAMES",
-                "When stages may go backward: gpipe, after all microbatches; 1f1b, each at once; "
-                "circular:2 and interleaved:2, as gpipe and 1f1b, with microbatches that go round twice, or "
-                "more often; of these.",
+                f"Pipeline schedules to consider: {', '.join(SCHEDULES)} (comma-separated).",
                 usual=GPIPE,
             ),
         ),
+    )
+
+
+def _feature(name: str) -> Feature:
+    """One kind of schedule, with however many rounds."""
+    return Feature(
+        name,
+        "schedule",
+        lambda schedule: kind_name(schedule) == name,
+        lambda _, options: kind_name(options.schedule) == name,
     )
 
 
@@ -68,31 +66,12 @@ class Schedule(Decision):
     by_hand = Option(
         "--schedule",
         "NAME",
-        "When the stages of a pipeline go backward: gpipe, after all microbatches; 1f1b, each microbatch at "
-        "once, so that as many are in flight as there are stages; circular:2 and interleaved:2, as these, "
-        "with microbatches that go round twice, so that stages wait half as long.",
+        "Pipeline schedule: gpipe (backward after all microbatches), 1f1b (each microbatch goes backward at "
+        "once), circular:2 and interleaved:2 (the same with two virtual stages per stage, half the bubble), "
+        "or zb-h1 (1f1b with weight gradients apart, two thirds of the bubble).",
         usual=GPIPE,
     )
-    features = (
-        Feature(
-            ONE_F_ONE_B,
-            "schedule",
-            lambda schedule: schedule == ONE_F_ONE_B,
-            lambda _, options: options.schedule == ONE_F_ONE_B,
-        ),
-        Feature(
-            CIRCULAR,
-            "schedule",
-            lambda schedule: _goes_round(schedule, False),
-            lambda _, options: _goes_round(options.schedule, False),
-        ),
-        Feature(
-            INTERLEAVED,
-            "schedule",
-            lambda schedule: _goes_round(schedule, True),
-            lambda _, options: _goes_round(options.schedule, True),
-        ),
-    )
+    features = tuple(_feature(name) for name, kind in KINDS.items() if kind.lowers and name != GPIPE)
 
     @classmethod
     def everything(cls, target: Target) -> dict[str, Any]:
@@ -102,7 +81,7 @@ class Schedule(Decision):
     def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:
         if allowed.pipeline:  # else no pipeline was looked at
             yield from not_allowed(cls, target, allowed)
-            rounds = f"--schedule {CIRCULAR}:R,{INTERLEAVED}:R"
+            rounds = "--schedule " + ",".join(f"{name}:R" for name, kind in KINDS.items() if kind.rounds)
             yield LeftOut(cls.label, f"{cls.label}: more rounds", rounds, finer=True)
 
     @classmethod

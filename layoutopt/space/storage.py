@@ -34,7 +34,7 @@ from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import AT, Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.schedules import INTERLEAVED, ONE_F_ONE_B, alternates
+from mesh_tf_core.ir.schedules import KINDS, alternates
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import STAGES, Stage, read_stage
 from mesh_tf_core.tracing.graph import Graph
@@ -115,7 +115,8 @@ class Storage(Decision):
         if target.axes and any(len(alike) > 1 for alike in stored_classes(graph).values()):
             yield LeftOut(cls.label, f"{cls.label} of single variables", finer=True)
         if allowed.pipeline and any(map(alternates, allowed.schedule)):
-            late = f"{cls.label} from {STAGES[2]} on of what no stage has, in {ONE_F_ONE_B} and {INTERLEAVED}"
+            named = [name for name, kind in KINDS.items() if kind.at_once and kind.lowers]
+            late = f"{cls.label} from {STAGES[2]} on of what no stage has, in {' and '.join(named)}"
             yield LeftOut(cls.label, late, finer=True)
         every = graph.variables.values()
         if undivided(storage_of(graph, target.mesh, Layout(), stored_at(every, STAGES[-1]))):

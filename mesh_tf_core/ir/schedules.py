@@ -79,7 +79,7 @@ class Kind:
     @property
     def lowers(self) -> bool:
         """Whether one SPMD program does it: every stage hands on to the same neighbour in a tick."""
-        return not (self.turns or self.mirrored or self.split)
+        return not (self.turns or self.mirrored)
 
 
 KINDS = {
@@ -106,14 +106,13 @@ def check_schedule(schedule: str, said: str = "") -> None:
     if not kind.lowers:
         raise UserError(
             f"{said}: one program for all stages cannot do it, as they would have to hand on to different "
-            f"neighbours, or compute gradients of inputs and weights apart; choose from "
-            f"{', '.join(SCHEDULES)}"
+            f"neighbours at the same tick; choose from {', '.join(SCHEDULES)}"
         )
 
 
-def kind_of(schedule: str) -> Kind:
-    """What a schedule is, of its name as it was asked for."""
-    return KINDS[schedule.partition(":")[0]]
+def kind_name(schedule: str) -> str:
+    """The kind of a schedule, of its name as it was asked for."""
+    return schedule.partition(":")[0]
 
 
 def rounds_of(schedule: str) -> int:
@@ -124,7 +123,7 @@ def rounds_of(schedule: str) -> int:
 
 def alternates(schedule: str) -> bool:
     """Whether a microbatch goes backward as soon as it has gone through all stages."""
-    return kind_of(schedule).at_once
+    return KINDS[kind_name(schedule)].at_once
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class Schedule:
     @staticmethod
     def named(schedule: str, stages: int, microbatches: int) -> Schedule:
         """Of its name as it was asked for."""
-        return Schedule(schedule.partition(":")[0], stages, microbatches, rounds_of(schedule))
+        return Schedule(kind_name(schedule), stages, microbatches, rounds_of(schedule))
 
     @property
     def table(self) -> np.ndarray:
@@ -195,23 +194,30 @@ class Schedule:
         found = self.table[:, stage, slot]
         return np.where((found[:, 0] != IDLE) & (found[:, 1] == chunk), found[:, 0], IDLE)
 
-    @cached_property
-    def places(self) -> np.ndarray:
-        """[tick, stage, slot]: where in a ring of `in_flight` places a stage keeps what backward reads of a
-        virtual stage. An idle forward slot has a place that is free at that time."""
-        return _places(self)
+    @property
+    def last(self) -> Slot:
+        """The slot that comes last of a virtual stage."""
+        return Slot.WEIGHTS if KINDS[self.kind].split else Slot.BACKWARD
 
-    @cached_property
+    def places(self, begin: Slot) -> np.ndarray:
+        """[tick, stage, slot]: where in a ring of a stage lies what slots of one kind put there, and others
+        read until the last one. A slot that puts nothing there has a place that is free at that time."""
+        return _places(self, begin)
+
+    def ring(self, begin: Slot) -> int:
+        """How many places that ring has."""
+        return int(self.places(begin).max()) + 1
+
+    @property
     def in_flight(self) -> int:
-        """Places of the ring of a stage: virtual stages of microbatches that are in flight there, at most."""
-        return int(self.places.max()) + 1
+        """Places for what forward keeps: virtual stages of microbatches in flight at a stage, at most."""
+        return self.ring(Slot.FORWARD)
 
     @property
     def held(self) -> np.ndarray:
         """[stage]: virtual stages of microbatches in flight there, at most."""
         there = (self.table[..., 0] != IDLE).astype(int)
-        last = Slot.WEIGHTS if KINDS[self.kind].split else Slot.BACKWARD
-        over = np.cumsum(there[..., last], axis=0) - there[..., last]
+        over = np.cumsum(there[..., self.last], axis=0) - there[..., self.last]
         return (np.cumsum(there[..., Slot.FORWARD], axis=0) - over).max(axis=0)
 
     def together(self, costs: Sequence[float]) -> float:
@@ -285,23 +291,22 @@ def _table(of: Schedule) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-def _places(of: Schedule) -> np.ndarray:
-    last = Slot.WEIGHTS if KINDS[of.kind].split else Slot.BACKWARD
+def _places(of: Schedule, begin: Slot) -> np.ndarray:
     places = np.zeros(of.table.shape[:3], np.int32)
     for stage in range(of.stages):
         free: list[int] = []  # a heap, so that the first free place is taken
         lies, most = dict[tuple[int, int], int](), 0
         for tick, row in enumerate(of.table[:, stage].tolist()):
             found = heapq.heappop(free) if free else most
-            most = max(most, found + 1) if of.busy[tick, Slot.FORWARD] else most
-            places[tick, stage, Slot.FORWARD] = found
-            if row[Slot.FORWARD][0] == IDLE:
+            most = max(most, found + 1) if of.busy[tick, begin] else most
+            places[tick, stage, begin] = found
+            if row[begin][0] == IDLE:
                 heapq.heappush(free, found) if found < most else None
             else:
-                lies[tuple(row[Slot.FORWARD])] = found
-            for slot in (Slot.BACKWARD, Slot.WEIGHTS):
+                lies[tuple(row[begin])] = found
+            for slot in list(Slot)[begin + 1 :]:
                 if row[slot][0] != IDLE:
                     places[tick, stage, slot] = lies[tuple(row[slot])]
-            if row[last][0] != IDLE:
-                heapq.heappush(free, lies.pop(tuple(row[last])))
+            if row[of.last][0] != IDLE:
+                heapq.heappush(free, lies.pop(tuple(row[of.last])))
     return places

@@ -23,8 +23,10 @@ from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.kinds import Move, Source
 
 WHY = "microbatches come one after the other"
-CHUNK, PLACE = "chunk", "place"
-"""Columns of a slot beside its microbatch: which virtual stage of the stage, and where in its ring."""
+CHUNK = "chunk"
+"""The column of a slot, beside its microbatch, that says which virtual stage of the stage it is for."""
+RINGS = {f"{slot.name.lower()} ring": slot for slot in (Slot.FORWARD, Slot.BACKWARD)}
+"""The columns that say where in a ring something lies, and which slots put it there."""
 
 
 def _first(op: str, name: str, inputs: Sequence[TensorType], size: int) -> Shape:
@@ -67,8 +69,8 @@ class ScheduleColumn(Source):
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         rows = slice(self.begin, self.begin + self.tick.size)
-        if self.column == PLACE:
-            numbers = self.schedule.places[rows, :, self.slot]
+        if self.column in RINGS:
+            numbers = self.schedule.places(RINGS[self.column])[rows, :, self.slot]
         else:
             numbers = self.schedule.table[rows, :, self.slot, int(self.column == CHUNK)]
         return _of_stages(k, at, numbers, self.stage)

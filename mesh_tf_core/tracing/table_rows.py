@@ -13,7 +13,7 @@ from mesh_tf_core.ir.schedules import IDLE, Schedule, Slot
 from mesh_tf_core.ir.stored_order import Interleaved
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.math import maximum
-from mesh_tf_core.ops.ticks import CHUNK, PLACE, LayerNumbers, Passing, ScheduleColumn
+from mesh_tf_core.ops.ticks import CHUNK, RINGS, LayerNumbers, Passing, ScheduleColumn
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -62,9 +62,9 @@ class TableRows:
         chunk = maximum(self._column(slot, CHUNK, stages), 0) if self.schedule.chunks > 1 else None
         return Work(item > IDLE, maximum(item, 0), chunk)
 
-    def place(self, slot: Slot, stages: Block) -> Tensor:
-        """Where in its ring a stage puts what it keeps, or finds it."""
-        return self._column(slot, PLACE, stages)
+    def place(self, slot: Slot, stages: Block, begin: Slot) -> Tensor:
+        """Where in a ring a stage puts what it keeps from slots of the kind `begin`, or finds it."""
+        return self._column(slot, next(name for name, put in RINGS.items() if put is begin), stages)
 
     def _column(self, slot: Slot, name: str, stages: Block) -> Tensor:
         assert self.block is not None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import NamedTuple
 
 from mesh_tf_core.ir.blocks import MICROBATCH, Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
@@ -18,10 +19,29 @@ from mesh_tf_core.ops.neighbours import shift
 from mesh_tf_core.tracing.microbatch_order import MicrobatchOrder, When
 from mesh_tf_core.tracing.standing import Kind, outer_reads
 from mesh_tf_core.tracing.table_rows import TableRows
-from mesh_tf_core.tracing.virtual_stages import IN_FLIGHT, Again, VirtualStageCopy
+from mesh_tf_core.tracing.virtual_stages import IN_FLIGHT, Again, HalfBackward, VirtualStageCopy, halves
 
-State = tuple[list[Tensor], list[Tensor], list[Tensor]]
-"""What goes forward, lies in rings, and goes backward, from loop to loop."""
+
+class State(NamedTuple):
+    """What goes from one loop over ticks to the next.
+
+    Attributes:
+      flow, back: what stages hand on, forward and backward.
+      rings: what forward keeps; `late`: what backward keeps for slots of weights.
+    """
+
+    flow: list[Tensor]
+    rings: list[Tensor]
+    back: list[Tensor]
+    late: list[Tensor]
+
+    def of(self, found: Sequence[Tensor], carries: Sequence[bool]) -> State:
+        """The same with other tensors for the parts that are carried."""
+        left = iter(found)
+        parts = (
+            [next(left) for _ in part] if goes else part for part, goes in zip(self, carries, strict=True)
+        )
+        return State(*parts)
 
 
 class TickLoops:
@@ -50,7 +70,7 @@ class TickLoops:
 
     def _keep(self, layers: Block, again: Again | None) -> None:
         """Settles what stays for backward."""
-        copy = self.copy
+        copy, order = self.copy, self.order
         self.second = None if again is None else again(layers)
         self.stage_again = again is not None and self.second is None
         self.runs = (self.order.backward,) if again is None else (self.order.forward, self.order.backward)
@@ -62,6 +82,12 @@ class TickLoops:
         used = set[int]().union(*(self.order.reads[n.index] for n in self.runs))
         passes = tuple(i for i in self.order.passes if i in used)
         self.held = self.flows if self.stage_again else passes
+        self.halves: tuple[HalfBackward, HalfBackward] | None = None
+        if self.schedule.last is Slot.WEIGHTS:
+            if self.stage_again:
+                raise copy.refusal("stages that run again as a whole have no slot for weights alone")
+            stacks = set[int]() if self.second is None else {*layers.saved.values()}
+            self.halves = halves(order.body(order.backward), order.rows, stacks)
 
     # -- one microbatch --------------------------------------------------------------------------------------
 
@@ -80,13 +106,25 @@ class TickLoops:
             copy._node(node)
 
     def _layers(
-        self, node: Node, stages: Block, stage: Tensor, chunk: Tensor | None, init: Sequence[Tensor]
+        self,
+        node: Node,
+        stages: Block,
+        chunk: Tensor | None,
+        init: Sequence[Tensor],
+        half: HalfBackward | None = None,
     ) -> list[Tensor]:
-        """The layers of a stage, or of one of its chunks; their last states."""
-        copy = self.copy
+        """The layers of a virtual stage, or a half of their backward; their last states."""
+        copy, stage = self.copy, self._stage(stages)
+        copy.half = half
         with self.new.phase(copy._phase(node), node.scope, node.name), copy.chunk_of(stages, stage, chunk):
-            copy._looped(node, self.order.body(node), init)
+            copy._looped(node, self.order.body(node) if half is None else half.body, init)
+        copy.half = None
         return [copy.tensors[o] for o in node.outputs[: len(init)]]
+
+    def _stage(self, stages: Block) -> Tensor:
+        """The number of the stage that is being built."""
+        assert stages.index is not None
+        return self.new.tensors[stages.index]
 
     def _enter(self, stages: Block, number: Tensor, got: Mapping[int, Tensor], nodes: Sequence[Node]) -> None:
         """What a stage reads for a microbatch, of which it has `got` some."""
@@ -98,9 +136,11 @@ class TickLoops:
         for o in dict.fromkeys(o for node in nodes for o in self.order.sliced[node.index]):
             copy.tensors[o] = self.new.slice_into(stages, copy.stack(o), self.own)
 
-    def _terms(self, stages: Block, node: Node, works: Tensor) -> dict[int, Tensor]:
+    def _terms(
+        self, stages: Block, node: Node, works: Tensor, half: HalfBackward | None = None
+    ) -> dict[int, Tensor]:
         """What a stage adds to sums."""
-        found, body = {}, self.order.body(node)
+        found, body = {}, self.order.body(node) if half is None else half.body
         for stacks, pairs in ((True, body.stacked), (False, body.summed)):
             for o in (o for _, o in pairs if o in self.order.sums):
                 x = self.copy._delivered(o, o)
@@ -149,10 +189,9 @@ class TickLoops:
         new = self.new
         entering = self._passing(rows, Slot.FORWARD, False, self._entering)
         with new.loop(self.stage, spread=True) as stages:
-            stage = new.tensors[stages.index]  # type: ignore[index]
-            work = rows.at(Slot.FORWARD, stages)
+            stage, work = self._stage(stages), rows.at(Slot.FORWARD, stages)
             works, number, chunk = work.works, work.number, work.chunk
-            place = rows.place(Slot.FORWARD, stages) if rings else number
+            place = rows.place(Slot.FORWARD, stages, Slot.FORWARD) if rings else number
             got = [new.slice_into(stages, h) for h in held]
             if entering is not None:
                 enters = stage < 1 if chunk is None else logical_and(stage < 1, chunk < 1)
@@ -162,7 +201,7 @@ class TickLoops:
             held = [known[i] for i in self.held]
             kept = [dynamic_update(r, x, place, IN_FLIGHT) for r, x in zip(into, held, strict=False)]
             self._enter(stages, number, known, (self.order.forward,))
-            ends = self._layers(self.order.forward, stages, stage, chunk, got[: len(self.order.states)])
+            ends = self._layers(self.order.forward, stages, chunk, got[: len(self.order.states)])
             pairs = zip(into[len(held) :], self.keeps, strict=True)
             kept += [dynamic_update(r, self.copy.held[i], place, IN_FLIGHT) for r, i in pairs]
             handed = [new.stack_output(stages, x) for x in (*ends, *got[len(self.order.states) :])]
@@ -172,19 +211,27 @@ class TickLoops:
         return handed, kept, terms
 
     def _backward_slot(
-        self, rows: TableRows, held: Sequence[Tensor], rings: Sequence[Tensor], entering: Sequence[Tensor]
-    ) -> tuple[list[Tensor], dict[int, Tensor]]:
-        """Every stage backward; `entering`: the gradient at the last stage, if a microbatch enters there.
+        self,
+        rows: TableRows,
+        held: Sequence[Tensor],
+        rings: Sequence[Tensor],
+        late: Sequence[Tensor],
+        entering: Sequence[Tensor],
+    ) -> tuple[list[Tensor], list[Tensor], dict[int, Tensor]]:
+        """Every stage backward, or what of it the state needs, if weights have slots of their own.
+
+        Args:
+          late: rings of what these slots read.
+          entering: the gradient at the last stage, if a microbatch enters there.
 
         Returns:
-          What the stages hand on; terms of sums.
+          What the stages hand on; these rings; terms of sums.
         """
-        new, copy = self.new, self.copy
+        new, copy, half = self.new, self.copy, self.halves[0] if self.halves else None
         with new.phase("backward", ""), new.loop(self.stage, spread=True) as stages:
-            stage = new.tensors[stages.index]  # type: ignore[index]
-            work = rows.at(Slot.BACKWARD, stages)
+            stage, work = self._stage(stages), rows.at(Slot.BACKWARD, stages)
             works, number, chunk = work.works, work.number, work.chunk
-            place = rows.place(Slot.BACKWARD, stages) if rings else number
+            place = rows.place(Slot.BACKWARD, stages, Slot.FORWARD) if rings else number
             last = stage > self.stages - 2
             begins = last if chunk is None else logical_and(last, chunk > self.schedule.chunks - 2)
             # A slot that is idle takes what was put there: no gradient comes of it, if it is a number.
@@ -197,26 +244,54 @@ class TickLoops:
                     copy.tensors[i] = where(works, x, 0)
             if self.stage_again:
                 with copy.running_again():
-                    self._layers(
-                        self.order.forward, stages, stage, chunk, [known[i] for i in self.order.states]
-                    )
+                    self._layers(self.order.forward, stages, chunk, [known[i] for i in self.order.states])
             else:
                 self._kept(dict(zip(self.keeps, got[len(self.held) :], strict=True)))
             come = [new.slice_into(stages, h) for h in held]
             seeds = come[: len(self.order.seeds)]
             if entering:
                 seeds = [where(begins, x, h) for x, h in zip(entering, seeds, strict=True)]
-            ends = self._layers(
-                self.order.backward, stages, stage, chunk, [where(works, x, 0) for x in seeds]
-            )
+            seeds = [where(works, x, 0) for x in seeds]
+            ends = self._layers(self.order.backward, stages, chunk, seeds, half)
             copy.second = None
             beside = zip(self.order.rows, come[len(self.order.seeds) :], strict=True)
             ends += [copy.tensors[o] + where(begins, 0, h) for o, h in beside]
             handed = [new.stack_output(stages, x) for x in ends]
-            terms = self._terms(stages, self.order.backward, works)
+            if half is not None:
+                place = rows.place(Slot.BACKWARD, stages, Slot.BACKWARD)
+                pairs = [(new.slice_into(stages, r), copy.between[i]) for r, i in self._between(late)]
+                late = [new.stack_output(stages, dynamic_update(r, x, place, IN_FLIGHT)) for r, x in pairs]
+            terms = self._terms(stages, self.order.backward, works, half)
         with new.phase("backward", ""):
             new.close_loop(stages, [])
-        return handed, terms
+        return handed, [*late], terms
+
+    def _between(self, late: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
+        """The rings of what one half of backward makes for the other, each with the tensor of a layer."""
+        assert self.halves is not None
+        return zip(late, self.halves[0].between, strict=True)
+
+    def _weights_slot(
+        self, rows: TableRows, rings: Sequence[Tensor], late: Sequence[Tensor]
+    ) -> dict[int, Tensor]:
+        """Gradients of the weights of every stage, none of which is idle; terms of sums."""
+        assert self.halves is not None
+        new, copy, half = self.new, self.copy, self.halves[1]
+        with new.phase("backward", ""), new.loop(self.stage, spread=True) as stages:
+            work = rows.at(Slot.WEIGHTS, stages)
+            place = rows.place(Slot.WEIGHTS, stages, Slot.FORWARD) if rings else work.number
+            got = [dynamic_slice(new.slice_into(stages, r), place, IN_FLIGHT) for r in rings]
+            self._enter(stages, work.number, dict(zip(self.held, got, strict=False)), (self.order.backward,))
+            if self.second is None:
+                self._kept(dict(zip(self.keeps, got[len(self.held) :], strict=True)))
+            place = rows.place(Slot.WEIGHTS, stages, Slot.BACKWARD)
+            stacks = ((i, new.slice_into(stages, r)) for r, i in self._between(late))
+            copy.between = {i: dynamic_slice(r, place, IN_FLIGHT) for i, r in stacks}
+            self._layers(self.order.backward, stages, work.chunk, [], half)
+            terms = self._terms(stages, self.order.backward, work.works, half)
+        with new.phase("backward", ""):
+            new.close_loop(stages, [])
+        return terms
 
     def _kept(self, found: Mapping[int, Tensor]) -> None:
         """Backward has what the layers kept."""
@@ -271,57 +346,50 @@ class TickLoops:
 
     def build(self) -> dict[int, Tensor]:
         """Builds a loop over every run of ticks with the same slots; the sums over the whole batch."""
-        new = self.new
-        flow = [self._zeros(i) for i in self.flows]
+        new, order, of, chunk = self.new, self.order, self.schedule, self.copy.chunk
         rings = [self._zeros(i, self.ring) for i in self.held]
-        rings += [self._zeros(i, self.ring, self.copy.chunk) for i in self.keeps]
-        state: State = flow, rings, []
-        for ticks, slots in self.schedule.loops:
-            if Slot.BACKWARD in slots and not state[2]:
-                state = *state[:2], [self._zeros(i) for i in (*self.order.seeds, *self.order.rows)]
+        rings += [self._zeros(i, self.ring, chunk) for i in self.keeps]
+        state = State([self._zeros(i) for i in self.flows], rings, [], [])
+        for ticks, slots in of.loops:
+            if Slot.BACKWARD in slots and not state.back:
+                back = [self._zeros(i) for i in (*order.seeds, *order.rows)]
+                between = self.halves[0].between if self.halves else ()
+                late = [self._zeros(i, Dim(IN_FLIGHT, of.ring(Slot.BACKWARD)), chunk) for i in between]
+                state = State(state.flow, state.rings, back, late)
             with new.phase("forward" if Slot.FORWARD in slots else "backward", ""):
-                state = self._loop(ticks, slots, *state)
+                state = self._loop(ticks, slots, state)
         with new.phase("backward", ""):
             self.copy.number = None
             return {o: add_n(xs) for o, xs in self.made.items()}
 
-    def _loop(
-        self, ticks: range, slots: Set[Slot], flow: list[Tensor], rings: list[Tensor], back: list[Tensor]
-    ) -> State:
-        """A loop over ticks with these slots.
-
-        Args:
-          flow, rings, back: what goes forward, lies in rings, and goes backward, before the loop.
-
-        Returns:
-          The same after it.
-        """
+    def _loop(self, ticks: range, slots: Set[Slot], state: State) -> State:
+        """A loop over ticks with these slots; the state after it."""
         new, forward, backward = self.new, Slot.FORWARD in slots, Slot.BACKWARD in slots
         rows = TableRows(new, self.schedule, self.stage, ticks)
-        carried = [*flow * forward, *rings * forward, *back * backward]
-        count, places = len(flow) * forward, len(rings) * forward
+        carries = (forward, forward, backward, backward)  # What others do not change they only read.
+        carried = [x for part, goes in zip(state, carries, strict=True) if goes for x in part]
         with new.loop(rows.dim) as block:
             inside, rows = [new.body_input(block, x) for x in carried], rows.inside(block)
-            come, lies, back = inside[:count], inside[count : count + places], inside[count + places :]
-            entering, moved = list[Tensor](), list[Tensor]()
-            terms: dict[int, Tensor] = {}
+            flow, rings, back, late = state.of(inside, carries)
+            entering, moved, terms = list[Tensor](), list[Tensor](), dict[int, Tensor]()
             if forward:
-                handed, lies, terms = self._forward_slot(rows, come, lies)
+                handed, rings, terms = self._forward_slot(rows, flow, rings)
                 moved = self._moved(handed, 1)
             if forward and backward:
                 entering, more = self._head(rows, handed[: len(self.order.states)])
                 terms.update(more)
             if backward:
-                handed, more = self._backward_slot(rows, back, lies if forward else rings, entering)
+                handed, late, more = self._backward_slot(rows, back, rings, late, entering)
                 terms = {**terms, **more, **self._after(rows, handed)}
+            if Slot.WEIGHTS in slots:
+                terms.update(self._weights_slot(rows, rings, late))
             with new.phase("backward" if backward else "forward", ""):
-                moved += lies
+                moved += rings if forward else []
                 # In a last loop of one tick nobody reads what is handed on.
-                ends = len(ticks) == 1 and not forward
-                moved += (back if ends else self._moved(handed, -1)) if backward else []
+                ends = len(ticks) == 1 and ticks.stop == len(self.schedule.table)
+                moved += [*(back if ends else self._moved(handed, -1)), *late] if backward else []
             self._close(block, inside, moved, terms)
-        after = new.close_loop(block, carried)
-        return after[:count], after[count : count + places] if forward else rings, after[count + places :]
+        return state.of(new.close_loop(block, carried), carries)
 
     def _zeros(self, tensor: int, *dims: Dim) -> Tensor:
         """What the stages hold before the first tick."""

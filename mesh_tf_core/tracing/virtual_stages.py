@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.blocks import MICROBATCH, Block, Node
+from mesh_tf_core.ir.blocks import MICROBATCH, Block, Node, reads
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.schedules import Schedule, rounds_of
@@ -65,6 +65,45 @@ Again = Callable[[Block], LayerAgain | None]
 of a stage one after the other, from the state that came in."""
 
 
+@dataclass(frozen=True)
+class HalfBackward:
+    """One half of the backward of layers: gradients of what they read, or of their weights.
+
+    Attributes:
+      body: of the loop, with the nodes and results of this half.
+      between: tensors that the first half makes and the second one reads.
+      first: which half it is.
+    """
+
+    body: Block
+    between: Sequence[int]
+    first: bool
+
+
+def halves(body: Block, first: Collection[int], again: Collection[int]) -> tuple[HalfBackward, HalfBackward]:
+    """The backward of layers in two halves: what leads to the state and to some results, and the others.
+
+    Args:
+      first: results, of the graph around, that belong to the first half.
+      again: stacks whose parts run again in the first half.
+    """
+    early = [(i, o) for i, o in body.summed if o in first]
+    needed, nodes = {*body.carry_out, *(i for i, _ in early)}, list[Node]()
+    for node in reversed(body.nodes):
+        if not needed.isdisjoint(node.outputs):
+            nodes.insert(0, node)
+            needed |= reads(node)
+    made = {*body.carry_in, *(o for node in nodes for o in node.outputs)}
+    made |= {i for o, i in body.sliced if o in again}
+    left = [node for node in body.nodes if not any(node is n for n in nodes)]
+    summed = [pair for pair in body.summed if pair not in early]
+    wanted = {i for i, _ in (*body.stacked, *summed)}.union(*map(reads, left))
+    between = sorted(made & wanted)
+    one = replace(body, nodes=nodes, stacked=[], summed=early)
+    two = replace(body, nodes=left, summed=summed, carry_in=(), carry_out=())
+    return HalfBackward(one, between, True), HalfBackward(two, between, False)
+
+
 Loops = Callable[["VirtualStageCopy", Sequence[Node], tuple[Node, Node], Iterable[int]], dict[int, Tensor]]
 
 
@@ -86,6 +125,8 @@ class VirtualStageCopy(Accumulation):
       keeps: tensors of the layers' body that are stacked where they run forward, `held`: the stacks of these;
         `wanted`: they, and what loops inside of a layer stack for them.
       second: what of a layer runs again where its gradient is made, and the body that this is of.
+      half: of the gradient of the layers, what is copied; `between`: stacks of what one half makes for the
+        other.
       stacks: what layers stack for all of a stage.
       raw: variables that lie in the order of chunks, as they lie; `lies`: the same of sums of stacks.
     """
@@ -113,6 +154,8 @@ class VirtualStageCopy(Accumulation):
         self.held: dict[int, Tensor] = {}
         self.wanted: set[int] = set()
         self.second: tuple[LayerAgain, Block] | None = None
+        self.half: HalfBackward | None = None
+        self.between: dict[int, Tensor] = {}
         self.batches, self.of_chunk = self.smaller, {**self.smaller, Dim(dim, size): self.chunk}
         self.of_stage = {**self.smaller, Dim(dim, size): self.own}
         self.stacks: set[int] = set()
@@ -255,6 +298,8 @@ class VirtualStageCopy(Accumulation):
             block.first = self.place.first.id
 
     def _backward(self, body: Block, block: Block) -> None:
+        if self.half is not None and self.half.first and body is self.half.body:
+            self.between = {i: self.new.stack_output(block, self.tensors[i]) for i in self.half.between}
         if self.links or self.place is None or block.forward is not None:
             super()._backward(body, block)
             return
@@ -274,6 +319,12 @@ class VirtualStageCopy(Accumulation):
             self.wanted.update(i for i, o in saved.items() if o in self.wanted)
 
     def _parts(self, body: Block, block: Block) -> None:
+        if self.half is not None and not self.half.first and body is self.half.body:
+            self.tensors.update((i, self.new.slice_into(block, x)) for i, x in self.between.items())
+            wanted = {i for i, _ in (*body.stacked, *body.summed)}.union(*map(reads, body.nodes))
+            parts = [(o, i) for o, i in body.sliced if i in wanted and i not in self.between]
+            block.sliced += [(self.tensors[o].id, self._inner(block, i).id) for o, i in parts]
+            return
         if self.second is None or self.place is None or body.forward is not self.second[1]:
             super()._parts(body, block)
             return

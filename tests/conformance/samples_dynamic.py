@@ -8,8 +8,9 @@ import numpy as np
 
 import mesh_tf_core as mtf
 from mesh_tf_core.ir.schedules import Schedule, Slot
+from mesh_tf_core.ir.stored_order import Interleaved
 from mesh_tf_core.ops import few_bits
-from mesh_tf_core.ops.ticks import CHUNK, PLACE, FromTicks, Passing, ScheduleColumn, ToTicks
+from mesh_tf_core.ops.ticks import CHUNK, RINGS, FromTicks, LayerNumbers, Passing, ScheduleColumn, ToTicks
 from tests.conformance.helper import Arg, Sample
 
 AB = Arg("a:8 b:4")
@@ -52,11 +53,23 @@ def _table(column: str) -> Sample:
 
     def dense(x: np.ndarray) -> Any:
         table = s.table[9:14, :, Slot.BACKWARD]
-        numbers = {"microbatch": table[..., 0], CHUNK: table[..., 1], PLACE: s.places[9:14, :, Slot.BACKWARD]}
+        numbers = {"microbatch": table[..., 0], CHUNK: table[..., 1]}
+        numbers |= {name: s.places(put)[9:14, :, Slot.BACKWARD] for name, put in RINGS.items()}
         last = np.where(table[:, 3, 1] == 1, table[:, 3, 0], -1)
         return x + numbers[column], x + last[:, None]
 
     return Sample(f"{column} of a schedule", "dynamic", apply, (Arg("tick:5 a:4"),), dense)
+
+
+def _layers_of_stages() -> Sample:
+    order, stage, place = Interleaved(4, 2), mtf.Dim("a", 4), mtf.Dim("place", 4)
+
+    def apply(g: mtf.Graph, x: mtf.Tensor) -> Any:
+        return x + g.apply(LayerNumbers(order, 13, stage, place)).cast(x.dtype)
+
+    return Sample(
+        "layers of stages", "dynamic", apply, (Arg("a:4 place:4"),), lambda x: x + order.numbers(13)
+    )
 
 
 def _few_bits(bits: int) -> Sample:
@@ -93,7 +106,8 @@ def _rounds(fill: bool) -> Sample:
 SAMPLES = (
     _few_bits(4),
     _few_bits(8),
-    *map(_table, ("microbatch", CHUNK, PLACE)),
+    _layers_of_stages(),
+    *map(_table, ("microbatch", CHUNK, *RINGS)),
     _rounds(fill=False),
     _rounds(fill=True),
     _ticks(fill=False),

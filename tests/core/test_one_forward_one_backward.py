@@ -4,6 +4,7 @@ waits as long as its closed form says."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,8 +35,10 @@ def dense(plain: mtf.Model) -> Any:
     return steps(plain.lower(mtf.Mesh("one:1"), mtf.Layout()))[:2]
 
 
-def lowered(model: mtf.Model, mesh: str, layout: str, parts: int, **given: Any) -> Program:
-    how = options({**given, "microbatches": parts, "schedule": ONE_F_ONE_B})
+def lowered(
+    model: mtf.Model, mesh: str, layout: str, parts: int, schedule: str = ONE_F_ONE_B, **given: Any
+) -> Program:
+    how = options({**given, "microbatches": parts, "schedule": schedule})
     return model.lower(mtf.Mesh(mesh), mtf.Layout(layout), how)
 
 
@@ -83,7 +86,12 @@ def test_random_layouts(seed: int, plain: mtf.Model, dense: Any) -> None:
     assert engine.communication_bytes == program.communication_bytes()
 
 
-def drawn(rng: random.Random, built: mtf.Model) -> Program | None:
+def drawn(
+    rng: random.Random,
+    built: mtf.Model,
+    schedule: str = ONE_F_ONE_B,
+    policies: Sequence[set[str]] = POLICIES,
+) -> Program | None:
     """A layout with stages, if it is legal."""
     axes = [("pipe", rng.choice([2, 4])), ("a", 2), *([("b", 2)] if rng.random() < 0.5 else [])]
     rng.shuffle(axes)
@@ -92,11 +100,11 @@ def drawn(rng: random.Random, built: mtf.Model) -> Program | None:
         free = [name for name, _ in axes if name != "pipe" or dim == "vocabulary"]
         chosen = [name for name in free if rng.random() < 0.4]
         rules.update({dim: "+".join(chosen)} if chosen else {})
-    again = rng.choice(POLICIES)
+    again = rng.choice(policies)
     storage = {name: rng.randrange(4) for name in ("wi", "wo", "table", "shared")}
     layout, mesh = (";".join(f"{a}:{b}" for a, b in each) for each in (rules.items(), axes))
     try:
-        return lowered(built, mesh, layout, rng.choice([1, 2, 4]), recompute=again, storage=storage)
+        return lowered(built, mesh, layout, rng.choice([1, 2, 4]), schedule, recompute=again, storage=storage)
     except mtf.LayoutError:
         return None
 

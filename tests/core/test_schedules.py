@@ -35,17 +35,19 @@ def virtual(of: Schedule, stage: int, chunk: int) -> int:
 def test_every_stage_works_on_what_the_one_before_has_handed_on(of: Schedule) -> None:
     kind, table = KINDS[of.kind], of.table
     found: dict[tuple[Slot, int, int], tuple[int, int]] = {}
-    rings: list[dict[int, tuple[int, int]]] = [{} for _ in range(of.stages)]
+    rings: dict[tuple[int, Slot], dict[int, tuple[int, int]]] = {}
+    puts = [slot for slot in (Slot.FORWARD, Slot.BACKWARD) if slot < of.last]
     for tick, slot, stage in np.argwhere(table[..., 0].transpose(0, 2, 1) > -2).tolist():
         item, chunk = table[tick, stage, slot].tolist()
-        place = int(of.places[tick, stage, slot])
-        if slot == Slot.FORWARD and of.busy[tick, slot]:
-            rings[stage][place] = (item, chunk)  # which an idle slot writes too
-            assert place < of.in_flight
+        for put in puts:
+            place, ring = int(of.places(put)[tick, stage, slot]), rings.setdefault((stage, put), {})
+            if slot == put and of.busy[tick, slot]:
+                ring[place] = (item, chunk)  # which an idle slot writes too
+                assert place < of.ring(put)
+            if item != IDLE and slot > put:
+                assert ring[place] == (item, chunk)
         if item == IDLE:
             continue
-        if slot != Slot.FORWARD:
-            assert rings[stage][place] == (item, chunk)
         at = virtual(of, stage, chunk)
         assert found.setdefault((Slot(slot), at, item), (tick, stage)) == (tick, stage)
     last = max(at for _, at, _ in found)
@@ -61,6 +63,9 @@ def test_every_stage_works_on_what_the_one_before_has_handed_on(of: Schedule) ->
         if slot is Slot.WEIGHTS:
             assert found[Slot.BACKWARD, at, item][0] <= tick
     each = of.microbatches * (last + 1)
+    if kind.split:
+        done = table[of.done(Slot.WEIGHTS).start : of.done(Slot.WEIGHTS).stop, :, Slot.WEIGHTS, 0]
+        assert (done != IDLE).all()
     counts = {slot: sum(s is slot for s, _, _ in found) for slot in Slot}
     assert counts == {Slot.FORWARD: each, Slot.BACKWARD: each, Slot.WEIGHTS: each * kind.split}
 

@@ -35,8 +35,10 @@ from layoutopt.space.splits import Split
 from layoutopt.space.stages import Stages
 from layoutopt.space.storage import Storage
 from mesh_tf_core.ir.instructions import HOST
+from mesh_tf_core.ir.schedules import GPIPE, SCHEDULES
 from mesh_tf_core.optimizers import by_name
 
+PIPED = [s for s in SCHEDULES if s != GPIPE]
 MACHINES = ("tpu-v3", "a100", "h100", "tpu-v4", "tpu-v5e")
 Kinds = tuple[type[Decision], ...]
 
@@ -104,9 +106,7 @@ Opens = Callable[[random.Random, mtf.Model], Mapping[str, Any]]
 OPENED: dict[type[Decision], Opens] = {
     Split: lambda rng, _: {"orders": rng.choice(["mesh", "mesh", "all"])},
     Stages: lambda *_: {"pipeline": ("layers",)},
-    Schedule: lambda rng, _: {
-        "schedule": ("gpipe", *rng.sample(["1f1b", "circular:2", "interleaved:2"], rng.choice([1, 2])))
-    },
+    Schedule: lambda rng, _: {"schedule": ("gpipe", *rng.sample(PIPED, rng.choice([1, 2])))},
     Elsewhere: lambda rng, _: {"elsewhere": (rng.choice(["length", "length", "d", "batch"]),)},
     Storage: lambda rng, _: {
         "storage": ("layout", *rng.sample(["zero1", "zero2", "zero3", "zero3@x", HYBRID], rng.choice([1, 2])))

@@ -199,7 +199,7 @@ def test_a_set_of_values_is_one_of_the_layers() -> None:
     with pytest.raises(mtf.UserError, match=why):
         [*subproblems(model, [mesh], replace(asked, recompute=(False, "keep=none")))]
     more = replace(asked, pipeline=("layers",), schedule=("interleaved:3", "circular:5"))
-    why = "interleaved:3: pipeline over 'layers': 3 rounds .*; circular:5: pipeline over 'layers': 5 rounds"
+    why = "interleaved:3: pipeline over 'layers': 2 stages times 3 .*; circular:5: pipeline over 'layers': 2"
     with pytest.raises(mtf.UserError, match=why):
         [*subproblems(model, [mesh], more)]
 

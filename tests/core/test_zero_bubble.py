@@ -1,0 +1,161 @@
+"""ZB-H1 gives the numbers of one device, and gradients of weights run only when no stage is idle."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
+from costmodels.liveness import memory
+from costmodels.pricing.pricer import pricer
+from costmodels.waiting import waiting
+from mesh_tf_core.ir.instructions import Instr, Local, Permute
+from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.schedules import Schedule
+from mesh_tf_core.lower.verify import verify
+from mesh_tf_core.ops.dynamic import DynamicSlice
+from tests.core.test_one_forward_one_backward import FURTHER, POLICIES, drawn, lowered, nested
+from tests.core.test_pipelines import changed, model, same, steps
+
+ZERO = "zb-h1"
+FEW: list[set[str]] = [p for p in POLICIES if "tick" not in p]
+"""What of stages may run again there."""
+
+
+@pytest.fixture(scope="module")
+def plain() -> mtf.Model:
+    return model(linear=True)
+
+
+@pytest.fixture(scope="module")
+def dense(plain: mtf.Model) -> Any:
+    return steps(plain.lower(mtf.Mesh("one:1"), mtf.Layout()))[:2]
+
+
+def check(program: Program, dense: Any) -> None:
+    *found, engine = steps(program)
+    same(found, dense)
+    assert engine.communication_bytes == program.communication_bytes()
+    assert engine.peak_memory_bytes == memory(program).peak
+
+
+KEPT = "layers:keep=products"
+CASES: list[tuple[str, str, int, dict[str, Any]]] = [
+    ("pipe:2", "layers:pipe", 4, {}),
+    ("pipe:4", "layers:pipe", 2, {}),
+    ("pipe:4", "layers:pipe", 1, {"recompute": {"layers"}}),
+    ("t:2;pipe:2", "layers:pipe;e:t;vocabulary:pipe+t", 8, {"storage": {"table": 1, "wo": 1}}),
+    (
+        "pipe:2;data:2",
+        "layers:pipe;batch:data",
+        4,
+        {"recompute": {"layers:keep=products"}, "storage": FURTHER},
+    ),
+    ("pipe:2;t:2", "layers:pipe;d:t", 4, {"recompute": {"layers:keep=others"}}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "layout", "parts", "given"), CASES)
+def test_losses_and_variables_are_those_of_one_device(
+    mesh: str, layout: str, parts: int, given: dict[str, Any], plain: mtf.Model, dense: Any
+) -> None:
+    check(lowered(plain, mesh, layout, parts, ZERO, **given), dense)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(200))
+def test_random_layouts(seed: int, plain: mtf.Model, dense: Any) -> None:
+    rng, program = random.Random(seed), None
+    while program is None:
+        program = drawn(rng, plain, ZERO, FEW)
+    check(program, dense)
+
+
+def products(program: Program) -> Counter[str]:
+    """How often products with "e" run, by the phase and the slot that they are in."""
+    found = Counter[str]()
+    for instr, times in program.walk():
+        if isinstance(instr, Local) and instr.op.name == "einsum":
+            names = [program.values[i].shape.names for i in (*instr.inputs, *instr.outputs)]
+            made = names[-1]
+            if any("e" in each for each in names):
+                weights = {"d", "e"} <= {*made} and "batch" not in made
+                found[f"{instr.origin.phase}{' of weights' * weights}"] += times
+    return found
+
+
+@pytest.mark.parametrize(("stages", "parts"), [(2, 8), (4, 8), (4, 4)])
+def test_gradients_of_weights_run_once_for_every_microbatch(
+    stages: int, parts: int, plain: mtf.Model
+) -> None:
+    schedule, own = Schedule(ZERO, stages, parts), 4 // stages
+    zero, plainly = (lowered(plain, f"pipe:{stages}", "layers:pipe", parts, s) for s in (ZERO, "1f1b"))
+    one, other = products(zero), products(plainly)
+    assert one["forward"] == other["forward"] == 2 * own * schedule.ticks
+    assert one["backward"] == other["backward"]
+    assert other["backward of weights"] == 2 * own * schedule.ticks
+    assert one["backward of weights"] == 2 * own * parts
+    assert zero.communication_bytes() == plainly.communication_bytes()
+    # The ring of what backward keeps for the weights has a place for each stage.
+    assert schedule.ring(1) == min(stages, parts + 1)
+
+
+def test_how_long_stages_wait(plain: mtf.Model) -> None:
+    found = {}
+    for schedule in ("1f1b", ZERO):
+        program = lowered(plain, "pipe:4", "layers:pipe", 8, schedule)
+        cost = pricer(load_hardware("cpu-local"), program.mesh).cost(program)
+        (found[schedule],) = waiting(program, cost)
+        assert (found[schedule].ticks, found[schedule].waits) == (11, 3)
+    assert 0 < found[ZERO].seconds < found["1f1b"].seconds
+
+
+def test_loops_inside_of_layers() -> None:
+    built = nested()
+    alone, piped = (
+        built.lower(mtf.Mesh(mesh), mtf.Layout(layout), how)
+        for mesh, layout, how in (
+            ("one:1", "", mtf.Options()),
+            ("pipe:2;data:2", "layers:pipe;batch:data", mtf.Options(microbatches=4, schedule=ZERO)),
+        )
+    )
+    assert piped.variables.keys() == alone.variables.keys()
+    verify(piped)
+
+
+FAULTS: dict[str, Any] = {
+    "gradients go on": lambda i: (
+        replace(i, shift=-i.shift) if isinstance(i, Permute) and i.origin.phase == "backward" else None
+    ),
+    "weights take what the ring has first": lambda i: (
+        replace(i, inputs=(i.inputs[0], FAULTY)) if _reads_late(i) and FAULTY is not None else None
+    ),
+}
+FAULTY: int | None = None
+
+
+def _reads_late(instr: Instr) -> bool:
+    return isinstance(instr, Local) and instr.op == DynamicSlice("in_flight")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_seen(fault: str, plain: mtf.Model, dense: Any) -> None:
+    global FAULTY
+    program = lowered(plain, "pipe:2", "layers:pipe", 4, ZERO)
+    slices = (i for i, _ in program.walk() if isinstance(i, Local) and i.origin.phase == "backward")
+    FAULTY = next(i.inputs[1] for i in slices if i.op == DynamicSlice("microbatch"))
+    broken = replace(program, code=changed(program.code, FAULTS[fault]))
+    assert broken.code != program.code
+    with pytest.raises(AssertionError):
+        same(steps(verify(broken))[:2], dense)
+
+
+def test_what_it_cannot_do_is_refused_with_what_to_do(plain: mtf.Model) -> None:
+    with pytest.raises(mtf.UserError, match="that run again as a whole have no slot for weights") as error:
+        lowered(plain, "pipe:2", "layers:pipe", 4, ZERO, recompute={"tick"})
+    assert "\n" not in str(error.value)
