@@ -23,7 +23,9 @@ from layoutopt.optimize.subproblems import subproblems
 from layoutopt.plan.build import Plan, parse_plan
 from layoutopt.plan.details import Searched
 from layoutopt.plan.fields import LARGEST
+from layoutopt.space.allow import resolved
 from layoutopt.space.decisions import ARGUMENTS, SearchSpace
+from layoutopt.space.kind import Target
 from layoutopt.space.mesh_shapes import meshes
 from layoutopt.space.recorded import recorded
 from mesh_tf_core.arguments import is_number, is_whole
@@ -98,7 +100,12 @@ def search(
     clock = limits.time_limit.again() if isinstance(limits.time_limit, Clock) else Clock(limits.time_limit)
     chosen = machine_of(hardware)
     _check(mesh, devices, objective, limits, clock.limit, allowed)
+    shapes = meshes(mesh, devices, limits.max_axes, chosen)
+    hosts = chosen.host_link is not None and not chosen.is_host
+    allowed = resolved(allowed, [Target(model, shape, hosts) for shape in shapes])
     allowed = allowed.settled(objective)
+    if limits.refine and allowed.pipeline:
+        raise UserError("--refine knows no stages of pipelines; leave it or --pipeline out")
     if allowed.diloco is not None:
         _check_replicas(limits.refine, allowed)
     if allowed.offload:
@@ -116,7 +123,6 @@ def search(
         on_better,
         limits.alternatives,
     )
-    shapes = meshes(mesh, devices, limits.max_axes, chosen)
     question = Searched(
         hardware=hardware if isinstance(hardware, str) else hardware.name,
         memory_bytes=int(min(request.limit, LARGEST)),
@@ -232,8 +238,6 @@ def _check(
         raise UserError(f"--top {top}: at most {MOST_LISTED:,} are listed")
     if seconds is not None and not (is_number(seconds) and 0 < float(seconds) < math.inf):
         raise UserError(f"--time-limit {seconds!r}: needs a positive number of seconds")
-    if limits.refine and allowed.pipeline:
-        raise UserError("--refine knows no stages of pipelines; leave it or --pipeline out")
     for name, argument in ARGUMENTS.items() if mesh is None else ():
         if argument.names_axes and getattr(allowed, name):
             option = argument.options[0].name

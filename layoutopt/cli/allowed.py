@@ -9,14 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from layoutopt.space.argument import Option
+from layoutopt.space.argument import ARGUMENT, Argument, Option
 from layoutopt.space.decisions import ARGUMENTS, SearchSpace
 
 MaxAxesOption = Annotated[
     int, typer.Option("--max-axes", metavar="K", help="With --devices: at most so many axes of a mesh.")
 ]
-BETWEEN = ";"
-"""Stands between rules that were given one after the other."""
+BETWEEN = ","
+"""Stands between rules and words that were given one after the other."""
+ALLOW: Argument = SearchSpace.__dataclass_fields__["allow"].metadata[ARGUMENT]
 
 
 class Allowed:
@@ -34,7 +35,7 @@ class Allowed:
           more: fields of `SearchSpace` that have no option here.
         """
         found = dict(more)
-        for name, argument in ARGUMENTS.items():
+        for name, argument in {"allow": ALLOW, **ARGUMENTS}.items():
             given = {o.name: getattr(self, o.parameter, None) for o in argument.options}
             said = {n: BETWEEN.join(v) if isinstance(v, list | tuple) else v for n, v in given.items()}
             if name not in more and (text := argument.read(said)) is not None:
@@ -61,7 +62,7 @@ def options(name: str, made: Iterable[Option], base: type, usual: bool = False) 
 
 def _options(names_axes: bool) -> Any:
     """Those of arguments that name axes of a mesh, or of the others."""
-    asked = (a for a in ARGUMENTS.values() if a.names_axes <= names_axes)
+    asked = (a for a in (ALLOW, *ARGUMENTS.values()) if a.names_axes <= names_axes)
     return options("AllowedOptions", (o for a in asked for o in a.options), Allowed, usual=True)
 
 

@@ -199,7 +199,8 @@ def _sized(
     family = Family(model, _all_hparams(model, hparams), sizes.scale)
     limit = limits.time_limit
     clock = limit.again() if isinstance(limit, Clock) else Clock(limit)
-    timer = Timer(limits.max_axes, clock, {name: getattr(chosen, name) for name in LAYOUTS})
+    may = {name: value for name, value in chosen.keywords.items() if name in (*LAYOUTS, "allow")}
+    timer = Timer(limits.max_axes, clock, may)
     which = sizes.candidates, sizes.sizes, sizes.every
     answering = Answering(question, forecast, family, machines, timer, *which, on_progress)
     best = answering.run(limits.keep_best)

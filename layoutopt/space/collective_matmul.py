@@ -90,9 +90,16 @@ class CollectiveMatmul(Decision):
         return {"collective_matmul": tuple(found)}
 
     @classmethod
+    def widest(cls, target: Target) -> dict[str, Any]:
+        """Dimensions of weights."""
+        known = parallelism(target.model).weights
+        every = cls.everything(target)["collective_matmul"]
+        return {"collective_matmul": tuple(n for n in every if n in known)}
+
+    @classmethod
     def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:
-        every, known = cls.everything(target)["collective_matmul"], parallelism(target.model).weights
-        usual, others = tuple(n for n in every if n in known), tuple(n for n in every if n not in known)
+        usual = cls.widest(target)["collective_matmul"]
+        others = tuple(n for n in cls.everything(target)["collective_matmul"] if n not in usual)
         yield from missing(cls.label, "collective_matmul", allowed.collective_matmul, usual)
         for left in missing(cls.label, "collective_matmul", allowed.collective_matmul, others):
             yield replace(left, what=f"{cls.label} of {', '.join(others)}", finer=True)

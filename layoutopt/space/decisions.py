@@ -24,7 +24,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Protocol
 
-from layoutopt.space.argument import ARGUMENT, Argument, Space
+from layoutopt.space.argument import ARGUMENT, Argument, Option, Space, argument, names
 from layoutopt.space.collective_matmul import Chunked, CollectiveMatmul
 from layoutopt.space.context import Context, Forms
 from layoutopt.space.elsewhere import Elsewhere, Further
@@ -93,14 +93,33 @@ class SearchSpace(Splits, Piped, Scheduled, Further, Stored, Hosted, Again, Form
     A field takes what its option says, as text, or what it means: `storage="layout,zero3"` is
     `storage=("layout", "zero3")`.
 
+    Attributes:
+      allow: words for the others (`layoutopt.space.allow`), which count less than what they say themselves.
+
     Raises:
       UserError: a value that means nothing.
     """
 
+    allow: tuple[str, ...] = argument(
+        (),
+        parse=lambda value: names(value, "allow"),
+        plan=tuple[str, ...],
+        options=(
+            Option(
+                "--allow",
+                "WORDS",
+                "What may be chosen, with the dimensions that the model has: usual, everything, +NAME, -NAME "
+                "(+pipeline,-context); other options count more.",
+                several=True,
+            ),
+        ),
+    )
+
     @property
     def keywords(self) -> dict[str, Any]:
         """What was asked, as arguments of `layoutopt.search`."""
-        return {name: getattr(self, name) for name in ARGUMENTS}
+        words = {"allow": self.allow} if self.allow else {}
+        return {**{name: getattr(self, name) for name in ARGUMENTS}, **words}
 
     def settled(self, objective: str) -> SearchSpace:
         """The same, with what an objective makes usual where nothing is said."""

@@ -71,13 +71,17 @@ class Elsewhere(Decision):
         return {"elsewhere": tuple(n for n, axes in options.items() if len(axes) > 1 and n not in counted)}
 
     @classmethod
-    def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:
+    def widest(cls, target: Target) -> dict[str, Any]:
+        """Dimensions of sequences that are given."""
         given = {name for t in target.model.graph.inputs.values() for name in t.shape.names}
         known = given & {*parallelism(target.model).sequence}
-        every = cls.everything(target)["elsewhere"]
-        usual = tuple(name for name in every if name in known)
+        return {"elsewhere": tuple(name for name in cls.everything(target)["elsewhere"] if name in known)}
+
+    @classmethod
+    def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:
+        every, usual = cls.everything(target)["elsewhere"], cls.widest(target)["elsewhere"]
         yield from missing(cls.label, "elsewhere", allowed.elsewhere, usual)
-        for other in missing("", "elsewhere", allowed.elsewhere, tuple(n for n in every if n not in known)):
+        for other in missing("", "elsewhere", allowed.elsewhere, tuple(n for n in every if n not in usual)):
             yield LeftOut(cls.label, "further splits of other dimensions elsewhere", other.allow, finer=True)
 
     @classmethod

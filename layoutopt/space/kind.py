@@ -195,6 +195,7 @@ class Decision(ABC):
       by_hand: the option of commands that take one layout.
       word: what plans call it; "": they say nothing of it.
       place: where its words stand among those of others.
+      needs: a field of `SearchSpace` without which its own mean nothing.
     """
 
     subject: str
@@ -208,6 +209,7 @@ class Decision(ABC):
     by_hand: ClassVar[Option | None] = None
     word: ClassVar[str] = ""
     place: ClassVar[int] = 99
+    needs: ClassVar[str] = ""
 
     @property
     def name(self) -> str:
@@ -227,6 +229,11 @@ class Decision(ABC):
     @abstractmethod
     def everything(cls, target: Target) -> dict[str, Any]:
         """Its fields of `Space`, each with all that a search can choose there; () where that is nothing."""
+
+    @classmethod
+    def widest(cls, target: Target) -> dict[str, Any]:
+        """Of `everything` what people would look at: what `--allow everything` means."""
+        return cls.everything(target)
 
     @classmethod
     def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:

@@ -62,6 +62,7 @@ class Schedule(Decision):
 
     label = "schedules of pipelines"
     asks = Scheduled
+    needs = "pipeline"
     says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"schedule": (str, "")}
     by_hand = Option(
         "--schedule",
