@@ -197,7 +197,7 @@ class _Fuser:
         again = self.again or instr.origin.phase == "recompute"
         found = groups[number, again]
         begins = (
-            PRODUCT in found[-1].roles and (kind == PRODUCT or self._comes_beside(instr)) if found else True
+            PRODUCT in found[-1].roles and (kind == PRODUCT or self._waits_for_step(instr)) if found else True
         )
         if begins or self._runs_once_more(instr, found[-1]):
             found.append(Group(self.context, again))
@@ -216,7 +216,7 @@ class _Fuser:
         same = (i for i in group.instrs if i.origin == instr.origin and i.op == instr.op)
         return any(values[o].tensor in made for i in same for o in i.outputs)
 
-    def _comes_beside(self, instr: Local) -> bool:
-        """Whether it reads what comes beside products, whose kernels so do not wait for it."""
+    def _waits_for_step(self, instr: Local) -> bool:
+        """Whether it reads what comes in a step of a decomposed collective: no kernel before waits for it."""
         made = (self.context.producer.get(self.context.source(i)) for i in instr.inputs)
         return any(isinstance(m, Permute) and m.rule == STEP for m in made)

@@ -106,12 +106,15 @@ def _under(rule: str, runs: Runs, cost: Cost) -> Under:
 # -- from start to done --------------------------------------------------------------------------------------
 
 
-def between(program: Program) -> dict[int, Runs]:
+def between(program: Program, apart: bool = True) -> dict[int, Runs]:
     """Message, by its first value -> what runs from its start to its done.
 
     Start and done of a pipelined message are an iteration of its block apart: all of the block runs
     meanwhile, in every iteration but one. What a loop stacks may be sent part by part as iterations make it,
     and of what it sums the last iteration makes the last term; so a loop that makes what is sent counts too.
+
+    Args:
+      apart: messages whose start and done are an iteration apart are meant, too.
     """
     found: dict[int, Runs] = {}
 
@@ -121,7 +124,8 @@ def between(program: Program) -> dict[int, Runs]:
                 visit(instr.body, times * instr.times, instr.dim.size)
             elif isinstance(instr, Message) and instr.rule and instr.pipelined:
                 often = (iterations - 1) / iterations if iterations else 1.0
-                found[instr.outputs[0]] = _scaled(_all_of(code, times), often)
+                if apart:
+                    found[instr.outputs[0]] = _scaled(_all_of(code, times), often)
             elif isinstance(instr, Message) and instr.rule:
                 ends = (n for n, each in enumerate(code) if _waits(each, instr))
                 until = code[: next(ends)]

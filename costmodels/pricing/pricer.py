@@ -46,12 +46,12 @@ class Pricer:
     """Prices programs of one mesh on one piece of hardware, remembering what it has priced.
 
     Attributes:
-      beside: an axis; nothing waits for messages over it.
+      hidden: an axis; nothing waits for messages over it.
     """
 
     hardware: Hardware
     placement: MeshPlacement
-    beside: str = ""
+    hidden: str = ""
     _compute: dict[Quantity, float] = field(default_factory=dict)
     _collective: dict[tuple[str, Axes, int], float] = field(default_factory=dict)
     _called: dict[Called, float] = field(default_factory=dict)
@@ -61,11 +61,11 @@ class Pricer:
 
     def renamed(self, names: Mapping[str, str]) -> Pricer:
         """The same with other names for the mesh's axes; what depends on no axis is known to both."""
-        placement, beside = self.placement.renamed(names), names.get(self.beside, self.beside)
-        return Pricer(self.hardware, placement, beside, self._compute, _called=self._called)
+        placement, hidden = self.placement.renamed(names), names.get(self.hidden, self.hidden)
+        return Pricer(self.hardware, placement, hidden, self._compute, _called=self._called)
 
     def without(self, axis: str) -> Pricer:
-        """The same where steps run beside all that crosses an axis; one object, whoever asks."""
+        """The same where all that crosses an axis runs under steps; one object, whoever asks."""
         if axis not in self._without:
             self._without[axis] = Pricer(self.hardware, self.placement, axis, self._compute, self._collective)
         return self._without[axis]
@@ -159,7 +159,7 @@ class Pricer:
                 self._compute[item.quantity] = seconds
         elif isinstance(item, Sent):
             seconds = self._sent(item)
-            if self.beside in item.axes:
+            if self.hidden in item.axes:
                 return seconds, 0.0
             if item.between:
                 return seconds, max(0.0, seconds - self._between(item))
@@ -199,7 +199,7 @@ class Pricer:
     def message_seconds(self, axes: Axes, payload: int, late: bool = False) -> float:
         """Exposed seconds of one sum whose input on a device has `payload` bytes: of gradients, or `late`, in
         their update."""
-        if self.beside in axes:
+        if self.hidden in axes:
             return 0.0
         hidden = self.hardware.hidden_fraction(ACTIVATION if late else GRADIENT)
         return self._message("all_reduce", axes, payload) * (1.0 - hidden)

@@ -1,9 +1,11 @@
 """The predicted step as slices of time on one device, in the order of the program; for trace viewers.
 
-What a device does comes one after the other. A collective holds it up for its exposed seconds, and lies with
-all of its seconds on a track of its axes. So what lies on the device's track takes `Cost.step_seconds`,
-equation (4) of `costmodels.pricing.pricer`; hidden messages may end later, for nobody checks that there is
-work enough to hide them under (`costmodels.pricing.overlap`).
+Work on a device comes one after the other. A message lies with all of its seconds on a track of its axes,
+from its start on. It holds the device up for its exposed seconds: where it stands, or, if the program says
+where the device waits for it (`mesh_tf_core.lower.start_done`), there. So the device's track takes
+`Cost.step_seconds`, equation (4) of `costmodels.pricing.pricer`. Hidden messages may end later, where there
+is not work enough to hide them under (`costmodels.pricing.hidden`). Messages whose start and done are an
+iteration apart are drawn where they stand.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from costmodels.pricing.hidden import Runs, between
 from costmodels.pricing.lines import Cost, Line
 from mesh_tf_core.ir.program import Instr, Loop, Origin, Program
 
@@ -37,6 +40,14 @@ class Slice:
     line: Line | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Half:
+    """The start of a message, or where the device waits for one that has started before."""
+
+    line: Line
+    waits: bool
+
+
 @dataclass
 class _Block:
     """Lines that run in a loop; of no loop at the root."""
@@ -54,7 +65,7 @@ class _Block:
         return self.runs * (1 + sum(x.slices if isinstance(x, _Block) else 2 for x in self.parts))
 
 
-_Part: TypeAlias = "_Block | Line"
+_Part: TypeAlias = "_Block | Line | _Half"
 
 
 def timeline(program: Program, cost: Cost, most: int = MOST) -> list[Slice]:
@@ -65,6 +76,7 @@ def timeline(program: Program, cost: Cost, most: int = MOST) -> list[Slice]:
       most: see `MOST`.
     """
     root = _blocks(program, cost.lines)
+    _place_waits(root, between(program, apart=False))
     drawn = _Drawn(whole=root.slices <= most)
     end = drawn.block(root, 0.0, 1.0)
     step = Slice(PHASES, "step", 0.0, end)
@@ -91,6 +103,30 @@ def _blocks(program: Program, lines: Sequence[Line]) -> _Block:
             opened.append(block)
         opened[-1].parts.append(line)
     return root
+
+
+def _place_waits(block: _Block, runs: Mapping[int, Runs]) -> None:
+    """Puts waiting for messages behind what runs from their starts to their dones."""
+    places: dict[int, list[_Part]] = {}
+    for at, part in enumerate(block.parts):
+        own = places.setdefault(at, [])
+        if isinstance(part, _Block):
+            _place_waits(part, runs)
+        if isinstance(part, Line) and part.is_communication and (work := runs.get(part.value)):
+            behind = [n for n, x in enumerate(block.parts) if n > at and _is_of(x, work)]
+            if behind:
+                own.insert(0, _Half(part, False))
+                places.setdefault(behind[-1], []).append(_Half(part, True))
+                continue
+        own.insert(0, part)
+    block.parts = [x for at in sorted(places) for x in places[at]]
+
+
+def _is_of(part: _Part, runs: Runs) -> bool:
+    """Whether a part is work that runs between a start and its done."""
+    while isinstance(part, _Block):
+        part = part.parts[0]
+    return isinstance(part, Line) and not part.is_communication and (part.origin, part.times) in runs
 
 
 def _homes(program: Program) -> Mapping[tuple[Origin, float], tuple[Loop, ...]]:
@@ -136,11 +172,14 @@ class _Drawn:
         for number in range(shown):
             begin, here = clock, len(self.slices)
             for part in block.parts:
-                clock = (
-                    self.block(part, clock, share / runs)
-                    if isinstance(part, _Block)
-                    else self.line(part, clock, share / runs)
-                )
+                if isinstance(part, _Block):
+                    clock = self.block(part, clock, share / runs)
+                    continue
+                line = part.line if isinstance(part, _Half) else part
+                if line.is_communication and not (isinstance(part, _Half) and part.waits):
+                    self.sent(line, clock, share / runs)
+                if not isinstance(part, _Half) or part.waits:
+                    clock = self.held(line, clock, share / runs)
             if loop is not None:
                 at = runs - 1 - number if loop.reverse else number
                 self.slices.insert(here, Slice(DEVICE, f"{loop.dim.name} {at}", begin, clock))
@@ -151,14 +190,16 @@ class _Drawn:
             self.slices.insert(first, Slice(DEVICE, loop.text(), began, clock))
         return clock
 
-    def line(self, line: Line, clock: float, share: float) -> float:
-        """Draws what is priced; when the next thing begins."""
+    def sent(self, line: Line, clock: float, share: float) -> None:
+        """Draws a message that starts."""
+        track = f"messages over {'+'.join(line.axes)}"
+        begin = max(clock, self.free.get(track, 0.0))
+        self.free[track] = begin + line.seconds * line.times * share
+        self.slices.append(Slice(track, line.name, begin, self.free[track], line))
+
+    def held(self, line: Line, clock: float, share: float) -> float:
+        """Draws work, or waiting for a message; when the next thing begins."""
         end = clock + line.exposed * line.times * share
-        if line.is_communication:
-            track = f"messages over {'+'.join(line.axes)}"
-            begin = max(clock, self.free.get(track, 0.0))
-            self.free[track] = begin + line.seconds * line.times * share
-            self.slices.append(Slice(track, line.name, begin, self.free[track], line))
         if end > clock:
             self._phase(line.origin.phase, clock, end)
             name = f"waits for {line.name}" if line.is_communication else line.name

@@ -1,20 +1,20 @@
 """Pass `collective matmul`: a gather before products, or a scatter behind them, in chunks that go round
-beside the products (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in
+under the products (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in
 Large Deep Learning Models", ASPLOS).
 
 Of n devices, m = (n - 1) // 2 lie on either side of one, and for even n one is opposite. Rewrites, where a
 product has one of some dimensions, split over the axes of the message:
-  (1) y = product(all_gather(x, a, d), w): device i works on its own chunk, then in turn t = 1 .. m on those
-      of i - t and i + t, and last on the opposite one. Beside each turn the next two chunks come, one from
+  (1) y = product(all_gather(x, a, d), w): device i works on its own chunk, then in step t = 1 .. m on those
+      of i - t and i + t, and last on the opposite one. Under each step the next two chunks come, one from
       either side. What has d of y is put in its place, else chunks are added up. All products of one gather
-      that wait for none of the others are in one turn; who else reads what is gathered finds it put together.
+      that wait for none of the others are in one step; who else reads what is gathered finds it put together.
   (2) reduce_scatter(product(x, w), a, d): chunks go both ways too, and every device adds its term to what
       comes. A term and what came are added in the product's kernel, which so waits for the message; so one
-      way's message goes beside the other way's product. A device's own chunk comes last. A sum of products
-      (of one tensor's gradients) is one: a turn has a term of each. A difference is none, nor is a sum of
+      way's message runs under the other way's product. A device's own chunk comes last. A sum of products
+      (of one tensor's gradients) is one: a step has a term of each. A difference is none, nor is a sum of
       products with other dimensions or another order of them: what came is added to one of the terms.
-Two turns of (1) are one iteration of a loop, where there are many, for then the compiler need not copy what
-comes to where it came from (v5e:2x4, 2026-11-24). One turn of (2) is enough: it has both ways.
+Two steps of (1) are one iteration of a loop, where there are many, for then the compiler need not copy what
+comes to where it came from (v5e:2x4, 2026-11-24). One step of (2) is enough: it has both ways.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from mesh_tf_core.ir.program import (
     Program,
     ReduceScatter,
 )
+from mesh_tf_core.lower.decomposed import Decomposed, Reader
 from mesh_tf_core.lower.nodes import is_product, weights
 from mesh_tf_core.lower.oracle import Oracle
-from mesh_tf_core.lower.turns import Reader, Turns
 from mesh_tf_core.lower.uses import count_uses
 from mesh_tf_core.ops.basic import AddN
 from mesh_tf_core.ops.binary import Binary
 
 
-def in_chunks(program: Program, dims: Collection[str], oracle: Oracle | None = None) -> Program:
+def decompose(program: Program, dims: Collection[str], oracle: Oracle | None = None) -> Program:
     """Applies the rewrites of the module's text.
 
     Args:
-      dims: a product with one of these, split over a message's axes, is beside it.
+      dims: a product with one of these, split over a message's axes, overlaps it.
       oracle: of the program's mesh; notes what is asked of it.
     """
     if not dims:
@@ -73,7 +73,7 @@ class _Rewriting:
         body = tuple(self.block(loop.body))
         return loop if body == loop.body else loop.remade(body=body)
 
-    def beside(self, instr: Instr, axes: Axes) -> bool:
+    def overlaps(self, instr: Instr, axes: Axes) -> bool:
         """Whether it is a product of two operands with one of the dimensions, split over these axes."""
         if not isinstance(instr, Local) or not is_product(instr.op, instr.inputs):
             return False
@@ -95,10 +95,10 @@ class _Rewriting:
         if not found.readers or (count := self.oracle.ways(gather.axes)) < 2:
             return
         kept = found.kept()
-        turns = Turns(self.values, self.oracle, gather, gather.inputs[0], count)
-        turns.gathered(gather.outputs[0], found.readers, gather.outputs[0] in kept)
+        steps = Decomposed(self.values, self.oracle, gather, gather.inputs[0], count)
+        steps.gathered(gather.outputs[0], found.readers, gather.outputs[0] in kept)
         before, behind = found.around(kept)
-        self._replace(code, begin, begin + 1 + found.seen, [*before, *turns.code, *behind])
+        self._replace(code, begin, begin + 1 + found.seen, [*before, *steps.code, *behind])
 
     def _scatter(self, scatter: ReduceScatter, code: list[Instr]) -> None:
         """Rule (2), where it applies."""
@@ -117,17 +117,17 @@ class _Rewriting:
                 return instr.op.free and made(instr.inputs[0], old)
             if isinstance(instr.op, AddN) or (isinstance(instr.op, Binary) and instr.op.fn == "add"):
                 return all(made(i, dim) for i in instr.inputs)
-            return self.beside(instr, scatter.axes)
+            return self.overlaps(instr, scatter.axes)
 
         if not made(scatter.inputs[0], scatter.dim) or (count := self.oracle.ways(scatter.axes)) < 2:
             return
-        turns = Turns(self.values, self.oracle, scatter, scatter.inputs[0], count)
-        turns.scattered(terms[::-1])
+        steps = Decomposed(self.values, self.oracle, scatter, scatter.inputs[0], count)
+        steps.scattered(terms[::-1])
         gone = {id(instr) for instr, _ in terms}
         begin = next(i for i, instr in enumerate(code) if id(instr) in gone)
         end = next(i for i, instr in enumerate(code) if instr is scatter)
         rest = [instr for instr in code[begin:end] if id(instr) not in gone]
-        self._replace(code, begin, end + 1, [*rest, *turns.code])
+        self._replace(code, begin, end + 1, [*rest, *steps.code])
 
     def _replace(self, code: list[Instr], begin: int, end: int, by: list[Instr]) -> None:
         """Puts other code in the place of some. What is gathered may be an operand of products that go in
@@ -167,7 +167,7 @@ class _Found:
                 self.names[instr.outputs[0]] = dict(instr.op.renames).get(dim, dim), (*way, instr)
                 return
             same = instr.origin.phase == self.gather.origin.phase
-            if same and self.rewriting.beside(instr, self.gather.axes):
+            if same and self.rewriting.overlaps(instr, self.gather.axes):
                 self.readers.append(Reader(instr, known[0], dim, way))
                 self.seen = len(self.order)
                 self.later.update(instr.outputs)
@@ -187,7 +187,7 @@ class _Found:
         return found
 
     def around(self, kept: set[int]) -> tuple[list[Instr], list[Instr]]:
-        """What comes before the turns, and behind them: what waits for them."""
+        """What comes before the steps, and behind them: what waits for them."""
         gone = {id(r.product) for r in self.readers}
         gone |= {id(way[-1]) for name, (_, way) in self.names.items() if way and name not in kept}
         before: list[Instr] = []

@@ -10,7 +10,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower.base import lower_base
-from mesh_tf_core.lower.collective_matmul import in_chunks
+from mesh_tf_core.lower.collective_matmul import decompose
 from mesh_tf_core.lower.combine import combine_small
 from mesh_tf_core.lower.cut import Cut
 from mesh_tf_core.lower.dead import drop_dead
@@ -84,10 +84,10 @@ def lower(
     program, beside = lower_base(graph, oracle, results, options, subgraph), options.collective_matmul
     if subgraph is not None:
         # What is dead or travels together is not known from a part of the graph.
-        program = cut.end(in_chunks(delay_sums(cut.begin(program), oracle), beside, oracle))
+        program = cut.end(decompose(delay_sums(cut.begin(program), oracle), beside, oracle))
         return start_and_done(program)
     for name, run in PASSES:
         program = run(program)
         if name == "pending sums":
-            program = in_chunks(program, beside)
+            program = decompose(program, beside)
     return verify(program) if check else program

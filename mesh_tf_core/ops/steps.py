@@ -6,8 +6,8 @@ Models", ASPLOS; Liu et al. 2023, "Ring Attention with Blockwise Transformers").
     compute   the device works on what it has
     done      it waits for what is on its way (`permute_done`)
 
-Ring attention, its gradient (`ops.ring`), gathers and scatters of products (`lower.turns`) say what moves and
-what is computed. Here is the order, and which steps are a loop.
+Ring attention, its gradient (`ops.ring`), gathers and scatters of products (`lower.decomposed`) say what
+moves and what is computed. Here is the order, and which steps are a loop.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class Steps:
 
         if times == 1:
             return all_of(None, state)
-        turns = Dim(f"{self.name}_turns", times)
+        loop = Dim(f"{self.name}_steps", times)
         left = self.low.loop(
-            turns, [*leaves(state)], lambda number, ids: [*leaves(all_of(number, rebuilt(state, iter(ids))))]
+            loop, [*leaves(state)], lambda number, ids: [*leaves(all_of(number, rebuilt(state, iter(ids))))]
         )
         return rebuilt(state, iter(left))
 

@@ -9,10 +9,12 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
+from costmodels.pricing.hidden import under
 from costmodels.pricing.timeline import DEVICE, PHASES, Slice, timeline
 from examples.transformer_lm import model
 from layoutopt.analysis.perfetto import predicted, written
 from layoutopt.evaluator import Evaluation, evaluate
+from mesh_tf_core.ir.instructions import STEP
 
 LAYERS, PARTS = 3, 2
 
@@ -49,6 +51,24 @@ def test_it_takes_what_the_step_takes(found: Evaluation) -> None:
     phases = [s for s in slices[1:] if s.track == PHASES]
     assert {s.name for s in phases} == {line.origin.phase for line in cost.lines}
     assert sum(s.end - s.begin for s in phases) == pytest.approx(cost.step_seconds)
+
+
+def test_the_device_waits_where_the_program_does() -> None:
+    """Chunks go under products: a message begins before them, and is waited for behind them."""
+    net = model(layers=2, d_model=64, d_ff=128, d_kv=8, heads=4, length=16, batch=8, vocab=32)
+    options = mtf.Options(collective_matmul=frozenset({"d_ff"}))
+    layout = mtf.Layout("batch:data;heads:model;d_ff:model;length@elsewhere:model")
+    found = evaluate(net, mtf.Mesh("data:2;model:4"), layout, load_hardware("tpu-v5e"), options)
+    slices = timeline(found.program, found.cost)
+    runs = under(found.program, found.cost)
+    sent = [s for s in slices if s.line is not None and s.track != DEVICE and s.line.purpose == STEP]
+    assert sent and all(runs[s.line.value].words.startswith("products of ") for s in sent if s.line)
+    waits = [s for s in slices if s.name == "waits for permute" and s.line is not None]
+    work = {s.begin for s in slices if s.track == DEVICE and s.line is not None and s.name == "addproduct"}
+    late = [w for w in waits if any(s.begin < b < w.begin for s in sent if s.line is w.line for b in work)]
+    assert late and sum(s.end - s.begin for s in slices if s.track == DEVICE and s.line) == pytest.approx(
+        found.cost.step_seconds
+    )
 
 
 def test_loops_are_drawn_turn_by_turn(found: Evaluation) -> None:

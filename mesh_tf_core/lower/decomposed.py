@@ -1,4 +1,4 @@
-"""The turns that stand in the place of one gather or scatter (see `collective_matmul`)."""
+"""The steps that stand in the place of one gather or scatter (see `collective_matmul`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mesh_tf_core.ops.stages import StageNumbers, StagePart
 from mesh_tf_core.ops.steps import Steps, Tree
 
 LOOPED = 2
-"""Turns are a loop where it has at least so many iterations."""
+"""Steps are a loop where it has at least so many iterations."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Reader:
     renames: tuple[Local, ...]
 
 
-class Turns(ProgramBuilder):
-    """The turns in the place of one message.
+class Decomposed(ProgramBuilder):
+    """The steps in the place of one message.
 
     Args:
       values: of the program.
