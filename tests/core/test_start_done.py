@@ -100,8 +100,8 @@ def test_a_step_runs_under_products() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_to_wait_at_once_changes_neither_numbers_nor_memory(rule: str) -> None:
-    """On hardware that runs nothing at once, not even seconds, but for kernels that wait for a step's message:
-    with what does not, they would be one."""
+    """On hardware that runs nothing at once, not even seconds, but for kernels that wait for a step's
+    message: with what does not, they would be one."""
     program = lowered(rule)
     plain = waiting(program)
     assert text(plain).count("_start(") == 0 < text(program).count("_start(")
