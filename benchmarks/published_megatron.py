@@ -18,7 +18,7 @@ import mesh_tf_core as mtf
 from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.initializers import Normal, Variable
 from mesh_tf_core.optimizers import Adam
-from mesh_tf_core.optimizers.base import Rate, Updates, slot, times
+from mesh_tf_core.optimizers.base import LearningRate, Updates, slot, times
 
 DROPOUT = 0.1
 HALF = "float16"
@@ -29,7 +29,9 @@ class MasterAdam(Adam):
     """Adam of float16 variables whose float32 master copies are a third slot: 16 bytes a parameter
     (Rajbhandari et al. 2020, section 3). To be priced: a master begins at zero here, not at its variable."""
 
-    def update(self, graph: mtf.Graph, variable: Variable, gradient: mtf.Tensor, rate: Rate) -> Updates:
+    def update(
+        self, graph: mtf.Graph, variable: Variable, gradient: mtf.Tensor, rate: LearningRate
+    ) -> Updates:
         g = gradient.cast("float32")
         (m_state, m), (v_state, v), (state, master) = (
             slot(graph, variable, name, variable.shape) for name in ("adam_m", "adam_v", "master")

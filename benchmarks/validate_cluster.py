@@ -26,8 +26,8 @@ from costmodels.pricing.pricer import pricer  # noqa: E402
 from layoutopt.analysis.validate import RunCandidate, result, run, seconds_of  # noqa: E402
 from layoutopt.models.loading import load_model  # noqa: E402
 from mesh_tf_core import Cluster, Layout, Mesh  # noqa: E402
-from mesh_tf_core.engines.jax.meeting import ADDRESS, PROCESS  # noqa: E402
-from mesh_tf_core.engines.jax.meeting import PROCESSES as COUNT  # noqa: E402
+from mesh_tf_core.engines.jax.rendezvous import ADDRESS, PROCESS  # noqa: E402
+from mesh_tf_core.engines.jax.rendezvous import PROCESSES as COUNT  # noqa: E402
 from tests.jax_process import free_port  # noqa: E402
 
 MESH, PROCESSES, SAMPLES = Mesh("data:2;model:2"), 2, 8

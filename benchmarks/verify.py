@@ -45,7 +45,7 @@ from layoutopt.evaluator import Evaluation, evaluate  # noqa: E402
 from layoutopt.models.loading import load_model  # noqa: E402
 from mesh_tf_core import Layout, Mesh, Options  # noqa: E402
 from mesh_tf_core.engines.jax.compile import stablehlo  # noqa: E402
-from mesh_tf_core.engines.jax.hlo import Found  # noqa: E402
+from mesh_tf_core.engines.jax.hlo import HloCollective  # noqa: E402
 from mesh_tf_core.ir.program import Program  # noqa: E402
 from mesh_tf_core.lower.storage import read_stage  # noqa: E402
 
@@ -136,7 +136,7 @@ def row(pair: Pair, said: dict[str, Any] | None, rescore: bool) -> dict[str, Any
         if rescore:
             return None
         said = compared(pair, evaluation, hardware, given)
-    found = tuple(Found(*c) for c in said.get("collectives", ()))
+    found = tuple(HloCollective(*c) for c in said.get("collectives", ()))
     rows = moved(collectives(evaluation.program), found)
     libraries = said.get("libraries", 0)
     seconds = said["cycles"] / generation(pair.topology).clock(hardware) if "cycles" in said else None

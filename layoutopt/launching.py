@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from mesh_tf_core.engines.jax.codes import SECRET, SECRET_FILE
-from mesh_tf_core.engines.jax.meeting import ADDRESS, PROCESS, PROCESSES, SOCKET
+from mesh_tf_core.engines.jax.rendezvous import ADDRESS, PROCESS, PROCESSES, SOCKET
 from mesh_tf_core.errors import ClusterError
 
 POLL = 0.05

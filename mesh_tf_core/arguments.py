@@ -16,7 +16,7 @@ from mesh_tf_core.errors import UserError
 
 
 @dataclass(frozen=True)
-class Kind:
+class ArgumentKind:
     """A kind of argument: a test of a value, and words for an error.
 
     Attributes:
@@ -38,31 +38,33 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def at_least(least: int) -> Kind:
+def at_least(least: int) -> ArgumentKind:
     """A whole number."""
-    return Kind(lambda value: is_whole(value) and value >= least, f"a whole number of at least {least}")
+    return ArgumentKind(
+        lambda value: is_whole(value) and value >= least, f"a whole number of at least {least}"
+    )
 
 
-def instance(types: type | tuple[type, ...], words: str) -> Kind:
+def instance(types: type | tuple[type, ...], words: str) -> ArgumentKind:
     """An object of one of some types."""
-    return Kind(lambda value: isinstance(value, types), words)
+    return ArgumentKind(lambda value: isinstance(value, types), words)
 
 
-def optional(kind: Kind) -> Kind:
+def optional(kind: ArgumentKind) -> ArgumentKind:
     """Also None."""
-    return Kind(lambda value: value is None or kind.holds(value), f"{kind.words}, or None")
+    return ArgumentKind(lambda value: value is None or kind.holds(value), f"{kind.words}, or None")
 
 
 PATH = instance((str, os.PathLike), "a path, as text or as pathlib has it")
-FUNCTION = Kind(callable, "a function")
+FUNCTION = ArgumentKind(callable, "a function")
 BATCH = instance(Mapping, "a dict of arrays by the names of the model's inputs")
-BATCHES = Kind(
+BATCHES = ArgumentKind(
     lambda value: isinstance(value, Iterable) and not isinstance(value, str | Mapping),
     "the batches one after the other, each a dict of arrays: a list of them, or a generator",
 )
 
 
-def check(what: str, **given: tuple[Any, Kind]) -> None:
+def check(what: str, **given: tuple[Any, ArgumentKind]) -> None:
     """Raises UserError unless every argument is of its kind.
 
     Args:

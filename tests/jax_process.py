@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mesh_tf_core.engines.jax.meeting import ADDRESS, PROCESS, PROCESSES
+from mesh_tf_core.engines.jax.rendezvous import ADDRESS, PROCESS, PROCESSES
 
 ROOT = Path(__file__).resolve().parents[1]
 PORTS = range(20_000, 32_000)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from costmodels.hardware.profiles import profiles_directory
 from layoutopt.cli.options import read_hardware
-from mesh_tf_core.engines.jax.meeting import ADDRESS, PROCESS, PROCESSES
+from mesh_tf_core.engines.jax.rendezvous import ADDRESS, PROCESS, PROCESSES
 
 
 def test_profiles_of_the_user_are_not_seen() -> None:

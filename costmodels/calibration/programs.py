@@ -36,6 +36,7 @@ from mesh_tf_core.ir.program import (
     Stored,
     WriteVariable,
 )
+from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.ops.basic import Shift, StopGradient
 from mesh_tf_core.ops.binary import Binary
 from mesh_tf_core.optimizers import Adam
@@ -43,7 +44,6 @@ from mesh_tf_core.optimizers import Adam
 TOWERS, LAYERS = 3, 4
 """Of the step that launches are measured by: towers of that many layers each."""
 _ORIGIN = Origin(-1, "calibration", "forward")
-Splits = tuple[Axes, ...]
 
 
 class _ProbeBuilder(ProgramBuilder):

@@ -19,8 +19,8 @@ from costmodels.calibration.runner import OnProbe, Partial
 from costmodels.calibration.tpu_probes import TpuProbe
 from costmodels.calibration.tpus import GENERATIONS, Generation
 from costmodels.hardware import load_hardware
-from mesh_tf_core.engines.jax import hlo, home
-from mesh_tf_core.engines.jax.compile import Refusal, compile_for
+from mesh_tf_core.engines.jax import compat, hlo
+from mesh_tf_core.engines.jax.compile import CompilerRefusal, compile_for
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.files import write_file
 
@@ -99,7 +99,7 @@ def compile_probes(
       UserError: an unknown target, no JAX or libtpu, a compiler that refuses a probe.
     """
     name, generation = known_target(target)
-    home.require("libtpu")
+    compat.require("libtpu")
     hardware, topology = load_hardware(target), f"{name}:{generation.smallest}"
     devices = math.prod(map(int, generation.smallest.split("x"))) * hardware.devices_per_chip
     versions = {package: version(package) for package in COMPILER}
@@ -110,7 +110,7 @@ def compile_probes(
         if probe.name not in partial.done:
             with around():
                 made = compile_for(probe.program(devices), topology)
-            if isinstance(made, Refusal):
+            if isinstance(made, CompilerRefusal):
                 raise UserError(f"probe {probe.name!r} was refused by the compiler: {made.reason}")
             partial.done[probe.name] = {"name": probe.name, "cycles": hlo.read(made.text).cycles}
             partial.save()

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from costmodels.hardware import Hardware
 from layoutopt.evaluator import Evaluator
 from layoutopt.formulation.extract import count_layouts
-from layoutopt.optimize.candidates import Pieces
+from layoutopt.optimize.candidates import MicrobatchBounds
 from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblems import Subproblem, subproblems
@@ -145,7 +145,7 @@ def rule_out(
 ) -> Iterator[Ruled]:
     """Goes through problems, in the order of a search, with what is claimed to be the fewest seconds within a
     limit of memory."""
-    seconds, pieces = claimed * (1 - EXACT), Pieces()
+    seconds, pieces = claimed * (1 - EXACT), MicrobatchBounds()
     for subproblem in problems:
         known = pieces.bound(subproblem)
         if known >= seconds:

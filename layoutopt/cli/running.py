@@ -119,10 +119,10 @@ def runs_on(session: Session, machine: Hardware) -> bool:
     """Whether the devices of a run are such a machine's: accelerators, or virtual devices of a host on the
     engine that the machine describes (XLA compiles a whole program on some, `Hardware.compiler`)."""
     from mesh_tf_core.engines import chosen
-    from mesh_tf_core.engines.jax import home
+    from mesh_tf_core.engines.jax import compat
 
     engine = chosen(session.engine, session.cluster)
-    accelerated = engine == "jax" and home.accelerated()
+    accelerated = engine == "jax" and compat.accelerated()
     if accelerated or not machine.is_host:
         return accelerated and not machine.is_host
     return engine != "lockstep" and (machine.compiler == "xla-cpu") == (engine == "jax")
@@ -176,12 +176,12 @@ def warnings_said(terminal: Terminal) -> Iterator[None]:
 def _keep_compiled() -> None:
     """What JAX compiles is kept for the next command."""
     from costmodels.hardware.profiles import cache_directory
-    from mesh_tf_core.engines.jax import home
+    from mesh_tf_core.engines.jax import compat
 
-    home.require()
+    compat.require()
     place = cache_directory("compiled")
     if place is not None:
-        home.keep_compiled(place)
+        compat.keep_compiled(place)
 
 
 @contextlib.contextmanager

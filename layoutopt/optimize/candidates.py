@@ -54,7 +54,7 @@ class SubproblemCandidate:
 
 
 @dataclass
-class Pieces:
+class MicrobatchBounds:
     """What is proven, by mesh and stages, of numbers of microbatches, and holds for every multiple of them.
 
     Attributes:

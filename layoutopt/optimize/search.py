@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 
 from layoutopt.evaluator import Evaluation
 from layoutopt.formulation.extract import count_layouts
-from layoutopt.optimize.candidates import Pieces, SubproblemCandidate, compute_at_least
+from layoutopt.optimize.candidates import MicrobatchBounds, SubproblemCandidate, compute_at_least
 from layoutopt.optimize.fixing import ClusterWeights, OptionCosts, faster, option_costs
 from layoutopt.optimize.incumbents import Incumbents
 from layoutopt.optimize.least_memory import leanest, least_memory, too_much
@@ -84,7 +84,7 @@ class LayoutSearch:
     bound: float = math.inf
     proven: bool = True
     stopped: bool = False
-    pieces: Pieces = field(default_factory=Pieces)
+    pieces: MicrobatchBounds = field(default_factory=MicrobatchBounds)
     listed: bool = False
     asked: SubproblemSearch | None = None
     none: str = ""

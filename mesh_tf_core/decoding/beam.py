@@ -69,7 +69,7 @@ def beam_search(
         raise UserError(f"beam_search: alpha must not be negative, found {alpha}")
     if beams.name in prompts.shape.names:
         raise UserError(f"beam_search: the prompts [{prompts.shape}] have a dimension {beams.name!r} already")
-    return _Search(logits, Prompts(prompts, lengths, end), beams, alpha).run()
+    return _BeamSearch(logits, Prompts(prompts, lengths, end), beams, alpha).run()
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class _Texts:
 
 
 @dataclass(frozen=True)
-class _Search:
+class _BeamSearch:
     logits: Logits
     prompts: Prompts
     beams: Dim

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mesh_tf_core.eager.machine import Machine
+from mesh_tf_core.eager.machine import EagerMachine
 from mesh_tf_core.eager.staged import Staged
 from mesh_tf_core.eager.step import EagerStep
-from mesh_tf_core.eager.store import Store
+from mesh_tf_core.eager.store import VariableStore
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -34,8 +34,8 @@ class Eager:
     def __init__(self, mesh: Mesh | str, layout: Layout | str = "", engine: str = "auto") -> None:
         self.mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
         self.layout = Layout(layout) if isinstance(layout, str) else layout
-        self.machine = Machine(self.mesh, self.layout, engine)
-        self.store = Store(self.machine)
+        self.machine = EagerMachine(self.mesh, self.layout, engine)
+        self.store = VariableStore(self.machine)
         self._staged: list[Staged] = []
 
     def step(self, batch: Mapping[str, Any] | None = None, unroll: bool = True) -> EagerStep:

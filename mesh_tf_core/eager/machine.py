@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from mesh_tf_core.engines import prepare
-from mesh_tf_core.engines.lockstep import LockstepEngine, Pieces
+from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.engines.pieces import per_device, region
+from mesh_tf_core.engines.stacks import DevicePieces
 from mesh_tf_core.errors import LayoutError, UserError, known_names
 from mesh_tf_core.ir.blocks import Node, reads
 from mesh_tf_core.ir.kernel import Kernel
@@ -44,7 +45,7 @@ class PlacedEngine(LockstepEngine):
 
 
 @dataclass(frozen=True)
-class Lowered:
+class LoweredOperation:
     """An operation lowered alone.
 
     Attributes:
@@ -56,14 +57,14 @@ class Lowered:
     inputs: tuple[tuple[int, int], ...]
     outputs: tuple[tuple[int, int], ...]
 
-    def run(self, inputs: Sequence[Pieces]) -> list[Pieces]:
-        """Pieces of the outputs."""
+    def run(self, inputs: Sequence[DevicePieces]) -> list[DevicePieces]:
+        """DevicePieces of the outputs."""
         env = {value: x for (_, value), x in zip(self.inputs, inputs, strict=True)}
         self.engine.run_code(self.engine.program.code, env, {}, {})
         return [env[value] for _, value in self.outputs]
 
 
-class Machine:
+class EagerMachine:
     """The devices of one mesh, and how tensors lie on them.
 
     Args:
@@ -89,7 +90,7 @@ class Machine:
         self._open = self._numpy if kind == "lockstep" else self._tensorflow()
         self._rules = Lowering(Graph("placement"), Oracle(Placement(mesh, layout, {})))
         self._pieces = self._open(Program(mesh, layout, (), ()))
-        self._known: dict[tuple[Op, tuple[TensorType, ...]], Lowered] = {}
+        self._known: dict[tuple[Op, tuple[TensorType, ...]], LoweredOperation] = {}
 
     def _numpy(self, program: Program) -> LockstepEngine:
         return LockstepEngine(program)
@@ -106,7 +107,7 @@ class Machine:
         """How the layout places a tensor; LayoutError if it cannot."""
         return Value(-1, type.shape, type.dtype, self._rules.natural(type.shape, what))
 
-    def placed(self, array: Any, type: TensorType, what: str) -> Pieces:
+    def placed(self, array: Any, type: TensorType, what: str) -> DevicePieces:
         """A global array cut into every device's piece."""
         v, engine = self.value(type, what), self._pieces
         sizes, array = v.local(self.mesh).shape.sizes, np.asarray(array, np_dtype(type.dtype))
@@ -118,13 +119,13 @@ class Machine:
                 out.append(engine.k.cast(part, type.dtype))
         return out
 
-    def joined(self, pieces: Pieces, type: TensorType) -> Any:
+    def joined(self, pieces: DevicePieces, type: TensorType) -> Any:
         """The global array of all pieces."""
         return self._pieces.join(pieces, self.value(type))
 
     # -- operations ------------------------------------------------------------------------------------------
 
-    def run(self, graph: Graph, node: Node, pieces: Callable[[int], Pieces]) -> dict[int, Pieces]:
+    def run(self, graph: Graph, node: Node, pieces: Callable[[int], DevicePieces]) -> dict[int, DevicePieces]:
         """Runs one node of block 0; returns the pieces of what it computes, a loop's saved values too.
 
         Args:
@@ -141,7 +142,7 @@ class Machine:
         outputs = node.outputs if node.body is None else [tensor for tensor, _ in found.outputs]
         return dict(zip(outputs, made, strict=True))
 
-    def _cached(self, graph: Graph, node: Node) -> Lowered:
+    def _cached(self, graph: Graph, node: Node) -> LoweredOperation:
         """An operation without a body, lowered once for all inputs of the same types."""
         types = tuple(graph.tensor(i).type for i in node.inputs)
         key = node.op, types
@@ -153,7 +154,7 @@ class Machine:
             self._known[key] = self._alone(scratch, scratch.nodes[0])
         return self._known[key]
 
-    def _alone(self, graph: Graph, node: Node) -> Lowered:
+    def _alone(self, graph: Graph, node: Node) -> LoweredOperation:
         low = Lowering(graph, Oracle(Placement(self.mesh, self.layout, graph.variables)))
         outside = sorted(i for i in {*node.inputs, *reads(node)} if not graph.tensor(i).block)
         for i in outside if node.body is not None else node.inputs:
@@ -164,4 +165,4 @@ class Machine:
         made = (*node.outputs, *(node.body.saved.values() if node.body is not None else ()))
         outputs = tuple((o, low.env[o]) for o in dict.fromkeys(made))
         program = Program(self.mesh, self.layout, tuple(low.values), tuple(low.code))
-        return Lowered(self._open(program), inputs, outputs)
+        return LoweredOperation(self._open(program), inputs, outputs)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mesh_tf_core.eager.machine import Machine
+from mesh_tf_core.eager.machine import EagerMachine
 from mesh_tf_core.eager.step import EagerStep
-from mesh_tf_core.eager.store import Store
+from mesh_tf_core.eager.store import VariableStore
 from mesh_tf_core.eager.tensor import EagerTensor
 from mesh_tf_core.engines import Engine, open_engine
 from mesh_tf_core.errors import UserError
@@ -22,7 +22,7 @@ from mesh_tf_core.tracing.graph import Graph
 
 
 @dataclass(frozen=True)
-class Leaf:
+class PatternLeaf:
     """In a pattern: a tensor by its number, or a value as it is."""
 
     tensor: int | None
@@ -36,34 +36,34 @@ class Many:
 
     kind: type
     keys: tuple[Any, ...]
-    items: tuple[Leaf | Many, ...]
+    items: tuple[PatternLeaf | Many, ...]
 
 
-Pattern = Leaf | Many
+Pattern = PatternLeaf | Many
 
 
 def taken_apart(x: Any, tensors: list[Tensor]) -> Pattern:
     """The pattern of nested tuples, lists and dicts; the tensors in it are appended to `tensors`."""
     if isinstance(x, Tensor):
         tensors.append(x)
-        return Leaf(len(tensors) - 1)
+        return PatternLeaf(len(tensors) - 1)
     if isinstance(x, dict):
         return Many(dict, tuple(x), tuple(taken_apart(v, tensors) for v in x.values()))
     if type(x) in (tuple, list):
         return Many(type(x), (), tuple(taken_apart(v, tensors) for v in x))
-    return Leaf(None, type(x), x)
+    return PatternLeaf(None, type(x), x)
 
 
 def put_together(pattern: Pattern, tensors: list[Any]) -> Any:
     """The inverse of `taken_apart`, with other tensors."""
-    if isinstance(pattern, Leaf):
+    if isinstance(pattern, PatternLeaf):
         return pattern.value if pattern.tensor is None else tensors[pattern.tensor]
     items = [put_together(p, tensors) for p in pattern.items]
     return dict(zip(pattern.keys, items, strict=True)) if pattern.kind is dict else pattern.kind(items)
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedSignature:
     """One signature's program.
 
     Attributes:
@@ -88,9 +88,9 @@ class Staged:
       programs: how many signatures were traced.
     """
 
-    def __init__(self, fn: Callable[..., Any], machine: Machine, store: Store) -> None:
+    def __init__(self, fn: Callable[..., Any], machine: EagerMachine, store: VariableStore) -> None:
         self.fn, self.machine, self.store = fn, machine, store
-        self._traced: dict[Any, Traced] = {}
+        self._traced: dict[Any, TracedSignature] = {}
         functools.update_wrapper(self, fn)
 
     @property
@@ -146,7 +146,7 @@ class Staged:
             )
         return x
 
-    def _program(self, pattern: Pattern, tensors: list[EagerTensor]) -> Traced:
+    def _program(self, pattern: Pattern, tensors: list[EagerTensor]) -> TracedSignature:
         key = pattern, tuple(x.type for x in tensors)
         try:
             known = self._traced.get(key)
@@ -159,7 +159,7 @@ class Staged:
             known = self._traced[key] = self._trace(pattern, tensors)
         return known
 
-    def _trace(self, pattern: Pattern, tensors: list[EagerTensor]) -> Traced:
+    def _trace(self, pattern: Pattern, tensors: list[EagerTensor]) -> TracedSignature:
         graph = Graph(self.name)
         inputs = [graph.input(f"tensor {i}", x.shape.dims, x.dtype) for i, x in enumerate(tensors)]
         args, kwargs = put_together(pattern, inputs)
@@ -172,7 +172,7 @@ class Staged:
         engine = open_engine(program, self.machine.kind)
         engine.initialize()
         written = [i.variable for i, _ in program.walk() if isinstance(i, WriteVariable)]
-        return Traced(
+        return TracedSignature(
             engine,
             result,
             tuple(x.shape for x in returned),

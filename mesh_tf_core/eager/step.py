@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from mesh_tf_core.eager.machine import Machine
-from mesh_tf_core.eager.store import Store
+from mesh_tf_core.eager.machine import EagerMachine
+from mesh_tf_core.eager.store import VariableStore
 from mesh_tf_core.eager.tensor import EagerTensor
-from mesh_tf_core.eager.unroll import Stopped, Turn, Unrolled, taken_apart, whole
+from mesh_tf_core.eager.unroll import Stopped, Unrolled, UnrolledIteration, taken_apart, whole
 from mesh_tf_core.engines.feeds import Feeds
-from mesh_tf_core.engines.lockstep import Pieces
+from mesh_tf_core.engines.stacks import DevicePieces
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
@@ -39,7 +39,7 @@ class Write:
     """
 
     variable: Variable
-    pieces: Pieces
+    pieces: DevicePieces
     version: int
 
 
@@ -55,7 +55,9 @@ class EagerStep(Graph):
       unroll: run loops iteration by iteration (see `Eager.step`).
     """
 
-    def __init__(self, machine: Machine, store: Store, batch: Mapping[str, Any], unroll: bool) -> None:
+    def __init__(
+        self, machine: EagerMachine, store: VariableStore, batch: Mapping[str, Any], unroll: bool
+    ) -> None:
         super().__init__("eager step")
         self.machine, self.store, self.batch, self._unroll = machine, store, batch, unroll
         self._sent_before = dict(machine.sent)
@@ -201,7 +203,9 @@ class EagerStep(Graph):
         for tensor, pieces in self._results(self, node, self._pieces).items():
             self._set(tensor, pieces)
 
-    def _results(self, graph: Graph, node: Node, pieces: Callable[[int], Pieces]) -> dict[int, Pieces]:
+    def _results(
+        self, graph: Graph, node: Node, pieces: Callable[[int], DevicePieces]
+    ) -> dict[int, DevicePieces]:
         """What a node computes, by tensor id; an assignment is noted. Errors about the layout say where."""
         op = node.op
         try:
@@ -218,7 +222,7 @@ class EagerStep(Graph):
             scope = f" in {node.scope!r}" if node.scope else ""
             raise LayoutError(f"{op.name}{scope} at {_line()}: {error}") from None
 
-    def _fed_pieces(self, op: Feed) -> Pieces:
+    def _fed_pieces(self, op: Feed) -> DevicePieces:
         """A constant, or an array of the batch."""
         if op.feed in self._constants:
             return self.machine.placed(self._constants[op.feed], op.type, "a constant")
@@ -227,12 +231,12 @@ class EagerStep(Graph):
         asked = Program(mesh, layout, (value,), (), feeds={op.feed: 0})
         return self.machine.placed(Feeds(asked).checked(self.batch)[op.feed], op.type, what)
 
-    def _set(self, id: int, pieces: Pieces) -> None:
+    def _set(self, id: int, pieces: DevicePieces) -> None:
         tensor = self.tensors[id]
         assert isinstance(tensor, EagerTensor)
         tensor.pieces = pieces
 
-    def _pieces(self, id: int) -> Pieces:
+    def _pieces(self, id: int) -> DevicePieces:
         tensor = self.tensors[id]
         assert isinstance(tensor, EagerTensor)
         if tensor.pieces is None:
@@ -260,7 +264,7 @@ class EagerStep(Graph):
         return made
 
     def runs_if(self, predicate: Tensor) -> None:
-        if not isinstance(self.block, Turn):
+        if not isinstance(self.block, UnrolledIteration):
             super().runs_if(predicate)
         elif not predicate:
             raise Stopped
@@ -273,13 +277,13 @@ class EagerStep(Graph):
         return self._apart[x.id]
 
     def _slice(self, block: Block, outer: Tensor, part: Dim | None = None) -> Tensor:
-        if not isinstance(block, Turn):
+        if not isinstance(block, UnrolledIteration):
             return super()._slice(block, outer, part)
         assert block.dim is not None
         return self.apart(outer, block.dim)[block.at]
 
     def stack_output(self, block: Block, inner: Tensor, whole: Dim | None = None) -> Tensor:
-        return inner if isinstance(block, Turn) else super().stack_output(block, inner, whole)
+        return inner if isinstance(block, UnrolledIteration) else super().stack_output(block, inner, whole)
 
     def _assign_stacked(self) -> None:
         if len(self._stack) > 1:  # the outermost loop assigns, when all its parts are there

@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from mesh_tf_core.eager.machine import Machine
+from mesh_tf_core.eager.machine import EagerMachine
 from mesh_tf_core.engines import Engine
 from mesh_tf_core.engines.feeds import check_array
-from mesh_tf_core.engines.lockstep import Pieces
+from mesh_tf_core.engines.stacks import DevicePieces
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.kernels.array_kernel import np_dtype
 
 
 @dataclass
-class Held:
+class HeldVariable:
     """Where the value of a variable is.
 
     Attributes:
@@ -26,48 +26,48 @@ class Held:
     """
 
     variable: Variable
-    pieces: Pieces | None = None
+    pieces: DevicePieces | None = None
     engines: list[Engine] = field(default_factory=list)
 
 
-class Store:
+class VariableStore:
     """Variables by name. A value is copied only when it is asked for where it does not lie."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: EagerMachine) -> None:
         self.machine = machine
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, HeldVariable] = {}
         self._versions: Counter[str] = Counter()
 
-    def pieces(self, variable: Variable) -> Pieces:
+    def pieces(self, variable: Variable) -> DevicePieces:
         """The value, as eager operations read it; a variable that is new is initialised."""
         held = self._known(variable)
         if held is None:
             sizes = variable.shape.sizes
             array = variable.initializer.piece(variable.name, sizes, [0] * len(sizes), sizes)
-            held = self.held[variable.name] = Held(variable, self._placed(variable, array))
+            held = self.held[variable.name] = HeldVariable(variable, self._placed(variable, array))
         elif held.pieces is None:
             held.pieces = self._placed(variable, held.engines[0].read(variable.name))
         assert held.pieces is not None
         return held.pieces
 
-    def put(self, variable: Variable, pieces: Pieces) -> None:
+    def put(self, variable: Variable, pieces: DevicePieces) -> None:
         """Replaces the value."""
-        self._replace(Held(variable, pieces))
+        self._replace(HeldVariable(variable, pieces))
 
     def bring(self, variable: Variable, engine: Engine) -> None:
         """Makes the engine's copy the present one. An engine's variables begin with their initial values."""
         held = self._known(variable)
         if held is None:
-            self.held[variable.name] = Held(variable, None, [engine])
+            self.held[variable.name] = HeldVariable(variable, None, [engine])
         elif not any(e is engine for e in held.engines):
             engine.write(variable.name, self.read(variable.name))
             held.engines.append(engine)
 
     def wrote(self, variable: Variable, engine: Engine) -> None:
         """A step of the engine has replaced the value."""
-        self._replace(Held(variable, None, [engine]))
+        self._replace(HeldVariable(variable, None, [engine]))
 
-    def _replace(self, held: Held) -> None:
+    def _replace(self, held: HeldVariable) -> None:
         self.held[held.variable.name] = held
         self._versions[held.variable.name] += 1
 
@@ -87,12 +87,12 @@ class Store:
         variable = self._named(name).variable
         self.put(variable, self._placed(variable, check_array(variable, array)))
 
-    def _named(self, name: str) -> Held:
+    def _named(self, name: str) -> HeldVariable:
         if name not in self.held:
             raise UserError(f"no step has made a variable {name!r}; {known_names(name, self.held)}")
         return self.held[name]
 
-    def _known(self, variable: Variable) -> Held | None:
+    def _known(self, variable: Variable) -> HeldVariable | None:
         held = self.held.get(variable.name)
         if held is not None and held.variable.type != variable.type:
             raise UserError(
@@ -101,6 +101,6 @@ class Store:
             )
         return held
 
-    def _placed(self, variable: Variable, array: Any) -> Pieces:
+    def _placed(self, variable: Variable, array: Any) -> DevicePieces:
         array = np.asarray(array).astype(np_dtype(variable.dtype))
         return self.machine.placed(array, variable.type, f"variable {variable.name!r}")

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from mesh_tf_core.eager.machine import Machine
-from mesh_tf_core.engines.lockstep import Pieces
+from mesh_tf_core.eager.machine import EagerMachine
+from mesh_tf_core.engines.stacks import DevicePieces
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.layout import Layout
@@ -28,10 +28,10 @@ class EagerTensor(Tensor):
 
     __slots__ = ("machine", "pieces")
 
-    def __init__(self, graph: Builder, machine: Machine, id: int, type: TensorType) -> None:
+    def __init__(self, graph: Builder, machine: EagerMachine, id: int, type: TensorType) -> None:
         super().__init__(graph, id, type, 0)
         self.machine = machine
-        self.pieces: Pieces | None = None
+        self.pieces: DevicePieces | None = None
 
     @property
     def layout(self) -> Layout:
@@ -48,7 +48,7 @@ class EagerTensor(Tensor):
         mesh = self.machine.mesh
         return {tuple(mesh.coordinates(rank).values()): np.array(x) for rank, x in enumerate(self._held())}
 
-    def _held(self) -> Pieces:
+    def _held(self) -> DevicePieces:
         assert self.pieces is not None, f"{self!r} was not computed"
         return self.pieces
 

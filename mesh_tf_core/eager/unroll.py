@@ -27,7 +27,7 @@ class Stopped(Exception):
 
 
 @dataclass
-class Turn(Block):
+class UnrolledIteration(Block):
     """The graph's own block, during iteration `at` of a loop."""
 
     at: int = 0
@@ -69,7 +69,7 @@ class Unrolled:
         for name in set(step.variables) - self._names:
             del step.variables[name]
         root = step.blocks[0]
-        turn = Turn(0, dim=self.dim, nodes=root.nodes, at=at)
+        turn = UnrolledIteration(0, dim=self.dim, nodes=root.nodes, at=at)
         turn.index = step.apply(Constant(at, "int32")).id
         step._stack.append(turn)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mesh_tf_core.engines.jax import home as jax_home
+from mesh_tf_core.engines.jax import compat as jax_compat
 from mesh_tf_core.engines.jax.cluster import Cluster
 from mesh_tf_core.engines.protocol import Engine
 from mesh_tf_core.engines.tf import devices as tf_devices
@@ -32,12 +32,12 @@ def chosen(kind: str, cluster: Cluster | None = None) -> str:
         return "jax"
     if kind != "auto":
         return kind
-    return "jax" if jax_home.accelerated() or jax_home.installed() > installed() else "local"
+    return "jax" if jax_compat.accelerated() or jax_compat.installed() > installed() else "local"
 
 
 def running(kind: str, cluster: Cluster | None = None) -> bool:
     """Whether this process has the devices of an engine that keeps those that it starts with."""
-    return cluster.joined if cluster is not None else kind == "jax" and jax_home.running()
+    return cluster.joined if cluster is not None else kind == "jax" and jax_compat.running()
 
 
 def device_count(kind: str, cluster: Cluster | None = None) -> int | None:
@@ -45,7 +45,7 @@ def device_count(kind: str, cluster: Cluster | None = None) -> int | None:
     None where that is for the user to say."""
     if cluster is not None:
         return cluster.device_count()
-    return jax_home.device_count() if chosen(kind) == "jax" and jax_home.accelerated() else None
+    return jax_compat.device_count() if chosen(kind) == "jax" and jax_compat.accelerated() else None
 
 
 def prepare(devices: int, kind: str = "auto") -> tuple[str, ...]:
@@ -59,7 +59,7 @@ def prepare(devices: int, kind: str = "auto") -> tuple[str, ...]:
     if kind == "lockstep":
         return tuple(f"CPU:{rank}" for rank in range(devices))
     if kind == "jax":
-        return tuple(map(str, jax_home.devices(devices)))
+        return tuple(map(str, jax_compat.devices(devices)))
     return tf_devices.prepare(devices)
 
 
@@ -87,7 +87,7 @@ def open_engine(
 
         return LockstepEngine(program)
     if kind == "jax":
-        jax_home.require()
+        jax_compat.require()
         from mesh_tf_core.engines.jax.engine import JaxEngine
 
         return JaxEngine(program, cluster=cluster, slices=slices)

@@ -16,8 +16,9 @@ import numpy as np
 from mesh_tf_core.engines.feeds import check_array, stored
 from mesh_tf_core.engines.loops import Iterations, Left, in_turn
 from mesh_tf_core.engines.meter import Meter
-from mesh_tf_core.engines.pieces import Piece, in_order, initial, joined, lying, per_device, region
+from mesh_tf_core.engines.pieces import VariablePiece, in_order, initial, joined, lying, per_device, region
 from mesh_tf_core.engines.replica import Device, applied, at
+from mesh_tf_core.engines.stacks import DevicePieces
 from mesh_tf_core.engines.stepping import OneByOne, Stepping, check_beside
 from mesh_tf_core.ir.kernel import Kernel
 from mesh_tf_core.ir.layout import Axes
@@ -43,8 +44,6 @@ from mesh_tf_core.ir.program import (
 )
 from mesh_tf_core.kernels.numpy_kernel import NumpyKernel
 
-Pieces = list[Any]
-
 
 class LockstepEngine(Stepping):
     """See `engines.protocol.Engine`. Arrays are NumPy's unless another kernel is given."""
@@ -56,7 +55,7 @@ class LockstepEngine(Stepping):
         self.k: Kernel = kernel or NumpyKernel()
         self.devices = range(program.mesh.devices)
         self.places = [Device(program, self.k, rank) for rank in self.devices]
-        self.state: dict[str, Pieces] = {}
+        self.state: dict[str, DevicePieces] = {}
         self._owner = True
         self._meter: Meter | None = None
         self.communication_bytes: dict[str, float] = {}
@@ -65,12 +64,12 @@ class LockstepEngine(Stepping):
 
     # -- pieces ----------------------------------------------------------------------------------------------
 
-    def cut(self, array: Any, v: Value) -> Pieces:
+    def cut(self, array: Any, v: Value) -> DevicePieces:
         """A global array as pieces."""
         sizes = v.local(self.mesh).shape.sizes
         return [self.k.slice(array, v.begin(self.mesh, rank), sizes) for rank in self.devices]
 
-    def join(self, pieces: Pieces, v: Value) -> Any:
+    def join(self, pieces: DevicePieces, v: Value) -> Any:
         """Pieces as a global array; raises if devices disagree about a part they share."""
         sizes, begins = v.local(self.mesh).shape.sizes, [v.begin(self.mesh, rank) for rank in self.devices]
         out = joined(v, self.mesh, dict(zip(begins, pieces, strict=True)))
@@ -104,9 +103,12 @@ class LockstepEngine(Stepping):
         self._ready()
         self.state[name] = [self.k.cast(x, v.dtype) for x in self.cut(lying(variable, whole), v)]
 
-    def snapshot(self) -> Mapping[Piece, Any]:
+    def snapshot(self) -> Mapping[VariablePiece, Any]:
         self._ready()
-        kept = {Piece.all_of(v.variable): (self.state[name], v) for name, v in self.program.variables.items()}
+        kept = {
+            VariablePiece.all_of(v.variable): (self.state[name], v)
+            for name, v in self.program.variables.items()
+        }
         return OneByOne(kept, lambda found: in_order(found[1], self.join(found[0], found[1].value)))
 
     def beside(self, program: Program) -> LockstepEngine:
@@ -147,8 +149,8 @@ class LockstepEngine(Stepping):
         self._ready()
         self.communication_bytes = dict.fromkeys(self.mesh.names, 0.0)
         self.transfer_bytes = {"host_load": 0, "host_store": 0}
-        env: dict[int, Pieces] = {}
-        new: dict[str, Pieces] = {}
+        env: dict[int, DevicePieces] = {}
+        new: dict[str, DevicePieces] = {}
         self._meter = Meter(self.program, self.variable_bytes)
         self.run_code(self.program.code, env, fed, new)
         self.state.update(new)
@@ -157,10 +159,10 @@ class LockstepEngine(Stepping):
     def run_code(
         self,
         code: Sequence[Instr],
-        env: dict[int, Pieces],
+        env: dict[int, DevicePieces],
         batch: Mapping[str, Any],
-        new: dict[str, Pieces],
-        around: Iterations[Pieces] | None = None,
+        new: dict[str, DevicePieces],
+        around: Iterations[DevicePieces] | None = None,
     ) -> None:
         """Runs a block; `around`: the loop whose body it is."""
         for instr in code:
@@ -198,7 +200,7 @@ class LockstepEngine(Stepping):
         """Where a device's own work is done."""
         return nullcontext()
 
-    def local(self, instr: Local, env: dict[int, Pieces]) -> None:
+    def local(self, instr: Local, env: dict[int, DevicePieces]) -> None:
         on_device, results = at(self.program, instr), []
         for place in self.places:
             with self.on(place.rank):
@@ -209,11 +211,11 @@ class LockstepEngine(Stepping):
     # -- loops (see `engines.loops`) -------------------------------------------------------------------------
 
     def loop(
-        self, loop: Loop, env: dict[int, Pieces], batch: Mapping[str, Any], new: dict[str, Pieces]
+        self, loop: Loop, env: dict[int, DevicePieces], batch: Mapping[str, Any], new: dict[str, DevicePieces]
     ) -> Sequence[int]:
         """Runs a loop; returns the values that nobody reads any more."""
 
-        def body(values: dict[int, Pieces]) -> None:
+        def body(values: dict[int, DevicePieces]) -> None:
             self.run_code(loop.body, values, batch, new, iterations)
             if self._meter:
                 self._meter.iterated(loop)
@@ -224,28 +226,28 @@ class LockstepEngine(Stepping):
         in_turn(iterations, self)
         return self._meter.left(loop, lambda i: _bytes(env[i])) if self._meter else ()
 
-    def number(self, at: int) -> Pieces:
+    def number(self, at: int) -> DevicePieces:
         return [self.k.scalar(at, "int32") for _ in self.devices]
 
-    def zeros(self, id: int) -> Pieces:
+    def zeros(self, id: int) -> DevicePieces:
         type = self.program.local(id)
         return [self.k.full(type.shape.sizes, 0, type.dtype) for _ in self.devices]
 
-    def add(self, total: Pieces, term: Pieces) -> Pieces:
+    def add(self, total: DevicePieces, term: DevicePieces) -> DevicePieces:
         return [self.k.binary("add", a, b) for a, b in zip(total, term, strict=True)]
 
-    def parts(self, stack: Pieces) -> list[Pieces]:
+    def parts(self, stack: DevicePieces) -> list[DevicePieces]:
         return [[x[at] for x in stack] for at in range(stack[0].shape[0])]
 
-    def stack(self, parts: Sequence[Pieces]) -> Pieces:
+    def stack(self, parts: Sequence[DevicePieces]) -> DevicePieces:
         by_device = zip(*parts, strict=True)
         return [self.k.concat([self.k.reshape(x, (1, *x.shape)) for x in xs], 0) for xs in by_device]
 
-    def chunk(self, stack: Pieces, first: Pieces, size: int) -> Pieces:
+    def chunk(self, stack: DevicePieces, first: DevicePieces, size: int) -> DevicePieces:
         starts = [[place, *(0 for _ in x.shape[1:])] for place, x in zip(first, stack, strict=True)]
         return [self.k.slice(x, at, (size, *x.shape[1:])) for x, at in zip(stack, starts, strict=True)]
 
-    def within(self, chunk: Pieces, first: Pieces, stack: Pieces) -> Pieces:
+    def within(self, chunk: DevicePieces, first: DevicePieces, stack: DevicePieces) -> DevicePieces:
         def one(new: Any, begin: int, old: Any) -> Any:
             end = begin + len(new)
             before = self.k.slice(old, [0] * old.ndim, (begin, *old.shape[1:]))
@@ -254,20 +256,22 @@ class LockstepEngine(Stepping):
 
         return [one(x, int(at), old) for x, at, old in zip(chunk, first, stack, strict=True)]
 
-    def chosen(self, iterations: Iterations[Pieces], values: dict[int, Pieces]) -> Left[Pieces]:
+    def chosen(
+        self, iterations: Iterations[DevicePieces], values: dict[int, DevicePieces]
+    ) -> Left[DevicePieces]:
         assert iterations.loop.runs is not None
         runs = bool(np.asarray(values[iterations.loop.runs][0]))
         return iterations.run(values) if runs else iterations.skip(values)
 
     # -- collectives -----------------------------------------------------------------------------------------
 
-    def own_part(self, pieces: Pieces, v: Value, dim: str, axes: Axes) -> Pieces:
+    def own_part(self, pieces: DevicePieces, v: Value, dim: str, axes: Axes) -> DevicePieces:
         """Every device's part of `dim` among its group over `axes`."""
         return [place.part(x, v, dim, axes) for place, x in zip(self.places, pieces, strict=True)]
 
-    def collective(self, instr: Collective, pieces: Pieces, v: Value) -> Pieces:
+    def collective(self, instr: Collective, pieces: DevicePieces, v: Value) -> DevicePieces:
         count_sent(self.communication_bytes, self.mesh, instr, _bytes(pieces))
-        out: Pieces = [None] * len(pieces)
+        out: DevicePieces = [None] * len(pieces)
         for group in self.mesh.groups(instr.axes):
             members = [pieces[r] for r in group]
             for rank, x in zip(group, self.exchanged(instr, members, v), strict=True):
@@ -278,7 +282,7 @@ class LockstepEngine(Stepping):
             return self.own_part(out, _joined(v, instr), instr.split, instr.axes)
         return out
 
-    def exchanged(self, instr: Collective, members: Pieces, v: Value) -> Pieces:
+    def exchanged(self, instr: Collective, members: DevicePieces, v: Value) -> DevicePieces:
         """What each member of one group holds afterwards (before taking its own part)."""
         n = len(members)
         if isinstance(instr, AllReduce | ReduceScatter):
@@ -296,7 +300,7 @@ class LockstepEngine(Stepping):
         return [members[sources[i]] if i in sources else zeros for i in range(n)]
 
 
-def _bytes(pieces: Pieces) -> int:
+def _bytes(pieces: DevicePieces) -> int:
     """Bytes of one device's piece."""
     return int(np.asarray(pieces[0]).nbytes)
 

@@ -16,9 +16,9 @@ from mesh_tf_core.ir.program import Loop
 
 V = TypeVar("V")
 """What an engine holds of a value."""
-State = list[V | None]
+LoopState = list[V | None]
 """What is carried, and the sums so far; None: nothing has been added yet."""
-Left = tuple[State[V], list[V]]
+Left = tuple[LoopState[V], list[V]]
 """What an iteration leaves: the state, and what is stacked."""
 
 
@@ -106,7 +106,7 @@ class Iterations(Generic[V]):
         self._terms = list(self.loop.summed)
         self.body(values)
         self.add({s.inner for s in self._terms}, values)
-        state: State[V] = [values[c.leave] for c in self.loop.carried]
+        state: LoopState[V] = [values[c.leave] for c in self.loop.carried]
         state += [values[s.outer] for s in self.loop.summed]
         return state, [values[s.inner] for s in self.loop.stacked]
 
@@ -145,7 +145,7 @@ def in_turn(iterations: Iterations[V], engine: InTurn[V]) -> None:
     parts = [parts_of(s.outer, env[s.outer]) for s in loop.sliced]
     totals = [*zip(loop.stacked, iterations.onto, strict=True)]
     onto = [None if total is None else parts_of(s.outer, total) for s, total in totals]
-    state: State[V] = [*iterations.carries, *(None for _ in loop.summed)]
+    state: LoopState[V] = [*iterations.carries, *(None for _ in loop.summed)]
     made: dict[int, list[V]] = {}
     order = range(loop.dim.size)
     for at in reversed(order) if loop.reverse else order:

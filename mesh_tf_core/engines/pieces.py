@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Piece:
+class VariablePiece:
     """A piece of a variable.
 
     Attributes:
@@ -85,12 +85,12 @@ def initial(name: str, stored: Stored, begin: Sequence[int], extent: Sequence[in
     return in_runs(stored, made)(tuple(begin), extent)
 
 
-Reader = Callable[[Begin, Sequence[int]], Any]
+ReadPiece = Callable[[Begin, Sequence[int]], Any]
 """Gives the piece of a variable that begins at an index and has a shape."""
 
 
 @dataclass(frozen=True)
-class Run:
+class ContiguousRun:
     """What of a stored piece the model has next to each other.
 
     Attributes:
@@ -103,7 +103,7 @@ class Run:
     within: tuple[slice, ...]
 
 
-def runs(stored: Stored, begin: Begin, extent: Sequence[int]) -> list[Run]:
+def runs(stored: Stored, begin: Begin, extent: Sequence[int]) -> list[ContiguousRun]:
     """What a stored piece has of the variable, in the order in which it lies. Padding is in none."""
     order, padded, sizes = stored.variable.order, stored.padded, tuple(extent)
     if order is not None:
@@ -112,14 +112,16 @@ def runs(stored: Stored, begin: Begin, extent: Sequence[int]) -> list[Run]:
         at = stored.variable.shape.index(padded.name)
         parts = _counting(padded, begin[at], sizes[at])
     else:
-        return [Run(tuple(begin), sizes, region((0,) * len(sizes), sizes))]
+        return [ContiguousRun(tuple(begin), sizes, region((0,) * len(sizes), sizes))]
 
     def with_(values: Sequence[int], value: int) -> tuple[int, ...]:
         return (*values[:at], value, *values[at + 1 :])
 
     nothing = (0,) * len(sizes)
     return [
-        Run(with_(begin, first), with_(sizes, count), region(with_(nothing, offset), with_(sizes, count)))
+        ContiguousRun(
+            with_(begin, first), with_(sizes, count), region(with_(nothing, offset), with_(sizes, count))
+        )
         for first, count, offset in parts
     ]
 
@@ -135,7 +137,7 @@ def _counting(dim: PaddedDim, begin: int, count: int) -> list[tuple[int, int, in
     return found
 
 
-def in_runs(stored: Stored, read: Reader) -> Reader:
+def in_runs(stored: Stored, read: ReadPiece) -> ReadPiece:
     """What gives a variable's pieces as they lie, of what gives them in the model's order."""
     if stored.variable.order is None and stored.padded is None:
         return read

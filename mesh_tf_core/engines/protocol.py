@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from mesh_tf_core.engines.pieces import Begin, Piece
+from mesh_tf_core.engines.pieces import Begin, VariablePiece
 from mesh_tf_core.ir.program import Program
 
 
@@ -73,7 +73,7 @@ class Engine(Protocol):
         no more than this process's devices hold."""
         ...
 
-    def snapshot(self) -> Mapping[Piece, Any]:
+    def snapshot(self) -> Mapping[VariablePiece, Any]:
         """What this process writes of a checkpoint: the values that all variables have now, whatever later
         steps do. In a process alone these are whole variables, else those pieces of its devices that no other
         process writes.

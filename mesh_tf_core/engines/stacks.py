@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Pieces = list[Any]
+DevicePieces = list[Any]
 
 
-class Stack:
+class StackedPieces:
     """One list of pieces (a piece per device) per iteration; stacked into one tensor per device when first
     needed.
 
@@ -17,14 +17,14 @@ class Stack:
       join: stacks the parts of one device: (parts, rank) -> tensor.
     """
 
-    def __init__(self, parts: Sequence[Pieces], join: Callable[[Pieces, int], Any]) -> None:
+    def __init__(self, parts: Sequence[DevicePieces], join: Callable[[DevicePieces, int], Any]) -> None:
         self.parts, self.join = list(parts), join
-        self._whole: Pieces | None = None
+        self._whole: DevicePieces | None = None
 
-    def map(self, fn: Callable[[Pieces], Pieces]) -> Stack:
-        return Stack([fn(part) for part in self.parts], self.join)
+    def map(self, fn: Callable[[DevicePieces], DevicePieces]) -> StackedPieces:
+        return StackedPieces([fn(part) for part in self.parts], self.join)
 
-    def whole(self) -> Pieces:
+    def whole(self) -> DevicePieces:
         """One stacked tensor per device; devices whose parts are the same tensors share it."""
         if self._whole is None:
             made: dict[tuple[Any, ...], Any] = {}
@@ -37,6 +37,6 @@ class Stack:
         return self._whole
 
 
-def whole(pieces: Pieces | Stack) -> Pieces:
+def whole(pieces: DevicePieces | StackedPieces) -> DevicePieces:
     """The pieces of a value, stacked if it is still in parts."""
-    return pieces.whole() if isinstance(pieces, Stack) else pieces
+    return pieces.whole() if isinstance(pieces, StackedPieces) else pieces

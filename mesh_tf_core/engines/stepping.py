@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from mesh_tf_core.engines import feeds
-from mesh_tf_core.engines.pieces import Begin, Piece
+from mesh_tf_core.engines.pieces import Begin, VariablePiece
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.program import Program, Stored
 
@@ -47,21 +47,21 @@ class Stepping:
         return self.run(self.feed(batch))
 
 
-class OneByOne(Mapping[Piece, Any]):
+class OneByOne(Mapping[VariablePiece, Any]):
     """Values made from what is kept of them; what is kept is let go when its value is asked for.
 
     Args:
       join: what is kept -> its value.
     """
 
-    def __init__(self, kept: Mapping[Piece, Any], join: Callable[[Any], Any]) -> None:
-        self._kept: dict[Piece, Any] = dict(kept)
+    def __init__(self, kept: Mapping[VariablePiece, Any], join: Callable[[Any], Any]) -> None:
+        self._kept: dict[VariablePiece, Any] = dict(kept)
         self._join = join
 
-    def __getitem__(self, piece: Piece) -> Any:
+    def __getitem__(self, piece: VariablePiece) -> Any:
         return self._join(self._kept.pop(piece))
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[VariablePiece]:
         return iter(list(self._kept))
 
     def __len__(self) -> int:

@@ -44,7 +44,7 @@ class Options:
 
     def __post_init__(self) -> None:
         stages = arguments.instance(Mapping, "a dict of variables and how they are stored")
-        parts = arguments.Kind(arguments.is_whole, "a whole number")
+        parts = arguments.ArgumentKind(arguments.is_whole, "a whole number")
         arguments.check("Options", microbatches=(self.microbatches, parts), storage=(self.storage, stages))
         check_schedule(self.schedule)
         if len(dict(self.context)) < len(self.context):

@@ -10,7 +10,7 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.math import exp, maximum, rsqrt, sqrt, square
 from mesh_tf_core.ops.reduce import reduce_mean
 from mesh_tf_core.ops.unary import unary
-from mesh_tf_core.optimizers.base import Optimizer, Rate, Updates, slot, times
+from mesh_tf_core.optimizers.base import LearningRate, Optimizer, Updates, slot, times
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -41,7 +41,7 @@ class Adafactor(Optimizer):
         if not 0 <= self.beta1 < 1:
             raise UserError(f"Adafactor: beta1 must be in [0, 1), found {self.beta1}")
 
-    def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: Rate) -> Updates:
+    def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: LearningRate) -> Updates:
         g = gradient.cast("float32")
         t = (graph.step() + 1).cast("float32")
         decay = 1.0 - exp(unary("log", t) * (-self.decay_exponent))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.math import exp, sqrt
-from mesh_tf_core.optimizers.base import Optimizer, Rate, Updates, slot, times
+from mesh_tf_core.optimizers.base import LearningRate, Optimizer, Updates, slot, times
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -28,7 +28,7 @@ class Adam(Optimizer):
     weight_decay: float = 0.0
     undecayed: tuple[str, ...] = ()
 
-    def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: Rate) -> Updates:
+    def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: LearningRate) -> Updates:
         g = gradient.cast("float32")
         m_state, m = slot(graph, variable, "adam_m", variable.shape)
         v_state, v = slot(graph, variable, "adam_v", variable.shape)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mesh_tf_core.arguments import Kind, check, instance, is_number
+from mesh_tf_core.arguments import ArgumentKind, check, instance, is_number
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import Constant, Variable
@@ -19,10 +19,10 @@ from mesh_tf_core.optimizers.scaling import LossScale
 from mesh_tf_core.optimizers.schedules import Schedule
 from mesh_tf_core.tracing.graph import Graph, graph_of
 
-Rate = float | Tensor
+LearningRate = float | Tensor
 Updates = Iterable[tuple[Variable, Tensor]]
-NUMBER = Kind(is_number, "a number")
-RATE = Kind(lambda rate: is_number(rate) or isinstance(rate, Schedule), "a number, or a schedule")
+NUMBER = ArgumentKind(is_number, "a number")
+RATE = ArgumentKind(lambda rate: is_number(rate) or isinstance(rate, Schedule), "a number, or a schedule")
 EMA = "ema"
 """Name of a variable's running mean below its own."""
 
@@ -70,7 +70,7 @@ class Optimizer:
         if not 0 <= self.ema < 1:
             raise UserError(f"{name}: ema must be in [0, 1) (0: no running mean), found {self.ema}")
 
-    def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: Rate) -> Updates:
+    def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: LearningRate) -> Updates:
         """Adds the operations that update one variable and gives what to store: (variable or slot, value).
 
         Args:
@@ -86,7 +86,7 @@ class Optimizer:
         return loss * self.loss_scale.scale(graph_of(loss)).cast(loss.dtype)
 
 
-def times(x: Tensor, rate: Rate) -> Tensor:
+def times(x: Tensor, rate: LearningRate) -> Tensor:
     """x times the learning rate, in x's dtype."""
     return x * (rate.cast(x.dtype) if isinstance(rate, Tensor) else rate)
 
@@ -125,7 +125,7 @@ def apply_updates(graph: Graph, optimizer: Optimizer, pairs: Sequence[tuple[Vari
         _store(graph, [(graph.variables["step"], step + 1)], finite)
 
 
-def _rates(graph: Graph, optimizer: Optimizer, names: Sequence[str]) -> dict[str, Rate]:
+def _rates(graph: Graph, optimizer: Optimizer, names: Sequence[str]) -> dict[str, LearningRate]:
     """The learning rate of every variable; a schedule is evaluated once."""
     chosen: dict[str, str] = {}
     for name in names:
@@ -140,7 +140,7 @@ def _rates(graph: Graph, optimizer: Optimizer, names: Sequence[str]) -> dict[str
                 f"there are {', '.join(names)}"
             )
 
-    def rate_of(rate: float | Schedule) -> Rate:
+    def rate_of(rate: float | Schedule) -> LearningRate:
         if not isinstance(rate, Schedule):
             return rate
         with graph.phase("update", "learning_rate"):

@@ -45,10 +45,10 @@ class Schedule:
     __rmul__, __radd__ = __mul__, __add__
 
 
-Part = Schedule | float
+SchedulePart = Schedule | float
 
 
-def _part(value: Part) -> Part:
+def _part(value: SchedulePart) -> SchedulePart:
     if not isinstance(value, Schedule) and not (isinstance(value, float | int) and value > 0):
         raise UserError(
             f"a schedule is multiplied by or added to schedules and positive numbers, found {value!r}"
@@ -62,7 +62,7 @@ class _Joined(Schedule):
 
     how: str
     first: Schedule
-    second: Part
+    second: SchedulePart
 
     def at(self, t: Tensor) -> Tensor:
         x, y = self.first.at(t), self.second

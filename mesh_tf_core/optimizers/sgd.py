@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.optimizers.base import Optimizer, Rate, Updates, slot, times
+from mesh_tf_core.optimizers.base import LearningRate, Optimizer, Updates, slot, times
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -16,7 +16,7 @@ class SGD(Optimizer):
 
     momentum: float = 0.0
 
-    def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: Rate) -> Updates:
+    def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: LearningRate) -> Updates:
         step = gradient
         if self.momentum:
             state, old = slot(graph, variable, "momentum", variable.shape)

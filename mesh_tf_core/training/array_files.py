@@ -23,7 +23,7 @@ from typing import IO, Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from mesh_tf_core.engines.pieces import Piece
+from mesh_tf_core.engines.pieces import VariablePiece
 from mesh_tf_core.files import create
 from mesh_tf_core.ir.dtypes import check_dtype, itemsize
 from mesh_tf_core.kernels.array_kernel import np_dtype
@@ -56,7 +56,7 @@ CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
-class Place:
+class ArrayLocation:
     """Where an array lies in a file, in row-major order.
 
     Attributes:
@@ -99,7 +99,7 @@ def digest(file: BinaryIO, bytes: int) -> str:
 # -- reading -------------------------------------------------------------------------------------------------
 
 
-def places(path: Path) -> dict[str, Place]:
+def places(path: Path) -> dict[str, ArrayLocation]:
     """The arrays in a .npy or safetensors file by name; no array is read.
 
     Raises:
@@ -126,7 +126,7 @@ def _parsing(what: str) -> Iterator[None]:
         raise ValueError(f"{what} cannot be read ({why[:200]})") from None
 
 
-def _safetensors(path: Path) -> dict[str, Place]:
+def _safetensors(path: Path) -> dict[str, ArrayLocation]:
     with path.open("rb") as file:
         length = path.stat().st_size
         size = int.from_bytes(file.read(8), "little")
@@ -161,24 +161,26 @@ def _refuse(word: str) -> NoReturn:
     raise ValueError(f"{word} is not JSON")
 
 
-def _place(path: Path, name: str, begin: int, said: Mapping[str, Any]) -> Place:
+def _place(path: Path, name: str, begin: int, said: Mapping[str, Any]) -> ArrayLocation:
     if said["dtype"] not in SAFE:
         raise ValueError(f"{name[:80]!r} is of {str(said['dtype'])[:20]!r}")
     first, end = said["data_offsets"]
     shape = tuple(said["shape"])
     if not all(type(number) is int and 0 <= number < 1 << 62 for number in (*shape, first, end)):
         raise ValueError(f"{name[:80]!r} has a size that is none")
-    found = Place(path, begin + first, begin + first, SAFE[said["dtype"]], shape)
+    found = ArrayLocation(path, begin + first, begin + first, SAFE[said["dtype"]], shape)
     if end - first != found.bytes:
         raise ValueError(f"{name[:80]!r} has {found.bytes} bytes and lies from {first} to {end}")
     return found
 
 
-def _npy(path: Path) -> Place:
+def _npy(path: Path) -> ArrayLocation:
     """bfloat16, which the format lacks, is stored as uint16."""
     with path.open("rb") as file, _parsing(path.name):
         shape, turned, dtype, offset = _npy_header(file)
-        found = Place(path, offset, 0, "bfloat16" if dtype == np.uint16 else check_dtype(str(dtype)), shape)
+        found = ArrayLocation(
+            path, offset, 0, "bfloat16" if dtype == np.uint16 else check_dtype(str(dtype)), shape
+        )
     if turned or found.offset + found.bytes != path.stat().st_size:
         raise ValueError(f"{path.name} is {dtype}{list(shape)} and has {path.stat().st_size} bytes")
     return found
@@ -253,7 +255,7 @@ def flat(array: Any) -> Any:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def write_pieces(path: Path, pieces: Mapping[Piece, Any]) -> dict[Piece, str]:
+def write_pieces(path: Path, pieces: Mapping[VariablePiece, Any]) -> dict[VariablePiece, str]:
     """Writes pieces of variables to a new safetensors file, on the disk when it returns; SHA-256 of each.
 
     Each is asked for once and forgotten once it is written. The widest elements come first, so that all are
@@ -268,7 +270,7 @@ def write_pieces(path: Path, pieces: Mapping[Piece, Any]) -> dict[Piece, str]:
     return found
 
 
-def _put(file: BinaryIO, piece: Piece, array: Any) -> str:
+def _put(file: BinaryIO, piece: VariablePiece, array: Any) -> str:
     content, hashed = flat(np.asarray(array, np_dtype(piece.dtype)).reshape(piece.shape)), hashlib.sha256()
     for begin in range(0, len(content), CHUNK):
         part = content[begin : begin + CHUNK]

@@ -15,7 +15,7 @@ from mesh_tf_core.model import Model
 
 
 @runtime_checkable
-class Planned(Protocol):
+class PlannedTraining(Protocol):
     """What a plan decides; `layoutopt.search` gives one."""
 
     def check(self, model: Model) -> None:
@@ -37,14 +37,14 @@ class Planned(Protocol):
         ...
 
 
-class Search(Protocol):
+class LayoutFinder(Protocol):
     """Finds layouts for this machine."""
 
     def best(self, model: Model, mesh: Mesh) -> Mapping[str, Any]:
         """The plan of the best layout, as JSON: what one process sends to others."""
         ...
 
-    def read(self, plan: Mapping[str, Any]) -> Planned:
+    def read(self, plan: Mapping[str, Any]) -> PlannedTraining:
         """The plan of its JSON."""
         ...
 
@@ -53,7 +53,7 @@ GROUP = "mesh_tf_core.search"
 """The entry points by which packages name their search (packaging.python.org, entry points specification)."""
 
 
-def installed() -> Search:
+def installed() -> LayoutFinder:
     """The search that `layout="auto"` asks.
 
     Raises:
@@ -65,11 +65,11 @@ def installed() -> Search:
             'layout="auto" needs a search, and no installed package has one; install layoutopt, or give a '
             "layout instead"
         )
-    search: Search = found[0].load()
+    search: LayoutFinder = found[0].load()
     return search
 
 
-def planned(model: Model, mesh: Mesh, cluster: Cluster | None) -> Planned:
+def planned(model: Model, mesh: Mesh, cluster: Cluster | None) -> PlannedTraining:
     """The plan of the best layout; of a cluster's processes one searches it for all."""
     search = installed()
     if cluster is None:

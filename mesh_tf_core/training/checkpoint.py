@@ -24,13 +24,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mesh_tf_core.engines.pieces import Piece
+from mesh_tf_core.engines.pieces import VariablePiece
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.files import sync_names
 from mesh_tf_core.training import array_files
 from mesh_tf_core.training import manifest as manifests
 from mesh_tf_core.training.folders import check_directory, listed, make, named, owned, tidy, unwritable
-from mesh_tf_core.training.manifest import MANIFEST, Entry, Manifest, Part
+from mesh_tf_core.training.manifest import MANIFEST, Manifest, ManifestEntry, PieceFile
 from mesh_tf_core.training.opened import Checkpoint, reason
 
 if TYPE_CHECKING:
@@ -48,14 +48,14 @@ class CheckpointWarning(UserWarning):
 
 # -- writing -------------------------------------------------------------------------------------------------
 
-Written = list[dict[str, Any]]
+WrittenPieces = list[dict[str, Any]]
 """Plain data: of every piece that a process wrote its file, its checksum and which it is."""
 
 
 def write(
     directory: str | Path,
     step: int,
-    pieces: Mapping[Piece, Any],
+    pieces: Mapping[VariablePiece, Any],
     extra: Mapping[str, Any],
     keep: int = 3,
     mode: int | None = None,
@@ -90,7 +90,7 @@ def beginning(directory: str | Path, step: int, mode: int | None = None) -> Iter
         raise
 
 
-def write_pieces(folder: Path, process: int, pieces: Mapping[Piece, Any]) -> Written:
+def write_pieces(folder: Path, process: int, pieces: Mapping[VariablePiece, Any]) -> WrittenPieces:
     """Writes what one process writes of a checkpoint; what `finish` must know of it."""
     if not pieces:
         return []
@@ -127,18 +127,20 @@ def finish(folder: Path, step: int, written: Iterable[Any], extra: Mapping[str, 
     return final
 
 
-def _entries_of(step: int, written: Iterable[Any]) -> dict[str, Entry]:
+def _entries_of(step: int, written: Iterable[Any]) -> dict[str, ManifestEntry]:
     """The manifest's variables, of what processes said that they wrote."""
     found: dict[str, list[Any]] = {}
     try:
         for one in written:
             found.setdefault(one["name"], []).append(one)
         return {
-            name: Entry(
+            name: ManifestEntry(
                 dtype=ones[0]["dtype"],
                 shape=tuple(ones[0]["whole"]),
                 part=tuple(ones[0]["shape"]),
-                parts=tuple(Part(file=o["file"], sha256=o["sha256"], begin=tuple(o["begin"])) for o in ones),
+                parts=tuple(
+                    PieceFile(file=o["file"], sha256=o["sha256"], begin=tuple(o["begin"])) for o in ones
+                ),
             )
             for name, ones in found.items()
         }

@@ -57,7 +57,7 @@ ABOVE, BELOW = "{} (rows)", "{} (weights of rows)"
 """Names of a result's sums in the program: of the sum itself or a quotient's dividend, and of its divisor."""
 
 
-class Evaluation:
+class EvaluationPass:
     """The forward pass of a model beside its training.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mesh_tf_core.engines.pieces import Piece
+from mesh_tf_core.engines.pieces import VariablePiece
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.initializers import Variable
@@ -47,7 +47,7 @@ def finite_names(variables: Iterable[Variable]) -> frozenset[str]:
     return frozenset(v.name for v in trained if is_float(v.dtype))
 
 
-class FinitePieces(Mapping[Piece, Any]):
+class FinitePieces(Mapping[VariablePiece, Any]):
     """Pieces of variables, each looked at when it is asked for: in the thread and the process that writes it.
 
     Args:
@@ -59,11 +59,11 @@ class FinitePieces(Mapping[Piece, Any]):
     """
 
     def __init__(
-        self, pieces: Mapping[Piece, Any], names: frozenset[str], step: int, todo: Callable[[], str]
+        self, pieces: Mapping[VariablePiece, Any], names: frozenset[str], step: int, todo: Callable[[], str]
     ) -> None:
         self._pieces, self._names, self._step, self._todo = pieces, names, step, todo
 
-    def __getitem__(self, piece: Piece) -> Any:
+    def __getitem__(self, piece: VariablePiece) -> Any:
         array = self._pieces[piece]
         if piece.name in self._names and not is_finite(array):
             raise UserError(
@@ -72,7 +72,7 @@ class FinitePieces(Mapping[Piece, Any]):
             )
         return array
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[VariablePiece]:
         return iter(self._pieces)
 
     def __len__(self) -> int:

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     Dtype = str
 else:
     Dtype = Literal[DTYPES]
-Size = Annotated[int, Field(ge=0, lt=1 << 48)]
-Sizes = Annotated[tuple[Size, ...], Field(max_length=32, strict=False)]
+StoredSize = Annotated[int, Field(ge=0, lt=1 << 48)]
+StoredSizes = Annotated[tuple[StoredSize, ...], Field(max_length=32, strict=False)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class Part(BaseModel):
+class PieceFile(BaseModel):
     """A piece of a variable: its file, where it begins in the variable, and the SHA-256 of its bytes (of the
     format before: of the whole file)."""
 
@@ -46,18 +46,18 @@ class Part(BaseModel):
 
     file: Annotated[str, Field(pattern=r"^[0-9]{5,9}\.(safetensors|npy)$")]
     sha256: Digest
-    begin: Sizes
+    begin: StoredSizes
 
 
-class Entry(BaseModel):
+class ManifestEntry(BaseModel):
     """A variable, in pieces of one shape that fill it as tiles do."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
     dtype: Dtype
-    shape: Sizes
-    part: Sizes
-    parts: Annotated[tuple[Part, ...], Field(min_length=1, strict=False)]
+    shape: StoredSizes
+    part: StoredSizes
+    parts: Annotated[tuple[PieceFile, ...], Field(min_length=1, strict=False)]
 
     @model_validator(mode="before")
     @classmethod
@@ -97,7 +97,7 @@ class Manifest(BaseModel):
 
     format: str = FORMAT
     step: Annotated[int, Field(ge=0, lt=LAST)]
-    variables: dict[str, Entry]
+    variables: dict[str, ManifestEntry]
     extra: dict[str, Any]
 
 

@@ -34,9 +34,9 @@ from mesh_tf_core.training.decoupled import Decoupled
 from mesh_tf_core.training.finite import is_finite
 from mesh_tf_core.training.locking import locked
 
-Arrays = dict[str, np.ndarray]
-Shape = tuple[int, ...]
-Wanted = Mapping[str, tuple[Sequence[str], Shape]]
+ArraysByName = dict[str, np.ndarray]
+ArrayShape = tuple[int, ...]
+Wanted = Mapping[str, tuple[Sequence[str], ArrayShape]]
 """Name of an array -> the dtypes that it may have, and its shape."""
 ABOUT = "about.json"
 """The array of a file that says what else is known of it."""
@@ -47,7 +47,7 @@ OURS = re.compile(r"(?:state-(\d{8})(?:-by-\d+)?|round-(\d{8})-replica-\d+)\.npz
 FLOATS = ("float32", "float64")
 
 Round = Annotated[int, Field(ge=0, lt=10**8)]
-Replica = Annotated[int, Field(ge=0)]
+ReplicaNumber = Annotated[int, Field(ge=0)]
 
 
 class MeetWarning(UserWarning):
@@ -70,12 +70,12 @@ class Post(BaseModel):
 
     run: str
     round: Round
-    replica: Replica
+    replica: ReplicaNumber
     since: Round
     bits: int
 
 
-class State(BaseModel):
+class MeetingState(BaseModel):
     """What a state says of itself.
 
     Attributes:
@@ -87,12 +87,12 @@ class State(BaseModel):
 
     run: str
     round: Round
-    present: tuple[Replica, ...]
-    left: dict[Replica, str]
+    present: tuple[ReplicaNumber, ...]
+    left: dict[ReplicaNumber, str]
     shared: dict[str, float]
 
 
-About = TypeVar("About", Post, State)
+About = TypeVar("About", Post, MeetingState)
 
 
 class Directory:
@@ -172,7 +172,7 @@ class Directory:
         except UnusablePost:
             return True  # it is named when the round is closed
 
-    def read_post(self, round: int, replica: int, wanted: Mapping[int, Wanted]) -> tuple[Post, Arrays]:
+    def read_post(self, round: int, replica: int, wanted: Mapping[int, Wanted]) -> tuple[Post, ArraysByName]:
         """A post and its arrays.
 
         Args:
@@ -195,7 +195,7 @@ class Directory:
             raise UnusablePost(f"it has bits={about.bits}")
         return about, _read(arrays, wanted[about.bits])
 
-    def about(self, round: int) -> State:
+    def about(self, round: int) -> MeetingState:
         """What a state says of itself.
 
         Raises:
@@ -204,7 +204,7 @@ class Directory:
         """
         return self._state(round)[0]
 
-    def read_state(self, round: int, wanted: Mapping[str, Shape]) -> tuple[State, Arrays]:
+    def read_state(self, round: int, wanted: Mapping[str, ArrayShape]) -> tuple[MeetingState, ArraysByName]:
         """A state, and those of its arrays that are wanted; raises as `about` does."""
         about, arrays = self._state(round)
         try:
@@ -216,11 +216,11 @@ class Directory:
                 "fragments"
             ) from None
 
-    def _state(self, round: int) -> tuple[State, Mapping[str, Any]]:
+    def _state(self, round: int) -> tuple[MeetingState, Mapping[str, Any]]:
         path = self.place(f"state-{round:08d}")
         try:
             arrays = _opened(path)
-            about = _about(arrays, State)
+            about = _about(arrays, MeetingState)
             if about.round != round:
                 raise UnusablePost(f"it is state {about.round}")
             if self.run and about.run != self.run:
@@ -236,7 +236,7 @@ class Directory:
         self.run = about.run
         return about, arrays
 
-    def _agree(self, about: State) -> None:
+    def _agree(self, about: MeetingState) -> None:
         """Raises UserError where replicas that meet otherwise made a state: they would not count this one."""
         for name, here in self.how.shared.items():
             there = about.shared.get(name, float("nan"))
@@ -249,20 +249,26 @@ class Directory:
 
     # -- writing ---------------------------------------------------------------------------------------------
 
-    def put_post(self, round: int, since: int, arrays: Arrays) -> None:
+    def put_post(self, round: int, since: int, arrays: ArraysByName) -> None:
         """Posts, in the place of what lay there."""
         own = self.how.replica
         about = Post(run=self.run, round=round, replica=own, since=since, bits=self.how.bits)
         _write(self.post(round, own), arrays, about)
 
     def put_state(
-        self, round: int, arrays: Arrays, present: Sequence[int] = (), left: Mapping[int, str] | None = None
+        self,
+        round: int,
+        arrays: ArraysByName,
+        present: Sequence[int] = (),
+        left: Mapping[int, str] | None = None,
     ) -> None:
         """Makes a state, if it is not there yet."""
         place, beside = (self.place(f"state-{round:08d}{by}") for by in ("", f"-by-{self.how.replica}"))
         run = self.run or secrets.token_hex(8)
         shared = {name: float(said) for name, said in self.how.shared.items()}
-        about = State(run=run, round=round, present=tuple(present), left=dict(left or {}), shared=shared)
+        about = MeetingState(
+            run=run, round=round, present=tuple(present), left=dict(left or {}), shared=shared
+        )
         _write(beside, arrays, about)
         try:
             os.link(beside, place)  # unlike a rename it replaces nothing
@@ -355,7 +361,7 @@ def _about(arrays: Mapping[str, array_files.Zipped], kind: type[About]) -> About
         raise UnusablePost(str(error)) from None
 
 
-def _read(arrays: Mapping[str, array_files.Zipped], wanted: Wanted) -> Arrays:
+def _read(arrays: Mapping[str, array_files.Zipped], wanted: Wanted) -> ArraysByName:
     """The arrays that are wanted. Types and shapes of all are looked at before one is read."""
     for name, (dtypes, shape) in wanted.items():
         if name not in arrays:

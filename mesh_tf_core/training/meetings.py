@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 
 from mesh_tf_core.engines import Engine
-from mesh_tf_core.engines.pieces import Piece
+from mesh_tf_core.engines.pieces import VariablePiece
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.program import Program
@@ -48,7 +48,7 @@ from mesh_tf_core.tracing.diloco import Part, fragments_of
 from mesh_tf_core.tracing.meeting import MOMENTUM
 from mesh_tf_core.training.decoupled import Decoupled
 from mesh_tf_core.training.finite import is_finite
-from mesh_tf_core.training.meeting_files import FLOATS, Arrays, Directory, State, UnusablePost
+from mesh_tf_core.training.meeting_files import FLOATS, ArraysByName, Directory, MeetingState, UnusablePost
 from mesh_tf_core.training.opened import Checkpoint
 
 CODES, SCALES = "codes", "scales"
@@ -106,8 +106,8 @@ class Meetings:
         self._shapes = {v.name: v.shape.sizes for v in _trained(program)}
         self.names = [*self._shapes]
         self._parts = fragments_of(_trained(program), how.fragments)
-        self.round, self._began, self.pending = -1, Arrays(), False
-        self._lost = Arrays()
+        self.round, self._began, self.pending = -1, ArraysByName(), False
+        self._lost = ArraysByName()
         if how.bits != WHOLE:
             self._lost = {v.name: _wide(np.zeros(v.shape.sizes, v.dtype)) for v in _trained(program)}
         self.directory = Directory(how)
@@ -167,15 +167,15 @@ class Meetings:
 
     # -- a checkpoint ----------------------------------------------------------------------------------------
 
-    def kept(self) -> tuple[dict[Piece, Any], dict[str, Any]]:
+    def kept(self) -> tuple[dict[VariablePiece, Any], dict[str, Any]]:
         """What a checkpoint must have so that a training goes on from it as if nothing had been: arrays, and
         plain data."""
         arrays = {f"{name}/{BEGAN}": array for name, array in self._began.items()}
         arrays |= {f"{name}/{LOST}": array for name, array in self._lost.items()}
-        pieces: dict[Piece, Any] = {}
+        pieces: dict[VariablePiece, Any] = {}
         for name, array in arrays.items():
             begin = (0,) * array.ndim
-            pieces[Piece(name, str(array.dtype), array.shape, begin, array.shape)] = array
+            pieces[VariablePiece(name, str(array.dtype), array.shape, begin, array.shape)] = array
         who = {"replica": self.how.replica, "count": self.how.count, "run": self.directory.run}
         return pieces, {EXTRA: {**who, "round": self.round, "pending": self.pending}}
 
@@ -210,9 +210,9 @@ class Meetings:
     def _fragment(self, round: int) -> dict[str, Part]:
         return self._parts[round % self.how.fragments]
 
-    def _made(self, round: int) -> tuple[Arrays, Arrays]:
+    def _made(self, round: int) -> tuple[ArraysByName, ArraysByName]:
         """What is posted into a round, and what is lost by rounding after that."""
-        came = Arrays()
+        came = ArraysByName()
         for name, part in self._fragment(round).items():
             came[name] = self._began[name][part] - _wide(self.engine.read(name))[part]
             if not is_finite(came[name]):
@@ -223,7 +223,7 @@ class Meetings:
                 )
         if self.how.bits == WHOLE:
             return came, self._lost
-        post, lost = Arrays(), dict(self._lost)
+        post, lost = ArraysByName(), dict(self._lost)
         for name, part in self._fragment(round).items():
             whole = came[name] + lost[name][part]
             codes, scales = quantised(whole, self.how.bits)
@@ -232,7 +232,7 @@ class Meetings:
             post[f"{name}/{CODES}"], post[f"{name}/{SCALES}"] = codes, scales
         return post, lost
 
-    def _posted(self, round: int, replica: int) -> Arrays:
+    def _posted(self, round: int, replica: int) -> ArraysByName:
         """What a replica posted; raises as `Directory.read_post`."""
         shapes = {n: self._began[n][part].shape for n, part in self._fragment(round).items()}
         wanted: dict[int, Any] = {WHOLE: {name: (FLOATS, shape) for name, shape in shapes.items()}}
@@ -273,7 +273,7 @@ class Meetings:
 
     def _close(self, open: int) -> None:
         """Makes the next state of the mean over the posts of a round that can be used."""
-        state, posts, left = self._before(open), dict[int, Arrays](), dict[int, str]()
+        state, posts, left = self._before(open), dict[int, ArraysByName](), dict[int, str]()
         for replica in range(self.how.count):
             with contextlib.suppress(FileNotFoundError):
                 try:
@@ -295,9 +295,9 @@ class Meetings:
             "writes there, and start again"
         )
 
-    def _outer(self, open: int, state: Arrays, posts: Mapping[int, Arrays]) -> Arrays:
+    def _outer(self, open: int, state: ArraysByName, posts: Mapping[int, ArraysByName]) -> ArraysByName:
         """The outer step: algorithm 1 of the paper, with Nesterov's momentum."""
-        rate, mu, made = self.how.learning_rate, self.how.momentum, Arrays()
+        rate, mu, made = self.how.learning_rate, self.how.momentum, ArraysByName()
         with np.errstate(over="ignore", invalid="ignore"):
             for name in self._fragment(open):
                 mean = np.mean([each[name] for each in posts.values()], axis=0)
@@ -306,7 +306,7 @@ class Meetings:
                 made[f"{name}/{MOMENTUM}"] = momentum
         return made
 
-    def _before(self, open: int) -> Arrays:
+    def _before(self, open: int) -> ArraysByName:
         """The last state of the fragment whose round is open; the first state is of all."""
         last, parts = open + 1 - self.how.fragments, self._fragment(open)
         at = max(last, 0)
@@ -329,9 +329,9 @@ class Meetings:
         self.pending = False
         return Met(self.round, about.present, dropped, size, about.left)
 
-    def _take(self, newest: int) -> State:
+    def _take(self, newest: int) -> MeetingState:
         """The newest state of every fragment up to one as the variables; what the last one says of itself."""
-        found: list[tuple[Mapping[str, Part], State, Arrays]] = []
+        found: list[tuple[Mapping[str, Part], MeetingState, ArraysByName]] = []
         while not found:
             first = max(self.round + 1, newest + 1 - self.how.fragments, 0)
             try:
@@ -361,7 +361,7 @@ def _trained(program: Program) -> list[Variable]:
     return [s.variable for s in program.variables.values() if s.variable.trainable]
 
 
-def _largest(arrays: Arrays) -> float:
+def _largest(arrays: ArraysByName) -> float:
     return max(float(np.abs(array).max(initial=0.0)) for array in arrays.values())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mesh_tf_core.engines.pieces import Begin, Piece, region
+from mesh_tf_core.engines.pieces import Begin, VariablePiece, region
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.initializers import Variable
@@ -17,9 +17,9 @@ from mesh_tf_core.kernels.array_kernel import np_dtype
 from mesh_tf_core.tracing.meeting import BEFORE
 from mesh_tf_core.training import array_files
 from mesh_tf_core.training import manifest as manifests
-from mesh_tf_core.training.array_files import Place
+from mesh_tf_core.training.array_files import ArrayLocation
 from mesh_tf_core.training.finite import is_finite
-from mesh_tf_core.training.manifest import MANIFEST, Entry, Part
+from mesh_tf_core.training.manifest import MANIFEST, ManifestEntry, PieceFile
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Checkpoint:
 
     path: Path
     step: int
-    variables: Mapping[str, Entry]
+    variables: Mapping[str, ManifestEntry]
     extra: Mapping[str, Any]
     skipped: tuple[str, ...] = ()
     aside: tuple[str, ...] = ()
-    _places: dict[str, dict[str, Place]] = field(default_factory=dict, compare=False, repr=False)
+    _places: dict[str, dict[str, ArrayLocation]] = field(default_factory=dict, compare=False, repr=False)
 
     def check_variables(self, variables: Iterable[Variable]) -> None:
         """UserError unless it has these variables."""
@@ -119,14 +119,14 @@ class Checkpoint:
                 if mine(number) and name in finite and not is_finite(place.mapped()):
                     raise ValueError(f"{said} holds numbers that are not finite")
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> ManifestEntry:
         if name not in self.variables:
             raise UserError(
                 f"checkpoint {str(self.path)!r} has no variable {name!r}; {known_names(name, self.variables)}"
             )
         return self.variables[name]
 
-    def _place(self, name: str, entry: Entry, part: Part) -> Place:
+    def _place(self, name: str, entry: ManifestEntry, part: PieceFile) -> ArrayLocation:
         """Where a piece lies; the header of a file is read once."""
         if part.file not in self._places:
             path = self.path / part.file
@@ -135,7 +135,7 @@ class Checkpoint:
             self._places[part.file] = array_files.places(path)
         found, key = (
             self._places[part.file],
-            Piece(name, entry.dtype, entry.shape, part.begin, entry.part).key,
+            VariablePiece(name, entry.dtype, entry.shape, part.begin, entry.part).key,
         )
         if part.file.endswith(".npy"):
             key = ""

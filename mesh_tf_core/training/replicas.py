@@ -73,7 +73,7 @@ class Replicas:
 
     def together(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         """Batches of a step: one for each replica, as they come."""
-        return _Together(batches, self.count)
+        return _StackedBatches(batches, self.count)
 
     def layout(self, layout: Layout) -> Layout:
         """Of a program that reads what each replica has."""
@@ -121,7 +121,7 @@ def _spread(variable: Variable) -> bool:
     return variable.shape.dims[:1] != () and variable.shape.dims[0].name == REPLICA
 
 
-class _Together(Iterator[Mapping[str, Any]]):
+class _StackedBatches(Iterator[Mapping[str, Any]]):
     """Batches stacked, as many at a time as there are replicas; a last few that are fewer are left out."""
 
     def __init__(self, batches: Iterator[Mapping[str, Any]], count: int) -> None:

@@ -26,7 +26,7 @@ from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.standing import apart
 
 
-class Kind(IntEnum):
+class RowDependence(IntEnum):
     """How a tensor depends on the rows of the batch."""
 
     CONSTANT = 0
@@ -51,7 +51,7 @@ class Rows:
     def __init__(self, graph: Graph, batch: str, size: int) -> None:
         self.graph, self.batch, self.size = graph, Dim(batch, size), size
         self.names = batch_names(graph, batch)
-        self.kinds: dict[int, Kind] = {}
+        self.kinds: dict[int, RowDependence] = {}
         self.why = ""
         self._mixing: dict[int, str] = {}
         for node in graph.nodes:
@@ -59,38 +59,44 @@ class Rows:
 
     # -- kinds -----------------------------------------------------------------------------------------------
 
-    def _kind(self, tensor: int) -> Kind:
-        return self.kinds.get(tensor, Kind.CONSTANT)
+    def _kind(self, tensor: int) -> RowDependence:
+        return self.kinds.get(tensor, RowDependence.CONSTANT)
 
     def _visit(self, node: Node) -> None:
         if node.body is not None:
             self._loop(node, node.body)
         elif isinstance(node.op, Feed):
             has = self.batch in node.op.type.shape.dims
-            self.kinds[node.outputs[0]] = Kind.ROWS if has else Kind.CONSTANT
+            self.kinds[node.outputs[0]] = RowDependence.ROWS if has else RowDependence.CONSTANT
         elif not isinstance(node.op, Read):
             self.kinds.update((o, self._made(node, self.graph.tensor(o).type)) for o in node.outputs)
         for o in node.outputs:
-            if self._kind(o) is Kind.MIXED:
+            if self._kind(o) is RowDependence.MIXED:
                 older = (self._mixing[i] for i in node.inputs if i in self._mixing)
                 self._mixing[o] = next(older, node.op.describe())
 
-    def _made(self, node: Node, output: TensorType) -> Kind:
+    def _made(self, node: Node, output: TensorType) -> RowDependence:
         """The kind of an operation's output."""
         given = {self._kind(i) for i in node.inputs}
-        if given <= {Kind.CONSTANT} or (node.op.scales and Kind.MIXED not in given):
-            return Kind.CONSTANT
+        if given <= {RowDependence.CONSTANT} or (node.op.scales and RowDependence.MIXED not in given):
+            return RowDependence.CONSTANT
         rows = [d for d in output.shape if d.name in self.names]
-        if Kind.MIXED in given or (Kind.JOINED in given and (rows or Kind.ROWS in given)):
-            return Kind.MIXED
-        if Kind.JOINED in given:
-            return Kind.JOINED
+        if RowDependence.MIXED in given or (
+            RowDependence.JOINED in given and (rows or RowDependence.ROWS in given)
+        ):
+            return RowDependence.MIXED
+        if RowDependence.JOINED in given:
+            return RowDependence.JOINED
         types = [self.graph.tensor(i).type for i in node.inputs]
         roles = node.op.roles(*types)
         if not rows:
-            return Kind.JOINED if self.names & set(roles.reduced) else Kind.MIXED
+            return RowDependence.JOINED if self.names & set(roles.reduced) else RowDependence.MIXED
         whole = rows[0].size == self.size
-        return Kind.ROWS if whole and apart(node.op, roles, types, output, self.names) else Kind.MIXED
+        return (
+            RowDependence.ROWS
+            if whole and apart(node.op, roles, types, output, self.names)
+            else RowDependence.MIXED
+        )
 
     def _loop(self, node: Node, body: Block) -> None:
         carried = [self._kind(i) for i in node.inputs]
@@ -99,7 +105,7 @@ class Rows:
             self.kinds.update((inner, self._kind(outer)) for outer, inner in body.sliced)
             for inner in body.nodes:
                 self._visit(inner)
-            runs = Kind.CONSTANT if body.runs is None else self._kind(body.runs)
+            runs = RowDependence.CONSTANT if body.runs is None else self._kind(body.runs)
             new = [_worst(runs, k, self._kind(o)) for k, o in zip(carried, body.carry_out, strict=True)]
             if new == carried:
                 break
@@ -116,12 +122,12 @@ class Rows:
         return self._of(t)
 
     def _of(self, t: Tensor) -> Tensor | None:
-        if self._kind(t.id) is Kind.CONSTANT and is_float(t.dtype):
+        if self._kind(t.id) is RowDependence.CONSTANT and is_float(t.dtype):
             return self._share(t)
         node, found = self.graph.producer.get(t.id), None
-        if self._kind(t.id) is Kind.JOINED and node is not None and node.body is None:
+        if self._kind(t.id) is RowDependence.JOINED and node is not None and node.body is None:
             xs = [self.graph.tensor(i) for i in node.inputs]
-            first = all(self._kind(x.id) < Kind.JOINED for x in xs)
+            first = all(self._kind(x.id) < RowDependence.JOINED for x in xs)
             found = self._first(node.op, xs) if first else self._linear(node.op, xs)
         if found is None:
             self.why = self.why or self._mixing.get(t.id) or (node.op.describe() if node else "a loop")
@@ -139,7 +145,7 @@ class Rows:
 
     def _linear(self, op: Op, xs: Sequence[Tensor]) -> Tensor | None:
         """The same operation on sums over rows, if it is linear in them."""
-        constant = [self._kind(x.id) is Kind.CONSTANT for x in xs]
+        constant = [self._kind(x.id) is RowDependence.CONSTANT for x in xs]
         parts = [x if c else self._of(x) for x, c in zip(xs, constant, strict=True)]
         known = [r for r in parts if r is not None]
         if len(known) < len(parts):
@@ -154,6 +160,10 @@ class Rows:
         return found if is_float(found.dtype) else None
 
 
-def _worst(runs: Kind, *kinds: Kind) -> Kind:
+def _worst(runs: RowDependence, *kinds: RowDependence) -> RowDependence:
     """What a loop hands out whose iterations run or not by a value of kind `runs`."""
-    return Kind.MIXED if runs is not Kind.CONSTANT and Kind.ROWS in kinds else max(runs, *kinds)
+    return (
+        RowDependence.MIXED
+        if runs is not RowDependence.CONSTANT and RowDependence.ROWS in kinds
+        else max(runs, *kinds)
+    )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mesh_tf_core.engines.pieces import Piece
+from mesh_tf_core.engines.pieces import VariablePiece
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.training import checkpoint, folders
 
@@ -42,7 +42,7 @@ class Saver:
         self._registered = False
 
     def save(
-        self, directory: str | Path, step: int, pieces: Mapping[Piece, Any], extra: Mapping[str, Any]
+        self, directory: str | Path, step: int, pieces: Mapping[VariablePiece, Any], extra: Mapping[str, Any]
     ) -> None:
         """Starts to write a checkpoint, once the one before is written.
 
@@ -73,7 +73,7 @@ class Saver:
         if cluster is None:
             write = lambda: checkpoint.write(directory, step, pieces, extra, mode=self.mode)  # noqa: E731
         else:
-            together = _Together(cluster, cluster.store.topic("checkpoint"), directory, self.mode)
+            together = _JointCheckpoint(cluster, cluster.store.topic("checkpoint"), directory, self.mode)
             write = lambda: together.write(step, pieces, extra)  # noqa: E731
 
         def run() -> None:
@@ -102,7 +102,7 @@ class Saver:
             print(f"error: the last checkpoint was not written: {self._error}", file=sys.stderr)
 
 
-class _Together:
+class _JointCheckpoint:
     """One checkpoint of several processes: the writer (worker 0) makes a folder, each writes its file into
     it, and when all have, the writer gives it its name. Whoever fails tells the others. Each believes the
     writer no more than the folder's name below its own directory.
@@ -115,7 +115,7 @@ class _Together:
     def __init__(self, cluster: Cluster, topic: str, directory: str | Path, mode: int | None) -> None:
         self._cluster, self._topic, self._directory, self._mode = cluster, topic, directory, mode
 
-    def write(self, step: int, pieces: Mapping[Piece, Any], extra: Mapping[str, Any]) -> None:
+    def write(self, step: int, pieces: Mapping[VariablePiece, Any], extra: Mapping[str, Any]) -> None:
         """Returns when the checkpoint has its name.
 
         Raises:
@@ -139,7 +139,7 @@ class _Together:
             # The writer says what went wrong first: a folder is also gone because it could not write.
             self._heard("end")
 
-    def _lead(self, step: int, pieces: Mapping[Piece, Any], extra: Mapping[str, Any]) -> None:
+    def _lead(self, step: int, pieces: Mapping[VariablePiece, Any], extra: Mapping[str, Any]) -> None:
         with contextlib.ExitStack() as stack:
             with self._told("folder") as said:
                 folder = stack.enter_context(checkpoint.beginning(self._directory, step, self._mode))

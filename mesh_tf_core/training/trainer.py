@@ -15,7 +15,7 @@ from mesh_tf_core.arguments import (
     BATCHES,
     FUNCTION,
     PATH,
-    Kind,
+    ArgumentKind,
     at_least,
     check,
     instance,
@@ -24,7 +24,7 @@ from mesh_tf_core.arguments import (
 )
 from mesh_tf_core.engines import Cluster, Engine, open_engine
 from mesh_tf_core.engines.feeds import rows_of
-from mesh_tf_core.engines.pieces import Piece
+from mesh_tf_core.engines.pieces import VariablePiece
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
@@ -33,10 +33,10 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.replicas import alone
 from mesh_tf_core.model import Model
 from mesh_tf_core.training import checkpoint as checkpoints
-from mesh_tf_core.training.auto import Planned, planned
+from mesh_tf_core.training.auto import PlannedTraining, planned
 from mesh_tf_core.training.batches import fitted, plain
 from mesh_tf_core.training.decoupled import Decoupled
-from mesh_tf_core.training.evaluation import NO_MEANS, Evaluation, EvaluationBatches, running_means
+from mesh_tf_core.training.evaluation import NO_MEANS, EvaluationBatches, EvaluationPass, running_means
 from mesh_tf_core.training.finite import FiniteLoss, FinitePieces, finite_names
 from mesh_tf_core.training.fitting import Fitting, OnStep
 from mesh_tf_core.training.meetings import Meetings, Met
@@ -44,11 +44,11 @@ from mesh_tf_core.training.opened import Checkpoint
 from mesh_tf_core.training.prefetch import Ready, continued
 from mesh_tf_core.training.replicas import Replicas
 from mesh_tf_core.training.saving import Saver
-from mesh_tf_core.training.weights import Loaded, Source, Weights, read_weights, write_trained
+from mesh_tf_core.training.weights import GivenWeights, LoadedWeights, Source, read_weights, write_trained
 
 DEFAULT = Options()
 MODEL = instance(Model, "a Model, as mtf.Model(loss) makes")
-PLACE = instance((Mesh, str, Planned), "a mesh as 'data:2;model:4', or a plan")
+PLACE = instance((Mesh, str, PlannedTraining), "a mesh as 'data:2;model:4', or a plan")
 LAYOUT = instance((Layout, str), "a layout as 'batch:data;heads:model', or 'auto'")
 
 
@@ -82,7 +82,7 @@ class Trainer:
     def __init__(
         self,
         model: Model,
-        mesh: Mesh | str | Planned,
+        mesh: Mesh | str | PlannedTraining,
         layout: Layout | str = "",
         options: Options = DEFAULT,
         engine: str = "auto",
@@ -100,7 +100,8 @@ class Trainer:
         check("Trainer", model=(model, MODEL), mesh=(mesh, PLACE), layout=(layout, LAYOUT))
         check("Trainer", options=(options, instance(Options, "mtf.Options")))
         check(
-            "Trainer", checkpoint_mode=(checkpoint_mode, optional(Kind(is_whole, "a whole number as 0o700")))
+            "Trainer",
+            checkpoint_mode=(checkpoint_mode, optional(ArgumentKind(is_whole, "a whole number as 0o700"))),
         )
         if not isinstance(mesh, Mesh | str):
             mesh.check(model)
@@ -131,7 +132,7 @@ class Trainer:
         self._saver = Saver(cluster, checkpoint_mode)
         self._meetings: Meetings | None = None
         self._restored: Checkpoint | None = None
-        self._evaluation: tuple[Model, bool, Evaluation] | None = None
+        self._evaluation: tuple[Model, bool, EvaluationPass] | None = None
         self._finite = finite_names(stored.variable for stored in self.program.variables.values())
         self._losses = FiniteLoss(model.optimizer.loss_scale is not None)
 
@@ -289,7 +290,7 @@ class Trainer:
         if found is None or found[0] is not evaluated or found[1] != ema:
             options = alone(self.options, self.mesh)
             layout = self.layout if self._replicas is None else self._replicas.layout(self.layout)
-            made = Evaluation(evaluated, self.engine, layout, options, means, self.cluster)
+            made = EvaluationPass(evaluated, self.engine, layout, options, means, self.cluster)
             found = self._evaluation = evaluated, ema, made
         return found[2].run(batches)
 
@@ -329,7 +330,7 @@ class Trainer:
             ) from None
         self._saver.wait()  # then there is one snapshot at a time
         todo = partial(checkpoints.going_on, directory)
-        pieces: Mapping[Piece, Any] = FinitePieces(
+        pieces: Mapping[VariablePiece, Any] = FinitePieces(
             self.engine.snapshot(), self._finite, self.step_number, todo
         )
         if self._meetings is not None:
@@ -373,8 +374,8 @@ class Trainer:
         return True
 
     def load(
-        self, weights: Weights, names: Mapping[str, str | Source] | None = None, new: str = ""
-    ) -> Loaded:
+        self, weights: GivenWeights, names: Mapping[str, str | Source] | None = None, new: str = ""
+    ) -> LoadedWeights:
         """Sets variables to weights from elsewhere, and says which; see `weights`. Replicas that meet rarely
         all begin from them.
 

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from mesh_tf_core.arguments import PATH, Kind, check, instance
+from mesh_tf_core.arguments import PATH, ArgumentKind, check, instance
 from mesh_tf_core.engines import Cluster, Engine
 from mesh_tf_core.engines.feeds import are_numbers, holds
 from mesh_tf_core.errors import UserError, known_names
@@ -32,12 +32,14 @@ from mesh_tf_core.ir.program import Program
 from mesh_tf_core.kernels.array_kernel import np_dtype
 from mesh_tf_core.training import array_files, checkpoint
 
-Weights = Mapping[str, Any] | str | Path | Sequence[str | Path]
+GivenWeights = Mapping[str, Any] | str | Path | Sequence[str | Path]
 """Arrays by name; a .npz or .safetensors file, several of them, or a directory of safetensors files or of
 checkpoints."""
-WEIGHTS = Kind(PATH.holds, "arrays by name, or a .npz or .safetensors file, several, or a directory of them")
+WEIGHTS = ArgumentKind(
+    PATH.holds, "arrays by name, or a .npz or .safetensors file, several, or a directory of them"
+)
 NAMES = instance(Mapping, "a dict of variables and the names of their weights")
-ARRAYS = Kind(
+ARRAYS = ArgumentKind(
     lambda name: isinstance(name, str) or (isinstance(name, tuple) and all(isinstance(n, str) for n in name)),
     "the name of an array, or a tuple of names",
 )
@@ -77,11 +79,11 @@ def _is_pattern(text: Any) -> bool:
     return False
 
 
-PATTERN = Kind(_is_pattern, "a regular expression, as text")
+PATTERN = ArgumentKind(_is_pattern, "a regular expression, as text")
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedWeights:
     """What was loaded.
 
     Attributes:
@@ -96,11 +98,11 @@ class Loaded:
 
 def read_weights(
     variables: Iterable[Variable],
-    weights: Weights,
+    weights: GivenWeights,
     names: Mapping[str, str | Source],
     new: str = "",
     cluster: Cluster | None = None,
-) -> tuple[Iterator[tuple[str, Any]], Loaded]:
+) -> tuple[Iterator[tuple[str, Any]], LoadedWeights]:
     """Every variable's array, made when it is asked for, and what is loaded. All is checked before.
 
     Args:
@@ -142,7 +144,7 @@ def read_weights(
     _check_numbers({wanted[name]: parts for name, parts in found.items()}, arrays, cluster)
     taken = {name for parts in found.values() for name in parts.names}
     kept, unused = (n for n in wanted if n not in found), (n for n in arrays if n not in taken)
-    loaded = Loaded(tuple(found), tuple(kept), tuple(unused))
+    loaded = LoadedWeights(tuple(found), tuple(kept), tuple(unused))
     made = ((name, _made(wanted[name], parts, arrays)) for name, parts in found.items())
     return made, loaded
 
@@ -216,7 +218,7 @@ class _Array:
     read: Callable[[], Any]
 
 
-def _arrays(weights: Weights) -> dict[str, Any]:
+def _arrays(weights: GivenWeights) -> dict[str, Any]:
     """Arrays as they are given, or as `_Array`."""
     if isinstance(weights, Mapping):
         return dict(weights)

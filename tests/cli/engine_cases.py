@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from layoutopt.cli import app
 from layoutopt.cli.tracing import NAME
-from mesh_tf_core.engines.jax import home
+from mesh_tf_core.engines.jax import compat
 
 MLP = "examples/mlp.py"
 ON = ("--mesh", "data:2;model:4", "--layout", "batch:data;hidden:model")
@@ -52,7 +52,7 @@ def torn(place: Path) -> list[float]:
 
     def made() -> Path:
         jax.clear_caches()
-        home.compiled(jax.jit(small).lower(1.0))
+        compat.compiled(jax.jit(small).lower(1.0))
         (path,) = place.glob("jit_small-*-cache")
         return path
 
@@ -66,7 +66,7 @@ def main() -> None:
     said: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
-        home.LONG = 0.0  # a fast machine compiles these in less
+        compat.LONG = 0.0  # a fast machine compiles these in less
         file, traced = Path(cache, "eager.py"), Path(cache, "traced")
         file.write_text(EAGER, encoding="utf-8")
         for name, (command, _, *words) in COMMANDS.items():

@@ -16,7 +16,7 @@ from layoutopt.cli.running import Session
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan import build
 from mesh_tf_core.engines import KINDS, chosen
-from mesh_tf_core.engines.jax import home
+from mesh_tf_core.engines.jax import compat
 from tests.cli.engine_cases import MLP, TRAIN
 from tests.jax_process import printed
 
@@ -70,9 +70,9 @@ def test_what_auto_means(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     assert (chosen("auto"), chosen("local")) == ("jax", "local")
     monkeypatch.delenv("JAX_PLATFORMS")
-    monkeypatch.setattr(home, "_CHIPS", {"null": ("numpy",)})
+    monkeypatch.setattr(compat, "_CHIPS", {"null": ("numpy",)})
     assert chosen("auto") == "jax"
-    monkeypatch.setattr(home, "_CHIPS", {"null": ("no such package",), "no such file": ("numpy",)})
+    monkeypatch.setattr(compat, "_CHIPS", {"null": ("no such package",), "no such file": ("numpy",)})
     assert chosen("auto") == "local"
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.jax import cluster as clusters
-from mesh_tf_core.engines.jax import meeting, store, watch
+from mesh_tf_core.engines.jax import rendezvous, store, watch
 from mesh_tf_core.engines.jax.cluster import Cluster
 
 N = 3
@@ -64,9 +64,11 @@ class Job:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store, self.told = Store(), list[str]()
         self.members: list[Cluster] = []
-        monkeypatch.setattr(meeting, "join", lambda place, _: (store.Store(self.store), place.process, N))
+        monkeypatch.setattr(
+            rendezvous, "join", lambda place, _: (store.JobStore(self.store), place.process, N)
+        )
         for name in ("leave", "drop"):
-            monkeypatch.setattr(meeting, name, lambda: None)
+            monkeypatch.setattr(rendezvous, name, lambda: None)
         monkeypatch.setattr(clusters.atexit, "register", lambda call: None)
         monkeypatch.setattr(Cluster, "_end", lambda one, text: self.told.append(text))
 
@@ -127,9 +129,9 @@ def test_values_go_round(job: Job) -> None:
 def test_who_counts_others_otherwise_is_named(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {2: N - 1}
     monkeypatch.setattr(
-        meeting,
+        rendezvous,
         "join",
-        lambda place, _: (store.Store(job.store), place.process, counts.get(place.process, N)),
+        lambda place, _: (store.JobStore(job.store), place.process, counts.get(place.process, N)),
     )
     for one in (made := [Cluster("127.0.0.1:1", N, i) for i in range(N)]):
         job.members.append(one)
@@ -257,21 +259,21 @@ def test_a_machine_that_slept_blames_nobody(job: Job, monkeypatch: pytest.Monkey
 
 def test_a_number_is_taken_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those that come with one number the first has it; who comes when it was lost is no wrong input."""
-    monkeypatch.setattr(meeting, "BEAT", 0.02)
-    monkeypatch.setattr(meeting, "SILENCE", 0.3)
-    keys = store.Store(job.store)
+    monkeypatch.setattr(rendezvous, "BEAT", 0.02)
+    monkeypatch.setattr(rendezvous, "SILENCE", 0.3)
+    keys = store.JobStore(job.store)
     for number in range(N):
-        meeting.take_number(keys, number, N, "host0:1")
+        rendezvous.take_number(keys, number, N, "host0:1")
     made = job.join(0, 1, 2)
     with pytest.raises(mtf.UserError, match=r"process 1 of 3 of the job at host0:1 is there already; give"):
-        meeting.take_number(keys, 1, N, "host0:1")
+        rendezvous.take_number(keys, 1, N, "host0:1")
     job.silence(made[1])
     with pytest.raises(mtf.ClusterError, match=r"process 1 of 3 .* was there already and is silent"):
-        meeting.take_number(keys, 1, N, "host0:1")
+        rendezvous.take_number(keys, 1, N, "host0:1")
 
 
 def test_the_address_to_listen_on_is_one() -> None:
     """Loopback stays loopback; a port is no part of it."""
-    assert meeting._own_address("127.0.0.1:12345") == "127.0.0.1"
-    assert meeting._own_address("localhost:12345") in ("127.0.0.1", "::1")
-    assert meeting._own_address("no-such-host.invalid:1") is None
+    assert rendezvous._own_address("127.0.0.1:12345") == "127.0.0.1"
+    assert rendezvous._own_address("localhost:12345") in ("127.0.0.1", "::1")
+    assert rendezvous._own_address("no-such-host.invalid:1") is None

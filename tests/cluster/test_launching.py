@@ -21,7 +21,7 @@ from layoutopt import launching
 from layoutopt.cli import app
 from layoutopt.launching import Attempt, launch, run_once
 from mesh_tf_core.engines import Cluster
-from mesh_tf_core.engines.jax import meeting
+from mesh_tf_core.engines.jax import rendezvous
 from mesh_tf_core.errors import ClusterError, UserError
 from tests.cluster.job import ROOT, Job, wait_for
 from tests.jax_process import free_port
@@ -236,7 +236,7 @@ def test_a_process_that_never_comes_is_told() -> None:
 def test_a_number_that_the_job_has_not_is_refused() -> None:
     """JAX would abort the process, with the addresses of its stack."""
     port = free_port()
-    service = meeting._Coordinator(f"127.0.0.1:{port}", 2)
+    service = rendezvous._Coordinator(f"127.0.0.1:{port}", 2)
     words = ["--coordinator", f"127.0.0.1:{port}", "--processes", "3", "--process", "2"]
     command = [sys.executable, "-m", "layoutopt", "train", "examples/mlp.py", "--mesh", "data:3", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -254,7 +254,7 @@ def test_two_jobs_do_not_share_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
         socket.create_server(("127.0.0.1", 0), reuse_port=True) as taken,
         pytest.raises(UserError, match=said),
     ):
-        meeting._Coordinator(f"127.0.0.1:{taken.getsockname()[1]}", 2)
+        rendezvous._Coordinator(f"127.0.0.1:{taken.getsockname()[1]}", 2)
 
 
 def test_the_options_say_how_long_a_job_waits() -> None:
@@ -324,7 +324,7 @@ def test_a_cluster_needs_its_description(
         monkeypatch.setenv(name, value)
     if not environment and not words:  # what JAX says in a process that has not used it yet
         monkeypatch.setattr("jax.distributed.initialize", refuse)
-        monkeypatch.setattr("mesh_tf_core.engines.jax.home.running", lambda: False)
+        monkeypatch.setattr("mesh_tf_core.engines.jax.compat.running", lambda: False)
     file = str(ROOT / "examples/mlp.py")
     found = CliRunner().invoke(app, ["train", file, "--cluster", "--mesh", "data:2", *words])
     assert (found.exit_code, why in found.stderr) == (2, True), found.stderr

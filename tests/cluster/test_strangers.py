@@ -17,9 +17,9 @@ import pytest
 
 import mesh_tf_core as mtf
 from layoutopt import launching
-from mesh_tf_core.engines.jax import codes, coordinator, meeting, store, watch
+from mesh_tf_core.engines.jax import codes, coordinator, rendezvous, store, watch
 from mesh_tf_core.engines.jax.codes import DIGITS, SECRET, SECRET_FILE, Codes, given_secret
-from mesh_tf_core.engines.jax.meeting import SOCKET
+from mesh_tf_core.engines.jax.rendezvous import SOCKET
 from mesh_tf_core.training import checkpoint
 from mesh_tf_core.training.saving import Saver
 from tests.cluster.job import ROOT, Job, contents, wait_for
@@ -85,14 +85,14 @@ def test_the_secret_comes_from_a_variable_or_a_private_file(
         mtf.UserError, match="LAYOUTOPT_JOB_SECRET has 5 bytes, a secret 16 to 4096; make one"
     ):
         given_secret()
-    assert "secret" not in repr(meeting.Place(None, None, None, b"x" * 20))
+    assert "secret" not in repr(rendezvous.JobAddress(None, None, None, b"x" * 20))
 
 
 def test_processes_with_other_secrets_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "SILENCE", 0.2)
     monkeypatch.setattr(store, "BEAT", 0.05)
     there, said = Store(), list[str]()
-    first, second = (store.Store(there, Codes(secret), said.append) for secret in (b"a" * 16, b"b" * 16))
+    first, second = (store.JobStore(there, Codes(secret), said.append) for secret in (b"a" * 16, b"b" * 16))
     first.take_number(0)
     second.take_number(1)
     with pytest.raises(mtf.ClusterError, match=r"'number/1' has no code of this job: .* different secrets"):
@@ -105,8 +105,8 @@ def test_a_recorded_run_with_the_same_secret_is_another(monkeypatch: pytest.Monk
     monkeypatch.setattr(watch, "SILENCE", 0.2)
     monkeypatch.setattr(store, "BEAT", 0.05)
 
-    def pair(there: Store) -> list[store.Store]:
-        return [store.Store(there, Codes(b"s" * 16), lambda text: None) for _ in range(2)]
+    def pair(there: Store) -> list[store.JobStore]:
+        return [store.JobStore(there, Codes(b"s" * 16), lambda text: None) for _ in range(2)]
 
     before, now = Store(), Store()
     for number, one in enumerate(old := pair(before)):
@@ -205,7 +205,7 @@ def test_another_user_cannot_reach_a_launched_job(tmp_path: Path) -> None:
         wait_for(lambda: launched.newest() >= 20, 100, "a checkpoint")
         (pid, *_) = launched.workers().values()
         environment = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-        address = next(e for e in environment if e.startswith(meeting.ADDRESS)).partition("=")[2]
+        address = next(e for e in environment if e.startswith(rendezvous.ADDRESS)).partition("=")[2]
         assert address.startswith(SOCKET) and Path(address.removeprefix(SOCKET)).is_socket()
         found = stranger(address, str(tmp_path / "outside"), NOBODY)
         assert launched.newest() < 400, "too fast: raise the number of steps"
@@ -259,8 +259,8 @@ def test_a_socket_has_a_name_that_the_system_takes(path: str) -> None:
     with pytest.raises(
         mtf.UserError, match=r"longer than 107 bytes; choose a shorter one \(for launch: TMPDIR"
     ):
-        meeting.Place.of(f"{SOCKET}{path}", 2, 0)
-    assert meeting.Place.of(f"{SOCKET}/{106 * 'x'}", 2, 0).process == 0
+        rendezvous.JobAddress.of(f"{SOCKET}{path}", 2, 0)
+    assert rendezvous.JobAddress.of(f"{SOCKET}/{106 * 'x'}", 2, 0).process == 0
 
 
 def test_the_coordinator_sees_who_is_connected(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_launch_gives_every_start_a_secret_of_its_own(monkeypatch: pytest.Monkey
 
     def started(command: Any, place: dict[str, str], *_: Any) -> subprocess.Popen[bytes]:
         places.append(place)
-        folder = Path(place[meeting.ADDRESS].removeprefix(SOCKET)).parent
+        folder = Path(place[rendezvous.ADDRESS].removeprefix(SOCKET)).parent
         assert folder.stat().st_mode & 0o777 == 0o700
         return subprocess.Popen(["true"])
 

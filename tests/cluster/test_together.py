@@ -15,7 +15,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.jax.cluster import Cluster
-from mesh_tf_core.engines.pieces import Piece, region, writers
+from mesh_tf_core.engines.pieces import VariablePiece, region, writers
 from mesh_tf_core.training import array_files, checkpoint
 from mesh_tf_core.training.finite import FinitePieces
 from mesh_tf_core.training.saving import Saver
@@ -27,17 +27,17 @@ SHAPE = (12, 5)
 W = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
 
 
-def rows(process: int, of: int = N, whole: tuple[int, ...] = SHAPE) -> Piece:
+def rows(process: int, of: int = N, whole: tuple[int, ...] = SHAPE) -> VariablePiece:
     """A process's rows of w."""
     own = whole[0] // of
-    return Piece("w", "float32", whole, (process * own, 0), (own, whole[1]))
+    return VariablePiece("w", "float32", whole, (process * own, 0), (own, whole[1]))
 
 
-def values(process: int, scale: float = 1.0) -> dict[Piece, Any]:
+def values(process: int, scale: float = 1.0) -> dict[VariablePiece, Any]:
     piece = rows(process)
     found = {piece: scale * W[region(piece.begin, piece.shape)]}
     if process == 1:
-        found[Piece("step", "int32", (), (), ())] = np.array(7, np.int32)
+        found[VariablePiece("step", "int32", (), (), ())] = np.array(7, np.int32)
     return found
 
 
@@ -89,13 +89,13 @@ def test_damage_that_one_process_finds_is_passed_over_by_all(job: Job, tmp_path:
         job.together(lambda one: checkpoint.newest(elsewhere if one.index == 2 else tmp_path, one))
 
 
-class Full(Mapping[Piece, Any]):
+class Full(Mapping[VariablePiece, Any]):
     """As on a disk without room."""
 
-    def __getitem__(self, piece: Piece) -> Any:
+    def __getitem__(self, piece: VariablePiece) -> Any:
         raise OSError(28, "No space left on device")
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[VariablePiece]:
         return iter([rows(2)])
 
     def __len__(self) -> int:
@@ -121,18 +121,18 @@ def test_who_cannot_write_is_told_to_all(job: Job, lacking: int, tmp_path: Path)
     assert [step for step, _ in checkpoint.listed(tmp_path)] == [3, 1]
 
 
-class Late(Mapping[Piece, Any]):
+class Late(Mapping[VariablePiece, Any]):
     """What is still being written when another process has failed."""
 
     def __init__(self, said: list[str]) -> None:
         self.said = said
 
-    def __getitem__(self, piece: Piece) -> Any:
+    def __getitem__(self, piece: VariablePiece) -> Any:
         time.sleep(0.3)
         self.said.append("written")
         return W[4:8]
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[VariablePiece]:
         return iter([rows(1)])
 
     def __len__(self) -> int:
@@ -191,23 +191,23 @@ def test_no_process_holds_a_whole_variable(tmp_path: Path) -> None:
     whole, count = (2048, 1024), 4
     bytes = 4 * whole[0] * whole[1]
 
-    class Made(Mapping[Piece, Any]):
+    class Made(Mapping[VariablePiece, Any]):
         """Made when it is asked for, as from a device."""
 
         def __init__(self, process: int) -> None:
             self.pieces = [rows(2 * process + n, 2 * count, whole) for n in range(2)]
 
-        def __getitem__(self, piece: Piece) -> Any:
+        def __getitem__(self, piece: VariablePiece) -> Any:
             return np.full(piece.shape, piece.begin[0], np.float32)
 
-        def __iter__(self) -> Iterator[Piece]:
+        def __iter__(self) -> Iterator[VariablePiece]:
             return iter(self.pieces)
 
         def __len__(self) -> int:
             return len(self.pieces)
 
     with checkpoint.beginning(tmp_path, 1) as folder:
-        written: checkpoint.Written = []
+        written: checkpoint.WrittenPieces = []
         for process in range(count):
             tracemalloc.start()
             written += checkpoint.write_pieces(folder, process, Made(process))

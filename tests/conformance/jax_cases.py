@@ -21,7 +21,7 @@ from typing import Any
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines import open_engine, prepare
-from mesh_tf_core.engines.jax.meeting import ADDRESS
+from mesh_tf_core.engines.jax.rendezvous import ADDRESS
 from tests.conformance.helper import Built, Sample, Table, check_bytes, check_close, legal_layouts
 from tests.conformance.samples import SAMPLES
 

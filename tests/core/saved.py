@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mesh_tf_core.engines.pieces import Piece
+from mesh_tf_core.engines.pieces import VariablePiece
 from mesh_tf_core.training import manifest
 
 VALUES: dict[str, Any] = {
@@ -22,11 +22,11 @@ VALUES: dict[str, Any] = {
 }
 
 
-def piece(name: str, dtype: str, shape: tuple[int, ...]) -> Piece:
-    return Piece(name, dtype, shape, (0,) * len(shape), shape)
+def piece(name: str, dtype: str, shape: tuple[int, ...]) -> VariablePiece:
+    return VariablePiece(name, dtype, shape, (0,) * len(shape), shape)
 
 
-def whole(arrays: Mapping[str, Any]) -> dict[Piece, Any]:
+def whole(arrays: Mapping[str, Any]) -> dict[VariablePiece, Any]:
     return {piece(name, str(array.dtype), array.shape): array for name, array in arrays.items()}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mesh_tf_core.engines.pieces import Piece
+from mesh_tf_core.engines.pieces import VariablePiece
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.training import array_files, checkpoint, folders, locking, manifest
 from mesh_tf_core.training.locking import locked
@@ -185,15 +185,15 @@ def test_where_there_are_no_locks_it_is_said(tmp_path: Path, monkeypatch: pytest
 # -- while it is written -------------------------------------------------------------------------------------
 
 
-class Failing(Mapping[Piece, Any]):
+class Failing(Mapping[VariablePiece, Any]):
     """Values of which the second one cannot be had."""
 
-    def __getitem__(self, key: Piece) -> Any:
+    def __getitem__(self, key: VariablePiece) -> Any:
         if key.name == "second":
             raise OSError("No space left on device")
         return np.zeros(3)
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[VariablePiece]:
         return (piece(name, "float64", (3,)) for name in ("first", "second"))
 
     def __len__(self) -> int:
@@ -357,13 +357,13 @@ def test_the_end_of_the_process_waits_for_the_file(tmp_path: Path, kind: str) ->
         assert "cannot be written: its folder was removed; leave it" in done.stderr
 
 
-class Fresh(Mapping[Piece, Any]):
+class Fresh(Mapping[VariablePiece, Any]):
     """Eight variables of a megabyte, each made when it is asked for."""
 
-    def __getitem__(self, key: Piece) -> Any:
+    def __getitem__(self, key: VariablePiece) -> Any:
         return np.full(key.shape, float(key.name), np.float32)
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[VariablePiece]:
         return (piece(name, "float32", (512, 512)) for name in "12345678")
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ from mesh_tf_core import decoding
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.engines.tf.local import TfLocalEngine
-from mesh_tf_core.engines.tf.trace import Trace
+from mesh_tf_core.engines.tf.trace import StepTrace
 from mesh_tf_core.ir.program import Program
 from tests.decoding.models import BATCH, KINDS, VOCAB, D, Net, Run, decoded
 from tests.marks import by_day
@@ -144,7 +144,7 @@ def nodes(length: int) -> int:
         running = open_engine(program, "local")
         assert isinstance(running, TfLocalEngine)
         returned = [(0,)] * len(program.results)
-        trace = Trace(program, running.devices, running.variables, lambda *_: None, returned)
+        trace = StepTrace(program, running.devices, running.variables, lambda *_: None, returned)
         trace.step()
         found.append(sum(len(f.node_def) for f in trace.writer.library.library.function))
         return LockstepEngine(program)

@@ -17,7 +17,7 @@ import numpy as np
 import mesh_tf_core as mtf
 from examples import mlp
 from mesh_tf_core.engines import open_engine
-from mesh_tf_core.engines.jax.home import devices
+from mesh_tf_core.engines.jax.compat import devices
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.program import Loop, Program
 from tests.core import test_kept, test_offload, test_padded_storage, test_pipelines, test_replicas

@@ -22,7 +22,7 @@ import numpy as np
 import mesh_tf_core as mtf
 from examples import transformer_lm
 from mesh_tf_core.engines.jax import program as jax_program
-from mesh_tf_core.engines.jax.home import devices
+from mesh_tf_core.engines.jax.compat import devices
 from tests.core import test_collective_matmul, test_context, test_elsewhere
 from tests.examples.helper import SMALL, batches, check_same, train
 from tests.examples.hunt import Hunt, options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mesh_tf_core.engines.jax.hlo import Found, read
+from mesh_tf_core.engines.jax.hlo import HloCollective, read
 
 HEADER = "HloModule jit_step, is_scheduled=true\n\n"
 ADD = """%add.1 (a: f32[], b: f32[]) -> f32[] {
@@ -27,7 +27,7 @@ PARAMETERS = (
 )
 
 
-def found(*lines: str) -> tuple[Found, ...]:
+def found(*lines: str) -> tuple[HloCollective, ...]:
     return read(HEADER + ADD + entry(*PARAMETERS, *lines)).collectives
 
 
@@ -37,55 +37,55 @@ def found(*lines: str) -> tuple[Found, ...]:
         (
             "%r = f32[8,4]{1,0} all-reduce(%p), "
             "channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add.1",
-            Found("all_reduce", 4, 1, 128, 1),
+            HloCollective("all_reduce", 4, 1, 128, 1),
         ),
         (
             "%r = f32[8,4]{1,0} all-reduce-start(%p), replica_groups=[2,8]<=[4,4]T(1,0), to_apply=%add.1",
-            Found("all_reduce", 8, 1, 128, 1),
+            HloCollective("all_reduce", 8, 1, 128, 1),
         ),
         (
             "%r = f32[8,4]{1,0} all-reduce(%p), channel_id=1, "
             "replica_groups=mesh['axis_0'=2,'axis_1'=1,'axis_3'=4] {'axis_0','axis_1'}, to_apply=%add.1",
-            Found("all_reduce", 2, 1, 128, 1),
+            HloCollective("all_reduce", 2, 1, 128, 1),
         ),
         (
             "%r = f32[32,4]{1,0} all-gather(%p), channel_id=1, "
             "replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_0'}, "
             "dimensions={0}, use_global_device_ids=true",
-            Found("all_gather", 4, 1, 128, 1),
+            HloCollective("all_gather", 4, 1, 128, 1),
         ),
         (
             "%r = f32[8,4]{1,0} all-reduce(%p), "
             "replica_groups=mesh['a'=2,'b'=8] {'a','b':(2)4}, to_apply=%add.1",
-            Found("all_reduce", 8, 1, 128, 1),
+            HloCollective("all_reduce", 8, 1, 128, 1),
         ),
         (
             "%r = (f32[8,4]{1,0}, /*index=1*/bf16[6]{0}) all-reduce(%p, /*index=1*/%q), "
             "replica_groups={}, to_apply=%add.1",
-            Found("all_reduce", 0, 2, 140, 1),
+            HloCollective("all_reduce", 0, 2, 140, 1),
         ),
         (
             "%r = (f32[8,4]{1,0}, f32[32,4]{1,0}) all-gather-start(%p), "
             "replica_groups=[2,4]<=[8], dimensions={0}",
-            Found("all_gather", 4, 1, 128, 1),
+            HloCollective("all_gather", 4, 1, 128, 1),
         ),
         (
             "%r = f32[2,4]{1,0} reduce-scatter(%p), "
             "replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add.1",
-            Found("reduce_scatter", 4, 1, 128, 1),
+            HloCollective("reduce_scatter", 4, 1, 128, 1),
         ),
         (
             "%r = f32[8,4]{1,0} collective-permute(%p), "
             "source_target_pairs={{0,1},{1,2},{2,3},{4,5},{5,6},{6,7}}",
-            Found("permute", 4, 1, 128, 1),
+            HloCollective("permute", 4, 1, 128, 1),
         ),
         (
             "%r = f32[8,4]{1,0} all-to-all(%p), replica_groups={{0,1},{2,3}}, dimensions={0}",
-            Found("all_to_all", 2, 1, 128, 1),
+            HloCollective("all_to_all", 2, 1, 128, 1),
         ),
     ],
 )
-def test_collectives(line: str, expected: Found) -> None:
+def test_collectives(line: str, expected: HloCollective) -> None:
     assert found(line) == (expected,)
 
 
@@ -160,7 +160,7 @@ def test_a_librarys_kernel_in_a_loop() -> None:
 @pytest.mark.parametrize(("step", "trips"), [(1, 6), (2, 3), (4, 2)])
 def test_loops_count_as_often_as_they_run(step: int, trips: int) -> None:
     said = read(LOOP.replace("STEP", str(step)).replace("ORDER", "LT"))
-    assert said.collectives == (Found("all_reduce", 2, 1, 128, trips),)
+    assert said.collectives == (HloCollective("all_reduce", 2, 1, 128, trips),)
     assert said.cycles == 7 * trips + 5  # what is fused is in the fusion's own estimate
     assert said.unknown_loops == 0
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from mesh_tf_core.engines.jax.home import devices
+from mesh_tf_core.engines.jax.compat import devices
 from tests.fuzz.programs import check
 
 if __name__ == "__main__":

@@ -203,12 +203,12 @@ def test_no_search_finds_microbatches_that_the_function_cannot_have(loss: Any, w
 
 
 def test_a_mesh_over_slices_lies_as_the_plan_was_priced(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mesh_tf_core.engines.jax import home
+    from mesh_tf_core.engines.jax import compat
     from tests.engines.test_placing import machine, spans
 
     model, _ = imported("perceptron")
     monkeypatch.setattr(jax, "devices", lambda: machine(2, 4))
-    monkeypatch.setattr(home, "device_mesh", lambda mesh, found: spans(mesh, found))
+    monkeypatch.setattr(compat, "device_mesh", lambda mesh, found: spans(mesh, found))
     plan = plan_of(model, "data:2;model:4", "batch:data", slices={"model": 2})
     assert plan.jax.mesh == {"data": 1, "model": 2}
     assert plan_of(model, "data:2;model:4", "batch:data").jax.mesh == {"data": 2, "model": 1}

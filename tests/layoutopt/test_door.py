@@ -21,8 +21,8 @@ from layoutopt.plan.evidence import Validation
 from layoutopt.plan.units import bytes_text, seconds_text
 from layoutopt.replicas import choose_replicas
 from layoutopt.sizing.sizing import machines_of
-from mesh_tf_core.engines.jax.compile import Refusal
-from mesh_tf_core.engines.jax.hlo import Found
+from mesh_tf_core.engines.jax.compile import CompilerRefusal
+from mesh_tf_core.engines.jax.hlo import HloCollective
 from mesh_tf_core.errors import UserError
 from tests.layoutopt.models import EXAMPLES
 
@@ -55,8 +55,8 @@ def test_what_the_compiler_made_has_a_frame() -> None:
         == "Verified(v5e:2x2: other collectives, 2.00 ms of compute (1.00 ms predicted), 1.00 MiB at most)"
     )
     assert "<table" in found._repr_html_()
-    sent = Found("all_reduce", 4, 1, 800, 3)
-    refused = Verified("v5e:2x2", 0.001, (sent,), None, Refusal("no room", True), ())
+    sent = HloCollective("all_reduce", 4, 1, 800, 3)
+    refused = Verified("v5e:2x2", 0.001, (sent,), None, CompilerRefusal("no room", True), ())
     assert refused.to_frame().to_dict("records") == [
         {"family": "all_reduce", "group_size": 4, "predicted_count": 3}
     ]

@@ -21,7 +21,7 @@ from layoutopt import search
 from layoutopt.analysis.explain import without
 from layoutopt.evaluator import Evaluation, Evaluator, evaluate
 from layoutopt.formulation.extract import extract
-from layoutopt.optimize.candidates import Pieces
+from layoutopt.optimize.candidates import MicrobatchBounds
 from layoutopt.optimize.fixing import faster, option_costs
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem, subproblems
@@ -229,7 +229,7 @@ def test_options_that_leave_with_more_microbatches_take_too_long_there() -> None
     assert least < upper
     _, search = faster(evaluator, fewer, 1.0001 * upper, lambda *_: 1.0001 * upper)
     assert search is not None
-    pieces = Pieces()
+    pieces = MicrobatchBounds()
     pieces.keep(fewer, upper, option_costs(search, fewer.decided, 1.0001 * upper))
     again, narrow = pieces.narrowed(fewer, upper), pieces.narrowed(more, least)
     assert again is not None and len(again.decided.free) < len(fewer.decided.free)

@@ -125,7 +125,7 @@ def jax_mesh(mesh: Mesh, slices: Mapping[str, int] | None = None) -> Any:
       UserError: JAX finds too few devices.
     """
     jax = jax_module()
-    from mesh_tf_core.engines.jax.home import device_mesh
+    from mesh_tf_core.engines.jax.compat import device_mesh
     from mesh_tf_core.engines.jax.placing import placed
 
     found = jax.devices()

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Self
 
-from mesh_tf_core.engines.jax import home as jax_home
-from mesh_tf_core.engines.jax import meeting, watch
-from mesh_tf_core.engines.jax.store import BEAT, NOW, Store, tried
+from mesh_tf_core.engines.jax import compat as jax_compat
+from mesh_tf_core.engines.jax import rendezvous, watch
+from mesh_tf_core.engines.jax.store import BEAT, NOW, JobStore, tried
 from mesh_tf_core.engines.jax.watch import Watch
 from mesh_tf_core.errors import ClusterError, UserError
 
@@ -72,13 +72,13 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         start_timeout: float = 300.0,
         tell: Callable[[str], None] = said,
     ) -> None:
-        self.place = meeting.Place.of(coordinator, processes, process)
+        self.place = rendezvous.JobAddress.of(coordinator, processes, process)
         self.timeout, self.start_timeout, self.tell = max(timeout, 3 * BEAT), start_timeout, tell
         self.index, self.processes = self.place.process or 0, self.place.processes or 1
         self.hosts: tuple[str, ...] = ()
         self.failure = ""
         self._devices = 0
-        self._store: Store | None = None
+        self._store: JobStore | None = None
         self._watch = Watch((), self.timeout)
         self._rounds = 0
         self._before_end: list[Callable[[], object]] = []
@@ -97,7 +97,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         return self._store is not None
 
     @property
-    def store(self) -> Store:
+    def store(self) -> JobStore:
         """What all processes write and read; ClusterError if this one has not joined."""
         if self._store is None:
             raise ClusterError(OUTSIDE)
@@ -115,13 +115,13 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         """
         if self.joined:
             return
-        self._store, self.index, self.processes = meeting.join(self.place, self.start_timeout)
+        self._store, self.index, self.processes = rendezvous.join(self.place, self.start_timeout)
         self._watch = Watch([i for i in range(self.processes) if i != self.index], self.timeout)
         for run, name in ((self._beat, "signs of life"), (self._judge, "others' signs of life")):
             threading.Thread(target=run, name=name, daemon=True).start()
         atexit.register(self._at_exit)
         found = self.gather("the start", [socket.gethostname(), self.processes], patient=True)
-        meeting.check_counts(self.index, self.processes, found)
+        rendezvous.check_counts(self.index, self.processes, found)
         self.hosts = tuple(host for host, _ in found)
 
     def start(self, mesh_devices: int) -> tuple[Any, ...]:
@@ -133,13 +133,13 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         self.join()
         self._devices = self.devices_of(mesh_devices)
         with self.doing("starting its devices", patient=True):
-            return jax_home.devices(mesh_devices, self.processes)
+            return jax_compat.devices(mesh_devices, self.processes)
 
     def device_count(self) -> int:
         """Devices that JAX has in all processes; joins the others first."""
         self.join()
         with self.doing("starting its devices", patient=True):
-            return jax_home.device_count()
+            return jax_compat.device_count()
 
     def devices_of(self, mesh_devices: int) -> int:
         """Devices of one process, if the mesh has `mesh_devices`; UserError if they cannot be dealt out."""
@@ -161,7 +161,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
                     call()
                 self.gather("the end", None, patient=True)
                 self._ended.set()
-                meeting.leave()
+                rendezvous.leave()
         except BaseException as found:  # of what this process does last
             error = found
             raise
@@ -170,7 +170,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             self._ended.set()
             if error is not None and not self.failure and not left:
                 self._report(_text(error))
-                meeting.drop()
+                rendezvous.drop()
 
     def before_end(self, call: Callable[[], object]) -> None:
         """Calls it when this process is about to leave with the others."""

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mesh_tf_core.engines.jax import home as jax_home
+from mesh_tf_core.engines.jax import compat as jax_compat
 from mesh_tf_core.ir.program import Program
 
 
 @dataclass(frozen=True)
-class Refusal:
+class CompilerRefusal:
     """Why the compiler made no executable; `out_of_memory` if the program does not fit on the device.
 
     Attributes:
@@ -49,7 +49,7 @@ class Executable:
 
 def compile_for(
     program: Program, topology: str, instead: Callable[[Any], Any] | None = None
-) -> Executable | Refusal:
+) -> Executable | CompilerRefusal:
     """The program compiled by the real TPU compiler, ahead of time, no TPU needed.
 
     Args:
@@ -59,16 +59,16 @@ def compile_for(
     Raises:
       UserError: no JAX or libtpu, an unknown topology, another number of devices.
     """
-    jax_home.require("libtpu")
-    jax_home.stay_on_cpu()
+    jax_compat.require("libtpu")
+    jax_compat.stay_on_cpu()
     from mesh_tf_core.engines.jax.program import JaxProgram
 
     start = time.perf_counter()
-    devices = jax_home.topology_mesh(topology, program.mesh)
+    devices = jax_compat.topology_mesh(topology, program.mesh)
     lowered = JaxProgram(program, devices, "tpu").lowered() if instead is None else instead(devices)
     try:
         made = lowered.compile()
-    except jax_home.compile_errors() as error:
+    except jax_compat.compile_errors() as error:
         return _refusal(str(error))
     stats = made.memory_analysis()
     fresh = stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -83,11 +83,11 @@ def compile_for(
 
 def stablehlo(program: Program) -> str:
     """The program as StableHLO text for a TPU, over the program's mesh without devices."""
-    jax_home.require()
-    jax_home.stay_on_cpu()
+    jax_compat.require()
+    jax_compat.stay_on_cpu()
     from mesh_tf_core.engines.jax.program import JaxProgram
 
-    made = JaxProgram(program, jax_home.abstract_mesh(program.mesh), "tpu")
+    made = JaxProgram(program, jax_compat.abstract_mesh(program.mesh), "tpu")
     return str(made.lowered(lowering_platforms=("tpu",)).as_text())
 
 
@@ -98,12 +98,12 @@ _AMOUNTS = (
 )
 
 
-def _refusal(said: str) -> Refusal:
+def _refusal(said: str) -> CompilerRefusal:
     """The compiler's error: its first line says all that a user needs."""
     found = next((m for m in (pattern.search(said) for pattern in _AMOUNTS) if m), None)
     first = next((line.strip() for line in said.splitlines() if line.strip()), "no reason given")
     memory = found is not None or "RESOURCE_EXHAUSTED" in said
     if found is None:
-        return Refusal(first[:500], memory)
+        return CompilerRefusal(first[:500], memory)
     used, limit = (round(float(n) * _UNITS[u]) for n, u in (found.group(1, 2), found.group(3, 4)))
-    return Refusal(first[:500], memory, used, limit)
+    return CompilerRefusal(first[:500], memory, used, limit)

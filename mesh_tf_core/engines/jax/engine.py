@@ -18,14 +18,14 @@ import jax
 import numpy as np
 
 from mesh_tf_core.engines.feeds import check_array, stored
-from mesh_tf_core.engines.jax import home as jax_home
+from mesh_tf_core.engines.jax import compat as jax_compat
 from mesh_tf_core.engines.jax.cluster import Cluster
 from mesh_tf_core.engines.jax.placing import placed
 from mesh_tf_core.engines.jax.profile import STEP
 from mesh_tf_core.engines.jax.program import JaxProgram, is_wide
 from mesh_tf_core.engines.pieces import (
     Begin,
-    Piece,
+    VariablePiece,
     in_order,
     in_runs,
     initial,
@@ -67,9 +67,9 @@ class JaxEngine(Stepping):
         self.program, self.cluster = program, cluster
         if devices is None:
             count = program.mesh.devices
-            found = jax_home.devices(count) if cluster is None else cluster.start(count)
+            found = jax_compat.devices(count) if cluster is None else cluster.start(count)
             devices = placed(program.mesh, found, slices)
-        self.mesh = jax_home.device_mesh(program.mesh, devices)
+        self.mesh = jax_compat.device_mesh(program.mesh, devices)
         self.devices = tuple(self.mesh.devices.flat)
         self.platform = self.devices[0].platform
         self.in_flight = 1 if self.platform == "cpu" else IN_FLIGHT
@@ -85,7 +85,7 @@ class JaxEngine(Stepping):
         self._wide = is_wide(program)
         self._steps = 0
         self._whole = jax.jit(
-            partial(jax_home.transferred, to_host=False), out_shardings=jax_home.sharding(self.mesh, ())
+            partial(jax_compat.transferred, to_host=False), out_shardings=jax_compat.sharding(self.mesh, ())
         )
         if cluster is not None:
             cluster.same("the program", hashlib.sha256(text(program).encode()).hexdigest()[:16])
@@ -115,11 +115,11 @@ class JaxEngine(Stepping):
                 )
             return made[begin]
 
-        with jax_home.wide_numbers(self._wide):
+        with jax_compat.wide_numbers(self._wide):
             return jax.make_array_from_callback(tuple(sizes), self._sharding(variable), piece)
 
     def _sharding(self, variable: Stored) -> Any:
-        return jax_home.sharding(self.mesh, variable.splits, variable.host)
+        return jax_compat.sharding(self.mesh, variable.splits, variable.host)
 
     def _ready(self) -> None:
         if not self._state:
@@ -141,14 +141,14 @@ class JaxEngine(Stepping):
     def read(self, name: str) -> Any:
         variable = stored(self.program, name)
         self._ready()
-        with self._together(f"reading variable {name!r}"), jax_home.wide_numbers(self._wide):
+        with self._together(f"reading variable {name!r}"), jax_compat.wide_numbers(self._wide):
             return in_order(variable, self._joined(self._state[name]))
 
     def write(self, name: str, array: Any) -> None:
         variable = stored(self.program, name)
         value = lying(variable, check_array(variable.variable, array))
         self._ready()
-        with jax_home.wide_numbers(self._wide):
+        with jax_compat.wide_numbers(self._wide):
             self._state[name] = self._placed(value, self._sharding(variable))
 
     def fill(self, name: str, read: Callable[[Begin, Sequence[int]], Any]) -> None:
@@ -156,27 +156,29 @@ class JaxEngine(Stepping):
         self._ready()
         self._state[name] = self._filled(variable, in_runs(variable, read))
 
-    def snapshot(self) -> Mapping[Piece, Any]:
+    def snapshot(self) -> Mapping[VariablePiece, Any]:
         self._ready()
-        own, mesh, kept = jax.process_index(), self.program.mesh, dict[Piece, Any]()
+        own, mesh, kept = jax.process_index(), self.program.mesh, dict[VariablePiece, Any]()
         for name, pieces in self._writers.items():
             variable = self.program.variables[name]
             v = variable.value
             copied = np.array if v.host else _copied
             held = {shard.device: shard.data for shard in self._state[name].addressable_shards}
-            with jax_home.wide_numbers(self._wide):  # the next step gives the arrays' memory away
+            with jax_compat.wide_numbers(self._wide):  # the next step gives the arrays' memory away
                 mine = {
                     begin: copied(held[self.devices[rank]])
                     for begin, rank in pieces.items()
                     if self.devices[rank].process_index == own
                 }
             if self.cluster is None:
-                kept[Piece.all_of(variable.variable)] = variable, mine
+                kept[VariablePiece.all_of(variable.variable)] = variable, mine
             else:
                 shape = v.local(mesh).shape.sizes
                 for begin, array in mine.items():
                     for run in runs(variable, begin, shape):
-                        piece = Piece(name, v.dtype, variable.variable.shape.sizes, run.begin, run.sizes)
+                        piece = VariablePiece(
+                            name, v.dtype, variable.variable.shape.sizes, run.begin, run.sizes
+                        )
                         kept[piece] = array, run.within
         if self.cluster:
             return OneByOne(kept, lambda found: np.asarray(found[0])[found[1]])
@@ -203,7 +205,7 @@ class JaxEngine(Stepping):
 
     def _held(self, host: bool) -> int:
         self._ready()
-        found = (x for x in self._state.values() if (x.sharding.memory_kind == jax_home.HOST) is host)
+        found = (x for x in self._state.values() if (x.sharding.memory_kind == jax_compat.HOST) is host)
         return sum(int(x.addressable_shards[0].data.nbytes) for x in found)
 
     @property
@@ -227,15 +229,15 @@ class JaxEngine(Stepping):
     def feed(self, batch: Mapping[str, Any]) -> Any:
         arrays = self._feeds.checked(batch)
         values = self.program.values
-        with jax_home.wide_numbers(self._wide):
+        with jax_compat.wide_numbers(self._wide):
             return {
-                name: self._placed(arrays[name], jax_home.sharding(self.mesh, values[id].splits))
+                name: self._placed(arrays[name], jax_compat.sharding(self.mesh, values[id].splits))
                 for name, id in self.program.feeds.items()
             }
 
     def begin(self, fed: Any) -> Callable[[], dict[str, Any]]:
         self._ready()
-        with jax_home.wide_numbers(self._wide):
+        with jax_compat.wide_numbers(self._wide):
             if self._compiled is None:
                 with self._together("compiling", patient=True):
                     self._compile()
@@ -254,7 +256,7 @@ class JaxEngine(Stepping):
         return partial(self._found, f"the results of {step}", results)
 
     def _found(self, what: str, results: Mapping[str, Any]) -> dict[str, Any]:
-        with self._together(what), jax_home.wide_numbers(self._wide):
+        with self._together(what), jax_compat.wide_numbers(self._wide):
             return {name: self._joined(array) for name, array in results.items()}
 
     def run(self, fed: Any) -> dict[str, Any]:
@@ -277,7 +279,7 @@ class JaxEngine(Stepping):
     def _compile(self) -> None:
         start = time.perf_counter()
         made = JaxProgram(self.program, self.mesh, self.platform)
-        self._compiled = jax_home.compiled(made.lowered())
+        self._compiled = jax_compat.compiled(made.lowered())
         self._bytes = dict.fromkeys(self.program.mesh.names, 0.0)
         for sent in made.sent.values():
             count_sent(self._bytes, self.program.mesh, *sent)

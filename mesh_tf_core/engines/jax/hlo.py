@@ -54,7 +54,7 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class HloCollective:
     """One collective of the compiled program.
 
     Attributes:
@@ -73,7 +73,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class HloSummary:
     """What a compiled text says.
 
     Attributes:
@@ -83,7 +83,7 @@ class Compiled:
       transfers: bytes of a device that are copied from its host's memory in a step, and there, by our names.
     """
 
-    collectives: tuple[Found, ...]
+    collectives: tuple[HloCollective, ...]
     cycles: int
     unknown_loops: int
     libraries: int
@@ -100,7 +100,7 @@ class _Line:
     root: bool
 
 
-def read(text: str) -> Compiled:
+def read(text: str) -> HloSummary:
     """What the text of one compiled module says."""
     return _Reader(text).run()
 
@@ -110,17 +110,17 @@ class _Reader:
         self.computations: dict[str, list[_Line]] = {}
         self.entry = ""
         self._parse(text)
-        self.found: list[Found] = []
+        self.found: list[HloCollective] = []
         self.cycles = 0
         self.unknown = 0
         self.libraries = 0
         self.chains: set[str] = set()
         self.transfers: dict[str, int] = {}
 
-    def run(self) -> Compiled:
+    def run(self) -> HloSummary:
         if self.entry:
             self._visit(self.entry, 1, True)
-        return Compiled(tuple(self.found), self.cycles, self.unknown, self.libraries, self.transfers)
+        return HloSummary(tuple(self.found), self.cycles, self.unknown, self.libraries, self.transfers)
 
     def _parse(self, text: str) -> None:
         lines: list[_Line] | None = None
@@ -262,9 +262,9 @@ def _callees(line: _Line) -> list[str]:
     return names
 
 
-def _collective(kind: str, line: _Line, types: Mapping[str, str], times: int) -> Found:
+def _collective(kind: str, line: _Line, types: Mapping[str, str], times: int) -> HloCollective:
     size = sum(_bytes(types.get(name, "")) for name in line.operands)
-    return Found(kind, _group_size(line.rest), len(line.operands), size, times)
+    return HloCollective(kind, _group_size(line.rest), len(line.operands), size, times)
 
 
 def _bytes(type: str) -> int:

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mesh_tf_core.engines.jax import home as jax_home
-from mesh_tf_core.engines.jax.turns import Turns, exchanges
+from mesh_tf_core.engines.jax import compat as jax_compat
+from mesh_tf_core.engines.jax.collective_order import CollectiveOrder, exchanges
 from mesh_tf_core.engines.loops import Iterations
 from mesh_tf_core.engines.replica import WholeReplica
 from mesh_tf_core.ir.layout import Axes
@@ -39,7 +39,7 @@ from mesh_tf_core.ir.program import (
 from mesh_tf_core.kernels.array_kernel import np_dtype
 from mesh_tf_core.kernels.jax_kernel import JaxKernel
 
-Env = dict[int, Any]
+JaxValues = dict[int, Any]
 _WIDE = ("float64", "int64")
 
 
@@ -70,15 +70,15 @@ class JaxProgram:
         """The step, compiled when first called; the old variables' memory becomes the new ones'."""
         p = self.program
         specs = (
-            {name: jax_home.partition(s.splits) for name, s in p.variables.items()},
-            {name: jax_home.partition(p.values[id].splits) for name, id in p.feeds.items()},
+            {name: jax_compat.partition(s.splits) for name, s in p.variables.items()},
+            {name: jax_compat.partition(p.values[id].splits) for name, id in p.feeds.items()},
         )
-        results = {name: jax_home.partition(p.values[id].splits) for name, id in p.results.items()}
-        step = jax_home.per_device(self.replica, self.mesh, specs, (specs[0], results))
+        results = {name: jax_compat.partition(p.values[id].splits) for name, id in p.results.items()}
+        step = jax_compat.per_device(self.replica, self.mesh, specs, (specs[0], results))
         if not any(s.host for s in p.variables.values()):
             return jax.jit(step, donate_argnums=0)
-        lies = {name: jax_home.sharding(self.mesh, s.splits, s.host) for name, s in p.variables.items()}
-        back = {name: jax_home.sharding(self.mesh, p.values[id].splits) for name, id in p.results.items()}
+        lies = {name: jax_compat.sharding(self.mesh, s.splits, s.host) for name, s in p.variables.items()}
+        back = {name: jax_compat.sharding(self.mesh, p.values[id].splits) for name, id in p.results.items()}
         return jax.jit(step, donate_argnums=0, out_shardings=(lies, back))
 
     def arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -96,13 +96,13 @@ class JaxProgram:
 
     def lowered(self, **how: Any) -> Any:
         """JAX's lowered step (`how`: see `jax.stages.Traced.lower`)."""
-        with jax_home.wide_numbers(is_wide(self.program)):
+        with jax_compat.wide_numbers(is_wide(self.program)):
             return self.jitted().trace(*self.arguments()).lower(**how)
 
     def _abstract(
         self, sizes: Sequence[int], dtype: str, splits: tuple[Axes, ...], host: bool = False
     ) -> Any:
-        lies = jax_home.sharding(self.mesh, splits, host)
+        lies = jax_compat.sharding(self.mesh, splits, host)
         return jax.ShapeDtypeStruct(tuple(sizes), np_dtype(dtype), sharding=lies)
 
     def replica(
@@ -111,7 +111,7 @@ class JaxProgram:
         """What one device does with its pieces."""
         kernel, read, feed = JaxKernel(self.platform), variables.__getitem__, batch.__getitem__
         device = _Device(self.program, kernel, read, feed, self.sent, self.moved)
-        env: Env = {}
+        env: JaxValues = {}
         device.block(self.program.code, env, 1)
         new = {name: device.written.get(name, old) for name, old in variables.items()}
         return new, {name: env[id] for name, id in self.program.results.items()}
@@ -147,26 +147,26 @@ class _Device(WholeReplica):
         coordinate = {axis: lax.axis_index(axis) for axis, n in program.mesh.axes if n > 1}
         super().__init__(program, kernel, coordinate, read, feed)
         self.sent, self.moved = sent, moved
-        self.pace, self.turns, self.inside = _Pace(), Turns(), Turns()
-        self.takes_turns = kernel.platform == "cpu"
+        self.pace, self.order, self.inside = _Pace(), CollectiveOrder(), CollectiveOrder()
+        self.orders_collectives = kernel.platform == "cpu"
 
-    def block(self, code: Sequence[Instr], env: Env, times: float) -> None:
-        around, self.pace, self.turns = (self.pace, self.turns), _Pace(), self.inside
-        self.inside = Turns()
+    def block(self, code: Sequence[Instr], env: JaxValues, times: float) -> None:
+        around, self.pace, self.order = (self.pace, self.order), _Pace(), self.inside
+        self.inside = CollectiveOrder()
         super().block(code, env, times)
-        self.pace, self.turns = around
+        self.pace, self.order = around
 
     # -- loops -----------------------------------------------------------------------------------------------
 
-    def loop(self, loop: Loop, env: Env, times: float) -> None:
-        def body(values: Env) -> None:
+    def loop(self, loop: Loop, env: JaxValues, times: float) -> None:
+        def body(values: JaxValues) -> None:
             if loop.dim.size == 1:  # the compiler puts the body in the loop's place
-                self.inside = self.turns.copy()
+                self.inside = self.order.copy()
             self.block(loop.body, values, times * loop.times)
 
-        takes_turn = self.takes_turns and exchanges(loop.body)
-        if takes_turn and loop.runs is not None and loop.runs in env:  # a branch, which carries nothing
-            (env[loop.runs],) = self.turns.loop([env[loop.runs]])
+        ordered = self.orders_collectives and exchanges(loop.body)
+        if ordered and loop.runs is not None and loop.runs in env:  # a branch, which carries nothing
+            (env[loop.runs],) = self.order.loop([env[loop.runs]])
         longer = self.program.longer(loop)
         iterations = Iterations(loop, env, body, self, self.program.added, longer)
         first = 0 if loop.first is None else env[loop.first]
@@ -199,48 +199,48 @@ class _Device(WholeReplica):
             return (state, totals), rest
 
         n = loop.dim.size
-        carries = self.turns.loop(iterations.carries) if takes_turn else iterations.carries
+        carries = self.order.loop(iterations.carries) if ordered else iterations.carries
         start = [*carries, *(self.zeros(s.outer) for s in loop.summed)], onto
         given = lax.iota(jnp.int32, n), [None if s.outer in longer else env[s.outer] for s in loop.sliced]
         (state, totals), stacks = lax.scan(step, start, given, length=n, reverse=loop.reverse)
-        if takes_turn:
-            self.turns.ended((state, totals, stacks))
+        if ordered:
+            self.order.ended((state, totals, stacks))
         pairs = zip(totals, stacks, strict=True)
         iterations.end(state, [stack if total is None else total for total, stack in pairs])
 
     def zeros(self, id: int) -> Any:
         type = self.program.local(id)
         made = jnp.zeros(type.shape.sizes, np_dtype(type.dtype))
-        return jax_home.transferred(made, True) if self.program.values[id].host else made
+        return jax_compat.transferred(made, True) if self.program.values[id].host else made
 
     def add(self, total: Any, term: Any) -> Any:
         return jnp.add(total, term)
 
     # -- collectives -----------------------------------------------------------------------------------------
 
-    def exchange(self, instr: Collective, env: Env, times: float) -> None:
+    def exchange(self, instr: Collective, env: JaxValues, times: float) -> None:
         pieces = [jnp.asarray(env[i]) for i in instr.inputs]
         if isinstance(instr, AllGather):
             pieces = self._once_more((*instr.inputs, instr.axes, instr.dim), pieces, env)
-        if self.takes_turns:
-            pieces = self.turns.collective(pieces)
+        if self.orders_collectives:
+            pieces = self.order.collective(pieces)
         payload = sum(x.size * x.dtype.itemsize for x in pieces)
         self.sent[id(instr)] = instr, payload, times
         for o, i, x in zip(instr.outputs, instr.inputs, pieces, strict=True):
             env[o] = _exchanged(instr, x, self.program.values[i], self.program.mesh)
-        if self.takes_turns:
-            self.turns.exchanged(env[o] for o in instr.outputs)
+        if self.orders_collectives:
+            self.order.exchanged(env[o] for o in instr.outputs)
         if isinstance(instr, ReduceScatter):
             self.pace.scattered = [env[o] for o in instr.outputs]
 
-    def transfer(self, instr: Transfer, env: Env, times: float) -> None:
+    def transfer(self, instr: Transfer, env: JaxValues, times: float) -> None:
         (i,), (o,) = instr.inputs, instr.outputs
         self.moved[id(instr)] = instr, env[i].size * env[i].dtype.itemsize, times
         there = isinstance(instr, HostStore)
         (piece,) = [env[i]] if there else self._once_more(i, [env[i]], env)
-        env[o] = jax_home.transferred(piece, there)
+        env[o] = jax_compat.transferred(piece, there)
 
-    def _once_more(self, what: Hashable, pieces: list[Any], env: Env) -> list[Any]:
+    def _once_more(self, what: Hashable, pieces: list[Any], env: JaxValues) -> list[Any]:
         """What to gather, or to load from the host: a weight that backward has once more behind a barrier,
         for the compiler would keep what forward had. It waits for what was there as the one before it began,
         so that one is brought ahead, and about two gradients are whole, however early the compiler would

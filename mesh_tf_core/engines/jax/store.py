@@ -35,7 +35,7 @@ def refused(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-class Store:
+class JobStore:
     """The store, under keys of ours; `client` is JAX's. Its errors are RuntimeErrors.
 
     Args:

@@ -21,7 +21,7 @@ from mesh_tf_core.ir.program import (
     ReduceScatter,
 )
 
-Pieces = list[Wire]
+WirePieces = list[Wire]
 
 LARGE = 1 << 18
 """Bytes from which a sum is shared between cores."""
@@ -38,7 +38,7 @@ class LocalExchange:
         self.program, self.mesh, self.devices, self.writer = program, program.mesh, tuple(devices), writer
         self._turn, self._cores = 0, cores()
 
-    def run(self, instr: Collective, id: int, pieces: Pieces) -> Pieces:
+    def run(self, instr: Collective, id: int, pieces: WirePieces) -> WirePieces:
         """The pieces of one value after the collective."""
         shape = self.program.values[id].shape
         groups = self.mesh.groups(instr.axes)
@@ -67,7 +67,7 @@ class LocalExchange:
         self._turn += 1
         return self.devices[group[self._turn % len(group)]]
 
-    def _sum(self, members: Pieces, group: Sequence[int], combine: str, groups: int) -> Wire:
+    def _sum(self, members: WirePieces, group: Sequence[int], combine: str, groups: int) -> Wire:
         """Cut into as many parts as there are cores without a group of their own."""
         x, w = members[0], self.writer
         ways = min(len(members), -(-self._cores // groups))
@@ -76,22 +76,22 @@ class LocalExchange:
         cut = self._cut(members, group, ways, 0)
         return w.concat([w.combined(combine, xs, self._next(group)) for xs in cut], 0, self._next(group))
 
-    def _cut(self, members: Pieces, group: Sequence[int], ways: int, axis: int) -> list[Pieces]:
+    def _cut(self, members: WirePieces, group: Sequence[int], ways: int, axis: int) -> list[WirePieces]:
         """For each of `ways` parts of the axis, that part of every member."""
         by_member = [
             self.writer.split(m, ways, axis, self.devices[r]) for m, r in zip(members, group, strict=True)
         ]
         return [list(parts) for parts in zip(*by_member, strict=True)]
 
-    def _scattered(self, members: Pieces, group: Sequence[int], axis: int) -> Pieces:
+    def _scattered(self, members: WirePieces, group: Sequence[int], axis: int) -> WirePieces:
         cut = self._cut(members, group, len(group), axis)
         return [self.writer.combined("sum", xs, self.devices[r]) for xs, r in zip(cut, group, strict=True)]
 
-    def _exchanged(self, members: Pieces, group: Sequence[int], split: int, concat: int) -> Pieces:
+    def _exchanged(self, members: WirePieces, group: Sequence[int], split: int, concat: int) -> WirePieces:
         cut = self._cut(members, group, len(group), split)
         return [self.writer.concat(xs, concat, self.devices[r]) for xs, r in zip(cut, group, strict=True)]
 
-    def _shifted(self, members: Pieces, group: Sequence[int], instr: Permute) -> Pieces:
+    def _shifted(self, members: WirePieces, group: Sequence[int], instr: Permute) -> WirePieces:
         sources = {to: i for i, to in instr.links(len(members))}
         return [
             members[sources[i]] if i in sources else self.writer.zeros_like(members[i], self.devices[rank])

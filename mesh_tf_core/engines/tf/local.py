@@ -13,9 +13,9 @@ import tensorflow as tf
 
 from mesh_tf_core.engines.feeds import check_array, stored
 from mesh_tf_core.engines.meter import Meter
-from mesh_tf_core.engines.pieces import Piece, joined
+from mesh_tf_core.engines.pieces import VariablePiece, joined
 from mesh_tf_core.engines.stepping import Stepping, check_beside
-from mesh_tf_core.engines.tf.trace import Trace
+from mesh_tf_core.engines.tf.trace import StepTrace
 from mesh_tf_core.engines.tf.variables import Variables
 from mesh_tf_core.ir.program import Collective, Program, Transfer, Value, count_sent
 
@@ -56,7 +56,7 @@ class TfLocalEngine(Stepping):
         self._ready()
         self.variables.write(name, whole)
 
-    def snapshot(self) -> Mapping[Piece, Any]:
+    def snapshot(self) -> Mapping[VariablePiece, Any]:
         self._ready()
         return self.variables.snapshot()
 
@@ -131,7 +131,7 @@ class TfLocalEngine(Stepping):
     def _traced(self) -> Callable[..., Sequence[Any]]:
         start = time.perf_counter()
         returned = [self._holders(self.program.values[id]) for id in self.program.results.values()]
-        trace = Trace(self.program, self.devices, self.variables, self._count, returned)
+        trace = StepTrace(self.program, self.devices, self.variables, self._count, returned)
         step, self._sizes = trace.step(), trace.sizes
         self.compile_seconds += time.perf_counter() - start
         return step

@@ -15,9 +15,9 @@ from typing import Any
 import tensorflow as tf
 
 from mesh_tf_core.engines.loops import Iterations, Left, in_turn
-from mesh_tf_core.engines.parts import Exchange, Part, Repeat, Segment, cut
+from mesh_tf_core.engines.parts import Exchange, LocalSegment, ProgramPart, Repeat, cut
 from mesh_tf_core.engines.replica import Replica
-from mesh_tf_core.engines.stacks import Stack, whole
+from mesh_tf_core.engines.stacks import StackedPieces, whole
 from mesh_tf_core.engines.tf.exchange import LocalExchange
 from mesh_tf_core.engines.tf.graph import GraphWriter, Wire
 from mesh_tf_core.engines.tf.variables import Variables
@@ -36,11 +36,11 @@ from mesh_tf_core.ir.program import (
 )
 from mesh_tf_core.kernels.tf_kernel import TfKernel
 
-Env = dict[int, Any]
-"""Value id -> one wire per device, or a Stack of such lists."""
+TensorsById = dict[int, Any]
+"""Value id -> one wire per device, or `StackedPieces` of such lists."""
 
 
-class Trace:
+class StepTrace:
     """One step's graph.
 
     Args:
@@ -66,7 +66,7 @@ class Trace:
         self.sizes: dict[int, int] = {}
         self.writer = GraphWriter()
         self.exchange = LocalExchange(program, self.devices, self.writer)
-        self.traced: dict[int, tuple[Segment, Any]] = {}
+        self.traced: dict[int, tuple[LocalSegment, Any]] = {}
         self.choices: dict[int, _Choice] = {}
 
     def step(self) -> Callable[..., Sequence[Any]]:
@@ -106,7 +106,7 @@ class Trace:
 
     def _computed(self, code: Sequence[Instr], wanted: Sequence[int]) -> list[list[Wire]]:
         """For every wanted value of `code`, one wire per device."""
-        env: Env = {}
+        env: TensorsById = {}
         self._parts(cut(code, wanted), env)
         return [whole(env[id]) for id in wanted]
 
@@ -123,22 +123,22 @@ class Trace:
         self.sizes[id] = _bytes(pieces)
         return pieces
 
-    def _parts(self, parts: Sequence[Part], env: Env) -> None:
+    def _parts(self, parts: Sequence[ProgramPart], env: TensorsById) -> None:
         for part in parts:
-            if isinstance(part, Segment):
+            if isinstance(part, LocalSegment):
                 self._segment(part, env)
             elif isinstance(part, Exchange):
                 self._exchanged(part.instr, env)
             else:
                 self._loop(part, env)
 
-    def measure(self, ids: Iterable[int], env: Env) -> None:
+    def measure(self, ids: Iterable[int], env: TensorsById) -> None:
         """Notes the sizes of values."""
         self.sizes.update((id, _bytes(env[id])) for id in ids)
 
     # -- local work ------------------------------------------------------------------------------------------
 
-    def _segment(self, part: Segment, env: Env) -> None:
+    def _segment(self, part: LocalSegment, env: TensorsById) -> None:
         if not part.outputs:
             return
         names = [i.feed for i in part.code if isinstance(i, Input)]
@@ -152,7 +152,7 @@ class Trace:
         ]
         env.update((o, [m[k] for m in made]) for k, o in enumerate(part.outputs))
 
-    def _function(self, part: Segment, feeds: Sequence[str], examples: Sequence[Wire]) -> Any:
+    def _function(self, part: LocalSegment, feeds: Sequence[str], examples: Sequence[Wire]) -> Any:
         """The part as a function of rank and pieces."""
         n = len(part.inputs)
 
@@ -167,13 +167,15 @@ class Trace:
 
     # -- communication ---------------------------------------------------------------------------------------
 
-    def _exchanged(self, instr: Collective, env: Env) -> None:
+    def _exchanged(self, instr: Collective, env: TensorsById) -> None:
         payload = 0
         for i, o in zip(instr.inputs, instr.outputs, strict=True):
             pieces = env[i]
             payload += _bytes(pieces)
-            if isinstance(pieces, Stack) and instr.name == "all_reduce":
-                env[o] = Stack([self.exchange.run(instr, i, part) for part in pieces.parts], pieces.join)
+            if isinstance(pieces, StackedPieces) and instr.name == "all_reduce":
+                env[o] = StackedPieces(
+                    [self.exchange.run(instr, i, part) for part in pieces.parts], pieces.join
+                )
             else:
                 env[o] = self.exchange.run(instr, i, whole(pieces))
         self.measure(instr.outputs, env)
@@ -181,10 +183,10 @@ class Trace:
 
     # -- loops (see `engines.loops`) -------------------------------------------------------------------------
 
-    def _loop(self, part: Repeat, env: Env) -> None:
+    def _loop(self, part: Repeat, env: TensorsById) -> None:
         loop = part.loop
 
-        def body(values: Env) -> None:
+        def body(values: TensorsById) -> None:
             self.measure(loop.entering, values)
             self._parts(part.body, values)
 
@@ -210,8 +212,8 @@ class Trace:
     def parts(self, stack: Any) -> list[Any]:
         return self._stack(stack).parts
 
-    def stack(self, parts: Sequence[Any]) -> Stack:
-        return Stack([whole(part) for part in parts], self._join)
+    def stack(self, parts: Sequence[Any]) -> StackedPieces:
+        return StackedPieces([whole(part) for part in parts], self._join)
 
     def chunk(self, stack: Any, first: Any, size: int) -> list[Wire]:
         triples = zip(whole(stack), whole(first), self.devices, strict=True)
@@ -221,7 +223,7 @@ class Trace:
         each = zip(whole(chunk), whole(first), whole(stack), self.devices, strict=True)
         return [self.writer.within(x, at, old, device) for x, at, old, device in each]
 
-    def chosen(self, iterations: Iterations[Any], values: Env) -> Left[Any]:
+    def chosen(self, iterations: Iterations[Any], values: TensorsById) -> Left[Any]:
         loop = iterations.loop
         assert loop.runs is not None
         if id(loop) not in self.choices:
@@ -235,7 +237,7 @@ class Trace:
         state = len(iterations.state)
         return [*left[:state]], left[state:]
 
-    def _choice(self, iterations: Iterations[Any], values: Env) -> _Choice:
+    def _choice(self, iterations: Iterations[Any], values: TensorsById) -> _Choice:
         """Both cases of an iteration that may not run, as functions of all devices' pieces."""
         loop, outer, count = iterations.loop, self.writer, self.count
         share = loop.times / loop.dim.size
@@ -244,7 +246,7 @@ class Trace:
         reads = list(dict.fromkeys((loop.index, *iterations.state, *loop.entering, *loop.outside)))
         examples = {i: self._pieces(i, values) for i in reads}
 
-        def function(case: Callable[[Env], Left[Any]]) -> tuple[str, list[Wire]]:
+        def function(case: Callable[[TensorsById], Left[Any]]) -> tuple[str, list[Wire]]:
             self._write_to(outer.inside())
             state, stacked = case(self._arguments(examples))
             made = [x for pieces in (*state, *stacked) for x in whole(pieces)]
@@ -283,11 +285,11 @@ class Trace:
         found = outer.repeated(condition, body, [x for xs in start.values() for x in xs])
         iterations.end([found[at * n : (at + 1) * n] for at, _ in enumerate(loop.carried, 1)], [])
 
-    def _arguments(self, like: Mapping[int, Sequence[Wire]]) -> Env:
+    def _arguments(self, like: Mapping[int, Sequence[Wire]]) -> TensorsById:
         """Values as arguments of the function that is being written."""
         return {i: [self.writer.input(x.dtype, x.shape) for x in xs] for i, xs in like.items()}
 
-    def _pieces(self, id: int, values: Env) -> list[Wire]:
+    def _pieces(self, id: int, values: TensorsById) -> list[Wire]:
         """A value's pieces; zeros, if nothing has been added to a sum."""
         return whole(values[id]) if id in values else self.zeros(id)
 
@@ -298,12 +300,12 @@ class Trace:
     def _join(self, parts: Sequence[Wire], rank: int) -> Wire:
         return self.writer.stack(parts, self.devices[rank])
 
-    def _stack(self, pieces: Any) -> Stack:
+    def _stack(self, pieces: Any) -> StackedPieces:
         """A stacked value by its parts, which share its memory."""
-        if isinstance(pieces, Stack):
+        if isinstance(pieces, StackedPieces):
             return pieces
         cut = [self.writer.unstack(x, device) for x, device in zip(pieces, self.devices, strict=True)]
-        return Stack([list(parts) for parts in zip(*cut, strict=True)], self._join)
+        return StackedPieces([list(parts) for parts in zip(*cut, strict=True)], self._join)
 
     # -- the end of a step -----------------------------------------------------------------------------------
 
@@ -364,7 +366,7 @@ class _Choice:
       reads: values, of which every device has a piece.
       like: an output of `run` each.
       run, skip: names of the functions.
-      sent: collectives of `run`: what `Trace.count` is told of them.
+      sent: collectives of `run`: what `StepTrace.count` is told of them.
     """
 
     reads: list[int]
@@ -382,7 +384,7 @@ def _passes_state_only(loop: Loop) -> bool:
 
 def _bytes(pieces: Any) -> int:
     """Bytes of one device's piece: a tensor, the first of a list of wires, or a stack of such lists."""
-    if isinstance(pieces, Stack):
+    if isinstance(pieces, StackedPieces):
         return sum(_bytes(part) for part in pieces.parts)
     if isinstance(pieces, list):
         return int(pieces[0].bytes)

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from mesh_tf_core.engines.pieces import (
     Begin,
-    Piece,
+    VariablePiece,
     in_order,
     initial,
     joined,
@@ -93,7 +93,7 @@ class Variables:
         """All values as they are now. No copy: a step stores new tensors, and the old ones live while they
         are kept here."""
         kept = {
-            Piece.all_of(stored.variable): (stored, self.pieces(name))
+            VariablePiece.all_of(stored.variable): (stored, self.pieces(name))
             for name, stored in self.program.variables.items()
         }
         mesh = self.program.mesh

@@ -45,7 +45,7 @@ class Cluster:
             raise UserError(f"{self}: needs count >= 1, width >= 0 and a share in (0, 1]")
 
 
-Table = tuple[Tensor, Tensor | None]
+EmbeddingTable = tuple[Tensor, Tensor | None]
 """Of a cluster: [vocab_i, width or d_model], and [width, d_model] unless it is as wide as the model."""
 
 
@@ -84,12 +84,12 @@ class AdaptiveEmbedding:
         """The tokens of cluster i."""
         return Dim(f"{self.vocab}_{i}", self.clusters[i].count)
 
-    def tables(self, graph: Graph) -> tuple[Table, ...]:
+    def tables(self, graph: Graph) -> tuple[EmbeddingTable, ...]:
         """New variables."""
         with graph.scope(self.name):
             return tuple(self._table(graph, i, c) for i, c in enumerate(self.clusters))
 
-    def _table(self, graph: Graph, i: int, cluster: Cluster) -> Table:
+    def _table(self, graph: Graph, i: int, cluster: Cluster) -> EmbeddingTable:
         def weight(name: str, dims: Sequence[Dim], stddev: float) -> Tensor:
             return graph.variable(f"{name}_{i}", dims, Normal(stddev), activation_dtype=self.dtype)
 
@@ -99,7 +99,7 @@ class AdaptiveEmbedding:
         tokens = weight("tokens", [self.dim(i), width], self.stddev)
         return tokens, weight("up", [width, self.d_model], 1 / math.sqrt(width.size))
 
-    def __call__(self, tables: Sequence[Table], ids: Tensor) -> Tensor:
+    def __call__(self, tables: Sequence[EmbeddingTable], ids: Tensor) -> Tensor:
         """ids [others] -> [others, d_model]; zeros for ids outside of the vocabulary."""
         found = []
         with ids.graph.scope(self.name):
@@ -109,14 +109,14 @@ class AdaptiveEmbedding:
                 found.append(row if up is None else einsum([row, up], [*ids.shape, self.d_model]))
             return add_n(found)
 
-    def logits(self, x: Tensor, tables: Sequence[Table]) -> Tensor:
+    def logits(self, x: Tensor, tables: Sequence[EmbeddingTable]) -> Tensor:
         """[others, d_model] -> [others, vocab], for an ordinary softmax."""
         with x.graph.scope("output"):
             parts = [self.part(x, tables, i) for i in range(len(self.clusters))]
             named = [rename(p, **{self.dim(i).name: self.vocab}) for i, p in enumerate(parts)]
             return concat(named, self.vocab)
 
-    def part(self, x: Tensor, tables: Sequence[Table], i: int) -> Tensor:
+    def part(self, x: Tensor, tables: Sequence[EmbeddingTable], i: int) -> Tensor:
         """[others, d_model] -> logits of cluster i [others, vocab_i]."""
         tokens, up = tables[i]
         others = x.shape.without(self.d_model.name)
@@ -150,7 +150,7 @@ class AdaptiveSoftmax:
     def _tails(self) -> range:
         return range(1, len(self.embedding.clusters))
 
-    def loss(self, x: Tensor, tables: Sequence[Table], targets: Tensor) -> Tensor:
+    def loss(self, x: Tensor, tables: Sequence[EmbeddingTable], targets: Tensor) -> Tensor:
         """x [others, length, d_model], targets int32 [others, length] -> -log p(target), float32."""
         starts = self.embedding.starts
         with x.graph.scope(self.name):
@@ -159,7 +159,7 @@ class AdaptiveSoftmax:
             chosen = pick(head, targets, self.embedding.dim(0)) + pick(clusters, cluster, "clusters")
             return add_n([total - chosen, *(self._tail_loss(x, tables, targets, i) for i in self._tails)])
 
-    def log_probabilities(self, x: Tensor, tables: Sequence[Table]) -> Tensor:
+    def log_probabilities(self, x: Tensor, tables: Sequence[EmbeddingTable]) -> Tensor:
         """[others, d_model] -> log p [others, vocab], float32."""
         vocab = self.embedding.vocab
         with x.graph.scope(self.name):
@@ -170,7 +170,7 @@ class AdaptiveSoftmax:
                 parts.append(rename(inside + (cluster - total), **{self.embedding.dim(i).name: vocab}))
             return concat(parts, vocab)
 
-    def _head(self, x: Tensor, tables: Sequence[Table]) -> tuple[Tensor, Tensor, Tensor]:
+    def _head(self, x: Tensor, tables: Sequence[EmbeddingTable]) -> tuple[Tensor, Tensor, Tensor]:
         """Float32 logits of the first cluster's tokens [others, vocab_0] and of the other clusters [others,
         clusters], and the logarithm of the sum over both of their exponentials [others]."""
         d, tails = self.embedding.d_model, Dim("clusters", len(self.embedding.clusters) - 1)
@@ -178,7 +178,7 @@ class AdaptiveSoftmax:
         clusters = _wide(project(x, "clusters", [d], [tails]))
         return head, clusters, logsumexp(head, self.embedding.dim(0), logsumexp(clusters, tails))
 
-    def _tail_loss(self, x: Tensor, tables: Sequence[Table], targets: Tensor, i: int) -> Tensor:
+    def _tail_loss(self, x: Tensor, tables: Sequence[EmbeddingTable], targets: Tensor, i: int) -> Tensor:
         """-log p(target | cluster i) where the target is in it, else 0."""
         e, start = self.embedding, self.embedding.starts[i]
         inside = (targets >= start) & (targets < self.embedding.starts[i + 1])

@@ -24,7 +24,7 @@ from costmodels.hardware import Curve, Hardware, load_hardware, write_profile
 from costmodels.kernels.compute import Quantity, compute_seconds
 from costmodels.pricing.pricer import pricer
 from mesh_tf_core import Mesh, UserError
-from mesh_tf_core.engines.jax.compile import Executable, Refusal
+from mesh_tf_core.engines.jax.compile import CompilerRefusal, Executable
 
 TARGETS = sorted(json.loads(SHIPPED.read_text(encoding="utf-8"))["targets"])
 ITEM = 2
@@ -213,7 +213,7 @@ def test_compiling_goes_on_where_it_stopped(compiler, tmp_path) -> None:
 
 
 def test_a_refused_probe_is_told(monkeypatch) -> None:
-    monkeypatch.setattr(tpu_compiled, "compile_for", lambda *_: Refusal("no room", True))
+    monkeypatch.setattr(tpu_compiled, "compile_for", lambda *_: CompilerRefusal("no room", True))
     with pytest.raises(UserError, match="probe 'product 128x128x128' was refused by the compiler: no room"):
         compile_probes("tpu-v5e", tpu_probes()[:1])
 

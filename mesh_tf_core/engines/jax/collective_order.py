@@ -26,7 +26,7 @@ def exchanges(code: Iterable[Instr]) -> bool:
 
 
 @dataclass
-class Turns:
+class CollectiveOrder:
     """Whose turn it is in one block.
 
     Attributes:
@@ -37,9 +37,9 @@ class Turns:
     looped: list[Any] = field(default_factory=list)
     since: list[Any] = field(default_factory=list)
 
-    def copy(self) -> Turns:
+    def copy(self) -> CollectiveOrder:
         """The same so far."""
-        return Turns(self.looped, list(self.since))
+        return CollectiveOrder(self.looped, list(self.since))
 
     def collective(self, pieces: Sequence[Any]) -> list[Any]:
         """The pieces, there when the loop before is done."""

@@ -19,11 +19,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from mesh_tf_core.engines.jax import compat as jax_compat
 from mesh_tf_core.engines.jax import coordinator
-from mesh_tf_core.engines.jax import home as jax_home
 from mesh_tf_core.engines.jax.codes import Codes, given_secret
 from mesh_tf_core.engines.jax.coordinator import HEARTBEAT
-from mesh_tf_core.engines.jax.store import BEAT, NOW, Store
+from mesh_tf_core.engines.jax.store import BEAT, NOW, JobStore
 from mesh_tf_core.engines.jax.watch import SILENCE
 from mesh_tf_core.errors import ClusterError, UserError
 
@@ -40,7 +40,7 @@ OWN = "give every process a number of its own, from 0 on, and all the same --pro
 
 
 @dataclass(frozen=True)
-class Place:
+class JobAddress:
     """Where the processes of a job meet, how many there are, and which this is; JAX finds what is None. By
     the secret they know each other's messages."""
 
@@ -50,7 +50,7 @@ class Place:
     secret: bytes = field(default=b"", repr=False)
 
     @classmethod
-    def of(cls, coordinator: str | None, processes: int | None, process: int | None) -> Place:
+    def of(cls, coordinator: str | None, processes: int | None, process: int | None) -> JobAddress:
         """With what the environment says in the place of what is None; UserError if that makes no sense."""
         coordinator = coordinator or os.environ.get(ADDRESS) or None
         processes = _number(PROCESSES) if processes is None else processes
@@ -92,7 +92,7 @@ def _number(name: str) -> int | None:
     return int(text)
 
 
-def join(place: Place, timeout: float) -> tuple[Store, int, int]:
+def join(place: JobAddress, timeout: float) -> tuple[JobStore, int, int]:
     """Meets the other processes; the key-value store, this process's number, and how many there are.
 
     What listens then: the coordinator at its own address, and in every process the collectives of CPU devices
@@ -103,12 +103,12 @@ def join(place: Place, timeout: float) -> tuple[Store, int, int]:
       UserError: JAX finds no other processes or runs already, or the port is in use.
       ClusterError: not all came within `timeout` seconds, or they were given different secrets.
     """
-    jax_home.make_ready()
+    jax_compat.make_ready()
     import jax
     from jax._src import distributed
     from jaxlib import _jax
 
-    if jax_home.running():
+    if jax_compat.running():
         raise UserError(
             "cluster: JAX has started in this process, and joins others only before that; open the cluster "
             "before anything runs on JAX"
@@ -116,7 +116,7 @@ def join(place: Place, timeout: float) -> tuple[Store, int, int]:
     jax.config.update("jax_enable_preemption_service", False)  # signals have an owner
     state = distributed.global_state
     own: list[str | None] = [None]
-    met: list[Store] = []
+    met: list[JobStore] = []
 
     def serve(bind: str, processes: int, **_: Any) -> _Coordinator:
         address = _own_address(state.coordinator_address or bind)
@@ -146,7 +146,7 @@ def join(place: Place, timeout: float) -> tuple[Store, int, int]:
             heartbeat_timeout_seconds=HEARTBEAT,
             shutdown_timeout_seconds=60,  # all have come to the end; JAX aborts those that it does not see
         )
-        store = Store(state.client, Codes(place.secret))
+        store = JobStore(state.client, Codes(place.secret))
         take_number(store, state.process_id, state.num_processes, state.coordinator_address)
         store.begin_run(state.num_processes)
         met.append(store)
@@ -188,7 +188,7 @@ def join(place: Place, timeout: float) -> tuple[Store, int, int]:
     return met[0], state.process_id, state.num_processes
 
 
-def take_number(store: Store, process: int, processes: int, where: str) -> None:
+def take_number(store: JobStore, process: int, processes: int, where: str) -> None:
     """Takes this process's number in the job at `where`.
 
     The service lets a process in that comes with a number of a job that runs, for it might be the old one,

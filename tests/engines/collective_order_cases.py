@@ -1,6 +1,6 @@
 """Prints the compiled text of an interleaved pipeline with sequence parallelism, with turns and without.
 
-JAX_PLATFORMS=cpu python -m tests.engines.turns_cases
+JAX_PLATFORMS=cpu python -m tests.engines.collective_order_cases
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import jax
 
 import mesh_tf_core as mtf
 from examples import transformer_lm
-from mesh_tf_core.engines.jax import home
+from mesh_tf_core.engines.jax import compat
 from mesh_tf_core.engines.jax.placing import placed
 from mesh_tf_core.engines.jax.program import JaxProgram
 from tests.examples.helper import SMALL
@@ -24,7 +24,7 @@ def compiled(platform: str) -> str:
     model = transformer_lm.model(**{**SMALL, "layers": 4, "optimizer": "sgd", "positions": "rotary"})
     mesh = mtf.Mesh(MESH)
     program = model.lower(mesh, mtf.Layout(LAYOUT), mtf.Options(microbatches=4, schedule="interleaved:2"))
-    found = home.device_mesh(mesh, placed(mesh, home.devices(4)))
+    found = compat.device_mesh(mesh, placed(mesh, compat.devices(4)))
     return str(JaxProgram(program, found, platform).lowered().compile().as_text())
 
 

@@ -75,6 +75,6 @@ def test_what_is_not_in_order_is_seen(operands: str, found: list[tuple[str, str]
 
 def test_a_pipeline_with_sequence_parallelism_exchanges_in_order() -> None:
     """Its forward and backward of a tick are of different microbatches: neither reads the other."""
-    texts = printed("tests.engines.turns_cases")
+    texts = printed("tests.engines.collective_order_cases")
     assert unordered(texts["with turns"]) == []
     assert unordered(texts["without"])
