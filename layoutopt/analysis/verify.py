@@ -26,8 +26,8 @@ from layoutopt.plan.results import Collectives, Compared, VerifyResult
 from layoutopt.plan.results import Moved as MovedResult
 from layoutopt.plan.units import bytes_text, seconds_text
 from layoutopt.shown import Shown, table
-from mesh_tf_core.engines.jax.compile import Refusal, compile_for
-from mesh_tf_core.engines.jax.hlo import Found, read
+from mesh_tf_core.engines.jax.compile import CompilerRefusal, compile_for
+from mesh_tf_core.engines.jax.hlo import HloCollective, read
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.program import Collective, Permute, Program
 
@@ -83,7 +83,7 @@ class CompilerResult:
         and to there.
     """
 
-    collectives: tuple[Found, ...]
+    collectives: tuple[HloCollective, ...]
     peak_bytes: int
     allocated_bytes: int
     compute_seconds: float
@@ -106,9 +106,9 @@ class Verified(Shown):
 
     topology: str
     compute_seconds: float
-    predicted: tuple[Found, ...]
+    predicted: tuple[HloCollective, ...]
     compiled: CompilerResult | None
-    refusal: Refusal | None
+    refusal: CompilerRefusal | None
     moved: tuple[CollectiveComparison, ...]
     evaluation: Evaluation | None = None
 
@@ -118,7 +118,7 @@ class Verified(Shown):
         of, made, refusal = self.evaluation, self.compiled, self.refusal
         assert of is not None
 
-        def listed(found: Iterable[Found]) -> list[Collectives]:
+        def listed(found: Iterable[HloCollective]) -> list[Collectives]:
             return [Collectives(kind=k, group_size=n, count=c) for k, n, c in counted(found)]
 
         def by_host(way: str) -> Compared:
@@ -197,7 +197,7 @@ def verify(
     tpu = generation(topology)
     predicted = collectives(program)
     made = compile_for(program, topology, own)
-    if isinstance(made, Refusal):
+    if isinstance(made, CompilerRefusal):
         return Verified(topology, evaluation.cost.compute_seconds, predicted, None, made, (), evaluation)
     said = read(made.text)
     found = tuple(_sized(f, program.mesh.devices) for f in said.collectives)
@@ -227,7 +227,7 @@ def estimated(cost: Cost, hardware: Hardware, libraries: int) -> float:
     return cost.compute_seconds - left_out
 
 
-def collectives(program: Program) -> tuple[Found, ...]:
+def collectives(program: Program) -> tuple[HloCollective, ...]:
     """The program's own collectives, as far as they move anything."""
     out = []
     for instr, times in program.walk():
@@ -238,7 +238,7 @@ def collectives(program: Program) -> tuple[Found, ...]:
             size = _linked(instr.links(size))
         payload = sum(program.values[i].local_bytes(program.mesh) for i in instr.inputs)
         if size > 1:
-            out.append(Found(instr.name, size, len(instr.inputs), payload, times))
+            out.append(HloCollective(instr.name, size, len(instr.inputs), payload, times))
     return tuple(out)
 
 
@@ -250,12 +250,14 @@ def _linked(links: Sequence[tuple[int, int]]) -> int:
     return len(seen)
 
 
-def _sized(found: Found, devices: int) -> Found:
+def _sized(found: HloCollective, devices: int) -> HloCollective:
     size = found.group_size or devices
-    return Found(found.kind, size, found.tensors, found.bytes, found.times)
+    return HloCollective(found.kind, size, found.tensors, found.bytes, found.times)
 
 
-def moved(predicted: Iterable[Found], compiled: Iterable[Found]) -> tuple[CollectiveComparison, ...]:
+def moved(
+    predicted: Iterable[HloCollective], compiled: Iterable[HloCollective]
+) -> tuple[CollectiveComparison, ...]:
     """Both sides by family and group size, the most predicted bytes first."""
     totals: dict[tuple[str, int], list[int]] = {}
     for side, found in ((0, predicted), (2, compiled)):
@@ -269,7 +271,7 @@ def moved(predicted: Iterable[Found], compiled: Iterable[Found]) -> tuple[Collec
     return tuple(sorted(rows, key=lambda m: -m.predicted_bytes))
 
 
-def counted(found: Iterable[Found]) -> list[tuple[str, int, int]]:
+def counted(found: Iterable[HloCollective]) -> list[tuple[str, int, int]]:
     """(kind, group size, how many in a step), sorted."""
     counts: dict[tuple[str, int], int] = {}
     for f in found:

@@ -9,7 +9,7 @@ from mesh_tf_core.ir.program import Collective, Done, Instr, Loop, WriteVariable
 
 
 @dataclass(frozen=True)
-class Segment:
+class LocalSegment:
     """Local work between two exchanges.
 
     Attributes:
@@ -34,13 +34,13 @@ class Repeat:
     """A loop and the parts of its body."""
 
     loop: Loop
-    body: tuple[Part, ...]
+    body: tuple[ProgramPart, ...]
 
 
-Part = Segment | Exchange | Repeat
+ProgramPart = LocalSegment | Exchange | Repeat
 
 
-def cut(code: Sequence[Instr], leaving: Iterable[int]) -> tuple[Part, ...]:
+def cut(code: Sequence[Instr], leaving: Iterable[int]) -> tuple[ProgramPart, ...]:
     """Parts of a block, in order. Writes are no part of it: the written values leave it. Nor is
     waiting for messages: each has come when it was sent.
 
@@ -58,11 +58,11 @@ def cut(code: Sequence[Instr], leaving: Iterable[int]) -> tuple[Part, ...]:
         else:
             pieces.append([instr])
     needed = {*leaving, *(i for instr in code if isinstance(instr, WriteVariable) for i in instr.inputs)}
-    parts: list[Part] = []
+    parts: list[ProgramPart] = []
     for piece in reversed(pieces):
         part = _part(piece, needed)
         parts.append(part)
-        needed |= set(part.inputs if isinstance(part, Segment) else _inputs(part))
+        needed |= set(part.inputs if isinstance(part, LocalSegment) else _inputs(part))
     return tuple(reversed(parts))
 
 
@@ -70,7 +70,7 @@ def _inputs(part: Exchange | Repeat) -> tuple[int, ...]:
     return part.instr.inputs if isinstance(part, Exchange) else part.loop.inputs
 
 
-def _part(piece: list[Instr] | Instr, needed: set[int]) -> Part:
+def _part(piece: list[Instr] | Instr, needed: set[int]) -> ProgramPart:
     if isinstance(piece, Collective):
         return Exchange(piece)
     if isinstance(piece, Loop):
@@ -78,4 +78,4 @@ def _part(piece: list[Instr] | Instr, needed: set[int]) -> Part:
     assert isinstance(piece, list)
     made = [o for instr in piece for o in instr.outputs]
     read = dict.fromkeys(i for instr in piece for i in instr.inputs if i not in set(made))
-    return Segment(tuple(piece), tuple(read), tuple(o for o in made if o in needed))
+    return LocalSegment(tuple(piece), tuple(read), tuple(o for o in made if o in needed))

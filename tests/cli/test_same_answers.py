@@ -18,7 +18,7 @@ from layoutopt.analysis.verify import Verified
 from layoutopt.answers.pricing import Priced
 from layoutopt.cli.terminal import plain
 from layoutopt.models.loading import load_model
-from mesh_tf_core.engines.jax.compile import Refusal
+from mesh_tf_core.engines.jax.compile import CompilerRefusal
 
 MLP, MESH = "examples/mlp.py", "data:2;model:2"
 FEW = ("--storage", "layout,zero1", "--recompute", "never", "--microbatches", "1")
@@ -118,7 +118,7 @@ def test_verify(printed: Callable[..., Any], model: mtf.Model, monkeypatch: pyte
 
     def compiled(priced: Any, topology: str, *_: Any) -> Verified:
         of = priced.evaluation if isinstance(priced, Priced) else priced
-        return Verified(topology, of.cost.compute_seconds, (), None, Refusal("no room", True), (), of)
+        return Verified(topology, of.cost.compute_seconds, (), None, CompilerRefusal("no room", True), (), of)
 
     monkeypatch.setattr("layoutopt.answers.running.compiled", compiled)
     found = layoutopt.verify(layoutopt.cost(model, MESH, "batch:data"), "v5e:2x2")

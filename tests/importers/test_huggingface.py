@@ -13,7 +13,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from layoutopt.importers.huggingface import from_huggingface, is_configuration, names_of
-from layoutopt.importers.huggingface.decoder import Layer, runs
+from layoutopt.importers.huggingface.decoder import LayerKind, runs
 from layoutopt.models.loading import load_model
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.training.weights import read_weights
@@ -212,7 +212,7 @@ def test_balance_adds_the_loss_of_the_routers() -> None:
 
 
 def test_layers_are_loops_of_their_shortest_period() -> None:
-    full, near = Layer(None), Layer(None, window=4)
+    full, near = LayerKind(None), LayerKind(None, window=4)
     assert list(runs((full,) * 5)) == [((full,), 5)]
     assert list(runs((near, full) * 3)) == [((near, full), 3)]
     assert list(runs(((near,) * 5 + (full,)) * 4 + (near, near))) == [((*(near,) * 5, full), 4), ((near,), 2)]

@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 
 from layoutopt.importers.huggingface import encoders, families
-from layoutopt.importers.huggingface.decoder import Decoder
+from layoutopt.importers.huggingface.decoder import LanguageModel
 from layoutopt.importers.huggingface.fields import Fields, read
-from layoutopt.importers.huggingface.training import Training
+from layoutopt.importers.huggingface.training import ConfiguredTraining
 from layoutopt.importers.huggingface.weights import decoder_names, encoder_names
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import graph_of
 from mesh_tf_core.training.weights import Source
 
-Read = Callable[[Fields, Training], Decoder | Model]
-FAMILIES: dict[str, tuple[str, Read]] = {
+ReadConfiguration = Callable[[Fields, ConfiguredTraining], LanguageModel | Model]
+FAMILIES: dict[str, tuple[str, ReadConfiguration]] = {
     "bert": ("BertForMaskedLM", encoders.bert),
     "deepseek_v2": ("DeepseekV2ForCausalLM", families.deepseek_v2),
     "deepseek_v3": ("DeepseekV3ForCausalLM", families.deepseek_v3),
@@ -51,7 +51,8 @@ def from_huggingface(config: str | Path | Mapping[str, Any], **changes: Any) -> 
 
     Args:
       config: the file, or what is in it.
-      changes: hyperparameters of training (`Training`), and other values of the configuration's own fields.
+      changes: hyperparameters of training (`ConfiguredTraining`), and other values of the
+        configuration's own fields.
 
     Raises:
       UserError: an architecture or a field that cannot be honoured, by name, or an unknown hyperparameter.
@@ -79,13 +80,13 @@ def names_of(config: str | Path | Mapping[str, Any], **changes: Any) -> dict[str
     variables = {n: v for n, v in graph_of(model.loss).variables.items() if v.trainable}
     fields = Fields({**values, **model.hparams}, source)
     name, reads = _family(fields)
-    made = reads(fields, Training(batch=1, length=1))
-    if isinstance(made, Decoder) and made.latent:
+    made = reads(fields, ConfiguredTraining(batch=1, length=1))
+    if isinstance(made, LanguageModel) and made.latent:
         raise UserError(
             f"{source}: checkpoints of {name!r} join what our variables have apart; take the arrays apart "
             "and give them by the variables' names"
         )
-    if not isinstance(made, Decoder):
+    if not isinstance(made, LanguageModel):
         return dict(encoder_names(name, variables))
     return dict(decoder_names(made, name, model.hparams["length"], variables))
 
@@ -124,27 +125,27 @@ def _hyperparameters(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """What may be set: of training, and the plain fields of the configuration that its family reads."""
     fields = Fields(values, source)
     _, reads = _family(fields)
-    own = asdict(Training(length=_length(fields), dtype=_dtype(fields)))
-    reads(fields, Training(batch=1, length=1))
+    own = asdict(ConfiguredTraining(length=_length(fields), dtype=_dtype(fields)))
+    reads(fields, ConfiguredTraining(batch=1, length=1))
     plain = {n: v for n, v in fields.asked.items() if isinstance(v, bool | int | float | str) and n in values}
     return {**own, **{n: v for n, v in plain.items() if n not in own}}
 
 
 def _built(values: Mapping[str, Any], source: str, hparams: Mapping[str, Any]) -> Model:
     """The model of a configuration with changed values."""
-    names = {f.name for f in fields_of(Training)}
+    names = {f.name for f in fields_of(ConfiguredTraining)}
     own = {n: v for n, v in hparams.items() if n in names}
-    training = Training(**own)
+    training = ConfiguredTraining(**own)
     fields = Fields({**values, **{n: v for n, v in hparams.items() if n not in names}}, source)
     name, reads = _family(fields)
     made = reads(fields, training)
     for other in ("torch_dtype", "dtype"):
         fields.raw(other)
     fields.finish(training.ignore.replace(" ", "").split(","))
-    return made.model(name, training) if isinstance(made, Decoder) else made
+    return made.model(name, training) if isinstance(made, LanguageModel) else made
 
 
-def _family(fields: Fields) -> tuple[str, Read]:
+def _family(fields: Fields) -> tuple[str, ReadConfiguration]:
     """The family's name, and what reads its configurations; UserError for another architecture."""
     name, classes = fields.values.get("model_type"), fields.values.get("architectures") or []
     parts = [p for p in ("text_config", "vision_config", "audio_config") if p in fields.values]

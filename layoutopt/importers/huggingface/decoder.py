@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from layoutopt.importers.huggingface.training import Training
+from layoutopt.importers.huggingface.training import ConfiguredTraining
 from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import ONES, ZEROS, Initializer, Normal
@@ -25,7 +25,7 @@ LONGEST_PERIOD = 12
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerKind:
     """What layers of one model differ in.
 
     Attributes:
@@ -86,7 +86,7 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Attention(nn.Attention):
+class NormedAttention(nn.Attention):
     """Attention with normalised queries and keys (`norm`), another scale of its logits, and logits bounded by
     cap tanh(logits / cap), which no kernel does, so that attention is then written out."""
 
@@ -112,7 +112,7 @@ class Attention(nn.Attention):
 
 
 @dataclass(frozen=True)
-class LatentAttention(nn.LatentAttention):
+class ScaledLatentAttention(nn.LatentAttention):
     """Latent attention whose logits are `times` as large."""
 
     times: float = 1.0
@@ -123,7 +123,7 @@ class LatentAttention(nn.LatentAttention):
 
 
 @dataclass(frozen=True)
-class Decoder:
+class LanguageModel:
     """A language model.
 
     Attributes:
@@ -137,7 +137,7 @@ class Decoder:
       stddev: of initial weights.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerKind, ...]
     vocab: int
     d_model: int
     d_ff: int
@@ -160,7 +160,7 @@ class Decoder:
     mixture: Mixture | None = None
     latent: Latent | None = None
 
-    def model(self, name: str, training: Training) -> Model:
+    def model(self, name: str, training: ConfiguredTraining) -> Model:
         """The model, whose batches are `tokens` and `targets` [batch, length]."""
         g = Graph(name)
         text = [Dim("batch", training.batch), Dim("length", training.length)]
@@ -190,17 +190,17 @@ class Decoder:
     def _initial(self, name: str, found: Initializer) -> Initializer:
         return Normal(self.stddev) if isinstance(found, Normal) else found
 
-    def seen(self, length: int) -> tuple[Layer, ...]:
+    def seen(self, length: int) -> tuple[LayerKind, ...]:
         """The layers, where a window that a text fits into is none."""
         return tuple(replace(e, window=e.window if e.window < length else 0) for e in self.layers)
 
     def _stack(
         self,
         carry: tuple[Tensor, ...],
-        period: Sequence[Layer],
+        period: Sequence[LayerKind],
         count: int,
         number: int,
-        training: Training,
+        training: ConfiguredTraining,
     ) -> tuple[Tensor, ...]:
         """`count` times the layers of a period, as one loop."""
 
@@ -218,7 +218,9 @@ class Decoder:
             made: tuple[Tensor, ...] = scan(body, carry, Dim(name, count))
         return made
 
-    def _layer(self, layer: Layer, carry: tuple[Tensor, ...], training: Training) -> tuple[Tensor, ...]:
+    def _layer(
+        self, layer: LayerKind, carry: tuple[Tensor, ...], training: ConfiguredTraining
+    ) -> tuple[Tensor, ...]:
         x, *losses = carry
         y = self._attention(layer, training)(self.norm(x, "attention_norm"))
         x = x + (self.norm(y, "attention_after_norm") if self.after else y)
@@ -230,11 +232,11 @@ class Decoder:
         mixed, loss = self._experts(self.mixture)(y)
         return x + mixed, *(before + loss for before in losses)
 
-    def _attention(self, layer: Layer, training: Training) -> nn.Attention:
+    def _attention(self, layer: LayerKind, training: ConfiguredTraining) -> nn.Attention:
         heads, d_kv, latent = Dim("heads", self.heads), Dim("d_kv", self.d_kv), self.latent
         if latent is not None:
             assert layer.rotary is not None
-            return LatentAttention(
+            return ScaledLatentAttention(
                 heads,
                 d_kv,
                 causal=True,
@@ -247,7 +249,7 @@ class Decoder:
                 positions=layer.rotary,
                 times=self.scale,
             )
-        return Attention(
+        return NormedAttention(
             heads,
             d_kv,
             self.kv_heads,
@@ -279,7 +281,7 @@ class Decoder:
         )
 
 
-def runs(layers: tuple[Layer, ...]) -> Iterator[tuple[tuple[Layer, ...], int]]:
+def runs(layers: tuple[LayerKind, ...]) -> Iterator[tuple[tuple[LayerKind, ...], int]]:
     """Layers as loops: a period of layers and how often it repeats, the longest stretch first."""
     at = 0
     while at < len(layers):

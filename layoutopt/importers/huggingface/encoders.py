@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from layoutopt.importers.huggingface.families import ACTIVATIONS
 from layoutopt.importers.huggingface.fields import Fields
-from layoutopt.importers.huggingface.training import Training
+from layoutopt.importers.huggingface.training import ConfiguredTraining
 from mesh_tf_core import layers as nn
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import ZEROS, Initializer, Normal
@@ -22,7 +22,7 @@ from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.scan import scan
 
 
-def bert(fields: Fields, training: Training) -> Model:
+def bert(fields: Fields, training: ConfiguredTraining) -> Model:
     """BertForMaskedLM (Devlin et al. 2019): inputs `tokens`, `segments` and `targets` [batch, length];
     targets below 0 do not count."""
     fields.only("position_embedding_type", "absolute")
@@ -65,7 +65,7 @@ def bert(fields: Fields, training: Training) -> Model:
     return training.model(loss, "bert", text)
 
 
-def vit(fields: Fields, training: Training) -> Model:
+def vit(fields: Fields, training: ConfiguredTraining) -> Model:
     """ViTForImageClassification (Dosovitskiy et al. 2021): inputs `image` [batch, height, width, colours] and
     `label` [batch]."""
     size, patch = fields.count("image_size", 224), fields.count("patch_size", 16)
@@ -92,7 +92,7 @@ def vit(fields: Fields, training: Training) -> Model:
     return training.model(reduce_mean(softmax_cross_entropy(logits, label, classes)), "vit")
 
 
-def _layer(fields: Fields, training: Training, after: bool) -> nn.EncoderLayer:
+def _layer(fields: Fields, training: ConfiguredTraining, after: bool) -> nn.EncoderLayer:
     width, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     if width % heads:
         raise fields.wrong("hidden_size", f"it must be a multiple of num_attention_heads, {heads}")

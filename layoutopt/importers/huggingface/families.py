@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from layoutopt.importers.huggingface.decoder import Decoder, Latent, Layer, Mixture, Norm
+from layoutopt.importers.huggingface.decoder import LanguageModel, Latent, LayerKind, Mixture, Norm
 from layoutopt.importers.huggingface.fields import Fields
 from layoutopt.importers.huggingface.rotary import magnitude, rotary, stretched
-from layoutopt.importers.huggingface.training import Training
+from layoutopt.importers.huggingface.training import ConfiguredTraining
 from mesh_tf_core import layers as nn
 
 ACTIVATIONS = {
@@ -30,12 +30,12 @@ ACTIVATIONS = {
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def llama(fields: Fields, training: Training) -> Decoder:
+def llama(fields: Fields, training: ConfiguredTraining) -> LanguageModel:
     """Llama 1 to 3, and whatever calls itself so."""
     return _decoder(fields, biases="all" if fields.flag("attention_bias") else "none")
 
 
-def mistral(fields: Fields, training: Training) -> Decoder:
+def mistral(fields: Fields, training: ConfiguredTraining) -> LanguageModel:
     """Mistral: Llama with a sliding window."""
     window = (
         fields.count("sliding_window", 4096) if "sliding_window" not in fields.values else _window(fields)
@@ -43,7 +43,7 @@ def mistral(fields: Fields, training: Training) -> Decoder:
     return _decoder(fields, windows=window, kv_heads=8)
 
 
-def mixtral(fields: Fields, training: Training) -> Decoder:
+def mixtral(fields: Fields, training: ConfiguredTraining) -> LanguageModel:
     """Mixtral: Mistral with a mixture of experts in every layer."""
     fields.only("router_jitter_noise", 0, 0.0)
     count, chosen = fields.count("num_local_experts", 8), fields.count("num_experts_per_tok", 2)
@@ -55,19 +55,19 @@ def mixtral(fields: Fields, training: Training) -> Decoder:
     return replace(made, layers=layers, mixture=mixture)
 
 
-def qwen2(fields: Fields, training: Training) -> Decoder:
+def qwen2(fields: Fields, training: ConfiguredTraining) -> LanguageModel:
     """Qwen 2 and 2.5: Llama with biases of queries, keys and values."""
     return _decoder(fields, biases="qkv", windows=_qwen_windows(fields), kv_heads=32)
 
 
-def qwen3(fields: Fields, training: Training) -> Decoder:
+def qwen3(fields: Fields, training: ConfiguredTraining) -> LanguageModel:
     """Qwen 3: Llama with normalised queries and keys."""
     biases = "all" if fields.flag("attention_bias") else "none"
     windows = _qwen_windows(fields)
     return _decoder(fields, biases=biases, head_norm=True, windows=windows, d_kv=128, kv_heads=32)
 
 
-def qwen3_moe(fields: Fields, training: Training) -> Decoder:
+def qwen3_moe(fields: Fields, training: ConfiguredTraining) -> LanguageModel:
     """Qwen 3 with mixtures of experts."""
     made = qwen3(fields, training)
     _own_balance(fields)
@@ -84,12 +84,12 @@ def qwen3_moe(fields: Fields, training: Training) -> Decoder:
     )
 
 
-def gemma(fields: Fields, training: Training) -> Decoder:
+def gemma(fields: Fields, training: ConfiguredTraining) -> LanguageModel:
     """Gemma 1."""
     return _gemma(fields, name="hidden_activation" if fields.has("hidden_activation") else "")
 
 
-def gemma2(fields: Fields, training: Training) -> Decoder:
+def gemma2(fields: Fields, training: ConfiguredTraining) -> LanguageModel:
     """Gemma 2: every other layer sees a window, blocks are normalised on both sides, logits are bounded."""
     count = fields.layers()
     kinds = fields.listed("layer_types") or [_FULL if i % 2 else _SLIDING for i in range(count)]
@@ -101,7 +101,7 @@ def gemma2(fields: Fields, training: Training) -> Decoder:
     return replace(made, cap=cap, final_cap=final, scale=fields.number("query_pre_attn_scalar", 256) ** -0.5)
 
 
-def gemma3(fields: Fields, training: Training) -> Decoder:
+def gemma3(fields: Fields, training: ConfiguredTraining) -> LanguageModel:
     """Gemma 3, its text: five layers with a window and a faster rotation, then one without."""
     count = fields.layers()
     period = fields.count("sliding_window_pattern", fields.count("_sliding_window_pattern", 6))
@@ -120,7 +120,7 @@ def gemma3(fields: Fields, training: Training) -> Decoder:
     )
 
 
-def deepseek_v2(fields: Fields, training: Training) -> Decoder:
+def deepseek_v2(fields: Fields, training: ConfiguredTraining) -> LanguageModel:
     """DeepSeek-V2 and V2-Lite: latent attention, many small experts beside shared ones."""
     fields.only("scoring_func", "softmax")
     fields.only("norm_topk_prob", False)
@@ -138,7 +138,7 @@ def deepseek_v2(fields: Fields, training: Training) -> Decoder:
     return _deepseek(fields, router, first=0)
 
 
-def deepseek_v3(fields: Fields, training: Training) -> Decoder:
+def deepseek_v3(fields: Fields, training: ConfiguredTraining) -> LanguageModel:
     """DeepSeek-V3 and R1: V2 with sigmoid gates. Its predictions of later tokens are left out, and the bias
     that balances its experts stays 0, as in transformers."""
     fields.only("scoring_func", "sigmoid")
@@ -157,7 +157,7 @@ def deepseek_v3(fields: Fields, training: Training) -> Decoder:
     return _deepseek(fields, router, first=3)
 
 
-def _deepseek(fields: Fields, router: nn.TopExperts, first: int) -> Decoder:
+def _deepseek(fields: Fields, router: nn.TopExperts, first: int) -> LanguageModel:
     """What DeepSeeks have in common; `first`: layers without experts, where the configuration names none."""
     fields.only("moe_layer_freq", 1)
     fields.only("attention_bias", False)
@@ -194,7 +194,7 @@ def _decoder(
     d_kv: int = 0,
     kv_heads: int = 0,
     **more: Any,
-) -> Decoder:
+) -> LanguageModel:
     """What Llama and its nearest relatives have in common.
 
     Args:
@@ -213,8 +213,8 @@ def _decoder(
         "norm": Norm(fields.number("rms_norm_eps", epsilon)),
         "mlp_bias": fields.flag("mlp_bias"),
     }
-    return Decoder(
-        layers=tuple(Layer(turned, window) for window in each),
+    return LanguageModel(
+        layers=tuple(LayerKind(turned, window) for window in each),
         vocab=fields.count("vocab_size"),
         d_model=d_model,
         d_ff=fields.count("intermediate_size"),
@@ -235,7 +235,7 @@ def _gemma(
     local: nn.Rotary | None = None,
     base: float = 10000.0,
     name: str = "hidden_activation",
-) -> Decoder:
+) -> LanguageModel:
     """What Gemmas have in common. Gemma 1 was published with a `hidden_act` that is not what it has."""
     act = fields.text(name, "gelu_pytorch_tanh", ACTIVATIONS) if name else "gelu_pytorch_tanh"
     fields.raw("hidden_act")
@@ -255,7 +255,7 @@ def _gemma(
         return made
     seen = fields.count("sliding_window", window)
     layers = [
-        Layer(local or layer.rotary, seen) if kind == _SLIDING else layer
+        LayerKind(local or layer.rotary, seen) if kind == _SLIDING else layer
         for layer, kind in zip(made.layers, _kinds(fields, kinds), strict=True)
     ]
     return replace(made, layers=tuple(layers))

@@ -9,7 +9,7 @@ from mesh_tf_core.errors import UserError
 
 
 @dataclass(frozen=True)
-class Training(model.Training):
+class ConfiguredTraining(model.Training):
     """Hyperparameters of training.
 
     Attributes:

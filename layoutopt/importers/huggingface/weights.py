@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from layoutopt.importers.huggingface.decoder import Decoder, Layer, runs
+from layoutopt.importers.huggingface.decoder import LanguageModel, LayerKind, runs
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.training.weights import Source
 
@@ -53,7 +53,7 @@ _OUTSIDE = {
 
 
 def decoder_names(
-    decoder: Decoder, family: str, length: int, variables: Mapping[str, Variable]
+    decoder: LanguageModel, family: str, length: int, variables: Mapping[str, Variable]
 ) -> Iterator[tuple[str, Source]]:
     """The source of every trained variable of a language model."""
     inside = {**_LAYER, **(_AFTER if decoder.after else {}), **(_MIXTRAL if family == "mixtral" else {})}
@@ -68,7 +68,7 @@ def decoder_names(
 
 def _stack(
     inside: Mapping[str, tuple[str, tuple[int, ...]]],
-    period: tuple[Layer, ...],
+    period: tuple[LayerKind, ...],
     count: int,
     number: int,
     first: int,

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from layoutopt.importers.jax.equations import Equation, Var
-from layoutopt.importers.jax.layers import Fit, Program
+from layoutopt.importers.jax.layers import LoopFit, RerolledBlock
 
 _FEWEST = 3
 """Layers that are worth a note; what lies behind the last one's first equation is not known to be its own."""
@@ -23,7 +23,7 @@ _MATRICES = 2
 """A layer has as many parameters of two or more axes: one alone is part of a layer, as `Dense_0`."""
 
 
-def why_apart(program: Program, parameters: Sequence[Var]) -> list[str]:
+def why_apart(program: RerolledBlock, parameters: Sequence[Var]) -> list[str]:
     """A note about each sequence of layers that are alike and no loop, after equal layers became loops."""
     found = []
     left = [v for v in parameters if id(v) not in program.member]
@@ -57,7 +57,7 @@ def _types(layer: Mapping[str, Var]) -> dict[str, tuple[tuple[int, ...], str]]:
     return {path: (v.shape, v.dtype) for path, v in layer.items()}
 
 
-def _begins(program: Program, layers: Sequence[Mapping[str, Var]]) -> list[int]:
+def _begins(program: RerolledBlock, layers: Sequence[Mapping[str, Var]]) -> list[int]:
     """Where each layer begins: the first equations that compute something of one of their parameters and of
     the batch, of the parameter of which they are most evenly apart. Empty if layers take turns."""
     owner = {id(v): {(path, n)} for n, layer in enumerate(layers) for path, v in layer.items()}
@@ -74,7 +74,7 @@ def _begins(program: Program, layers: Sequence[Mapping[str, Var]]) -> list[int]:
     return min(rising, key=lambda x: (len({b - a for a, b in pairwise(x)}), x), default=[])
 
 
-def _line(program: Program, names: Sequence[str], begins: Sequence[int]) -> str:
+def _line(program: RerolledBlock, names: Sequence[str], begins: Sequence[int]) -> str:
     """File, line and primitive of what differs; '' if they are no loop for another reason."""
     forms, equations = program.forms, program.equations
     parts = [equations[a:b] for a, b in pairwise(begins)]
@@ -85,7 +85,7 @@ def _line(program: Program, names: Sequence[str], begins: Sequence[int]) -> str:
         if len(one) != len(other):
             longer, which = (one, number) if len(one) > len(other) else (other, number + 1)
             return f"{_named(longer[min(len(one), len(other))])}, which {names[which]} alone has"
-    fit = Fit(program, begins[0], len(parts[0]), len(parts))
+    fit = LoopFit(program, begins[0], len(parts[0]), len(parts))
     if fit.holds() or fit.failed is None:
         return ""
     return f"{_named(fit.failed)}, which reads what the layers of a loop could not"

@@ -9,7 +9,7 @@ from dataclasses import replace
 import mesh_tf_core as mtf
 from layoutopt.importers.jax.equations import (
     KEY,
-    Block,
+    EquationBlock,
     Var,
     factors_of_values,
     has_fractions,
@@ -17,7 +17,7 @@ from layoutopt.importers.jax.equations import (
 )
 from layoutopt.importers.jax.keys import root, shape_of
 from layoutopt.importers.jax.leaves import Leaf
-from layoutopt.importers.jax.names import Arrays
+from layoutopt.importers.jax.names import ArgumentArrays
 from layoutopt.importers.jax.writer import Writer, beginning, our_dtype
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
@@ -29,7 +29,11 @@ _STDDEV = 0.02
 
 
 def arguments(
-    w: Writer, block: Block, arrays: Arrays, keys: Sequence[tuple[Var, Leaf]], changed: Set[int]
+    w: Writer,
+    block: EquationBlock,
+    arrays: ArgumentArrays,
+    keys: Sequence[tuple[Var, Leaf]],
+    changed: Set[int],
 ) -> None:
     """Gives the function's variables values: ours, inputs, keys.
 
@@ -101,16 +105,16 @@ def _input(w: Writer, v: Var, leaf: Leaf) -> Tensor:
     return mtf.reshape(t, w.shape(v))
 
 
-def _used(block: Block) -> set[int]:
+def _used(block: EquationBlock) -> set[int]:
     """ids of the variables that anything reads."""
     return {id(x) for e in block.walk() for x in e.ins} | {id(x) for x in block.outs}
 
 
-def _trained(block: Block) -> set[int]:
+def _trained(block: EquationBlock) -> set[int]:
     """ids of the variables that the function's first result depends on through fractions."""
     needed = {id(block.outs[0])}
 
-    def run(inner: Block) -> None:
+    def run(inner: EquationBlock) -> None:
         for e in reversed(inner.equations):
             if e.prim == "stop_gradient":
                 continue

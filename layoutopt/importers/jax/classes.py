@@ -14,11 +14,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from layoutopt.importers.jax.equations import Block, Equation, Operand, Var, has_fractions
+from layoutopt.importers.jax.equations import Equation, EquationBlock, Operand, Var, has_fractions
 from layoutopt.importers.jax.factors import Factors
-from layoutopt.importers.jax.relations import Axis, Copies, Join, Part, Regroup, Relation, Same
+from layoutopt.importers.jax.relations import Axis, AxisPart, AxisRelation, Copies, Join, Regroup, Same
 
-Node = int
+FactorNode = int
 
 PARAMETER, FLOAT, WHOLE = 1, 2, 4
 """What a value is made of: parameters, the batch's fractions, the batch's whole numbers."""
@@ -36,33 +36,33 @@ class Classes:
     """
 
     factors: Factors
-    nodes: dict[tuple[int, int], tuple[Node, ...]] = field(default_factory=dict)
+    nodes: dict[tuple[int, int], tuple[FactorNode, ...]] = field(default_factory=dict)
     size: list[int] = field(default_factory=list)
-    refused: list[tuple[Node, Node]] = field(default_factory=list)
+    refused: list[tuple[FactorNode, FactorNode]] = field(default_factory=list)
     made_of: dict[int, int] = field(default_factory=dict)
     _parent: list[int] = field(default_factory=list)
     _apart: list[set[int]] = field(default_factory=list)
 
-    def find(self, node: Node) -> Node:
+    def find(self, node: FactorNode) -> FactorNode:
         """The node that stands for the class."""
         while self._parent[node] != node:
             self._parent[node] = self._parent[self._parent[node]]
             node = self._parent[node]
         return node
 
-    def of(self, operand: Operand, axis: int) -> tuple[Node, ...]:
+    def of(self, operand: Operand, axis: int) -> tuple[FactorNode, ...]:
         """The classes of an axis, one per factor."""
         return tuple(map(self.find, self.nodes.get((id(operand), axis), ())))
 
-    def all(self, operand: Operand) -> tuple[Node, ...]:
+    def all(self, operand: Operand) -> tuple[FactorNode, ...]:
         """The classes of all axes."""
         return tuple(c for a in range(len(operand.shape)) for c in self.of(operand, a))
 
-    def apart(self, node: Node) -> frozenset[Node]:
+    def apart(self, node: FactorNode) -> frozenset[FactorNode]:
         """The classes that it meets in an array."""
         return frozenset(map(self.find, self._apart[self.find(node)]))
 
-    def unite(self, a: Node, b: Node) -> bool:
+    def unite(self, a: FactorNode, b: FactorNode) -> bool:
         """Makes two classes one, unless they meet in an array."""
         a, b = self.find(a), self.find(b)
         if a == b:
@@ -96,21 +96,21 @@ class Classes:
         for node in own:
             self._apart[node].update(n for n in own if n != node)
 
-    def free(self) -> set[Node]:
+    def free(self) -> set[FactorNode]:
         """Classes of nothing but positions and masks before they meet anything of the model."""
         used = {self.find(n) for (v, _), nodes in self.nodes.items() if self.made_of.get(v) for n in nodes}
         return set(self.members()) - used
 
-    def members(self) -> dict[Node, list[Node]]:
+    def members(self) -> dict[FactorNode, list[FactorNode]]:
         """Class -> its nodes."""
-        found: dict[Node, list[Node]] = defaultdict(list)
+        found: dict[FactorNode, list[FactorNode]] = defaultdict(list)
         for node in range(len(self._parent)):
             found[self.find(node)].append(node)
         return found
 
 
 def classes(
-    block: Block,
+    block: EquationBlock,
     factors: Factors,
     parameters: Sequence[Var],
     batch: Sequence[Var],
@@ -133,7 +133,7 @@ def classes(
         for axis in axes[1:]:
             _unite_axes(found, axes[0], axis)
     made_of = found.made_of = _made_of(block, parameters, batch)
-    edges: dict[int, dict[int, list[tuple[Node, Node]]]] = defaultdict(lambda: defaultdict(list))
+    edges: dict[int, dict[int, list[tuple[FactorNode, FactorNode]]]] = defaultdict(lambda: defaultdict(list))
     for equation, relation in factors.related:
         of_equation = edges[_certainty(equation, relation, made_of)][id(equation)]
         of_equation += _edges(found, factors, equation, relation)
@@ -157,7 +157,7 @@ def classes(
 _CERTAIN, _PRODUCTS, _FREE = 1, 2, 3
 
 
-def _certainty(equation: Equation, relation: Relation, made_of: Mapping[int, int]) -> int:
+def _certainty(equation: Equation, relation: AxisRelation, made_of: Mapping[int, int]) -> int:
     if isinstance(relation, Same) and relation.kind == "ids":
         return _CERTAIN
     ends: list[Operand]
@@ -166,7 +166,7 @@ def _certainty(equation: Equation, relation: Relation, made_of: Mapping[int, int
             ends = [relation.a[0], relation.b[0]]
         case Regroup():
             ends = [relation.x, relation.y]
-        case Part():
+        case AxisPart():
             ends = [relation.x[0], relation.y[0]]
         case Join():
             ends = [relation.y[0], *(x[0] for x in relation.xs)]
@@ -180,12 +180,12 @@ def _certainty(equation: Equation, relation: Relation, made_of: Mapping[int, int
     return _CERTAIN
 
 
-def _made_of(block: Block, parameters: Sequence[Var], batch: Sequence[Var]) -> dict[int, int]:
+def _made_of(block: EquationBlock, parameters: Sequence[Var], batch: Sequence[Var]) -> dict[int, int]:
     """id of an operand -> what it is made of."""
     found: dict[int, int] = {id(v): PARAMETER for v in parameters}
     found.update({id(v): FLOAT if has_fractions(v) else WHOLE for v in batch})
 
-    def run(inner: Block) -> None:
+    def run(inner: EquationBlock) -> None:
         for e in inner.equations:
             for sub, given in ((e.body, e.ins), (e.backward, [*e.ins, *e.outs])):
                 if sub is None:
@@ -213,12 +213,12 @@ def _made_of(block: Block, parameters: Sequence[Var], batch: Sequence[Var]) -> d
 
 
 def _edges(
-    found: Classes, factors: Factors, equation: Equation, relation: Relation
-) -> Iterator[tuple[Node, Node]]:
-    def nodes(axis: Axis) -> tuple[Node, ...]:
+    found: Classes, factors: Factors, equation: Equation, relation: AxisRelation
+) -> Iterator[tuple[FactorNode, FactorNode]]:
+    def nodes(axis: Axis) -> tuple[FactorNode, ...]:
         return found.nodes.get((id(axis[0]), axis[1]), ())
 
-    def all_nodes(v: Operand) -> list[Node]:
+    def all_nodes(v: Operand) -> list[FactorNode]:
         return [n for a in range(len(v.shape)) for n in nodes((v, a))]
 
     match relation:
@@ -230,7 +230,7 @@ def _edges(
         case Regroup():
             if id(equation) not in factors.whole:
                 yield from zip(all_nodes(relation.x), all_nodes(relation.y), strict=True)
-        case Part():
+        case AxisPart():
             x, y = nodes(relation.x), nodes(relation.y)
             if y and _sizes(found, x[-len(y) :]) == _sizes(found, y):
                 yield from zip(x[-len(y) :], y, strict=True)
@@ -243,7 +243,7 @@ def _edges(
                         yield from zip(y[-len(x) :], x, strict=True)
 
 
-def _sizes(found: Classes, nodes: Sequence[Node]) -> list[int]:
+def _sizes(found: Classes, nodes: Sequence[FactorNode]) -> list[int]:
     return [found.size[n] for n in nodes]
 
 
@@ -258,7 +258,7 @@ def _unite_if_free(found: Classes, a: Axis, b: Axis) -> None:
             found.unite(x, y)
 
 
-def _alike(found: Classes, a: Axis, b: Axis) -> list[tuple[Node, Node]]:
+def _alike(found: Classes, a: Axis, b: Axis) -> list[tuple[FactorNode, FactorNode]]:
     """The factors of two axes of one size, pair by pair; none where they are cut differently."""
     pairs = list(zip(found.of(*a), found.of(*b), strict=False))
     return pairs if all(found.size[x] == found.size[y] for x, y in pairs) else []
@@ -266,12 +266,12 @@ def _alike(found: Classes, a: Axis, b: Axis) -> list[tuple[Node, Node]]:
 
 def _counts(found: Classes) -> None:
     """What is cut and put together again is one axis: the same number counts its pieces."""
-    first: dict[tuple[Node, ...], Node] = {}
+    first: dict[tuple[FactorNode, ...], FactorNode] = {}
     for equation, relation in found.factors.related:
         match relation:
             case Copies():
                 continue
-            case Part():
+            case AxisPart():
                 whole, piece = found.of(*relation.x), found.of(*relation.y)
             case Join() if id(equation) in found.factors.joined:
                 whole, piece = found.of(*relation.y), found.of(*relation.xs[0])
@@ -346,10 +346,10 @@ def _numbers(parameters: Sequence[Var]) -> tuple[dict[Var, dict[int, str]], set[
     return found, counted
 
 
-def _twins(found: Classes, of_parameters: set[Node]) -> None:
+def _twins(found: Classes, of_parameters: set[FactorNode]) -> None:
     """Dimensions that are refused by the same one are the other side of it, all of one name; so are those
     that meet the same dimensions."""
-    sides: dict[tuple[Node, int], list[Node]] = defaultdict(list)
+    sides: dict[tuple[FactorNode, int], list[FactorNode]] = defaultdict(list)
     for a, b in list(found.refused):
         for x, y in ((a, b), (b, a)):
             sides[found.find(x), found.size[x]].append(y)
@@ -358,7 +358,7 @@ def _twins(found: Classes, of_parameters: set[Node]) -> None:
         for other in others[1:]:
             found.unite(others[0], other)
     for _ in range(3):
-        alike: dict[tuple[int, frozenset[int]], list[Node]] = defaultdict(list)
+        alike: dict[tuple[int, frozenset[int]], list[FactorNode]] = defaultdict(list)
         for root in set(found.members()) - {found.find(c) for c in of_parameters}:
             alike[found.size[root], found.apart(root)].append(root)
         for group in alike.values():

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from layoutopt.importers.jax import elementwise
-from layoutopt.importers.jax.equations import Block, Equation, Operand, Var, layered
+from layoutopt.importers.jax.equations import Equation, EquationBlock, Operand, Var, layered
 from layoutopt.importers.jax.internals import jax_module
-from layoutopt.importers.jax.origin import Origin
-from layoutopt.importers.jax.placing import Placing, Spec, partition_spec
+from layoutopt.importers.jax.origin import ImportedFunction
+from layoutopt.importers.jax.placing import ArrayPlacing, Spec, partition_spec
 from layoutopt.importers.jax.replay import Calls
 from layoutopt.importers.jax.saved import SAVED
 from mesh_tf_core.errors import UserError
@@ -36,7 +36,7 @@ Ref = int
 
 
 @dataclass(frozen=True)
-class Step:
+class ReplayedEquation:
     """One equation of the function that runs.
 
     Attributes:
@@ -48,12 +48,12 @@ class Step:
     eqn: Any
     same: Any
     equations: tuple[Equation, ...]
-    ins: tuple[Ref | Known, ...]
+    ins: tuple[Ref | KnownValue, ...]
     outs: tuple[Ref, ...]
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownValue:
     """A value that is there before the function runs."""
 
     value: Any
@@ -73,7 +73,7 @@ class Constrained:
       gathers: PartitionSpecs that parameters were gathered to.
     """
 
-    placing: Placing
+    placing: ArrayPlacing
     mesh: Any
     recompute: frozenset[str]
     split: frozenset[int]
@@ -85,7 +85,7 @@ class Constrained:
     refs: Iterator[Ref] = field(default_factory=itertools.count)
     values: dict[Ref, Operand] = field(default_factory=dict)
 
-    def run(self, closed: Any, whole: Any, args: Sequence[Any], block: Block) -> list[Any]:
+    def run(self, closed: Any, whole: Any, args: Sequence[Any], block: EquationBlock) -> list[Any]:
         """The results of a closed jaxpr.
 
         Args:
@@ -96,7 +96,7 @@ class Constrained:
         begin = [self.entry(x, v) for x, v in zip(args, block.ins, strict=True)]
         return self._results(Calls(), closed, whole, begin, block, self._layers(block))
 
-    def _layers(self, block: Block) -> dict[int, tuple[int, bool]]:
+    def _layers(self, block: EquationBlock) -> dict[int, tuple[int, bool]]:
         """Number of an equation -> the layer that it is of, and whether this is recomputed."""
         number = {id(y): n for n, e in enumerate(block.equations) for y in e.outs}
         found: dict[int, tuple[int, bool]] = {}
@@ -141,13 +141,13 @@ class Constrained:
         closed: Any,
         whole: Any,
         args: Sequence[Any],
-        block: Block,
+        block: EquationBlock,
         layers: Mapping[int, tuple[int, bool]],
     ) -> list[Any]:
         """Runs a closed jaxpr of these arguments, layer by layer."""
         begin = [next(self.refs) for _ in args]
         self.values.update(zip(begin, block.ins, strict=True))
-        steps: list[Step] = []
+        steps: list[ReplayedEquation] = []
         equations = iter(block.equations)
         outs = self._steps(calls, closed, whole, begin, equations, steps)
         if next(equations, None) is not None:
@@ -158,20 +158,20 @@ class Constrained:
             steps, key=lambda s: layers.get(number[id(s.equations[0])]) if s.equations else None
         )
         listed = [(layer, list(part)) for layer, part in parts]
-        read = Counter(x for s in steps for x in s.ins if not isinstance(x, Known))
-        read.update(x for x in outs if not isinstance(x, Known))
+        read = Counter(x for s in steps for x in s.ins if not isinstance(x, KnownValue))
+        read.update(x for x in outs if not isinstance(x, KnownValue))
         for layer, part in listed:
-            read.subtract(x for s in part for x in s.ins if not isinstance(x, Known))
+            read.subtract(x for s in part for x in s.ins if not isinstance(x, KnownValue))
             if layer is None:
                 self._run(calls, part, known)
             else:
                 self._layer(calls, part, known, +read, layer[1])
-        return [x.value if isinstance(x, Known) else known[x] for x in outs]
+        return [x.value if isinstance(x, KnownValue) else known[x] for x in outs]
 
     def _layer(
         self,
         calls: Calls,
-        part: Sequence[Step],
+        part: Sequence[ReplayedEquation],
         known: dict[Ref, Any],
         later: Mapping[Ref, int],
         again: bool,
@@ -180,7 +180,7 @@ class Constrained:
         made = [y for s in part for y in s.outs]
         own = set(made)
         given = list(
-            dict.fromkeys(x for s in part for x in s.ins if not isinstance(x, Known) and x not in own)
+            dict.fromkeys(x for s in part for x in s.ins if not isinstance(x, KnownValue) and x not in own)
         )
         left = [y for y in made if y in later]
 
@@ -200,20 +200,20 @@ class Constrained:
         calls: Calls,
         closed: Any,
         whole: Any,
-        args: Sequence[Ref | Known],
+        args: Sequence[Ref | KnownValue],
         equations: Iterator[Equation],
-        steps: list[Step],
-    ) -> list[Ref | Known]:
+        steps: list[ReplayedEquation],
+    ) -> list[Ref | KnownValue]:
         """Appends the equations of a closed jaxpr, calls inlined; its results."""
-        known: dict[Any, Ref | Known] = {
-            v: Known(value) for v, value in zip(closed.jaxpr.constvars, closed.consts, strict=True)
+        known: dict[Any, Ref | KnownValue] = {
+            v: KnownValue(value) for v, value in zip(closed.jaxpr.constvars, closed.consts, strict=True)
         }
         known.update(zip(closed.jaxpr.invars, args, strict=True))
         if len(closed.jaxpr.eqns) != len(whole.jaxpr.eqns):
             raise _differs("a part of the batch is computed by other operations than the whole")
         for eqn, same in zip(closed.jaxpr.eqns, whole.jaxpr.eqns, strict=True):
             ins = [
-                Known(calls.literal(x, y)) if calls.is_literal(x) else known[x]
+                KnownValue(calls.literal(x, y)) if calls.is_literal(x) else known[x]
                 for x, y in zip(eqn.invars, same.invars, strict=True)
             ]
             if calls.kind(eqn) == "inline":
@@ -224,10 +224,10 @@ class Constrained:
                 own = self._imported(calls, eqn, equations)
                 if calls.kind(eqn) == "one":
                     self.values.update(zip(made, own[0].outs, strict=True))
-                steps.append(Step(eqn, same, own, tuple(ins), tuple(made)))
-                outs = list[Ref | Known](made)
+                steps.append(ReplayedEquation(eqn, same, own, tuple(ins), tuple(made)))
+                outs = list[Ref | KnownValue](made)
             known.update(zip(eqn.outvars, outs, strict=True))
-        return [Known(x.val) if calls.is_literal(x) else known[x] for x in closed.jaxpr.outvars]
+        return [KnownValue(x.val) if calls.is_literal(x) else known[x] for x in closed.jaxpr.outvars]
 
     def _imported(self, calls: Calls, eqn: Any, equations: Iterator[Equation]) -> tuple[Equation, ...]:
         """What was imported of an equation."""
@@ -241,12 +241,12 @@ class Constrained:
             )
         return (e,)
 
-    def _run(self, calls: Calls, steps: Sequence[Step], known: dict[Ref, Any]) -> None:
+    def _run(self, calls: Calls, steps: Sequence[ReplayedEquation], known: dict[Ref, Any]) -> None:
         for step in steps:
-            ins = [x.value if isinstance(x, Known) else known[x] for x in step.ins]
+            ins = [x.value if isinstance(x, KnownValue) else known[x] for x in step.ins]
             known.update(zip(step.outs, self._step(calls, step, ins), strict=True))
 
-    def _step(self, calls: Calls, step: Step, ins: list[Any]) -> Sequence[Any]:
+    def _step(self, calls: Calls, step: ReplayedEquation, ins: list[Any]) -> Sequence[Any]:
         if calls.kind(step.eqn) == "kept":
             return calls.bind(step.eqn, ins)
         (e,) = step.equations
@@ -338,7 +338,7 @@ def _differs(how: str) -> UserError:
 
 def constrained(
     loss: Callable[..., Any],
-    placing: Placing,
+    placing: ArrayPlacing,
     mesh: Any,
     recompute: frozenset[str],
     split: frozenset[int],
@@ -349,7 +349,7 @@ def constrained(
     Args:
       split, saved: see `Constrained`.
     """
-    origin: Origin = placing.origin
+    origin: ImportedFunction = placing.origin
     layers = layered(origin.block) | {id(v) for own in origin.rerolled.stacks.values() for v in own}
     shared, gathers = split & layers, set[Any]()
 

@@ -11,7 +11,7 @@ from layoutopt.importers.jax.equations import KEY, Equation
 from layoutopt.importers.jax.key_rules import KEYED, derived, of_numbers
 from layoutopt.importers.jax.keys import Draw, Keys, counted, key_of
 from layoutopt.importers.jax.refusals import refuse
-from layoutopt.importers.jax.writer import Handler, Uniform, Writer, our_dtype
+from layoutopt.importers.jax.writer import Handler, UndrawnUniform, Writer, our_dtype
 
 
 def _drawing(w: Writer, e: Equation, kind: str) -> Keys:
@@ -48,7 +48,7 @@ def _uniform(w: Writer, e: Equation) -> None:
     if low is None or high is None:
         refuse(e, "its ends are not numbers that are known", "scale numbers between 0 and 1")
     keys = _drawing(w, e, "uniform")
-    w.put(e.out, Uniform(float(low), float(high), w.shape(e.out), e.out.dtype, keys))
+    w.put(e.out, UndrawnUniform(float(low), float(high), w.shape(e.out), e.out.dtype, keys))
 
 
 def _normal(w: Writer, e: Equation) -> None:

@@ -13,7 +13,15 @@ import mesh_tf_core as mtf
 from layoutopt.importers.jax.equations import FLAT, Equation
 from layoutopt.importers.jax.keys import key_of
 from layoutopt.importers.jax.refusals import refuse
-from layoutopt.importers.jax.writer import Handler, Kept, Number, Uniform, Value, Writer, our_dtype
+from layoutopt.importers.jax.writer import (
+    Handler,
+    Kept,
+    ScalarArray,
+    UndrawnUniform,
+    Writer,
+    WrittenValue,
+    our_dtype,
+)
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.corners import extreme, modulus
@@ -182,15 +190,15 @@ _BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
 }
 
 
-def _folded(e: Equation, values: list[Value]) -> Number | None:
+def _folded(e: Equation, values: list[WrittenValue]) -> ScalarArray | None:
     """The result where all operands are known numbers."""
-    if e.prim not in _NUMBERS or not all(isinstance(v, Number) for v in values):
+    if e.prim not in _NUMBERS or not all(isinstance(v, ScalarArray) for v in values):
         return None
     plain = {"bfloat16": "float32", "float16": "float32"}
-    given = [np.asarray(v.value, plain.get(v.dtype, v.dtype)) for v in values if isinstance(v, Number)]
+    given = [np.asarray(v.value, plain.get(v.dtype, v.dtype)) for v in values if isinstance(v, ScalarArray)]
     with np.errstate(all="ignore"):
         found = _NUMBERS[e.prim](*given)
-    return Number(np.asarray(found).item(), e.out.dtype)
+    return ScalarArray(np.asarray(found).item(), e.out.dtype)
 
 
 def _unary(w: Writer, e: Equation) -> None:
@@ -207,11 +215,16 @@ def _binary(w: Writer, e: Equation) -> None:
         w.put(e.out, folded)
         return
     x, y = values
-    if e.prim == "lt" and isinstance(x, Uniform) and isinstance(y, Number) and (x.low, x.high) == (0.0, 1.0):
+    if (
+        e.prim == "lt"
+        and isinstance(x, UndrawnUniform)
+        and isinstance(y, ScalarArray)
+        and (x.low, x.high) == (0.0, 1.0)
+    ):
         w.put(e.out, Kept(x, float(y.value)))
         return
     given = [
-        v.value if isinstance(v, Number) else w.drawn(v, op) for v, op in zip(values, e.ins, strict=True)
+        v.value if isinstance(v, ScalarArray) else w.drawn(v, op) for v, op in zip(values, e.ins, strict=True)
     ]
     fn = _int_div if e.prim == "div" and not is_float(our_dtype(e.ins[0].dtype)) else _BINARY[e.prim]
     flat = _flat(e, given)
@@ -220,8 +233,8 @@ def _binary(w: Writer, e: Equation) -> None:
 
 def _integer_pow(w: Writer, e: Equation) -> None:
     x, n = w.elementwise(e.ins[0], e.out), int(e.params["y"])
-    if isinstance(x, Number):
-        w.put(e.out, Number(x.value**n, e.out.dtype))
+    if isinstance(x, ScalarArray):
+        w.put(e.out, ScalarArray(x.value**n, e.out.dtype))
     else:
         w.put(e.out, _power(w.drawn(x, e.ins[0]), n))
 
@@ -239,10 +252,10 @@ def _round(w: Writer, e: Equation) -> None:
 
 def _convert(w: Writer, e: Equation) -> None:
     x, dtype = w.elementwise(e.ins[0], e.out), e.out.dtype
-    if isinstance(x, Number):
+    if isinstance(x, ScalarArray):
         kind = np.dtype(our_dtype(dtype)) if our_dtype(dtype) != "bfloat16" else np.dtype("float32")
-        w.put(e.out, Number(np.asarray(x.value).astype(kind).item(), dtype))
-    elif isinstance(x, Uniform):
+        w.put(e.out, ScalarArray(np.asarray(x.value).astype(kind).item(), dtype))
+    elif isinstance(x, UndrawnUniform):
         w.put(e.out, replace(x, dtype=dtype))
     else:
         w.put(e.out, w.drawn(x, e.ins[0]).cast(our_dtype(dtype)))
@@ -286,7 +299,7 @@ def _constrained(w: Writer, e: Equation) -> None:
 
 def _select(w: Writer, e: Equation) -> None:
     which, *cases = (w.elementwise(x, e.out) for x in e.ins)
-    if isinstance(which, Number):
+    if isinstance(which, ScalarArray):
         w.put(e.out, cases[int(which.value)])
         return
     if len(cases) == 1:
@@ -295,20 +308,20 @@ def _select(w: Writer, e: Equation) -> None:
     if len(cases) > 2 or e.ins[0].dtype != "bool":
         refuse(e, "it chooses between more than two arrays", "write it with jnp.where")
     no, yes = cases
-    if isinstance(which, Kept) and isinstance(no, Number) and no.value == 0 and isinstance(yes, Tensor):
+    if isinstance(which, Kept) and isinstance(no, ScalarArray) and no.value == 0 and isinstance(yes, Tensor):
         dropped = _dropout(w, which, yes)
         if dropped is not None:
             w.put(e.out, dropped)
             return
-    if isinstance(no, Number) and isinstance(yes, Number):
+    if isinstance(no, ScalarArray) and isinstance(yes, ScalarArray):
         if no == yes:
             w.put(e.out, no)
             return
         yes = w.drawn(yes, e.ins[2])
-    elif not isinstance(no, Number) and not isinstance(yes, Number):
+    elif not isinstance(no, ScalarArray) and not isinstance(yes, ScalarArray):
         no, yes = w.drawn(no, e.ins[1]), w.drawn(yes, e.ins[2])
     given = [
-        v.value if isinstance(v, Number) else w.drawn(v, x) for v, x in ((yes, e.ins[2]), (no, e.ins[1]))
+        v.value if isinstance(v, ScalarArray) else w.drawn(v, x) for v, x in ((yes, e.ins[2]), (no, e.ins[1]))
     ]
     w.put(e.out, mtf.where(w.drawn(which, e.ins[0]), *given))
 
@@ -339,15 +352,16 @@ def _dropout(w: Writer, kept: Kept, x: Tensor) -> Tensor | None:
 
 def _clamp(w: Writer, e: Equation) -> None:
     low, x, high = (w.elementwise(v, e.out) for v in e.ins)
-    found: Any = x.value if isinstance(x, Number) else w.drawn(x, e.ins[1])
+    found: Any = x.value if isinstance(x, ScalarArray) else w.drawn(x, e.ins[1])
     ends = [
-        v.value if isinstance(v, Number) else w.drawn(v, op) for v, op in ((low, e.ins[0]), (high, e.ins[2]))
+        v.value if isinstance(v, ScalarArray) else w.drawn(v, op)
+        for v, op in ((low, e.ins[0]), (high, e.ins[2]))
     ]
     if isinstance(found, Tensor) or any(isinstance(v, Tensor) for v in ends):
         # At its ends the slope is 0: of equal operands `maximum` takes the first.
         w.put(e.out, mtf.minimum(ends[1], mtf.maximum(ends[0], found)))
     else:
-        w.put(e.out, Number(min(max(found, ends[0]), ends[1]), e.out.dtype))
+        w.put(e.out, ScalarArray(min(max(found, ends[0]), ends[1]), e.out.dtype))
 
 
 TABLE: Mapping[str, Handler] = {

@@ -29,7 +29,7 @@ class Var:
 
 
 @dataclass(eq=False, slots=True)
-class Constant:
+class CapturedArray:
     """An array that the function has of itself."""
 
     value: Any
@@ -37,7 +37,7 @@ class Constant:
     dtype: str
 
 
-Operand = Var | Constant
+Operand = Var | CapturedArray
 
 
 def has_fractions(v: Operand) -> bool:
@@ -69,8 +69,8 @@ class Equation:
     params: dict[str, Any]
     where: str = ""
     scope: str = ""
-    body: Block | None = None
-    backward: Block | None = None
+    body: EquationBlock | None = None
+    backward: EquationBlock | None = None
     recomputed: str = ""
 
     @property
@@ -79,7 +79,7 @@ class Equation:
 
 
 @dataclass(eq=False, slots=True)
-class Block:
+class EquationBlock:
     """Equations from some variables to some results."""
 
     ins: list[Var]
@@ -95,13 +95,13 @@ class Block:
                     yield from inner.walk()
 
 
-def constant(value: Any, dtype: str) -> Constant:
+def constant(value: Any, dtype: str) -> CapturedArray:
     """An array as an operand."""
     array = np.asarray(value)
-    return Constant(array, tuple(array.shape), dtype)
+    return CapturedArray(array, tuple(array.shape), dtype)
 
 
-def layered(block: Block) -> set[int]:
+def layered(block: EquationBlock) -> set[int]:
     """ids of parameters that loops take apart, layer by layer."""
     found: set[int] = set()
     source: dict[int, Operand] = {}
@@ -117,12 +117,12 @@ def layered(block: Block) -> set[int]:
 _RESHAPED = {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze"}
 
 
-def factors_of_values(block: Block) -> set[int]:
+def factors_of_values(block: EquationBlock) -> set[int]:
     """ids of arguments that multiply something else, element by element: a normalization's scale."""
     found: set[int] = set()
     source = {id(v): id(v) for v in block.ins}
 
-    def look(block: Block) -> None:
+    def look(block: EquationBlock) -> None:
         for e in block.equations:
             own = [source.get(id(x)) for x in e.ins]
             if e.prim in _RESHAPED and own[0] is not None:

@@ -12,10 +12,19 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from layoutopt.importers.jax.equations import KEY, Block, Equation, Operand
-from layoutopt.importers.jax.indexing import Piece, pieces
+from layoutopt.importers.jax.equations import KEY, Equation, EquationBlock, Operand
+from layoutopt.importers.jax.indexing import IndexedPiece, pieces
 from layoutopt.importers.jax.ranges import index_relations
-from layoutopt.importers.jax.relations import Axis, Copies, Join, Part, Regroup, Relation, Same, relations
+from layoutopt.importers.jax.relations import (
+    Axis,
+    AxisPart,
+    AxisRelation,
+    Copies,
+    Join,
+    Regroup,
+    Same,
+    relations,
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -92,23 +101,23 @@ class Factors:
 
     sizes: dict[tuple[int, int], tuple[int, ...]]
     operands: dict[int, Operand]
-    related: list[tuple[Equation, Relation]]
+    related: list[tuple[Equation, AxisRelation]]
     whole: set[int]
     joined: set[int]
-    pieces: dict[int, Piece]
+    pieces: dict[int, IndexedPiece]
 
     def of(self, operand: Operand, axis: int) -> tuple[int, ...]:
         """Sizes of the factors of an axis."""
         return self.sizes[id(operand), axis]
 
 
-def factors(block: Block) -> Factors:
+def factors(block: EquationBlock) -> Factors:
     """The factors of all axes of a block."""
     return _Inference(block).result()
 
 
 class _Inference:
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: EquationBlock) -> None:
         self.atoms: dict[tuple[int, int], list[_Atom]] = {}
         self.operands: dict[int, Operand] = {}
         self.whole: set[int] = set()
@@ -120,7 +129,7 @@ class _Inference:
             inner = [x for b in (equation.body, equation.backward) if b for x in (*b.ins, *b.outs)]
             for v in (*equation.ins, *equation.outs, *inner):
                 self._note(v)
-        self.related: list[tuple[Equation, Relation]] = []
+        self.related: list[tuple[Equation, AxisRelation]] = []
         self.related += [(e, r) for e in block.walk() for r in relations(e, self.pieces)]
         self.related += index_relations(block)
         joins = []
@@ -131,7 +140,7 @@ class _Inference:
                 case Regroup():
                     if not _unite(self._all(relation.x), self._all(relation.y)):
                         self.whole.add(id(equation))
-                case Part():
+                case AxisPart():
                     self._part(relation)
                 case Join():
                     joins.append((equation, relation))
@@ -154,7 +163,7 @@ class _Inference:
         if r.a[0].shape[r.a[1]] == r.b[0].shape[r.b[1]]:
             _unite(self._at(r.a), self._at(r.b))
 
-    def _part(self, r: Part) -> None:
+    def _part(self, r: AxisPart) -> None:
         if not isinstance(r, Copies):
             for atom in _expanded(self._at(r.y)):
                 atom.piece = True

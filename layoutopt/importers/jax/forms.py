@@ -6,7 +6,15 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from layoutopt.importers.jax.equations import KEY, Block, Constant, Equation, Operand, Var, has_fractions
+from layoutopt.importers.jax.equations import (
+    KEY,
+    CapturedArray,
+    Equation,
+    EquationBlock,
+    Operand,
+    Var,
+    has_fractions,
+)
 
 
 class Forms:
@@ -18,7 +26,7 @@ class Forms:
       of_parameters: ids of values that are made of parameters and constants alone.
     """
 
-    def __init__(self, block: Block, keys: Iterable[Var], parameters: set[int]) -> None:
+    def __init__(self, block: EquationBlock, keys: Iterable[Var], parameters: set[int]) -> None:
         self.keys = {id(v) for v in (*keys, *block.ins) if v.dtype == KEY} | {id(v) for v in keys}
         self.of_parameters = set(parameters)
         self._codes: dict[object, int] = {}
@@ -31,7 +39,7 @@ class Forms:
         if any(self.is_key(x) for x in e.ins) and _gives_keys(e):
             self.keys.update(map(id, e.outs))
         self.keys.update(id(y) for y in e.outs if y.dtype == KEY)
-        if e.ins and all(isinstance(x, Constant) or id(x) in self.of_parameters for x in e.ins):
+        if e.ins and all(isinstance(x, CapturedArray) or id(x) in self.of_parameters for x in e.ins):
             self.of_parameters.update(map(id, e.outs))
 
     def is_key(self, x: Operand) -> bool:
@@ -72,13 +80,13 @@ class Forms:
         return e.prim, params, ins, bodies, bool(e.recomputed)
 
     def _operand(self, x: Operand, names: dict[int, int]) -> object:
-        if isinstance(x, Constant):
+        if isinstance(x, CapturedArray):
             if x.shape == () and x.dtype != KEY:
                 return x.dtype, np.asarray(x.value).tobytes()
             return id(x)
         return x.shape, x.dtype, names.get(id(x), -1)
 
-    def _block(self, block: Block) -> object:
+    def _block(self, block: EquationBlock) -> object:
         names = {id(v): n for n, v in enumerate(block.ins)}
         found = []
         for e in block.equations:

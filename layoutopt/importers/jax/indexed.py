@@ -11,7 +11,7 @@ from layoutopt.importers.jax.equations import Equation, Operand, Var
 from layoutopt.importers.jax.indexing import indexing
 from layoutopt.importers.jax.refusals import refuse
 from layoutopt.importers.jax.shapes import sliced
-from layoutopt.importers.jax.writer import Handler, Number, Writer
+from layoutopt.importers.jax.writer import Handler, ScalarArray, Writer
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.tensor import Tensor
 
@@ -22,7 +22,7 @@ COMPARED = 1 << 24
 def _index(w: Writer, ids: Operand, number: int) -> Tensor | int:
     """One of the numbers of an index, for all indices; int32."""
     value = w.value(ids)
-    if isinstance(value, Number):
+    if isinstance(value, ScalarArray):
         return int(value.value)
     t, last = w.tensor(ids), len(ids.shape) - 1
     if ids.shape[last] > 1:
@@ -100,7 +100,7 @@ def _gather(w: Writer, e: Equation) -> None:
     value, outside = w.value(x), e.params.get("fill_value")
     if outside and outside == outside and "fill" in str(e.params.get("mode")).lower():
         refuse(e, f"outside of the array it gives {outside}", "take 0 there and choose with jnp.where")
-    if isinstance(value, Number):
+    if isinstance(value, ScalarArray):
         w.put(e.out, value)
         return
     places, names = _places(w, e, x, ids, e.out)
@@ -170,7 +170,7 @@ def _scatter(w: Writer, e: Equation) -> None:
     hits = w.onto(hits, target, own, names)
     hits = w.renamed(w.renamed(hits, {**by_rows, **names}), back)
     old = w.elementwise(x, e.out)
-    w.put(e.out, mtf.where(hits > 0.5, made, old.value if isinstance(old, Number) else w.drawn(old, x)))
+    w.put(e.out, mtf.where(hits > 0.5, made, old.value if isinstance(old, ScalarArray) else w.drawn(old, x)))
 
 
 def _last(w: Writer, e: Equation, place: Tensor, lead: Sequence[Dim], given: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def _last(w: Writer, e: Equation, place: Tensor, lead: Sequence[Dim], given: Ten
 def _dynamic_slice(w: Writer, e: Equation) -> None:
     x, y, starts = e.ins[0], e.out, e.ins[1:]
     value = w.value(x)
-    if isinstance(value, Number):
+    if isinstance(value, ScalarArray):
         w.put(y, value)
         return
     cut = [a for a in range(len(x.shape)) if x.shape[a] != y.shape[a]]

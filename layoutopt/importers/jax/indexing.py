@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from layoutopt.importers.jax.equations import Block, Equation, Var, is_empty
+from layoutopt.importers.jax.equations import Equation, EquationBlock, Var, is_empty
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def indexing(equation: Equation) -> Indexing:
 
 
 @dataclass(frozen=True)
-class Piece:
+class IndexedPiece:
     """A slice that is element `index` of `count` equal pieces of an axis."""
 
     axis: int
@@ -77,7 +77,7 @@ class Piece:
     index: int
 
 
-def pieces(block: Block) -> dict[int, Piece]:
+def pieces(block: EquationBlock) -> dict[int, IndexedPiece]:
     """id(equation) -> what slices take of an axis that they cut into equal pieces together."""
     cut: dict[tuple[int, int], list[tuple[int, int, Equation]]] = {}
     for equation in block.walk():
@@ -91,7 +91,7 @@ def pieces(block: Block) -> dict[int, Piece]:
         if len(partial) == 1 and isinstance(x, Var):
             a = partial[0]
             cut.setdefault((id(x), a), []).append((begins[a], ends[a], equation))
-    found: dict[int, Piece] = {}
+    found: dict[int, IndexedPiece] = {}
     for (_, axis), parts in cut.items():
         total = parts[0][2].ins[0].shape[axis]
         width = parts[0][1] - parts[0][0]
@@ -101,5 +101,5 @@ def pieces(block: Block) -> dict[int, Piece]:
         begins_found = {b for b, _, _ in parts}
         if all(e - b == width and b % width == 0 for b, e, _ in parts) and len(begins_found) == count:
             for begin, _, equation in parts:
-                found[id(equation)] = Piece(axis, count, begin // width)
+                found[id(equation)] = IndexedPiece(axis, count, begin // width)
     return found

@@ -19,9 +19,9 @@ import numpy as np
 from layoutopt.importers.jax.equations import (
     FLAT,
     KEY,
-    Block,
-    Constant,
+    CapturedArray,
     Equation,
+    EquationBlock,
     Operand,
     Var,
     constant,
@@ -66,7 +66,7 @@ def dtype_of(dtype: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedBlock:
     """A function of arrays as a block.
 
     Attributes:
@@ -74,23 +74,23 @@ class Traced:
       notes: what the function says that is not kept.
     """
 
-    block: Block
+    block: EquationBlock
     results: Any
     notes: Sequence[str]
 
 
-def traced(fn: Callable[..., Any], args: Sequence[Any]) -> Traced:
+def traced(fn: Callable[..., Any], args: Sequence[Any]) -> TracedBlock:
     """The block of fn(*args), for pytrees of types; its variables come in the order of the leaves."""
     jax = jax_module()
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-    reader = Reader(jax)
+    reader = JaxprReader(jax)
     ins = [reader.var(v) for v in closed.jaxpr.invars]
     flat, tree = jax.tree_util.tree_flatten(shapes)
     block = reader.block(closed, ins)
-    return Traced(block, jax.tree_util.tree_unflatten(tree, range(len(flat))), tuple(reader.notes))
+    return TracedBlock(block, jax.tree_util.tree_unflatten(tree, range(len(flat))), tuple(reader.notes))
 
 
-class Reader:
+class JaxprReader:
     """Turns jaxprs into blocks."""
 
     def __init__(self, jax: Any) -> None:
@@ -100,7 +100,7 @@ class Reader:
         self.core = core
         self.notes: dict[str, None] = {}
         self.inside = 0
-        self._constants: dict[tuple[Any, ...], Constant] = {}
+        self._constants: dict[tuple[Any, ...], CapturedArray] = {}
 
     def var(self, v: Any) -> Var:
         aval = v.aval
@@ -109,10 +109,10 @@ class Reader:
     def dtype(self, aval: Any) -> str:
         return dtype_of(aval.dtype) if hasattr(aval, "dtype") else "token"
 
-    def block(self, closed: Any, ins: list[Var], prefix: str = "", where: str = "") -> Block:
+    def block(self, closed: Any, ins: list[Var], prefix: str = "", where: str = "") -> EquationBlock:
         """The block of a closed jaxpr, whose variables are `ins`."""
         closed = without_dead(closed)
-        block = Block(ins)
+        block = EquationBlock(ins)
         block.outs = self.inline(block.equations, closed, list(ins), prefix, where)
         return block
 
@@ -137,10 +137,10 @@ class Reader:
                 known[v] = found
         return [read(x) for x in jaxpr.outvars]
 
-    def constant(self, value: Any, aval: Any) -> Constant:
+    def constant(self, value: Any, aval: Any) -> CapturedArray:
         dtype = self.dtype(aval)
         if dtype == KEY:
-            return Constant(np.asarray(self.jax.random.key_data(value)), tuple(aval.shape), KEY)
+            return CapturedArray(np.asarray(self.jax.random.key_data(value)), tuple(aval.shape), KEY)
         array = np.asarray(value)
         if array.ndim == 0:
             return constant(array, dtype)

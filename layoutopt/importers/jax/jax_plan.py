@@ -19,7 +19,7 @@ from layoutopt.arguments import in_keywords
 from layoutopt.importers.jax.constrain import constrained
 from layoutopt.importers.jax.saved import saved_values
 from layoutopt.importers.jax.shardings import Shardings
-from layoutopt.importers.jax.step import Step
+from layoutopt.importers.jax.step import OptimizerStep
 from layoutopt.plan.build import decided
 from layoutopt.space.decisions import KINDS
 from mesh_tf_core.errors import UserError
@@ -60,11 +60,11 @@ class JaxPlan(Shardings):
             saved,
         )
 
-    def train_step(self, loss: Callable[..., Any] | None, optimizer: Any) -> Step:
+    def train_step(self, loss: Callable[..., Any] | None, optimizer: Any) -> OptimizerStep:
         """A training step under the plan, compiled when it first runs.
 
         Args:
           loss: the function that was imported, None for that.
           optimizer: of optax, or anything with its `init` and `update`.
         """
-        return Step(self, self.apply(loss), optimizer)
+        return OptimizerStep(self, self.apply(loss), optimizer)

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 import mesh_tf_core as mtf
-from layoutopt.importers.jax.equations import KEY, Constant, Equation, Operand
+from layoutopt.importers.jax.equations import KEY, CapturedArray, Equation, Operand
 from layoutopt.importers.jax.keys import (
     SEEDED,
+    KeyPart,
     Keys,
-    Part,
     at_place,
     lost,
     numbered,
@@ -147,7 +147,7 @@ def _together(w: Writer, e: Equation, given: Sequence[Any]) -> Sequence[Keys] | 
     return [Keys(parts[0], tuple(parts[1:]), keys[0].stepped)]
 
 
-def _spread(x: Part, shape: Sequence[int]) -> np.ndarray:
+def _spread(x: KeyPart, shape: Sequence[int]) -> np.ndarray:
     """A part as an array of a shape."""
     if isinstance(x, np.ndarray):
         return x
@@ -178,12 +178,12 @@ def _fold_in(w: Writer, e: Equation, given: Sequence[Any]) -> Sequence[Keys] | N
     return [keys.each(wide).then(plain(wide(part)) if isinstance(part, np.ndarray) else part)]
 
 
-def _numbers(w: Writer, v: Operand, value: Any) -> Part | None:
+def _numbers(w: Writer, v: Operand, value: Any) -> KeyPart | None:
     """Numbers that are folded in."""
     known = w.number(v)
     if known is not None:
         return int(known) % 2**32
-    if isinstance(v, Constant):
+    if isinstance(v, CapturedArray):
         return np.asarray(v.value).astype(np.int64) % 2**32
     if not isinstance(value, Tensor):
         return None
@@ -219,7 +219,7 @@ KEYED = (*(prim for prim in _RULES if prim.startswith("random_")), "threefry2x32
 
 def of_numbers(w: Writer, x: Operand, seed: bool = False) -> Keys:
     """Keys of the words that an array has along its last axis, or of a seed."""
-    array = np.asarray(x.value) if isinstance(x, Constant) and x.value is not None else None
+    array = np.asarray(x.value) if isinstance(x, CapturedArray) and x.value is not None else None
     known = w.number(x) if array is None else None
     if known is not None:
         array = np.full(x.shape, known)

@@ -22,7 +22,7 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.random import FoldIn, folded
 from mesh_tf_core.tracing.graph import Graph
 
-Part = Any
+KeyPart = Any
 """A number that is folded in: int, a scalar of the graph, or an array of either for an array of keys."""
 
 SEEDED = zlib.crc32(b"seed")
@@ -42,8 +42,8 @@ class Keys:
       why: what made them, where that cannot be followed.
     """
 
-    start: Part
-    path: tuple[Part, ...] = ()
+    start: KeyPart
+    path: tuple[KeyPart, ...] = ()
     stepped: bool = False
     why: str = ""
 
@@ -52,12 +52,12 @@ class Keys:
         start, *path = (plain(change(x)) if isinstance(x, np.ndarray) else x for x in self.parts)
         return replace(self, start=start, path=tuple(path))
 
-    def then(self, part: Part) -> Keys:
+    def then(self, part: KeyPart) -> Keys:
         """With one more number folded in."""
         return replace(self, path=(*self.path, part))
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[KeyPart, ...]:
         return (self.start, *self.path)
 
     @cached_property
@@ -102,18 +102,18 @@ def shape_of(v: Operand) -> tuple[int, ...]:
     return v.shape if v.dtype == KEY else v.shape[:-1]
 
 
-def numbered(shape: Sequence[int]) -> Part:
+def numbered(shape: Sequence[int]) -> KeyPart:
     """0, 1, ... of an array of keys."""
     return plain(np.arange(int(np.prod(shape))).reshape(shape))
 
 
-def _identity(x: Part) -> Any:
+def _identity(x: KeyPart) -> Any:
     if isinstance(x, np.ndarray):
         return x.shape, tuple(map(_identity, x.ravel()))
     return ("tensor", x.id) if isinstance(x, Tensor) else int(x)
 
 
-def plain(x: np.ndarray) -> Part:
+def plain(x: np.ndarray) -> KeyPart:
     """An array whose elements are all the same is that element."""
     first = x.ravel()[0]
     if all(y is first for y in x.ravel()) if x.dtype == object else bool((x == first).all()):
@@ -135,7 +135,7 @@ def premixed(keys: Keys) -> Keys:
     return replace(keys, start=start, path=tuple(path))
 
 
-def counted(x: Part) -> bool:
+def counted(x: KeyPart) -> bool:
     """Whether a part is of the graph."""
     return isinstance(x, Tensor) or (isinstance(x, np.ndarray) and x.dtype == object)
 
@@ -149,7 +149,7 @@ def at_place(keys: Keys, place: Tensor, table: Callable[[Any], Tensor] | None = 
     Args:
       table: makes whole numbers, one for each place, that at the place; None: they must be in a row.
     """
-    path: list[Part] = []
+    path: list[KeyPart] = []
     start = keys.start
     for i, x in enumerate(keys.parts):
         found = [x] if not isinstance(x, np.ndarray) else _at_place(x, place, table)
@@ -162,7 +162,7 @@ def at_place(keys: Keys, place: Tensor, table: Callable[[Any], Tensor] | None = 
     return replace(keys, start=start, path=tuple(path))
 
 
-def _at_place(x: np.ndarray, place: Tensor, table: Callable[[Any], Tensor] | None) -> list[Part]:
+def _at_place(x: np.ndarray, place: Tensor, table: Callable[[Any], Tensor] | None) -> list[KeyPart]:
     """What is folded in for a part at one place of its first axis; nothing if that cannot be said."""
     rows = x.reshape(len(x), -1)
     if all(_identity(row) == _identity(rows[0]) for row in rows):
@@ -193,7 +193,7 @@ def _at_place(x: np.ndarray, place: Tensor, table: Callable[[Any], Tensor] | Non
 # -- drawing -------------------------------------------------------------------------------------------------
 
 
-def state(graph: Graph, keys: Keys) -> Part:
+def state(graph: Graph, keys: Keys) -> KeyPart:
     """What further numbers are folded into: int, or a scalar of the graph."""
     keys = premixed(keys)
     return _fold(graph, keys.start, keys.path) if keys.path else keys.start
@@ -214,7 +214,7 @@ def key_of(graph: Graph, keys: Keys) -> Tensor:
     return found
 
 
-def _fold(graph: Graph, start: Part, path: Sequence[Part]) -> Tensor:
+def _fold(graph: Graph, start: KeyPart, path: Sequence[KeyPart]) -> Tensor:
     given = [x.cast("int32") for x in (start, *path) if isinstance(x, Tensor)]
     numbers = tuple(None if isinstance(x, Tensor) else int(x) for x in path)
     made: Tensor = graph.apply(FoldIn(None if isinstance(start, Tensor) else int(start), numbers), *given)

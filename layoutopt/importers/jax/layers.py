@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from layoutopt.importers.jax.classes import classes, template
-from layoutopt.importers.jax.equations import Block, Constant, Equation, Operand, Var, constant
+from layoutopt.importers.jax.equations import CapturedArray, Equation, EquationBlock, Operand, Var, constant
 from layoutopt.importers.jax.factors import factors
 from layoutopt.importers.jax.forms import Forms
 from layoutopt.importers.jax.keys import stacked
@@ -19,7 +19,7 @@ PRODUCTS = ("dot_general", "conv_general_dilated", "custom", "scan", "ragged_dot
 """A layer has one of these: rolling up anything smaller gains nothing."""
 
 
-class Program:
+class RerolledBlock:
     """A block while its runs of equal layers become loops.
 
     Attributes:
@@ -35,7 +35,7 @@ class Program:
     """
 
     def __init__(
-        self, block: Block, parameters: Iterable[Var], state: Mapping[Var, int], keys: Iterable[Var]
+        self, block: EquationBlock, parameters: Iterable[Var], state: Mapping[Var, int], keys: Iterable[Var]
     ) -> None:
         self.equations, self.outs = list(block.equations), list(block.outs)
         self.traced_outs, self.state = block.outs, state
@@ -73,7 +73,7 @@ def _stacked_path(members: Sequence[Var]) -> str:
     return "".join(t[0] if len(set(t)) == 1 else f"{t[0]}-{t[-1]}" for t in zip(*parts, strict=True))
 
 
-class Fit:
+class LoopFit:
     """A loop over `count` sequences of `period` equations, if every operand allows it.
 
     Attributes:
@@ -84,7 +84,7 @@ class Fit:
       failed: the first layer's equation that reads what it could not read in a loop.
     """
 
-    def __init__(self, of: Program, first: int, period: int, count: int) -> None:
+    def __init__(self, of: RerolledBlock, first: int, period: int, count: int) -> None:
         self.of, self.first, self.period, self.count = of, first, period, count
         self.end = first + period * count
         self.carries: dict[tuple[tuple[int, int], int], tuple[Operand, Var]] = {}
@@ -153,8 +153,8 @@ class Fit:
     def _operand(self, slot: Sequence[Operand], row: Equation) -> Operand | None:
         """What the body reads where layers read these, in an equation like `row`."""
         first = slot[0]
-        if all(isinstance(x, Constant) and x.shape == () for x in slot):
-            values = [np.asarray(x.value) for x in slot if isinstance(x, Constant)]
+        if all(isinstance(x, CapturedArray) and x.shape == () for x in slot):
+            values = [np.asarray(x.value) for x in slot if isinstance(x, CapturedArray)]
             if len({x.tobytes() for x in values}) == 1:
                 return first
             if not self.of.forms.is_key(row.out):
@@ -310,14 +310,14 @@ class Fit:
                 return False
         return True
 
-    def body(self) -> Block:
+    def body(self) -> EquationBlock:
         """What the loop computes in every iteration."""
         layer = self.layer(0)
         outs: list[Operand] = [layer[n].outs[o] for (n, o), _ in self.carries]
         outs += [layer[n].outs[o] for n, o in self.stacked]
         inside = (self._consts, self.carries, self._members, self._sources, self._listed)
         ins = [inner for found in inside for _, inner in found.values()]
-        return Block(ins, [*self._before, *self._equations], outs)
+        return EquationBlock(ins, [*self._before, *self._equations], outs)
 
     def loop(self) -> Equation:
         """The loop."""

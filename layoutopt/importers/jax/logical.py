@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from layoutopt.importers.jax.classes import Node
+from layoutopt.importers.jax.classes import FactorNode
 from layoutopt.importers.jax.equations import Var
 from layoutopt.importers.jax.internals import jax_module
 from layoutopt.importers.jax.leaves import Leaf, Noted, flat, noted_names
@@ -125,12 +125,12 @@ def said_of(names: Any, known: Sequence[Leaf]) -> tuple[dict[str, Any], dict[str
 
 
 def called(
-    axes: Sequence[tuple[Node, LogicalAxis]],
-) -> tuple[dict[Node, tuple[str, str]], list[str]]:
+    axes: Sequence[tuple[FactorNode, LogicalAxis]],
+) -> tuple[dict[FactorNode, tuple[str, str]], list[str]]:
     """Class -> its logical name and an array that has it, from (class, axis) of all, most frequent first; and
     notes of classes that have several names."""
-    votes: dict[Node, Counter[str]] = defaultdict(Counter)
-    where: dict[Node, str] = {}
+    votes: dict[FactorNode, Counter[str]] = defaultdict(Counter)
+    where: dict[FactorNode, str] = {}
     for node, x in axes:
         votes[node][x.name] += 1
         where.setdefault(node, x.path)

@@ -13,7 +13,7 @@ from layoutopt.importers.jax.arguments import arguments
 from layoutopt.importers.jax.classes import classes
 from layoutopt.importers.jax.equations import (
     KEY,
-    Block,
+    EquationBlock,
     Operand,
     Var,
     has_fractions,
@@ -24,12 +24,12 @@ from layoutopt.importers.jax.jax_plan import JaxPlan
 from layoutopt.importers.jax.keys import Keys
 from layoutopt.importers.jax.leaves import Leaf, leaves, leaves_of, new_state, stacked_leaf
 from layoutopt.importers.jax.logical import logical_axes, said_of, same_dimensions
-from layoutopt.importers.jax.names import Arrays
+from layoutopt.importers.jax.names import ArgumentArrays
 from layoutopt.importers.jax.naming import named
 from layoutopt.importers.jax.optax_of import optax_of
-from layoutopt.importers.jax.origin import ArrayAxes, Origin
+from layoutopt.importers.jax.origin import ArrayAxes, ImportedFunction
 from layoutopt.importers.jax.parts import why_whole
-from layoutopt.importers.jax.placing import Placing, inner_dims
+from layoutopt.importers.jax.placing import ArrayPlacing, inner_dims
 from layoutopt.importers.jax.relations import Axis
 from layoutopt.importers.jax.reroll import Rerolled, rerolled
 from layoutopt.importers.jax.shardings import jax_mesh
@@ -59,7 +59,7 @@ TABLE: Mapping[str, Handler] = {
 class JaxModel(mtf.Model):
     """A model that a JAX function is."""
 
-    origin: Origin | None = field(default=None, repr=False, compare=False)
+    origin: ImportedFunction | None = field(default=None, repr=False, compare=False)
 
     def applied(self, plan: Plan) -> JaxPlan:
         """The plan in the user's own function: `plan.jax`.
@@ -86,7 +86,7 @@ class JaxModel(mtf.Model):
         check_plan_model(plan, self)
         origin = self.origin
         assert origin is not None
-        lies = Placing(plan.mesh, plan.layout, origin, self.lower(plan.mesh, plan.layout, plan.options))
+        lies = ArrayPlacing(plan.mesh, plan.layout, origin, self.lower(plan.mesh, plan.layout, plan.options))
         found = {
             "PARAMETERS": [(a, lies.stored(a.path)) for a in origin.parameters.values()],
             "OPTIMIZER": [(a, lies.stored(a.path, slot=True)) for a in origin.parameters.values()],
@@ -180,7 +180,7 @@ def from_jax(
     for listed in pairs.values():
         for v, leaf in listed:
             v.path = leaf.path
-    given_arrays = Arrays(pairs["params"], pairs.get("state", []), pairs["batch"])
+    given_arrays = ArgumentArrays(pairs["params"], pairs.get("state", []), pairs["batch"])
     results = _Results(trace.results, state, trace.block, [v for v, _ in given_arrays.state])
     again, arrays = _in_loops(trace.block, given_arrays, pairs.get("rng", []), results)
     block, cut, notes = again.block, factors(again.block), [*trace.notes, *again.notes]
@@ -200,7 +200,7 @@ def from_jax(
         if member in results.new_state:
             _store(writer, v, leaf, block.outs[results.new_state[member]])
     tokens = _tokens(writer, arrays)
-    origin = Origin(
+    origin = ImportedFunction(
         loss,
         tuple(types),
         tuple(found),
@@ -247,15 +247,15 @@ def _optimizer(optimizer: str | Optimizer) -> Optimizer:
 
 
 def _in_loops(
-    block: Block, arrays: Arrays, keys: Sequence[tuple[Var, Leaf]], results: _Results
-) -> tuple[Rerolled, Arrays]:
+    block: EquationBlock, arrays: ArgumentArrays, keys: Sequence[tuple[Var, Leaf]], results: _Results
+) -> tuple[Rerolled, ArgumentArrays]:
     """The block with its equal layers as loops, and its arguments then."""
     state = {v: results.new_state.get(v, -1) for v, _ in arrays.state}
     again = rerolled(block, [v for v, _ in arrays.parameters], state, [v for v, _ in keys])
     return again, _stacked(arrays, again)
 
 
-def _stacked(arrays: Arrays, again: Rerolled) -> Arrays:
+def _stacked(arrays: ArgumentArrays, again: Rerolled) -> ArgumentArrays:
     """The arguments, with those of several layers as one."""
     if not again.stacks:
         return arrays
@@ -268,10 +268,10 @@ def _stacked(arrays: Arrays, again: Rerolled) -> Arrays:
         rest = [(v, leaf) for v, leaf in listed if v not in gone]
         return rest + [(s, stacked_leaf(s, owns[s])) for s, m in again.stacks.items() if m[0] in own]
 
-    return Arrays(kept(arrays.parameters), kept(arrays.state), arrays.batch, owns)
+    return ArgumentArrays(kept(arrays.parameters), kept(arrays.state), arrays.batch, owns)
 
 
-def _hints(names: Mapping[str, Any], arrays: Arrays, cut: Factors) -> Iterable[list[Axis]]:
+def _hints(names: Mapping[str, Any], arrays: ArgumentArrays, cut: Factors) -> Iterable[list[Axis]]:
     """Axes to which the user gives one name; and arrays of whole numbers of one shape in the batch (tokens,
     masks, labels) have the same axes."""
     same: dict[tuple[str, int], list[Axis]] = defaultdict(list)
@@ -303,7 +303,7 @@ class _Results:
       new_state: variable of the state -> which result is its new value; empty if the function returns none.
     """
 
-    def __init__(self, tree: Any, state: Any, block: Block, variables: Sequence[Var]) -> None:
+    def __init__(self, tree: Any, state: Any, block: EquationBlock, variables: Sequence[Var]) -> None:
         self.aux: Any = None
         first = tree
         if isinstance(tree, tuple | list):
@@ -324,7 +324,7 @@ class _Results:
             zip(variables, leaves(new_state(self.aux, state)), strict=False)
         )
 
-    def metrics(self, writer: Writer, block: Block) -> dict[str, Tensor]:
+    def metrics(self, writer: Writer, block: EquationBlock) -> dict[str, Tensor]:
         """The numbers of the auxiliary's mappings."""
         out: dict[str, Tensor] = {}
         for part in (self.aux, *(self.aux if isinstance(self.aux, tuple | list) else ())):
@@ -347,7 +347,7 @@ def _store(w: Writer, v: Var, leaf: Leaf, value: Operand) -> None:
     w.graph.assign(variable, mtf.stop_gradient(t))
 
 
-def _tokens(w: Writer, arrays: Arrays) -> tuple[str, ...]:
+def _tokens(w: Writer, arrays: ArgumentArrays) -> tuple[str, ...]:
     for v, _ in arrays.batch:
         names = [d.name for d in w.shape(v)]
         if v.dtype.startswith("int") and names[:2] == ["batch", "length"] and id(v) in w.values:
@@ -356,7 +356,7 @@ def _tokens(w: Writer, arrays: Arrays) -> tuple[str, ...]:
 
 
 def _axes(
-    w: Writer, arrays: Arrays, listed: Sequence[tuple[Var, Leaf]], prefix: str = ""
+    w: Writer, arrays: ArgumentArrays, listed: Sequence[tuple[Var, Leaf]], prefix: str = ""
 ) -> dict[str, ArrayAxes]:
     """The user's arrays by path, those of layers that became one too."""
     found = {}

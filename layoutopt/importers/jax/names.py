@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from layoutopt.importers.jax.classes import Classes, Node
-from layoutopt.importers.jax.equations import Block, Var
+from layoutopt.importers.jax.classes import Classes, FactorNode
+from layoutopt.importers.jax.equations import EquationBlock, Var
 from layoutopt.importers.jax.leaves import Leaf
-from layoutopt.importers.jax.relations import Copies, Part
+from layoutopt.importers.jax.relations import AxisPart, Copies
 
 _KINDS = ("kernel", "weight", "w", "bias", "b", "scale", "embedding", "embeddings", "gamma", "beta", "value")
 
 
 @dataclass(frozen=True)
-class Arrays:
+class ArgumentArrays:
     """The arguments: variables of the block with the arrays that they stand for.
 
     Attributes:
@@ -40,7 +40,7 @@ class Arrays:
                 yield own, v, int(v in self.stacks)
 
 
-class Names:
+class ClassNames:
     """Every class's name, the first that it is given; every name is one dimension.
 
     Attributes:
@@ -51,22 +51,22 @@ class Names:
       counts: classes that count the pieces that an axis is cut into.
     """
 
-    def __init__(self, block: Block, classes: Classes, arrays: Arrays) -> None:
+    def __init__(self, block: EquationBlock, classes: Classes, arrays: ArgumentArrays) -> None:
         self.block, self.classes, self.arrays = block, classes, arrays
-        self.found: dict[Node, str] = {}
+        self.found: dict[FactorNode, str] = {}
         self.taken: set[str] = set()
-        self.in_parameters: Counter[Node] = Counter()
+        self.in_parameters: Counter[FactorNode] = Counter()
         for v, _ in arrays.parameters:
             self.in_parameters.update(classes.all(v))
         self.held = [set(classes.all(v)) for v, _ in arrays.parameters]
         self.of_batch = {n for v, _ in arrays.batch for n in classes.all(v)}
-        self.counts: set[Node] = set()
+        self.counts: set[FactorNode] = set()
         for _, relation in classes.factors.related:
-            if isinstance(relation, Part) and not isinstance(relation, Copies):
+            if isinstance(relation, AxisPart) and not isinstance(relation, Copies):
                 own, inner = classes.of(*relation.x), classes.of(*relation.y)
                 self.counts.update(own[: len(own) - len(inner)])
 
-    def give(self, node: Node, name: str) -> None:
+    def give(self, node: FactorNode, name: str) -> None:
         """A name for a class that has none; numbered if another has it."""
         root = self.classes.find(node)
         if root in self.found:

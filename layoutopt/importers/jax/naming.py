@@ -9,43 +9,45 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from layoutopt.importers.jax.classes import Classes, Node, template
-from layoutopt.importers.jax.equations import Block, Var
+from layoutopt.importers.jax.classes import Classes, FactorNode, template
+from layoutopt.importers.jax.equations import EquationBlock, Var
 from layoutopt.importers.jax.leaves import Leaf
 from layoutopt.importers.jax.logical import LogicalAxis, called
-from layoutopt.importers.jax.names import Arrays, Names, last
+from layoutopt.importers.jax.names import ArgumentArrays, ClassNames, last
 from layoutopt.importers.jax.relations import Copies
 from layoutopt.importers.jax.roles import name_roles
 from mesh_tf_core.errors import UserError, known_names
 
-Given = Mapping[str, object]
+GivenNames = Mapping[str, object]
 """Path of an array -> names of its axes (None: as inferred; a tuple where an axis has several factors); or
 the inferred name of a dimension -> another one."""
 
 
 def named(
-    block: Block,
+    block: EquationBlock,
     classes: Classes,
-    arrays: Arrays,
-    given: Given,
+    arrays: ArgumentArrays,
+    given: GivenNames,
     logical: Sequence[LogicalAxis],
     notes: list[str],
-) -> dict[Node, str]:
+) -> dict[FactorNode, str]:
     """Class -> its name; what logical names say twice is told in `notes`.
 
     Raises:
       UserError: names that do not fit the arrays, or that would give a dimension two names.
     """
-    return _Naming(Names(block, classes, arrays), given, logical, notes).all()
+    return _Naming(ClassNames(block, classes, arrays), given, logical, notes).all()
 
 
 class _Naming:
-    def __init__(self, names: Names, given: Given, logical: Sequence[LogicalAxis], notes: list[str]) -> None:
+    def __init__(
+        self, names: ClassNames, given: GivenNames, logical: Sequence[LogicalAxis], notes: list[str]
+    ) -> None:
         self.names, self.given, self.logical, self.notes = names, given, logical, notes
         self.block, self.classes, self.arrays = names.block, names.classes, names.arrays
-        self.fixed: dict[Node, tuple[str, str]] = {}
+        self.fixed: dict[FactorNode, tuple[str, str]] = {}
 
-    def all(self) -> dict[Node, str]:
+    def all(self) -> dict[FactorNode, str]:
         self._given()
         self._logical()
         name_roles(self.names)
@@ -80,7 +82,7 @@ class _Naming:
             for a, name in enumerate(axes):
                 self._said(path, a, self.classes.of(v, a + first), name)
 
-    def _said(self, path: str, axis: int, nodes: Sequence[Node], name: object) -> None:
+    def _said(self, path: str, axis: int, nodes: Sequence[FactorNode], name: object) -> None:
         if name is None:
             return
         parts = list(name) if isinstance(name, tuple | list) else [name]
@@ -108,7 +110,7 @@ class _Naming:
             self.fixed[node] = str(part), place
             self.names.give(node, str(part))
 
-    def _renamed(self) -> dict[Node, str]:
+    def _renamed(self) -> dict[FactorNode, str]:
         """With dimensions renamed as the user says."""
         known = {name: root for root, name in self.names.found.items()}
         for old, new in self.given.items():
@@ -169,7 +171,7 @@ class _Naming:
         for v, leaf in (*self.arrays.parameters, *self.arrays.state):
             self._by_path(v, last(leaf.path))
 
-    def _made(self) -> Iterator[tuple[Leaf, Sequence[Node]]]:
+    def _made(self) -> Iterator[tuple[Leaf, Sequence[FactorNode]]]:
         """What parameters make: the axes that a product with them has and its other factor has not."""
         weights = {id(v): (leaf, tuple(range(len(v.shape)))) for v, leaf in self.arrays.parameters}
         for e in self.block.walk():

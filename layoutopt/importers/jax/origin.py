@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from layoutopt.importers.jax.classes import Classes, Node
-from layoutopt.importers.jax.equations import Block, Equation
+from layoutopt.importers.jax.classes import Classes, FactorNode
+from layoutopt.importers.jax.equations import Equation, EquationBlock
 from layoutopt.importers.jax.layers import PRODUCTS
 from layoutopt.importers.jax.reroll import Rerolled
 
@@ -42,7 +42,7 @@ class ArrayAxes:
 
 
 @dataclass(frozen=True)
-class Origin:
+class ImportedFunction:
     """The function, its arrays, and what was inferred of it.
 
     Attributes:
@@ -64,9 +64,9 @@ class Origin:
     batch: Mapping[str, ArrayAxes]
     sources: Mapping[int, str] = field(repr=False)
     notes: tuple[str, ...]
-    block: Block = field(repr=False)
+    block: EquationBlock = field(repr=False)
     classes: Classes = field(repr=False)
-    names: Mapping[Node, str] = field(repr=False)
+    names: Mapping[FactorNode, str] = field(repr=False)
     rerolled: Rerolled = field(repr=False)
     tensors: Mapping[int, int] = field(repr=False)
 

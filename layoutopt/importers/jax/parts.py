@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from layoutopt.importers.jax.origin import Origin
+from layoutopt.importers.jax.origin import ImportedFunction
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.tracing.copying import batch_names
 from mesh_tf_core.tracing.graph import graph_of
 from mesh_tf_core.tracing.standing import Kind, Standings
 
 
-def why_whole(loss: Tensor, origin: Origin, batch: str) -> str:
+def why_whole(loss: Tensor, origin: ImportedFunction, batch: str) -> str:
     """Why a function cannot run on parts of its batch one after the other, with its line; '' if it can.
 
     Args:
@@ -18,7 +18,7 @@ def why_whole(loss: Tensor, origin: Origin, batch: str) -> str:
     return _auxiliary(origin) or _loss(loss, batch) or _inputs(origin, batch)
 
 
-def _auxiliary(origin: Origin) -> str:
+def _auxiliary(origin: ImportedFunction) -> str:
     if len(origin.block.outs) == 1:
         return ""
     return "the loss returns auxiliary values, which no sum over parts of the batch gives"
@@ -44,7 +44,7 @@ def _loss(loss: Tensor, batch: str) -> str:
     return ""
 
 
-def _inputs(origin: Origin, batch: str) -> str:
+def _inputs(origin: ImportedFunction, batch: str) -> str:
     for path, array in origin.batch.items():
         if not array.axes or not array.axes[0] or array.axes[0][0] != batch:
             return f"the first axis of {path!r} is not the batch"

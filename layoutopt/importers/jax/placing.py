@@ -14,7 +14,7 @@ from typing import Any
 
 from layoutopt.importers.jax.equations import KEY, Operand
 from layoutopt.importers.jax.internals import jax_module
-from layoutopt.importers.jax.origin import ArrayAxes, Origin
+from layoutopt.importers.jax.origin import ArrayAxes, ImportedFunction
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -25,7 +25,7 @@ Spec = tuple[Axes | None, ...]
 
 
 @dataclass(frozen=True)
-class Placing:
+class ArrayPlacing:
     """How everything lies.
 
     Attributes:
@@ -34,7 +34,7 @@ class Placing:
 
     mesh: Mesh
     layout: Layout
-    origin: Origin
+    origin: ImportedFunction
     program: Program
 
     def axis(self, sizes: Sequence[int], splits: Sequence[Axes]) -> Axes | None:

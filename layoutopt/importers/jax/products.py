@@ -9,7 +9,7 @@ import mesh_tf_core as mtf
 from layoutopt.importers.jax.equations import Equation, Operand
 from layoutopt.importers.jax.refusals import refuse
 from layoutopt.importers.jax.shapes import spread
-from layoutopt.importers.jax.writer import Handler, Number, Writer, our_dtype
+from layoutopt.importers.jax.writer import Handler, ScalarArray, Writer, our_dtype
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.tensor import Tensor
@@ -31,10 +31,10 @@ def _dot(w: Writer, e: Equation) -> None:
     (lc, rc), (lb, rb) = e.params["dimension_numbers"]
     x, y = e.ins[:2]
     dtype = our_dtype(e.out.dtype)
-    numbers = [v.value for v in (w.value(x), w.value(y)) if isinstance(v, Number)]
+    numbers = [v.value for v in (w.value(x), w.value(y)) if isinstance(v, ScalarArray)]
     if len(numbers) == 2:
         count = math.prod(x.shape[a] for a in lc)
-        w.put(e.out, Number(numbers[0] * numbers[1] * count, e.out.dtype))
+        w.put(e.out, ScalarArray(numbers[0] * numbers[1] * count, e.out.dtype))
         return
     slots, out = _Slots(w), w.shape(e.out)
     at = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from layoutopt.importers.jax.equations import Block, Equation, Operand
+from layoutopt.importers.jax.equations import Equation, EquationBlock, Operand
 from layoutopt.importers.jax.indexing import indexing
 from layoutopt.importers.jax.relations import Axis, Same
 
@@ -36,7 +36,7 @@ _KEEPING = frozenset(
 _CLIPS = ("max", "min", "clamp")
 
 
-def index_relations(block: Block) -> list[tuple[Equation, Same]]:
+def index_relations(block: EquationBlock) -> list[tuple[Equation, Same]]:
     """Axes that are the same because numbers that count one are compared with, or look up in, the other."""
     found: list[tuple[Equation, Same]] = []
     _Ranges(found).run(block)
@@ -49,7 +49,7 @@ class _Ranges:
         self.counts: dict[int, Axis] = {}
         self.along: dict[int, int] = {}
 
-    def run(self, block: Block) -> None:
+    def run(self, block: EquationBlock) -> None:
         for e in block.equations:
             if e.body is not None:
                 for x, inner in zip(e.ins, e.body.ins, strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 import mesh_tf_core as mtf
 from layoutopt.importers.jax.equations import Equation
 from layoutopt.importers.jax.refusals import refuse
-from layoutopt.importers.jax.writer import Handler, Number, Writer, our_dtype
+from layoutopt.importers.jax.writer import Handler, ScalarArray, Writer, our_dtype
 
 _REDUCE = {
     "reduce_sum": mtf.reduce_sum,
@@ -27,7 +27,7 @@ def _reduce(w: Writer, e: Equation) -> None:
     x, axes = e.ins[0], tuple(e.params["axes"])
     kept = [a for a in range(len(x.shape)) if a not in axes]
     value = w.value(x)
-    if isinstance(value, Number):
+    if isinstance(value, ScalarArray):
         count = math.prod(x.shape[a] for a in axes)
         if not count and e.prim not in _OF_NOTHING:
             refuse(e, "an array without elements has no extreme", "leave it out")
@@ -36,7 +36,7 @@ def _reduce(w: Writer, e: Equation) -> None:
             e.prim, lambda v: v
         )
         made = found(value.value) if count else _OF_NOTHING[e.prim]
-        w.put(e.out, Number(made, e.out.dtype))
+        w.put(e.out, ScalarArray(made, e.out.dtype))
         return
     gone = [d for a in axes for d in w.dims(x, a)]
     t = w.drawn(value, x)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from layoutopt.importers.jax.equations import KEY, Equation, Operand, has_fractions
-from layoutopt.importers.jax.indexing import Piece, indexing
+from layoutopt.importers.jax.indexing import IndexedPiece, indexing
 
 # fmt: off
 ELEMENTWISE = frozenset((
@@ -55,7 +55,7 @@ class Regroup:
 
 
 @dataclass(frozen=True)
-class Part:
+class AxisPart:
     """Axis `y` is one of `count` equal pieces of axis `x`."""
 
     x: Axis
@@ -64,7 +64,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Copies(Part):
+class Copies(AxisPart):
     """Axis `x` is `count` copies of axis `y`, one behind the other."""
 
 
@@ -76,10 +76,10 @@ class Join:
     y: Axis
 
 
-Relation = Same | Regroup | Part | Join
+AxisRelation = Same | Regroup | AxisPart | Join
 
 
-def relations(equation: Equation, pieces: dict[int, Piece]) -> Iterator[Relation]:
+def relations(equation: Equation, pieces: dict[int, IndexedPiece]) -> Iterator[AxisRelation]:
     """The relations of an equation; of a loop, those between its operands and its body."""
     prim = equation.prim
     if prim in ELEMENTWISE:
@@ -104,7 +104,7 @@ def _is_plain(x: Operand) -> bool:
     return x.dtype not in (KEY, "token")
 
 
-def _aligned(x: Operand, y: Operand) -> Iterator[Relation]:
+def _aligned(x: Operand, y: Operand) -> Iterator[AxisRelation]:
     """Axes at equal positions; one of size 1 stands for none."""
     if len(x.shape) == len(y.shape) and _is_plain(x) and _is_plain(y):
         for a, (m, n) in enumerate(zip(x.shape, y.shape, strict=True)):
@@ -112,34 +112,34 @@ def _aligned(x: Operand, y: Operand) -> Iterator[Relation]:
                 yield Same((x, a), (y, a))
 
 
-def _mapped(x: Operand, y: Operand, axes: Sequence[int], kind: str = "") -> Iterator[Relation]:
+def _mapped(x: Operand, y: Operand, axes: Sequence[int], kind: str = "") -> Iterator[AxisRelation]:
     """Axis axes[i] of x is axis i of y."""
     for i, a in enumerate(axes):
         if x.shape[a] == y.shape[i]:
             yield Same((x, a), (y, i), kind)
 
 
-def _broadcast(e: Equation) -> Iterator[Relation]:
+def _broadcast(e: Equation) -> Iterator[AxisRelation]:
     for i, a in enumerate(e.params["broadcast_dimensions"]):
         if e.ins[0].shape[i] == e.out.shape[a]:
             yield Same((e.ins[0], i), (e.out, a))
 
 
-def _reshape(e: Equation) -> Iterator[Relation]:
+def _reshape(e: Equation) -> Iterator[AxisRelation]:
     yield Regroup(e.ins[0], e.out)
 
 
-def _transpose(e: Equation) -> Iterator[Relation]:
+def _transpose(e: Equation) -> Iterator[AxisRelation]:
     yield from _mapped(e.ins[0], e.out, e.params["permutation"])
 
 
-def _squeeze(e: Equation) -> Iterator[Relation]:
+def _squeeze(e: Equation) -> Iterator[AxisRelation]:
     rank = len(e.ins[0].shape)
     gone = {d % rank for d in e.params["dimensions"]}
     yield from _mapped(e.ins[0], e.out, [a for a in range(rank) if a not in gone])
 
 
-def _dot(e: Equation) -> Iterator[Relation]:
+def _dot(e: Equation) -> Iterator[AxisRelation]:
     (lc, rc), (lb, rb) = e.params["dimension_numbers"]
     x, y = e.ins[:2]
     # Values flow forward: the axes that a product keeps are more certain than those that it sums out.
@@ -154,7 +154,7 @@ def _product(
     summed: tuple[Sequence[int], Sequence[int]],
     used: tuple[Sequence[int], Sequence[int]],
     at: int,
-) -> Iterator[Relation]:
+) -> Iterator[AxisRelation]:
     """The axes that a product of two keeps, from the result's axis `at` on, and those that it sums out.
 
     Args:
@@ -169,7 +169,7 @@ def _product(
         yield Same((e.ins[0], a), (e.ins[1], b), "product")
 
 
-def _concatenate(e: Equation) -> Iterator[Relation]:
+def _concatenate(e: Equation) -> Iterator[AxisRelation]:
     dim = e.params["dimension"]
     for x in e.ins:
         for a in range(len(e.out.shape)):
@@ -181,7 +181,7 @@ def _concatenate(e: Equation) -> Iterator[Relation]:
         yield Same((e.ins[0], dim), (e.out, dim))
 
 
-def _stack(e: Equation) -> Iterator[Relation]:
+def _stack(e: Equation) -> Iterator[AxisRelation]:
     """Also the other way round: rows with an axis more, and without it."""
     axis = e.params["axis"]
     whole, rows = (e.out, e.ins) if e.prim == "stack" else (e.ins[0], e.outs)
@@ -190,47 +190,47 @@ def _stack(e: Equation) -> Iterator[Relation]:
         yield from _mapped(whole, row, kept)
 
 
-def _pad(e: Equation) -> Iterator[Relation]:
+def _pad(e: Equation) -> Iterator[AxisRelation]:
     for a, widths in enumerate(e.params["padding_config"]):
         if tuple(widths) == (0, 0, 0):
             yield Same((e.ins[0], a), (e.out, a))
 
 
-def _tile(e: Equation) -> Iterator[Relation]:
+def _tile(e: Equation) -> Iterator[AxisRelation]:
     x, y = e.ins[0], e.out
     for a, count in enumerate(e.params["reps"]):
         yield Same((x, a), (y, a)) if count == 1 else Copies((y, a), (x, a), count)
 
 
-def _slice(e: Equation, piece: Piece | None) -> Iterator[Relation]:
+def _slice(e: Equation, piece: IndexedPiece | None) -> Iterator[AxisRelation]:
     x, y = e.ins[0], e.out
     for a, (m, n) in enumerate(zip(x.shape, y.shape, strict=True)):
         if m == n:
             yield Same((x, a), (y, a))
         elif piece is not None and piece.axis == a:
-            yield Part((x, a), (y, a), piece.count)
+            yield AxisPart((x, a), (y, a), piece.count)
 
 
-def _split(e: Equation) -> Iterator[Relation]:
+def _split(e: Equation) -> Iterator[AxisRelation]:
     axis, sizes = e.params["axis"], e.params["sizes"]
     for y in e.outs:
         for a in range(len(y.shape)):
             if a != axis:
                 yield Same((e.ins[0], a), (y, a))
             elif len(set(sizes)) == 1:
-                yield Part((e.ins[0], a), (y, a), len(sizes))
+                yield AxisPart((e.ins[0], a), (y, a), len(sizes))
 
 
-def _dynamic_slice(e: Equation) -> Iterator[Relation]:
+def _dynamic_slice(e: Equation) -> Iterator[AxisRelation]:
     yield from _aligned(e.ins[0], e.out)
 
 
-def _dynamic_update(e: Equation) -> Iterator[Relation]:
+def _dynamic_update(e: Equation) -> Iterator[AxisRelation]:
     yield from _aligned(e.ins[0], e.out)
     yield from _aligned(e.ins[1], e.out)
 
 
-def _gather(e: Equation) -> Iterator[Relation]:
+def _gather(e: Equation) -> Iterator[AxisRelation]:
     found, (x, ids) = indexing(e), e.ins[:2]
     for a, o in found.kept:
         yield Same((x, a), (e.out, o))
@@ -241,7 +241,7 @@ def _gather(e: Equation) -> Iterator[Relation]:
         yield Same((ids, i), (e.out, o), "ids")
 
 
-def _scatter(e: Equation) -> Iterator[Relation]:
+def _scatter(e: Equation) -> Iterator[AxisRelation]:
     found, (x, ids, rows) = indexing(e), e.ins[:3]
     yield from _aligned(x, e.out)
     for a, o in found.kept:
@@ -253,13 +253,13 @@ def _scatter(e: Equation) -> Iterator[Relation]:
         yield Same((ids, i), (rows, o), "ids")
 
 
-def _top_k(e: Equation) -> Iterator[Relation]:
+def _top_k(e: Equation) -> Iterator[AxisRelation]:
     for y in e.outs:
         yield from _mapped(e.ins[0], y, range(len(y.shape) - 1))
     yield Same((e.outs[0], len(e.out.shape) - 1), (e.outs[1], len(e.out.shape) - 1))
 
 
-def _ragged(e: Equation) -> Iterator[Relation]:
+def _ragged(e: Equation) -> Iterator[AxisRelation]:
     numbers = e.params["ragged_dot_dimension_numbers"]
     (lc, rc), (lb, _) = numbers.dot_dimension_numbers
     _, y, counts = e.ins[:3]
@@ -270,7 +270,7 @@ def _ragged(e: Equation) -> Iterator[Relation]:
     yield from _product(e, (lc, rc), (lc, (*rc, *groups)), 0)
 
 
-def _conv(e: Equation) -> Iterator[Relation]:
+def _conv(e: Equation) -> Iterator[AxisRelation]:
     d, groups = e.params["dimension_numbers"], e.params["feature_group_count"]
     (x, w), y = e.ins, e.out
     yield Same((x, d.lhs_spec[0]), (y, d.out_spec[0]), "product")
@@ -284,12 +284,12 @@ def _conv(e: Equation) -> Iterator[Relation]:
         yield Same((x, a), (y, b), "sized")
 
 
-def _window(e: Equation) -> Iterator[Relation]:
+def _window(e: Equation) -> Iterator[AxisRelation]:
     for a, n in enumerate(e.params["window_dimensions"]):
         yield Same((e.ins[0], a), (e.out, a), "" if n == 1 else "sized")
 
 
-def _scan(e: Equation) -> Iterator[Relation]:
+def _scan(e: Equation) -> Iterator[AxisRelation]:
     assert e.body is not None
     consts, carry = e.params["consts"], e.params["carry"]
     for i, (x, inner) in enumerate(zip(e.ins, e.body.ins, strict=True)):
@@ -309,13 +309,13 @@ def _scan(e: Equation) -> Iterator[Relation]:
         yield Same((stacks[0], 0), (x, 0))
 
 
-def _mapped_below(outer: Operand, inner: Operand) -> Iterator[Relation]:
+def _mapped_below(outer: Operand, inner: Operand) -> Iterator[AxisRelation]:
     if _is_plain(outer) and _is_plain(inner):
         for a in range(len(inner.shape)):
             yield Same((outer, a + 1), (inner, a))
 
 
-def _custom(e: Equation) -> Iterator[Relation]:
+def _custom(e: Equation) -> Iterator[AxisRelation]:
     assert e.body is not None and e.backward is not None
     for x, inner in zip(e.ins, e.body.ins, strict=True):
         yield from _aligned(x, inner)
@@ -328,7 +328,7 @@ def _custom(e: Equation) -> Iterator[Relation]:
         yield from _aligned(e.ins[i], dx)
 
 
-_RULES: dict[str, Callable[[Equation], Iterator[Relation]]] = {
+_RULES: dict[str, Callable[[Equation], Iterator[AxisRelation]]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "transpose": _transpose,

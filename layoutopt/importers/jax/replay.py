@@ -16,7 +16,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.jax = internals.jax_module()
-        self.reader = internals.Reader(self.jax)
+        self.reader = internals.JaxprReader(self.jax)
 
     def traced(self, fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
         """The closed jaxpr of fn(*args) as the importer reads it, and the tree of its results."""

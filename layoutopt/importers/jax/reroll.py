@@ -20,8 +20,8 @@ import numpy as np
 
 from layoutopt.importers.jax.apart import why_apart
 from layoutopt.importers.jax.classes import Classes
-from layoutopt.importers.jax.equations import KEY, Block, Equation, Operand, Var
-from layoutopt.importers.jax.layers import PRODUCTS, Fit, Program
+from layoutopt.importers.jax.equations import KEY, Equation, EquationBlock, Operand, Var
+from layoutopt.importers.jax.layers import PRODUCTS, LoopFit, RerolledBlock
 
 _NEAR = 32
 """How many later occurrences of an equation are tried as the next layer's."""
@@ -30,7 +30,7 @@ _STARTS = 48
 
 
 @dataclass(frozen=True)
-class Run:
+class RerolledRun:
     """Layers that became a loop.
 
     Attributes:
@@ -53,8 +53,8 @@ class Rerolled:
       notes: about layers that stayed on their own.
     """
 
-    block: Block
-    runs: list[Run] = field(default_factory=list)
+    block: EquationBlock
+    runs: list[RerolledRun] = field(default_factory=list)
     stacks: dict[Var, tuple[Var, ...]] = field(default_factory=dict)
     twins: dict[int, Operand] = field(default_factory=dict)
     left: dict[int, Var] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Rerolled:
 
 
 def rerolled(
-    block: Block,
+    block: EquationBlock,
     parameters: Iterable[Var],
     state: Mapping[Var, int],
     keys: Iterable[Var],
@@ -87,11 +87,11 @@ def rerolled(
       state: what is stored and not trained -> which result is its new value, -1 for none.
       keys: random keys among the variables.
     """
-    return _Rerolling(block, Program(block, parameters, state, keys)).done()
+    return _Rerolling(block, RerolledBlock(block, parameters, state, keys)).done()
 
 
 class _Rerolling:
-    def __init__(self, block: Block, program: Program) -> None:
+    def __init__(self, block: EquationBlock, program: RerolledBlock) -> None:
         self.ins, self.program = block.ins, program
         self.made = Rerolled(block, stacks=program.stacks)
 
@@ -111,7 +111,7 @@ class _Rerolling:
                     self.program.outs[n] = made.left.get(
                         id(self.program.traced_outs[n]), self.program.outs[n]
                     )
-            made.block = Block([*ins, *made.stacks], self._live(), self.program.outs)
+            made.block = EquationBlock([*ins, *made.stacks], self._live(), self.program.outs)
         return made
 
     def _one(self) -> bool:
@@ -147,7 +147,7 @@ class _Rerolling:
         assert all(first + length <= n for first, _, length in found)
         return sorted(found, key=lambda c: (-(c[2] // c[1] - 1) * c[1], c[1], c[0]))
 
-    def _fitted(self, first: int, period: int, length: int) -> Fit | None:
+    def _fitted(self, first: int, period: int, length: int) -> LoopFit | None:
         """The loop of a candidate. Of all places where a layer may begin, that where least is handed on."""
         widths = self._handed_on(first, period, length)
         most = length // period
@@ -156,7 +156,7 @@ class _Rerolling:
                 return None
             starts = sorted(range(length - count * period + 1), key=lambda r: (widths[r % period], r))
             for r in starts[:_STARTS]:
-                fit = Fit(self.program, first + r, period, count)
+                fit = LoopFit(self.program, first + r, period, count)
                 if fit.holds():
                     return fit
         return None
@@ -175,7 +175,7 @@ class _Rerolling:
 
     # -- rewriting -----------------------------------------------------------------------------------------
 
-    def _replace(self, fit: Fit) -> None:
+    def _replace(self, fit: LoopFit) -> None:
         equations, made = self.program.equations, self.made
         layers = tuple(tuple(fit.layer(i)) for i in range(fit.count))
         loop = fit.loop()
@@ -196,10 +196,10 @@ class _Rerolling:
             self.program.forms.follow(e)
         self.program.equations = [*equations[: fit.first], *fit.outside, loop, *elements, *rest]
         self.program.outs = [renamed.get(id(x), x) for x in self.program.outs]
-        made.runs.append(Run(layers, loop))
+        made.runs.append(RerolledRun(layers, loop))
 
     def _left(
-        self, fit: Fit, loop: Equation, slot: tuple[int, int], i: int, elements: list[Equation]
+        self, fit: LoopFit, loop: Equation, slot: tuple[int, int], i: int, elements: list[Equation]
     ) -> Operand:
         """What stands for layer i's value outside of the loop."""
         carried = next((n for n, (s, _) in enumerate(fit.carries) if s == slot), None)

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from layoutopt.importers.jax.classes import PARAMETER, Node
+from layoutopt.importers.jax.classes import PARAMETER, FactorNode
 from layoutopt.importers.jax.equations import Equation, Operand
 from layoutopt.importers.jax.indexing import indexing
-from layoutopt.importers.jax.names import Names, last
+from layoutopt.importers.jax.names import ClassNames, last
 
 
-def name_roles(names: Names) -> None:
+def name_roles(names: ClassNames) -> None:
     """Names the axes of the batch, and what products, lookups, convolutions and loops say."""
     roles = _Roles(names)
     roles.batch()
@@ -20,7 +20,7 @@ def name_roles(names: Names) -> None:
 
 
 class _Roles:
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: ClassNames) -> None:
         self.names = names
         self.block, self.classes, self.arrays = names.block, names.classes, names.arrays
 
@@ -178,7 +178,7 @@ class _Roles:
         model = next((n for n, name in self.names.found.items() if name in ("d_model", "embed")), None)
         if model is None:
             return
-        beside: Counter[Node] = Counter()
+        beside: Counter[FactorNode] = Counter()
         for v, _ in self.arrays.parameters:
             nodes = self.classes.all(v)
             if model in nodes:

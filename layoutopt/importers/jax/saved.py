@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layoutopt.importers.jax.origin import Origin
+from layoutopt.importers.jax.origin import ImportedFunction
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.lower.rematerialization import Rematerialization, rematerialization
@@ -12,7 +12,7 @@ SAVED = "layoutopt_saved"
 """What `jax.ad_checkpoint.checkpoint_name` calls them."""
 
 
-def saved_values(graph: Graph, origin: Origin, texts: frozenset[str]) -> frozenset[int]:
+def saved_values(graph: Graph, origin: ImportedFunction, texts: frozenset[str]) -> frozenset[int]:
     """Ids of the values of the traced function that are saved.
 
     Args:

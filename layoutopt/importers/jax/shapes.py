@@ -10,7 +10,7 @@ import numpy as np
 import mesh_tf_core as mtf
 from layoutopt.importers.jax.equations import Equation, Operand, Var, is_empty
 from layoutopt.importers.jax.refusals import refuse
-from layoutopt.importers.jax.writer import Handler, Number, Writer, our_dtype
+from layoutopt.importers.jax.writer import Handler, ScalarArray, Writer, our_dtype
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.tensor import Tensor
 
@@ -27,7 +27,7 @@ def _kept(x: Operand, y: Operand, axes: Sequence[int]) -> list[tuple[int, int]]:
 def _reshape(w: Writer, e: Equation) -> None:
     x, y = e.ins[0], e.out
     value = w.value(x)
-    if isinstance(value, Number):
+    if isinstance(value, ScalarArray):
         w.put(y, value)
         return
     old, new = w.shape(x), w.shape(y)
@@ -56,7 +56,7 @@ def _squeeze(w: Writer, e: Equation) -> None:
 def _iota(w: Writer, e: Equation) -> None:
     axis, dtype = e.params["dimension"], our_dtype(e.out.dtype)
     if e.out.shape[axis] == 1:
-        w.put(e.out, Number(0, e.out.dtype))
+        w.put(e.out, ScalarArray(0, e.out.dtype))
     else:
         w.put(e.out, w.count(e.out, axis, dtype))
 
@@ -99,7 +99,7 @@ def _piece(w: Writer, x: Operand, y: Var, axis: int, begin: int) -> Tensor | Non
 def _slice(w: Writer, e: Equation) -> None:
     x, y = e.ins[0], e.out
     value = w.value(x)
-    if isinstance(value, Number):
+    if isinstance(value, ScalarArray):
         w.put(y, value)
         return
     begins, strides = e.params["start_indices"], e.params["strides"] or (1,) * len(x.shape)
@@ -139,7 +139,7 @@ def _split(w: Writer, e: Equation) -> None:
     axis, begin = e.params["axis"], 0
     value = w.value(e.ins[0])
     for y, size in zip(e.outs, e.params["sizes"], strict=True):
-        if isinstance(value, Number):
+        if isinstance(value, ScalarArray):
             w.put(y, value)
         else:
             w.put(y, taken(w, e.ins[0], y, axis, begin))
@@ -159,7 +159,7 @@ def _concatenate(w: Writer, e: Equation) -> None:
         return
     numbers = [w.number(x) for x in given]
     if numbers[0] is not None and all(n == numbers[0] for n in numbers):
-        w.put(y, Number(numbers[0], y.dtype))
+        w.put(y, ScalarArray(numbers[0], y.dtype))
         return
     others = [(a, a) for a in range(len(y.shape)) if a != axis]
     if id(e) in w.classes.factors.joined and _joined(w, e, axis, others):
@@ -203,7 +203,7 @@ def _stack(w: Writer, e: Equation) -> None:
     axis, y = e.params["axis"], e.out
     numbers = [w.number(x) for x in e.ins]
     if numbers[0] is not None and all(n == numbers[0] for n in numbers):
-        w.put(y, Number(numbers[0], y.dtype))
+        w.put(y, ScalarArray(numbers[0], y.dtype))
         return
     kept = [a for a in range(len(y.shape)) if a != axis]
     rows = [w.drawn(w.fitted(x, y, list(enumerate(kept))), x) for x in e.ins]
@@ -218,7 +218,7 @@ def _unstack(w: Writer, e: Equation) -> None:
     value = w.value(x)
     kept = [a for a in range(len(x.shape)) if a != axis]
     for i, y in enumerate(e.outs):
-        if isinstance(value, Number):
+        if isinstance(value, ScalarArray):
             w.put(y, value)
             continue
         t, one = w.merged(x, axis)
@@ -230,7 +230,7 @@ def _tile(w: Writer, e: Equation) -> None:
     """Copies are a dimension that x has not: it is the same along it."""
     x, y, reps = e.ins[0], e.out, e.params["reps"]
     value = w.value(x)
-    if isinstance(value, Number):
+    if isinstance(value, ScalarArray):
         w.put(y, value)
         return
     t, names = w.tensor(x), dict[str, str]()
@@ -256,7 +256,7 @@ def _pad(w: Writer, e: Equation) -> None:
     if value is None:
         refuse(e, "the value that it pads with is not known", "pad with a number")
     if is_empty(x) or w.number(x) == value:
-        w.put(y, Number(value, y.dtype))
+        w.put(y, ScalarArray(value, y.dtype))
         return
     t = w.tensor(x)
     names: dict[str, str] = {}

@@ -7,8 +7,8 @@ from typing import Any
 
 from layoutopt.importers.jax.internals import jax_module
 from layoutopt.importers.jax.leaves import Leaf, leaves_of
-from layoutopt.importers.jax.origin import ArrayAxes, Origin
-from layoutopt.importers.jax.placing import Placing, Spec, partition_spec
+from layoutopt.importers.jax.origin import ArrayAxes, ImportedFunction
+from layoutopt.importers.jax.placing import ArrayPlacing, Spec, partition_spec
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -31,10 +31,16 @@ class Shardings:
     """
 
     def __init__(
-        self, model: Model, origin: Origin, mesh: Mesh, layout: Layout, options: Options, devices: Any = None
+        self,
+        model: Model,
+        origin: ImportedFunction,
+        mesh: Mesh,
+        layout: Layout,
+        options: Options,
+        devices: Any = None,
     ) -> None:
         self.model, self.origin, self.options = model, origin, options
-        self.placing = Placing(mesh, layout, origin, model.lower(mesh, layout, options))
+        self.placing = ArrayPlacing(mesh, layout, origin, model.lower(mesh, layout, options))
         self.mesh = jax_mesh(mesh) if devices is None else devices
 
     def shardings(self, params: Any) -> Any:

@@ -10,7 +10,7 @@ from layoutopt.importers.jax.leaves import new_state
 from layoutopt.importers.jax.shardings import Shardings
 
 
-class Step:
+class OptimizerStep:
     """step(params, optimizer state, batch, ...) -> (params, optimizer state, loss).
 
     What follows the optimizer's state is what the loss takes after its parameters. A loss that returns (loss,

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 import mesh_tf_core as mtf
-from layoutopt.importers.jax.classes import Classes, Node
+from layoutopt.importers.jax.classes import Classes, FactorNode
 from layoutopt.importers.jax.equations import (
     KEY,
-    Block,
-    Constant,
+    CapturedArray,
     Equation,
+    EquationBlock,
     Operand,
     Var,
     has_fractions,
@@ -48,7 +48,7 @@ _INSTEAD = {
 
 
 @dataclass(frozen=True)
-class Number:
+class ScalarArray:
     """An array of one number."""
 
     value: Any
@@ -56,7 +56,7 @@ class Number:
 
 
 @dataclass(frozen=True, eq=False)
-class Uniform:
+class UndrawnUniform:
     """Uniform numbers that nobody has drawn yet."""
 
     low: float
@@ -70,11 +70,11 @@ class Uniform:
 class Kept:
     """Where uniform numbers are below a probability: what dropout keeps."""
 
-    of: Uniform
+    of: UndrawnUniform
     probability: float
 
 
-Value = Tensor | Number | Keys | Uniform | Kept
+WrittenValue = Tensor | ScalarArray | Keys | UndrawnUniform | Kept
 Handler = Callable[["Writer", Equation], None]
 
 
@@ -105,10 +105,10 @@ class Writer:
     """
 
     def __init__(
-        self, graph: Graph, classes: Classes, names: Mapping[Node, str], table: Mapping[str, Handler]
+        self, graph: Graph, classes: Classes, names: Mapping[FactorNode, str], table: Mapping[str, Handler]
     ) -> None:
         self.graph, self.classes, self.names, self.table = graph, classes, names, table
-        self.values: dict[int, Value] = {}
+        self.values: dict[int, WrittenValue] = {}
         self.sources: dict[int, str] = {}
         self.notes: list[str] = []
         self.weights: set[int] = set()
@@ -138,30 +138,30 @@ class Writer:
 
     # -- values --------------------------------------------------------------------------------------------
 
-    def value(self, v: Operand) -> Value:
+    def value(self, v: Operand) -> WrittenValue:
         """The value of an operand; an array with dimensions of its axes, or what stands for one."""
         if id(v) not in self.values:
-            assert isinstance(v, Constant), v
+            assert isinstance(v, CapturedArray), v
             self.values[id(v)] = self._constant(v)
         return self.values[id(v)]
 
     def number(self, v: Operand) -> Any | None:
         """The number that an operand is everywhere, None if it is no number."""
         found = self.value(v)
-        return found.value if isinstance(found, Number) else None
+        return found.value if isinstance(found, ScalarArray) else None
 
     def tensor(self, v: Operand) -> Tensor:
         """The value as a tensor; of a number, a scalar."""
         return self.drawn(self.value(v), v)
 
-    def drawn(self, found: Value, v: Operand) -> Tensor:
+    def drawn(self, found: WrittenValue, v: Operand) -> Tensor:
         """A value as a tensor."""
         match found:
             case Tensor():
                 return found
-            case Number():
+            case ScalarArray():
                 return mtf.constant(self.graph, found.value, (), our_dtype(found.dtype))
-            case Uniform():
+            case UndrawnUniform():
                 # From above to below, as `dropout` keeps what is large: equal keys keep the same.
                 width = found.high - found.low
                 ends = found.high - width * 2.0**-24, found.low - width * 2.0**-24
@@ -182,7 +182,7 @@ class Writer:
         """The value with all its dimensions, in order."""
         return mtf.broadcast(self.tensor(v), self.shape(v))
 
-    def put(self, v: Var, value: Value) -> None:
+    def put(self, v: Var, value: WrittenValue) -> None:
         """The value of a result."""
         if isinstance(value, Tensor):
             known = {d.name: d.size for d in self.shape(v)}
@@ -190,10 +190,10 @@ class Writer:
                 assert known.get(d.name) == d.size, (v, value, known)
         self.values[id(v)] = value
 
-    def fitted(self, x: Operand, y: Operand, axes: Iterable[tuple[int, int]]) -> Value:
+    def fitted(self, x: Operand, y: Operand, axes: Iterable[tuple[int, int]]) -> WrittenValue:
         """x under the names that axes of y have: pairs (axis of x, axis of y)."""
         found = self.value(x)
-        if isinstance(found, Number | Keys):
+        if isinstance(found, ScalarArray | Keys):
             return found
         names = self.between(x, y, axes)
         if not isinstance(found, Tensor):
@@ -220,7 +220,7 @@ class Writer:
             raise mtf.UserError(f"axes of [{t.shape}] are regrouped inside an operation that keeps them")
         return mtf.rename(t, **changed)
 
-    def elementwise(self, x: Operand, y: Operand) -> Value:
+    def elementwise(self, x: Operand, y: Operand) -> WrittenValue:
         """x as an operand of an element-wise operation with result y."""
         if len(x.shape) != len(y.shape):
             return self.value(x)
@@ -267,7 +267,7 @@ class Writer:
 
     # -- constants -----------------------------------------------------------------------------------------
 
-    def _constant(self, v: Constant) -> Value:
+    def _constant(self, v: CapturedArray) -> WrittenValue:
         if v.dtype == KEY:
             return of_words(np.moveaxis(v.value, -1, 0))
         array = np.asarray(v.value)
@@ -275,11 +275,11 @@ class Writer:
             raise mtf.UserError("from_jax: the function has an array without elements; leave it out")
         first = array.reshape(-1)[0]
         if array.size == 1 or (array == first).all():
-            return Number(first.item() if array.dtype.kind in "biufc" else float(first), v.dtype)
+            return ScalarArray(first.item() if array.dtype.kind in "biufc" else float(first), v.dtype)
         counted = self._counted(array, v)
         return self.stored(array, our_dtype(v.dtype), self.shape(v)) if counted is None else counted
 
-    def _counted(self, array: Any, v: Constant) -> Tensor | None:
+    def _counted(self, array: Any, v: CapturedArray) -> Tensor | None:
         """0, 1, ... along one axis, which needs no storage."""
         if array.dtype.kind != "i":
             return None
@@ -309,7 +309,7 @@ class Writer:
 
     # -- blocks --------------------------------------------------------------------------------------------
 
-    def function(self, block: Block) -> None:
+    def function(self, block: EquationBlock) -> None:
         """Writes a whole function.
 
         Raises:
@@ -324,7 +324,7 @@ class Writer:
         if found:
             raise refused(found) from found[0]
 
-    def block(self, block: Block) -> None:
+    def block(self, block: EquationBlock) -> None:
         """Writes the equations of a block, whose variables have values."""
         for equation in block.equations:
             self.equation(equation)
@@ -332,7 +332,7 @@ class Writer:
     def equation(self, e: Equation) -> None:
         """Writes one equation."""
         if e.outs and all(is_empty(y) for y in e.outs):
-            self.values.update((id(y), Number(0, y.dtype)) for y in e.outs)
+            self.values.update((id(y), ScalarArray(0, y.dtype)) for y in e.outs)
             return
         before = self.graph.count
         self.graph.place = e.where
@@ -370,7 +370,7 @@ class Writer:
                 zero = mtf.constant(self.graph, 0, (), our_dtype(y.dtype))
                 self.values[id(y)] = mtf.broadcast(zero, self.shape(y))
             else:
-                self.values[id(y)] = Number(0, y.dtype)
+                self.values[id(y)] = ScalarArray(0, y.dtype)
 
 
 def _gives_keys(e: Equation) -> bool:

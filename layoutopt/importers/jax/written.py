@@ -10,7 +10,7 @@ from typing import Any
 
 from layoutopt.importers.jax.internals import jax_module
 from layoutopt.importers.jax.leaves import flat
-from layoutopt.importers.jax.origin import ArrayAxes, Origin
+from layoutopt.importers.jax.origin import ArrayAxes, ImportedFunction
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -21,7 +21,7 @@ STORED = 3
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenLayout:
     """What shardings say.
 
     Attributes:
@@ -33,7 +33,7 @@ class Written:
     doubts: list[str] = field(default_factory=list)
 
 
-def written(origin: Origin, mesh: Mesh, parameters: Any, batch: Any) -> Written:
+def written(origin: ImportedFunction, mesh: Mesh, parameters: Any, batch: Any) -> WrittenLayout:
     """The layout and the storage that pytrees of PartitionSpec or NamedSharding say.
 
     A parameter's axes that split the batch too store it split; all others split its dimensions. A dimension
@@ -64,7 +64,7 @@ def written(origin: Origin, mesh: Mesh, parameters: Any, batch: Any) -> Written:
                     f"{dim!r} is {_over(split[0])} in {where[dim, split[0]]}, but {_over(other)} in "
                     f"{where[dim, other]}: where they meet, one of them is moved"
                 )
-    return Written(Layout(rules), Options(storage=storage), doubts)
+    return WrittenLayout(Layout(rules), Options(storage=storage), doubts)
 
 
 def _over(axes: Axes) -> str:
