@@ -16,7 +16,7 @@ from layoutopt.evaluator import evaluate
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.kept import Recomputed, words_of
+from mesh_tf_core.lower.kept import KINDS, OTHERS, Recomputed, words_of
 from mesh_tf_core.lower.rematerialization import has_backward, rematerialization
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import Graph
@@ -64,11 +64,18 @@ def _changes(asked: Recomputed, graph: Graph) -> Iterator[tuple[str, str]]:
     yield "nothing runs again", ""
     seen = {kept(str(asked))}
     words = dict.fromkeys(word for block in blocks for word in words_of(block, graph))
-    changes = [(f"without {word}", set(asked.keep) - {word}) for word in asked.keep]
+    changes = [(f"without {_said(word)}", set(asked.keep) - {word}) for word in asked.keep]
     changes += [("nothing is kept", set())] if len(asked.keep) > 1 else []
-    changes += [(f"with {word}", {*asked.keep, word}) for word in words if word not in asked.keep]
+    changes += [(f"with {_said(word)}", {*asked.keep, word}) for word in words if word not in asked.keep]
     for change, keep in changes:
         text = str(Recomputed.parse(f"{asked.dim}:keep={'+'.join(sorted(keep))}" if keep else asked.dim))
         if (values := kept(text)) not in seen:
             seen.add(values)
             yield change, text
+
+
+def _said(word: str) -> str:
+    """A word of `keep=` in a sentence: 'products', 'all other values', 'what feed_forward makes'."""
+    if word == OTHERS:
+        return "all other values"
+    return word if word in KINDS else f"what {word} makes"

@@ -124,12 +124,13 @@ def _show(terminal: Terminal, planned: Planned, found: Explained) -> None:
     said = "; ".join(found.disagreements)
     checks = [("checked", said or "lowered and priced again: the same")]
     if (proof := found.proof) is not None:
-        checks += [("proof", str(proof)), ("allowed", allowed_text(proof.allowed) or "what is usual")]
+        checks += [("recheck", str(proof)), ("allowed", allowed_text(proof.allowed) or "what is usual")]
     held = [("waits", words) for words in evaluation.waits]
     held += [("peak", peak_text(evaluation.memory)), ("binds", _binds(found))]
     known = errors_known(found.hardware)
-    rows = [*summary(found.plan, limit, sure(found.hardware)), *checks, *held]
-    terminal.show(facts(rows, verdicts(found.plan, partial(known.fits, limit=limit))))
+    fits = partial(known.fits, limit=limit)
+    rows = [*summary(found.plan, fits, limit, sure(found.hardware)), *checks, *held]
+    terminal.show(facts(rows, verdicts(found.plan, fits)))
     worths = (
         ("What each split is worth", found.splits, "without it"),
         ("What each pin costs", found.pins, "with it"),
@@ -139,7 +140,7 @@ def _show(terminal: Terminal, planned: Planned, found: Explained) -> None:
         if answers or answers is found.splits:
             terminal.show("", worth_table(title, evaluation, found.for_memory, [*answers], best))
     if found.kept:
-        terminal.show("", kept_table(evaluation, limit, [*found.kept]))
+        terminal.show("", kept_table(evaluation, fits, [*found.kept]))
     if found.against is not None:
         show_against(terminal, evaluation, found.against, found.differences)
         if (alike := found.alike) is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from layoutopt.cli.plan_tables import rules_text
+from layoutopt.cli.plan_tables import Fits, rules_text
 from layoutopt.cli.results import layout_text
 from layoutopt.cli.terminal import Terminal, table
 from layoutopt.plan.units import bytes_text, seconds_text, share_text
@@ -66,7 +66,7 @@ def worth_table(
     return table(title, columns, rows, (1, 2))
 
 
-def kept_table(evaluation: Evaluation, limit: int, found: list[Keeping]) -> Table:
+def kept_table(evaluation: Evaluation, fits: Fits, found: list[Keeping]) -> Table:
     """What the step comes to if recomputed loops keep more, or less."""
     step = evaluation.cost.step_seconds
     rows = [
@@ -76,7 +76,7 @@ def kept_table(evaluation: Evaluation, limit: int, found: list[Keeping]) -> Tabl
             seconds_text(k.seconds),
             _signed(k.seconds - step),
             bytes_text(k.peak),
-            "yes" if k.peak <= limit else "no",
+            fits(k.peak),
         )
         for k in found
     ]

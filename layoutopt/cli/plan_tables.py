@@ -42,7 +42,7 @@ def show_plan(terminal: Terminal, plan: Plan, limit: int, machine: Hardware) -> 
     width = terminal.out.width
     known = errors_known(machine)
     fits = partial(known.fits, limit=limit)
-    answer = facts(summary(plan, limit, sure(machine)), verdicts(plan, fits))
+    answer = facts(summary(plan, fits, limit, sure(machine)), verdicts(plan, fits))
     terminal.show(answer, "", alternatives_table(plan, width, fits))
     if plan.data.frontier:
         terminal.show("", frontier_table(plan.data, width, fits))
@@ -53,7 +53,7 @@ def show_plan(terminal: Terminal, plan: Plan, limit: int, machine: Hardware) -> 
         terminal.show("", f"note: {note}")
 
 
-def summary(plan: Plan, limit: int, behind: str) -> list[tuple[str, str]]:
+def summary(plan: Plan, fits: Fits, limit: int, behind: str) -> list[tuple[str, str]]:
     """Names and values of the answer; `behind`: what stands behind its numbers."""
     info, p = plan.data.model, plan.predicted
     peak = p.peak_memory_bytes
@@ -76,7 +76,7 @@ def summary(plan: Plan, limit: int, behind: str) -> list[tuple[str, str]]:
         *([("training", plan.data.training.words)] if plan.data.training else []),
         ("work", f"{rate_text(p.flops_per_device, 'FLOP')} per device"),
         ("traffic", f"per device: {traffic}" if traffic else "none"),
-        ("memory", f"{used_text(peak, limit)} per device"),
+        ("memory", f"{used_text(peak, limit)} per device{', barely fits' * (fits(peak) == 'barely')}"),
         *([("host", p.host)] if p.host else []),
         ("how sure", behind),
         ("proof", proof(plan)),

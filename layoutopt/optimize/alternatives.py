@@ -105,7 +105,7 @@ class Alternatives:
             notes.append(f"{why}: {', '.join(self.far)}")
         if self.none and self._unsplit():
             notes.append(f"no plan is {', '.join(self.none)}: {self._unsplit()}")
-        return notes + self._elsewhere() + self._gathers() + self._not_by_name()
+        return notes + self._faster() + self._gathers() + self._not_by_name()
 
     def _not_by_name(self) -> list[str]:
         """What could be chosen, and layouts by name could not; and what of it the answer has."""
@@ -142,18 +142,38 @@ class Alternatives:
         forms = ",".join((GATHER, *FORMS))
         return [f"the answer splits {', '.join(split)} and gathers it; --context {forms} looks at more forms"]
 
-    def _elsewhere(self) -> list[str]:
+    def _faster(self) -> list[str]:
+        """Why the search did not find layouts by name that are faster than its answer."""
         best = self.best
         if self.request.objective == "memory":
             return []
         seconds = best.seconds * (1 - EXACT)
         faster = [a for a in self.found if a.feasible and a.predicted and a.predicted.step_seconds < seconds]
-        return [
+        meshes = [
             f"{a.name} on {Mesh(a.mesh)} is faster than the answer on {best.mesh}; "
             f"search --devices {best.mesh.devices} looks at every mesh"
             for a in faster
             if sorted(a.mesh.values()) != sorted(best.mesh.shape)
         ]
+        why: dict[str, list[str]] = {}
+        for a in faster:
+            if sorted(a.mesh.values()) == sorted(best.mesh.shape):
+                why.setdefault(self._not_allowed(a), []).append(a.name)
+        return meshes + [
+            f"faster than the answer, with {what}, which the search was not allowed: {', '.join(names)}"
+            for what, names in why.items()
+            if what
+        ]
+
+    def _not_allowed(self, a: Alternative) -> str:
+        """What a layout by name has that the search could not choose, as options."""
+        allowed = self.request.allowed
+        stages = {*a.storage.values()} or {STAGES[0]}
+        found = [f"--storage {stage}" for stage in sorted(stages - {*allowed.storage})]
+        found += ["--recompute never"] * (not a.recompute and False not in allowed.recompute)
+        found += [f"--microbatches {a.microbatches}"] * (a.microbatches not in allowed.microbatches)
+        found += ["splits other than --pin says"] * bool(allowed.pins and not found)
+        return " and ".join(found)
 
 
 def ranked(request: Request, others: Sequence[EvaluatedLayout], searched_mesh: bool) -> list[Alternative]:

@@ -43,14 +43,16 @@ class Space(Data):
         return f"{count_text(self.layouts)} layout{'s' * (self.layouts != 1)}"
 
     @property
-    def names(self) -> str:
-        """What was not looked at, kinds of which there was nothing to choose first: 'pipelines, sequence
-        parallelism, finer choices of storage'."""
-        whole = dict.fromkeys(left.kind for left in self.not_looked_at if not left.finer)
-        finer = dict.fromkeys(
-            left.kind for left in self.not_looked_at if left.finer and left.kind not in whole
-        )
-        return ", ".join([*whole, *([f"finer choices of {', '.join(finer)}"] if finer else [])])
+    def unseen(self) -> str:
+        """The kinds of which there was nothing to choose: 'pipelines, sequence parallelism'."""
+        return ", ".join(dict.fromkeys(left.kind for left in self.not_looked_at if not left.finer))
+
+    @property
+    def in_part(self) -> str:
+        """The kinds of which the search had some choices and not all: 'storage (ZeRO), recomputation'."""
+        whole = {left.kind for left in self.not_looked_at if not left.finer}
+        found = (left.kind for left in self.not_looked_at if left.finer and left.kind not in whole)
+        return ", ".join(dict.fromkeys(found))
 
     @property
     def allow(self) -> str:
@@ -65,9 +67,18 @@ class Space(Data):
     @property
     def limits(self) -> str:
         """What was not looked at, and how to have it looked at; '' if that is nothing."""
-        if not self.not_looked_at:
-            return ""
-        return "; ".join(filter(None, (f"not looked at: {self.names}", self.allow)))
+        allow = f" ({self.allow})" if self.allow else ""
+        return self._limits(allow, " (see explain)")
+
+    @property
+    def names(self) -> str:
+        """What was not looked at, without how to have it looked at."""
+        return self._limits("", "")
+
+    def _limits(self, allow: str, see: str) -> str:
+        unseen = f"not looked at: {self.unseen}{allow}" if self.unseen else ""
+        part = f"looked at in part: {self.in_part}{see}" if self.in_part else ""
+        return "; ".join(filter(None, (unseen, part)))
 
 
 def count_text(number: int) -> str:

@@ -203,7 +203,7 @@ def proof(plan: PlanFile) -> PageAnswer:
     if solver is None:
         return PageAnswer(question, "Not proven", "the plan has no record of a search", "warn")
     considered = considered_words(solver.layouts_considered)
-    limits = f"; not looked at: {plan.space.names}" if plan.space and plan.space.not_looked_at else ""
+    limits = f"; {plan.space.names}" if plan.space and plan.space.names else ""
     spent = f" in {seconds(solver.wall_seconds)}" if solver.wall_seconds is not None else ""
     if solver.status == INFEASIBLE:
         least = f"; none needs less than {memory(solver.bound)}" if solver.bound else ""

@@ -85,7 +85,7 @@ def test_a_plan_carries_it() -> None:
     space = plan.data.space
     assert plan.solver.layouts_considered == f"{space.layouts:,}"
     assert [left.model_dump() for left in space.not_looked_at][: len(KINDS)]
-    assert "offloading" in space.names and "--offload optimizer,weights" in space.allow
+    assert "offloading" in space.unseen and "--offload optimizer,weights" in space.allow
     again = parse_plan(json.loads(json.dumps(plan.to_json())))
     assert again.data.space == space
     older = plan.to_json()
@@ -112,6 +112,6 @@ def test_words() -> None:
     space = Space(layouts=1_859_000_000_000, not_looked_at=left)
     assert space.count == "1.9e12 layouts" and count_text(98_304) == "98,304"
     assert space.limits == (
-        "not looked at: pipelines, offloading, finer choices of splits; "
-        "--pipeline layers --offload weights,optimizer"
+        "not looked at: pipelines, offloading (--pipeline layers --offload weights,optimizer); "
+        "looked at in part: splits (see explain)"
     )

@@ -183,6 +183,26 @@ def test_a_plan_on_another_mesh_that_is_faster_is_pointed_out() -> None:
     assert note.startswith("data + tensor parallel on data:2;model:2 is faster than the answer on x:4")
 
 
+@pytest.mark.parametrize(
+    ("batch", "asked", "what"),
+    [
+        (64, {"storage": ("zero3",)}, "--storage layout"),
+        (64, {"microbatches": (4,)}, "--microbatches 1"),
+        (4096, {"pins": "f:x"}, "splits other than --pin says"),
+    ],
+)
+def test_a_plan_by_name_that_is_faster_says_what_was_not_allowed(
+    batch: int, asked: dict[str, Any], what: str
+) -> None:
+    plan = search(two_layers(batch), mesh="x:4", hardware=V3, **{**ASKED, **asked})
+    seconds = plan.predicted.step_seconds * (1 - AGREE)
+    faster = [a.name for a in plan.alternatives if a.predicted and a.predicted.step_seconds < seconds]
+    (note,) = [n for n in plan.data.notes if n.startswith("faster than the answer")]
+    said, _, listed = note.partition(": ")
+    assert said == f"faster than the answer, with {what}, which the search was not allowed"
+    assert {*listed.split(", ")} <= {*faster}
+
+
 @pytest.mark.slow
 def test_fsdp_of_a_mixture_is_as_good_as_in_practice() -> None:
     model = mixture(
