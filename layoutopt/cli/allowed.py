@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from layoutopt.cli.panels import CHOICES
 from layoutopt.space.argument import ARGUMENT, Argument, Option
 from layoutopt.space.decisions import ARGUMENTS, SearchSpace
 
@@ -55,7 +56,9 @@ def options(name: str, made: Iterable[Option], base: type, usual: bool = False) 
         kind = list[str] | None if o.several else str | None
         default = o.usual or None if usual and not o.several else None
         shown = True if default else o.usual
-        info = typer.Option(o.name, metavar=o.metavar, help=o.help, show_default=shown)
+        info = typer.Option(
+            o.name, metavar=o.metavar, help=o.help, show_default=shown, rich_help_panel=CHOICES
+        )
         found.append((o.parameter, Annotated[kind, info], field(default=default)))
     return make_dataclass(name, found, bases=(base,), frozen=True)
 

@@ -11,6 +11,7 @@ import typer
 from layoutopt import signals
 from layoutopt.cli.group import Group
 from layoutopt.cli.listing import COMMANDS, PURPOSE, VERSION
+from layoutopt.cli.panels import into_panels
 
 
 class _Commands(Mapping[str, Any]):
@@ -34,6 +35,7 @@ class _Commands(Mapping[str, Any]):
             alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
             alone.command(name, epilog=module.EXAMPLES, rich_help_panel=panel)(getattr(module, word))
             self._made[name] = typer.main.get_command(alone)
+            into_panels(self._made[name])
         return self._made[name]
 
 

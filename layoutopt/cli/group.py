@@ -13,7 +13,8 @@ from typer.core import TyperGroup
 from layoutopt import signals
 from layoutopt.cli.exits import fail, handled
 from layoutopt.cli.hints import usage
-from layoutopt.cli.listing import show_help
+from layoutopt.cli.listing import short_listing, show_help
+from layoutopt.cli.panels import asks_short, short_help
 
 CTRL_C = 130  # 128 + SIGINT
 
@@ -25,6 +26,10 @@ class Group(TyperGroup):
         kwargs["standalone_mode"] = False
         given: Sequence[str] | None = args[0] if args else kwargs.get("args")
         words = sys.argv[1:] if given is None else given
+        if asks_short(words) and (len(words) == 1 or words[0] in self.commands):
+            name = words[0] if len(words) == 2 else ""
+            print(short_help(self.commands[name], f"layoutopt {name}") if name else short_listing())
+            sys.exit(0)
         as_json = "--json" in words
         # But for `train`, which hears all, a worker of several has nothing to save by itself.
         several = any(word.partition("=")[0] in ("--cluster", "--coordinator") for word in words)

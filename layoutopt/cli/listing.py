@@ -53,6 +53,15 @@ OPTIONS = {
 }
 
 
+def short_listing() -> str:
+    """What there is, in ten lines."""
+    width = max(map(len, COMMANDS))
+    rows = [f"  {title:{width}}  {', '.join(listed)}" for title, listed in COMMANDS.items()]
+    lines = ["layoutopt COMMAND [OPTIONS]", PURPOSE, *rows]
+    more = "Most used options of a command: layoutopt COMMAND -h", "All commands: layoutopt --help"
+    return "\n".join([*lines, *more])
+
+
 def show_help() -> None:
     """Prints the commands and the options that come before one."""
     from rich.console import Console

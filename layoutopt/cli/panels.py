@@ -1,0 +1,80 @@
+"""The help of a command: its options in four panels, and `-h`, which says the most used in ten lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+TARGET, CHOICES, RULES, OUTPUT = "Target", "What may be chosen", "Rules", "Output"
+PANELS = {
+    TARGET: (
+        "mesh",
+        "devices",
+        "max_axes",
+        "layout",
+        "settings",
+        "hardware",
+        "set_hardware",
+        "memory",
+        "model",
+    ),
+    RULES: ("objective", "pin", "forbid", "top", "time_limit", "refine", "accept_loss", "tokens", "price"),
+    OUTPUT: ("out", "report", "text", "lines", "trace", "as_json", "quiet", "help"),
+}
+"""Panel -> parameters of options; those of kinds of decisions are in `CHOICES`."""
+MOST_USED = ("mesh", "devices", "layout", "hardware", "memory", "allow", "steps", "out", "as_json")
+"""Parameters that `-h` says, the first few that a command has."""
+FEW = 5
+WIDE = 100
+"""Columns of `-h`."""
+
+
+def into_panels(command: Any) -> None:
+    """Puts a command's options into panels; those of kinds of decisions are in theirs."""
+    panels = {name: panel for panel, names in PANELS.items() for name in names}
+    for param in command.params:
+        if param.name in panels and param.param_type_name == "option":
+            param.rich_help_panel = panels[param.name]
+
+
+def short_help(command: Any, path: str) -> str:
+    """What a command is for, its most used options and an example, in ten lines.
+
+    Args:
+      path: what is typed before its arguments.
+    """
+    return "\n".join(_lines(command, path))
+
+
+def _lines(command: Any, path: str) -> Iterator[str]:
+    arguments = [p.metavar or p.name.upper() for p in command.params if p.param_type_name == "argument"]
+    yield f"{' '.join([path, *arguments])} [OPTIONS]"
+    yield _cut((command.help or "").strip().split("\n")[0])
+    options = {p.name: p for p in command.params if p.param_type_name == "option"}
+    used = [options[name] for name in MOST_USED if name in options][:FEW]
+    width = max((len(_typed(p)) for p in used), default=0)
+    for param in used:
+        yield _cut(f"  {_typed(param):{width}}  {param.help or ''}")
+    if found := _example(command.epilog or ""):
+        yield f"Example: {found}"
+    yield f"All options: {path} --help"
+
+
+def _typed(param: Any) -> str:
+    """An option as it is typed."""
+    return param.opts[0] if param.is_flag else f"{param.opts[0]} {param.metavar or param.name.upper()}"
+
+
+def _cut(line: str) -> str:
+    """A line, cut at a word."""
+    return line if len(line) <= WIDE else f"{line[: WIDE - 2].rsplit(' ', 1)[0]} …"
+
+
+def _example(epilog: str) -> str:
+    """The first example of a command's help."""
+    return next((line for line in epilog.split("\n") if line.startswith("layoutopt ")), "")
+
+
+def asks_short(words: Sequence[str]) -> bool:
+    """Whether a command line asks for the short help."""
+    return bool(words) and words[-1] == "-h" and len(words) <= 2
