@@ -85,7 +85,9 @@ class TickLoops:
         self.halves: tuple[HalfBackward, HalfBackward] | None = None
         if self.schedule.last is Slot.WEIGHTS:
             if self.stage_again:
-                raise copy.refusal("stages that run again as a whole have no slot for weights alone")
+                raise copy.refusal(
+                    "stages that run again as a whole have no slot for weights: recompute layers"
+                )
             stacks = set[int]() if self.second is None else {*layers.saved.values()}
             self.halves = halves(order.body(order.backward), order.rows, stacks)
 

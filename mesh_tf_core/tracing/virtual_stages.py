@@ -67,7 +67,7 @@ of a stage one after the other, from the state that came in."""
 
 @dataclass(frozen=True)
 class HalfBackward:
-    """One half of the backward of layers: gradients of what they read, or of their weights.
+    """One half of the backward of layers: all but the products that make gradients of weights, or these.
 
     Attributes:
       body: of the loop, with the nodes and results of this half.
@@ -81,26 +81,35 @@ class HalfBackward:
 
 
 def halves(body: Block, first: Collection[int], again: Collection[int]) -> tuple[HalfBackward, HalfBackward]:
-    """The backward of layers in two halves: what leads to the state and to some results, and the others.
+    """The backward of layers in two halves. Products that the state's gradient does not need are in the
+    second one, with what is made of them; all else is in the first one, where it shares kernels.
 
     Args:
-      first: results, of the graph around, that belong to the first half.
+      first: results, of the graph around, that the first half has to make.
       again: stacks whose parts run again in the first half.
     """
-    early = [(i, o) for i, o in body.summed if o in first]
-    needed, nodes = {*body.carry_out, *(i for i, _ in early)}, list[Node]()
+    needed, late = {*body.carry_out, *(i for i, o in body.summed if o in first)}, set[int]()
     for node in reversed(body.nodes):
-        if not needed.isdisjoint(node.outputs):
-            nodes.insert(0, node)
-            needed |= reads(node)
-    made = {*body.carry_in, *(o for node in nodes for o in node.outputs)}
+        needed |= reads(node) if not needed.isdisjoint(node.outputs) else set()
+    early, left = list[Node](), list[Node]()
+    for node in body.nodes:
+        waits = node.op.kind == "matmul" and needed.isdisjoint(node.outputs)
+        half = left if waits or not late.isdisjoint(reads(node)) else early
+        half.append(node)
+        late.update(node.outputs if half is left else ())
+    made = {*body.carry_in, *(o for node in early for o in node.outputs)}
     made |= {i for o, i in body.sliced if o in again}
-    left = [node for node in body.nodes if not any(node is n for n in nodes)]
-    summed = [pair for pair in body.summed if pair not in early]
-    wanted = {i for i, _ in (*body.stacked, *summed)}.union(*map(reads, left))
-    between = sorted(made & wanted)
-    one = replace(body, nodes=nodes, stacked=[], summed=early)
-    two = replace(body, nodes=left, summed=summed, carry_in=(), carry_out=())
+    between = sorted(made & set[int]().union(*map(reads, left)))
+    one, two = (
+        replace(
+            body,
+            nodes=nodes,
+            stacked=[p for p in body.stacked if (p[0] in late) is second],
+            summed=[p for p in body.summed if (p[0] in late) is second],
+        )
+        for nodes, second in ((early, False), (left, True))
+    )
+    two.carry_in = two.carry_out = ()
     return HalfBackward(one, between, True), HalfBackward(two, between, False)
 
 

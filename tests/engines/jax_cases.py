@@ -20,7 +20,15 @@ from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.jax.compat import devices
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.program import Loop, Program
-from tests.core import test_kept, test_offload, test_padded_storage, test_pipelines, test_replicas
+from mesh_tf_core.ir.schedules import SCHEDULES
+from tests.core import (
+    test_kept,
+    test_offload,
+    test_padded_storage,
+    test_pipelines,
+    test_replicas,
+    test_unequal_stages,
+)
 from tests.core.test_storage import lowered, written
 from tests.core.test_storage import program as mixed
 from tests.engines import jax_layouts, loop_cases, number_cases
@@ -108,7 +116,17 @@ def half(stage: int) -> None:
 
 def pipeline(schedule: str = "gpipe") -> None:
     """Layers as stages of a pipeline, beside other splits, stored further and recomputed."""
-    program = test_pipelines.example(schedule)
+    piped(test_pipelines.example(schedule))
+
+
+def unequal() -> None:
+    """Stages that do not divide the layers."""
+    built, where = test_unequal_stages.model(5), ("pipe:2;t:2", "layers:pipe;e:t")
+    piped(test_unequal_stages.lowered(built, *where, "interleaved:2", 4))
+
+
+def piped(program: Program) -> None:
+    """Two steps of a pipeline."""
     engine, oracle, batch = (
         open_engine(program, "jax"),
         open_engine(program, "lockstep"),
@@ -240,10 +258,8 @@ CASES: dict[str, Callable[[], None]] = {
     },
     **{f"training {m} {layout}": lambda m=m, n=layout, h=h: training(m, n, h) for m, layout, h in MODELS},
     "loops": loops,
-    "pipeline": pipeline,
-    "one_forward_one_backward": lambda: pipeline("1f1b"),
-    "circular": lambda: pipeline("circular:2"),
-    "interleaved": lambda: pipeline("interleaved:2"),
+    **{f"schedule {schedule}": lambda s=schedule: pipeline(s) for schedule in SCHEDULES},
+    "unequal stages": unequal,
     "replicas": replicas,
     **{f"kept {seed}": lambda seed=seed: kept(seed) for seed in range(8)},
     "sequence, context and hybrid parallelism": jax_layouts.all_at_once,
@@ -274,7 +290,7 @@ BY_NIGHT = {
     "half stage 1",
     "half stage 2",
     "in flight",
-    "one_forward_one_backward",
+    "schedule 1f1b",
     *[name for name in CASES if name.startswith("numbers ")][1::2],
 }
 """Cases that take long, or have another one like them."""
