@@ -87,7 +87,7 @@ class Collective(Message):
         raise NotImplementedError
 
     def parameters(self) -> str:
-        return "+".join(self.axes)
+        return ", ".join(filter(None, ("+".join(self.axes), getattr(self, "dim", ""))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +118,6 @@ class ReduceScatter(Collective):
     def sent(n: int) -> float:
         return (n - 1) / n
 
-    def parameters(self) -> str:
-        return f"{'+'.join(self.axes)}, {self.dim}"
-
 
 @dataclass(frozen=True, slots=True)
 class AllGather(Collective):
@@ -133,9 +130,6 @@ class AllGather(Collective):
     @staticmethod
     def sent(n: int) -> float:
         return float(n - 1)
-
-    def parameters(self) -> str:
-        return f"{'+'.join(self.axes)}, {self.dim}"
 
 
 @dataclass(frozen=True, slots=True)
