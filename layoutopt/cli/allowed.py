@@ -5,20 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import field, make_dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from layoutopt.cli.panels import CHOICES
-from layoutopt.space.argument import ARGUMENT, Argument, Option
-from layoutopt.space.decisions import ARGUMENTS, SearchSpace
+from layoutopt.space.option import Option, listed
+
+if TYPE_CHECKING:
+    from layoutopt.space.decisions import SearchSpace
 
 MaxAxesOption = Annotated[
     int, typer.Option("--max-axes", metavar="K", help="With --devices: at most so many axes of a mesh.")
 ]
 BETWEEN = ","
 """Stands between rules and words that were given one after the other."""
-ALLOW: Argument = SearchSpace.__dataclass_fields__["allow"].metadata[ARGUMENT]
 
 
 class Allowed:
@@ -35,6 +36,8 @@ class Allowed:
         Args:
           more: fields of `SearchSpace` that have no option here.
         """
+        from layoutopt.space.decisions import ALLOW, ARGUMENTS, SearchSpace
+
         found = dict(more)
         for name, argument in {"allow": ALLOW, **ARGUMENTS}.items():
             given = {o.name: getattr(self, o.parameter, None) for o in argument.options}
@@ -65,8 +68,8 @@ def options(name: str, made: Iterable[Option], base: type, usual: bool = False) 
 
 def _options(names_axes: bool) -> Any:
     """Those of arguments that name axes of a mesh, or of the others."""
-    asked = (a for a in (ALLOW, *ARGUMENTS.values()) if a.names_axes <= names_axes)
-    return options("AllowedOptions", (o for a in asked for o in a.options), Allowed, usual=True)
+    asked = (o for o in listed()["asked"] if names_axes or o.name not in listed()["axes"])
+    return options("AllowedOptions", asked, Allowed, usual=True)
 
 
 OnMesh, OnAnyMesh = _options(True), _options(False)

@@ -29,7 +29,7 @@ from layoutopt.cli.ways import compared_on_links, show_turning, show_ways
 from layoutopt.details.of_machine import errors_known, sure
 from layoutopt.plan.covered import listed
 from layoutopt.plan.units import bytes_text, seconds_text, share_text
-from layoutopt.space.decisions import FEATURES
+from layoutopt.space.option import listed as listed_options
 
 if TYPE_CHECKING:
     from layoutopt.answers.explaining import Explained
@@ -58,8 +58,8 @@ def explain(
         list[str] | None,
         typer.Option(
             metavar="DECISION",
-            help=f"Show what the best step is if this may not be chosen: {', '.join(FEATURES)}; all: each "
-            "that the plan has.",
+            help="Show what the best step is if this may not be chosen: "
+            f"{', '.join(listed_options()['features'])}; all: each that the plan has.",
             show_default=False,
         ),
     ] = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from layoutopt.cli.allowed import options
 from layoutopt.cli.options import read_mesh
 from layoutopt.cli.plans import is_plan, read_plan
-from layoutopt.space.decisions import BY_HAND, typed
+from layoutopt.space.option import listed
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
@@ -54,7 +54,7 @@ class ByHand:
     @property
     def texts(self) -> dict[str, list[str]]:
         """Option -> what it was given, of those that were."""
-        given = {o.name: getattr(self, o.parameter) for o in BY_HAND}
+        given = {o.name: getattr(self, o.parameter) for o in listed()["by_hand"]}
         return {
             name: said if isinstance(said, list) else [said]
             for name, said in given.items()
@@ -63,10 +63,12 @@ class ByHand:
 
     def options(self, loaded: Loaded) -> Options:
         """They as options of the model's program."""
+        from layoutopt.space.decisions import typed
+
         return typed(loaded.model, self.texts)
 
 
-UNDECIDED: ByHand = options("Undecided", BY_HAND, ByHand)()
+UNDECIDED: ByHand = options("Undecided", listed()["by_hand"], ByHand)()
 
 
 @dataclass(frozen=True)

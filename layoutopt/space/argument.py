@@ -7,35 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
+from layoutopt.space.option import Option
 from mesh_tf_core.errors import UserError
 
 ARGUMENT = "argument"
 """Where the metadata of a field of `Space` have what users say of it."""
 Texts = Mapping[str, str | None]
 """Option -> its text; None: it is left out."""
-
-
-@dataclass(frozen=True)
-class Option:
-    """One option of the command line.
-
-    Attributes:
-      usual: what is shown as its default; False: nothing.
-      several: it may be given again.
-      prefix: of the elements of a list that it has without this prefix; "" has the others.
-    """
-
-    name: str
-    metavar: str
-    help: str
-    usual: str | bool = False
-    several: bool = False
-    prefix: str = ""
-
-    @property
-    def parameter(self) -> str:
-        """The parameter that it is read as."""
-        return self.name.removeprefix("--").replace("-", "_")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from layoutopt.space.argument import Option, Space, argument, names
+from layoutopt.space.argument import Space, argument, names
 from layoutopt.space.kind import (
     PLAIN,
     Beyond,
@@ -26,6 +26,7 @@ from layoutopt.space.kind import (
     Words,
     missing,
 )
+from layoutopt.space.option import Option
 from layoutopt.space.parallelism import parallelism
 from layoutopt.space.splits import split_options
 from mesh_tf_core.ir.layout import Layout

@@ -24,13 +24,14 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Protocol
 
-from layoutopt.space.argument import ARGUMENT, Argument, Option, Space, argument, names
+from layoutopt.space.argument import ARGUMENT, Argument, Space, argument, names
 from layoutopt.space.collective_matmul import Chunked, CollectiveMatmul
 from layoutopt.space.context import Context, Forms
 from layoutopt.space.elsewhere import Elsewhere, Further
 from layoutopt.space.kind import Choice, Chosen, Decision, Feature, LeftOut, Target, Touched, Typed
 from layoutopt.space.microbatches import Microbatches, Parts
 from layoutopt.space.offload import Hosted, Offload, Weights
+from layoutopt.space.option import Option
 from layoutopt.space.rarely import Rarely, Replicas
 from layoutopt.space.recompute import Again, Recompute
 from layoutopt.space.schedule import Schedule, Scheduled
@@ -127,6 +128,8 @@ class SearchSpace(Splits, Piped, Scheduled, Further, Stored, Hosted, Again, Form
         return self.but(**{name: usual(objective) for name, usual in unsaid.items() if usual is not None})
 
 
+ALLOW: Argument = SearchSpace.__dataclass_fields__["allow"].metadata[ARGUMENT]
+"""Words for all arguments (`layoutopt.space.allow`)."""
 BY_HAND = [kind.by_hand for kind in sorted(KINDS, key=lambda kind: kind.place) if kind.by_hand is not None]
 """The options of commands that take one layout."""
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
-from layoutopt.space.argument import Option, Space, argument, names
+from layoutopt.space.argument import Space, argument, names
 from layoutopt.space.kind import (
     PLAIN,
     Beyond,
@@ -23,6 +23,7 @@ from layoutopt.space.kind import (
     Words,
     missing,
 )
+from layoutopt.space.option import Option
 from layoutopt.space.parallelism import parallelism
 from layoutopt.space.splits import split_options, why_not
 from mesh_tf_core.errors import UserError, known_names

@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-from layoutopt.space.argument import Option, Space
+from layoutopt.space.argument import Space
+from layoutopt.space.option import Option
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from layoutopt.space.argument import Option, Space, argument, names
+from layoutopt.space.argument import Space, argument, names
 from layoutopt.space.kind import (
     OFFLOADING,
     PLAIN,
@@ -27,6 +27,7 @@ from layoutopt.space.kind import (
     Words,
     not_allowed,
 )
+from layoutopt.space.option import Option
 from layoutopt.space.storage import stored_classes
 from layoutopt.space.undivided import first_of
 from mesh_tf_core.errors import UserError, known_names

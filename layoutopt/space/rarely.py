@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from layoutopt.space.argument import Option, Space, argument
+from layoutopt.space.argument import Space, argument
 from layoutopt.space.kind import PLAIN, Beyond, Choice, Chosen, Decision, LeftOut, Target, Typed, Words
+from layoutopt.space.option import Option
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.layout import Axes, Layout

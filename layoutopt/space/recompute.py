@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from layoutopt.space.argument import Option, Space, argument, names
+from layoutopt.space.argument import Space, argument, names
 from layoutopt.space.kind import (
     OFFLOADING,
     Beyond,
@@ -22,6 +22,7 @@ from layoutopt.space.kind import (
     Words,
     missing,
 )
+from layoutopt.space.option import Option
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from layoutopt.space.argument import Option, Space, argument, names
+from layoutopt.space.argument import Space, argument, names
 from layoutopt.space.kind import Choice, Chosen, Decision, Feature, LeftOut, Target, Typed, not_allowed
+from layoutopt.space.option import Option
 from layoutopt.space.stages import Stages
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from layoutopt.space.argument import Option, Space, argument
+from layoutopt.space.argument import Space, argument
 from layoutopt.space.kind import UNEQUAL, Choice, Chosen, Decision, LeftOut, Target, not_allowed
+from layoutopt.space.option import Option
 from layoutopt.space.undivided import first_of
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import AT, ELSEWHERE, Axes, Layout

@@ -12,8 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-from layoutopt.space.argument import Option, Space, argument, names
+from layoutopt.space.argument import Space, argument, names
 from layoutopt.space.kind import Beyond, Feature, LeftOut, Target, Words, not_allowed
+from layoutopt.space.option import Option
 from layoutopt.space.recompute import kept_sets
 from layoutopt.space.splits import Split, split_options
 from mesh_tf_core.errors import UserError, known_names

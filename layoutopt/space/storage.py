@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from layoutopt.space.argument import Option, Space, argument, names
+from layoutopt.space.argument import Space, argument, names
 from layoutopt.space.kind import (
     HYBRID,
     STORED,
@@ -28,6 +28,7 @@ from layoutopt.space.kind import (
     about_each,
     not_allowed,
 )
+from layoutopt.space.option import Option
 from layoutopt.space.undivided import first_of, storage_of, stored_at, undivided
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import REPLICA

@@ -27,7 +27,9 @@ from layoutopt.plan.exported import Exported
 from layoutopt.sizing.sizing import LAYOUTS
 from layoutopt.space.decisions import ARGUMENTS, FEATURES, KINDS, SearchSpace, typed
 from layoutopt.space.kind import PLAIN, Decision
+from layoutopt.space.listed import of_records
 from layoutopt.space.microbatches import Microbatches
+from layoutopt.space.option import FILE
 from layoutopt.space.recorded import USUALLY, allowed_by, allowed_text, recorded
 from layoutopt.space.schedule import Schedule
 from mesh_tf_core.errors import UserError
@@ -73,6 +75,11 @@ def test_what_was_allowed_comes_back_from_a_plan_file(name: str) -> None:
 
 def test_a_plan_that_says_nothing_means_what_is_usual() -> None:
     assert allowed_by(Searched()) == allowed_by(None) == USUALLY
+
+
+def test_options_that_help_reads_are_those_of_the_records() -> None:
+    made = json.loads(FILE.read_text(encoding="utf-8"))
+    assert made == json.loads(json.dumps(of_records())), "run python -m layoutopt.space.listed"
 
 
 def test_every_door_has_every_field() -> None:
