@@ -2,7 +2,7 @@
 
 (1) model FLOPs = sum over matrix products, convolutions and attention, forward and backward, of what the
     mathematics of the model needs: no recomputation, no padding, nothing that a layout repeats or a kernel
-    does again, no products with ones and zeros that only choose (`Op.overhead`), no updates of variables
+    does again, no products with ones and zeros that only choose (`Work.overhead`), no updates of variables
 (2) MFU         = sum over dtypes of (model FLOPs / peak FLOP/s of a device) / (devices * seconds of a step)
 (3) HFU         = the same of the products that the devices run: also those of recomputation, and those that a
     layout repeats
@@ -66,11 +66,12 @@ def run_flops(program: Program) -> dict[str, float]:
 
 def _needed(op: Op, inputs: list[TensorType]) -> float:
     """Model FLOPs of one run."""
-    dims = op.contraction(*inputs)
+    work = op.work(*inputs)
+    dims = work.product
     # One of rows, columns and what is summed may be 1 (a vector's product), not two (elements, or a sum).
     if op.kind not in MATMUL_CLASSES or (dims is not None and sorted(dims[1:])[1] == 1) or len(inputs) < 2:
         return 0.0
-    return flops_of(op, inputs) - op.overhead(*inputs)
+    return flops_of(op, inputs) - work.overhead
 
 
 def utilisation(flops: Mapping[str, float], hardware: Hardware, devices: int, seconds: float) -> float:

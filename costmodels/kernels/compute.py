@@ -8,8 +8,8 @@ r"""Seconds of one local operation from its quantities: a roofline with padding,
     it says that: below the smallest head that was measured, the softmax bounds the kernel, and the efficiency
     falls with the head's size. A product of matrices whose rows begin at odd elements reaches
     `unaligned_efficiency` of the rate, where the file has one. Without an efficiency of attention, one
-    that works on blocks (`Op.blocked`) takes its products and its vector operations / vector rate, one after
-    the other; around it, its operands and results pass through the registers
+    that works on blocks (`Work.blocked`) takes its products and its vector operations / vector rate, one
+    after the other; around it, its operands and results pass through the registers
 (3) TPU padding: n and k to the width of the matrix unit, m to sublanes, in the better of the two orientations
 (4) GPU padding: tiles = ceil(m / tile) · ceil(n / tile) · batch run in waves of one tile per multiprocessor;
     the last wave takes as long as a full one; the tile is the best of the whole one and its halves
@@ -53,9 +53,9 @@ class Quantity:
       vector: FLOPs of the element-wise work that is fused with a product, beside `flops`.
       elements: of the largest array that its element-wise work and reductions pass over.
       unaligned: rows of an operand or of the result, of 2 bytes an element, have an odd number of them.
-      added: rows and width of the partial results of a convolution (`Op.added`).
+      added: rows and width of the partial results of a convolution (`Work.added`).
       blocked: FLOPs, vector operations and elements handed over of a kernel that works on blocks
-        (`Op.blocked`).
+        (`Work.blocked`).
       tiled: bytes and elements as they lie in tiles; None where that is no more.
     """
 

@@ -68,7 +68,7 @@ def role(op: Op, inputs: tuple[TensorType, ...]) -> str:
     """How an operation fuses on operands of these types: FREE, PRODUCT, MAP, REDUCE or ALONE."""
     if op.free:
         return FREE
-    dims = op.contraction(*inputs)
+    dims = op.work(*inputs).product
     if op.kind == "matmul" and (dims is None or min(dims[1:]) > 1) and len(inputs) > 1:
         return PRODUCT
     if op.lowers() or op.kind == "gather" or op.in_place:

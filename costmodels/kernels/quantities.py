@@ -65,7 +65,8 @@ def of_local(instr: Local, local: Types) -> Quantity:
 @lru_cache(maxsize=1 << 16)
 def quantity_of(op: Op, inputs: tuple[TensorType, ...], outputs: tuple[TensorType, ...]) -> Quantity:
     """What one device does in an operation: its FLOPs, the bytes that it reads and writes."""
-    dims = op.contraction(*inputs)
+    work = op.work(*inputs)
+    dims = work.product
     matmul = (dims[1], dims[2], dims[3], dims[0]) if dims else None
     kind = op.kind
     if kind == "matmul" and (matmul is None or min(matmul[:3]) == 1):
@@ -83,8 +84,8 @@ def quantity_of(op: Op, inputs: tuple[TensorType, ...], outputs: tuple[TensorTyp
         matmul,
         elements=most,
         unaligned=odd,
-        added=op.added(*inputs),
-        blocked=op.blocked(*inputs),
+        added=work.added,
+        blocked=work.blocked,
     )
 
 

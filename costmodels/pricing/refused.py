@@ -1,10 +1,13 @@
-"""What is priced as a library's kernel although no library has one for it (`Op.refused`)."""
+"""What is priced as a library's kernel of attention although no library has one for it
+(`mesh_tf_core.kernels.libraries`)."""
 
 from __future__ import annotations
 
 from costmodels.hardware import Hardware
 from costmodels.pricing.compilers import compiler_of
 from mesh_tf_core.ir.program import Local, Program
+from mesh_tf_core.kernels.libraries import lacks_kernel
+from mesh_tf_core.ops.attending import AnyAttention
 
 NAMED = {"tpu": "TPUs", "gpu": "NVIDIA GPUs"}
 
@@ -15,8 +18,8 @@ def refused(program: Program, hardware: Hardware) -> dict[str, list[str]]:
     found: dict[str, dict[str, None]] = {}
     library = compiler_of(hardware).library
     for instr, _ in program.walk() if library else ():
-        if isinstance(instr, Local):
-            reason = instr.op.refused(library, *map(program.local, instr.inputs))
+        if isinstance(instr, Local) and isinstance(instr.op, AnyAttention):
+            reason = lacks_kernel(instr.op.laid(*map(program.local, instr.inputs)), library)
             if reason:
                 found.setdefault(reason, {})[instr.origin.scope] = None
     return {reason: list(scopes) for reason, scopes in found.items()}

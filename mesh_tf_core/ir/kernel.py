@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mesh_tf_core.ir.dims import Shape
-from mesh_tf_core.ir.dtypes import TensorType, itemsize
+from mesh_tf_core.ir.dtypes import TensorType
 
 T = Any
 
@@ -220,43 +220,6 @@ class Attending:
     partial: bool = False
     rate: float = 0.0
     noise: tuple[T, ...] | None = None
-
-    def lacks_kernel(self, platform: str) -> str:
-        """Why no library has a kernel for it on a 'tpu' or a 'gpu'; empty if one has. Of its operands, only
-        shapes and dtypes are looked at."""
-        reason = "dropout" if self.rate else "a bias" if self.bias is not None else ""
-        return reason or (self._not_splash() if platform == "tpu" else self._not_cudnn())
-
-    def _not_splash(self) -> str:
-        """As of Pallas's splash attention."""
-        queries, keys = self.query.shape[-2], self.key.shape[-2]
-        own = range(self.shared, len(self.query.shape) - 1)
-        if self.mask is not None and any(self.mask.shape[i] != 1 for i in own):
-            return "a mask of pairs"
-        if self.segments is not None and any(s.shape[i] != 1 for s in self.segments for i in own[:-1]):
-            return "texts that differ between heads"
-        if queries % BLOCKS[-1] or keys % BLOCKS[-1]:
-            return f"{queries} queries and {keys} keys, not multiples of {BLOCKS[-1]}"
-        if queries % len(self.starts):
-            return f"{queries} queries on each of {len(self.starts)} devices, which do not divide them"
-        return "float64" if itemsize(str(self.query.dtype)) > 4 else ""
-
-    def _not_cudnn(self) -> str:
-        """As of cuDNN on every GPU since A100."""
-        width, dtype = self.query.shape[-1], str(self.query.dtype)
-        if itemsize(dtype) != 2:
-            return dtype
-        if self.mask is not None or self.segments is not None:
-            return "a mask" if self.mask is not None else "several texts in a row"
-        if self.extra_logit is not None:
-            return "an extra logit"
-        if self.causal and tuple(self.starts) != (0,):
-            return "causal queries from the middle"
-        if self.window and not self.causal:
-            return "a window to both sides"
-        if width % 8 or width > 128 or width != self.value.shape[-1]:
-            return f"heads of {width} and values of {self.value.shape[-1]}"
-        return ""
 
 
 @dataclass(frozen=True)

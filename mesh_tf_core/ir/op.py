@@ -1,8 +1,8 @@
 """The contract of an operation: all that anyone may ask of one, checked when its class is made.
 
   required facets  roles, infer, kernel, flops, gradient
-  optional facets  lower, spread, operands, expand, moved, contraction, overhead, unreduced, summand,
-                   distributes, untrained, of_part, labels, describe; each says what holds without it
+  optional facets  lower, spread, operands, expand, moved, work, unreduced, summand, distributes, untrained,
+                   of_part, labels, describe; each says what holds without it
   facts            kind, free, linear, converts, divides, regroups, renames, crosses, still,
                    scales, in_place, cuts, vanishes, adds, derives_key: attributes of the class, or properties
                    where they depend on its fields
@@ -25,8 +25,9 @@ from mesh_tf_core.ir.kernel import At, Kernel, PartRows
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.values import Instr, Origin, Splits, Value
+from mesh_tf_core.ir.work import NO_PRODUCT, Work
 
-__all__ = ["At", "Emitter", "Kernel", "Op", "Roles", "Tensor", "TensorType"]
+__all__ = ["At", "Emitter", "Kernel", "Op", "Roles", "Tensor", "TensorType", "Work"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +173,7 @@ class Op:
         "operands",
         "expand",
         "moved",
-        "contraction",
-        "overhead",
-        "added",
-        "blocked",
-        "refused",
+        "work",
         "unreduced",
         "summand",
         "distributes",
@@ -315,30 +312,9 @@ class Op:
         """
         return float(sum(t.bytes for t in (*inputs, *outputs)))
 
-    def contraction(self, *local: TensorType) -> tuple[int, int, int, int] | None:
-        """(batch, m, n, k) of the matrix product that this operation is; without it, it is none."""
-        return None
-
-    def overhead(self, *local: TensorType) -> float:
-        """Those of its `flops` that the model's mathematics does not ask for: what another operation did
-        already, products with ones and zeros that only choose; without it, none."""
-        return 0.0
-
-    def added(self, *local: TensorType) -> tuple[int, int] | None:
-        """Rows and width of the partial results that it adds up, one product after the other: of a
-        convolution, places times taps, and channels; without it, there are none."""
-        return None
-
-    def blocked(self, *local: TensorType) -> tuple[float, float, float] | None:
-        """FLOPs of the matrix unit and operations of the vector unit that take turns in a kernel that works
-        on blocks, and elements of operands and results that are made ready for it; without it, it is no such
-        kernel."""
-        return None
-
-    def refused(self, platform: str, *local: TensorType) -> str:
-        """Why no library has the kernel on a 'tpu' or a 'gpu' as which it is priced, so that it takes longer
-        than that; without it, nothing is."""
-        return ""
+    def work(self, *local: TensorType) -> Work:
+        """What it does beside its `flops`; without it, it is no product."""
+        return NO_PRODUCT
 
     def unreduced(self, dim: Dim, inputs: Sequence[Tensor]) -> Tensor | None:
         """[dim, dimensions of the output]: the same, but for summing out a dimension that the inputs have;

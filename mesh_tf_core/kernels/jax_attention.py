@@ -2,7 +2,7 @@
 
 Both give the result and the log-sum-exp, and take them back for the gradients. Queries that share a key
 are the heads of one such kernel, and shared dimensions its batch. What a library has no kernel for
-(`Attending.lacks_kernel`) is left to the operation, which then works by blocks.
+(`libraries.lacks_kernel`) is left to the operation, which then works by blocks.
 
 The functions that take a log-sum-exp back are private to JAX: its version is pinned (`engines.jax.compat`).
 """

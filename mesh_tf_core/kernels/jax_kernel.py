@@ -18,6 +18,7 @@ from mesh_tf_core.ir.dtypes import FLOAT8
 from mesh_tf_core.ir.kernel import Attending, Edge, Step
 from mesh_tf_core.kernels.array_kernel import ArrayKernel, Functions, libraries, np_dtype, wide
 from mesh_tf_core.kernels.contraction import parse
+from mesh_tf_core.kernels.libraries import lacks_kernel
 
 T = Any
 
@@ -206,4 +207,4 @@ class JaxKernel(ArrayKernel):
 
     def _by_blocks(self, a: Attending) -> bool:
         """Whether attention has no library's kernel here."""
-        return self.platform not in ("tpu", "gpu") or bool(a.lacks_kernel(self.platform))
+        return self.platform not in ("tpu", "gpu") or bool(lacks_kernel(a, self.platform))

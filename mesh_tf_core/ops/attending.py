@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import BLOCKS, At, Attending, Kernel, PartRows
-from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.ir.op import Op, TensorType, Work
 from mesh_tf_core.ops.random import places_of
 from mesh_tf_core.ops.random import rows as rows_of
 
@@ -200,8 +200,12 @@ class AnyAttention(Op, abstract=True):
         split, of the device that has most. (The softmax runs beside them.)"""
         return self._flops(self.products, *local)
 
-    def overhead(self, *local: TensorType) -> float:
-        return self._flops(self.again, *local)
+    def work(self, *local: TensorType) -> Work:
+        """As a product, that of queries and keys; that of weights and values is as large and much like it."""
+        sides = self.sides(*local[:3])
+        rows = sides.rows.size // sides.shared.size
+        product = sides.shared.size, rows, self.memory.size, local[0].shape.dim(self.d_kv).size
+        return Work(product, self._flops(self.again, *local), blocked=self._blocked(*local))
 
     def _flops(self, products: tuple[int, int], *local: TensorType) -> float:
         sides = self.sides(*local[:3])
@@ -229,7 +233,7 @@ class AnyAttention(Op, abstract=True):
             return max(q * sum(map(seen, range(start, start + queries, q))) for start in starts)
         return max(_seen(start, queries, m, back, ahead) for start in starts)
 
-    def blocked(self, *local: TensorType) -> tuple[float, float, float]:
+    def _blocked(self, *local: TensorType) -> tuple[float, float, float]:
         """Of Pallas's splash attention (jax/experimental/pallas/ops/tpu/splash_attention). It skips blocks
         without a pair that the positions let see each other, and works out the others as wholes: a product,
         its softmax, which needs whole rows, and the next product, one after the other. Counted from the
@@ -250,19 +254,12 @@ class AnyAttention(Op, abstract=True):
         lanes = max(-width % BLOCKS[-1] + width for width in widths)
         return logits * products, logits * (operations + positions), float(rows * lanes)
 
-    def refused(self, platform: str, *local: TensorType) -> str:
-        """Of Pallas's splash attention and of cuDNN's kernels."""
+    def laid(self, *local: TensorType) -> Attending:
+        """As libraries get it, where its operands have pieces of these types: shapes and dtypes alone."""
         pieces = [_Laid(t.shape.sizes, t.dtype) for t in local]
         at = At(local, (), frozenset(), lambda name: 0)
         laid = replace(self, rate=0.0, apart=self.apart[:1]).attending(cast(Kernel, _Laid), at, pieces)
-        laid = replace(laid, starts=self._starts(laid.query.shape[-2]))
-        return replace(laid, rate=self.rate).lacks_kernel(platform)
-
-    def contraction(self, *local: TensorType) -> tuple[int, int, int, int] | None:
-        """Of queries and keys; that of weights and values is as large and much like it."""
-        sides = self.sides(*local[:3])
-        rows = sides.rows.size // sides.shared.size
-        return sides.shared.size, rows, self.memory.size, local[0].shape.dim(self.d_kv).size
+        return replace(laid, starts=self._starts(laid.query.shape[-2]), rate=self.rate)
 
 
 def _seen(start: int, queries: int, keys: int, back: int, ahead: int) -> int:

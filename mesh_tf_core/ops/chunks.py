@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Roles, TensorType
+from mesh_tf_core.ir.op import Roles, TensorType, Work
 from mesh_tf_core.ops.einsum import Einsum
 from mesh_tf_core.ops.kinds import MadeByLowering, Move
 from mesh_tf_core.ops.pieces import resized
@@ -156,5 +156,5 @@ class AddProduct(MadeByLowering):
     def flops(self, *local: TensorType) -> float:
         return self.product.flops(*local[:-1]) + local[-1].shape.size
 
-    def contraction(self, *local: TensorType) -> tuple[int, int, int, int] | None:
-        return self.product.contraction(*local[:-1])
+    def work(self, *local: TensorType) -> Work:
+        return Work(self.product.work(*local[:-1]).product)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Edge, Kernel
-from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
+from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType, Work
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import listing, same_dtype
 from mesh_tf_core.ops.convgrid import Grid, correlated, finish, ordered, taps_met
@@ -72,13 +72,11 @@ class Conv(Op):
         sizes = {v.dim: max(1, x.shape.dim(v.dim).size // v.stride) for v in self.windows}
         return 2.0 * self.grid.output(x.shape, w.shape, sizes).size * self.grid.weights_per_output(w.shape)
 
-    def contraction(self, *local: TensorType) -> tuple[int, int, int, int] | None:
+    def work(self, *local: TensorType) -> Work:
         """Every output is the product of a window's inputs and the weights."""
-        return self.grid.product(self.flops(*local), local[1].shape)
-
-    def added(self, *local: TensorType) -> tuple[int, int]:
-        w = local[1].shape
-        return self.grid.added(self.flops(*local), w, self.grid.count(w, self.grid.outs(w)))
+        w, flops = local[1].shape, self.flops(*local)
+        added = self.grid.added(flops, w, self.grid.count(w, self.grid.outs(w)))
+        return Work(self.grid.product(flops, w), added=added)
 
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         x, w = inputs[0], low.without(inputs[1], self.taps)
@@ -168,14 +166,11 @@ class ConvInputGrad(Op):
         dy, w = local
         return 2.0 * dy.shape.size * math.prod(w.shape.dim(n).size for n in (*self.taps, self.channel))
 
-    def contraction(self, *local: TensorType) -> tuple[int, int, int, int] | None:
+    def work(self, *local: TensorType) -> Work:
         """Every output's row of gradients times the weights, transposed."""
-        batch, m, n, k = self.grid.product(self.flops(*local), local[1].shape)
-        return batch, m, k, n
-
-    def added(self, *local: TensorType) -> tuple[int, int]:
-        w = local[1].shape
-        return self.grid.added(self.flops(*local), w, w.dim(self.channel).size)
+        w, flops = local[1].shape, self.flops(*local)
+        batch, m, n, k = self.grid.product(flops, w)
+        return Work((batch, m, k, n), added=self.grid.added(flops, w, w.dim(self.channel).size))
 
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         dy, w = inputs[0], low.without(inputs[1], self.taps)
@@ -251,17 +246,15 @@ class ConvFilterGrad(Op):
         taps = math.prod(self.filters.dim(t).size for t in self.taps)
         return 2.0 * dy.shape.size * taps * x.shape.dim(self.channel).size
 
-    def contraction(self, *local: TensorType) -> tuple[int, int, int, int]:
+    def work(self, *local: TensorType) -> Work:
         """Windows' inputs, transposed, times the outputs that they met."""
         x, dy = local
         outs = [name for name in dy.shape.names if name in self.grid.outs(self.filters)]
         n, batch = self.grid.count(dy.shape, outs), self.grid.count(dy.shape, self.groups)
         weights = self.grid.count(self.filters, self.taps) * x.shape.dim(self.channel).size
-        return batch, weights, n, dy.shape.size // (n * batch)
-
-    def added(self, *local: TensorType) -> tuple[int, int]:
-        batch, _, channels, places = self.contraction(*local)
-        return batch * places * self.grid.count(self.filters, self.taps), channels
+        places = dy.shape.size // (n * batch)
+        added = batch * places * self.grid.count(self.filters, self.taps), n
+        return Work((batch, weights, n, places), added=added)
 
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
         x, dy = inputs

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.op import Op, Roles, TensorType, Work
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import align, all_parallel, joined, listing, same_dtype
 from mesh_tf_core.ops.kinds import Move
@@ -53,13 +53,13 @@ class Einsum(Op):
         """One multiply and one add per point of the joint space and per pair of operands."""
         return 2.0 * joined("einsum", local).size * max(1, len(local) - 1)
 
-    def overhead(self, *local: TensorType) -> float:
-        return self.flops(*local) if self.chooses else 0.0
-
     def describe(self) -> str:
         return f"{self.name}(output=[{' '.join(self.output.names)}])"
 
-    def contraction(self, *local: TensorType) -> tuple[int, int, int, int] | None:
+    def work(self, *local: TensorType) -> Work:
+        return Work(self._product(local), self.flops(*local) if self.chooses else 0.0)
+
+    def _product(self, local: Sequence[TensorType]) -> tuple[int, int, int, int] | None:
         if len(local) != 2:
             return None
         x, y = (set(t.shape.names) for t in local)

@@ -30,7 +30,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.op import Op, Roles, TensorType, Work
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import cast, stop_gradient
 from mesh_tf_core.ops.common import joined, listing
@@ -135,8 +135,8 @@ class ScaledEinsum(Einsum):
     def flops(self, *local: TensorType) -> float:
         return super().flops(*local[:2])
 
-    def contraction(self, *local: TensorType) -> tuple[int, int, int, int] | None:
-        return super().contraction(*local[:2])
+    def work(self, *local: TensorType) -> Work:
+        return super().work(*local[:2])
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         raise UserError("scaled_einsum: factors of eight bits have no gradient; use mtf.float8_einsum")

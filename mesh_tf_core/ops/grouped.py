@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.op import Op, Roles, TensorType, Work
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import dtype_name, listing, same_dtype
 from mesh_tf_core.ops.index import mtf_range, need_ints
@@ -95,9 +95,9 @@ class GroupedProduct(Op):
         rows, summed, made, groups = self._sizes(local)
         return 2.0 * rows * summed * made * groups / self.group.size
 
-    def contraction(self, *local: TensorType) -> tuple[int, int, int, int]:
+    def work(self, *local: TensorType) -> Work:
         rows, summed, made, groups = self._sizes(local)
-        return groups, max(1, rows // self.group.size), made, summed
+        return Work((groups, max(1, rows // self.group.size), made, summed))
 
     def _sizes(self, local: Sequence[TensorType]) -> tuple[int, ...]:
         """(rows, summed, made, groups) of a device."""
@@ -158,9 +158,9 @@ class GroupedOuter(Op):
         rows, left, right, groups = self._sizes(local)
         return 2.0 * rows * left * right * groups / self.group.size
 
-    def contraction(self, *local: TensorType) -> tuple[int, int, int, int]:
+    def work(self, *local: TensorType) -> Work:
         rows, left, right, groups = self._sizes(local)
-        return groups, left, right, max(1, rows // self.group.size)
+        return Work((groups, left, right, max(1, rows // self.group.size)))
 
     def _sizes(self, local: Sequence[TensorType]) -> tuple[int, ...]:
         """(rows, left, right, groups) of a device."""

@@ -14,6 +14,7 @@ import pytest
 import mesh_tf_core as mtf
 import mesh_tf_core.ops
 from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
+from mesh_tf_core.ir.work import NO_PRODUCT
 from mesh_tf_core.lower.placing import Placing
 
 A = mtf.Dim("a", 4)
@@ -180,8 +181,7 @@ def test_what_an_operation_is_without_its_optional_facets() -> None:
 
     op, x = Same(), TensorType(mtf.Shape([A]), "float32")
     assert not op.lowers() and not op.expands()
-    assert (op.expand(), op.contraction(x), op.moved([x], [x])) == (None, None, 32.0)
-    assert (op.added(x), op.blocked(x)) == (None, None)
+    assert (op.expand(), op.work(x), op.moved([x], [x])) == (None, NO_PRODUCT, 32.0)
     assert (op.describe(), op.kind) == ("same(size=3)", "elementwise")
     assert not any((op.free, op.linear, op.converts, op.regroups))
     assert op == Same() and hash(op) == hash(Same()) and op != Same(4)

@@ -29,7 +29,8 @@ class Compiler:
       fuses: several operations may be one kernel.
       tiles: arrays lie in tiles, whose lanes are filled up (`costmodels.kernels.quantities.tiling`).
       apart: the values of one all-reduce are sent one by one.
-      library: whose kernels of attention run ("tpu", "gpu"; `Op.refused`); empty: nobody has looked.
+      library: whose kernels of attention run ("tpu", "gpu"; `mesh_tf_core.kernels.libraries`); empty: nobody
+        has looked.
     """
 
     name: ClassVar[str] = "none"

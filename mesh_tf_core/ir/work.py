@@ -1,0 +1,29 @@
+"""What an operation does on one device, as far as its FLOPs and the types of its operands do not say it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Of one device's pieces.
+
+    Attributes:
+      product: (batch, m, n, k) of the matrix product that the operation is; None: it is none.
+      overhead: FLOPs that the model's mathematics does not ask for: what another operation did already,
+        products with ones and zeros that only choose.
+      added: rows and width of the partial results that it adds up, one product after the other: of a
+        convolution, places times taps, and channels; None: there are none.
+      blocked: FLOPs of the matrix unit and operations of the vector unit that take turns in a kernel that
+        works on blocks, and elements of operands and results that are made ready for it; None: it is no such
+        kernel.
+    """
+
+    product: tuple[int, int, int, int] | None = None
+    overhead: float = 0.0
+    added: tuple[int, int] | None = None
+    blocked: tuple[float, float, float] | None = None
+
+
+NO_PRODUCT = Work()
