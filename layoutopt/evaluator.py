@@ -97,7 +97,7 @@ class Evaluation:
         lines, share = [*step.lines], 1 / self.replicas.diloco.period
         for met in self._outer:
             found = beside_steps(self.prices.cost(met), self.replicas.diloco, step.step_seconds)
-            lines += (replace(x, times=x.times * share) for x in found)
+            lines += (replace(x, times=x.times * share, value=-1) for x in found)
         return Cost(tuple(lines))
 
     @property

@@ -19,6 +19,8 @@ from mesh_tf_core.ir.program import Done, Instr, Local, Loop, Message, Origin, P
 Runs = dict[tuple[Origin, float], float]
 """Where work comes from, and how often it runs in a step -> the part of its runs that is meant."""
 NOTHING = "nothing: what follows waits"
+OUTER = "outer step"
+"""What is said of the messages of replicas that synchronise rarely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,8 @@ def hidden(program: Program, cost: Cost) -> list[Hidden]:
         seconds = sum(x.seconds * x.times for x in lines)
         exposed = sum(x.exposed * x.times for x in lines)
         under = _under(rule, _joined(runs.get(x.value, {}) for x in lines), cost)
+        if rule == OUTER and exposed < seconds:
+            under = Under("later steps", seconds - exposed)
         found.append(Hidden(rule, seconds, seconds - exposed, under.words, under.seconds))
     return sorted(found, key=lambda h: -h.seconds)
 
@@ -89,6 +93,8 @@ def under(program: Program, cost: Cost) -> dict[int, Under]:
 
 def rule_of(line: Line) -> str:
     """The rule of a message, or what is said where there is none."""
+    if line.value < 0:
+        return OUTER
     return HOST if HOST in line.axes else line.purpose or ACTIVATION
 
 

@@ -20,7 +20,7 @@ class Line:
       item: what its seconds follow from (`costmodels.pricing.explanation`).
       seconds: all of it, hidden or not.
       exposed: seconds that the step waits for.
-      value: of a message, the first value that it brings.
+      value: of a message, the first value that it brings; -1 if another program than the step's sends it.
     """
 
     name: str

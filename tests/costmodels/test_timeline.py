@@ -9,12 +9,12 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
-from costmodels.pricing.hidden import under
+from costmodels.pricing.hidden import hidden, under
 from costmodels.pricing.timeline import DEVICE, PHASES, Slice, timeline
 from examples.transformer_lm import model
 from layoutopt.analysis.perfetto import predicted, written
 from layoutopt.evaluator import Evaluation, evaluate
-from mesh_tf_core.ir.instructions import STEP
+from mesh_tf_core.ir.instructions import GRADIENT, STEP
 
 LAYERS, PARTS = 3, 2
 
@@ -100,3 +100,22 @@ def test_the_file_is_what_viewers_open(found: Evaluation) -> None:
     assert step["dur"] == pytest.approx(1e6 * found.cost.step_seconds, abs=2e-3)
     products = [e["args"] for e in slices if e["name"] == "einsum"]
     assert all(args["flops"] > 0 and args["price"] and args["phase"] for args in products) and products
+
+
+def test_the_last_microbatch_alone_runs_under_sums_of_gradients() -> None:
+    """Of what a loop over microbatches adds up, the last iteration makes the last term; of what a loop over
+    layers stacks, each iteration makes a part."""
+    rooms = {}
+    for parts in (1, 4):
+        net = model(layers=4, d_model=256, d_ff=512, d_kv=32, heads=8, length=64, batch=16, vocab=64)
+        options = mtf.Options(microbatches=parts)
+        found = evaluate(net, mtf.Mesh("data:2"), mtf.Layout("batch:data"), load_hardware("tpu-v5e"), options)
+        (own,) = (h for h in hidden(found.program, found.cost) if h.purpose == GRADIENT)
+        backward = sum(
+            x.seconds * x.times
+            for x in found.cost.lines
+            if not x.is_communication and x.origin.phase == "backward"
+        )
+        assert "backward" in own.behind and own.hidden > 0
+        rooms[parts] = own.room / backward
+    assert 0.5 < rooms[1] < 1.5 and rooms[4] < rooms[1] / 2
