@@ -96,7 +96,8 @@ def check_stages(graph: Graph, dim: str, count: int, rounds: int = 1) -> None:
     """UserError if the loops over a dimension cannot be so many stages, of as many virtual ones as rounds."""
     for node in loop_dims(graph)[dim]:
         size = node.body.dim.size if node.body and node.body.dim else 0
-        if count * rounds > size:
+        # Embedding and head may be all that the first and the last virtual stage have.
+        if count * rounds > size + 2 * (rounds > 1):
             times = f" times {rounds} rounds" if rounds > 1 else ""
             raise UserError(
                 f"pipeline over {dim!r}: {count} stages{times} are more than its {size} layers; take fewer "

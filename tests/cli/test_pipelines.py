@@ -49,8 +49,8 @@ def test_a_plan_with_stages(
         (("--pipeline", "layers", "--schedule", "1f1n"), "did you mean '1f1b'?"),
         (("--pipeline", "layers", "--schedule", "circular"), "as circular:2"),
         (
-            ("--pipeline", "layers", "--schedule", "circular:3"),
-            "2 stages times 3 rounds are more than its 4 layers",
+            ("--pipeline", "layers", "--schedule", "circular:4"),
+            "2 stages times 4 rounds are more than its 4 layers",
         ),
         (("--schedule", "gpipe,circular:2"), "circular:2: nothing may be the stages of a pipeline; add"),
         (("--pipeline", "layers", "--schedule", "interleaved:1"), "as interleaved:2"),

@@ -72,7 +72,8 @@ def dense(plain: mtf.Model) -> Any:
 def check(program: Program, dense: Any) -> None:
     *found, engine = steps(program)
     same(found, dense)
-    assert engine.communication_bytes == program.communication_bytes()
+    # Thirds of sums are not exact.
+    assert engine.communication_bytes == pytest.approx(program.communication_bytes(), rel=1e-14)
     assert engine.peak_memory_bytes == memory(program).peak
 
 
@@ -91,6 +92,13 @@ def test_losses_and_variables_are_those_of_one_device(
     places = Interleaved(2, rounds_of(schedule)).size(5)
     stored = program.variables["wi"]
     assert stored.value.shape.sizes == (places, 4, 8) and stored.variable.shape.sizes == (5, 4, 8)
+
+
+def test_the_ends_may_have_embedding_and_head_alone() -> None:
+    built = model(6)
+    alone = steps(built.lower(mtf.Mesh("one:1"), mtf.Layout()))[:2]
+    for schedule in ("circular:2", "interleaved:2"):
+        check(lowered(built, "pipe:4", "layers:pipe", schedule, 4), alone)
 
 
 @pytest.mark.nightly
@@ -149,8 +157,8 @@ def test_random_numbers_are_those_of_microbatches_on_one_device() -> None:
 @pytest.mark.parametrize(("stages", "rounds"), [(2, 1), (4, 2), (3, 3), (16, 1), (8, 8)])
 def test_every_layer_lies_once_and_the_ends_have_less(stages: int, rounds: int) -> None:
     order, parts = Interleaved(stages, rounds), stages * rounds
-    for layers in (parts, parts + 1, 2 * parts - 2, 126):
-        if layers < parts:
+    for layers in (parts - 2, parts, parts + 1, 2 * parts - 2, 126):
+        if layers < max(parts - 2, 1):
             continue
         numbers = order.numbers(layers)
         assert sorted(n for n in numbers.reshape(-1) if n != PADDING) == list(range(layers))

@@ -198,8 +198,8 @@ def test_a_set_of_values_is_one_of_the_layers() -> None:
     why = "^recompute 'layers:keep=none': a loop over 'layers' makes nothing that 'none' is; known: attention"
     with pytest.raises(mtf.UserError, match=why):
         [*subproblems(model, [mesh], replace(asked, recompute=(False, "keep=none")))]
-    more = replace(asked, pipeline=("layers",), schedule=("interleaved:3", "circular:5"))
-    why = "interleaved:3: pipeline over 'layers': 2 stages times 3 .*; circular:5: pipeline over 'layers': 2"
+    more = replace(asked, pipeline=("layers",), schedule=("interleaved:4", "circular:5"))
+    why = "interleaved:4: pipeline over 'layers': 2 stages times 4 .*; circular:5: pipeline over 'layers': 2"
     with pytest.raises(mtf.UserError, match=why):
         [*subproblems(model, [mesh], more)]
 
