@@ -19,7 +19,8 @@ from costmodels.hardware import Hardware, hardware_names, machine_of
 from layoutopt.plan.build import Plan
 from layoutopt.plan.units import size_text
 from layoutopt.space.context import WAYS
-from layoutopt.space.kind import GATHER, STORED
+from layoutopt.space.decisions import ARGUMENTS, SearchSpace
+from layoutopt.space.kind import GATHER
 from layoutopt.space.microbatches import USUAL
 from layoutopt.space.splits import parse_forbid, parse_rules
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
@@ -28,6 +29,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.nodes import crossed
 from mesh_tf_core.model import Model
 
+USUAL_SPACE = SearchSpace()
 PARSED = {"pins": parse_rules, "forbid": parse_forbid}
 MORE_PARTS = (16, 32, 64, 128)
 MOST_TIMES = 64
@@ -198,13 +200,11 @@ class _Diagnosing:
         for kind, option in (("pins", "--pin"), ("forbid", "--forbid")):
             for name, axes in PARSED[kind](self.asked.get(kind)).items():
                 found[f"{option} {name}:{'+'.join(axes) or 'none'}"] = _without_rule(kind, name)
-        if set(self.asked.get("storage", STORED)) != set(STORED):
-            found[f"--storage {','.join(self.asked['storage'])}"] = _set("storage", STORED)
-        if True not in self.asked.get("recompute", (True,)):
-            found["--recompute never"] = _set("recompute", (False, True))
-        parts = tuple(self.asked.get("microbatches", USUAL))
-        if not set(USUAL) <= set(parts):
-            found[f"--microbatches {','.join(map(str, parts))}"] = _set("microbatches", USUAL)
+        for name, argument in ARGUMENTS.items():
+            usual = getattr(USUAL_SPACE, name)
+            if isinstance(usual, tuple) and not {*usual} <= {*argument.parse(self.asked.get(name, usual))}:
+                texts = argument.texts(argument.parse(self.asked[name])).items()
+                found[" ".join(f"{option} {text}" for option, text in texts if text)] = _set(name, usual)
         found[self._memory()] = _set(MEMORY, float("1e30"))
         return found
 

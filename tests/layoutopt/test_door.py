@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from importlib import metadata
 from pathlib import Path
@@ -67,6 +68,11 @@ def test_what_is_public_is_listed() -> None:
     assert set(layoutopt.__all__) < set(dir(layoutopt))
     assert layoutopt.__version__ == metadata.version("layoutopt")
     assert all(callable(getattr(layoutopt, name)) for name in layoutopt.__all__)
+
+
+def test_no_public_function_has_more_than_ten_parameters() -> None:
+    functions = (getattr(layoutopt, name) for name in layoutopt.__all__ if name.islower())
+    assert all(len(inspect.signature(f).parameters) <= 10 for f in functions)
 
 
 def test_a_plan_has_a_frame_a_card_a_page_and_figures(plan: Plan, tmp_path: Path) -> None:
