@@ -95,10 +95,9 @@ class WhatIfAnswer:
     reason: str = ""
 
 
-def with_pins(asked: SearchSpace, more: str | None) -> dict[str, Any]:
-    """What was asked, as arguments of a search, with further pins; a dimension that is pinned anew loses its
-    old pin."""
-    return {**asked.keywords, "pins": {**asked.pins, **parse_rules(more)} or None}
+def with_pins(asked: SearchSpace, more: str | None) -> SearchSpace:
+    """What was asked with further pins; a dimension that is pinned anew loses its old pin."""
+    return asked.but(pins={**asked.pins, **parse_rules(more)})
 
 
 def without(asked: SearchSpace, name: str) -> SearchSpace:
@@ -170,9 +169,10 @@ def finder(
         if clock.over:
             return WhatIfAnswer(condition, None, None, "", False, NO_TIME)
         rules = without(asked, forbid) if forbid else asked
-        more = {**with_pins(rules, pins), "objective": objective, "time_limit": clock.rest}
+        more: dict[str, Any] = {"objective": objective, "time_limit": clock.rest}
         try:
-            found = search(model, mesh=plan.mesh, hardware=hardware, memory=memory, **more)
+            space = with_pins(rules, pins)
+            found = search(model, plan.mesh, None, hardware, space, memory=memory, **more)
         except (InfeasibleError, LimitError) as error:
             return WhatIfAnswer(condition, None, None, "", isinstance(error, InfeasibleError), str(error))
         p, proven = found.predicted, found.solver.status == "OPTIMAL"

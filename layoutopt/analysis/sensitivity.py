@@ -13,13 +13,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from costmodels.hardware import Hardware, drawn, with_bandwidth
 from costmodels.pricing.pricer import pricer
-from layoutopt.analysis.explain import with_pins
 from layoutopt.clock import UNLIMITED, Clock
 from layoutopt.evaluator import evaluate
 from layoutopt.optimize.request import EXACT
@@ -99,7 +98,6 @@ def sensitivity(
     """
     from layoutopt.api import search
 
-    more: Mapping[str, Any] = with_pins(asked, None)
     devices = plan.mesh.devices
     reshaped = not (asked.pins or asked.forbid or asked.diloco) and devices % 2 == 0
     left = itertools.count(6 if reshaped else 4, -1)
@@ -112,7 +110,9 @@ def sensitivity(
             return False
         limits = {"memory": limit, "time_limit": own.rest}
         try:
-            return search(model, **{"mesh": plan.mesh, "hardware": hardware, **limits, **more, **change})
+            return search(
+                model, **{"mesh": plan.mesh, "hardware": hardware, **limits, "space": asked, **change}
+            )
         except (InfeasibleError, LimitError) as error:
             return isinstance(error, InfeasibleError)
 

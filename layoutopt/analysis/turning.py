@@ -16,7 +16,6 @@ from costmodels.hardware import Hardware
 from costmodels.hardware.vary import NETWORK, varied
 from costmodels.network.topology import MeshPlacement, place
 from costmodels.pricing.pricer import pricer
-from layoutopt.analysis.explain import with_pins
 from layoutopt.clock import UNLIMITED, Clock
 from layoutopt.evaluator import Evaluation, evaluate
 from layoutopt.plan.build import options_of
@@ -95,7 +94,7 @@ def searched(
       asked: what else was asked of the searches.
       limit: bytes that a device may hold.
     """
-    from layoutopt.api import search
+    from layoutopt.api import Limits, search
 
     rare = _rare(ways)
     if rare is None:
@@ -109,9 +108,10 @@ def searched(
         found: dict[str, Predicted] = {}
         for way, model in known:
             own = clock.part(1 / next(left))
-            rules = {**with_pins(asked, None), "diloco": way.diloco or None, "time_limit": own.rest}
+            space = asked.but(diloco=way.diloco or None)
+            limits = Limits(memory=limit, time_limit=own.rest, alternatives=False)
             with suppress(LimitError, InfeasibleError):
-                plan = search(model, mesh=mesh, hardware=machine, memory=limit, alternatives=False, **rules)
+                plan = search(model, mesh, None, machine, space, limits)
                 found[way.name] = plan.predicted
         points.append(_point(found, times, gigabits(place(machine, mesh), axis)))
     known_ends = (

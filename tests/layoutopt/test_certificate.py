@@ -14,7 +14,6 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from layoutopt.analysis.certificate import Certificate, certify, considered_by, rule_out
-from layoutopt.analysis.explain import with_pins
 from layoutopt.evaluator import Evaluator
 from layoutopt.formulation.extract import count_layouts
 from layoutopt.optimize.subproblems import Subproblem, subproblems
@@ -49,7 +48,7 @@ def hardware() -> Hardware:
 
 
 def found(model: mtf.Model, hardware: Hardware, **asked: Any) -> Plan:
-    return search(model, hardware=hardware, **{"mesh": "data:2;model:2", **with_pins(ASKED, None), **asked})
+    return search(model, hardware=hardware, **{"mesh": "data:2;model:2", "space": ASKED, **asked})
 
 
 def certificate(model: mtf.Model, plan: Plan, hardware: Hardware, limit: float, **asked: Any) -> Certificate:

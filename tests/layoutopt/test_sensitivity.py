@@ -9,7 +9,7 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from layoutopt import search
-from layoutopt.analysis.explain import forbidden, with_pins
+from layoutopt.analysis.explain import forbidden
 from layoutopt.analysis.sensitivity import (
     SensitivityCurve,
     SensitivityTrial,
@@ -37,7 +37,7 @@ def hardware() -> Hardware:
 
 @pytest.fixture(scope="module")
 def plan(model: mtf.Model, hardware: Hardware) -> Plan:
-    return search(model, mesh="data:2;model:2", hardware=hardware, **with_pins(ASKED, None))
+    return search(model, mesh="data:2;model:2", hardware=hardware, space=ASKED)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_half_the_memory_is_proven_too_little_or_slower(
 def test_a_trial_is_what_a_search_finds(
     curves: dict[str, SensitivityCurve], model: mtf.Model, plan: Plan, hardware: Hardware
 ) -> None:
-    found = search(model, devices=8, hardware=hardware, **with_pins(ASKED, None))
+    found = search(model, devices=8, hardware=hardware, space=ASKED)
     assert curves["devices"].trials[2].step_seconds == pytest.approx(found.predicted.step_seconds, rel=1e-9)
 
 
