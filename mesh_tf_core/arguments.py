@@ -50,6 +50,11 @@ def instance(types: type | tuple[type, ...], words: str) -> ArgumentKind:
     return ArgumentKind(lambda value: isinstance(value, types), words)
 
 
+def is_iterable(value: Any) -> bool:
+    """Whether a value has elements one after the other; an array without axes only seems to."""
+    return isinstance(value, Iterable) and getattr(value, "ndim", 1) != 0
+
+
 def optional(kind: ArgumentKind) -> ArgumentKind:
     """Also None."""
     return ArgumentKind(lambda value: value is None or kind.holds(value), f"{kind.words}, or None")
@@ -59,7 +64,7 @@ PATH = instance((str, os.PathLike), "a path, as text or as pathlib has it")
 FUNCTION = ArgumentKind(callable, "a function")
 BATCH = instance(Mapping, "a dict of arrays by the names of the model's inputs")
 BATCHES = ArgumentKind(
-    lambda value: isinstance(value, Iterable) and not isinstance(value, str | Mapping),
+    lambda value: is_iterable(value) and not isinstance(value, str | Mapping),
     "the batches one after the other, each a dict of arrays: a list of them, or a generator",
 )
 

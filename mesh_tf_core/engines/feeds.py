@@ -36,7 +36,7 @@ class Feeds:
         out = {}
         for name, id in self.program.feeds.items():
             out[name] = _fed(name, self.program.values[id], batch)
-            if out[name].dtype.kind in "iu":
+            if out[name].dtype.kind in "iuf":
                 self._ids.check(name, out[name])
         return out
 

@@ -13,7 +13,7 @@ define negative ones as none), unless the model itself may set it apart, in one 
              of what comes of the look-up that is made of the input (`minimum(labels + 1, 1)`) compares it
              too: with what makes the factor 0.
   weighted   what is looked up, or comes of it, is multiplied by, or chosen with, something else of the batch
-             (a mask that is fed), which may leave v out.
+             (a mask that is fed), or an element of a table that is not trained, which may leave v out.
 
 Each step looks at the least and the greatest number of every such input, and at the next ones where these are
 set apart: two passes over whole numbers. A wrong number between others that are set apart may be missed; what
@@ -127,8 +127,9 @@ class _Reading:
 
     Attributes:
       of: value -> what it is of one input, where that is known.
+      read_off: values that are looked up in tables, or made of these.
       counts: value -> the dimension along which it is 0, 1, ...
-      sources: value -> the inputs that it depends on; "" stands for variables.
+      sources: value -> the inputs that it depends on; "" stands for variables that are trained.
       readers: value -> what is made of it, with what makes it: None for the border of a loop.
     """
 
@@ -138,6 +139,7 @@ class _Reading:
         self.parents: dict[int, list[int]] = defaultdict(list)
         self.sources: dict[int, frozenset[str]] = defaultdict(frozenset)
         self.readers: dict[int, list[tuple[int, Local | None]]] = defaultdict(list)
+        self.read_off: set[int] = set()
         self.counts: dict[int, Dim] = {}
         self.looked_up: list[tuple[Local, int, Dim, bool]] = []
         self.trained = {
@@ -174,13 +176,15 @@ class _Reading:
                 self.sources[y] = frozenset[str]().union(*(self.sources[x] for x in instr.inputs))
                 for x in instr.inputs:
                     self.readers[x].append((y, instr if isinstance(instr, Local) else None))
+            self.read_off.update(instr.outputs if self.read_off.intersection(instr.inputs) else ())
             if isinstance(instr, Input):
                 (y,) = instr.outputs
                 self.sources[y] = frozenset((instr.feed,))
-                if self.program.values[y].dtype in INTEGERS:
+                if self.program.values[y].dtype != "bool":  # fractions may be cast to numbers of elements
                     self.of[y] = _Of(instr.feed, lambda numbers: numbers)
             elif isinstance(instr, ReadVariable):
-                self.sources[instr.outputs[0]] = frozenset(("",))
+                trained = self.program.variables[instr.variable].variable.trainable
+                self.sources[instr.outputs[0]] = frozenset(("",) * trained)
             elif isinstance(instr, Local):
                 self._local(instr)
             elif isinstance(instr, _MOVES) and len(instr.inputs) == 1:
@@ -190,6 +194,7 @@ class _Reading:
         ends = [(c.init, c.enter) for c in loop.carried] + [(s.outer, s.inner) for s in loop.sliced]
         for x, y in ends:
             self.sources[y] = self.sources[x]
+            self.read_off.update({y} if x in self.read_off else ())
             self.readers[x].append((y, None))
         for outer, inner in loop.sliced:
             self._same(outer, inner)
@@ -197,6 +202,7 @@ class _Reading:
         left = [(c.leave, c.final) for c in loop.carried] + [(r.inner, r.outer) for r in loop.results]
         for x, y in left:
             self.sources[y] = self.sources[x]
+            self.read_off.update({y} if x in self.read_off else ())
             self.readers[x].append((y, None))
         for inner, outer in loop.stacked:
             self._same(inner, outer)
@@ -211,8 +217,11 @@ class _Reading:
 
     def _local(self, instr: Local) -> None:
         types = [self._type(x) for x in instr.inputs]
-        if (label := instr.op.labels(*types)) is not None and instr.inputs[label[0]] in self.of:
+        label = instr.op.labels(*types)
+        if label is not None and instr.inputs[label[0]] in self.of:
             self.looked_up.append((instr, instr.inputs[label[0]], *label[1:]))
+        if label is not None:
+            self.read_off.update(instr.outputs)
         if len(instr.outputs) != 1:
             return
         (y,) = instr.outputs
@@ -339,7 +348,7 @@ class _Reading:
     def _weighs(self, x: int, ids: int, feed: str) -> bool:
         """Whether a value is of the batch alone, not of these numbers alone, and no numbers itself."""
         of, type = self.sources[x], self._type(x)
-        fed = bool(of) and "" not in of and of != {feed}
+        fed = bool(of) and "" not in of and (of != {feed} or x in self.read_off)
         names = set(self._type(ids).shape.names)
         return fed and type.dtype not in INTEGERS and not names.isdisjoint(type.shape.names)
 

@@ -185,7 +185,9 @@ class EvaluationPass:
         for batch in stream:
             check("evaluate", batch=(batch, BATCH))
             short = {n: np.asarray(batch[n]) for n in self.batched if n in batch}
-            sizes = {a.shape[0] if a.ndim else 1 for a in short.values()}
+            if lone := next((n for n, a in short.items() if not a.ndim), ""):
+                raise UserError(f"evaluate: the batch's {lone!r} is one number; give an array of rows")
+            sizes = {a.shape[0] for a in short.values()}
             count = min(sizes, default=most)
             if len(sizes) > 1 or not least <= count <= most:
                 raise UserError(

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from mesh_tf_core.arguments import PATH, ArgumentKind, check, instance
+from mesh_tf_core.arguments import PATH, ArgumentKind, check, instance, is_iterable
 from mesh_tf_core.engines import Cluster, Engine
 from mesh_tf_core.engines.feeds import are_numbers, holds
 from mesh_tf_core.errors import UserError, known_names
@@ -222,7 +222,7 @@ def _arrays(weights: GivenWeights) -> dict[str, Any]:
     """Arrays as they are given, or as `_Array`."""
     if isinstance(weights, Mapping):
         return dict(weights)
-    if isinstance(weights, Iterable) and not isinstance(weights, str):
+    if is_iterable(weights) and not isinstance(weights, str):
         return {name: array for path in weights for name, array in _arrays(path).items()}
     check("load", weights=(weights, WEIGHTS))
     path = Path(weights)

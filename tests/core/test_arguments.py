@@ -46,6 +46,12 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "fit: batches is a dict; give": lambda run: run.fit(BATCH, 2),
     "training: batch is 1; give": lambda run: run.fit([1], 2),
     "training: batch is None; give": lambda run: run.step(None),
+    "fit: batches is a ndarray; give": lambda run: run.fit(np.array(3.0), 2),
+    "evaluate: batches is a ndarray; give": lambda run: run.evaluate(np.array(3.0)),
+    f"evaluate: the batch's {next(iter(BATCH))!r} is one number; give": lambda run: run.evaluate(
+        [dict.fromkeys(BATCH, 3.0)]
+    ),
+    "load: weights is a ndarray; give": lambda run: run.load(np.array(3.0)),
     "fit: steps is '2'; give": lambda run: run.fit([BATCH], "2"),
     "fit: steps is 2.5; give": lambda run: run.fit([BATCH], 2.5),
     "fit: steps is True; give": lambda run: run.fit([BATCH], True),

@@ -48,6 +48,10 @@ def embedded(x: mtf.Tensor, y: mtf.Tensor) -> mtf.Tensor:
     return mtf.reduce_sum(mtf.gather(table, y, CLASSES), ["d"]) + mtf.reduce_sum(x, [CLASSES])
 
 
+def table_of(graph: mtf.Graph, trained: bool) -> mtf.Tensor:
+    return graph.variable("weights", [CLASSES], mtf.ONES, trainable=trained)
+
+
 MODELS: dict[str, tuple[Build, list[int], list[int]]] = {
     "labels": (lambda x, y, fed: entropy(x, y), [0, 9], [10, 99, -1, -100]),
     "cast": (lambda x, y, fed: entropy(x, mtf.rename(y.cast("int64"), batch="batch")), [9], [10, -1]),
@@ -80,6 +84,12 @@ MODELS: dict[str, tuple[Build, list[int], list[int]]] = {
     ),
     "clipped": (lambda x, y, fed: picked(x, mtf.minimum(mtf.maximum(y, 0), 9)), [-1, 99], []),
     "looked up": (lambda x, y, fed: embedded(x, y), [-1, 9], [10, 2**31 - 1]),
+    "read off a table": (
+        lambda x, y, fed: entropy(x, y) * mtf.gather(table_of(x.graph, False), y, CLASSES), [-1], [10, 99],
+    ),
+    "read off a trained table": (
+        lambda x, y, fed: entropy(x, y) * mtf.gather(table_of(x.graph, True), y, CLASSES), [9], [-1, 99],
+    ),
     "not looked up": (lambda x, y, fed: x * y.cast("float32"), [-1, 99], []),
 }  # fmt: skip
 """Model -> what it makes of (logits, labels, further inputs), labels that train, labels that are refused."""
@@ -143,6 +153,16 @@ def test_numbers_without_a_sign_name_elements_too() -> None:
     feeds = Feeds(mtf.Model(loss, mtf.SGD(0.1)).lower(mtf.Mesh("data:1"), mtf.Layout("")))
     assert refused(feeds, batch([0, 9, 1, 2])) == ""
     assert "has the number 10," in refused(feeds, batch([0, 10, 1, 2]))
+
+
+def test_fractions_that_are_cast_name_elements_too() -> None:
+    graph = mtf.Graph()
+    x, y = graph.input("x", [BATCH, CLASSES], "float32"), graph.input("label", [BATCH], "float32")
+    loss = mtf.reduce_mean(entropy(x * graph.variable("w", [CLASSES], mtf.ONES), y.cast("int32")))
+    feeds = Feeds(mtf.Model(loss, mtf.SGD(0.1)).lower(mtf.Mesh("data:1"), mtf.Layout("")))
+    assert refused(feeds, batch([0.0, 9.5, 1, 2])) == ""
+    assert "has the number 10.0," in refused(feeds, batch([0.0, 10.0, 1, 2]))
+    assert "has the number -1.0," in refused(feeds, batch([0.0, -1.0, 1, 2]))
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "local", "jax"])
