@@ -62,6 +62,10 @@ def _import(source: str) -> tuple[ModuleType, str]:
         path, function = named
         if not os.path.isfile(path):
             kind = f"*{path.suffix}"
+            if os.path.islink(path):
+                raise UserError(
+                    f"model file {str(path)[:MOST]!r} is a link that leads to no file; link it to one"
+                )
             found = [p.name for p in path.parent.glob(kind)] if os.path.isdir(path.parent) else []
             known = known_names(path.name, found) if found else f"give the path of a {path.suffix} file"
             plan = f"; {PLANS}" if path.suffix == ".json" else ""

@@ -59,8 +59,9 @@ def check_directory(directory: str | Path, mode: int | None = None) -> None:
             if not folder.is_dir():
                 make(folder, mode if folder == root else None)
     except FileExistsError as error:
+        kind = "a link that leads to no directory" if os.path.islink(error.filename) else "a file"
         raise UserError(
-            f"checkpoint {str(directory)!r}: {str(error.filename)!r} is a file; name a directory"
+            f"checkpoint {str(directory)!r}: {str(error.filename)!r} is {kind}; name a directory"
         ) from None
     except FileNotFoundError:
         raise UserError(

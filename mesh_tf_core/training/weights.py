@@ -222,9 +222,10 @@ def _arrays(weights: GivenWeights) -> dict[str, Any]:
     """Arrays as they are given, or as `_Array`."""
     if isinstance(weights, Mapping):
         return dict(weights)
-    if is_iterable(weights) and not isinstance(weights, str):
+    if not is_iterable(weights):
+        check("load", weights=(weights, WEIGHTS))
+    if isinstance(weights, Iterable) and not isinstance(weights, str):
         return {name: array for path in weights for name, array in _arrays(path).items()}
-    check("load", weights=(weights, WEIGHTS))
     path = Path(weights)
     try:
         if path.is_dir():

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from layoutopt.models.loading import load_model
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.files import check_writable, create, write_file
 from mesh_tf_core.training import checkpoint, locking
+from mesh_tf_core.training.folders import check_directory
 from mesh_tf_core.training.locking import locked
 from mesh_tf_core.training.saving import Saver
 from tests.core.saved import VALUES, whole
@@ -158,3 +160,12 @@ def test_a_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
         ):
             write()
     assert precious.read_text() == "all my work"
+
+
+def test_a_link_that_goes_round_is_called_a_link(tmp_path: Path) -> None:
+    loop = tmp_path / "loop.py"
+    loop.symlink_to(loop)
+    with pytest.raises(UserError, match=r"loop.py' is a link that leads to no directory; name a directory"):
+        check_directory(loop)
+    with pytest.raises(UserError, match=r"loop.py' is a link that leads to no file; link it to one"):
+        load_model(str(loop))
