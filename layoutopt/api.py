@@ -43,7 +43,7 @@ class Limits:
     """How far a search goes.
 
     Attributes:
-      memory: bytes that a device may hold (None: what the hardware has).
+      memory: bytes that a device may hold (None: the hardware's memory).
       max_axes: with a number of devices: at most so many axes of a mesh.
       top: how many of the best layouts to list.
       time_limit: seconds, or a clock that counts them already; the best so far, with what is proven of it, is
@@ -81,7 +81,7 @@ def search(
     Args:
       mesh: the mesh; or give `devices`, and its shape is searched too.
       hardware: a preset's name, a file, or a Hardware.
-      space: what may be chosen: splits, storage, recomputation, microbatches, pipelines and so on.
+      space: the choices: splits, storage, recomputation, microbatches, pipelines and so on.
       limits: how far the search goes.
       objective: `time` (least seconds that fit), `memory` (least peak), or `pareto` (adds the frontier of
         both).

@@ -18,7 +18,7 @@ from mesh_tf_core.errors import UserError, known_names
 
 
 def gathered(call: str, asked: Mapping[str, Any], *groups: tuple[Any, Any]) -> list[Any]:
-    """What a caller gave, as dataclasses.
+    """Gathers keywords into dataclasses.
 
     Args:
       call: the function's name.

@@ -1,2 +1,4 @@
-"""What the commands answer, from Python: one module for prices, one for explanations, one for what runs or
-compiles. A command parses, calls the same function, and renders its result."""
+"""Public functions beside `search` and `size`: prices and likely mistakes, explanations, runs, compilations.
+
+A command parses, calls the same function, and renders its result.
+"""

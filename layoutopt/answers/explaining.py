@@ -1,5 +1,5 @@
-"""Why a plan's layout and not another: what each split is worth, what binds, what a rule or a decision costs,
-whether the proof holds, and what would be best under other conditions."""
+"""Explains a plan: the worth of each split, the limit that binds, the cost of rules and decisions, a check of
+the proof, and the best layouts under other conditions."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Explained(Shown):
 
     @property
     def details(self) -> dict[str, Any]:
-        """What was found out, as a plan's details hold it."""
+        """Sensitivity, robustness and proof, as fields of a plan's details."""
         found: dict[str, Any] = {}
         if self.conditions is not None:
             found["sensitivity"] = as_details(list(self.conditions.curves))
@@ -123,7 +123,7 @@ class Explained(Shown):
 
     @property
     def data(self) -> ExplainResult:
-        """What `layoutopt explain --json` prints."""
+        """The result that `layoutopt explain --json` prints."""
         step, peak = self.evaluation.cost.step_seconds, self.evaluation.memory.peak
         more = {**self.details, **({} if self.turning is None else {"turning": self.turning})}
         return ExplainResult(
@@ -302,7 +302,7 @@ def explain(
 
 
 def question_of(plan: Plan) -> Searched:
-    """What the plan's search was asked; what the file does not say is the default."""
+    """The question of the plan's search; defaults where the file does not say."""
     return plan.data.details.search or Searched()
 
 
@@ -313,7 +313,7 @@ def limit_of(plan: Plan, hardware: Hardware) -> float:
 
 
 def peak_text(memory: MemoryProfile) -> str:
-    """What a device holds where it holds most."""
+    """The largest tensors at the peak, and the operation where it is."""
     most = ", ".join(f"{h.what} ({bytes_text(h.bytes)})" for h in memory.holdings[:LARGEST])
     if not memory.points:
         return most

@@ -1,4 +1,4 @@
-"""What a layout costs, and what is likely a mistake in it.
+"""Prices a layout, and finds likely mistakes in it.
 
 priced = layoutopt.cost(model, "data:2;model:4", "batch:data;heads:model", hardware="tpu-v5e")
 priced.predicted.step_seconds, priced.fits, priced.to_frame()
@@ -44,7 +44,7 @@ class Priced(Shown):
     Attributes:
       limit: bytes that a device may hold.
       evaluation: the lowered program, its `cost` line by line, its `memory` instruction by instruction.
-      training: what training takes and costs, where tokens or a price were given.
+      training: time and cost of training, where tokens or a price were given.
     """
 
     evaluation: Evaluation = field(repr=False)
@@ -67,13 +67,13 @@ class Priced(Shown):
 
     @cached_property
     def findings(self) -> list[linting.LikelyMistake]:
-        """What is likely a mistake in it."""
+        """Likely mistakes of the layout."""
         of = self.evaluation
         return linting.lint(of.model, of, of.prices.hardware, self.options)
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
-        """What to know of the price, and of how it fits."""
+        """Notes on the price and on the memory."""
         of, said = self.evaluation, {found.message for found in self.findings}
         doubt = errors_known(of.prices.hardware).barely(self.predicted.peak_memory_bytes, self.limit)
         notes = [n for n in (*of.model.notes(self.options), *of.notes) if n not in said]
@@ -81,7 +81,7 @@ class Priced(Shown):
 
     @property
     def data(self) -> CostResult:
-        """What `layoutopt cost --json` prints."""
+        """The result that `layoutopt cost --json` prints."""
         of = self.evaluation
         notes: dict[str, Any] = {"notes": list(self.notes)} if self.notes else {}
         return CostResult(
@@ -97,7 +97,7 @@ class Priced(Shown):
 
     @property
     def _fit(self) -> str:
-        """What to know of how it fits; '' where there is nothing."""
+        """A doubt about the memory; '' where there is none."""
         if not self.fits:
             return ", does not fit"
         known = errors_known(self.evaluation.prices.hardware)
@@ -141,7 +141,7 @@ class Linted(Shown):
 
     @property
     def data(self) -> LintResult:
-        """What `layoutopt lint --json` prints."""
+        """The result that `layoutopt lint --json` prints."""
         of, best = self.priced.evaluation, self.best
         return LintResult(
             **given_fields(of.model, of.program.mesh, of.layout, of.decided),
@@ -176,14 +176,14 @@ def cost(
     price: float | None = None,
     **decided: Any,
 ) -> Priced:
-    """What a layout costs.
+    """Prices a layout.
 
     Args:
       mesh: or a plan, which has the layout and the options too.
       hardware: a preset's name, a file, or a Hardware (None: that which the plan says; without one,
         `cpu-local`).
       memory: bytes that a device may hold (None: what the hardware has).
-      options: what is decided beside the layout.
+      options: the decisions beside the layout.
       tokens, price: also what training on so many takes and costs, at so much a chip-hour.
       decided: instead of `options`: storage, recompute, microbatches, context, offload, schedule,
         collective_matmul and diloco as the options of the command say them, as text or lists of texts.
@@ -226,7 +226,7 @@ def lint(
     Args:
       mesh, layout, hardware, options, decided: as in `cost`.
       time_limit: seconds to look for the best layout.
-      odd: what is odd about how the layout was written.
+      odd: further findings, about how the layout was written.
 
     Raises:
       UserError: a layout that is not legal.
@@ -248,7 +248,7 @@ def layout_of(said: Layout | str) -> Layout:
 
 
 def options_of(model: Model, options: Options | None, decided: dict[str, Any]) -> Options:
-    """What is decided beside a layout, as Python gives it: as `Options`, or as the options of commands."""
+    """The decisions beside a layout, given as `Options` or as keywords named after options of commands."""
     if options is not None and decided:
         raise UserError(f"options say all that is decided; leave {', '.join(decided)} out")
     if options is not None:

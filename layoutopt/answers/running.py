@@ -1,4 +1,4 @@
-"""What real steps take beside their predictions, and what the TPU compiler makes of a layout."""
+"""Runs layouts and compares with their predictions; compiles a layout with the real TPU compiler."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Runs:
       count: how many layouts, where none are given: the best, named ones, and others.
       steps: samples of each layout.
       seed: of the random layouts.
-      batch: what every step is fed (None: zeros).
-      engine: what runs the steps.
+      batch: the input of every step (None: zeros).
+      engine: runs the steps (`mesh_tf_core.engines.open_engine`).
       cluster: the processes that run them together; one chooses the layouts for all.
     """
 
@@ -55,7 +55,7 @@ class Validated(Shown):
 
     @property
     def data(self) -> Validation:
-        """What `layoutopt validate --json` prints."""
+        """The result that `layoutopt validate --json` prints."""
         return self.found
 
     def to_frame(self) -> Any:
@@ -99,10 +99,10 @@ def validate(
 
 
 def verify(priced: Plan | Priced, topology: str) -> Verified:
-    """What the TPU compiler makes of a layout, without a TPU: collectives, peak memory, compute time.
+    """Compiles a layout with the TPU compiler, without a TPU: collectives, peak memory, compute time.
 
     Args:
-      priced: what `cost` or `search` gave.
+      priced: a result of `cost` or `search`.
       topology: chips as the compiler names them, as "v5e:2x4"; as many devices as the mesh has.
 
     Raises:

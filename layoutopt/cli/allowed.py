@@ -26,24 +26,24 @@ class Allowed:
     """Options by the names of their parameters."""
 
     def given(self, option: str) -> list[str]:
-        """What an option that may be given again says."""
+        """The values of an option that may be given again."""
         name = option.removeprefix("--").replace("-", "_")
         return [*(getattr(self, name) or ())]
 
     def space(self, **more: Any) -> SearchSpace:
-        """What a search may choose.
+        """The search space that the options mean.
 
         Args:
           more: fields of `SearchSpace` that have no option here.
         """
         from layoutopt.space.decisions import ALLOW, ARGUMENTS, SearchSpace
 
-        found = dict(more)
+        found = {name: ARGUMENTS[name].parse(value) for name, value in more.items()}
         for name, argument in {"allow": ALLOW, **ARGUMENTS}.items():
             given = {o.name: getattr(self, o.parameter, None) for o in argument.options}
             said = {n: BETWEEN.join(v) if isinstance(v, list | tuple) else v for n, v in given.items()}
             if name not in more and (text := argument.read(said)) is not None:
-                found[name] = text
+                found[name] = argument.parse(text)  # whose refusals name the option
         return SearchSpace(**found)
 
 
@@ -51,8 +51,8 @@ def options(name: str, made: Iterable[Option], base: type, usual: bool = False) 
     """A group of options (`grouped`).
 
     Args:
-      base: what the group does.
-      usual: what is usual is the default; else it is only shown.
+      base: has the group's methods.
+      usual: `Option.usual` is the default; else help only shows it.
     """
     found = []
     for o in made:

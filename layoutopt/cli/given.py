@@ -1,4 +1,4 @@
-"""What a user decides on the command line: the mesh, the layout, and what else there is to decide."""
+"""Reads one layout off the command line: the mesh, the layout, and the decisions beside them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 
 
 class ByHand:
-    """What a user decides beside the mesh and the layout, by the parameters of the kinds' options; by default
-    nothing."""
+    """Decisions beside the mesh and the layout, by the parameters of the kinds' options; none by default."""
 
     def __bool__(self) -> bool:
         return bool(self.texts)
 
     def read(self, loaded: Loaded, mesh: str | None, layout: str | None, plan: Plan | None = None) -> Given:
-        """They with the mesh and the layout, all of which a plan file gives.
+        """Reads them with the mesh and the layout; a plan file gives all of them.
 
         Args:
           plan: what lies in the plan file, if that was read already.
@@ -62,7 +61,7 @@ class ByHand:
         }
 
     def options(self, loaded: Loaded) -> Options:
-        """They as options of the model's program."""
+        """The decisions as options of the model's program."""
         from layoutopt.space.decisions import typed
 
         return typed(loaded.model, self.texts)

@@ -38,10 +38,10 @@ def into_panels(command: Any) -> None:
 
 
 def short_help(command: Any, path: str) -> str:
-    """What a command is for, its most used options and an example, in ten lines.
+    """Ten lines about a command: its purpose, its most used options and an example.
 
     Args:
-      path: what is typed before its arguments.
+      path: the words before its arguments.
     """
     return "\n".join(_lines(command, path))
 

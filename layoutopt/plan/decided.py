@@ -1,4 +1,4 @@
-"""What is decided beside a layout, as files say it: the fields of each kind of decision, and its words.
+"""The decisions beside a layout as files have them: the fields of each kind of decision, and its words.
 
 Plans, their alternatives and the results of commands have these fields; terminal and reports say them in
 these words. `layoutopt.space` has the record of each kind.

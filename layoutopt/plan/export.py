@@ -184,7 +184,7 @@ class Form:
     """A library's form.
 
     Attributes:
-      says: what of decisions it can say (`space.kind.Beyond.what`); other plans are refused.
+      says: decisions that it can express (`space.kind.Beyond.what`); plans with others are refused.
       every_variable: it says how each variable and its state lie.
     """
 
@@ -194,7 +194,7 @@ class Form:
 
 
 PLAIN = frozenset({"recompute", "microbatches"})
-"""What every form says, in comments at least."""
+"""Decisions that every form expresses, in comments at least."""
 TENSORS = PLAIN | {"storage", ELSEWHERE}
 FORMATS: Mapping[str, Form] = {
     "mesh-tensorflow": Form(_mesh_tensorflow, PLAIN),

@@ -43,7 +43,7 @@ def resolved(space: SearchSpace, targets: Sequence[Target]) -> SearchSpace:
 
 
 def found(targets: Sequence[Target]) -> dict[str, Any]:
-    """What a search can choose of every argument on some of the meshes, but for what nobody looks for."""
+    """Field -> the values that `Decision.widest` finds on any of the meshes."""
     every: dict[str, Any] = {}
     for target in targets:
         for kind in KINDS:
@@ -80,7 +80,7 @@ def _less(name: str, word: str, chosen: dict[str, Any], plain: SearchSpace) -> d
 
 
 def _least(field: str) -> Iterable[Any]:
-    """What is chosen where nothing else may be."""
+    """The value that stays where all others are taken away."""
     value = getattr(PLAIN, field)
     return () if value is None else value[:1]
 

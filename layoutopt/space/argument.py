@@ -1,5 +1,5 @@
-"""What users say of a kind of decision: an argument in Python, options of commands, a field of plans; and the
-space of which these are the fields."""
+"""Arguments of kinds of decisions (keywords in Python, options of commands, fields of plans), and the search
+space that consists of them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Texts = Mapping[str, str | None]
 
 @dataclass(frozen=True)
 class Argument:
-    """What users say of a field of `Space`: an argument in Python, options of commands, a field of plans.
+    """One field of `Space` as users give it: a keyword in Python, options of commands, a field of plans.
 
     Attributes:
       parse: the value that an option's text or a value of Python means, which means itself; UserError.
       text: a value as the option has it; None for one that is not said.
       plan: the type that plan files have it as; those of type str have `text`.
-      unsaid: what a plan file means that does not say it.
-      usual: what a search for an objective looks at where the value is None.
+      unsaid: makes the value that a plan file without the field stands for.
+      usual: makes the value for an objective where the given one is None.
       names_axes: it is about a mesh that is given: no question about other meshes has it.
       by_name: plans that go by a name choose of it as a search does (`optimize.baselines`).
     """
@@ -51,7 +51,7 @@ class Argument:
         return found
 
     def read(self, texts: Texts) -> str | None:
-        """What the texts of its options say together; None: none of them is given."""
+        """Joins the texts of its options to one that `parse` takes; None: none is given."""
         given = {o: text for o in self.options if (text := texts.get(o.name)) is not None}
         if len(self.options) == 1 or not given:
             return next(iter(given.values()), None)
@@ -78,23 +78,27 @@ def names(value: Any, what: str) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What may be chosen. Every kind has its fields in a class of its own; `SearchSpace` of
+    """Base of search spaces. Every kind has its fields in a class of its own; `SearchSpace` of
     `layoutopt.space.decisions` has those of all."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
             if ARGUMENT in f.metadata:
-                found = f.metadata[ARGUMENT].parse(getattr(self, f.name))
+                try:
+                    found = f.metadata[ARGUMENT].parse(getattr(self, f.name))
+                except UserError as error:
+                    option = f.metadata[ARGUMENT].options[0].name
+                    raise UserError(str(error).replace(option, f.name)) from None
                 object.__setattr__(self, f.name, found)
 
     def said(self, name: str) -> Any:
-        """What is allowed of a field; where nothing is said, what that means."""
+        """The value of a field; of None, the value that it stands for."""
         value = getattr(self, name)
         unsaid = next(f.metadata[ARGUMENT].unsaid for f in fields(self) if f.name == name)
         return unsaid() if value is None and unsaid is not None else value
 
     def but(self, **changed: Any) -> Self:
-        """The same with some fields otherwise."""
+        """A copy with other values for some fields."""
         return replace(self, **changed)
 
     if TYPE_CHECKING:

@@ -84,12 +84,12 @@ ARGUMENTS: dict[str, Argument] = {
     for f in fields(kind.asks)
     if ARGUMENT in f.metadata
 }
-"""What users say of them, by its name: the fields of `SearchSpace` that are not of one subproblem."""
+"""Name -> argument: the fields of `SearchSpace` that users give."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace(Splits, Piped, Scheduled, Further, Stored, Hosted, Again, Forms, Chunked, Parts, Replicas):
-    """What a search may choose: the `asks` of every kind in `KINDS`.
+    """The space of a search: the `asks` of every kind in `KINDS`.
 
     A field takes what its option says, as text, or what it means: `storage="layout,zero3"` is
     `storage=("layout", "zero3")`.
@@ -118,12 +118,12 @@ class SearchSpace(Splits, Piped, Scheduled, Further, Stored, Hosted, Again, Form
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """What was asked, as arguments of `layoutopt.search`."""
+        """The space as keywords of `layoutopt.search`."""
         words = {"allow": self.allow} if self.allow else {}
         return {**{name: getattr(self, name) for name in ARGUMENTS}, **words}
 
     def settled(self, objective: str) -> SearchSpace:
-        """The same, with what an objective makes usual where nothing is said."""
+        """A copy in which fields that are None have the usual value for an objective."""
         unsaid = {name: a.usual for name, a in ARGUMENTS.items() if getattr(self, name) is None}
         return self.but(**{name: usual(objective) for name, usual in unsaid.items() if usual is not None})
 
@@ -135,7 +135,7 @@ BY_HAND = [kind.by_hand for kind in sorted(KINDS, key=lambda kind: kind.place) i
 
 
 def typed(model: Model, texts: Mapping[str, Sequence[str]]) -> Options:
-    """What the options of `BY_HAND` say, as options of a model's program.
+    """Reads the options of `BY_HAND` as options of a model's program.
 
     A stage without a variable is for all trained ones, and so is what lies on the hosts, a form of attention
     without a dimension for all keys.
@@ -151,7 +151,7 @@ def typed(model: Model, texts: Mapping[str, Sequence[str]]) -> Options:
 
 
 ANYTHING = SearchSpace(microbatches=(1,))
-"""What one subproblem may choose if nothing is said."""
+"""The space of one subproblem where nothing is given."""
 
 
 @dataclass(frozen=True)

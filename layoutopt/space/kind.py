@@ -38,12 +38,12 @@ GATHER = "gather"
 """Attention to keys that lie split, if nothing else is chosen."""
 Words = tuple[str, str]
 PLAIN: Words = ("", "")
-"""Of what is plain there is nothing to say."""
+"""The words of a decision that is plain."""
 
 
 @dataclass(frozen=True)
 class Typed:
-    """What is typed about one layout of a model, beside the layout.
+    """The options of one layout of a model, as they were typed.
 
     Attributes:
       texts: of every option (`Decision.by_hand`), those that were given.
@@ -61,12 +61,12 @@ class Typed:
 
 @dataclass(frozen=True)
 class Beyond:
-    """What a layout has that another library may not be able to say.
+    """A decision that another library may not be able to express.
 
     Attributes:
       what: the name by which forms say that they can (`plan.export.Form`).
       words: in a sentence: "that ...".
-      instead: what to search for.
+      instead: a search whose plan the library can express.
     """
 
     what: str
@@ -75,7 +75,7 @@ class Beyond:
 
 
 def about_each(option: str, texts: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """What an option that may be given again says, by what it is about: its text and its value.
+    """Reads the texts of an option that may be given again: subject -> its text and its value.
 
     First what is about everything (''), which names count more than, in whatever order they are given.
 
@@ -188,13 +188,13 @@ class Decision(ABC):
       subject: what it is about.
       options: what may be chosen, the plain option first.
       prefix: of the names of this kind's decisions.
-      label: what the kind is called.
-      features: what of it users may forbid.
+      label: names the kind in sentences.
+      features: the parts of it that users may forbid.
       asks: its fields of `SearchSpace`.
       says: its fields of plan files: their types and defaults.
       always: plan files have these fields where they are plain too.
       by_hand: the option of commands that take one layout.
-      word: what plans call it; "": they say nothing of it.
+      word: names it in plans; "": plans say nothing of it.
       place: where its words stand among those of others.
       needs: a field of `SearchSpace` without which its own mean nothing.
     """
@@ -233,7 +233,7 @@ class Decision(ABC):
 
     @classmethod
     def widest(cls, target: Target) -> dict[str, Any]:
-        """Of `everything` what people would look at: what `--allow everything` means."""
+        """The part of `everything` that `--allow everything` means."""
         return cls.everything(target)
 
     @classmethod
@@ -277,7 +277,7 @@ class Decision(ABC):
 
     @classmethod
     def in_words(cls, said: Any) -> Words:
-        """What a plan says of it: all, and in a few words; `PLAIN` where that is nothing.
+        """The decision in words, whole and in short; `PLAIN` where it is plain.
 
         Args:
           said: a `layoutopt.plan.decided.Decided`.
@@ -286,8 +286,8 @@ class Decision(ABC):
 
     @classmethod
     def beyond(cls, said: Any) -> Iterator[Beyond]:
-        """What of it other libraries have to be able to say; unless a kind knows better, all that it does
-        not leave plain."""
+        """The parts that another library must be able to express: by default the whole decision, unless it is
+        plain."""
         if words := cls.in_words(said)[0]:
             yield Beyond(cls.word, f"this is decided of {cls.label}: {words}", "search without it")
 

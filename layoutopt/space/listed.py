@@ -11,7 +11,7 @@ from layoutopt.space.option import FILE
 
 
 def of_records() -> dict[str, Any]:
-    """What `layoutopt.space.option.listed` reads."""
+    """The content of `options.json`, made of the records."""
     asked = [ALLOW, *ARGUMENTS.values()]
     return {
         "asked": [asdict(o) for a in asked for o in a.options],

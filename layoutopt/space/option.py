@@ -20,7 +20,7 @@ class Option:
     """One option of the command line.
 
     Attributes:
-      usual: what is shown as its default; False: nothing.
+      usual: the default that help shows; False: none.
       several: it may be given again.
       prefix: of the elements of a list that it has without this prefix; "" has the others.
     """

@@ -77,6 +77,14 @@ def test_a_plan_that_says_nothing_means_what_is_usual() -> None:
     assert allowed_by(Searched()) == allowed_by(None) == USUALLY
 
 
+def test_a_space_names_its_fields_and_the_command_line_its_options() -> None:
+    for name, text in {"microbatches": "1,x", "recompute": "sometimes"}.items():
+        with pytest.raises(UserError, match=f"^{name} '{text}'?"):
+            SearchSpace(**{name: text})
+        with pytest.raises(UserError, match=f"^--{name} '{text}'?"):
+            OnMesh(**{name: text}).space()
+
+
 def test_options_that_help_reads_are_those_of_the_records() -> None:
     made = json.loads(FILE.read_text(encoding="utf-8"))
     assert made == json.loads(json.dumps(of_records())), "run python -m layoutopt.space.listed"
