@@ -9,6 +9,7 @@ from benchmarks.published_megatron import gpt
 from benchmarks.published_rows import lowered, peak, read
 from costmodels import load_hardware
 from costmodels.liveness import MemoryProfile, memory
+from mesh_tf_core.ir.phase import Phase
 
 
 def memory_rows() -> list[dict[str, Any]]:
@@ -53,7 +54,7 @@ def _activations(held: MemoryProfile) -> float:
     """Bytes that the loop over layers saved in forward for backward (weights in half precision lie among the
     parameters)."""
     saved = (h for h in held.holdings if h.origin is not None and "[layers:" in h.what)
-    return float(sum(h.bytes for h in saved if h.origin.phase == "forward"))  # type: ignore[union-attr]
+    return float(sum(h.bytes for h in saved if h.origin.phase == Phase.FORWARD))  # type: ignore[union-attr]
 
 
 def _compared(name: str, published: float, predicted: float) -> dict[str, Any]:

@@ -23,11 +23,10 @@ from costmodels.hardware import Hardware
 from costmodels.kernels.compute import MATMUL_CLASSES
 from costmodels.kernels.quantities import flops_of
 from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Local, Program
 
-PHASES = ("forward", "backward")
-AGAIN = "recompute"
-"""Phase of what runs a second time."""
+PHASES = (Phase.FORWARD, Phase.BACKWARD)
 
 
 def model_flops(program: Program) -> dict[str, float]:
@@ -48,7 +47,7 @@ def model_flops(program: Program) -> dict[str, float]:
 
 def recomputes(program: Program) -> bool:
     """Whether a step runs anything a second time."""
-    return any(instr.origin.phase == AGAIN for instr, _ in program.walk())
+    return any(instr.origin.phase == Phase.RECOMPUTE for instr, _ in program.walk())
 
 
 def run_flops(program: Program) -> dict[str, float]:
@@ -56,7 +55,7 @@ def run_flops(program: Program) -> dict[str, float]:
     found: dict[str, float] = {}
     devices = program.mesh.devices
     for instr, times in program.expected():
-        if isinstance(instr, Local) and instr.origin.phase in (*PHASES, AGAIN):
+        if isinstance(instr, Local) and instr.origin.phase in (*PHASES, Phase.RECOMPUTE):
             inputs = [program.local(i) for i in instr.inputs]
             if instr.op.kind in MATMUL_CLASSES and inputs:
                 dtype = inputs[0].dtype

@@ -15,6 +15,7 @@ from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.instructions import GRADIENT
 from mesh_tf_core.ir.outline import Outline
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import Slot
 from mesh_tf_core.ops.neighbours import ShiftAlong
@@ -52,7 +53,7 @@ def waiting(program: Program, cost: Cost) -> list[Waiting]:
     lacking = {op.stage: (op.order.size(op.layers), op.order.size(op.layers) - op.layers) for op in ops}
     for dim, loops in _ticking(graph).items():
         both = any(len(phases) > 1 for phases in loops.values())
-        passes = [graph.blocks[i].dim.size for i, phases in loops.items() if "forward" in phases]  # type: ignore[union-attr]
+        passes = [graph.blocks[i].dim.size for i, phases in loops.items() if Phase.FORWARD in phases]  # type: ignore[union-attr]
         ticks, seconds = sum(passes) if both else max(passes), 0.0
         for i in loops:
             own = _slots(graph, graph.blocks[i], both)

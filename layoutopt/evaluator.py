@@ -31,6 +31,7 @@ from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.instructions import HOST
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import Schedule
 from mesh_tf_core.lower import Options
@@ -321,7 +322,7 @@ def computed_alone(model: Model, hardware: Hardware, loops: Collection[str] | No
     if loops is None:
         return cost.compute_seconds
     inside = {n.index for b in model.step_graph.blocks if b.dim and b.dim.name in loops for n, _ in b.walk()}
-    products = (x for x in cost.lines if x.kind in MATMUL_CLASSES and x.origin.phase != "update")
+    products = (x for x in cost.lines if x.kind in MATMUL_CLASSES and x.origin.phase != Phase.UPDATE)
     return sum(x.seconds * x.times for x in products if x.origin.node in inside)
 
 

@@ -14,6 +14,7 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import GPIPE, alternates, rounds_of
 from mesh_tf_core.ir.tensor import Tensor
@@ -223,7 +224,7 @@ class Model:
         graph = self.step_graph
 
         def found() -> bool:
-            backward = (node for node, _ in graph.walk() if node.phase == "backward")
+            backward = (node for node, _ in graph.walk() if node.phase == Phase.BACKWARD)
             return any(graph.tensor(o).dtype == dtype for node in backward for o in node.outputs)
 
         return graph.remembered(("backward in", dtype), found)

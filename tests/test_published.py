@@ -25,6 +25,7 @@ from benchmarks.published_page import page
 from benchmarks.published_pipelines import between_stages
 from benchmarks.published_rows import PIPELINED, Prices, Run, lowered, read
 from costmodels import load_hardware
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllReduce, ReduceScatter
 
 PRICES = Prices()
@@ -251,7 +252,7 @@ def test_megatron_sums_gradients_in_half_precision() -> None:
     """Of 16 bytes a parameter 12 are the optimizer's; microbatches add and send float16."""
     sizes = {"layers": 2, "d_model": 32, "heads": 4, "vocab": 64, "length": 16, "batch": 8}
     program = lowered(gpt, sizes, "data:2", "batch:data", recompute=True, microbatches=2)
-    sent = [i for i, _ in program.walk() if isinstance(i, AllReduce) and i.origin.phase == "backward"]
+    sent = [i for i, _ in program.walk() if isinstance(i, AllReduce) and i.origin.phase == Phase.BACKWARD]
     values = [program.values[x] for instr in sent for x in instr.inputs]
     assert values and {v.dtype for v in values} == {"float16"}
     bytes_of = {"float16": 2, "float32": 4, "int32": 4}

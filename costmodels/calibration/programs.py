@@ -21,6 +21,7 @@ from mesh_tf_core.ir.initializers import Constant, Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import (
     AllGather,
     AllReduce,
@@ -43,7 +44,7 @@ from mesh_tf_core.optimizers import Adam
 
 TOWERS, LAYERS = 3, 4
 """Of the step that launches are measured by: towers of that many layers each."""
-_ORIGIN = Origin(-1, "calibration", "forward")
+_ORIGIN = Origin(-1, "calibration", Phase.FORWARD)
 
 
 class _ProbeBuilder(ProgramBuilder):
@@ -180,7 +181,7 @@ def step_calls(program: Program) -> tuple[Call, ...]:
     for instr, times in program.expected():
         if isinstance(instr, Local) and not instr.op.free:
             read, written = ([program.local(i) for i in ids] for ids in (instr.inputs, instr.outputs))
-            stays = instr.origin.phase != "update"
+            stays = instr.origin.phase != Phase.UPDATE
             made = calls(instr.op, read, written, frozenset())
             found += [replace(c, final=c.final and stays) for c in made] * int(times)
     return tuple(found)

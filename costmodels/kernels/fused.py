@@ -31,6 +31,7 @@ from costmodels.kernels.fusion import ALONE, PRODUCT
 from costmodels.kernels.groups import Group, GroupContext, VariableCast
 from costmodels.kernels.partition import Kernel
 from mesh_tf_core.ir.instructions import STEP
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import HostLoad, Instr, Local, Loop, Permute, Program
 
 
@@ -163,7 +164,7 @@ class _Fuser:
         elif not looped and not self._is_half(instr):
             self.casts[instr.outputs[0]] = instr.inputs[0]
             yield VariableCast(self.context, instr, self.casts)
-        elif not looped or self._is_loaded(instr) or (instr.origin.phase == "forward" and not self.again):
+        elif not looped or self._is_loaded(instr) or (instr.origin.phase == Phase.FORWARD and not self.again):
             yield instr
 
     def _is_loaded(self, cast: Local) -> bool:
@@ -194,7 +195,7 @@ class _Fuser:
         kind = self.context.role(instr)
         if kind == ALONE:
             return None
-        again = self.again or instr.origin.phase == "recompute"
+        again = self.again or instr.origin.phase == Phase.RECOMPUTE
         found = groups[number, again]
         begins = (
             PRODUCT in found[-1].roles and (kind == PRODUCT or self._waits_for_step(instr)) if found else True
@@ -209,7 +210,7 @@ class _Fuser:
     def _runs_once_more(self, instr: Local, group: Group) -> bool:
         """Whether a group has another run of the same: what stages do, and what is made again beside their
         backward, may stand in one block."""
-        if instr.origin.phase != "recompute":
+        if instr.origin.phase != Phase.RECOMPUTE:
             return False
         values = self.program.values
         made = [values[o].tensor for o in instr.outputs if values[o].tensor >= 0]

@@ -29,6 +29,7 @@ from mesh_tf_core.ir.blocks import Node, reads
 from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.outline import Outline
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.structure import Connection, Read
 from mesh_tf_core.lower.nodes import converts_variable, repeated, updated
@@ -187,7 +188,12 @@ class _Groups:
         if self._repeats(node):
             self.same[node.outputs[0]] = self.repeated[node.outputs[0]]
             return
-        if kind == FREE and node.inputs and node.phase != "update" and self.stored.issuperset(node.inputs):
+        if (
+            kind == FREE
+            and node.inputs
+            and node.phase != Phase.UPDATE
+            and self.stored.issuperset(node.inputs)
+        ):
             self._store(node.outputs[0])
         if kind == FREE or any(o in self.remade for o in node.outputs):
             self.same.update((o, self._source(i)) for i, o in zip(node.inputs, node.outputs, strict=False))

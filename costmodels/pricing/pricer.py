@@ -35,6 +35,7 @@ from costmodels.pricing.units import Placed, brought, label
 from mesh_tf_core.ir.instructions import GRADIENT
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Origin, Program
 from mesh_tf_core.ir.values import local_type
 
@@ -99,7 +100,7 @@ class Pricer:
         start = self.itemiser.compiler.start(program)
         lines = [*self.lines(program, kernels=kernels)]
         if start is not None and (fixed := self.seconds_of(start)[0]):
-            lines.append(Line("step", "", Origin(-1, "step", "update"), 1, start, fixed, fixed))
+            lines.append(Line("step", "", Origin(-1, "step", Phase.UPDATE), 1, start, fixed, fixed))
         return Cost(tuple(lines))
 
     def lines(self, program: Program, again: bool = False, kernels: Fused | None = None) -> Iterable[Line]:

@@ -12,6 +12,7 @@ from costmodels.pricing.items import Item, Sent
 from costmodels.pricing.overlap import Overlapped
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Collective, Local, Loop, Origin, Transfer
 from mesh_tf_core.ir.values import Value
 
@@ -64,9 +65,9 @@ Find = Callable[[int], Value | Placed]
 """A value of a program by its id."""
 
 
-def stays(phase: str) -> bool:
+def stays(phase: Phase) -> bool:
     """Whether the results of a phase stay (`costmodels.kernels.calls`, equation (2))."""
-    return phase != "update"
+    return phase != Phase.UPDATE
 
 
 def split_names(values: Iterable[Value | Placed]) -> frozenset[str]:

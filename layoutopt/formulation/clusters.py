@@ -26,6 +26,7 @@ from layoutopt.space.kind import Touched
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.nodes import delivered, plan_of, product_dims
@@ -149,7 +150,7 @@ class _Builder:
 
     def _updated(self, node: Node) -> Variable | None:
         """The variable that a node of the update belongs to."""
-        found = self.graph.variables.get(node.scope) if node.phase == "update" else None
+        found = self.graph.variables.get(node.scope) if node.phase == Phase.UPDATE else None
         return found if found is not None and found.trainable and len(found.shape) else None
 
     def cluster(self, nodes: list[Node], multiplicity: int) -> Cluster:
@@ -158,7 +159,7 @@ class _Builder:
         early = frozenset(t for t in leading if self.dependencies.early(t, inside))
         first = nodes[0]
         name = f"{first.scope or 'model'}/{first.op.name}" + (
-            f" ({first.phase})" if first.phase != "forward" else ""
+            f" ({first.phase})" if first.phase != Phase.FORWARD else ""
         )
         subgraph = replace(subgraph_of(self.dependencies, nodes), early=early)
         again = self._second_runs(nodes, subgraph)

@@ -10,6 +10,7 @@ from fractions import Fraction
 from costmodels.kernels.fusion import fusion
 from layoutopt.space.decisions import Structure
 from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Local, Loop, Program
 from mesh_tf_core.ir.structure import Assign, Read
 from mesh_tf_core.lower.nodes import moved_dims, pass_of, product_dims, repeated, updated, weights
@@ -107,7 +108,7 @@ class Dependencies:
             (self.block_of[reader.index].id, pass_of(reader.phase), tensor)
             for tensor in self.chain[variable]
             for reader in self.readers[tensor]
-            if reader.phase != "update" and not (reader.op.converts and self.variable_of(reader))
+            if reader.phase != Phase.UPDATE and not (reader.op.converts and self.variable_of(reader))
         }
 
     # -- conversions that are shared -------------------------------------------------------------------------
@@ -222,4 +223,4 @@ class Dependencies:
         """Whether something that is not the update, and not one of the nodes `inside`, reads a tensor."""
         if tensor in self.returned or tensor in self.leaving or tensor in self.sliced:
             return True
-        return any(r.phase != "update" and r.index not in inside for r in self.readers[tensor])
+        return any(r.phase != Phase.UPDATE and r.index not in inside for r in self.readers[tensor])

@@ -23,6 +23,7 @@ from layoutopt.formulation.lifetimes import Reading, stacks_of
 from layoutopt.formulation.makers import Makers, Source
 from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.ir.liveness import Held, Liveness
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Instr, Local, Loop, Program
 from mesh_tf_core.lower.nodes import pass_of
 from mesh_tf_core.tracing.stage_layers import loop_name
@@ -261,7 +262,7 @@ class Points:
         if runs is None:
             return
         cluster, like = runs
-        mine, updates = set(instr.outputs), instr.origin.phase == "update"
+        mine, updates = set(instr.outputs), instr.origin.phase == Phase.UPDATE
         ends = self._ends.get(id(instr), ())
         for v in self._last if updates else ends:
             what, source = given.get(self._tensor(v)), self._source(v)
@@ -363,7 +364,7 @@ class Points:
                 at, position = position, position + 1
                 if isinstance(instr, Loop):
                     visit(instr.body, instr.origin.node)
-                elif isinstance(instr, Local) and instr.origin.phase != "update":
+                elif isinstance(instr, Local) and instr.origin.phase != Phase.UPDATE:
                     casts = instr.op.converts and self._tensor(instr.outputs[0]) in owner
                     way = pass_of(instr.origin.phase)
                     for i in instr.inputs if not casts else ():

@@ -15,6 +15,7 @@ from layoutopt.space.decisions import SearchSpace
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.layout import Axes, Layout, within
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.tracing.graph import Graph
 
@@ -135,9 +136,9 @@ class _Finder:
     def __init__(self, graph: Graph, depth: int) -> None:
         self.graph, self.depth = graph, depth
         self.nodes = [n for n, _ in graph.walk() if not _outside(n)]
-        scopes = {n.scope for n in self.nodes if n.phase == "forward"}
+        scopes = {n.scope for n in self.nodes if n.phase == Phase.FORWARD}
         self.leaves = {s for s in scopes if s and not any(o.startswith(f"{s}/") for o in scopes)}
-        self.forward = {self._path(n) for n in self.nodes if n.phase == "forward"}
+        self.forward = {self._path(n) for n in self.nodes if n.phase == Phase.FORWARD}
         self.counted = {b.dim.name for b in graph.blocks if b.dim is not None}
         self.origins: dict[int, set[str]] = defaultdict(set)
         self.meet: set[tuple[str, str]] = set()
@@ -204,4 +205,4 @@ class _Finder:
 
 def _outside(node: Node) -> bool:
     """Whether no rule is about a node: it is placed as a variable, an input or what it converts."""
-    return node.phase == "update" or node.op.converts or isinstance(node.op, Read | Assign | Feed)
+    return node.phase == Phase.UPDATE or node.op.converts or isinstance(node.op, Read | Assign | Feed)

@@ -8,6 +8,7 @@ from fractions import Fraction
 
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.op import Op
+from mesh_tf_core.ir.phase import Phase
 
 MICROBATCH = "microbatch"
 """Name of the dimension that counts the parts of a batch (see `microbatch`)."""
@@ -25,7 +26,6 @@ class Node:
     Attributes:
       inputs, outputs: tensor ids.
       scope: path of names given by the model, for reports.
-      phase: forward, backward or update.
       body: the block of a scan.
       name: of the operation in its scope; an operation of backward has that of the one it belongs to.
     """
@@ -35,7 +35,7 @@ class Node:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     scope: str
-    phase: str
+    phase: Phase
     body: Block | None = None
     name: str = ""
 

@@ -10,6 +10,7 @@ from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.instructions import AllReduce, Carry, Done, Local, Permute, make_loop
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import Op, inferred
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.values import Instr, Origin, Splits, Value
 
 
@@ -25,7 +26,7 @@ class ProgramBuilder:
     def __init__(self, values: list[Value] | None = None, origin: Origin | None = None) -> None:
         self.values = [] if values is None else values
         self.code: list[Instr] = []
-        self.origin = origin or Origin(-1, "", "forward")
+        self.origin = origin or Origin(-1, "", Phase.FORWARD)
 
     def new(
         self, type: TensorType, splits: Splits, partial: Axes = (), tensor: int = -1, host: bool = False

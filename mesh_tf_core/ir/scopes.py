@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.initializers import Initial, Initializer, Variable, initializer
+from mesh_tf_core.ir.phase import Phase
 
 Change = Callable[[str, Initializer], Initial]
 
@@ -19,7 +20,7 @@ class Scopes:
     def __init__(self) -> None:
         self.variables: dict[str, Variable] = {}
         self._scope: list[str] = []
-        self._phase = "forward"
+        self._phase = Phase.FORWARD
         self._named: str | None = None
         self._shared: int | None = None
         self._around: int | None = None
@@ -46,11 +47,13 @@ class Scopes:
             self._scope.pop()
 
     @contextmanager
-    def phase(self, name: str, scope: str | None = None, named: str | None = None) -> Iterator[None]:
+    def phase(self, name: Phase | str, scope: str | None = None, named: str | None = None) -> Iterator[None]:
         """Marks operations as backward or update; `scope` replaces the path of names, and `named` is the name
-        of the operation that they belong to."""
+        of the operation that they belong to. UserError for what is no phase."""
+        if name not in {*Phase}:
+            raise UserError(f"phase {name!r}: {known_names(name, Phase)}")
         saved = self._phase, self._scope, self._named
-        self._phase, self._named = name, named
+        self._phase, self._named = Phase(name), named
         self._scope = [scope] if scope else ([] if scope == "" else self._scope)
         try:
             yield

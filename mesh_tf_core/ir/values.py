@@ -10,6 +10,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import TensorType, itemsize
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.phase import Phase
 
 Splits = tuple[Axes, ...]
 """For every dimension of a value, the mesh axes that it is split over."""
@@ -86,12 +87,11 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where an instruction comes from: graph node, the model's scope, phase (forward, backward, update,
-    recompute)."""
+    """Where an instruction comes from: graph node, the model's scope, phase."""
 
     node: int
     scope: str
-    phase: str
+    phase: Phase
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.op import Op, TensorType
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import (
     Input,
     Local,
@@ -108,7 +109,7 @@ class Lowering(Placing):
     def _in_layout(self, node: Node, plan: Plan) -> None:
         op = node.op
         if not isinstance(op, Connection):
-            masters = self.masters if node.phase == "update" else {}
+            masters = self.masters if node.phase == Phase.UPDATE else {}
             inputs = [self.on_device(masters[i]) if i in masters else self.value_of(i) for i in node.inputs]
             between = self.layout
             if between.elsewhere and not plan.updates and not op.converts:
@@ -181,7 +182,7 @@ class Lowering(Placing):
         if roles is None:
             if op.converts:
                 # An update widens its own part of a gradient.
-                input = self.to_natural(inputs[0]) if self.origin.phase == "update" else inputs[0]
+                input = self.to_natural(inputs[0]) if self.origin.phase == Phase.UPDATE else inputs[0]
                 return [self._converted(op, input, plan, tensors[0])]
             made = op.lower(self, [self.to_natural(i) for i in inputs], plan.types)
             return [self.to_natural(o) for o in made]
@@ -248,7 +249,7 @@ class Lowering(Placing):
         half the bytes. Once for all who ask before the update; that converts for itself."""
         if self.values[input].dtype == plan.types[0].dtype:
             return input
-        known = {} if self.origin.phase == "update" else self.converted
+        known = {} if self.origin.phase == Phase.UPDATE else self.converted
         if (input, op) not in known:
             v = self.values[input]
             known[input, op] = self.new(TensorType(v.shape, plan.types[0].dtype), v.splits, (), tensor)
@@ -272,7 +273,7 @@ class Lowering(Placing):
                 self._moved_beside(beside.pop(tensor))
             self.node(node)
         for phase, tensor in self.subgraph.natural_in(block) if self.subgraph else ():
-            self.origin = replace(self.origin, phase=phase)
+            self.origin = replace(self.origin, phase=Phase(phase))
             self.to_natural(self.value_of(tensor))
 
     def _moved_beside(self, each: Twin) -> None:
@@ -295,7 +296,7 @@ class Lowering(Placing):
             variable = gradient_of[tensor]
             if not self.graph.tensor(tensor).block:
                 # The update asks for it: a sum that only the update reads may travel with others.
-                self.origin = Origin(self.origin.node, variable, "update")
+                self.origin = Origin(self.origin.node, variable, Phase.UPDATE)
                 self.reshard(self.env[tensor], self.oracle.row(GRADIENT, variable, UPDATE))
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllReduce, Done, Instr, Program, ReduceScatter, Value
 
 SMALL_BYTES = 1 << 16
@@ -78,7 +79,7 @@ def waiting(program: Program) -> tuple[Waiting, ...]:
     for instr in program.code:
         if isinstance(instr, Done):
             continue
-        if instr.origin.phase != "update":
+        if instr.origin.phase != Phase.UPDATE:
             early.update(instr.inputs)
         if isinstance(instr, ReduceScatter):
             scattered.update(instr.outputs)
@@ -88,7 +89,7 @@ def waiting(program: Program) -> tuple[Waiting, ...]:
     for at, instr in enumerate(program.code):
         for i in instr.inputs if not isinstance(instr, Done) else ():
             first.setdefault(i, at)
-        if not isinstance(instr, AllReduce) or instr.combine != "sum" or instr.origin.phase == "update":
+        if not isinstance(instr, AllReduce) or instr.combine != "sum" or instr.origin.phase == Phase.UPDATE:
             continue
         if instr.outputs[0] not in early and instr.inputs[0] not in scattered:
             found.append((instr, at))

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllReduce, Origin, Program, Value
 
 
@@ -37,7 +38,7 @@ class Cut:
         values, sums = [*program.values], list[AllReduce]()
         for v in taken:
             values.append(self._pending(v, len(values)))
-            origin = Origin(-1, "", "forward")
+            origin = Origin(-1, "", Phase.FORWARD)
             sums.append(AllReduce((values[-1].id,), (v.id,), origin, self.given[v.tensor]))
         return replace(program, values=tuple(values), code=(*sums, *program.code))
 

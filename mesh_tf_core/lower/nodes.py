@@ -12,6 +12,7 @@ from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.outline import Outline
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Origin
 from mesh_tf_core.ir.structure import Assign, Connection, Read
 from mesh_tf_core.ir.tensor import Tensor
@@ -49,13 +50,13 @@ class Plan:
 
 def updated(node: Node, graph: Graph | Outline) -> str | None:
     """The variable whose update a node belongs to: these are lowered in the layout of its state."""
-    return node.scope if node.phase == "update" and node.scope in graph.variables else None
+    return node.scope if node.phase == Phase.UPDATE and node.scope in graph.variables else None
 
 
 def converts_variable(node: Node) -> bool:
     """Whether a node, given a variable or a part of one, makes the same of it that stays where it is stored.
     (What an update converts belongs to the update.)"""
-    return node.op.converts and node.phase != "update"
+    return node.op.converts and node.phase != Phase.UPDATE
 
 
 def weights(graph: Graph | Outline) -> Mapping[int, str]:
@@ -84,9 +85,9 @@ def _weights(graph: Graph | Outline) -> dict[int, str]:
     return found
 
 
-def pass_of(phase: str) -> str:
+def pass_of(phase: Phase) -> Phase:
     """The pass that an instruction belongs to: weights are moved once for each."""
-    return "forward" if phase == "forward" else "backward"
+    return Phase.FORWARD if phase == Phase.FORWARD else Phase.BACKWARD
 
 
 def read_nodes(graph: Graph) -> Mapping[str, frozenset[int]]:
@@ -139,7 +140,7 @@ def _repeated(graph: Graph | Outline) -> dict[int, int]:
     first: dict[tuple[int, int, Op], int] = {}
     found: dict[int, int] = {}
     for node, _ in graph.walk():
-        if node.op.converts and node.phase != "update":
+        if node.op.converts and node.phase != Phase.UPDATE:
             (input,), (output,) = node.inputs, node.outputs
             key = graph.tensor(output).block, found.get(input, input), node.op
             known = first.setdefault(key, output)
@@ -246,7 +247,7 @@ def _plan(node: Node, graph: Graph) -> Plan:
     )
     return Plan(
         Origin(node.index, node.scope, node.phase),
-        Origin(node.index, node.scope, "recompute"),
+        Origin(node.index, node.scope, Phase.RECOMPUTE),
         tuple(graph.tensor(o).type for o in node.outputs),
         roles,
         updated(node, graph) is not None,

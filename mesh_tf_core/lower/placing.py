@@ -11,6 +11,7 @@ from mesh_tf_core.ir.dims import PaddedDim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.layout import Axes, Layout, check_disjoint
 from mesh_tf_core.ir.op import Op
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import (
     AllGather,
     AllToAll,
@@ -145,8 +146,8 @@ class Placing(ProgramBuilder):
         v = self.values[id]
         if not v.host:
             return id
-        updates = self.origin.phase == "update"
-        key = id, v.splits, "update" if updates else pass_of(self._phase)
+        updates = self.origin.phase == Phase.UPDATE
+        key = id, v.splits, Phase.UPDATE if updates else pass_of(self._phase)
         if key not in self.moved:
             brings = self.subgraph is None or updates or self._brings(self.subgraph, v.tensor)
             self.moved[key] = self.loaded(id) if brings else self._brought(v)
@@ -216,17 +217,19 @@ class Placing(ProgramBuilder):
             return id
         tensor = self.values[id].tensor
         way = pass_of(self._phase) if tensor in self._weights else ""
-        again = self.chunked and self._phase == "recompute"
-        key = id, splits, way or ("recompute" if again else "")
+        again = self.chunked and self._phase == Phase.RECOMPUTE
+        key = id, splits, way or (Phase.RECOMPUTE if again else "")
         if key not in self.moved:
             self.moved[key] = self._move(id, splits)
         return self.moved[key]
 
     @property
-    def _phase(self) -> str:
+    def _phase(self) -> Phase:
         """The phase of what is lowered; what runs again may be lowered by itself."""
         phase, subgraph = self.origin.phase, self.subgraph
-        return "recompute" if phase == "forward" and subgraph is not None and subgraph.again else phase
+        return (
+            Phase.RECOMPUTE if phase == Phase.FORWARD and subgraph is not None and subgraph.again else phase
+        )
 
     def _move(self, id: int, splits: Splits) -> int:
         shape = self.values[id].shape

@@ -11,6 +11,7 @@ from mesh_tf_core.ir.blocks import Block, Node, reads
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Origin, Result, Sliced
 from mesh_tf_core.lower.placement import BACKWARD, SAVED, check_counted
 from mesh_tf_core.lower.placing import Placing
@@ -160,7 +161,7 @@ class Saving:
     def _load_for(self, node: Node, kept: Iterable[Key]) -> None:
         """Brings what was kept on the hosts and a loop, or a branch, reads before that begins: once for the
         body around."""
-        self.low.origin = Origin(node.index, node.scope, "recompute")
+        self.low.origin = Origin(node.index, node.scope, Phase.RECOMPUTE)
         for tensor in sorted(reads(node).intersection(key for key in kept if isinstance(key, int))):
             self.low.env[tensor] = self.low.on_device(self.low.env[tensor])
 

@@ -31,6 +31,7 @@ from functools import cached_property
 from mesh_tf_core.ir.instructions import GRADIENT, HOST, PARAMETER, STEP
 from mesh_tf_core.ir.op import PRODUCTS
 from mesh_tf_core.ir.outline import Outline
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import (
     AllGather,
     AllReduce,
@@ -109,7 +110,7 @@ class _Placing:
         """A message with its rule, if there is one for it."""
         if isinstance(message, Transfer):
             return replace(message, rule=HOST, pipelined=True) if looped else message
-        late = message.origin.phase == "update"
+        late = message.origin.phase == Phase.UPDATE
         if isinstance(message, AllGather):
             if self.written.issuperset(message.outputs) if late else self.stored.issuperset(message.inputs):
                 return replace(message, rule=PARAMETER, pipelined=True)
@@ -161,7 +162,7 @@ def _stored_of(outline: Outline) -> Collection[int]:
             add(inner)
 
     for node, _ in outline.walk():
-        passes = converts_variable(node) or (node.op.free and node.inputs and node.phase != "update")
+        passes = converts_variable(node) or (node.op.free and node.inputs and node.phase != Phase.UPDATE)
         if isinstance(node.op, Read) or (passes and found.issuperset(node.inputs)):
             add(node.outputs[0])
     return found
@@ -173,7 +174,7 @@ def _stored(program: Program) -> set[int]:
     stored = {v.id for v in program.values if v.tensor in tensors}
     for instr, _ in program.walk():
         taken = instr.inputs and stored.issuperset(instr.inputs)
-        if taken and instr.origin.phase != "update" and _moves(instr):
+        if taken and instr.origin.phase != Phase.UPDATE and _moves(instr):
             stored.update(instr.outputs)
     return stored
 
@@ -210,7 +211,7 @@ def _needed(program: Program) -> set[int]:
             elif _moves(instr):
                 if needed.intersection(instr.outputs):
                     needed.update(instr.inputs)
-            elif instr.origin.phase != "update":
+            elif instr.origin.phase != Phase.UPDATE:
                 needed.update(instr.inputs)
 
     visit(program.code)

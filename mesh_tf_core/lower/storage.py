@@ -32,6 +32,7 @@ from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import AT, Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.tracing.graph import Graph
 
@@ -144,7 +145,7 @@ def _narrow_reads(graph: Graph) -> dict[str, str]:
                 owner[tensor] = node.op.variable.name
                 waiting.extend(parts.get(tensor, ()))
     for node, _ in graph.walk():
-        for i in _read(node) if node.phase != "update" else ():
+        for i in _read(node) if node.phase != Phase.UPDATE else ():
             if i in owner:
                 found.setdefault(owner[i], set()).add(_narrowed(node, graph))
     return {name: dtype for name, dtypes in found.items() if len(dtypes) == 1 for dtype in dtypes if dtype}

@@ -31,6 +31,7 @@ from mesh_tf_core.ir.blocks import MICROBATCH, TICK, Node
 from mesh_tf_core.ir.dtypes import TensorType, is_float
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import Op
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import (
     AllReduce,
     Instr,
@@ -54,9 +55,9 @@ def rounds(op: Op, dtype: str) -> bool:
     return op.converts and is_float(dtype)
 
 
-def across(phase: str, other: str) -> bool:
+def across(phase: Phase, other: Phase) -> bool:
     """Whether an update begins between two phases: no sum waits that long."""
-    return (phase == "update") != (other == "update")
+    return (phase == Phase.UPDATE) != (other == Phase.UPDATE)
 
 
 def waiting_nodes(uses: Readers) -> Iterator[tuple[Node, Node]]:
@@ -96,7 +97,7 @@ def waiting_nodes(uses: Readers) -> Iterator[tuple[Node, Node]]:
 def into_totals(uses: Readers) -> Iterator[int]:
     """The tensors whose sum rule (5) takes, whatever its axes: an update's total alone reads them."""
     for node in uses.nodes:
-        if isinstance(node.op, Total) and node.phase == "update":
+        if isinstance(node.op, Total) and node.phase == Phase.UPDATE:
             for i in node.inputs:
                 if uses.of[i] == [node] and node.inputs.count(i) == 1:
                     yield i
@@ -162,7 +163,7 @@ class _Sums:
             if isinstance(instr, Local):
                 if single and self._passes(instr, single):
                     self._delayed(instr, [take(i) for i in instr.inputs], out, sums)
-                elif single and isinstance(instr.op, Total) and instr.origin.phase == "update":
+                elif single and isinstance(instr.op, Total) and instr.origin.phase == Phase.UPDATE:
                     self._totalled(instr, instr.op, {i: take(i) for i in single}, out, sums)
                 else:
                     self._scattered_late(instr, out)

@@ -10,6 +10,7 @@ from mesh_tf_core.arguments import ArgumentKind, check, instance, is_number
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.initializers import Constant, Variable
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import constant_like, total
 from mesh_tf_core.ops.binary import where
@@ -113,14 +114,14 @@ def apply_updates(graph: Graph, optimizer: Optimizer, pairs: Sequence[tuple[Vari
     pairs, finite = _prepared(graph, optimizer, pairs)
     share = _share(graph, optimizer.ema) if optimizer.ema else None
     for variable, gradient in pairs:
-        with graph.phase("update", variable.name):
+        with graph.phase(Phase.UPDATE, variable.name):
             given = gradient.cast(variable.dtype), rates[variable.name]
             updates = optimizer.update(graph, variable, *given)
             _store(graph, updates if share is None else _averaged(graph, variable, updates, share), finite)
     if finite is not None and optimizer.loss_scale is not None:
-        with graph.phase("update", "loss_scale"):
+        with graph.phase(Phase.UPDATE, "loss_scale"):
             _store(graph, optimizer.loss_scale.updates(graph, finite), None)
-    with graph.phase("update", "step"):
+    with graph.phase(Phase.UPDATE, "step"):
         step = graph.step()
         _store(graph, [(graph.variables["step"], step + 1)], finite)
 
@@ -143,7 +144,7 @@ def _rates(graph: Graph, optimizer: Optimizer, names: Sequence[str]) -> dict[str
     def rate_of(rate: float | Schedule) -> LearningRate:
         if not isinstance(rate, Schedule):
             return rate
-        with graph.phase("update", "learning_rate"):
+        with graph.phase(Phase.UPDATE, "learning_rate"):
             return rate.rate(graph)
 
     default, of = rate_of(optimizer.learning_rate), {p: rate_of(r) for p, r in optimizer.rates.items()}
@@ -152,7 +153,7 @@ def _rates(graph: Graph, optimizer: Optimizer, names: Sequence[str]) -> dict[str
 
 def _share(graph: Graph, ema: float) -> Tensor:
     """How much of a new value a running mean takes: all in the first step."""
-    with graph.phase("update", EMA):
+    with graph.phase(Phase.UPDATE, EMA):
         first = graph.step().equal(0)
         return where(first, 1.0, constant_like(graph.step().cast("float32"), 1.0 - ema))
 
@@ -184,9 +185,9 @@ def _prepared(
     squares = []
     for variable, gradient in pairs:
         # In the variable's own scope, where its gradient may be split further than the layout says.
-        with graph.phase("update", variable.name):
+        with graph.phase(Phase.UPDATE, variable.name):
             squares.append(reduce_sum(square(gradient.cast("float32"))))
-    with graph.phase("update", "gradient_norm"):
+    with graph.phase(Phase.UPDATE, "gradient_norm"):
         norm = sqrt(total(squares))
         if optimizer.loss_scale is not None:
             # The sum of squares may overflow where no gradient does: then the step is left out all the same.
@@ -199,6 +200,6 @@ def _prepared(
     assert factor is not None
     out = []
     for variable, gradient in pairs:
-        with graph.phase("update", variable.name):
+        with graph.phase(Phase.UPDATE, variable.name):
             out.append((variable, (gradient.cast("float32") * factor).cast(variable.dtype)))
     return out, finite

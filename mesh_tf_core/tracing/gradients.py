@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block, Half, Node
 from mesh_tf_core.ir.dtypes import is_float, itemsize
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Cast, Constant, add_n
 from mesh_tf_core.ops.einsum import broadcast
@@ -27,7 +28,7 @@ def gradients(loss: Tensor, wrt: Sequence[Tensor]) -> list[Tensor | None]:
     if len(loss.shape) or loss.block:
         raise UserError(f"gradients: the loss must be a scalar outside of loops, found {loss!r}")
     needed = depends_on(graph, [x.id for x in wrt])
-    with graph.phase("backward"):
+    with graph.phase(Phase.BACKWARD):
         one: Tensor = graph.apply(Constant(1.0, loss.dtype))
         found = _Backward(graph, needed).run({loss.id: [one]}, list(graph.nodes))
     return [found.get(x.id) for x in wrt]
@@ -92,12 +93,12 @@ class _Backward:
         for node in reversed(nodes):
             if not any(o in pending for o in node.outputs):
                 continue
-            with self.graph.phase("backward", node.scope, node.name):
+            with self.graph.phase(Phase.BACKWARD, node.scope, node.name):
                 dys = [settle(o) for o in node.outputs]
                 for i, dx in self._node(node, dys):
                     if dx is not None and i in self.needed:
                         pending.setdefault(i, []).append(dx)
-        with self.graph.phase("backward", ""):
+        with self.graph.phase(Phase.BACKWARD, ""):
             for i in list(pending):
                 settle(i)
         return done
@@ -200,7 +201,7 @@ class _Backward:
         again = Replay(graph, {half.argument: kept})
         again.run(half.nodes)
         result = again.tensor(half.result)
-        with graph.phase("recompute"):
+        with graph.phase(Phase.RECOMPUTE):
             x = changed - result
         sources = {new.id: old for old, new in again.made.items()}
         self.needed.add(kept.id)

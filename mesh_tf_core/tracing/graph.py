@@ -18,6 +18,7 @@ from mesh_tf_core.ir.dtypes import check_dtype
 from mesh_tf_core.ir.initializers import ZEROS, Initial, Variable
 from mesh_tf_core.ir.op import Op, TensorType, inferred
 from mesh_tf_core.ir.outline import Outline, Outlined
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import cast
@@ -187,7 +188,7 @@ class Graph(Residuals):
             self._named or self._name(op),
         )
         self.count += 1
-        if self._phase == "forward" and node.path not in self.places:
+        if self._phase == Phase.FORWARD and node.path not in self.places:
             self.places[node.path] = caller() if self.place is None else self.place
         self.block.nodes.append(node)
         for x in outs:

@@ -24,6 +24,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import ZEROS, Initializer, Variable
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Constant
 from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
@@ -102,7 +103,7 @@ def _meeting(
     merge = Graph(f"{name}/merge") if diloco.delay else None
     for variable, copies in (known[n] for n in parts):
         part = parts[variable.name]
-        with exchange.phase("update", variable.name):
+        with exchange.phase(Phase.UPDATE, variable.name):
             came = _exchanged(_Met(exchange, variable, copies, part), diloco)
             flying = replace(variable, shape=came.shape, dtype=came.dtype, trainable=False)
             flying = replace(flying, name=f"{variable.name}/{CAME}", initializer=ZEROS, slot_of=variable.name)
@@ -111,7 +112,7 @@ def _meeting(
             else:
                 _merged(_Met(exchange, variable, copies, part), came, diloco)
         if merge is not None:
-            with merge.phase("update", variable.name):
+            with merge.phase(Phase.UPDATE, variable.name):
                 came = merge.read(merge.declare(flying))
                 _merged(_Met(merge, variable, copies, part), came, diloco)
     return Meeting(exchange, merge)

@@ -19,6 +19,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import MICROBATCH, Node
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Cast, scale
@@ -58,7 +59,7 @@ class Accumulation(StepCopy, PartCopy):
     def __init__(self, graph: Graph, batch: str, parts: int) -> None:
         super().__init__(graph, batch, parts)
         self.check_batch(graph.tensors)
-        self.kept = [n for n in graph.nodes if n.phase != "update"]
+        self.kept = [n for n in graph.nodes if n.phase != Phase.UPDATE]
         self.makers = {o: n for n in self.kept for o in self.made_by(n)}
         self.standings = Standings(graph, self.names, self.kept)
         self.fed: dict[int, Tensor] = {}
@@ -68,7 +69,7 @@ class Accumulation(StepCopy, PartCopy):
         self.casts = {
             (n.inputs[0], n.op.dtype): n.outputs[0]
             for n, _ in graph.walk()
-            if isinstance(n.op, Cast) and n.phase != "update"
+            if isinstance(n.op, Cast) and n.phase != Phase.UPDATE
         }
 
     def run(self, wanted: Mapping[str, Tensor]) -> tuple[Graph, dict[str, Tensor]]:

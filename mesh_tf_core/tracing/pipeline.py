@@ -32,6 +32,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import MICROBATCH, Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.schedules import CIRCULAR, GPIPE, Schedule, Slot
 from mesh_tf_core.ir.stored_order import PADDING, Interleaved
 from mesh_tf_core.ir.structure import Assign, Feed, Read
@@ -87,7 +88,7 @@ def loop_dims(graph: Graph) -> Mapping[str, list[Node]]:
 def _loop_dims(graph: Graph) -> dict[str, list[Node]]:
     found: dict[str, list[Node]] = {}
     for node, _ in graph.walk():
-        if node.phase == "forward" and node.body is not None and node.body.dim is not None:
+        if node.phase == Phase.FORWARD and node.body is not None and node.body.dim is not None:
             found.setdefault(node.body.dim.name, []).append(node)
     return found
 
@@ -133,7 +134,7 @@ class _Pipelines(PartCopy):
         for dim, count in stages.items():
             check_stages(graph, dim, count, rounds)
         self.raw: dict[int, Tensor] = {}
-        forward = (n for n in graph.nodes if n.phase == "forward")
+        forward = (n for n in graph.nodes if n.phase == Phase.FORWARD)
         self.lying = lying(graph, forward, stages, rounds)
         for tensor, (order, _) in self.lying.items():
             variable = graph.producer[tensor].op.variable  # type: ignore[attr-defined]
@@ -143,7 +144,7 @@ class _Pipelines(PartCopy):
 
     def run(self, wanted: Mapping[str, Tensor]) -> tuple[Graph, dict[str, Tensor]]:
         """Copies what leads to the tensors that are wanted, and what the forward pass stores."""
-        kept = [n for n in self.old.nodes if n.phase == "forward"]
+        kept = [n for n in self.old.nodes if n.phase == Phase.FORWARD]
         needed = {t.id for t in wanted.values()}
         found: list[Node] = []
         for node in reversed(kept):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from mesh_tf_core.ir.blocks import Block, Half, Node
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.tracing.graph import Graph
 
@@ -36,7 +37,7 @@ class Replay:
         return self.made[old]
 
     def _node(self, node: Node) -> Node:
-        with self.graph.phase("recompute", node.scope, node.name):
+        with self.graph.phase(Phase.RECOMPUTE, node.scope, node.name):
             inputs = [self.tensor(i) for i in node.inputs]
             if node.body is not None:
                 self._loop(node, node.body, inputs)

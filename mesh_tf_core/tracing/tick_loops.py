@@ -8,6 +8,7 @@ from typing import NamedTuple
 from mesh_tf_core.ir.blocks import MICROBATCH, Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.schedules import IDLE, Slot
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Constant, add_n, scale
@@ -230,7 +231,7 @@ class TickLoops:
           What the stages hand on; these rings; terms of sums.
         """
         new, copy, half = self.new, self.copy, self.halves[0] if self.halves else None
-        with new.phase("backward", ""), new.loop(self.stage, spread=True) as stages:
+        with new.phase(Phase.BACKWARD, ""), new.loop(self.stage, spread=True) as stages:
             stage, work = self._stage(stages), rows.at(Slot.BACKWARD, stages)
             works, number, chunk = work.works, work.number, work.chunk
             place = rows.place(Slot.BACKWARD, stages, Slot.FORWARD) if rings else number
@@ -242,7 +243,7 @@ class TickLoops:
             self._enter(stages, number, known, self.runs)
             for i in (*self.order.same, *self.order.sliced[self.order.backward.index]):
                 maker, x = copy.makers.get(i), copy.tensors.get(i)
-                if maker is not None and x is not None and maker.phase != "forward" and is_float(x.dtype):
+                if maker is not None and x is not None and maker.phase != Phase.FORWARD and is_float(x.dtype):
                     copy.tensors[i] = where(works, x, 0)
             if self.stage_again:
                 with copy.running_again():
@@ -264,7 +265,7 @@ class TickLoops:
                 pairs = [(new.slice_into(stages, r), copy.between[i]) for r, i in self._between(late)]
                 late = [new.stack_output(stages, dynamic_update(r, x, place, IN_FLIGHT)) for r, x in pairs]
             terms = self._terms(stages, self.order.backward, works, half)
-        with new.phase("backward", ""):
+        with new.phase(Phase.BACKWARD, ""):
             new.close_loop(stages, [])
         return handed, [*late], terms
 
@@ -279,7 +280,7 @@ class TickLoops:
         """Gradients of the weights of every stage, none of which is idle; terms of sums."""
         assert self.halves is not None
         new, copy, half = self.new, self.copy, self.halves[1]
-        with new.phase("backward", ""), new.loop(self.stage, spread=True) as stages:
+        with new.phase(Phase.BACKWARD, ""), new.loop(self.stage, spread=True) as stages:
             work = rows.at(Slot.WEIGHTS, stages)
             place = rows.place(Slot.WEIGHTS, stages, Slot.FORWARD) if rings else work.number
             got = [dynamic_slice(new.slice_into(stages, r), place, IN_FLIGHT) for r in rings]
@@ -291,7 +292,7 @@ class TickLoops:
             copy.between = {i: dynamic_slice(r, place, IN_FLIGHT) for i, r in stacks}
             self._layers(self.order.backward, stages, work.chunk, [], half)
             terms = self._terms(stages, self.order.backward, work.works, half)
-        with new.phase("backward", ""):
+        with new.phase(Phase.BACKWARD, ""):
             new.close_loop(stages, [])
         return terms
 
@@ -335,7 +336,7 @@ class TickLoops:
         sums = [o for o in self.order.sums if self.order.when(o) is When.AFTER]
 
         def make(number: Tensor) -> list[Tensor]:
-            with self.new.phase("backward", ""):
+            with self.new.phase(Phase.BACKWARD, ""):
                 left = self._left(handed, end=False)
             known = dict(zip((*carried, *self.order.rows), left, strict=True))
             self._of(number, known, sums, When.AFTER)
@@ -358,9 +359,9 @@ class TickLoops:
                 between = self.halves[0].between if self.halves else ()
                 late = [self._zeros(i, Dim(IN_FLIGHT, of.ring(Slot.BACKWARD)), chunk) for i in between]
                 state = State(state.flow, state.rings, back, late)
-            with new.phase("forward" if Slot.FORWARD in slots else "backward", ""):
+            with new.phase(Phase.FORWARD if Slot.FORWARD in slots else "backward", ""):
                 state = self._loop(ticks, slots, state)
-        with new.phase("backward", ""):
+        with new.phase(Phase.BACKWARD, ""):
             self.copy.number = None
             return {o: add_n(xs) for o, xs in self.made.items()}
 
@@ -385,7 +386,7 @@ class TickLoops:
                 terms = {**terms, **more, **self._after(rows, handed)}
             if Slot.WEIGHTS in slots:
                 terms.update(self._weights_slot(rows, rings, late))
-            with new.phase("backward" if backward else "forward", ""):
+            with new.phase(Phase.BACKWARD if backward else "forward", ""):
                 moved += rings if forward else []
                 # In a last loop of one tick nobody reads what is handed on.
                 ends = len(ticks) == 1 and ticks.stop == len(self.schedule.table)

@@ -11,6 +11,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import MICROBATCH, Block, Node, reads
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.schedules import Schedule, rounds_of
 from mesh_tf_core.ir.stored_order import PADDING, Interleaved
 from mesh_tf_core.ir.tensor import Tensor
@@ -193,8 +194,8 @@ class VirtualStageCopy(Accumulation):
         if not over:
             super()._loop(sums)
             return
-        forward = [n for n in over if n.phase == "forward"]
-        backward = [n for n in over if n.phase != "forward"]
+        forward = [n for n in over if n.phase == Phase.FORWARD]
+        backward = [n for n in over if n.phase != Phase.FORWARD]
         if not backward:
             raise self.refusal("the loss needs sums over the whole batch of what the layers make")
         if len(forward) != 1 or len(backward) != 1 or backward[0].body.forward is not forward[0].body:  # type: ignore[union-attr]
@@ -206,7 +207,7 @@ class VirtualStageCopy(Accumulation):
     def _is_added(self, tensor: int) -> bool:
         """Not what adds other sums that have to be whole: a microbatch goes through the stages once."""
         maker = self.makers.get(tensor)
-        if maker is not None and maker.phase == "forward" and maker.body is None:
+        if maker is not None and maker.phase == Phase.FORWARD and maker.body is None:
             kinds = {self.standings.of(i).kind for i in maker.inputs}
             if self.standings.of(tensor).after and kinds <= {Kind.SAME, Kind.SUM}:
                 return False
@@ -272,7 +273,7 @@ class VirtualStageCopy(Accumulation):
             self.again = self.links = False
 
     def _phase(self, node: Node) -> str:
-        return "recompute" if self.again and node.phase == "forward" else node.phase
+        return Phase.RECOMPUTE if self.again and node.phase == Phase.FORWARD else node.phase
 
     def _outer(self, tensor: int, block: Block, dtype: str | None = None) -> int:
         if self.place is None:

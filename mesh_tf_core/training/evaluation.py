@@ -33,6 +33,7 @@ from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.op import Op
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import rounds_of
 from mesh_tf_core.ir.structure import Assign, Read
@@ -111,7 +112,7 @@ class EvaluationPass:
         results: dict[str, Tensor] = {}
         whole: dict[str, str] = {}
         rows = None if model.batch_dim is None else Rows(graph, model.batch_dim, self.size)
-        with graph.phase("forward", "evaluation"):
+        with graph.phase(Phase.FORWARD, "evaluation"):
             for name in self.wanted:
                 tensor = graph.tensor(tensors[name].id)
                 sums, self.least[name] = (None, -math.inf) if rows is None else _sums(rows, tensor)
@@ -224,7 +225,7 @@ def forward(graph: Graph, means: Mapping[str, Variable] = NO_MEANS) -> Graph:
       means: variable -> the one to read in its place.
     """
     found = copy.deepcopy(graph)
-    kept = [n for n in found.nodes if n.phase == "forward" and not isinstance(n.op, Assign)]
+    kept = [n for n in found.nodes if n.phase == Phase.FORWARD and not isinstance(n.op, Assign)]
     found.nodes[:] = [new for node in kept for new in _read(found, node, means)]
     for block in found.blocks:
         block.saved.clear()

@@ -18,6 +18,7 @@ from examples import transformer_lm
 from layoutopt.evaluator import evaluate
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.ir.instructions import STEP
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Instr, Loop, Permute, Program
 from mesh_tf_core.ops import chunks
 from tests.core.test_elsewhere import MODELS, SEQUENCE, grown
@@ -189,7 +190,7 @@ def test_what_came_is_added_to_equal_terms_alone(how: str, scatters: int) -> Non
         engine = open_engine(program, "lockstep")
         losses.append([float(engine.step({"x": x})["loss"]) for _ in range(2)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
-    names = [i.name for i, _ in program.walk() if i.origin.phase == "forward"]
+    names = [i.name for i, _ in program.walk() if i.origin.phase == Phase.FORWARD]
     assert names.count("reduce_scatter") == scatters
 
 

@@ -12,6 +12,7 @@ import pytest
 import mesh_tf_core as mtf
 from examples import bert, transformer_lm
 from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Loop, Permute
 from mesh_tf_core.ops.ring_turns import turns_of
 from tests.examples.helper import SMALL, check_same, train
@@ -128,7 +129,7 @@ def test_windows_to_both_sides(devices: int, window: int, loops: list[int], keys
     found = [instr.dim.size for instr, _ in program.walk() if isinstance(instr, Loop)]
     assert found == 2 * loops
     sent = [(i, n) for i, n in program.walk() if isinstance(i, Permute)]
-    forward = sum(n for i, n in sent if i.origin.phase == "forward")
+    forward = sum(n for i, n in sent if i.origin.phase == Phase.FORWARD)
     assert forward == 2 * keys
     # Gradients travel as often as keys; where loops begin, as a window hides no neighbour, once more.
     assert sum(n for _, n in sent) == 2 * forward + 2 * (keys + len(loops) * (window == 11))

@@ -13,6 +13,7 @@ import mesh_tf_core as mtf
 from costmodels.liveness import memory
 from examples import moe_lm, transformer_lm, transformer_seq2seq
 from mesh_tf_core.engines import open_engine
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllGather, AllReduce, Loop, Program, ReduceScatter
 from tests.examples.helper import SMALL
 from tests.examples.hunt import Hunt, Legal
@@ -117,7 +118,7 @@ def test_what_layers_save_is_divided() -> None:
 def _saved(program: Program) -> dict[tuple[str, ...], int]:
     """Bytes of a device that forward loops stack, by their dimensions."""
     found: dict[tuple[str, ...], int] = {}
-    for loop in (i for i, _ in program.walk() if isinstance(i, Loop) and i.origin.phase == "forward"):
+    for loop in (i for i, _ in program.walk() if isinstance(i, Loop) and i.origin.phase == Phase.FORWARD):
         for result in loop.stacked:
             value = program.values[result.outer]
             found[value.shape.names] = found.get(value.shape.names, 0) + value.local_bytes(program.mesh)
@@ -132,7 +133,7 @@ def test_gradients_of_small_parameters_are_summed_over_the_axis() -> None:
         for instr, _ in program.walk()
         if isinstance(instr, AllReduce) and instr.axes == ("data", "model")
         for i in instr.inputs
-        if instr.origin.phase == "backward"
+        if instr.origin.phase == Phase.BACKWARD
     ]
     assert summed.count(("layers", "d_model")) == 2 and ("d_model",) in summed  # of the norms
 

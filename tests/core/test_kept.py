@@ -16,6 +16,7 @@ from examples.transformer_lm import data
 from examples.transformer_lm import model as transformer
 from layoutopt.space.decisions import SearchSpace, decisions
 from mesh_tf_core.engines import open_engine
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Loop, Program
 from mesh_tf_core.lower import loops
 from mesh_tf_core.lower.kept import KINDS, Recomputed
@@ -84,7 +85,7 @@ def drawn(seed: int, form: str = "fused") -> Program:
 
 def again(program: Program) -> Counter[str]:
     """What runs again, by name."""
-    return Counter(i.name for i, _ in program.walk() if i.origin.phase == "recompute")
+    return Counter(i.name for i, _ in program.walk() if i.origin.phase == Phase.RECOMPUTE)
 
 
 def stacks(program: Program) -> Counter[str]:

@@ -18,6 +18,7 @@ from costmodels.pricing.pricer import pricer
 from costmodels.waiting import waiting
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.instructions import Instr, Local, Permute
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import ONE_F_ONE_B, Schedule
 from mesh_tf_core.lower.verify import verify
@@ -230,10 +231,10 @@ def test_loops_inside_of_layers(schedule: str) -> None:
 
 FAULTS: dict[str, Any] = {
     "the state goes the other way": lambda i: (
-        replace(i, shift=-i.shift) if isinstance(i, Permute) and i.origin.phase == "forward" else None
+        replace(i, shift=-i.shift) if isinstance(i, Permute) and i.origin.phase == Phase.FORWARD else None
     ),
     "gradients go on": lambda i: (
-        replace(i, shift=-i.shift) if isinstance(i, Permute) and i.origin.phase == "backward" else None
+        replace(i, shift=-i.shift) if isinstance(i, Permute) and i.origin.phase == Phase.BACKWARD else None
     ),
     "backward takes what another microbatch left": lambda i: (
         replace(i, inputs=(i.inputs[0], FAULTY)) if _reads_ring(i) and FAULTY is not None else None
@@ -251,7 +252,7 @@ def test_planted_faults_are_seen(fault: str, plain: mtf.Model, dense: Any) -> No
     global FAULTY
     program = lowered(plain, "pipe:2", "layers:pipe", 4)
     # The number of a microbatch, in place of where it lies.
-    slices = (i for i, _ in program.walk() if isinstance(i, Local) and i.origin.phase == "backward")
+    slices = (i for i, _ in program.walk() if isinstance(i, Local) and i.origin.phase == Phase.BACKWARD)
     FAULTY = (
         next(i.inputs[1] for i in slices if i.op == DynamicSlice("microbatch")) if "left" in fault else None
     )

@@ -7,6 +7,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllReduce, Collective, Program, ReduceScatter, Slice
 from mesh_tf_core.lower.base import lower_base
 from mesh_tf_core.lower.combine import combine_small
@@ -96,11 +97,11 @@ def test_a_sum_that_is_read_early_does_not_wait() -> None:
     x = g.input("x", [a, b], "float32")
     w = g.variable("w", [b], mtf.ONES)
     first = mtf.reduce_sum(x * w, "a")
-    with g.phase("update"):
+    with g.phase(Phase.UPDATE):
         g.assign(g.lookup("w"), w - first)
     second = mtf.reduce_sum(x * w * w, "a")
     v = g.variable("v", [b], mtf.ONES)
-    with g.phase("update"):
+    with g.phase(Phase.UPDATE):
         g.assign(g.lookup("v"), v - second)
     program = verify(mtf.lower(g, mtf.Mesh("x:2"), mtf.Layout("a:x")))
     sums = [i for i in program.code if isinstance(i, AllReduce)]

@@ -15,6 +15,7 @@ from costmodels.pricing.pricer import pricer
 from costmodels.waiting import waiting
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.instructions import AllReduce, Instr, Local, Loop, Permute
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import SCHEDULES, Schedule
 from mesh_tf_core.lower.verify import verify
@@ -144,7 +145,7 @@ def test_what_is_sent_and_what_waits_is_what_the_schedule_says(
             v = program.values[instr.inputs[0]]
             key = v.dtype, instr.origin.phase, v.local(program.mesh).shape.sizes
             sent[key] = sent.get(key, 0) + times
-        if isinstance(instr, Local) and instr.op.name == "einsum" and instr.origin.phase == "forward":
+        if isinstance(instr, Local) and instr.op.name == "einsum" and instr.origin.phase == Phase.FORWARD:
             done += times if instr.origin.scope == "" and "e" in _names(program, instr) else 0
     rows = 8 // parts
     state, context = (1, rows, 3, 4), (1, rows, 4)
@@ -220,10 +221,10 @@ def changed(code: tuple[Instr, ...], change: Any) -> tuple[Instr, ...]:
 
 FAULTS = {
     "the state goes the other way": lambda i: (
-        replace(i, shift=-i.shift) if isinstance(i, Permute) and i.origin.phase == "forward" else None
+        replace(i, shift=-i.shift) if isinstance(i, Permute) and i.origin.phase == Phase.FORWARD else None
     ),
     "gradients go on": lambda i: (
-        replace(i, shift=-i.shift) if isinstance(i, Permute) and i.origin.phase == "backward" else None
+        replace(i, shift=-i.shift) if isinstance(i, Permute) and i.origin.phase == Phase.BACKWARD else None
     ),
     "the first stage alone counts": lambda i: (
         replace(i, combine="min") if isinstance(i, AllReduce) and i.axes == ("pipe",) else None

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.pricing.pricer import price
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllGather, Origin, Permute, Program
 from mesh_tf_core.lower.verify import verify
 from mesh_tf_core.ops.rearrange import Run, rounds, runs
@@ -98,7 +99,7 @@ def test_neighbouring_runs_are_joined() -> None:
 )
 def test_pieces_that_cross_one_link(how: dict[str, Any], crossings: int) -> None:
     """On a ring of eight."""
-    assert Permute((0,), (1,), Origin(0, "", "forward"), ("x",), **how).crossings(8) == crossings
+    assert Permute((0,), (1,), Origin(0, "", Phase.FORWARD), ("x",), **how).crossings(8) == crossings
 
 
 def test_far_pieces_cost_more_on_a_torus_only() -> None:

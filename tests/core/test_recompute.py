@@ -13,6 +13,7 @@ import mesh_tf_core as mtf
 from costmodels.liveness import memory
 from examples import transformer_lm
 from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Loop
 from mesh_tf_core.lower.verify import verify
 from tests.marks import by_day
@@ -57,7 +58,7 @@ def test_what_has_two_names_is_saved_once(again: str) -> None:
     """Self-attention calls the positions of its input otherwise where these are keys."""
     small = transformer_lm.model(layers=2, d_model=8, d_kv=4, heads=2, d_ff=16, vocab=16, batch=2, length=4)
     program = small.lower(mtf.Mesh("x:2"), mtf.Layout("batch:x"), mtf.Options(recompute={again} - {""}))
-    loops = [i for i, _ in program.walk() if isinstance(i, Loop) and i.origin.phase == "forward"]
+    loops = [i for i, _ in program.walk() if isinstance(i, Loop) and i.origin.phase == Phase.FORWARD]
     stacks = [program.values[s.outer].shape.names for loop in loops for s in loop.stacked]
     assert ("layers", "batch", "length", "d_model") in stacks
     assert ("layers", "batch", "memory_length", "d_model") not in stacks
@@ -85,7 +86,7 @@ def test_the_numbers_stay(chosen: tuple[str, ...]) -> None:
     got, program = run(frozenset(chosen), "x:2;y:2", "batch:x;hidden:y")
     for name, value in plain("float64").items():
         np.testing.assert_allclose(got[name], value, rtol=1e-9, atol=1e-10, err_msg=name)
-    assert any(i.origin.phase == "recompute" for i, _ in program.walk())
+    assert any(i.origin.phase == Phase.RECOMPUTE for i, _ in program.walk())
 
 
 @pytest.mark.parametrize("chosen", [("rows",), ("layers", "rows")], ids="+".join)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Input, Origin, Program
 from mesh_tf_core.lower.base import Lowering
 from mesh_tf_core.lower.redistribute import Move, plan_moves
@@ -39,7 +40,7 @@ def moved(have: Splits, want: Splits, sizes: tuple[int, ...]) -> Program:
     low = Lowering(mtf.Graph(), MESH, mtf.Layout())
     kind = TensorType(mtf.Shape(mtf.Dim(f"d{i}", s) for i, s in enumerate(sizes)), "float32")
     first = low.new(kind, have)
-    low.emit(Input((), (first,), Origin(0, "", "forward"), "x"))
+    low.emit(Input((), (first,), Origin(0, "", Phase.FORWARD), "x"))
     last = low.placed(first, want)
     return Program(MESH, mtf.Layout(), tuple(low.values), tuple(low.code), {}, {"x": first}, {"y": last})
 

@@ -15,6 +15,7 @@ from costmodels.liveness import memory
 from costmodels.pricing.pricer import pricer
 from costmodels.waiting import waiting
 from mesh_tf_core.ir.instructions import Instr, Local, Permute
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import Schedule
 from mesh_tf_core.lower.verify import verify
@@ -130,7 +131,7 @@ def test_loops_inside_of_layers() -> None:
 
 FAULTS: dict[str, Any] = {
     "gradients go on": lambda i: (
-        replace(i, shift=-i.shift) if isinstance(i, Permute) and i.origin.phase == "backward" else None
+        replace(i, shift=-i.shift) if isinstance(i, Permute) and i.origin.phase == Phase.BACKWARD else None
     ),
     "weights take what the ring has first": lambda i: (
         replace(i, inputs=(i.inputs[0], FAULTY)) if _reads_late(i) and FAULTY is not None else None
@@ -147,7 +148,7 @@ def _reads_late(instr: Instr) -> bool:
 def test_planted_faults_are_seen(fault: str, plain: mtf.Model, dense: Any) -> None:
     global FAULTY
     program = lowered(plain, "pipe:2", "layers:pipe", 4, ZERO)
-    slices = (i for i, _ in program.walk() if isinstance(i, Local) and i.origin.phase == "backward")
+    slices = (i for i, _ in program.walk() if isinstance(i, Local) and i.origin.phase == Phase.BACKWARD)
     FAULTY = next(i.inputs[1] for i in slices if i.op == DynamicSlice("microbatch"))
     broken = replace(program, code=changed(program.code, FAULTS[fault]))
     assert broken.code != program.code

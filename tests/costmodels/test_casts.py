@@ -11,6 +11,7 @@ from costmodels.kernels.groups import Kernel
 from costmodels.liveness import memory
 from costmodels.pricing.pricer import pricer
 from mesh_tf_core import Dim, Layout, Mesh
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllReduce, Local, Loop, Program
 from mesh_tf_core.optimizers import by_name
 
@@ -53,7 +54,9 @@ def update(program: Program, name: str) -> Kernel:
     (found,) = (
         k
         for k, _ in fused(program).items
-        if isinstance(k, Kernel) and k.instrs[0].origin.phase == "update" and k.instrs[0].origin.scope == name
+        if isinstance(k, Kernel)
+        and k.instrs[0].origin.phase == Phase.UPDATE
+        and k.instrs[0].origin.scope == name
     )
     return found
 
@@ -69,7 +72,7 @@ def test_a_gradient_is_cast_where_the_update_reads_it(layout: str) -> None:
 def test_gradients_of_layers_are_stacked_as_they_are_made_and_added_up_in_float32() -> None:
     """A step keeps and sends a stack of bfloat16; over microbatches the sums are the variables' float32."""
     whole, parts = step(layers=True), step(layers=True, microbatches=2)
-    (backward,) = (i for i in whole.code if isinstance(i, Loop) and i.origin.phase == "backward")
+    (backward,) = (i for i in whole.code if isinstance(i, Loop) and i.origin.phase == Phase.BACKWARD)
     assert {whole.values[s.outer].dtype for s in backward.stacked} == {"bfloat16"}
     sent = [
         whole.values[i].dtype for instr in whole.code if isinstance(instr, AllReduce) for i in instr.inputs
@@ -91,7 +94,7 @@ def test_a_cast_outside_of_loops_costs_what_its_readers_read_more() -> None:
 def test_a_cast_in_a_loop_runs_once_in_a_step() -> None:
     found = casts(step(layers=True), "bfloat16")
     assert [times for _, times in found] == [LAYERS.size] * 2
-    assert all(item.origin.phase == "forward" for item, _ in found if isinstance(item, Local))
+    assert all(item.origin.phase == Phase.FORWARD for item, _ in found if isinstance(item, Local))
 
 
 def test_casts_of_all_layers_are_held_from_loop_to_loop() -> None:
@@ -101,7 +104,7 @@ def test_casts_of_all_layers_are_held_from_loop_to_loop() -> None:
     assert [h.bytes for h in held] == [2 * SIZE * LAYERS.size] * 2
     assert {h.origin.phase for h in held if h.origin} == {"forward"}
     inner = [p.bytes for p in found.points if p.depth]
-    outside = [p.bytes for p in found.points if not p.depth and p.origin.phase == "update"]
+    outside = [p.bytes for p in found.points if not p.depth and p.origin.phase == Phase.UPDATE]
     assert min(inner) > max(outside)
 
 
@@ -131,9 +134,9 @@ def test_a_stack_written_from_its_end_is_set_to_zero_first() -> None:
     hardware = load_hardware("tpu-v5e")
     program = step(layers=True)
     stacked = [line for line in pricer(hardware, program).lines(program) if line.name == "stack"]
-    gradients = [line for line in stacked if line.origin.phase == "backward"]
+    gradients = [line for line in stacked if line.origin.phase == Phase.BACKWARD]
     assert [line.bytes for line in gradients] == [2 * 2.0 * SIZE * LAYERS.size] * 2
-    forward = [line for line in stacked if line.origin.phase == "forward"]
+    forward = [line for line in stacked if line.origin.phase == Phase.FORWARD]
     assert forward and all(line.item.quantity.elements == 0 for line in forward)
     assert all(line.item.quantity.elements == SIZE * LAYERS.size for line in gradients)
 
@@ -153,7 +156,7 @@ def test_logits_are_widened_where_the_loss_and_its_gradient_read_them(microbatch
     assert wide
     priced = pricer(load_hardware("tpu-v6e"), program).cost(program)
     assert not [
-        x for x in priced.lines if x.text == "cast" and x.origin.phase == "forward" and x.bytes > 4 * SIZE
+        x for x in priced.lines if x.text == "cast" and x.origin.phase == Phase.FORWARD and x.bytes > 4 * SIZE
     ]
     rows = b.size // 2 // microbatches
     once, (read, *_) = 2 * rows * v.size, [x.bytes for x in priced.lines if "crossentropygrad" in x.text]

@@ -14,6 +14,7 @@ from costmodels.pricing.pricer import price, pricer
 from costmodels.pricing.refused import sentences
 from examples.transformer_lm import model as transformer
 from mesh_tf_core import Dim, Layout, Mesh
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.lower import Options, lower
 from tests.engines.programs import P, Q, every_collective
 
@@ -60,7 +61,7 @@ def test_a_stack_of_what_a_collective_made_is_copied() -> None:
         mtf.minimize(mtf.reduce_mean(y), mtf.optimizers.SGD(0.1))
         program = lower(g, Mesh("x:2"), Layout(layout), {"y": y})
         lines = price(program, load_hardware("tpu-v5e")).lines
-        return sorted(x.bytes for x in lines if x.name == "stack" and x.origin.phase == "forward")
+        return sorted(x.bytes for x in lines if x.name == "stack" and x.origin.phase == Phase.FORWARD)
 
     once = 4.0 * 4 * B.size * D.size
     assert stacked("f:x").count(2 * once) == 1 and stacked("f:x").count(once) == stacked("").count(once) - 1

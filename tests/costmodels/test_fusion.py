@@ -17,6 +17,7 @@ from costmodels.liveness import memory
 from costmodels.pricing.pricer import price, pricer
 from mesh_tf_core import Dim, Layout, Mesh
 from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Local
 from mesh_tf_core.lower import lower
 from mesh_tf_core.optimizers import by_name
@@ -148,7 +149,7 @@ def test_groups_are_those_of_the_graph_as_it_is_now() -> None:
     mtf.tanh(y)
     before = fusion(g.outline())
     assert before is fusion(g.outline())
-    with g.phase("update"):
+    with g.phase(Phase.UPDATE):
         g.assign(Variable("v", y.shape, "float32", mtf.ZEROS), y)
     (assigned,) = [n for n in g.nodes if not n.outputs]
     assert y.id not in before.leaving and y.id in fusion(g.outline()).leaving
@@ -168,7 +169,9 @@ def test_an_update_reads_and_writes_its_state_once(optimizer: str, hardware: str
     updates = [
         k
         for k, _ in kernels.items
-        if isinstance(k, Kernel) and k.instrs[0].origin.phase == "update" and k.instrs[0].origin.scope == "w"
+        if isinstance(k, Kernel)
+        and k.instrs[0].origin.phase == Phase.UPDATE
+        and k.instrs[0].origin.scope == "w"
     ]
     (kernel,) = updates
     size, state = 4.0 * D.size * F.size, 2 if optimizer == "adam" else 0

@@ -15,6 +15,7 @@ from examples.transformer_lm import model
 from layoutopt.analysis.perfetto import predicted, written
 from layoutopt.evaluator import Evaluation, evaluate
 from mesh_tf_core.ir.instructions import GRADIENT, STEP
+from mesh_tf_core.ir.phase import Phase
 
 LAYERS, PARTS = 3, 2
 
@@ -114,7 +115,7 @@ def test_the_last_microbatch_alone_runs_under_sums_of_gradients() -> None:
         backward = sum(
             x.seconds * x.times
             for x in found.cost.lines
-            if not x.is_communication and x.origin.phase == "backward"
+            if not x.is_communication and x.origin.phase == Phase.BACKWARD
         )
         assert "backward" in own.behind and own.hidden > 0
         rooms[parts] = own.room / backward

@@ -9,6 +9,7 @@ from examples.transformer_lm import model as transformer
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import (
     AllGather,
     AllReduce,
@@ -24,7 +25,7 @@ from mesh_tf_core.ir.program import (
 )
 from mesh_tf_core.ops.reduce import Reduce
 
-HERE = Origin(0, "", "forward")
+HERE = Origin(0, "", Phase.FORWARD)
 P, Q = Dim("p", 16), Dim("q", 24)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from examples import bert, moe_lm, reformer_lm, resnet, transformer_seq2seq, unet3d
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllGather, AllToAll, Permute, Program
 from mesh_tf_core.lower.rematerialization import recomputable
 from tests.examples.helper import SMALL, Result, batches, check_same, train
@@ -126,8 +127,8 @@ def test_microbatches_of_split_experts() -> None:
 def test_experts_and_batch_on_one_axis_exchange_tokens() -> None:
     def seen(program: Program) -> None:
         kinds = [i for i, _ in program.walk() if isinstance(i, AllToAll) and "experts" in i.origin.scope]
-        assert sum(i.origin.phase == "forward" for i in kinds) == 2
-        assert sum(i.origin.phase == "backward" for i in kinds) == 2
+        assert sum(i.origin.phase == Phase.FORWARD for i in kinds) == 2
+        assert sum(i.origin.phase == Phase.BACKWARD for i in kinds) == 2
 
     train(*EXAMPLES["moe"], *EXPERTS[0], steps=1, seen=seen)
 

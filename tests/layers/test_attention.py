@@ -10,6 +10,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core import layers
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.layers.attention import FORMS
 from tests.layers.helper import check_layouts, run
 
@@ -175,7 +176,7 @@ def test_blocks_that_are_split_exchange_their_borders_only() -> None:
     """Split along the length, no device gathers it: forward sends a block of keys and of values."""
     local = layers.LocalAttention(H, K, causal=True, window=2)
     made = run(lambda g, x: local(x), {"x": X}, "x:4", "blocks:x;length:x")
-    kinds = {type(i).__name__ for i, _ in made.program.walk() if i.origin.phase == "forward"}
+    kinds = {type(i).__name__ for i, _ in made.program.walk() if i.origin.phase == Phase.FORWARD}
     assert "Permute" in kinds
     assert not kinds & {"AllGather", "AllToAll"}
 

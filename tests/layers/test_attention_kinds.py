@@ -9,6 +9,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core import layers
+from mesh_tf_core.ir.phase import Phase
 from tests.layers.helper import check_layouts, run
 from tests.layers.test_attention import t5_bucket
 
@@ -261,7 +262,7 @@ def test_local_attention_in_two_dimensions(window: int, is_causal: bool) -> None
 def test_split_images_exchange_their_borders_only() -> None:
     kind = layers.LocalAttention2D(H, K, window=2)
     made = run(lambda g, x: kind(x), {"x": IMAGE}, *SPLIT_IMAGES[0])
-    kinds = {type(i).__name__ for i, _ in made.program.walk() if i.origin.phase == "forward"}
+    kinds = {type(i).__name__ for i, _ in made.program.walk() if i.origin.phase == Phase.FORWARD}
     assert "Permute" in kinds
     assert not kinds & {"AllGather", "AllToAll"}
 

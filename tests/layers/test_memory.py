@@ -9,6 +9,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core import layers
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllReduce
 from tests.layers.helper import check_layouts, run
 
@@ -49,7 +50,7 @@ def test_product_key_memory() -> None:
 def test_a_split_memory_is_not_gathered() -> None:
     """Every device reads its own values; what was read is added up, not the table sent."""
     made = run(lambda g, x: MEMORY(x), {"x": X}, "x:4", "memory_values:x")
-    forward = [i for i, _ in made.program.walk() if i.origin.phase == "forward"]
+    forward = [i for i, _ in made.program.walk() if i.origin.phase == Phase.FORWARD]
     assert any(isinstance(i, AllReduce) for i in forward)
     assert not any(type(i).__name__ in ("AllGather", "AllToAll") for i in forward)
 
@@ -76,7 +77,7 @@ def test_light_conv(size: int, dynamic: bool, causal: bool) -> None:
 
 def test_a_split_text_exchanges_borders_only() -> None:
     made = run(lambda g, x: layers.LightConv(H, 3)(x), {"x": X}, "x:4", "length:x")
-    kinds = {type(i).__name__ for i, _ in made.program.walk() if i.origin.phase == "forward"}
+    kinds = {type(i).__name__ for i, _ in made.program.walk() if i.origin.phase == Phase.FORWARD}
     assert "Permute" in kinds
     assert not kinds & {"AllGather", "AllToAll"}
 

@@ -9,6 +9,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core import layers
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllToAll
 from tests.layers.helper import Run, check_layouts, run
 
@@ -94,7 +95,7 @@ def test_some_tokens_are_dropped_and_none_with_room() -> None:
 
 
 def all_to_alls(made: Run) -> list[AllToAll]:
-    return [i for i, _ in made.program.walk() if isinstance(i, AllToAll) and i.origin.phase == "forward"]
+    return [i for i, _ in made.program.walk() if isinstance(i, AllToAll) and i.origin.phase == Phase.FORWARD]
 
 
 def test_splitting_the_experts_with_the_batch_is_an_all_to_all() -> None:
@@ -106,7 +107,7 @@ def test_splitting_the_experts_with_the_batch_is_an_all_to_all() -> None:
         ("batch", "router", "capacity", "d_model"),
         ("expert_batch", "experts", "capacity", "d_model"),
     }
-    forward = [i for i, _ in made.program.walk() if i.origin.phase == "forward"]
+    forward = [i for i, _ in made.program.walk() if i.origin.phase == Phase.FORWARD]
     assert not any(type(i).__name__ == "AllGather" for i in forward)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core import layers
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllToAll
 from tests.layers.helper import check_layouts, run
 
@@ -239,7 +240,7 @@ def test_two_levels_are_two_kinds_of_all_to_alls() -> None:
     """Along y to the rows, along x to the columns, and back; nothing is gathered."""
     layer = layers.MixtureOfExperts2D(ROWS, COLUMNS, F)
     made = run(two_levels(layer), {"x": GRID}, *TWO_AXES)
-    forward = [i for i, _ in made.program.walk() if i.origin.phase == "forward"]
+    forward = [i for i, _ in made.program.walk() if i.origin.phase == Phase.FORWARD]
     axes = [i.axes for i in forward if isinstance(i, AllToAll)]
     assert sorted(axes) == [("x",), ("x",), ("y",), ("y",), ("y",)]
     assert not any(type(i).__name__ == "AllGather" for i in forward)

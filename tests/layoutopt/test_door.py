@@ -25,6 +25,7 @@ from layoutopt.sizing.sizing import machines_of
 from mesh_tf_core.engines.jax.compile import CompilerRefusal
 from mesh_tf_core.engines.jax.hlo import HloCollective
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.phase import Phase
 from tests.layoutopt.models import EXAMPLES
 
 MESH = "data:2;model:2"
@@ -95,7 +96,7 @@ def test_a_plan_has_a_frame_a_card_a_page_and_figures(plan: Plan, tmp_path: Path
     assert written and written <= details.sources.keys()
     assert {Path(place).name.partition(":")[0] for place in written} == {"mlp.py"}
     assert all("einsum" in details.sources[place] for place in written)
-    assert all(x.place for x in details.lines if x.phase != "update")
+    assert all(x.place for x in details.lines if x.phase != Phase.UPDATE)
     spent = sum(point.seconds for point in details.memory.points)
     assert spent == pytest.approx(plan.predicted.step_seconds)
     drawn = reports.figures.memory_timeline(plan)

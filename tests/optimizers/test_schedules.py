@@ -12,6 +12,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import AllReduce, Local
 from mesh_tf_core.lower.verify import ProgramError, verify
 from mesh_tf_core.ops.basic import Total
@@ -107,7 +108,7 @@ def test_clipping_scales_all_gradients_together(limit: float, layout: str) -> No
 def test_the_norm_is_one_sum() -> None:
     """Over the axes of all gradients; each counts what others that add up have, too, by its share."""
     program = engine_of(mtf.SGD(0.1, clip_norm=1.0), "a:m;b:k").program
-    late = [i for i in program.code if isinstance(i, AllReduce) and i.origin.phase == "update"]
+    late = [i for i in program.code if isinstance(i, AllReduce) and i.origin.phase == Phase.UPDATE]
     assert [(i.axes, len(i.inputs), i.origin.scope) for i in late] == [(("m", "k"), 1, "gradient_norm")]
     at, total = next((n, i) for n, i in enumerate(program.code) if i.outputs == late[0].inputs)
     assert isinstance(total, Local) and total.op == Total((1, 2))

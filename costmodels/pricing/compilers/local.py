@@ -25,6 +25,7 @@ from costmodels.pricing.units import Find, Placed, Sending, Stack, Unit, split_n
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import (
     AllReduce,
     AllToAll,
@@ -84,7 +85,7 @@ class OneProcess(Measured):
     apart: ClassVar[bool] = True
 
     def stacked(self, program: Program, loop: Loop) -> Iterator[tuple[Unit, float]]:
-        if loop.origin.phase != "forward":
+        if loop.origin.phase != Phase.FORWARD:
             yield from super().stacked(program, loop)
 
     def parts(self, program: Program) -> Mapping[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from layoutopt.importers.jax.origin import ImportedFunction
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.tracing.copying import batch_names
 from mesh_tf_core.tracing.graph import graph_of
@@ -26,7 +27,7 @@ def _auxiliary(origin: ImportedFunction) -> str:
 
 def _loss(loss: Tensor, batch: str) -> str:
     graph = graph_of(loss)
-    nodes = [n for n in graph.nodes if n.phase == "forward"]
+    nodes = [n for n in graph.nodes if n.phase == Phase.FORWARD]
     standings = Standings(graph, batch_names(graph, batch), nodes)
     found = standings.of(loss.id)
     if found.kind is not Kind.SUM or found.after:

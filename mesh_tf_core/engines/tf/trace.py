@@ -21,6 +21,7 @@ from mesh_tf_core.engines.stacks import StackedPieces, whole
 from mesh_tf_core.engines.tf.exchange import LocalExchange
 from mesh_tf_core.engines.tf.graph import GraphWriter, Wire
 from mesh_tf_core.engines.tf.variables import Variables
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import (
     Collective,
     Done,
@@ -99,7 +100,7 @@ class StepTrace:
         results, begin = set(self.program.results.values()), len(code)
         for instr in reversed(code):
             local = isinstance(instr, Local | Slice | ReadVariable | Transfer | WriteVariable)
-            if not local or instr.origin.phase != "update" or results & set(instr.outputs):
+            if not local or instr.origin.phase != Phase.UPDATE or results & set(instr.outputs):
                 break
             begin -= 1
         return code[begin:]
