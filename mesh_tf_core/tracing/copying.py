@@ -13,8 +13,8 @@ from mesh_tf_core.ir.kernel import PartRows
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import scale
+from mesh_tf_core.tracing.batch_linearity import BatchLinearity
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.standing import Standings
 
 
 def batch_names(graph: Graph, batch: str) -> set[str]:
@@ -187,10 +187,10 @@ class PartCopy(Copy):
       names, size: of the batch dimension.
       smaller: the batch dimensions -> those of a part, of nodes that are copied for parts.
       rows: of the whole batch, those that a part has.
-      standings: of what the nodes that are copied compute.
+      linearity: of what the nodes that are copied compute.
     """
 
-    standings: Standings
+    linearity: BatchLinearity
 
     def __init__(self, graph: Graph, batch: str, parts: int) -> None:
         super().__init__(graph)
@@ -220,12 +220,12 @@ class PartCopy(Copy):
     def _operands(self, node: Node) -> list[Tensor]:
         """The copies of a node's operands; shares of what every part would add whole."""
         found = super()._operands(node)
-        shared = self.standings.shared.get(node.index, ()) if self.number is not None else ()
+        shared = self.linearity.shared.get(node.index, ()) if self.number is not None else ()
         return [scale(x, 1 / self.parts) if n in shared else x for n, x in enumerate(found)]
 
     def _ends(self, node: Node, body: Block) -> list[Tensor]:
         found = super()._ends(node, body)
-        shared = self.standings.shared_out[node.index] if self.number is not None else ()
+        shared = self.linearity.shared_out[node.index] if self.number is not None else ()
         return [scale(x, 1 / self.parts) if n in shared else x for n, x in enumerate(found)]
 
     def _shape(self, shape: Shape) -> Shape:

@@ -4,8 +4,9 @@ The transformed graph holds the same operations with a smaller batch dimension i
 `microbatch`. What is a sum over the batch (a loss, gradients) is summed over its iterations, gradients in the
 dtype of their variables; what is made of such sums is computed from the whole ones, after the loop. Backward
 may read some of them, as the number of tokens that a masked mean divides by: an earlier loop over the parts
-computes these, and nothing else. `standing` says which tensor is which. Random numbers are those that the
-part's rows have in the whole batch (`Op.of_part`). Variables are assigned after the loops, from whole sums.
+computes these, and nothing else. `batch_linearity` says which tensor is which. Random numbers are those that
+the part's rows have in the whole batch (`Op.of_part`). Variables are assigned after the loops, from whole
+sums.
 
 A model whose examples meet in another way (statistics of a batch, examples against each other), or whose
 operations fix sizes derived from the batch (a reshape that flattens it, say), cannot be split so.
@@ -23,9 +24,9 @@ from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Cast, scale
+from mesh_tf_core.tracing.batch_linearity import BatchLinearity, Linearity, outer_reads
 from mesh_tf_core.tracing.copying import PartCopy, StepCopy
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.standing import Kind, Standings, outer_reads
 
 
 def accumulate(
@@ -61,7 +62,7 @@ class Accumulation(StepCopy, PartCopy):
         self.check_batch(graph.tensors)
         self.kept = [n for n in graph.nodes if n.phase != Phase.UPDATE]
         self.makers = {o: n for n in self.kept for o in self.made_by(n)}
-        self.standings = Standings(graph, self.names, self.kept)
+        self.linearity = BatchLinearity(graph, self.names, self.kept)
         self.fed: dict[int, Tensor] = {}
         self.given: dict[int, Tensor] = {}
         self.outside: dict[int, Tensor] = {}
@@ -111,13 +112,13 @@ class Accumulation(StepCopy, PartCopy):
 
     def _check(self, name: str, tensor: int) -> None:
         """UserError if what the parts compute does not add up to a tensor."""
-        standing, why = self.standings.of(tensor), self.standings.why.get(tensor, "")
-        if standing.kind in (Kind.MIXED, Kind.ROWS):
+        found, why = self.linearity.of(tensor), self.linearity.why.get(tensor, "")
+        if found.kind in (Linearity.INSEPARABLE, Linearity.PER_EXAMPLE):
             raise UserError(
                 f"microbatches={self.parts}: parts of the batch do not add up to {name}, because of {why}; "
                 "use one microbatch"
             )
-        if standing.after > (1 if standing.kind is Kind.SUM else 2):
+        if found.after > (1 if found.kind is Linearity.REDUCIBLE else 2):
             raise UserError(
                 f"microbatches={self.parts}: {name} takes sums over the whole batch, one after the other, "
                 f"because of {why}; use one microbatch"
@@ -125,7 +126,7 @@ class Accumulation(StepCopy, PartCopy):
 
     def _feed(self, op: Feed, old: int) -> None:
         dims = list(self._shape(op.type.shape))
-        if self.standings.of(old).kind is Kind.ROWS:
+        if self.linearity.of(old).kind is Linearity.PER_EXAMPLE:
             self.fed[old] = self.new.input(op.feed, [Dim(MICROBATCH, self.parts), *dims], op.type.dtype)
         else:
             self.given[old] = self.new.input(op.feed, dims, op.type.dtype)
@@ -150,7 +151,7 @@ class Accumulation(StepCopy, PartCopy):
 
     def _is_added(self, tensor: int) -> bool:
         """Whether the parts add up to a tensor itself."""
-        return self.standings.of(tensor).kind is Kind.SUM or self._only_inside(tensor)
+        return self.linearity.of(tensor).kind is Linearity.REDUCIBLE or self._only_inside(tensor)
 
     def _only_inside(self, tensor: int) -> bool:
         """Whether a loop computes a tensor beside others for which it reads the rows."""
@@ -159,19 +160,26 @@ class Accumulation(StepCopy, PartCopy):
             return False
         if maker.index not in self._reading:
             read = outer_reads(self.old, maker, self.is_whole)
-            self._reading[maker.index] = any(self.standings.of(i).kind is not Kind.SAME for i in read)
+            self._reading[maker.index] = any(
+                self.linearity.of(i).kind is not Linearity.REPLICATED for i in read
+            )
         return self._reading[maker.index]
 
     def is_whole(self, node: Node, operand: int) -> bool:
         """Whether an operand, as a node in a loop over the parts reads it, is computed outside: it is made of
         whole sums."""
-        made = [] if node.body else [self.standings.of(o) for o in node.outputs]
-        if made and all(s.kind is Kind.MIXED or s.after > 1 for s in made):
+        made = [] if node.body else [self.linearity.of(o) for o in node.outputs]
+        if made and all(s.kind is Linearity.INSEPARABLE or s.after > 1 for s in made):
             return False  # Nothing that is wanted reads it.
-        if operand in self.standings.whole.get(node.index, ()):
+        if operand in self.linearity.whole.get(node.index, ()):
             return True
-        found, inside = self.standings.of(operand), self.old.tensor(operand).block
-        return found.kind is Kind.SAME and found.after > 0 and not inside and not self._only_inside(operand)
+        found, inside = self.linearity.of(operand), self.old.tensor(operand).block
+        return (
+            found.kind is Linearity.REPLICATED
+            and found.after > 0
+            and not inside
+            and not self._only_inside(operand)
+        )
 
     def _needed(self, sums: Iterable[int]) -> list[Node]:
         """The nodes that a loop over the parts runs to add up `sums`, in order."""
@@ -208,7 +216,7 @@ class Accumulation(StepCopy, PartCopy):
                 self._node(node)
             for old in sums:
                 inner = self._delivered(old, old)
-                if self.standings.of(old).kind is Kind.SAME:
+                if self.linearity.of(old).kind is Linearity.REPLICATED:
                     inner = scale(inner, 1 / self.parts)
                 made[old] = self.new.sum_output(body, inner)
                 if old in self.old.gradient_of:

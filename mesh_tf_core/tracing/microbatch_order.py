@@ -10,8 +10,8 @@ from enum import IntEnum
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.tracing.batch_linearity import Linearity, outer_reads
 from mesh_tf_core.tracing.microbatch import Accumulation
-from mesh_tf_core.tracing.standing import Kind, outer_reads
 
 
 class When(IntEnum):
@@ -27,7 +27,7 @@ class MicrobatchOrder:
     """The nodes that a part of the batch takes, with one loop over layers and one over their gradient.
 
     Args:
-      copy: knows how tensors stand to the batch.
+      copy: knows how tensors depend on the batch.
       needed: the nodes, in order.
       forward, backward: those over the layers.
       sums: what the parts add up to.
@@ -65,7 +65,7 @@ class MicrobatchOrder:
         self.runs: dict[int, When] = {}
         self._order()
         self.sums = self._added(sums)
-        self.rows = tuple(o for _, o in self.body(backward).summed if self.kind(o) is Kind.ROWS)
+        self.rows = tuple(o for _, o in self.body(backward).summed if self.kind(o) is Linearity.PER_EXAMPLE)
         self._read()
         self._check()
 
@@ -74,9 +74,9 @@ class MicrobatchOrder:
         assert node.body is not None
         return node.body
 
-    def kind(self, tensor: int) -> Kind:
-        """How a tensor stands to the batch."""
-        return self.copy.standings.of(tensor).kind
+    def kind(self, tensor: int) -> Linearity:
+        """How a tensor depends on the batch."""
+        return self.copy.linearity.of(tensor).kind
 
     def when(self, tensor: int) -> When:
         """What has to be over before a tensor is known."""
@@ -88,14 +88,14 @@ class MicrobatchOrder:
             read = outer_reads(self.old, node, self.copy.is_whole) - saved
             found = {self.when(i) for i in read}
             when = max(found, default=When.BEFORE)
-            if when is When.AFTER and (When.HEAD in found or self.copy.standings.shared.get(node.index)):
+            if when is When.AFTER and (When.HEAD in found or self.copy.linearity.shared.get(node.index)):
                 when = When.WHOLE  # What it adds up is not there at the same ticks.
             self.runs[node.index] = when
             self.known.update(dict.fromkeys(self.copy.made_by(node), when))
             for other, then in ((self.forward, When.HEAD), (self.backward, When.AFTER)):
                 if node is other:
                     goes = {*node.outputs[: len(node.inputs)]}
-                    goes |= {o for o in node.outputs if self.kind(o) is Kind.ROWS}
+                    goes |= {o for o in node.outputs if self.kind(o) is Linearity.PER_EXAMPLE}
                     self.known.update((o, then if o in goes else When.WHOLE) for o in node.outputs)
 
     def _added(self, wanted: Iterable[int]) -> list[int]:
@@ -111,9 +111,11 @@ class MicrobatchOrder:
             stage = maker in (self.forward, self.backward)
             if not stage and self.runs.get(maker.index) is When.WHOLE:
                 read = sorted(outer_reads(self.old, maker))
-                if any(self.kind(i) in (Kind.ROWS, Kind.MIXED) for i in read):
+                if any(self.kind(i) in (Linearity.PER_EXAMPLE, Linearity.INSEPARABLE) for i in read):
                     raise self.refuse(f"{maker.op.describe()} reads what is before and behind the layers")
-                left += [i for i in read if self.kind(i) is Kind.SUM or self.when(i) is not When.BEFORE]
+                left += [
+                    i for i in read if self.kind(i) is Linearity.REDUCIBLE or self.when(i) is not When.BEFORE
+                ]
             else:
                 found[tensor] = None
         return list(found)
@@ -126,10 +128,10 @@ class MicrobatchOrder:
         late = [i for i in (*read, *self.sliced[self.backward.index]) if self.when(i) is not When.BEFORE]
         if late or any(self.when(i) > When.HEAD for i in self.seeds):
             raise self.refuse("the gradient of what the layers stack depends on the microbatch")
-        rows = {i for i in read if self.kind(i) is Kind.ROWS}
-        if any(self.kind(i) in (Kind.SUM, Kind.MIXED) for i in read):
+        rows = {i for i in read if self.kind(i) is Linearity.PER_EXAMPLE}
+        if any(self.kind(i) in (Linearity.REDUCIBLE, Linearity.INSEPARABLE) for i in read):
             raise self.refuse("the layers read a sum over the batch that is not whole")
-        if any(self.kind(i) is not Kind.SAME for each in self.sliced.values() for i in each):
+        if any(self.kind(i) is not Linearity.REPLICATED for each in self.sliced.values() for i in each):
             raise self.refuse("the layers read parts of the batch that are stacked, one for each layer")
         self.passes = sorted(rows & self.trained)
         self.stays = sorted(rows - self.trained)
@@ -152,7 +154,7 @@ class MicrobatchOrder:
             raise refuse("its layers have branches or end early, and stages have to do the same things")
         if body.halves:
             raise refuse("its layers are reversible")
-        if any(self.kind(o) is Kind.ROWS for _, o in body.stacked):
+        if any(self.kind(o) is Linearity.PER_EXAMPLE for _, o in body.stacked):
             raise refuse("its layers stack something of every example")
         if any(self.layers in self.old.tensor(o).shape.dims for n in inside for o in n.outputs):
             raise refuse(f"its layers read all of what has {self.layers.name!r}")

@@ -18,9 +18,9 @@ that each device has its chunks (`ir.stored_order`); what else reads them, and o
 one order to the other.
 
 What the layers read of the batch besides their state stays where it is, if no gradient goes back to it, and
-else goes through the stages with the state. How values stand to the batch says `standing`, as for gradient
-accumulation: a state that each microbatch adds to, as a router's loss, is their sum; what depends on the
-whole batch otherwise is refused. Random numbers are those of the microbatch's rows in the whole batch.
+else goes through the stages with the state. `batch_linearity` says how values depend on the batch, as for
+gradient accumulation: a state that each microbatch adds to, as a router's loss, is their sum; what depends on
+the whole batch otherwise is refused. Random numbers are those of the microbatch's rows in the whole batch.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from mesh_tf_core.ops.neighbours import shift
 from mesh_tf_core.ops.reduce import reduce_sum
 from mesh_tf_core.ops.shape import reshape, slice_dim, transpose
 from mesh_tf_core.ops.ticks import FromTicks, ToTicks
+from mesh_tf_core.tracing.batch_linearity import BatchLinearity, Linearity, outer_reads
 from mesh_tf_core.tracing.copying import PartCopy
 from mesh_tf_core.tracing.gradients import depends_on
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.stage_layers import layers_of_stage, lying, reordered
-from mesh_tf_core.tracing.standing import Kind, Standings, outer_reads
 from mesh_tf_core.tracing.table_rows import TableRows, layer_numbers
 
 
@@ -113,12 +113,12 @@ class _Flow:
     """What goes through the stages with a microbatch.
 
     Attributes:
-      kind: how it stands to the batch.
+      kind: how it depends on the batch.
       entering: [microbatch, its dims].
       passes: it is only read.
     """
 
-    kind: Kind
+    kind: Linearity
     entering: Tensor
     passes: bool = False
 
@@ -202,7 +202,7 @@ class _Pipeline:
         self.chunk = Dim(self.own.name, self.own.size // self.schedule.rounds)
         read = outer_reads(self.old, node)
         self.rows = {i for i in (*read, *node.inputs) if self._batch(i)}
-        copy.standings = self.standings = Standings(self.old, copy.names, [node], self.rows)
+        copy.linearity = self.linearity = BatchLinearity(self.old, copy.names, [node], self.rows)
         self._check()
 
     def _batch(self, tensor: int) -> bool:
@@ -220,16 +220,16 @@ class _Pipeline:
         self.copy.smaller = self.copy.part
         self.copy.check_batch(map(self.old.tensor, (*made, *self.rows)))
         self.copy.smaller = {}
-        whole = [i for i in body.carry_in if self.standings.of(i).kind is Kind.MIXED]
-        if whole or any(self.standings.of(i).kind is Kind.MIXED for i, _ in body.stacked):
+        whole = [i for i in body.carry_in if self.linearity.of(i).kind is Linearity.INSEPARABLE]
+        if whole or any(self.linearity.of(i).kind is Linearity.INSEPARABLE for i, _ in body.stacked):
             known = [*whole, *(i for i, _ in body.stacked), *body.carry_out]
-            why = next((self.standings.why[i] for i in known if i in self.standings.why), "what it hands on")
+            why = next((self.linearity.why[i] for i in known if i in self.linearity.why), "what it hands on")
             raise self._refuse(f"microbatches do not add up to what its layers hand on, because of {why}")
         for outer, _ in body.sliced:
             if self._batch(outer):
                 raise self._refuse("its layers read parts of the batch that are stacked, one for each layer")
         for inner, _ in body.stacked:
-            if self.standings.of(inner).kind is Kind.ROWS:
+            if self.linearity.of(inner).kind is Linearity.PER_EXAMPLE:
                 raise self._refuse("its layers stack something of every example")
             if not is_float(self.old.tensor(inner).dtype):
                 raise self._refuse("its layers stack whole numbers")
@@ -259,13 +259,13 @@ class _Pipeline:
     # -- what goes through the stages ----------------------------------------------------------------------
 
     def _states(self) -> list[_Flow]:
-        shares = self.standings.shared[self.node.index]
+        shares = self.linearity.shared[self.node.index]
         found = []
         for at, (outer, inner) in enumerate(zip(self.node.inputs, self.body.carry_in, strict=True)):
-            x, kind = self.copy.tensors[outer], self.standings.of(inner).kind
-            if kind is Kind.ROWS and outer in self.rows:
+            x, kind = self.copy.tensors[outer], self.linearity.of(inner).kind
+            if kind is Linearity.PER_EXAMPLE and outer in self.rows:
                 found.append(_Flow(kind, self._split(x)))
-            elif kind is Kind.ROWS:
+            elif kind is Linearity.PER_EXAMPLE:
                 raise self._refuse(f"its state [{x.shape}] begins without the batch")
             else:
                 x = scale(x, 1 / self.copy.parts) if at in shares else x
@@ -281,7 +281,7 @@ class _Pipeline:
         for i in sorted(read & self.rows):
             entering = self._split(self.copy.tensors[i])
             if i in self.copy.trained:
-                passes[i] = _Flow(Kind.ROWS, entering, passes=True)
+                passes[i] = _Flow(Linearity.PER_EXAMPLE, entering, passes=True)
             else:
                 stays[i] = entering
         return stays, passes
@@ -328,7 +328,7 @@ class _Pipeline:
         pairs = zip(self.node.outputs, leaving, states, strict=False)
         made = {old: self._left(old, x, flow.kind) for old, x, flow in pairs}
         for (inner, old), x in zip(self.body.stacked, sums, strict=True):
-            same = self.standings.of(inner).kind is Kind.SAME
+            same = self.linearity.of(inner).kind is Linearity.REPLICATED
             made[old] = scale(x, 1 / self.copy.parts) if same else x
             if self.order.moves(self.layers.size):
                 made[old] = reordered(made[old], self.order, self.layers, lies=True)
@@ -343,13 +343,13 @@ class _Pipeline:
         first = reshape(slice_dim(entering, MICROBATCH, 0, 1), entering.shape.without(MICROBATCH))
         return broadcast(stop_gradient(first), Shape([self.stage, *first.shape]))
 
-    def _left(self, old: int, x: Tensor, kind: Kind) -> Tensor:
+    def _left(self, old: int, x: Tensor, kind: Linearity) -> Tensor:
         """What a state is after the layers, of [tick, a microbatch's]."""
         shape = self.old.tensor(old).shape
         parts = self.new.apply(FromTicks(self.schedule, end=True), x)
-        if kind is Kind.ROWS:
+        if kind is Linearity.PER_EXAMPLE:
             return self._joined(parts, shape)
-        if kind is Kind.SUM:
+        if kind is Linearity.REDUCIBLE:
             return reduce_sum(parts, MICROBATCH)
         return reshape(slice_dim(parts, MICROBATCH, 0, 1), shape)
 

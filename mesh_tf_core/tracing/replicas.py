@@ -23,9 +23,9 @@ from mesh_tf_core.ir.initializers import Initializer, Variable
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.tracing.batch_linearity import outer_reads
 from mesh_tf_core.tracing.copying import StepCopy
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.standing import outer_reads
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from mesh_tf_core.ir.stored_order import Interleaved
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.shape import reshape, transpose
+from mesh_tf_core.tracing.batch_linearity import outer_reads
 from mesh_tf_core.tracing.graph import Graph, graph_of
-from mesh_tf_core.tracing.standing import outer_reads
 
 
 def layers_of_stage(dim: str) -> str:

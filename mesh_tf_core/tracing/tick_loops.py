@@ -17,8 +17,8 @@ from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.math import logical_and, maximum
 from mesh_tf_core.ops.neighbours import shift
+from mesh_tf_core.tracing.batch_linearity import Linearity, outer_reads
 from mesh_tf_core.tracing.microbatch_order import MicrobatchOrder, When
-from mesh_tf_core.tracing.standing import Kind, outer_reads
 from mesh_tf_core.tracing.table_rows import TableRows
 from mesh_tf_core.tracing.virtual_stages import IN_FLIGHT, Again, HalfBackward, VirtualStageCopy, halves
 
@@ -406,5 +406,5 @@ class TickLoops:
         ticks.carry_in = tuple(x.id for x in inside)
         ticks.carry_out = tuple(x.id for x in handed)
         for o, x in terms.items():
-            term = scale(x, 1 / self.parts) if self.order.kind(o) is Kind.SAME else x
+            term = scale(x, 1 / self.parts) if self.order.kind(o) is Linearity.REPLICATED else x
             self.made.setdefault(o, []).append(self.new.sum_output(ticks, term))

@@ -17,13 +17,13 @@ from mesh_tf_core.ir.stored_order import PADDING, Interleaved
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.math import maximum
+from mesh_tf_core.tracing.batch_linearity import Linearity
 from mesh_tf_core.tracing.copying import Copy
 from mesh_tf_core.tracing.gradients import depends_on
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.microbatch import Accumulation
 from mesh_tf_core.tracing.pipeline import check_stages
 from mesh_tf_core.tracing.stage_layers import layers_of_stage, lying, reordered
-from mesh_tf_core.tracing.standing import Kind
 from mesh_tf_core.tracing.table_rows import layer_numbers
 
 IN_FLIGHT = "in_flight"
@@ -208,8 +208,8 @@ class VirtualStageCopy(Accumulation):
         """Not what adds other sums that have to be whole: a microbatch goes through the stages once."""
         maker = self.makers.get(tensor)
         if maker is not None and maker.phase == Phase.FORWARD and maker.body is None:
-            kinds = {self.standings.of(i).kind for i in maker.inputs}
-            if self.standings.of(tensor).after and kinds <= {Kind.SAME, Kind.SUM}:
+            kinds = {self.linearity.of(i).kind for i in maker.inputs}
+            if self.linearity.of(tensor).after and kinds <= {Linearity.REPLICATED, Linearity.REDUCIBLE}:
                 return False
         return super()._is_added(tensor)
 

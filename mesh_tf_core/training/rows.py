@@ -21,9 +21,9 @@ from mesh_tf_core.ir.structure import Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.shape import rename_dimension
+from mesh_tf_core.tracing.batch_linearity import apart
 from mesh_tf_core.tracing.copying import batch_names
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.standing import apart
 
 
 class RowDependence(IntEnum):

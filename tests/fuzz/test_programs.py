@@ -10,7 +10,7 @@ import pytest
 
 from mesh_tf_core.ir.kernel import At
 from mesh_tf_core.lower.base import Lowering
-from mesh_tf_core.tracing.standing import Standings
+from mesh_tf_core.tracing.batch_linearity import BatchLinearity
 from tests.fuzz.programs import check, expected, model
 from tests.jax_process import printed
 from tests.marks import by_day
@@ -77,14 +77,14 @@ def totals_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forgotten(monkeypatch: pytest.MonkeyPatch, known: str) -> None:
     """What is noted of every operation under a name is lost."""
-    made = Standings._made
+    made = BatchLinearity._made
 
-    def losing(self: Standings, node: Any, output: Any) -> Any:
+    def losing(self: BatchLinearity, node: Any, output: Any) -> Any:
         found = made(self, node, output)
         getattr(self, known)[node.index] = set()
         return found
 
-    monkeypatch.setattr(Standings, "_made", losing)
+    monkeypatch.setattr(BatchLinearity, "_made", losing)
 
 
 def whole_shares(monkeypatch: pytest.MonkeyPatch) -> None:

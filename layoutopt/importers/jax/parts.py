@@ -5,9 +5,9 @@ from __future__ import annotations
 from layoutopt.importers.jax.origin import ImportedFunction
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.tracing.batch_linearity import BatchLinearity, Linearity
 from mesh_tf_core.tracing.copying import batch_names
 from mesh_tf_core.tracing.graph import graph_of
-from mesh_tf_core.tracing.standing import Kind, Standings
 
 
 def why_whole(loss: Tensor, origin: ImportedFunction, batch: str) -> str:
@@ -28,10 +28,10 @@ def _auxiliary(origin: ImportedFunction) -> str:
 def _loss(loss: Tensor, batch: str) -> str:
     graph = graph_of(loss)
     nodes = [n for n in graph.nodes if n.phase == Phase.FORWARD]
-    standings = Standings(graph, batch_names(graph, batch), nodes)
-    found = standings.of(loss.id)
-    if found.kind is not Kind.SUM or found.after:
-        why = standings.why.get(loss.id, "its operations")
+    linearity = BatchLinearity(graph, batch_names(graph, batch), nodes)
+    found = linearity.of(loss.id)
+    if found.kind is not Linearity.REDUCIBLE or found.after:
+        why = linearity.why.get(loss.id, "its operations")
         return f"parts of the batch do not add up to the loss, because of {why}"
     needed = {loss.id}
     for node in reversed(nodes):
@@ -39,7 +39,7 @@ def _loss(loss: Tensor, batch: str) -> str:
             continue
         needed.update(node.inputs)
         for each in (node, *(inner for inner, _ in node.body.walk())) if node.body else (node,):
-            if standings.shared.get(each.index):
+            if linearity.shared.get(each.index):
                 place = f" in {each.scope}" if each.scope else ""
                 return f"every part would add what does not depend on the batch ({each.op.describe()}{place})"
     return ""

@@ -1,15 +1,15 @@
-"""How the tensors of a step stand to the batch, and what has to be known before each can be computed: what a
+"""How the tensors of a step depend on the batch, and what has to be known before each can be computed: what a
 step in parts (see `microbatch`) must know to give what the whole one gives.
 
-  SAME    in every part the same: made of variables and numbers, or of whole sums
-  ROWS    it has the batch dimension; row b is made of row b of the inputs and of what is the same
-  SUM     each part computes a term of it, and the terms add up to it
-  MIXED   anything else: no part can compute it
+  REPLICATED    in every part the same: made of variables and numbers, or of whole sums
+  PER_EXAMPLE   it has the batch dimension; row b is made of row b of the inputs and of what is the same
+  REDUCIBLE     each part computes a term of it, and the terms add up to it
+  INSEPARABLE   anything else: no part can compute it
 
 Linear operations make sums of sums. Whatever else reads a sum has to wait until it is whole: a masked mean
 a / b = sum(ce * valid) / sum(valid) is the same in every part once a and b are whole, its gradient in b is
-- a / b^2, and its gradient in a, 1 / b, goes back to the rows. `Standing.after` counts the passes over the
-parts that have to be over before.
+- a / b^2, and its gradient in a, 1 / b, goes back to the rows. `TensorLinearity.after` counts the passes over
+the parts that have to be over before.
 """
 
 from __future__ import annotations
@@ -28,44 +28,44 @@ from mesh_tf_core.ir.structure import Feed, Read
 from mesh_tf_core.tracing.graph import Graph
 
 
-class Kind(IntEnum):
-    """How a tensor stands to the batch; of two in a sum, the larger counts."""
+class Linearity(IntEnum):
+    """How a tensor depends on the batch; of two in a sum, the larger counts."""
 
-    SAME = 0
-    ROWS = 1
-    SUM = 2
-    MIXED = 3
+    REPLICATED = 0
+    PER_EXAMPLE = 1
+    REDUCIBLE = 2
+    INSEPARABLE = 3
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How one tensor stands to the batch.
+class TensorLinearity:
+    """How one tensor depends on the batch.
 
     Attributes:
       after: how many passes over the parts have to be over before it can be computed.
     """
 
-    kind: Kind = Kind.SAME
+    kind: Linearity = Linearity.REPLICATED
     after: int = 0
 
 
-SAME = Standing()
-MIXED = Standing(Kind.MIXED)
+REPLICATED = TensorLinearity()
+INSEPARABLE = TensorLinearity(Linearity.INSEPARABLE)
 
 
-class Standings:
-    """How the tensors of nodes stand to the batch.
+class BatchLinearity:
+    """How the tensors of nodes depend on the batch.
 
     Args:
       names: of the batch dimension (see `batch_names`).
-      rows: tensors that are known to be ROWS; others that no node makes are SAME.
+      rows: tensors that are known to be PER_EXAMPLE; others that no node makes are REPLICATED.
 
     Attributes:
       whole: by node, operands that are sums and have to be whole.
       shared: by node, positions of operands that are the same in every part, and of which each part adds its
         share; of a loop, states at its beginning.
       shared_out: by loop, states at the end of an iteration, likewise.
-      why: the operation because of which a tensor is MIXED, or has to wait, and its scope.
+      why: the operation because of which a tensor is INSEPARABLE, or has to wait, and its scope.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Standings:
         self.shared: dict[int, set[int]] = {}
         self.shared_out: dict[int, set[int]] = {}
         self.why: dict[int, str] = {}
-        self._found: dict[int, Standing] = {i: Standing(Kind.ROWS) for i in rows}
+        self._found: dict[int, TensorLinearity] = {i: TensorLinearity(Linearity.PER_EXAMPLE) for i in rows}
         for node in nodes:
             self._visit(node)
 
-    def of(self, tensor: int) -> Standing:
-        """How a tensor stands."""
-        return self._found.get(tensor, SAME)
+    def of(self, tensor: int) -> TensorLinearity:
+        """How a tensor depends on the batch."""
+        return self._found.get(tensor, REPLICATED)
 
     def _visit(self, node: Node) -> None:
         if node.body is not None:
@@ -94,56 +94,56 @@ class Standings:
             self._found[o] = made
             self._explain(node, o, made)
 
-    def _explain(self, node: Node, output: int, made: Standing) -> None:
-        """Notes why a tensor is MIXED, or has to wait."""
-        if made.kind is not Kind.MIXED and not made.after:
+    def _explain(self, node: Node, output: int, made: TensorLinearity) -> None:
+        """Notes why a tensor is INSEPARABLE, or has to wait."""
+        if made.kind is not Linearity.INSEPARABLE and not made.after:
             self.why.pop(output, None)
             return
-        behind = [i for i in node.inputs if self.of(i).kind is made.kind is Kind.MIXED]
+        behind = [i for i in node.inputs if self.of(i).kind is made.kind is Linearity.INSEPARABLE]
         behind = behind or [i for i in node.inputs if made.after and self.of(i).after == made.after]
         known = [self.why[i] for i in behind if i in self.why]
         place = f" in {node.scope}" if node.scope else ""
         self.why[output] = known[0] if known else f"{node.op.describe()}{place}"
 
-    def _fed(self, type: TensorType) -> Standing:
-        return Standing(Kind.ROWS if self._batch(type) else Kind.SAME)
+    def _fed(self, type: TensorType) -> TensorLinearity:
+        return TensorLinearity(Linearity.PER_EXAMPLE if self._batch(type) else Linearity.REPLICATED)
 
     def _batch(self, type: TensorType) -> set[str]:
         return self.names.intersection(type.shape.names)
 
-    def _made(self, node: Node, output: TensorType) -> Standing:
-        """How an operation's output stands."""
+    def _made(self, node: Node, output: TensorType) -> TensorLinearity:
+        """How an operation's output depends on the batch."""
         if isinstance(node.op, Read):
-            return SAME
+            return REPLICATED
         types = [self.graph.tensor(i).type for i in node.inputs]
         given = [self.of(i) for i in node.inputs]
         self.whole[node.index], self.shared[node.index] = set(), set()
-        if any(s.kind is Kind.MIXED for s in given):
-            return MIXED
+        if any(s.kind is Linearity.INSEPARABLE for s in given):
+            return INSEPARABLE
         after = max((s.after for s in given), default=0)
-        sums = {i for i, s in zip(node.inputs, given, strict=True) if s.kind is Kind.SUM}
+        sums = {i for i, s in zip(node.inputs, given, strict=True) if s.kind is Linearity.REDUCIBLE}
         read = set().union(*(self._batch(t) for t in types))
         if sums and not read and not self._batch(output):
             same = [i not in sums for i in node.inputs]
             if self._waits(node.op, same, [*types, output]):
                 if node.op.linear or node.op.converts:
                     self.shared[node.index] = {n for n, other in enumerate(same) if other}
-                return Standing(Kind.SUM, after)
+                return TensorLinearity(Linearity.REDUCIBLE, after)
         if any(self.graph.tensor(i).block for i in sums):
-            return MIXED  # A sum that an iteration of a loop makes is whole after the loop only.
+            return INSEPARABLE  # A sum that an iteration of a loop makes is whole after the loop only.
         if sums:
             self.whole[node.index] = sums
             after = max(after, 1 + max(self.of(i).after for i in sums))
         if not read and not self._batch(output):
-            return Standing(Kind.SAME, after)
+            return TensorLinearity(Linearity.REPLICATED, after)
         if node.op.scales:
-            return Standing(Kind.SAME, after)
+            return TensorLinearity(Linearity.REPLICATED, after)
         roles = node.op.roles(*types)
         if apart(node.op, roles, types, output, self.names):
-            return Standing(Kind.ROWS, after)
+            return TensorLinearity(Linearity.PER_EXAMPLE, after)
         one = len(read) == 1 and not self._batch(output) and roles.combine == "sum"
         one = one and read <= set(roles.reduced) and output.dtype != "bool"
-        return Standing(Kind.SUM, after) if one else MIXED
+        return TensorLinearity(Linearity.REDUCIBLE, after) if one else INSEPARABLE
 
     def _waits(self, op: Op, same: Sequence[bool], types: Sequence[TensorType]) -> bool:
         """Whether an operation on sums gives a sum; `same`: which operands are not."""
@@ -160,7 +160,7 @@ class Standings:
             self._found.update((inner, self.of(outer)) for outer, inner in body.sliced)
             for inner in body.nodes:
                 self._visit(inner)
-            runs = SAME if body.runs is None else self.of(body.runs)
+            runs = REPLICATED if body.runs is None else self.of(body.runs)
             pairs = zip(carried, body.carry_out, strict=True)
             new = [self._joined(runs, o, s, self.of(o)) for s, o in pairs]
             if new == carried:
@@ -177,25 +177,29 @@ class Standings:
         for inner_id, outer in (*zip(body.carry_out, node.outputs, strict=False), *leaving):
             if inner_id in self.why:
                 self.why[outer] = self.why[inner_id]
-        if runs.kind is not Kind.SAME:
+        if runs.kind is not Linearity.REPLICATED:
             self.why.update(dict.fromkeys(node.outputs, "a branch or loop whose course depends on the batch"))
 
-    def _of_sums(self, carried: Sequence[Standing], tensors: Sequence[int]) -> set[int]:
+    def _of_sums(self, carried: Sequence[TensorLinearity], tensors: Sequence[int]) -> set[int]:
         """Positions of the states that are sums, but are given as the same in every part."""
         pairs = enumerate(zip(carried, tensors, strict=True))
-        return {n for n, (s, i) in pairs if s.kind is Kind.SUM and self.of(i).kind is Kind.SAME}
+        return {
+            n
+            for n, (s, i) in pairs
+            if s.kind is Linearity.REDUCIBLE and self.of(i).kind is Linearity.REPLICATED
+        }
 
-    def _joined(self, runs: Standing, tensor: int, *standings: Standing) -> Standing:
+    def _joined(self, runs: TensorLinearity, tensor: int, *joined: TensorLinearity) -> TensorLinearity:
         """What a loop hands on that may have come either way."""
         indivisible = not is_float(self.graph.tensor(tensor).dtype)  # Whole numbers cannot be shared out.
-        kinds = {s.kind for s in standings}
+        kinds = {s.kind for s in joined}
         if (
-            runs.kind is not Kind.SAME
-            or Kind.MIXED in kinds
-            or (indivisible and kinds >= {Kind.SAME, Kind.SUM})
+            runs.kind is not Linearity.REPLICATED
+            or Linearity.INSEPARABLE in kinds
+            or (indivisible and kinds >= {Linearity.REPLICATED, Linearity.REDUCIBLE})
         ):
-            return MIXED
-        return Standing(max(kinds), max(runs.after, *(s.after for s in standings)))
+            return INSEPARABLE
+        return TensorLinearity(max(kinds), max(runs.after, *(s.after for s in joined)))
 
 
 def apart(op: Op, roles: Roles, inputs: Sequence[TensorType], output: TensorType, names: set[str]) -> bool:
