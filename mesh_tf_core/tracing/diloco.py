@@ -11,11 +11,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Any
+from typing import Any, TypeVar
 
 from mesh_tf_core.arguments import check, instance
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.few_bits import BITS, WHOLE
 
 Settings = Mapping[str, tuple[str, Callable[[str], Any]]]
@@ -28,6 +29,7 @@ OUTER: Settings = {
     "bits": ("bits", int),
 }
 """What all replicas that meet may say."""
+T = TypeVar("T", Tensor, Any)
 Part = slice | EllipsisType
 """Every so manyth layer of a stack, or all of a variable."""
 
@@ -83,6 +85,25 @@ def check_outer(
         )
     if bits not in BITS:
         raise UserError(f"{what}: bits={bits}: choose 32, 8 or 4")
+
+
+def outer_step(before: T, momentum: T, came: T, rate: float, mu: float) -> tuple[T, T]:
+    """What all go on from, and the momentum then: algorithm 1 of Douillard et al. 2023, Nesterov's momentum.
+
+    Args:
+      before: what all began from.
+      came: how far they came from it, in their mean: what they began from less what they have.
+      rate, mu: of the outer step.
+
+    Tensors of a graph and arrays alike, in one order of operations, so that both forms agree to the last bit.
+    """
+    momentum = momentum * mu + came
+    return before - (came + momentum * mu) * rate, momentum
+
+
+def wide(dtype: str) -> str:
+    """The dtype in which replicas meet: float32 at least."""
+    return "float64" if dtype == "float64" else "float32"
 
 
 def fragments_of(variables: Iterable[Variable], count: int) -> list[dict[str, Part]]:

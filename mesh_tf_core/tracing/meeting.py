@@ -32,7 +32,7 @@ from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.few_bits import WHOLE, coded, packed, unpacked
 from mesh_tf_core.ops.reduce import reduce_mean
 from mesh_tf_core.ops.shape import rename, reshape
-from mesh_tf_core.tracing.diloco import DiLoCo, Part, fragments_of
+from mesh_tf_core.tracing.diloco import DiLoCo, Part, fragments_of, outer_step, wide
 from mesh_tf_core.tracing.graph import Graph
 
 BEFORE, MOMENTUM, LOST, CAME = "outer", "outer_momentum", "outer_lost", "outer_came"
@@ -129,8 +129,7 @@ def _exchanged(met: _Met, diloco: DiLoCo) -> Tensor:
 def _merged(met: _Met, came: Tensor, diloco: DiLoCo) -> None:
     """The update of what all began from, and what they go on with."""
     start, now = met.before.read().cast(met.wide), met.copies.read()
-    momentum = met.momentum.read() * diloco.momentum + came
-    after = start - (came + momentum * diloco.momentum) * diloco.learning_rate
+    after, momentum = outer_step(start, met.momentum.read(), came, diloco.learning_rate, diloco.momentum)
     met.momentum.write(momentum)
     met.before.write(after.cast(met.variable.dtype))
     if not diloco.delay:
@@ -163,7 +162,7 @@ class _Met:
     @property
     def wide(self) -> str:
         """The dtype in which replicas meet."""
-        return "float64" if self.variable.dtype == "float64" else "float32"
+        return wide(self.variable.dtype)
 
     @property
     def copies(self) -> _Taken:

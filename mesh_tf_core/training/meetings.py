@@ -44,7 +44,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ops.few_bits import BITS, DTYPE, WHOLE, quantised, restored
-from mesh_tf_core.tracing.diloco import Part, fragments_of
+from mesh_tf_core.tracing.diloco import Part, fragments_of, outer_step, wide
 from mesh_tf_core.tracing.meeting import MOMENTUM
 from mesh_tf_core.training.decoupled import Decoupled
 from mesh_tf_core.training.finite import is_finite
@@ -296,14 +296,13 @@ class Meetings:
         )
 
     def _outer(self, open: int, state: ArraysByName, posts: Mapping[int, ArraysByName]) -> ArraysByName:
-        """The outer step: algorithm 1 of the paper, with Nesterov's momentum."""
+        """The outer step of a fragment over the mean of what was posted."""
         rate, mu, made = self.how.learning_rate, self.how.momentum, ArraysByName()
         with np.errstate(over="ignore", invalid="ignore"):
             for name in self._fragment(open):
                 mean = np.mean([each[name] for each in posts.values()], axis=0)
-                momentum = mu * state[f"{name}/{MOMENTUM}"] + mean
-                made[name] = state[name] - rate * (mean + mu * momentum)
-                made[f"{name}/{MOMENTUM}"] = momentum
+                held = f"{name}/{MOMENTUM}"
+                made[name], made[held] = outer_step(state[name], state[held], mean, rate, mu)
         return made
 
     def _before(self, open: int) -> ArraysByName:
@@ -386,4 +385,4 @@ class _Own(Iterator[Mapping[str, Any]]):
 def _wide(array: Any) -> np.ndarray:
     """As outer steps compute: in float32 at least."""
     found = np.asarray(array)
-    return found if found.dtype == np.float64 else found.astype(np.float32)
+    return found.astype(wide(str(found.dtype)))
