@@ -253,11 +253,16 @@ class TrainingRun:
 
     def show(self) -> None:
         """The end of a run, for people."""
-        step = self.step_seconds
+        from layoutopt.plan.build import decided
+
+        step, given = self.step_seconds, self.given
+        stages = self.loaded.model.stages(given.mesh, given.layout)
+        said = decided(given.options, given.layout, stages).listed()
         rows = [
             ("model", f"{self.loaded.model.name}, {self.loaded.model.parameters:,} parameters"),
             ("mesh", f"{self.given.mesh} ({self.given.mesh.devices} devices of {self.session.where})"),
             ("layout", layout_text(self.given.layout)),
+            *((name, words) for name, words in said.items() if words),
         ]
         if self.losses:
             predicted = self.predicted.step_seconds

@@ -230,6 +230,14 @@ def test_checkpoints_have_the_mode_that_is_asked_for(
     assert [path.stat().st_mode & 0o777 for path in made] == [0o700] * 3 + [0o600] * 4
 
 
+def test_the_table_says_what_else_was_decided(run: Callable[..., Result]) -> None:
+    how = ("--mesh", "data:2", "--layout", "batch:data", "--storage", "zero2", "--microbatches", "2")
+    done = run("train", MLP, *how, "--engine", "lockstep", "--steps", "1", "--held-out", "0")
+    assert done.exit_code == 0, done.stderr
+    rows = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line[:1].strip())
+    assert rows["storage"].startswith("zero2 of layer_0/bias, ") and rows["microbatches"].strip() == "2"
+
+
 def test_training_searches_its_layout(
     run: Callable[..., Result], result: Callable[..., dict[str, Any]]
 ) -> None:
