@@ -9,16 +9,20 @@
     reports.write_figures(plan, "figures/")
     reports.write_tables(plan, "tables/")
 
-Importing this loads neither matplotlib nor pandas.
+Names are loaded when they are first used; none of them loads matplotlib or pandas before it is called.
 """
 
 from __future__ import annotations
 
-from reports import figures, tables
-from reports.files import write_figures, write_tables
-from reports.page.render import report_html, write_report
-from reports.page.size import size_html, write_size_report
-from reports.reader import FORMAT, plan_of, read_plan
+TYPE_CHECKING = False  # typing's own takes longer to import than everything else here
+if TYPE_CHECKING:
+    from typing import Any
+
+    from reports import figures, tables
+    from reports.files import write_figures, write_tables
+    from reports.page.render import report_html, write_report
+    from reports.page.size import size_html, write_size_report
+    from reports.reader import FORMAT, plan_of, read_plan
 
 __all__ = [
     "FORMAT",
@@ -33,3 +37,9 @@ __all__ = [
     "write_size_report",
     "write_tables",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    from mesh_tf_core.lazy import load
+
+    return load(__name__, name)

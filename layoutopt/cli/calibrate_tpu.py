@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from layoutopt.cli.options import check_out
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.running import hushed, kept
-from layoutopt.cli.terminal import Terminal, facts, table
+from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.plan.units import rate_text, seconds_text
+from reports.views.view import Column, Kind, View
 
 if TYPE_CHECKING:
     from costmodels.calibration.tpu import TpuCalibration
@@ -116,16 +117,15 @@ def _show(terminal: Terminal, made: TpuCalibration) -> None:
             ]
         ),
         "",
-        table(
+        View(
             "Typical error against the compiler's estimates",
-            ("probes", "preset", "fitted", "held out"),
-            [
-                (kind, *(_percent(errors[side]) for side in ("preset", "fitted", "held_out")))
-                for kind, errors in made.typical.items()
-            ],
-            (1, 2, 3),
+            (Column("probes", "probes"), *(Column(k, k.replace("_", " "), Kind(_percent)) for k in SIDES)),
+            [(kind, *(errors[side] for side in SIDES)) for kind, errors in made.typical.items()],
         ),
     )
+
+
+SIDES = ("preset", "fitted", "held_out")
 
 
 def _percent(fraction: float) -> str:

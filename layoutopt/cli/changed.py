@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from layoutopt.cli.terminal import Terminal, table
-from layoutopt.plan.units import bytes_text, seconds_text, times_text
+from layoutopt.cli.terminal import Terminal
+from layoutopt.plan.units import bytes_text, seconds_text
+from reports.views.view import FLAG, NUMBER, SECONDS, TIMES, Cell, Column, Row, View
 
 if TYPE_CHECKING:
     from layoutopt.analysis.sensitivity import SensitivityCurve, SensitivityTrial
@@ -16,29 +17,35 @@ if TYPE_CHECKING:
 
 def show_conditions(terminal: Terminal, plan: Plan, found: Conditions) -> None:
     """Prints the best under other conditions, and how robust the answer is."""
+    columns = (
+        Column("factor", "factor"),
+        Column("value", "is", NUMBER),
+        Column("step_seconds", "best step", SECONDS),
+        Column("ratio", "of the plan's", TIMES),
+        Column("layout", "then the best is", rank=1),
+        Column("proven", "proven", FLAG),
+    )
     rows = [_row(plan, curve, t) for curve in found.curves for t in curve.trials]
-    columns = ("factor", "is", "best step", "of the plan's", "then the best is", "proven")
-    terminal.show("", table("If the conditions were different", columns, rows, (1, 2, 3)))
+    terminal.show("", View("If the conditions were different", columns, rows))
     terminal.show("", robust_text(found.robust))
 
 
-def _row(plan: Plan, curve: SensitivityCurve, t: SensitivityTrial) -> tuple[str, ...]:
+def _row(plan: Plan, curve: SensitivityCurve, t: SensitivityTrial) -> Row:
     """A condition, what is best under it, and against the plan; where a search was stopped far from
     that, what it knows."""
     from layoutopt.analysis.sensitivity import answer_of
 
-    about = (curve.factor, _value(curve.factor, t.value))
+    about = (curve.factor, Cell(_value(curve.factor, t.value), value=t.value))
     if not t.settled:
         least = seconds_text(t.bound) if t.bound else "unknown"
         most = None if t.step_seconds is None else seconds_text(t.step_seconds)
         known = least if most is None else f"{least} to {most}" if t.bound else f"at most {most}"
-        return (*about, known, "", "not settled: it needs more time", "no")
+        return *about, Cell(known), None, "not settled: it needs more time", False
     if t.step_seconds is None:
-        return (*about, "nothing fits", "", "", "yes")
+        return *about, Cell("nothing fits"), None, None, True
     best = "; ".join(filter(None, (t.mesh, t.layout or "nothing is split", t.options)))
     best = "the same" if t.answer == answer_of(plan) else best.replace("; ", ";").replace(";", "; ")
-    ratio = times_text(t.step_seconds, plan.predicted.step_seconds)
-    return (*about, seconds_text(t.step_seconds), ratio, best, "yes" if t.proven else "no")
+    return *about, t.step_seconds, t.step_seconds / plan.predicted.step_seconds, best, t.proven
 
 
 def robust_text(found: Robustness) -> str:

@@ -152,7 +152,7 @@ def _show(
         overlap_table,
         phase_table,
     )
-    from layoutopt.cli.plan_tables import forms_text
+    from layoutopt.cli.plan_tables import decided_rows, forms_text
     from layoutopt.details.of_machine import errors_known, sure
     from layoutopt.plan.build import decided
     from layoutopt.plan.trade_names import trade_names
@@ -167,7 +167,7 @@ def _show(
         ("mesh", f"{found.program.mesh} ({found.program.mesh.devices} devices)"),
         ("layout", layout_text(found.layout.plain)),
         ("parallel", forms_text(forms)),
-        *((name, words) for name, words in said.listed().items() if words),
+        *decided_rows(said, loaded.model),
         ("hardware", f"{machine.name}{'' if machine.calibrated else ' (not calibrated)'}: {machine.device}"),
         (
             "step",

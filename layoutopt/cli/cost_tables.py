@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
-from rich.table import Table
-
-from layoutopt.cli.terminal import table
-from layoutopt.plan.units import bytes_text, rate_text, seconds_text, share_text
+from layoutopt.plan.units import seconds_text
+from reports.views.view import BYTES, FLOP, RUNS, SECONDS, SHARE, Cell, Column, Row, Value, View
 
 if TYPE_CHECKING:
     from costmodels.liveness import MemoryProfile
@@ -17,159 +15,177 @@ if TYPE_CHECKING:
     from layoutopt.plan.results import CostLine
 
 PHASES = ("forward", "recompute", "backward", "update")
+OPERATIONS, HOLDINGS = 12, 8
+"""Rows of the longest tables; the rest is in one more."""
+Key = TypeVar("Key")
 
 
-def phase_table(cost: Cost) -> Table:
-    """Compute and waiting per phase of the step."""
-    found = sorted(
-        {x.origin.phase for x in cost.lines},
-        key=lambda p: (PHASES.index(p) if p in PHASES else len(PHASES), p),
+def _grouped(lines: Iterable[Line], key: Callable[[Line], Key]) -> dict[Key, list[Line]]:
+    found: dict[Key, list[Line]] = {}
+    for line in lines:
+        found.setdefault(key(line), []).append(line)
+    return found
+
+
+def _sum(lines: Iterable[Line], what: Callable[[Line], float]) -> float:
+    return sum(what(x) * x.times for x in lines)
+
+
+def _exposed(lines: Iterable[Line]) -> float:
+    return _sum(lines, lambda x: x.exposed)
+
+
+def _runs(lines: Iterable[Line]) -> float:
+    return sum(x.times for x in lines)
+
+
+def _share(part: float, whole: float) -> Value:
+    return part / whole if whole else None
+
+
+def phase_table(cost: Cost) -> View:
+    """Compute and exposed communication by phase of the step."""
+    columns = (
+        Column("phase", "phase"),
+        Column("compute_seconds", "compute", SECONDS),
+        Column("communication_seconds", "communication", SECONDS),
+        Column("exposed_seconds", "of it exposed", SECONDS, rank=1),
+        Column("step_seconds", "time", SECONDS),
+        Column("share", "share", SHARE),
+        Column("flops", "FLOPs", FLOP, rank=2),
     )
-    rows = [_phase_row(name, [x for x in cost.lines if x.origin.phase == name], cost) for name in found]
-    rows.append(_phase_row("step", cost.lines, cost))
-    columns = ("phase", "compute", "communication", "of it exposed", "time", "share", "FLOPs")
-    return table("Per phase", columns, rows, range(1, 7), total=True)
+
+    def row(name: str, lines: Sequence[Line]) -> Row:
+        local = [x for x in lines if not x.is_communication]
+        sent = [x for x in lines if x.is_communication]
+        seconds = (_sum(local, lambda x: x.seconds), _sum(sent, lambda x: x.seconds), _exposed(sent))
+        time = _exposed(lines)
+        return name, *seconds, time, _share(time, cost.step_seconds), _sum(local, lambda x: x.flops)
+
+    found = _grouped(cost.lines, lambda x: x.origin.phase)
+    known = sorted(found, key=lambda p: (PHASES.index(p) if p in PHASES else len(PHASES), p))
+    rows = [row(name, found[name]) for name in known]
+    return View("Per phase", columns, rows).and_sum(*row("step", cost.lines))
 
 
-def _phase_row(name: str, lines: Sequence[Line], cost: Cost) -> tuple[str, ...]:
-    local = [x for x in lines if not x.is_communication]
-    sent = [x for x in lines if x.is_communication]
-    time = _exposed(lines)
-    return (
-        name,
-        seconds_text(sum(x.seconds * x.times for x in local)),
-        seconds_text(sum(x.seconds * x.times for x in sent)),
-        seconds_text(_exposed(sent)),
-        seconds_text(time),
-        share_text(time, cost.step_seconds),
-        rate_text(sum(x.flops * x.times for x in local), "FLOP"),
+def axis_table(cost: Cost) -> View | None:
+    """Collectives by mesh axis and kind; None if there are none."""
+    columns = (
+        Column("axis", "axis"),
+        Column("collective", "collective"),
+        Column("messages", "messages", RUNS, rank=1),
+        Column("sent_bytes", "traffic per device", BYTES),
+        Column("seconds", "time", SECONDS),
+        Column("exposed_seconds", "exposed", SECONDS),
+        Column("share", "share of step", SHARE, rank=2),
     )
 
+    def row(axes: str, kind: str, lines: Sequence[Line]) -> Row:
+        time, exposed = _sum(lines, lambda x: x.seconds), _exposed(lines)
+        sent = _sum(lines, lambda x: x.sent)
+        return axes, kind, _runs(lines), sent, time, exposed, _share(exposed, cost.step_seconds)
 
-def axis_table(cost: Cost) -> Table | None:
-    """Collectives per mesh axis and kind; None if there are none."""
-    groups: dict[tuple[str, str], list[Line]] = {}
-    for x in cost.lines:
-        if x.is_communication:
-            groups.setdefault(("+".join(x.axes), x.name), []).append(x)
-    if not groups:
+    sent = [x for x in cost.lines if x.is_communication]
+    found = sorted(_grouped(sent, lambda x: ("+".join(x.axes), x.name)).items())
+    made = View("Per axis", columns, [row(axes, kind, lines) for (axes, kind), lines in found])
+    if not found:
         return None
-    rows = [_axis_row(axes, kind, lines, cost) for (axes, kind), lines in sorted(groups.items())]
-    if len(rows) > 1:
-        rows.append(_axis_row("all", "", [x for lines in groups.values() for x in lines], cost))
-    columns = ("axis", "collective", "messages", "traffic per device", "time", "exposed", "share of step")
-    return table("Per axis", columns, rows, range(2, 7), total=len(rows) > 1)
+    return made.and_sum(*row("all", "", sent)) if len(found) > 1 else made
 
 
-def _axis_row(axes: str, kind: str, lines: Iterable[Line], cost: Cost) -> tuple[str, ...]:
-    lines = list(lines)
-    exposed = _exposed(lines)
-    return (
-        axes,
-        kind,
-        f"{sum(x.times for x in lines):,.6g}",
-        bytes_text(sum(x.sent * x.times for x in lines)),
-        seconds_text(sum(x.seconds * x.times for x in lines)),
-        seconds_text(exposed),
-        share_text(exposed, cost.step_seconds),
-    )
-
-
-def overlap_table(found: Evaluation) -> Table | None:
-    """What of the communication is hidden, and behind what; None if there is none."""
+def overlap_table(found: Evaluation) -> View | None:
+    """Which communication is hidden, and behind what; None if there is none."""
     from costmodels.pricing.hidden import hidden
 
+    columns = (
+        Column("purpose", "messages for"),
+        Column("seconds", "time", SECONDS),
+        Column("hidden_seconds", "hidden", SECONDS),
+        Column("exposed_seconds", "exposed", SECONDS),
+        Column("behind", "what runs meanwhile"),
+        Column("behind_seconds", "which takes", SECONDS, rank=1),
+        Column("fits", "fits", on="data"),
+    )
+
+    def takes(seconds: float, fits: bool) -> Cell:
+        said = f"{seconds_text(seconds) if seconds else ''}{'' if fits else ': less than is hidden'}"
+        return Cell(said, value=seconds or None)
+
     rows = [
-        (
-            h.purpose,
-            seconds_text(h.seconds),
-            seconds_text(h.hidden),
-            seconds_text(h.exposed),
-            h.behind,
-            (seconds_text(h.room) if h.room else "") + ("" if h.fits else ": less than is hidden"),
-        )
+        (h.purpose, h.seconds, h.hidden, h.exposed, h.behind, takes(h.room, h.fits), h.fits)
         for h in hidden(found.program, found.cost)
     ]
-    columns = ("messages for", "time", "hidden", "exposed", "what runs meanwhile", "which takes")
-    return table("Overlap", columns, rows, (1, 2, 3, 5)) if rows else None
+    return View("Overlap", columns, rows) if rows else None
 
 
-def operation_table(cost: Cost, most: int = 12) -> Table:
+def operation_table(cost: Cost, most: int = OPERATIONS) -> View:
     """The operations that take the most time; the rest in one row."""
-    groups: dict[tuple[str, str, str, str], list[Line]] = {}
-    for x in cost.lines:
-        groups.setdefault((x.origin.scope, x.name, x.origin.phase, "+".join(x.axes)), []).append(x)
-    ranked = sorted(groups.items(), key=lambda item: -_exposed(item[1]))
+    columns = (
+        Column("operation", "operation"),
+        Column("phase", "phase"),
+        Column("axes", "on"),
+        Column("runs", "runs", RUNS, rank=3),
+        Column("step_seconds", "time", SECONDS),
+        Column("share", "share", SHARE),
+        Column("flops", "FLOPs", FLOP, rank=2),
+        Column("sent_bytes", "traffic per device", BYTES, rank=1),
+    )
+
+    def row(name: str, phase: str, axes: str, lines: Sequence[Line]) -> Row:
+        time, flops, sent = _exposed(lines), _sum(lines, lambda x: x.flops), _sum(lines, lambda x: x.sent)
+        share = _share(time, cost.step_seconds)
+        return name, phase, axes, _runs(lines), time, share, flops or None, sent or None
+
+    found = _grouped(
+        cost.lines, lambda x: (x.origin.scope, x.name, x.origin.phase, "+".join(x.axes) or "compute")
+    )
+    ranked = sorted(found.items(), key=lambda item: -_exposed(item[1]))
     rows = [
-        _operation_row(f"{scope}/{name}" if scope else name, phase, axes or "compute", lines, cost)
-        for (scope, name, phase, axes), lines in ranked[:most]
+        row("/".join(filter(None, (scope, name))), phase, axes, lines)
+        for (scope, name, phase, axes), lines in ranked
     ]
-    rest = [x for _, lines in ranked[most:] for x in lines]
-    if rest:
-        rows.append(_operation_row(f"{len(ranked) - most} others", "", "", rest, cost))
-    rows.append(_operation_row("step", "", "", cost.lines, cost))
-    columns = ("operation", "phase", "on", "runs", "time", "share", "FLOPs", "traffic per device")
-    return table("Per operation", columns, rows, range(3, 8), total=True)
+    return View("Per operation", columns, rows).first(most).and_sum(*row("step", "", "", cost.lines))
 
 
-def _operation_row(name: str, phase: str, where: str, lines: Sequence[Line], cost: Cost) -> tuple[str, ...]:
-    flops, sent = (
-        sum(value * x.times for value, x in zip(values, lines, strict=True)) for values in _work(lines)
-    )
-    return (
-        name,
-        phase,
-        where,
-        f"{sum(x.times for x in lines):,.6g}",
-        seconds_text(_exposed(lines)),
-        share_text(_exposed(lines), cost.step_seconds),
-        rate_text(flops, "FLOP") if flops else "",
-        bytes_text(sent) if sent else "",
-    )
-
-
-def _work(lines: Sequence[Line]) -> tuple[list[float], list[float]]:
-    return [x.flops for x in lines], [x.sent for x in lines]
-
-
-def memory_table(held: MemoryProfile, most: int = 8) -> Table:
+def memory_table(held: MemoryProfile, most: int = HOLDINGS) -> View:
     """What a device holds at the peak, equal tensors together; the rest in one row."""
+    columns = (
+        Column("what", "on every device at the peak"),
+        Column("origin", "from", rank=2),
+        Column("tensors", "tensors", RUNS, rank=1),
+        Column("bytes", "size", BYTES),
+        Column("share", "share", SHARE),
+    )
+
+    def row(what: str, origin: str | None, count: int | None, size: int) -> Row:
+        return what, origin, count, size, _share(size, held.peak)
+
     groups: dict[tuple[str, str], list[int]] = {}
     for h in held.holdings:
         origin = f"{h.origin.scope or 'model'}, {h.origin.phase}" if h.origin else "between steps"
         groups.setdefault((h.what, origin), []).append(h.bytes)
     ranked = sorted(groups.items(), key=lambda item: -sum(item[1]))
-    rows = [_memory_row(what, origin, sizes, held) for (what, origin), sizes in ranked[:most]]
-    rest = [size for _, sizes in ranked[most:] for size in sizes]
-    if rest:
-        rows.append(_memory_row("others", "", rest, held))
+    rows = [row(what, origin, len(sizes), sum(sizes)) for (what, origin), sizes in ranked]
+    made = View("Memory", columns, rows).first(most, "others")
     shared = held.peak - sum(h.bytes for h in held.holdings)
     if shared:
-        rows.append(_memory_row("of these, a result in the place of its input", "", [shared], held))
-    rows.append(("peak", "", "", bytes_text(held.peak), share_text(held.peak, held.peak)))
-    columns = ("on every device at the peak", "from", "tensors", "size", "share")
-    return table("Memory", columns, rows, (2, 3, 4), total=True)
+        of_these = row("of these, a result in the place of its input", None, 1, shared)
+        made = View(made.title, columns, [*made.rows, of_these])
+    return made.and_sum(*row("peak", None, None, held.peak))
 
 
-def _memory_row(what: str, origin: str, sizes: Sequence[int], held: MemoryProfile) -> tuple[str, ...]:
-    size = sum(sizes)
-    return what, origin, str(len(sizes)), bytes_text(size), share_text(size, held.peak)
-
-
-def _exposed(lines: Iterable[Line]) -> float:
-    return sum(x.exposed * x.times for x in lines)
-
-
-def line_table(lines: Iterable[CostLine]) -> Table:
+def line_table(lines: Iterable[CostLine]) -> View:
     """Every priced line: what runs, how often, how long, and why so long."""
+    columns = (
+        Column("operation", "operation"),
+        Column("phase", "phase"),
+        Column("runs", "runs", RUNS),
+        Column("seconds", "one takes", SECONDS),
+        Column("formula", "formula"),
+    )
     rows = [
-        (
-            "/".join(filter(None, (x.scope, " + ".join(x.fused) or x.operation))),
-            x.phase,
-            f"{x.runs:,g}",
-            seconds_text(x.seconds or 0.0),
-            x.formula,
-        )
+        (name, x.phase, x.runs, x.seconds or 0.0, x.formula)
         for x in lines
+        for name in ("/".join(filter(None, (x.scope, " + ".join(x.fused) or x.operation))),)
     ]
-    return table("Per instruction", ("operation", "phase", "runs", "one takes", "formula"), rows, (2, 3))
+    return View("Per instruction", columns, rows)

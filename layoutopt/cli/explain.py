@@ -24,12 +24,13 @@ from layoutopt.cli.options import (
 from layoutopt.cli.plan_tables import summary, verdicts
 from layoutopt.cli.plans import ModelOption, PlanArgument, Planned, asked_of, open_plan
 from layoutopt.cli.progress import Steps
-from layoutopt.cli.terminal import Terminal, facts, table
+from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.cli.ways import compared_on_links, show_turning, show_ways
 from layoutopt.details.of_machine import errors_known, sure
 from layoutopt.plan.covered import listed
 from layoutopt.plan.units import bytes_text, seconds_text, share_text
 from layoutopt.space.option import listed as listed_options
+from reports.views.view import View, texts
 
 if TYPE_CHECKING:
     from layoutopt.answers.explaining import Explained
@@ -154,7 +155,7 @@ def _show(terminal: Terminal, planned: Planned, found: Explained) -> None:
     show_turning(terminal, found.turning)
     if own.space is not None and own.space.not_looked_at:
         left = listed(own.space.not_looked_at)
-        terminal.show("", table("Not looked at", ["choices", "looked at with"], left))
+        terminal.show("", View("Not looked at", texts("choices", "looked at with"), left))
     doubt = known.barely(found.plan.predicted.peak_memory_bytes, limit)
     whole = map(str, _whole(planned, evaluation))
     for note in (*planned.loaded.model.notes(found.plan.options), *whole, *([doubt] if doubt else [])):

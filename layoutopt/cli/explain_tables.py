@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING
-
-from rich.table import Table
 
 from layoutopt.cli.plan_tables import Fits, rules_text
 from layoutopt.cli.results import layout_text
-from layoutopt.cli.terminal import Terminal, table
+from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import bytes_text, seconds_text, share_text
+from reports.views.view import BYTES, FLAG, SECONDS, Cell, Column, Kind, Row, View
 
 if TYPE_CHECKING:
     from layoutopt.analysis.explain import Difference, WhatIfAnswer
     from layoutopt.analysis.keeping import Keeping
     from layoutopt.evaluator import Evaluation
 
+MORE = Kind(
+    lambda value: f"{'+' if value > 0 else '-' if value < 0 else ''}{seconds_text(abs(value))}", adds=True
+)
+"""Seconds more, or less."""
 MOST = 15
 """Rows of numbers that differ."""
 
@@ -29,59 +31,49 @@ def rules_text_of(layout: str) -> str:
 
 def worth_table(
     title: str, evaluation: Evaluation, memory: bool, answers: list[WhatIfAnswer], best: str
-) -> Table:
-    """What the step, or the memory, comes to under each condition, the dearest first.
+) -> View:
+    """What the step, or the memory, comes to under each condition, the most costly first.
 
     Args:
       memory: whether bytes are compared, not seconds.
       best: which condition, e.g. "without it".
     """
     now = evaluation.memory.peak if memory else evaluation.cost.step_seconds
-    text: Callable[[float], str] = bytes_text if memory else seconds_text
+    kind = BYTES if memory else SECONDS
     columns = (
-        "rule",
-        f"{'least memory' if memory else 'best step'} {best}",
-        "costs",
-        "then the layout is",
-        "proven",
+        Column("rule", "rule"),
+        Column("best", f"{'least memory' if memory else 'best step'} {best}", kind),
+        Column("costs", "costs", kind),
+        Column("layout", "then the layout is", rank=1),
+        Column("proven", "proven", FLAG),
     )
-    rows: list[tuple[str, ...]] = []
-    found = [(a, a.peak if memory else a.seconds) for a in answers]
-    for a, value in sorted(found, key=lambda pair: -(math.inf if pair[1] is None else pair[1])):
+
+    def row(a: WhatIfAnswer, value: float | None) -> Row:
         if value is None:
-            rows.append(
-                (
-                    a.condition,
-                    "nothing fits" if a.proven else "unknown",
-                    "",
-                    a.reason,
-                    "yes" if a.proven else "no",
-                )
-            )
-            continue
+            return a.condition, Cell("nothing fits" if a.proven else "unknown"), None, a.reason, a.proven
         extra, most = max(value - now, 0), "" if a.proven else "at most "
-        costs = f"{most}{text(extra)} ({share_text(extra, now)})"
-        proven = "yes" if a.proven else "no"
-        rows.append((a.condition, f"{most}{text(value)}", costs, rules_text_of(a.layout), proven))
-    return table(title, columns, rows, (1, 2))
+        found = Cell(f"{most}{kind.say(value)}", value=value)
+        costs = Cell(f"{most}{kind.say(extra)} ({share_text(extra, now)})", value=extra)
+        return a.condition, found, costs, rules_text_of(a.layout), a.proven
+
+    found = [(a, a.peak if memory else a.seconds) for a in answers]
+    found.sort(key=lambda pair: -(math.inf if pair[1] is None else pair[1]))
+    return View(title, columns, [row(a, value) for a, value in found])
 
 
-def kept_table(evaluation: Evaluation, fits: Fits, found: list[Keeping]) -> Table:
+def kept_table(evaluation: Evaluation, fits: Fits, found: list[Keeping]) -> View:
     """What the step comes to if recomputed loops keep more, or less."""
     step = evaluation.cost.step_seconds
-    rows = [
-        (
-            k.dim,
-            k.change,
-            seconds_text(k.seconds),
-            _signed(k.seconds - step),
-            bytes_text(k.peak),
-            fits(k.peak),
-        )
-        for k in found
-    ]
-    columns = ("loop", "keeps", "step", "more", "memory", "fits")
-    return table("What layers keep when they run again", columns, rows, (2, 3, 4))
+    columns = (
+        Column("loop", "loop"),
+        Column("change", "keeps"),
+        Column("step_seconds", "step", SECONDS),
+        Column("more_seconds", "more", MORE),
+        Column("peak_bytes", "memory", BYTES),
+        Column("fits", "fits"),
+    )
+    rows = [(k.dim, k.change, k.seconds, k.seconds - step, k.peak, fits(k.peak)) for k in found]
+    return View("Saved values of recomputed layers", columns, rows)
 
 
 def show_against(
@@ -89,28 +81,21 @@ def show_against(
 ) -> None:
     """Prints where another layout's step differs from the plan's."""
     ours, theirs = evaluation.cost.step_seconds, other.cost.step_seconds
+    columns = (
+        Column("operation", "operation"),
+        Column("phase", "phase"),
+        Column("axes", "on"),
+        Column("plan_seconds", "the plan", SECONDS),
+        Column("other_seconds", "the other", SECONDS),
+        Column("saved_seconds", "saved", MORE),
+    )
     cells = [
-        (
-            f"{d.scope}/{d.name}" if d.scope else d.name,
-            d.phase,
-            d.where or "compute",
-            seconds_text(d.ours),
-            seconds_text(d.theirs),
-            _signed(d.saved),
-        )
-        for d in rows[:MOST]
+        ("/".join(filter(None, (d.scope, d.name))), d.phase, d.where or "compute", d.ours, d.theirs, d.saved)
+        for d in rows
     ]
-    rest = sum(d.saved for d in rows[MOST:])
-    if len(rows) > MOST:
-        cells.append((f"{len(rows) - MOST} others", "", "", "", "", _signed(rest)))
-    cells.append(("step", "", "", seconds_text(ours), seconds_text(theirs), _signed(theirs - ours)))
-    columns = ("operation", "phase", "on", "the plan", "the other", "saved")
-    terminal.show("", table("Where the two differ", columns, cells, (3, 4, 5), total=True))
+    made = View("Where the two differ", columns, cells).first(MOST)
+    terminal.show("", made.and_sum("step", None, None, ours, theirs, theirs - ours))
     terminal.show(
         f"{layout_text(other.layout)}: {seconds_text(theirs)} a step, "
         f"{bytes_text(other.memory.peak)} of memory; the plan: {bytes_text(evaluation.memory.peak)}"
     )
-
-
-def _signed(seconds: float) -> str:
-    return f"{'+' if seconds > 0 else '-' if seconds < 0 else ''}{seconds_text(abs(seconds))}"

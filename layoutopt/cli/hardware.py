@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layoutopt.cli.options import JsonOption, SetHardwareOption, complete_hardware, examples, read_hardware
-from layoutopt.cli.terminal import Terminal, facts, table
+from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.plan.units import bytes_text, rate_text
+from reports.views.view import BYTES, Column, Kind, View
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
@@ -44,28 +45,23 @@ def _list(terminal: Terminal) -> None:
 
     machines = [read_hardware(name) for name in hardware_names()]
     terminal.result(HardwareList(hardware=[HardwareSummary(**_summary(m)) for m in machines]))
+    columns = (
+        Column("name", "name"),
+        Column("device", "a device is"),
+        Column("peak_flops", "peak (bfloat16)", Kind(lambda rate: rate_text(rate, "FLOP/s"))),
+        Column("memory_bytes", "memory", BYTES),
+        Column("memory_bandwidth", "memory bandwidth", Kind(lambda rate: rate_text(rate, "B/s"))),
+        Column("topology", "topology"),
+        Column("calibrated", "calibrated"),
+    )
     rows = [
         (
-            m.name,
-            m.device,
-            rate_text(m.peak_flops("bfloat16"), "FLOP/s"),
-            bytes_text(m.memory_bytes),
-            rate_text(m.memory_bandwidth, "B/s"),
-            type(m.topology).__name__.lower(),
-            m.calibration.date if m.calibration else "no",
+            *(m.name, m.device, m.peak_flops("bfloat16"), m.memory_bytes, m.memory_bandwidth),
+            *(type(m.topology).__name__.lower(), m.calibration.date if m.calibration else "no"),
         )
         for m in machines
     ]
-    columns = (
-        "name",
-        "a device is",
-        "peak (bfloat16)",
-        "memory",
-        "memory bandwidth",
-        "topology",
-        "calibrated",
-    )
-    terminal.show(table("Hardware, per device", columns, rows, (2, 3, 4)))
+    terminal.show(View("Hardware, per device", columns, rows))
     terminal.show("", "layoutopt hardware NAME shows every number with its source.")
 
 
@@ -92,10 +88,17 @@ def _one(terminal: Terminal, machine: Hardware) -> None:
         *(("note", note) for note in machine.notes),
     ]
     terminal.show(facts(rows), "")
-    numbers = [(path, n.given, _error(n.uncertainty), n.date, n.source) for path, n in machine.numbers()]
-    curves = [(path, "curve", _error(c.uncertainty), c.date, c.source) for path, c in machine.curves()]
+    columns = (
+        Column("number", "what"),
+        Column("value", "value", Kind(str)),
+        Column("uncertainty", "±", Kind(lambda share: f"{100 * share:.0f}%")),
+        Column("date", "date"),
+        Column("source", "source"),
+    )
+    numbers = [(path, n.given, n.uncertainty, n.date, n.source) for path, n in machine.numbers()]
+    curves = [(path, "curve", c.uncertainty, c.date, c.source) for path, c in machine.curves()]
     title = "Numbers, as their sources print them (per chip)"
-    terminal.show(table(title, ("what", "value", "±", "date", "source"), numbers + curves, (1, 2)))
+    terminal.show(View(title, columns, [*numbers, *curves]))
 
 
 def _summary(machine: Hardware) -> dict[str, Any]:
@@ -117,7 +120,3 @@ def _calibration(machine: Hardware) -> str:
     if machine.calibration is None:
         return "no: layoutopt calibrate measures this machine" if machine.kind == "cpu" else "no"
     return f"{machine.calibration.date}, from {machine.calibration.base}"
-
-
-def _error(uncertainty: float | None) -> str:
-    return "" if uncertainty is None else f"{100 * uncertainty:.0f}%"

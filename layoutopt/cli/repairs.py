@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from layoutopt.cli.again import Changed, command_line
 from layoutopt.cli.options import THIS_MACHINE
-from layoutopt.cli.terminal import Terminal, table
-from layoutopt.plan.units import seconds_text, share_text, used_text
+from layoutopt.cli.terminal import Terminal
 
 if TYPE_CHECKING:
     import typer
@@ -88,16 +87,9 @@ def show_repairs(terminal: Terminal, repairs: Sequence[Repair]) -> None:
     """What would help, the fastest first, then the commands, each on a line of its own."""
     if not repairs:
         return
-    rows = [
-        [
-            f"{each.change} ({each.note})" if each.note else each.change,
-            seconds_text(each.step_seconds),
-            "" if each.mfu is None else share_text(each.mfu, 1),
-            used_text(each.peak_memory_bytes, each.memory_bytes),
-        ]
-        for each in repairs
-    ]
-    terminal.show(table("What would help", ["change", "step", "MFU", "memory"], rows, (1, 2, 3)), "")
+    from reports.tables.rows import repairs as view
+
+    terminal.show(view(repairs), "")
     terminal.show_whole(*(each.command for each in repairs))
 
 

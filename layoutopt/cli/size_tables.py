@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from layoutopt.cli.terminal import facts, table
+from layoutopt.cli.terminal import facts
 from layoutopt.plan.units import (
     bytes_text,
     digits,
@@ -15,10 +16,10 @@ from layoutopt.plan.units import (
     seconds_text,
     share_text,
 )
+from reports.tables.sizes import candidates, changed, loss_text
+from reports.views.view import View
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from layoutopt.cli.terminal import Terminal
     from layoutopt.plan.size_results import LawInfo, SizedCandidate, SizeResult
 
@@ -41,21 +42,6 @@ def law_text(law: LawInfo) -> str:
     if law.exponents is not None:
         parts.append("N ~ C^{:.3g}, D ~ C^{:.3g}".format(*law.exponents))
     return f"{law.name}: {', '.join(parts)}; {law.source}"
-
-
-def loss_text(each: SizedCandidate) -> str:
-    """A loss, with its interval where there is one."""
-    if each.loss is None:
-        return "–"
-    if each.loss_interval is None or None in each.loss_interval:
-        return f"{each.loss:.4f}"
-    low, high = each.loss_interval
-    return f"{each.loss:.4f} ({low:.4f} to {high:.4f})"
-
-
-def changed(each: SizedCandidate) -> str:
-    """What is not the user's, as `--set` takes it."""
-    return " ".join(f"{name}={value}" for name, value in each.hparams.items()) or "as given"
 
 
 def _answer(found: SizeResult, best: SizedCandidate) -> list[tuple[str, str]]:
@@ -96,46 +82,16 @@ def _answer(found: SizeResult, best: SizedCandidate) -> list[tuple[str, str]]:
     return rows
 
 
-def _rows(found: SizeResult) -> Table:
-    priced = any(each.money is not None for each in found.candidates)
-    columns = [
-        "parameters",
-        "tokens",
-        "loss",
-        "hardware",
-        "devices",
-        "mesh",
-        "MFU",
-        "days",
-        "sure",
-        "chip-hours",
-    ]
-    columns += ["money"] if priced else []
-    every = found.candidates
+def _rows(found: SizeResult) -> View:
+    """The candidates; of very many those of the frontier first."""
+    made, every = candidates(found), found.candidates
+    if len(every) <= MOST:
+        return made
     first = sorted(range(len(every)), key=lambda i: (every[i] != found.best, not every[i].frontier, i))
-    shown = [every[i] for i in sorted(first[:MOST])]
-    rows = [
-        (
-            number(each.parameters),
-            number(each.tokens),
-            loss_text(each),
-            each.hardware,
-            f"{each.devices:,}",
-            mesh_option(each.mesh),
-            share_text(each.mfu or 0.0, 1),
-            number(each.days),
-            found.accuracy_of(each.hardware).in_short(),
-            number(each.chip_hours),
-            *([number(each.money)] if priced else []),
-            "frontier" if each.frontier else "",
-        )
-        for each in shown
-    ]
-    strong = next((i for i, each in enumerate(shown) if each == found.best), None)
-    title = "Candidates"
-    if len(shown) < len(every):
-        title += f", {len(shown)} of {len(every)}: those of the frontier first; --json has all"
-    return table(title, [*columns, ""], rows, (0, 1, 2, 4, 6, 7, 8, 9, 10), strong=strong)
+    shown = sorted(first[:MOST])
+    title = f"Candidates, {MOST} of {len(every)}: those of the frontier first; --json has all"
+    strong = shown.index(made.strong) if made.strong in shown else None
+    return replace(made, title=title, rows=[made.rows[i] for i in shown], strong=strong)
 
 
 def _remarks(found: SizeResult) -> list[tuple[str, str]]:

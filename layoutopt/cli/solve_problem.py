@@ -10,9 +10,10 @@ import typer
 
 from layoutopt.cli.options import JsonOption, QuietOption, TimeLimitOption, examples, in_time, time_limited
 from layoutopt.cli.progress import Bounds
-from layoutopt.cli.terminal import Terminal, facts, table
+from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.clock import Clock
 from layoutopt.plan.units import duration_text
+from reports.views.view import View, texts
 
 if TYPE_CHECKING:
     from layoutopt.problem import Problem, Solution
@@ -131,6 +132,6 @@ def _show(terminal: Terminal, problem: Problem, found: Solution) -> None:
     )
     chosen = list(zip(problem.variables, found.choices, strict=True))
     rows = [(v.name, v.labels[i] if v.labels else str(i)) for v, i in chosen[:MOST_ROWS]]
-    terminal.show("", table("Choices", ("variable", "choice"), rows))
+    terminal.show("", View("Choices", texts("variable", "choice"), rows))
     if len(chosen) > MOST_ROWS:
         terminal.show(f"and {len(chosen) - MOST_ROWS} more; --json prints all of them")

@@ -1,7 +1,7 @@
 """What goes where: results to stdout, progress and messages to stderr, one JSON object when asked.
 
-Colour and width follow the terminal; in a pipe there is no colour and nothing is cut off. rich obeys
-NO_COLOR.
+Colour and width follow the terminal; in a pipe there is no colour, nothing is cut off and no line ends in
+spaces. rich obeys NO_COLOR.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from layoutopt.cli.narrow import Facts, Sheet
+from layoutopt.cli.sheet import Facts, Sheet
 from layoutopt.cli.streams import has_unicode
+from reports.views.view import View
 
 if TYPE_CHECKING:
     from layoutopt.plan.fields import Data
@@ -76,11 +76,19 @@ class Terminal:
         with self.err.status(Text(what)):
             yield
 
-    def show(self, *parts: RenderableType) -> None:
+    def show(self, *parts: RenderableType | View) -> None:
         """Results for people, on stdout; nothing with `--json`."""
-        if self.shown and not self.as_json:
-            for part in parts:
-                self.out.print(Text(part) if isinstance(part, str) else part, highlight=False)
+        if self.as_json or not self.shown:
+            return
+        for part in parts:
+            drawn = Text(part) if isinstance(part, str) else Sheet(part) if isinstance(part, View) else part
+            if self.out.is_terminal:
+                self.out.print(drawn, highlight=False)
+                continue
+            with self.out.capture() as found:
+                self.out.print(drawn, highlight=False)
+            for line in found.get().splitlines():
+                self.out.print(Text(line.rstrip()), highlight=False, soft_wrap=True)
 
     def show_whole(self, *lines: str) -> None:
         """Lines to be copied, on stdout, which no width breaks."""
@@ -131,39 +139,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     return value.item() if hasattr(value, "item") else value
-
-
-def table(
-    title: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    numbers: Iterable[int] = (),
-    total: bool = False,
-    strong: int | None = None,
-) -> Table:
-    """A table of texts, shown as they are.
-
-    Args:
-      numbers: positions of the columns of numbers.
-      total: the last row is a sum.
-      strong: the row that matters most.
-    """
-    made = Sheet(
-        title=Text(title, style="bold"),
-        title_justify="left",
-        header_style="bold",
-        show_edge=False,
-        pad_edge=False,
-    )
-    right = set(numbers)
-    for i, name in enumerate(columns):
-        made.add_column(Text(name), justify="right" if i in right else "left", overflow="fold")
-    listed = [[Text(str(cell)) for cell in row] for row in rows]
-    for n, row in enumerate(listed):
-        if total and n == len(listed) - 1:
-            made.add_section()
-        made.add_row(*row, style="bold" if n == strong else None)
-    return made
 
 
 def facts(rows: Iterable[tuple[str, str]], verdicts: Mapping[str, str] = PLAIN) -> Facts:

@@ -30,8 +30,8 @@ from layoutopt.cli.options import (
 )
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.running import batches
-from layoutopt.cli.terminal import Terminal, facts, plain, table
-from layoutopt.plan.units import seconds_text
+from layoutopt.cli.terminal import Terminal, facts, plain
+from reports.views.view import RULES, SECONDS, TIMES, WHOLE, Column, Kind, View
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
@@ -96,25 +96,8 @@ def validate(
 
 def _show(terminal: Terminal, found: dict[str, Any], machine: Hardware) -> None:
     unmeasured = "" if machine.calibrated else " (not calibrated: `layoutopt calibrate` measures it first)"
-    best = min(row["measured_seconds"] for row in found["rows"])
-    ranked = sorted(found["rows"], key=lambda row: row["predicted_seconds"])
-    order = sorted(row["measured_seconds"] for row in found["rows"])
-    rows = [
-        (
-            str(n + 1),
-            str(order.index(row["measured_seconds"]) + 1),
-            row["name"],
-            row["layout"].replace(";", "; ") or "nothing is split",
-            seconds_text(row["predicted_seconds"]),
-            seconds_text(row["measured_seconds"]),
-            f"{row['predicted_seconds'] / row['measured_seconds']:.2f}",
-            f"{row['measured_seconds'] / best:.2f}×",
-        )
-        for n, row in enumerate(ranked)
-    ]
-    columns = ("rank", "measured", "name", "layout", "predicted", "measured", "ratio", "of the best")
     terminal.show(
-        table("Layouts, by predicted rank", columns, rows, (0, 1, 4, 5, 6, 7)),
+        _layouts(found["rows"]),
         "",
         facts(
             [
@@ -127,6 +110,30 @@ def _show(terminal: Terminal, found: dict[str, Any], machine: Hardware) -> None:
             ]
         ),
     )
+
+
+def _layouts(found: list[dict[str, Any]]) -> View:
+    """Every layout, by its predicted rank."""
+    columns = (
+        Column("rank", "rank", WHOLE),
+        Column("measured_rank", "measured", WHOLE, rank=2),
+        Column("name", "name", lead=True),
+        Column("layout", "layout", RULES),
+        Column("predicted_seconds", "predicted", SECONDS),
+        Column("measured_seconds", "measured", SECONDS),
+        Column("ratio", "ratio", Kind(lambda ratio: f"{ratio:.2f}")),
+        Column("over_best", "of the best", TIMES, rank=1),
+    )
+    order = sorted(row["measured_seconds"] for row in found)
+    rows = [
+        (
+            *(n, order.index(measured) + 1, row["name"], row["layout"], predicted, measured),
+            *(predicted / measured, measured / order[0]),
+        )
+        for n, row in enumerate(sorted(found, key=lambda row: row["predicted_seconds"]), start=1)
+        for predicted, measured in ((row["predicted_seconds"], row["measured_seconds"]),)
+    ]
+    return View("Layouts, by predicted rank", columns, rows)
 
 
 def _number(value: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,8 +22,9 @@ from layoutopt.cli.options import (
 )
 from layoutopt.cli.plans import ModelOption, open_plan, say_damage
 from layoutopt.cli.results import layout_text
-from layoutopt.cli.terminal import Terminal, facts, table
+from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.plan.units import bytes_text, duration_text, seconds_text, times_text
+from reports.views.view import BYTES, WHOLE, Cell, Column, Kind, View
 
 if TYPE_CHECKING:
     from layoutopt.analysis.verify import Verified
@@ -181,21 +182,22 @@ def _show(terminal: Terminal, loaded: Loaded, given: Given, evaluation: Evaluati
         terminal.show("", _moved_table(found))
 
 
-def _moved_table(found: Verified) -> Any:
-    return table(
-        "Collectives of a step: how many, and bytes that a device puts in",
-        ("kind", "group", "predicted", "bytes", "compiled", "bytes", ""),
-        [
-            (
-                "all-reduce, reduce-scatter" if m.family == "sum" else m.family.replace("_", "-"),
-                str(m.group_size),
-                f"{m.predicted_count:,}",
-                bytes_text(m.predicted_bytes),
-                f"{m.compiler_count:,}",
-                bytes_text(m.compiler_bytes),
-                "same" if m.same else f"{m.ratio:.3g} times",
-            )
-            for m in found.moved
-        ],
-        numbers=(1, 2, 3, 4, 5),
+def _moved_table(found: Verified) -> View:
+    columns = (
+        Column("family", "kind"),
+        Column("group_size", "group", WHOLE),
+        Column("predicted_count", "predicted", WHOLE),
+        Column("predicted_bytes", "bytes", BYTES),
+        Column("compiler_count", "compiled", WHOLE),
+        Column("compiler_bytes", "bytes", BYTES),
+        Column("ratio", "ratio", Kind(lambda ratio: f"{ratio:.3g}×", number=False)),
     )
+    rows = [
+        (
+            "all-reduce, reduce-scatter" if m.family == "sum" else m.family.replace("_", "-"),
+            *(m.group_size, m.predicted_count, m.predicted_bytes, m.compiler_count, m.compiler_bytes),
+            Cell("same", value=1.0) if m.same else m.ratio,
+        )
+        for m in found.moved
+    ]
+    return View("Collectives of a step: how many, and bytes that a device puts in", columns, rows)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from layoutopt.cli.plans import asked_of
-from layoutopt.cli.terminal import Terminal, table
-from layoutopt.plan.units import bytes_text, seconds_text, share_text, signed_percent
+from layoutopt.cli.terminal import Terminal
+from layoutopt.plan.units import seconds_text, share_text, signed_percent
+from reports.views.view import BYTES, FLAG, SECONDS, SHARE, Cell, Column, Kind, Row, View
 
 if TYPE_CHECKING:
     from layoutopt.cli.plans import Planned
@@ -71,22 +73,26 @@ def show_ways(terminal: Terminal, plan: Plan) -> None:
     found = plan.data.details.ways
     if found is None:
         return
+    columns = (
+        Column("replicas", "replicas"),
+        Column("step_seconds", "step", replace(SECONDS, number=False)),
+        Column("mfu", "MFU", SHARE),
+        Column("rare_bytes", "over the axis", BYTES, rank=2),
+        Column("peak_memory_bytes", "memory", BYTES),
+        Column("loss", "loss by the law", Kind(signed_percent)),
+        Column("proven", "proven", FLAG, rank=1),
+    )
     rows = [
         (
             way.name,
-            seconds_text(way.step_seconds) if way.step_seconds is not None else way.reason,
-            "" if way.mfu is None else share_text(way.mfu, 1),
-            "" if way.rare_bytes is None else bytes_text(way.rare_bytes),
-            "" if way.peak_memory_bytes is None else bytes_text(way.peak_memory_bytes),
-            signed_percent(way.loss) if way.loss is not None else "not known" if way.diloco else "",
-            "yes" if way.status == "OPTIMAL" else "no" if way.status else "",
+            Cell(way.reason) if way.step_seconds is None else way.step_seconds,
+            *(way.mfu, way.rare_bytes, way.peak_memory_bytes),
+            Cell("not known") if way.loss is None and way.diloco else way.loss,
+            way.status == "OPTIMAL" if way.status else None,
         )
         for way in found.compared
     ]
-    columns = ("replicas", "step", "MFU", "over the axis", "memory", "loss by the law", "proven")
-    terminal.show(
-        "", table("Ways to synchronise, on the same examples", columns, rows, (2, 3, 4, 5), strong=0)
-    )
+    terminal.show("", View("Ways to synchronise, on the same examples", columns, rows, strong=0))
     law = "Loss by the law of Charles et al. 2025 (2503.09799) at H = 30 and 20 tokens a parameter, not ours."
     terminal.show(law)
 
@@ -121,21 +127,20 @@ def show_turning(terminal: Terminal, found: Turning | None) -> None:
     if found is None:
         return
     names = list(dict.fromkeys(name for point in found.at for name in point.seconds))
-    rows = [
-        (
-            f"{point.gigabits:.3g}",
-            f"{point.times:g}×",
-            *(_cell(point, name) for name in names),
-        )
-        for point in found.at
+    columns = (
+        Column("gigabits", "Gbit/s", Kind(lambda rate: f"{rate:.3g}")),
+        Column("times", "of this link", Kind(lambda ratio: f"{ratio:g}×")),
+        *(Column(name, name, SECONDS) for name in names),
+    )
+    rows: list[Row] = [
+        (point.gigabits, point.times, *(_cell(point, name) for name in names)) for point in found.at
     ]
     title = f"Where it pays that {found.axis!r} synchronises rarely: {found.words}"
-    columns = ("Gbit/s", "of this link", *names)
-    terminal.show("", table(title, columns, rows, range(len(columns))))
+    terminal.show("", View(title, columns, rows))
 
 
-def _cell(point: AtLink, name: str) -> str:
+def _cell(point: AtLink, name: str) -> Cell:
     if name not in point.seconds:
-        return "not known"
+        return Cell("not known")
     mfu = f" ({share_text(point.mfu[name], 1)} MFU)" if name in point.mfu else ""
-    return f"{seconds_text(point.seconds[name])}{mfu}"
+    return Cell(f"{seconds_text(point.seconds[name])}{mfu}", value=point.seconds[name])

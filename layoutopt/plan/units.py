@@ -1,7 +1,7 @@
-"""Numbers and names as people read them: three digits, SI time, bytes in powers of 1024 and rates of 1000.
+"""Numbers and names as people read them, in terminals, on pages and in messages alike: three digits, SI time,
+bytes in powers of 1024 and rates of 1000.
 
-On pages (`seconds`, `memory`, …) a number and its unit stay on one line, and long times are in minutes and
-hours. In the terminal (`seconds_text`, `bytes_text`, …) spaces are plain, and times are in seconds and less.
+Between a number and its unit stands a plain space; pages keep the two on one line (`glued`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-SPACE = "\u00a0"
-"""Between a number and its unit: the two never part at a line's end."""
+GLUE = re.compile(r"(?<=\d) (?=(?:[kMGTPE]?i?B|[kMGTPE]?FLOP|[nµm]?s|min|h|[kMT])\b|%)")
+"""The space between a number and its unit."""
 _TIMES = ((1e-9, "ns"), (1e-6, "µs"), (1e-3, "ms"), (1.0, "s"))
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 TRAILING = re.compile(r"(\.\d*?)0+(?=\D|$)")
 _COUNT = ("", "k", "M", "B", "T")
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
 def digits(value: float, significant: int = 3) -> str:
@@ -27,33 +28,29 @@ def digits(value: float, significant: int = 3) -> str:
 
 
 def _scaled(value: float, base: float, names: Sequence[str]) -> str:
-    value, name = _in_unit(value, base, names, base * 0.9995)
-    text = digits(value) if name != names[0] or value != int(value) else str(int(value))
-    return f"{text}{SPACE}{name}".rstrip()
-
-
-def _in_unit(value: float, base: float, names: Sequence[str], end: float) -> tuple[float, str]:
-    """A value in the first of the units, each `base` times the one before, in which it is less than `end`."""
     power = 0
-    while abs(value) >= end and power < len(names) - 1:
+    while abs(value) >= base * 0.9995 and power < len(names) - 1:
         value, power = value / base, power + 1
-    return value, names[power]
+    name = names[power]
+    text = digits(value) if name != names[0] or value != int(value) else str(int(value))
+    return f"{text} {name}".rstrip()
 
 
-def seconds(value: float) -> str:
-    """A duration: 38.1 µs, 412 ms, 1.24 s, 3.2 h."""
+def seconds_text(value: float) -> str:
+    """A duration: '38.1 µs', '412 ms', '1.24 s', '3.20 h'; 'unknown' where it is not finite."""
+    if not math.isfinite(value):
+        return "unknown"
     if value == 0:
-        return f"0{SPACE}s"
-    if abs(value) >= 5400:
-        return f"{digits(value / 3600)}{SPACE}h"
-    if abs(value) >= 120:
-        return f"{digits(value / 60)}{SPACE}min"
+        return "0 s"
+    for scale, unit, least in ((3600.0, "h", 5400.0), (60.0, "min", 120.0)):
+        if abs(value) >= least:
+            return f"{digits(value / scale)} {unit}"
     scale, unit = next((t for t in reversed(_TIMES) if abs(value) >= t[0] * 0.9995), _TIMES[0])
-    return f"{digits(value / scale)}{SPACE}{unit}"
+    return f"{digits(value / scale)} {unit}"
 
 
-def memory(value: float) -> str:
-    """Bytes held or sent, in powers of 1024: 11.2 GiB."""
+def bytes_text(value: float) -> str:
+    """Bytes held or sent, in powers of 1024: '11.2 GiB'."""
     return _scaled(value, 1024.0, _BINARY)
 
 
@@ -69,9 +66,9 @@ def number(value: float | None) -> str:
     return count(value) if abs(value) >= 1e4 else digits(value)
 
 
-def flops(value: float) -> str:
-    """Floating-point operations: 4.56 TFLOP."""
-    return _scaled(value, 1000.0, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
+def rate_text(value: float, unit: str) -> str:
+    """2.3e13 FLOP/s as '23.0 TFLOP/s'."""
+    return _scaled(value, 1000.0, tuple(prefix + unit for prefix in _PREFIXES))
 
 
 def quantity(value: float, unit: str) -> str:
@@ -79,30 +76,27 @@ def quantity(value: float, unit: str) -> str:
     if unit in ("1", "count", ""):
         return rounded(digits(value, 4)) if 1e-3 <= abs(value) < 1e6 or value == 0 else f"{value:.4g}"
     if unit in ("B", "byte", "bytes"):
-        return rounded(memory(value))
+        return rounded(bytes_text(value))
     if unit == "s":
-        return rounded(seconds(value))
+        return rounded(seconds_text(value))
     if abs(value) < 1e3:
-        return f"{rounded(digits(value, 4))}{SPACE}{unit}"
-    short = {"bytes/s": "B/s", "byte/s": "B/s"}.get(unit, unit)
-    return rounded(
-        _scaled(value, 1000.0, tuple(prefix + short for prefix in ("", "k", "M", "G", "T", "P", "E")))
-    )
+        return f"{rounded(digits(value, 4))} {unit}"
+    return rounded(rate_text(value, {"bytes/s": "B/s", "byte/s": "B/s"}.get(unit, unit)))
 
 
 def percent(share: float) -> str:
     """A share of one: 0.083 is '8.3 %'; below a tenth of a percent '<0.1 %'."""
     value = 100 * share
     if 0 < abs(value) < 0.1:
-        return f"<0.1{SPACE}%"
+        return "<0.1 %"
     text = f"{value:.0f}" if abs(value) >= 9.95 or value == 0 else f"{value:.1f}"
-    return f"{text}{SPACE}%"
+    return f"{text} %"
 
 
 def signed_percent(share: float) -> str:
     """A difference: '+8.3 %', '−4.0 %'; nothing to see is '±0 %'."""
     if abs(share) < 5e-4:
-        return f"±0{SPACE}%"
+        return "±0 %"
     return ("+" if share > 0 else "−") + percent(abs(share))
 
 
@@ -111,12 +105,19 @@ def against(value: float, base: float) -> str:
     if base <= 0:
         return ""
     ratio = value / base
-    return signed_percent(ratio - 1) if 0.5 < ratio < 2 else times(ratio)
+    return signed_percent(ratio - 1) if 0.5 < ratio < 2 else times_text(ratio)
 
 
-def times(ratio: float) -> str:
-    """How many times as long: '3.1×'."""
-    return f"{digits(ratio, 3 if ratio < 1.2 else 2)}×"
+def times_text(part: float, whole: float = 1.0) -> str:
+    """A part as a multiple of the whole: '1.07×', '35×'; '–' where there is no whole."""
+    if not whole:
+        return "–"
+    return f"{part / whole:.2f}×" if part < 10 * whole else f"{part / whole:.0f}×"
+
+
+def glued(text: str) -> str:
+    """The text, in which no line ends between a number and its unit."""
+    return GLUE.sub("\u00a0", text)
 
 
 def rounded(text: str) -> str:
@@ -168,7 +169,7 @@ def mesh_option(mesh: Mapping[str, int]) -> str:
 
 def mesh_text(mesh: Mapping[str, int]) -> str:
     """'data 8 × model 4'; a mesh of one device has no axes."""
-    return " × ".join(f"{name}{SPACE}{size}" for name, size in mesh.items()) or "one device"
+    return " × ".join(f"{name} {size}" for name, size in mesh.items()) or "one device"
 
 
 def layout_text(layout: Mapping[str, Sequence[str]]) -> str:
@@ -176,13 +177,8 @@ def layout_text(layout: Mapping[str, Sequence[str]]) -> str:
     return ";".join(f"{dim}:{'+'.join(axes)}" for dim, axes in layout.items() if axes)
 
 
-def bytes_text(amount: float) -> str:
-    """1536 as '1.50 KiB': as on pages."""
-    return memory(amount).replace(SPACE, " ")
-
-
 def size_text(amount: float) -> str:
-    """The same in sentences, without trailing zeros: '16 GiB'."""
+    """Bytes in sentences, without trailing zeros: '16 GiB'."""
     return rounded(bytes_text(amount))
 
 
@@ -191,38 +187,14 @@ def used_text(amount: float, limit: float) -> str:
     return f"{bytes_text(amount)} of {bytes_text(limit)} ({share_text(amount, limit)})"
 
 
-def rate_text(amount: float, unit: str) -> str:
-    """2.3e13 FLOP/s as '23.0 TFLOP/s'."""
-    amount, prefix = _in_unit(amount, 1000.0, ("", "k", "M", "G", "T", "P"), 1000.0)
-    return f"{_three_digits(amount)} {prefix}{unit}"
-
-
 def throughput_text(rate: float, items: str) -> str:
     """123456.7 tokens a second as '123,457 tokens/s'."""
     return f"{rate:,.0f} {items}/s" if rate >= 100 else f"{digits(rate)} {items}/s"
 
 
-def seconds_text(seconds: float) -> str:
-    """0.00186 as '1.86 ms'."""
-    if not math.isfinite(seconds):
-        return "unknown"
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if abs(seconds) * factor >= 1 or unit == "µs":
-            break
-    amount = seconds * factor
-    return f"{_three_digits(amount)} {unit}" if amount else "0 s"
-
-
 def share_text(part: float, whole: float) -> str:
     """A part as a percentage of the whole."""
     return f"{100 * part / whole:.1f}%" if whole else "–"
-
-
-def times_text(part: float, whole: float) -> str:
-    """A part as a multiple of the whole."""
-    if not whole:
-        return "–"
-    return f"{part / whole:.2f}×" if part < 10 * whole else f"{part / whole:.0f}×"
 
 
 def duration_text(seconds: float) -> str:
@@ -233,8 +205,3 @@ def duration_text(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def _three_digits(amount: float) -> str:
-    """At most three significant digits below 1000, of which none is cut off before the point."""
-    return f"{amount:.{2 if abs(amount) < 10 else 1 if abs(amount) < 100 else 0}f}"

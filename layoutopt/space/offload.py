@@ -29,7 +29,7 @@ from layoutopt.space.kind import (
 )
 from layoutopt.space.option import Option
 from layoutopt.space.storage import stored_classes
-from layoutopt.space.undivided import first_of
+from layoutopt.space.undivided import few, first_of
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
@@ -168,7 +168,7 @@ class Offload(Decision):
     @classmethod
     def in_words(cls, said: Any) -> Words:
         its = said.offload.items()
-        whole = "; ".join(f"{kind} of {', '.join(names)}" for kind, names in its)
+        whole = "; ".join(f"{kind} of {few(names)}" for kind, names in its)
         return whole, "; ".join(f"{kind} ×{len(names)} on hosts" for kind, names in its)
 
     @classmethod

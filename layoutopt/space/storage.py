@@ -29,7 +29,7 @@ from layoutopt.space.kind import (
     not_allowed,
 )
 from layoutopt.space.option import Option
-from layoutopt.space.undivided import first_of, storage_of, stored_at, undivided
+from layoutopt.space.undivided import few, first_of, storage_of, stored_at, undivided
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.initializers import Variable
@@ -189,7 +189,7 @@ class Storage(Decision):
     @classmethod
     def in_words(cls, said: Any) -> Words:
         stages = by_stage(said.storage)
-        whole = "; ".join(f"{stage} of {', '.join(names)}" for stage, names in stages.items())
+        whole = "; ".join(f"{stage}: {few(names)}" for stage, names in stages.items())
         return whole, "; ".join(f"{s} ×{len(names)}" for s, names in sorted(stages.items()))
 
     @classmethod

@@ -22,6 +22,8 @@ from mesh_tf_core.tracing.graph import Graph
 
 MENTIONED = 0.01
 """Share of the trained bytes; what is stored whole and is less is not mentioned: scales, biases."""
+FEW = 4
+"""Variables that are named one by one."""
 NAMED = 3
 """Variables or dimensions that a text names."""
 WIDER = 2
@@ -147,6 +149,11 @@ def mostly_split(storage: Placement) -> bool:
 def stored_at(variables: Iterable[Variable], stage: str) -> Stages:
     """All trained variables at one stage; scalars have none."""
     return {v.name: read_stage(stage).short for v in variables if v.trainable and len(v.shape)}
+
+
+def few(names: Sequence[str]) -> str:
+    """Names of variables, or how many they are: 'embedding, norm', '38 variables'."""
+    return ", ".join(names) if len(names) <= FEW else f"{len(names):,} variables"
 
 
 def first_of(names: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from layoutopt.plan.units import (
     percent,
     plural,
     rounded,
-    seconds,
+    seconds_text,
     shorten,
     signed_percent,
 )
@@ -41,7 +41,7 @@ def draw_predicted_measured(plan: PlanFile, title: str = "") -> Figure:
     low, high = padded([v for r in rows for v in (r.predicted_seconds, r.measured_seconds)])
     shown = log_steps(low, high)
     ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
-    names = [rounded(seconds(v)) for v in shown]
+    names = [rounded(seconds_text(v)) for v in shown]
     ticks(ax, "x", shown, names)
     ticks(ax, "y", shown, names)
     ends = [low, high]
@@ -68,7 +68,8 @@ def draw_predicted_measured(plan: PlanFile, title: str = "") -> Figure:
 
 def _said(row: Measured) -> str:
     layout = shorten(row.layout, 80) or "replicated"
-    return f"{layout}: {seconds(row.predicted_seconds)} predicted, {seconds(row.measured_seconds)} measured"
+    told, measured = seconds_text(row.predicted_seconds), seconds_text(row.measured_seconds)
+    return f"{layout}: {told} predicted, {measured} measured"
 
 
 def _mark_chosen(ax: Axes, plan: PlanFile, rows: Sequence[Measured]) -> None:
@@ -110,8 +111,8 @@ def tell_predicted_measured(plan: PlanFile) -> str:
     """The summary and the first rows in words."""
     rows = (plan.details.validation or Validation()).timed
     told = [
-        f"{r.layout or 'replicated'}: {seconds(r.predicted_seconds)} predicted, "
-        f"{seconds(r.measured_seconds)} measured"
+        f"{r.layout or 'replicated'}: {seconds_text(r.predicted_seconds)} predicted, "
+        f"{seconds_text(r.measured_seconds)} measured"
         for r in rows[:24]
     ]
     return f"{find_predicted_measured(plan)}. {'; '.join(told)}."
@@ -133,7 +134,9 @@ def draw_calibration(plan: PlanFile, title: str = "") -> Figure:
             "right",
         )
         dots = _residuals(sheet.axes(58, top + 24, WIDTH - 78, PANEL - 48), samples)
-        sheet.tip(dots, *(f"{seconds(s.measured_seconds)}: {signed_percent(s.residual)}" for s in samples))
+        sheet.tip(
+            dots, *(f"{seconds_text(s.measured_seconds)}: {signed_percent(s.residual)}" for s in samples)
+        )
     return sheet.figure
 
 

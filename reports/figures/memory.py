@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 from layoutopt.plan.details import MemoryTimeline
 from layoutopt.plan.schema import PlanFile
-from layoutopt.plan.units import memory, percent, rounded, seconds, shorten, some, times
+from layoutopt.plan.units import (
+    bytes_text,
+    percent,
+    rounded,
+    seconds_text,
+    shorten,
+    some,
+    times_text,
+)
 from reports.figures.bars import Bar, Bars, BarSegment, cut_scale
 from reports.figures.scales import byte_steps, round_steps
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, label, text_width, ticks
@@ -35,7 +43,7 @@ def draw_memory_by_layout(plan: PlanFile, title: str = "") -> Figure:
     if limit and limit < 8 * high:
         high = min(max(high, limit * 1.02), max(limit * 1.6, plan.predicted.peak_memory_bytes))
     beyond = ", beyond the scale" if limit and limit > high else ""
-    shown = (limit, f"limit {memory(limit)}{beyond}") if limit else None
+    shown = (limit, f"limit {bytes_text(limit)}{beyond}") if limit else None
     return Bars([_memory_bar(r, limit) for r in rows], high or 1.0, shown).draw(title).figure
 
 
@@ -48,9 +56,9 @@ def _memory_bar(row: Ranked, limit: float | None) -> Bar:
     over = limit is not None and peak > limit
     return Bar(
         name=name,
-        value=memory(peak),
-        parts=(BarSegment(peak, "bad" if over else "memory", memory(peak)),),
-        note=f"{memory(peak - limit)} too much" if over and limit else "same layout" if row.twin else "",
+        value=bytes_text(peak),
+        parts=(BarSegment(peak, "bad" if over else "memory", bytes_text(peak)),),
+        note=f"{bytes_text(peak - limit)} too much" if over and limit else "same layout" if row.twin else "",
         note_token="bad" if over else "muted",
         bold=row.is_answer,
         faint=over and not row.is_answer,
@@ -61,9 +69,9 @@ def find_memory_by_layout(plan: PlanFile) -> str:
     """The finding in one sentence."""
     limit, peak = plan.memory_limit, plan.predicted.peak_memory_bytes
     if limit is None:
-        return f"The plan's peak is {memory(peak)} on a device; the plan does not say how much there is"
+        return f"The plan's peak is {bytes_text(peak)} on a device; the plan does not say how much there is"
     state = "leaves" if peak <= limit else "lacks"
-    text = f"The plan {state} {memory(abs(limit - peak))} of {memory(limit)} on every device"
+    text = f"The plan {state} {bytes_text(abs(limit - peak))} of {bytes_text(limit)} on every device"
     over = [
         r.choice.name
         for r in ranked(plan)
@@ -76,11 +84,11 @@ def find_memory_by_layout(plan: PlanFile) -> str:
 def tell_memory_by_layout(plan: PlanFile) -> str:
     """Every bar in words."""
     told = [
-        f"{'this plan' if r.is_answer else r.names}: {memory(r.choice.predicted.peak_memory_bytes)}"
+        f"{'this plan' if r.is_answer else r.names}: {bytes_text(r.choice.predicted.peak_memory_bytes)}"
         for r in ranked(plan)[:MOST_LAYOUTS]
         if r.choice.predicted
     ]
-    limit = f" Limit {memory(plan.memory_limit)}." if plan.memory_limit else ""
+    limit = f" Limit {bytes_text(plan.memory_limit)}." if plan.memory_limit else ""
     return f"Peak memory on one device by layout. {'; '.join(told)}.{limit}"
 
 
@@ -104,10 +112,10 @@ def _timeline(sheet: FigureSheet, found: MemoryTimeline, limit: float | None) ->
     steps, place = [s for s in byte_steps(high, 4) if s <= high], placed(found)
     ax.set_ylim(0, high)
     ax.set_xlim(0, 1)
-    ticks(ax, "y", steps, [rounded(memory(s)) if s else "0" for s in steps])
+    ticks(ax, "y", steps, [rounded(bytes_text(s)) if s else "0" for s in steps])
     whole = total_seconds(found)
     at_times = round_steps(whole, 4) if whole else []
-    ticks(ax, "x", [t / whole for t in at_times], [rounded(seconds(t)) for t in at_times], grid=False)
+    ticks(ax, "x", [t / whole for t in at_times], [rounded(seconds_text(t)) for t in at_times], grid=False)
     x, y = zip(*((place(i + 0.5), held) for i, held in thinned(found)), strict=True)
     x, at = (0.0, *x[1:-1], 1.0) if len(x) > 1 else x, place(found.peak + 0.5)
     few = thinned(found, TOLD)
@@ -126,11 +134,15 @@ def _timeline(sheet: FigureSheet, found: MemoryTimeline, limit: float | None) ->
             [x[0], x[-1]], 0, found.variables, color=LIGHT["variables"], linewidth=0, clip_on=False
         )
     if limit and not shows_limit:
-        words = f"limit {memory(limit)}, {times(limit / peak)} the peak" if peak else f"limit {memory(limit)}"
+        words = (
+            f"limit {bytes_text(limit)}, {times_text(limit / peak)} the peak"
+            if peak
+            else f"limit {bytes_text(limit)}"
+        )
         label(ax, 1, high, words, "bad", (0, 2), "right")
     if shows_limit and limit:
         ax.plot(ax.get_xlim(), [limit, limit], color=LIGHT["bad"], linewidth=1.75, clip_on=False)
-        label(ax, 0, limit, f"limit {memory(limit)}", "bad", (2, 4))
+        label(ax, 0, limit, f"limit {bytes_text(limit)}", "bad", (2, 4))
     _phases(ax, found, high, place, 30 if whole else 16)
     ax.plot([at] * 2, [0, peak], color=LIGHT["memory"], linewidth=1.25, zorder=0.9)
     ax.plot([at], [peak], "o", color=LIGHT["ink"], markersize=6, clip_on=False)
@@ -139,7 +151,7 @@ def _timeline(sheet: FigureSheet, found: MemoryTimeline, limit: float | None) ->
         ax,
         at,
         peak,
-        f"peak {memory(peak)}",
+        f"peak {bytes_text(peak)}",
         "ink",
         (-9 if right else 9, 3),
         "right" if right else "left",
@@ -147,7 +159,7 @@ def _timeline(sheet: FigureSheet, found: MemoryTimeline, limit: float | None) ->
     )
     keys = [("memory", "activations, gradients, buffers")]
     if found.variables:
-        keys.insert(0, ("variables", f"variables {memory(found.variables)}"))
+        keys.insert(0, ("variables", f"variables {bytes_text(found.variables)}"))
     sheet.key(13, keys)
 
 
@@ -155,8 +167,10 @@ def _said(found: MemoryTimeline, position: int, second: float) -> str:
     """What is held while one instruction runs."""
     p = found.points[position]
     where = "/".join(filter(None, (p.scope, p.name)))
-    when = f" after {seconds(second)}" if second else ""
-    return f"{memory(p.bytes)}{when}: {shorten(where, 60)}{f' ({shorten(p.phase, 20)})' if p.phase else ''}"
+    when = f" after {seconds_text(second)}" if second else ""
+    return (
+        f"{bytes_text(p.bytes)}{when}: {shorten(where, 60)}{f' ({shorten(p.phase, 20)})' if p.phase else ''}"
+    )
 
 
 def _phases(
@@ -180,7 +194,7 @@ def _holdings(sheet: FigureSheet, found: MemoryTimeline, y: float) -> None:
     peak = where.bytes or 1.0
     for position, holding in enumerate(holdings_at_peak(found)[:MOST_HOLDINGS]):
         top = y + 8 + 31 * position
-        value = f"{memory(holding.bytes)} · {percent(holding.bytes / peak)}"
+        value = f"{bytes_text(holding.bytes)} · {percent(holding.bytes / peak)}"
         room = WIDTH - text_width(value, SMALL) - 12
         sheet.text(MARGIN, top + 12, shorten(holding.name, int(room / (0.61 * SMALL))), size=SMALL)
         sheet.text(WIDTH - MARGIN, top + 12, value, "muted", SMALL, "right")
@@ -195,7 +209,7 @@ def find_memory_timeline(plan: PlanFile) -> str:
         return "Memory over the program"
     point = found.points[found.peak]
     phase = f" of the {shorten(point.phase, 20)} phase" if point.phase else ""
-    text = f"The peak of {memory(point.bytes)} is at {shorten(point.name or point.scope, 40)}{phase}"
+    text = f"The peak of {bytes_text(point.bytes)} is at {shorten(point.name or point.scope, 40)}{phase}"
     if found.variables and point.bytes:
         text += f"; variables are {percent(found.variables / point.bytes)} of it"
     return text
@@ -207,9 +221,10 @@ def tell_memory_timeline(plan: PlanFile) -> str:
     if found is None or not found.points:
         return "No memory timeline."
     parts = [
-        f"{p.name} up to {memory(max(x.bytes for x in found.points[p.start : p.end]))}" for p in phases(found)
+        f"{p.name} up to {bytes_text(max(x.bytes for x in found.points[p.start : p.end]))}"
+        for p in phases(found)
     ]
-    held = "; ".join(f"{h.name} {memory(h.bytes)}" for h in holdings_at_peak(found)[:MOST_HOLDINGS])
+    held = "; ".join(f"{h.name} {bytes_text(h.bytes)}" for h in holdings_at_peak(found)[:MOST_HOLDINGS])
     return (
         f"Memory on one device over {len(found.points):,} instructions: {', '.join(parts) or 'one phase'}. "
         f"{find_memory_timeline(plan)}. Largest there: {held or 'not recorded'}."

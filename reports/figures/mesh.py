@@ -9,7 +9,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from layoutopt.plan.schema import PlanFile
-from layoutopt.plan.units import memory, plural, shorten, some
+from layoutopt.plan.units import bytes_text, plural, shorten, some
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, text_width
 from reports.plan import dims_on, lies_on
 from reports.theme import axis_token
@@ -132,7 +132,9 @@ def _legend(sheet: FigureSheet, plan: PlanFile, axis: _Axis, y: float) -> None:
     sheet.text(MARGIN + 18, y + 16, f"{shorten(axis.name, 22)} {axis.size}", axis.token, bold=True)
     sent = plan.predicted.communication_bytes_per_device.get(axis.name)
     if sent:
-        sheet.text(WIDTH - MARGIN, y + 16, f"a device sends {memory(sent)} a step", "muted", SMALL, "right")
+        sheet.text(
+            WIDTH - MARGIN, y + 16, f"a device sends {bytes_text(sent)} a step", "muted", SMALL, "right"
+        )
     dims = dims_on(plan, axis.name)
     words = shorten(f"splits {some(dims, 3, 14)}" if dims else "splits nothing", 56)
     sheet.text(MARGIN + 18, y + 32, words, size=SMALL)
@@ -158,7 +160,7 @@ def tell_mesh(plan: PlanFile) -> str:
     axes = []
     for axis, size in plan.mesh.items():
         sent = plan.predicted.communication_bytes_per_device.get(axis)
-        said = f", over which a device sends {memory(sent)} per step" if sent else ""
+        said = f", over which a device sends {bytes_text(sent)} per step" if sent else ""
         lies = f" (on {lies_on(plan, axis)})" if lies_on(plan, axis) else ""
         axes.append(
             f"axis {axis} of {size}{lies}, splitting {some(dims_on(plan, axis), 8) or 'nothing'}{said}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from layoutopt.plan.schema import PlanFile
-from layoutopt.plan.units import percent, seconds, shorten
+from layoutopt.plan.units import percent, seconds_text, shorten
 from reports.figures.bars import Bar, Bars, BarSegment
 from reports.figures.time import key_of
 from reports.views.work import Work, work
@@ -27,7 +27,7 @@ def draw_operations(plan: PlanFile, title: str = "") -> Figure:
 def _bar(one: Work) -> Bar:
     return Bar(
         name=one.name,
-        value=seconds(one.seconds),
+        value=seconds_text(one.seconds),
         parts=(BarSegment(one.compute, "compute"), BarSegment(one.exposed, "exposed")),
         note=shorten(one.phase, 10),
     )
@@ -48,7 +48,8 @@ def find_operations(plan: PlanFile) -> str:
 def tell_operations(plan: PlanFile) -> str:
     """Every bar in words."""
     told = [
-        f"{w.name} {w.phase}: {seconds(w.compute)} compute, {seconds(w.exposed)} exposed communication"
+        f"{w.name} {w.phase}: {seconds_text(w.compute)} compute, "
+        f"{seconds_text(w.exposed)} exposed communication"
         for w in work(plan)[:MOST]
     ]
     return f"Most expensive operations. {'; '.join(told)}."

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from layoutopt.plan.schema import PlanFile
-from layoutopt.plan.units import memory, percent, plural, shorten
+from layoutopt.plan.units import bytes_text, percent, plural, shorten
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, text_width
 from reports.theme import axis_token
 from reports.views.dims import dimension_rows
-from reports.views.variables import VariableGroup, grouped, shape_text, split_text, totals
+from reports.views.variables import VariableGroup, grouped, piece_shares, shape_text, split_text, totals
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -75,7 +74,7 @@ def draw_pieces(plan: PlanFile, title: str = "") -> Figure:
         y = 46 * position
         _piece(sheet, variable, plan, MARGIN, y + 4)
         times = f" × {variable.alike}" if variable.alike > 1 else ""
-        value = memory(variable.local_bytes * variable.alike)
+        value = bytes_text(variable.local_bytes * variable.alike)
         room = WIDTH - 74 - text_width(value + times, SMALL) - 10
         sheet.text(
             74, y + 17, shorten(variable.name, int(room / (0.66 * SMALL))) + times, size=SMALL, bold=True
@@ -93,25 +92,19 @@ def _piece(sheet: FigureSheet, variable: VariableGroup, plan: PlanFile, x: float
     sheet.frame(x, y, width, height, "rule")
 
 
-def piece_shares(variable: VariableGroup, plan: PlanFile) -> tuple[float, float]:
-    """The piece's part of the box's width (the last dimension) and height (all dimensions before it)."""
-    parts = [math.prod(plan.mesh.get(a, 1) for a in axes) for axes in variable.splits]
-    return 1 / (parts[-1] if parts else 1), 1 / math.prod(parts[:-1])
-
-
 def find_pieces(plan: PlanFile) -> str:
     """How much of all variables a device holds."""
     whole, local = totals(plan)
     if not whole:
         return "The plan's variables hold no bytes"
-    return f"A device holds {memory(local)} of {memory(whole)} of variables: {percent(local / whole)}"
+    return f"A device holds {bytes_text(local)} of {bytes_text(whole)} of variables: {percent(local / whole)}"
 
 
 def tell_pieces(plan: PlanFile) -> str:
     """Every drawn variable in words."""
     told = [
         f"{v.name}{f' ({v.alike} alike)' if v.alike > 1 else ''}, {shape_text(v)}, {split_text(v)}: "
-        f"{memory(v.local_bytes)} of {memory(v.bytes)}"
+        f"{bytes_text(v.local_bytes)} of {bytes_text(v.bytes)}"
         for v in grouped(plan)[:MOST_VARIABLES]
     ]
     return f"The piece of each variable on one device. {'; '.join(told)}."

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from layoutopt.plan.schema import PlanFile
-from layoutopt.plan.units import against, letter, memory, mesh_text, seconds
+from layoutopt.plan.units import against, bytes_text, letter, mesh_text, seconds_text
 from reports.figures.bars import Bar, Bars, BarSegment
 from reports.figures.sheet import settings
 from reports.figures.time import UNFIT, key_of, time_parts
@@ -31,7 +31,7 @@ def _name(plan: PlanFile, position: int) -> str:
 
 
 def _time(first: PlanFile, plan: PlanFile, position: int) -> Bar:
-    p, said = plan.predicted, seconds(plan.predicted.step_seconds)
+    p, said = plan.predicted, seconds_text(plan.predicted.step_seconds)
     if position and one_model((first, plan)):
         said += f" · {against(p.step_seconds, first.predicted.step_seconds)}"
     return Bar(
@@ -47,8 +47,8 @@ def _time(first: PlanFile, plan: PlanFile, position: int) -> Bar:
 def tell_plans_time(plans: Sequence[PlanFile]) -> str:
     """Every bar in words."""
     told = [
-        f"{_name(p, i)}: {seconds(p.predicted.step_seconds)}, "
-        f"{seconds(p.predicted.exposed_communication_seconds)} of it exposed communication"
+        f"{_name(p, i)}: {seconds_text(p.predicted.step_seconds)}, "
+        f"{seconds_text(p.predicted.exposed_communication_seconds)} of it exposed communication"
         for i, p in enumerate(plans)
     ]
     return f"Step time of each plan. {'; '.join(told)}."
@@ -62,7 +62,7 @@ def plans_memory(plans: Sequence[PlanLike], title: str = "Peak memory of each pl
     with settings():
         high = max(x for p in found for x in (p.predicted.peak_memory_bytes, p.memory_limit or 0.0)) or 1.0
         rows = [_memory(p, i, limit is None) for i, p in enumerate(found)]
-        shown = (limit, f"limit {memory(limit)}") if limit else None
+        shown = (limit, f"limit {bytes_text(limit)}") if limit else None
         return Bars(rows, high * 1.02, shown).draw(title).figure
 
 
@@ -72,10 +72,10 @@ def _memory(plan: PlanFile, position: int, own: bool) -> Bar:
     over = plan.fits is False and limit is not None
     return Bar(
         name=_name(plan, position),
-        value=f"{memory(peak)} of {memory(limit)}" if limit and own else memory(peak),
-        parts=(BarSegment(peak, "bad" if over else "memory", memory(peak)),),
+        value=f"{bytes_text(peak)} of {bytes_text(limit)}" if limit and own else bytes_text(peak),
+        parts=(BarSegment(peak, "bad" if over else "memory", bytes_text(peak)),),
         limit=limit if own else None,
-        note=f"{memory(peak - limit)} too much" if over and limit is not None else "",
+        note=f"{bytes_text(peak - limit)} too much" if over and limit is not None else "",
         note_token="bad",
         faint=over,
     )
@@ -83,7 +83,7 @@ def _memory(plan: PlanFile, position: int, own: bool) -> Bar:
 
 def tell_plans_memory(plans: Sequence[PlanFile]) -> str:
     """Every bar in words."""
-    told = [f"{_name(p, i)}: {memory(p.predicted.peak_memory_bytes)}" for i, p in enumerate(plans)]
+    told = [f"{_name(p, i)}: {bytes_text(p.predicted.peak_memory_bytes)}" for i, p in enumerate(plans)]
     limits = {p.memory_limit for p in plans if p.memory_limit}
-    limit = f" Limit {' or '.join(memory(x) for x in sorted(limits))}." if limits else ""
+    limit = f" Limit {' or '.join(bytes_text(x) for x in sorted(limits))}." if limits else ""
     return f"Peak memory of each plan on one device. {'; '.join(told)}.{limit}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from layoutopt.plan.details import Shares
 from layoutopt.plan.schema import PlanFile, Predicted
-from layoutopt.plan.units import percent, plural, seconds, shorten, times
+from layoutopt.plan.units import percent, plural, seconds_text, shorten, times_text
 from reports.figures.bars import Bar, Bars, BarSegment, cut_scale
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet
 from reports.views.choices import Ranked, best_alternative, ranked
@@ -48,7 +48,7 @@ def time_parts(p: Predicted) -> tuple[BarSegment, ...]:
     """What a step is made of."""
     sizes = (p.compute_seconds - p.hidden_seconds, p.hidden_seconds, p.exposed_communication_seconds)
     return tuple(
-        BarSegment(size, token, f"{seconds(size)} {words}")
+        BarSegment(size, token, f"{seconds_text(size)} {words}")
         for size, (token, words) in zip(sizes, KEY, strict=True)
     )
 
@@ -58,9 +58,9 @@ def _time_bar(row: Ranked) -> Bar:
     name = "This plan" if row.is_answer else row.names
     if predicted is None:
         return Bar(name, "", note="no price", faint=True)
-    value = seconds(predicted.step_seconds)
+    value = seconds_text(predicted.step_seconds)
     if row.ratio is not None and not (row.is_answer or row.twin):
-        value += f" · {times(row.ratio)}"
+        value += f" · {times_text(row.ratio)}"
     return Bar(
         name=name,
         value=value,
@@ -82,8 +82,8 @@ def find_step_time(plan: PlanFile) -> str:
         return text
     name = shorten(other.names, 40)
     if other.ratio >= 1:
-        return f"{text}; the best alternative that fits, {name}, takes {times(other.ratio)} as long"
-    return f"{text}; {name} is priced lower, at {times(other.ratio)} the time"
+        return f"{text}; the best alternative that fits, {name}, takes {times_text(other.ratio)} as long"
+    return f"{text}; {name} is priced lower, at {times_text(other.ratio)} the time"
 
 
 def tell_step_time(plan: PlanFile) -> str:
@@ -97,9 +97,9 @@ def tell_step_time(plan: PlanFile) -> str:
             continue
         fit = "" if row.choice.feasible else ", does not fit"
         told.append(
-            f"{name}: {seconds(p.step_seconds)} = {seconds(p.compute_seconds)} compute "
-            f"({seconds(p.hidden_seconds)} of it hiding communication) + "
-            f"{seconds(p.exposed_communication_seconds)} exposed communication{fit}"
+            f"{name}: {seconds_text(p.step_seconds)} = {seconds_text(p.compute_seconds)} compute "
+            f"({seconds_text(p.hidden_seconds)} of it hiding communication) + "
+            f"{seconds_text(p.exposed_communication_seconds)} exposed communication{fit}"
         )
     return "Step time by layout. " + "; ".join(told) + "."
 
@@ -136,12 +136,12 @@ def draw_time_by_kind(plan: PlanFile, title: str = "") -> Figure:
         for c, (name, share) in enumerate(columns):
             value = share.kinds.get(kind, 0.0)
             x = left + c * width
-            sheet.text(x + 3, y + 12, seconds(value) if value else "–", "muted", 10.5)
+            sheet.text(x + 3, y + 12, seconds_text(value) if value else "–", "muted", 10.5)
             if value:
                 token = "exposed" if is_collective(kind) else "compute"
                 length = max((width - 12) * min(value / high, 1.0), 0.75)
                 hatch = "////" if name in unfit(plan) else ""
-                sheet.rect(x, y + 16, length, 9, token, hatch, f"{words}: {seconds(value)}")
+                sheet.rect(x, y + 16, length, 9, token, hatch, f"{words}: {seconds_text(value)}")
                 if value > high:
                     sheet.text(x + length + 1, y + 24, "›", "muted", SMALL, bold=True)
     for c in range(len(columns)):
@@ -194,6 +194,8 @@ def tell_time_by_kind(plan: PlanFile) -> str:
     """Every layout's kinds in words."""
     told = []
     for name, share in _columns(plan):
-        parts = [f"{k} {seconds(share.kinds[k])}" for k in _kinds(plan)[:MOST_KINDS] if share.kinds.get(k)]
+        parts = [
+            f"{k} {seconds_text(share.kinds[k])}" for k in _kinds(plan)[:MOST_KINDS] if share.kinds.get(k)
+        ]
         told.append(f"{'this plan' if name == 'answer' else name}: {', '.join(parts) or 'nothing'}")
     return f"Seconds by kind of work for {plural(len(told), 'layout')}. " + "; ".join(told) + "."

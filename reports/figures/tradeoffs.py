@@ -9,21 +9,19 @@ from typing import TYPE_CHECKING
 from layoutopt.plan.details import Curve, Trial
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import (
-    SPACE,
-    count,
-    digits,
-    memory,
+    bytes_text,
     plural,
     rounded,
-    seconds,
+    seconds_text,
     shorten,
     signed_percent,
-    times,
+    times_text,
 )
 from reports.figures.scales import byte_steps, log_steps, padded, round_steps
 from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, label, ticks
 from reports.theme import LIGHT
 from reports.views.choices import OnFrontier, frontier
+from reports.views.curves import FACTORS, factor_value, layout_letters
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 
 PLOT = 210.0
 PANEL = 152.0
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def draw_frontier(plan: PlanFile, title: str = "") -> Figure:
@@ -52,7 +49,9 @@ def draw_frontier(plan: PlanFile, title: str = "") -> Figure:
     ax.plot(peaks, steps_, color=LIGHT["compute"], linewidth=1.75, drawstyle="steps-post", clip_on=False)
     (marks,) = ax.plot(peaks, steps_, "o", color=LIGHT["compute"], markersize=5, clip_on=False)
     sheet.tip(
-        marks, *(f"{seconds(s)} with {memory(m)}" for s, m in zip(steps_, peaks, strict=True)), near=True
+        marks,
+        *(f"{seconds_text(s)} with {bytes_text(m)}" for s, m in zip(steps_, peaks, strict=True)),
+        near=True,
     )
     for i, point in enumerate(points):
         if point.knee and not point.is_answer:
@@ -76,7 +75,7 @@ def draw_frontier(plan: PlanFile, title: str = "") -> Figure:
         _name(ax, point, i, points)
     if limit and limit <= right:
         ax.plot([limit, limit], ax.get_ylim(), color=LIGHT["bad"], linewidth=1.75, clip_on=False)
-        label(ax, limit, ax.get_ylim()[1], f"limit {memory(limit)}", "bad", (0, 4), "right")
+        label(ax, limit, ax.get_ylim()[1], f"limit {bytes_text(limit)}", "bad", (0, 4), "right")
     sheet.text(WIDTH - MARGIN, PLOT + 62, "peak memory on a device", "muted", SMALL, "right")
     return sheet.figure
 
@@ -85,8 +84,8 @@ def _range(ax: Axes, right: float, top: float) -> None:
     x, y = byte_steps(right, 4), round_steps(top, 4)
     ax.set_xlim(0, right)
     ax.set_ylim(0, top)
-    ticks(ax, "x", x, [rounded(memory(v)) if v else "0" for v in x], grid=False)
-    ticks(ax, "y", y, [rounded(seconds(v)) if v else "0" for v in y])
+    ticks(ax, "x", x, [rounded(bytes_text(v)) if v else "0" for v in x], grid=False)
+    ticks(ax, "y", y, [rounded(seconds_text(v)) if v else "0" for v in y])
 
 
 def _name(ax: Axes, point: OnFrontier, position: int, points: Sequence[OnFrontier]) -> None:
@@ -105,7 +104,7 @@ def _name(ax: Axes, point: OnFrontier, position: int, points: Sequence[OnFrontie
         for p in points
     ):
         return
-    words = words or seconds(y)
+    words = words or seconds_text(y)
     align = "right" if x > 0.6 * end else "left"
     below = align == "right" and y > 0.12 * ax.get_ylim()[1]
     label(
@@ -146,7 +145,7 @@ def _against(point: OnFrontier, plan: PlanFile) -> str:
         if plan.predicted.peak_memory_bytes
         else ""
     )
-    return f"{memory(point.predicted.peak_memory_bytes)} ({peak} memory, {step} time against this plan)"
+    return f"{bytes_text(point.predicted.peak_memory_bytes)} ({peak} memory, {step} time against this plan)"
 
 
 def tell_frontier(plan: PlanFile) -> str:
@@ -155,7 +154,7 @@ def tell_frontier(plan: PlanFile) -> str:
     for p in frontier(plan)[:30]:
         mark = " (this plan)" if p.is_answer else ""
         told.append(
-            f"{memory(p.predicted.peak_memory_bytes)} and {seconds(p.predicted.step_seconds)}"
+            f"{bytes_text(p.predicted.peak_memory_bytes)} and {seconds_text(p.predicted.step_seconds)}"
             f"{' (knee)' if p.knee else ''}{mark}"
         )
     return f"Peak memory and step time of layouts that no other beats in both: {'; '.join(told)}."
@@ -180,26 +179,6 @@ def draw_sensitivity(plan: PlanFile, title: str = "") -> Figure:
     return sheet.figure
 
 
-FACTORS = {
-    "bandwidth": "link bandwidth, as a multiple of this hardware's",
-    "memory": "memory of a device",
-    "devices": "number of devices",
-}
-
-
-def factor_value(factor: str, value: float) -> str:
-    """A factor's value in its unit."""
-    if factor == "memory" and value > 64:
-        return rounded(memory(value))
-    return count(value) if factor == "devices" else f"{rounded(digits(value))}×"
-
-
-def layout_letters(plan: PlanFile) -> dict[str, str]:
-    """A letter for every layout of the sensitivity curves, in order of appearance."""
-    names = dict.fromkeys(t.layout for s in plan.details.sensitivity for t in s.trials if t.layout)
-    return {name: LETTERS[i % 26] * (1 + i // 26) for i, name in enumerate(names)}
-
-
 def _panel(sheet: FigureSheet, ax: Axes, one: Curve, letters: dict[str, str]) -> None:
     done = [(t.value, t.step_seconds, t) for t in one.trials if t.step_seconds is not None and t.value > 0]
     values = [t.value for t in one.trials if t.value > 0] or [1.0]
@@ -214,7 +193,7 @@ def _panel(sheet: FigureSheet, ax: Axes, one: Curve, letters: dict[str, str]) ->
     else:
         ax.set_ylim(0, top)
         y = round_steps(top, 3)
-    ticks(ax, "y", y, [rounded(seconds(v)) if v else "0" for v in y])
+    ticks(ax, "y", y, [rounded(seconds_text(v)) if v else "0" for v in y])
     shown = values if len(values) <= 6 else log_steps(min(values), max(values), 6)
     ticks(ax, "x", shown, [factor_value(one.factor, v) for v in shown], grid=False)
     if one.factor == "devices" and len(done) > 1:
@@ -229,7 +208,7 @@ def _panel(sheet: FigureSheet, ax: Axes, one: Curve, letters: dict[str, str]) ->
         markersize=5,
         clip_on=False,
     )
-    sheet.tip(marks, *(f"{factor_value(one.factor, v)}: {seconds(s)}" for v, s, _ in done))
+    sheet.tip(marks, *(f"{factor_value(one.factor, v)}: {seconds_text(s)}" for v, s, _ in done))
     before = None
     for value, step, trial in done:
         if trial.layout and trial.layout != before:
@@ -251,7 +230,7 @@ def find_sensitivity(plan: PlanFile) -> str:
         (first, slow), (last, fast) = done[0], done[-1]
         changes = sum(1 for (a, _), (b, _) in pairwise(done) if a.layout != b.layout)
         layouts = f", {plural(changes, 'change')} of layout" if changes else ""
-        ratio = times(slow / fast) if fast <= slow else f"1/{times(fast / slow)}"
+        ratio = times_text(slow / fast) if fast <= slow else f"1/{times_text(fast / slow)}"
         low, high = factor_value(one.factor, first.value), factor_value(one.factor, last.value)
         parts.append(f"{one.factor} {low} to {high}: {ratio} the speed{layouts}")
     return "; ".join(parts) or "How the best step time answers to the hardware"
@@ -265,8 +244,8 @@ def tell_sensitivity(plan: PlanFile) -> str:
         points = []
         for t in one.trials:
             nothing = "nothing fits" if t.proven else "unknown"
-            step = nothing if t.step_seconds is None else seconds(t.step_seconds)
+            step = nothing if t.step_seconds is None else seconds_text(t.step_seconds)
             layout = f" (layout {letters[t.layout]})" if t.layout else ""
             points.append(f"{factor_value(one.factor, t.value)} {step}{layout}")
         told.append(f"{one.factor}: {', '.join(points)}")
-    return f"Step time of the best layout.{SPACE}{'; '.join(told)}."
+    return f"Step time of the best layout. {'; '.join(told)}."

@@ -8,12 +8,21 @@ from layoutopt.plan.details import Proof, Robustness
 from layoutopt.plan.evidence import Calibration, Validation
 from layoutopt.plan.known import Known
 from layoutopt.plan.schema import INFEASIBLE, PlanFile
-from layoutopt.plan.units import count, memory, percent, plural, seconds, shorten, some, times
+from layoutopt.plan.units import (
+    bytes_text,
+    count,
+    percent,
+    plural,
+    seconds_text,
+    shorten,
+    some,
+    times_text,
+)
 from reports.evidence import typical_of
-from reports.page.cells import AxisTag
 from reports.plan import dims_on, rules
 from reports.theme import axis_token
 from reports.views.choices import best_alternative
+from reports.views.view import AxisTag
 
 GOOD_ERROR = 0.15
 """Mean error of predictions that still tells most layouts apart."""
@@ -77,14 +86,14 @@ def speed(plan: PlanFile) -> PageAnswer:
     if other is not None and other.ratio is not None:
         name = shorten(other.names, 36)
         note = (
-            f"{said}; the next best, {name}, takes {times(other.ratio)} as long"
+            f"{said}; the next best, {name}, takes {times_text(other.ratio)} as long"
             if other.ratio >= 1
-            else f"{said}; {name} is priced at {times(other.ratio)} this time"
+            else f"{said}; {name} is priced at {times_text(other.ratio)} this time"
         )
     elif plan.alternatives and not any(a.feasible for a in plan.alternatives):
         note = f"{said}; none of the alternatives fits"
     state = "warn" if other is not None and other.ratio is not None and other.ratio < 0.999 else ""
-    return PageAnswer("How fast", seconds(step), note, state)
+    return PageAnswer("How fast", seconds_text(step), note, state)
 
 
 def fit(plan: PlanFile) -> PageAnswer:
@@ -93,7 +102,10 @@ def fit(plan: PlanFile) -> PageAnswer:
     question = "Does it fit"
     if limit is None:
         return PageAnswer(
-            question, memory(peak), "peak on a device; the plan does not say how much a device has", "warn"
+            question,
+            bytes_text(peak),
+            "peak on a device; the plan does not say how much a device has",
+            "warn",
         )
     share = peak / limit if limit else 2.0
     if peak > limit:
@@ -102,9 +114,9 @@ def fit(plan: PlanFile) -> PageAnswer:
             if (found := plan.details.repairs)
             else ""
         )
-        note = f"needs {memory(peak)}, a device has {memory(limit)}{helps}"
+        note = f"needs {bytes_text(peak)}, a device has {bytes_text(limit)}{helps}"
         return PageAnswer(question, "No", note, "bad", share)
-    used = f"{memory(peak)} of {memory(limit)} ({percent(share)}) on the fullest device"
+    used = f"{bytes_text(peak)} of {bytes_text(limit)} ({percent(share)}) on the fullest device"
     if doubt := plan.known.barely(peak, limit):
         return PageAnswer(question, "Barely", f"{used}; {doubt}", "warn", share)
     return PageAnswer(question, "Yes", used, "good", share)
@@ -204,9 +216,9 @@ def proof(plan: PlanFile) -> PageAnswer:
         return PageAnswer(question, "Not proven", "the plan has no record of a search", "warn")
     considered = considered_words(solver.layouts_considered)
     limits = f"; {plan.space.names}" if plan.space and plan.space.names else ""
-    spent = f" in {seconds(solver.wall_seconds)}" if solver.wall_seconds is not None else ""
+    spent = f" in {seconds_text(solver.wall_seconds)}" if solver.wall_seconds is not None else ""
     if solver.status == INFEASIBLE:
-        least = f"; none needs less than {memory(solver.bound)}" if solver.bound else ""
+        least = f"; none needs less than {bytes_text(solver.bound)}" if solver.bound else ""
         among = f"none of {considered} fits" if considered else "no layout fits"
         return PageAnswer(
             question, "Nothing fits", f"proven: {among}{least}; this is the leanest one found{limits}", "bad"

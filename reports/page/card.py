@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from html import escape
 from typing import Any
 
-from layoutopt.plan.units import layout_text, memory, mesh_text, seconds, shorten
+from layoutopt.plan.units import shorten
 from reports.page.answers import answers, axis_uses, subject
+from reports.page.cells import grid
 from reports.reader import plan_of
-from reports.views.choices import ranked
+from reports.tables.rows import layouts
 
 MOST = 8
 """Layouts beside the answer."""
@@ -26,15 +28,9 @@ def card_html(plan: Any) -> str:
         for use in axis_uses(found)
     ]
     facts += [(a.question, f"{a.value}: {a.note}") for a in answers(found)]
-    rows = []
-    for each in ranked(found)[: MOST + 1]:
-        c, p = each.choice, each.choice.predicted
-        name = "this plan" if each.is_answer else each.names
-        where = f"{layout_text(c.layout).replace(';', '; ') or 'replicated'} on {mesh_text(c.mesh)}"
-        where += f"; {c.in_short()}" if c.in_short() else ""
-        numbers = (seconds(p.step_seconds), memory(p.peak_memory_bytes)) if p else ("–", "–")
-        rows.append((name, shorten(where, 160), *numbers, found.fit_of(c)))
-    head = ("layout", "splits", "step", "memory", "fits")
+    shown = grid(replace(made := layouts(found), rows=made.rows[: MOST + 1]), 160)
+    rows = [tuple("; ".join(filter(None, (c.text, c.sub))) for c in row) for row in shown.rows]
+    head = tuple(column.head for column in shown.columns)
     return (
         f"<div><b>{escape(shorten(found.model.name, 80))}</b>, {escape(subject(found))}"
         f"<table>{''.join(_row(row) for row in facts)}</table>"

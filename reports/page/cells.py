@@ -1,115 +1,83 @@
-"""What a page is made of: tables of cells, panels with a figure, sections."""
+"""What a page is made of: views as tables of cells, panels with a figure, sections."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from reports.theme import axis_token
+from layoutopt.plan.units import shorten
+from reports.views.view import Cell, Column, View
 
-
-@dataclass(frozen=True)
-class AxisTag:
-    """A short name on the colour of its mesh axis."""
-
-    text: str
-    token: str
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One cell of a table.
-
-    Attributes:
-      sub: a second, quieter line.
-      bars: stretches (share of the column's width, colour) of a small bar under the text.
-      fill: a colour for the whole cell; the text is then for people who do not see it.
-      piece: parts of width and height of the box that is a whole tensor.
-      differs: it is not what the first plan has.
-      state: 'good', 'warn', 'bad' or ''.
-      span: columns that it fills.
-      code: its text is to be typed.
-      value: the number behind the text, by which the column is sorted.
-      more: lines that are folded away; between backquotes stands code.
-    """
-
-    text: str = ""
-    sub: str = ""
-    chips: tuple[AxisTag, ...] = ()
-    bars: tuple[tuple[float, str], ...] = ()
-    fill: str = ""
-    piece: tuple[float, float] | None = None
-    strong: bool = False
-    differs: bool = False
-    state: str = ""
-    span: int = 1
-    code: bool = False
-    value: float | None = None
-    more: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column.
-
-    Attributes:
-      number: holds numbers, set right.
-      lead: names the row.
-      short: never broken over lines.
-      share: its part of the table's width, as '30%'; '' leaves it to the contents.
-      named: its heading is a user's name, which may be long.
-    """
-
-    name: str
-    number: bool = False
-    lead: bool = False
-    short: bool = False
-    named: bool = False
-    share: str = ""
+MOST = 300
+"""Rows of a table on the page; the CSV files have them all."""
+LONGEST = 400
+"""Characters of a text beside others; the plan's own layout is written in full at the end."""
 
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table; rows after `shown` are folded away until they are asked for.
+    """A view as a page shows it; rows after `view.shown` are folded away until they are asked for."""
 
-    Attributes:
-      caption: what the table lists, for people who do not see it.
-      more: rows that were left out altogether, because no one reads that far.
-      wide: a comparison of plans, whose rows become blocks of one cell per plan on a telephone.
-      compact: narrow enough to stay a table on a telephone.
-      folded: the whole table is folded away under these words.
-      fixed: its rows have an order that no reader changes.
-    """
-
-    caption: str
+    view: View
     columns: tuple[Column, ...]
     rows: Sequence[Sequence[Cell]]
-    shown: int = 10
-    more: int = 0
-    more_in: str = ""
-    wide: bool = False
-    compact: bool = False
-    folded: str = ""
-    fixed: bool = False
+
+    @property
+    def more(self) -> int:
+        """Rows that are left out."""
+        return len(self.view.rows) - len(self.rows)
 
     @property
     def sorts(self) -> bool:
         """Whether readers may sort it by its columns."""
-        return not (self.fixed or self.wide) and len(self.rows) > 2
+        return not (self.view.fixed or self.view.wide) and len(self.rows) > 2
 
     @property
     def style(self) -> str:
-        return "wide" if self.wide else "compact" if self.compact else "rows"
+        return "wide" if self.view.wide else "compact" if self.view.compact else "rows"
 
     @property
     def first(self) -> Sequence[Sequence[Cell]]:
-        if self.folded:
+        if self.view.folded:
             return ()
-        return self.rows if len(self.rows) <= self.shown + 2 else self.rows[: self.shown]
+        shown = self.view.shown
+        return self.rows if len(self.rows) <= shown + 2 else self.rows[:shown]
 
     @property
     def rest(self) -> Sequence[Sequence[Cell]]:
         return self.rows[len(self.first) :]
+
+
+def grid(view: View, longest: int = LONGEST) -> PageTable:
+    """A view for a page: some columns stand under others, and headings begin with a capital letter."""
+    shown = [(i, c) for i, c in enumerate(view.columns) if c.shown_on("page")]
+    over = {c.key: [(i, u) for i, u in shown if u.under == c.key] for _, c in shown if not c.under}
+
+    def cell(row: Sequence[object], n: int, i: int, column: Column) -> Cell:
+        made = column.cell(row[i])  # type: ignore[arg-type]
+        under = (u.cell(row[j]).text for j, u in over[column.key])  # type: ignore[arg-type]
+        text = made.text if made.code else shorten(made.text, longest)
+        blank = not (text or made.chips or made.piece or made.fill or made.sub or column.named)
+        return replace(
+            made,
+            text="–" if blank else text,
+            sub=shorten("; ".join(filter(None, (made.sub, *under))), longest),
+            strong=made.strong or (n == view.strong and column.lead),
+        )
+
+    columns = [(i, c) for i, c in shown if not c.under]
+    rows = [[cell(row, n, i, c) for i, c in columns] for n, row in enumerate(view.rows[:MOST])]
+    if view.wide:
+        rows = [*map(_merged, rows)]
+    heads = (replace(c, head=c.head if c.named else f"{c.head[:1].upper()}{c.head[1:]}") for _, c in columns)
+    return PageTable(view, tuple(heads), rows)
+
+
+def _merged(cells: list[Cell]) -> list[Cell]:
+    """What is the same in all plans is said once."""
+    if any(c.differs for c in cells) or len(cells) < 3:
+        return cells
+    return [cells[0], replace(cells[1], span=len(cells) - 1)]
 
 
 @dataclass(frozen=True)
@@ -166,8 +134,3 @@ class Section:
     panels: tuple[Panel, ...] = ()
     shared: tuple[PageBlock, ...] = ()
     missing: str = ""
-
-
-def chips(axes: Sequence[str], mesh: Sequence[str]) -> tuple[AxisTag, ...]:
-    """Axes in their colours; an axis that the mesh lacks (an alternative's own) is colourless."""
-    return tuple(AxisTag(a, axis_token(a, mesh) if a in mesh else "muted") for a in axes)

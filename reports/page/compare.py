@@ -8,29 +8,27 @@ from dataclasses import replace
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import (
     against,
+    bytes_text,
     count,
-    flops,
     layout_text,
     letter,
-    memory,
     mesh_text,
     plural,
-    seconds,
-    shorten,
+    seconds_text,
     signed_percent,
     some,
     throughput_text,
 )
-from reports.figures.pieces import piece_shares
 from reports.figures.plans import plans_memory, plans_time, tell_plans_memory, tell_plans_time
 from reports.page.answers import fit, proof, sureness
-from reports.page.cells import Cell, Column, PageBlock, PageTable, chips
+from reports.page.cells import PageBlock
 from reports.plan import one_model, words
 from reports.svg import figure_svg
+from reports.tables.rows import chips
 from reports.views.dims import DimensionRow, dimension_rows
-from reports.views.variables import grouped, shape_text, split_text
+from reports.views.variables import VariableGroup, grouped, piece_shares, shape_text, split_text
+from reports.views.view import BYTES, FLOP, RULES, SECONDS, Cell, Column, Kind, Row, View
 
-LONGEST = 400
 SHOWN = 3
 """Hyperparameters in a sentence."""
 
@@ -44,11 +42,13 @@ def verdict(plans: Sequence[PlanFile]) -> str:
         return "None of these plans fits in memory."
     usable.sort()
     (best, first), others = usable[0], usable[1:]
-    text = f"Plan {letter(first)} is the fastest that fits: {seconds(best)} per step"
+    text = f"Plan {letter(first)} is the fastest that fits: {seconds_text(best)} per step"
     if others and best > 0:
         time, second = others[0]
         if time / best < 1.0005:
-            return f"Plans {letter(first)} and {letter(second)} are equally fast: {seconds(best)} per step."
+            return (
+                f"Plans {letter(first)} and {letter(second)} are equally fast: {seconds_text(best)} per step."
+            )
         return f"{text}; plan {letter(second)} takes {signed_percent(time / best - 1).lstrip('+')} longer."
     return f"{text}."
 
@@ -80,75 +80,52 @@ def _different(plans: Sequence[PlanFile]) -> list[str]:
     ]
 
 
-def facts(plans: Sequence[PlanFile]) -> PageTable:
-    """The table of the first screen."""
+NUMBERS: tuple[tuple[str, Kind, Callable[[PlanFile], float]], ...] = (
+    ("Step time", SECONDS, lambda p: p.predicted.step_seconds),
+    ("Compute", SECONDS, lambda p: p.predicted.compute_seconds),
+    ("Exposed communication", SECONDS, lambda p: p.predicted.exposed_communication_seconds),
+    ("Hidden communication", SECONDS, lambda p: p.predicted.hidden_seconds),
+    ("Peak memory", BYTES, lambda p: p.predicted.peak_memory_bytes),
+    ("Traffic per device", BYTES, lambda p: sum(p.predicted.communication_bytes_per_device.values())),
+    ("FLOPs per device", FLOP, lambda p: p.predicted.flops_per_device),
+)
+"""Facts whose differences are said."""
+VERDICTS: tuple[tuple[str, Callable[[PlanFile], tuple[str, str]]], ...] = (
+    ("Fits", lambda p: (fit(p).value if p.memory_limit else "limit unknown", fit(p).state)),
+    ("How sure", lambda p: (sureness(p).value, sureness(p).state)),
+    ("Proven", lambda p: (proof(p).value, proof(p).state)),
+)
+WORDS: tuple[tuple[str, Callable[[PlanFile], str]], ...] = (
+    ("Mesh", lambda p: mesh_text(p.mesh)),
+    ("Layout", lambda p: RULES.say(layout_text(p.layout))),
+    ("Hardware", lambda p: p.hardware),
+    ("Devices", lambda p: count(p.devices)),
+    ("Speed", lambda p: p.predicted.speed),
+    ("Per chip", lambda p: p.predicted.chip_speed),
+    ("Training", lambda p: p.training.words if p.training else ""),
+)
+
+
+def facts(plans: Sequence[PlanFile]) -> View:
+    """The table of the first screen: numbers, verdicts, words, and every kind of decision."""
+    decisions = [name for name in plans[0].listed() if any(p.listed()[name] for p in plans)]
+    told = [(name, [say(p) for p in plans]) for name, say in WORDS]
+    told += [(name.capitalize(), [p.listed()[name] for p in plans]) for name in decisions]
+    told += [("Model", [p.model.name for p in plans])]
     rows = [
-        _row(
-            "Step time",
-            plans,
-            lambda p: seconds(p.predicted.step_seconds),
-            lambda p: p.predicted.step_seconds,
-        ),
-        _row(
-            "Compute",
-            plans,
-            lambda p: seconds(p.predicted.compute_seconds),
-            lambda p: p.predicted.compute_seconds,
-        ),
-        _row(
-            "Exposed communication",
-            plans,
-            lambda p: seconds(p.predicted.exposed_communication_seconds),
-            lambda p: p.predicted.exposed_communication_seconds,
-        ),
-        _row(
-            "Hidden communication",
-            plans,
-            lambda p: seconds(p.predicted.hidden_seconds),
-            lambda p: p.predicted.hidden_seconds,
-        ),
-        _row(
-            "Peak memory",
-            plans,
-            lambda p: memory(p.predicted.peak_memory_bytes),
-            lambda p: p.predicted.peak_memory_bytes,
-        ),
-        _rated("Fits", plans, lambda p: (fit(p).value if p.memory_limit else "limit unknown", fit(p).state)),
-        _rated("How sure", plans, lambda p: (sureness(p).value, sureness(p).state)),
-        _rated("Proven", plans, lambda p: (proof(p).value, proof(p).state)),
-        _row("Mesh", plans, lambda p: mesh_text(p.mesh)),
-        _row("Layout", plans, lambda p: layout_text(p.layout).replace(";", "; ") or "replicated"),
-        _row("Hardware", plans, lambda p: p.hardware),
-        _row("Devices", plans, lambda p: count(p.devices)),
-        _row("Traffic per device", plans, lambda p: memory(_sent(p)), _sent),
-        _row(
-            "FLOPs per device",
-            plans,
-            lambda p: flops(p.predicted.flops_per_device),
-            lambda p: p.predicted.flops_per_device,
-        ),
-        *(
-            [_row("Speed", plans, lambda p: p.predicted.speed or "–")]
-            if any(p.predicted.speed for p in plans)
-            else []
-        ),
-        *(
-            [_row("Per chip", plans, lambda p: p.predicted.chip_speed or "–")]
-            if any(p.predicted.chip_speed for p in plans)
-            else []
-        ),
-        *(
-            [_row("Training", plans, lambda p: p.training.words if p.training else "–")]
-            if any(p.training for p in plans)
-            else []
-        ),
-        *(_row(name.capitalize(), plans, _decision(name)) for name in plans[0].listed()),
-        _row("Model", plans, lambda p: p.model.name),
+        *(_numbers(name, kind, [value(p) for p in plans]) for name, kind, value in NUMBERS),
+        *(_rated(name, [say(p) for p in plans]) for name, say in VERDICTS),
+        *(_rated(name, [(text or "–", "") for text in each]) for name, each in told if any(each)),
     ]
-    head = (Column("What", lead=True), *(Column(letter(i)) for i in range(len(plans))))
-    return PageTable(
-        "The plans side by side; what differs from plan A is marked", head, rows, shown=99, wide=True
+    return _beside(
+        "The plans side by side; what differs from plan A is marked", "what", plans, rows, shown=99
     )
+
+
+def _beside(title: str, lead: str, plans: Sequence[PlanFile], rows: Sequence[Row], shown: int) -> View:
+    """A column for every plan."""
+    columns = (Column("what", lead, lead=True), *(Column(a, a) for a in map(letter, range(len(plans)))))
+    return View(title, columns, rows, shown=shown, wide=True)
 
 
 def pictures(plans: Sequence[PlanFile]) -> tuple[PageBlock, ...]:
@@ -167,69 +144,44 @@ def pictures(plans: Sequence[PlanFile]) -> tuple[PageBlock, ...]:
     )
 
 
-def _sent(plan: PlanFile) -> float:
-    return sum(plan.predicted.communication_bytes_per_device.values())
+def _numbers(name: str, kind: Kind, values: Sequence[float]) -> Row:
+    """A number of every plan, and how far it is from the first plan's."""
+    first = values[0]
+    far = [abs(value - first) > 5e-4 * max(abs(first), 1e-30) for value in values]
+    cells = (
+        Cell(kind.say(value), against(value, first) if differs else "", differs=differs)
+        for value, differs in zip(values, far, strict=True)
+    )
+    return [Cell(name, strong=True), *cells]
 
 
-def _decision(name: str) -> Callable[[PlanFile], str]:
-    return lambda plan: plan.listed()[name] or "–"
+def _rated(name: str, told: Sequence[tuple[str, str]]) -> Row:
+    """Words of every plan, each with its state."""
+    return [Cell(name, strong=True), *(Cell(t, state=s, differs=(t, s) != told[0]) for t, s in told)]
 
 
-def _row(
-    name: str,
-    plans: Sequence[PlanFile],
-    say: Callable[[PlanFile], str],
-    value: Callable[[PlanFile], float] | None = None,
-) -> list[Cell]:
-    """A fact of every plan; numbers say how far they are from the first plan's."""
-    cells = [Cell(name, strong=True)]
-    first = plans[0]
-    for plan in plans:
-        sub = ""
-        differs = say(plan) != say(first)
-        if value is not None and plan is not first:
-            base = value(first)
-            differs = abs(value(plan) - base) > 5e-4 * max(abs(base), 1e-30)
-            sub = against(value(plan), base) if differs else ""
-        cells.append(Cell(shorten(say(plan), LONGEST), sub, differs=differs))
-    return _merged(cells)
-
-
-def _merged(cells: list[Cell]) -> list[Cell]:
-    """What is the same in all plans is said once."""
-    if any(c.differs for c in cells) or len(cells) < 3:
-        return cells
-    return [cells[0], replace(cells[1], span=len(cells) - 1)]
-
-
-def _rated(name: str, plans: Sequence[PlanFile], say: Callable[[PlanFile], tuple[str, str]]) -> list[Cell]:
-    first = say(plans[0])
-    told = [say(p) for p in plans]
-    return _merged([Cell(name, strong=True), *(Cell(t, state=s, differs=(t, s) != first) for t, s in told)])
-
-
-def pieces(plans: Sequence[PlanFile]) -> PageTable:
+def pieces(plans: Sequence[PlanFile]) -> View:
     """Variables against plans: what a device holds of each."""
     tables = [{v.name: v for v in grouped(p)} for p in plans]
     names = list(dict.fromkeys(name for t in tables for name in t))
-    rows = []
-    for name in names[:300]:
-        first = tables[0].get(name)
-        cells = [Cell(name, shape_text(first) if first else "", strong=True)]
-        for plan, table in zip(plans, tables, strict=True):
-            one = table.get(name)
-            if one is None:
-                cells.append(Cell("not in this plan", differs=first is not None))
-                continue
-            differs = first is None or (one.splits, one.local_bytes) != (first.splits, first.local_bytes)
-            held, share = memory(one.local_bytes * one.alike), piece_shares(one, plan)
-            cells.append(Cell(held, split_text(one), piece=share, differs=differs))
-        rows.append(_merged(cells))
-    head = (Column("Variable", lead=True), *(Column(letter(i)) for i in range(len(plans))))
-    caption = f"What a device holds of each of {plural(len(names), 'variable')}, by plan"
-    return PageTable(
-        caption, head, rows, shown=12, more=len(names) - len(rows), more_in="variables.csv", wide=True
-    )
+
+    def cell(plan: PlanFile, one: VariableGroup | None, first: VariableGroup | None) -> Cell:
+        if one is None:
+            return Cell("not in this plan", differs=first is not None)
+        differs = first is None or (one.splits, one.local_bytes) != (first.splits, first.local_bytes)
+        held, share = bytes_text(one.local_bytes * one.alike), piece_shares(one, plan)
+        return Cell(held, split_text(one), piece=share, differs=differs)
+
+    rows = [
+        [
+            Cell(name, shape_text(first) if first else "", strong=True),
+            *(cell(plan, table.get(name), first) for plan, table in zip(plans, tables, strict=True)),
+        ]
+        for name in names
+        for first in (tables[0].get(name),)
+    ]
+    title = f"What a device holds of each of {plural(len(names), 'variable')}, by plan"
+    return replace(_beside(title, "variable", plans, rows, shown=12), name="variables")
 
 
 def _size(row: DimensionRow | None) -> str:
@@ -239,27 +191,24 @@ def _size(row: DimensionRow | None) -> str:
     return f"{row.piece:,} of {row.size:,}" if row.axes else f"{row.size:,}"
 
 
-def splits(plans: Sequence[PlanFile]) -> PageTable:
+def splits(plans: Sequence[PlanFile]) -> View:
     """Dimensions against plans: the axes of each split; the split dimensions of any plan come first."""
     tables = [{r.name: r for r in dimension_rows(p)} for p in plans]
     names = list(dict.fromkeys(name for t in tables for name in t))
     names.sort(key=lambda n: not any(t[n].axes for t in tables if n in t))
-    rows = []
-    for name in names[:300]:
-        cells = [Cell(name, strong=True)]
-        first = tables[0].get(name)
-        for plan, table in zip(plans, tables, strict=True):
-            one = table.get(name)
-            axes = one.axes if one else ()
-            cells.append(
-                Cell(
-                    text="" if axes else "whole" if one else "not a dimension",
-                    sub=_size(one),
-                    chips=chips(axes, list(plan.mesh)),
-                    differs=one is None or first is None or axes != first.axes or one.piece != first.piece,
-                )
-            )
-        rows.append(_merged(cells))
-    head = (Column("Dimension", lead=True), *(Column(letter(i)) for i in range(len(plans))))
-    caption = f"The axes that each of {plural(len(names), 'dimension')} is split over, by plan"
-    return PageTable(caption, head, rows, shown=24, more=len(names) - len(rows), wide=True)
+
+    def cell(plan: PlanFile, one: DimensionRow | None, first: DimensionRow | None) -> Cell:
+        axes = one.axes if one else ()
+        differs = one is None or first is None or (axes, one.piece) != (first.axes, first.piece)
+        text = "" if axes else "whole" if one else "not a dimension"
+        return Cell(text, _size(one), chips(axes, list(plan.mesh)), differs=differs)
+
+    rows = [
+        [
+            Cell(name, strong=True),
+            *(cell(p, t.get(name), tables[0].get(name)) for p, t in zip(plans, tables, strict=True)),
+        ]
+        for name in names
+    ]
+    title = f"The axes that each of {plural(len(names), 'dimension')} is split over, by plan"
+    return _beside(title, "dimension", plans, rows, shown=24)

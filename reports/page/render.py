@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layoutopt.plan.schema import PlanFile
-from layoutopt.plan.units import layout_text, letter, mesh_option, mesh_text, plural, shorten
+from layoutopt.plan.units import glued, layout_text, letter, mesh_option, mesh_text, plural, shorten
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.files import write_file
 from reports import theme
 from reports.page import compare
 from reports.page.answers import answers, axis_uses, subject
+from reports.page.cells import grid
 from reports.page.sections import sections
 from reports.reader import plan_of, validation_of
 
@@ -101,7 +102,7 @@ def _context(plans: list[PlanFile], written: str) -> dict[str, Any]:
             for i, p in enumerate(plans)
         ],
         "pictures": () if one else compare.pictures(plans),
-        "facts": None if one else compare.facts(plans),
+        "facts": None if one else grid(compare.facts(plans)),
         "sections": sections(plans),
         "style": style(),
         **script(),
@@ -121,16 +122,26 @@ def _typed(plan: PlanFile) -> list[tuple[str, str]]:
 def environment() -> Environment:
     """Templates, of which everything is escaped."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
 
     made = Environment(
         loader=PackageLoader("reports", "templates"),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_glued,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     made.filters["code"] = _code
+    made.filters["typed"] = Markup.escape  # what readers copy stays as it is
     return made
+
+
+def _glued(value: Any) -> Any:
+    """Texts, in which no line ends between a number and its unit; markup is left alone."""
+    from markupsafe import Markup
+
+    return glued(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 @cache

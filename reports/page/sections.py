@@ -13,22 +13,24 @@ from layoutopt.plan.units import (
     mesh_option,
     percent,
     plural,
-    seconds,
+    seconds_text,
     shorten,
     words_of,
 )
 from reports import figures
 from reports.figures import Chart
-from reports.page import compare, grids, opened
+from reports.page import compare, opened
 from reports.page.answers import considered_words, robust_words
-from reports.page.cells import PageBlock, PageTable, Panel, Section
+from reports.page.cells import PageBlock, Panel, Section, grid
 from reports.page.leads import LEADS
 from reports.plan import rules, words
 from reports.svg import figure_svg
+from reports.tables import rows
+from reports.views.view import View
 
 LONGEST = 8000
 """Characters of a layout; no layout of real names is as long."""
-BuildSection = Callable[[PlanFile, str], tuple[PageBlock, ...]]
+Build = Callable[[PlanFile, str], tuple[PageBlock, ...]]
 
 
 def sections(plans: Sequence[PlanFile]) -> tuple[Section, ...]:
@@ -57,16 +59,16 @@ def sections(plans: Sequence[PlanFile]) -> tuple[Section, ...]:
     )
 
 
-def _joint(id: str, title: str, grid: PageTable) -> Section:
+def _joint(id: str, title: str, view: View) -> Section:
     """One table of all plans."""
-    return Section(id, title, LEADS[id], shared=(PageBlock(grid=grid),))
+    return Section(id, title, LEADS[id], shared=(PageBlock(grid=grid(view)),))
 
 
 def _section(
     id: str,
     title: str,
     plans: Sequence[PlanFile],
-    build: BuildSection,
+    build: Build,
     same: Callable[[PlanFile], object] | None = None,
 ) -> Section:
     """A panel per plan; one for all where what `same` looks at is the same in all plans."""
@@ -81,19 +83,19 @@ def _section(
     return Section(id, title, LEADS[id], tuple(panels))
 
 
-def _chart(chart: Chart, plan: PlanFile, name: str, grid: PageTable | None = None) -> PageBlock:
+def _chart(chart: Chart, plan: PlanFile, name: str, view: View | None = None) -> PageBlock:
     """A figure with its finding, or the command that adds its data."""
     if missing := chart.missing(plan):
         return PageBlock(missing=missing)
     svg = figure_svg(chart(plan, titled=False), f"{name}-{chart.name}", chart.title, chart.tell(plan))
-    return PageBlock(chart.find(plan), svg, grid if grid is not None and grid.rows else None)
+    return PageBlock(chart.find(plan), svg, grid(view) if view is not None and view.rows else None)
 
 
-def _table(chart: Chart, plan: PlanFile, grid: Callable[[PlanFile], PageTable]) -> PageBlock:
+def _table(chart: Chart, plan: PlanFile, view: Callable[[PlanFile], View]) -> PageBlock:
     """The same data as a table, where a table reads better on a page than the figure."""
     if missing := chart.missing(plan):
         return PageBlock(missing=missing)
-    return PageBlock(chart.find(plan), grid=grid(plan))
+    return PageBlock(chart.find(plan), grid=grid(view(plan)))
 
 
 def _repairs(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
@@ -102,11 +104,11 @@ def _repairs(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
         return (PageBlock(missing="`layoutopt search` lists what would fit where nothing does"),)
     notes = [f"These cannot hold together: {', '.join(conflict)}."] if len(conflict) > 1 else []
     finding = f"{plural(len(found), 'change')} under which it fits, each searched anew; the fastest first"
-    return (PageBlock(finding, grid=grids.repairs(plan), notes=tuple(notes)),)
+    return (PageBlock(finding, grid=grid(rows.repairs(found)), notes=tuple(notes)),)
 
 
 def _mesh(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
-    block = _chart(figures.mesh, plan, name, grids.axes(plan))
+    block = _chart(figures.mesh, plan, name, rows.axes(plan))
     hardware = plan.details.hardware
     said = (
         (hardware.placement, hardware.summary, hardware.device and f"A device is {hardware.device}.")
@@ -117,18 +119,18 @@ def _mesh(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
 
 
 def _split(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
-    return (_table(figures.matrix, plan, grids.matrix),)
+    return (_table(figures.matrix, plan, rows.dims),)
 
 
 def _pieces(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
-    return (_table(figures.pieces, plan, grids.variables),)
+    return (_table(figures.pieces, plan, rows.variable_groups),)
 
 
 def _time(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     return (
         _chart(figures.step_time, plan, name),
         _chart(figures.time_by_kind, plan, name),
-        PageBlock(grid=grids.layouts(plan)),
+        PageBlock(grid=grid(rows.layouts(plan))),
     )
 
 
@@ -137,7 +139,7 @@ def _memory(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
         _chart(figures.memory_by_layout, plan, name),
         _chart(figures.memory_timeline, plan, name),
         *(
-            [PageBlock(grid=grids.holdings(plan))]
+            [PageBlock(grid=grid(rows.peak(plan)))]
             if plan.details.memory and plan.details.memory.holdings
             else []
         ),
@@ -145,11 +147,11 @@ def _memory(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
 
 
 def _frontier(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
-    return (_chart(figures.frontier, plan, name, grids.frontier_points(plan)),)
+    return (_chart(figures.frontier, plan, name, rows.frontier(plan)),)
 
 
 def _sensitivity(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
-    block = _chart(figures.sensitivity, plan, name, grids.curve_layouts(plan))
+    block = _chart(figures.sensitivity, plan, name, rows.curve_layouts(plan))
     robust = plan.details.robustness
     said = robust_words(robust) if robust is not None else ""
     notes = (f"This plan is {said}.",) if said else ()
@@ -157,17 +159,17 @@ def _sensitivity(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
 
 
 def _operations(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
-    return (_table(figures.operations, plan, opened.operations),)
+    return (_table(figures.operations, plan, rows.operations),)
 
 
 def _evidence(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
-    block = _chart(figures.predicted_measured, plan, name, grids.measured(plan))
+    block = _chart(figures.predicted_measured, plan, name, rows.validation(plan))
     noise = plan.details.validation.noise.words if plan.details.validation else ""
     return (replace(block, notes=(noise,) if noise else ()),)
 
 
 def _calibration(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
-    block = _chart(figures.calibration, plan, name, grids.fit(plan))
+    block = _chart(figures.calibration, plan, name, rows.fitted(plan))
     found = plan.details.calibration
     return (replace(block, notes=found.notes if found else ()),)
 
@@ -184,8 +186,8 @@ def _assumptions(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     finding = (
         f"{len(hardware.numbers)} numbers of {shorten(hardware.name, 40)}, {assumed} of them assumptions"
     )
-    grid = grids.numbers(plan)
-    return (PageBlock(finding, grid=grid if grid.rows else None, notes=hardware.assumptions),)
+    numbers = rows.assumptions(plan)
+    return (PageBlock(finding, grid=grid(numbers) if numbers.rows else None, notes=hardware.assumptions),)
 
 
 def _record(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
@@ -196,7 +198,7 @@ def _record(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
             ("Objective", digits(s.objective, 6) if s.objective is not None else ""),
             ("Lower bound", digits(s.bound, 6) if s.bound is not None else ""),
             ("Gap", percent(abs(s.gap)) if s.gap is not None else ""),
-            ("Search time", seconds(s.wall_seconds) if s.wall_seconds is not None else ""),
+            ("Search time", seconds_text(s.wall_seconds) if s.wall_seconds is not None else ""),
             ("Considered", considered_words(s.layouts_considered)),
         ]
         if s
@@ -217,4 +219,4 @@ def _record(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
         ("Command", plan.details.search.command if plan.details.search else ""),
         *solver,
     ]
-    return (PageBlock(grid=grids.record(pairs, "The plan"), notes=tuple(plan.notes)),)
+    return (PageBlock(grid=grid(rows.record(pairs, "The plan"), LONGEST), notes=tuple(plan.notes)),)

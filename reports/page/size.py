@@ -7,14 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from layoutopt.plan.size_results import Accuracy, SizedCandidate, SizeResult
-from layoutopt.plan.units import count, digits, memory, mesh_text, number, percent, rounded, shorten
+from layoutopt.plan.units import (
+    count,
+    mesh_text,
+    percent,
+    rounded,
+    shorten,
+)
 from mesh_tf_core.files import write_file
 from reports.figures import size as figures
 from reports.page.answers import ENOUGH, GOOD_ERROR, PageAnswer
-from reports.page.cells import Cell, Column, PageBlock, PageTable, Panel, Section
-from reports.page.grids import record
+from reports.page.cells import PageBlock, Panel, Section, grid
 from reports.page.render import environment, script, style
 from reports.svg import figure_svg
+from reports.tables.rows import record
+from reports.tables.sizes import candidates
 
 LEADS = {
     "loss": (
@@ -116,40 +123,13 @@ def _sections(found: SizeResult) -> list[Section]:
             notes=tuple(f"{sweep.hardware} {sweep.in_words()}" for sweep in found.sweeps),
         )
         sections.append(_section("time", "Time against cost", time))
-    sections.append(_section("candidates", "Candidates", PageBlock(grid=_candidates(found))))
+    sections.append(_section("candidates", "Candidates", PageBlock(grid=grid(candidates(found)))))
     sections.append(_section("law", "The law", _law(found)))
     return sections
 
 
 def _section(id: str, title: str, block: PageBlock) -> Section:
     return Section(id, title, LEADS[id], (Panel("", "", (block,)),))
-
-
-def _candidates(found: SizeResult) -> PageTable:
-    head = (
-        Column("Parameters", lead=True),
-        Column("Tokens", True),
-        Column("Loss", True),
-        Column("Chips"),
-        Column("Step", True),
-        Column("Days", True),
-        Column("Cost", True),
-    )
-    return PageTable("Candidates", head, [_row(found, c) for c in found.candidates], shown=20)
-
-
-def _row(found: SizeResult, c: SizedCandidate) -> list[Cell]:
-    changed = ", ".join(f"{n} {v}" for n, v in c.hparams.items())
-    hours = f"{number(c.chip_hours)} chip-hours"
-    return [
-        Cell(rounded(count(c.parameters)), changed, strong=c == found.best),
-        Cell(count(c.tokens or 0)),
-        Cell(f"{c.loss:.4f}", "frontier" if c.frontier else ""),
-        Cell(f"{c.devices:,} × {c.hardware}", f"{mesh_text(c.mesh)}; {memory(c.peak_memory_bytes)}"),
-        Cell(f"{digits(c.step_seconds or 0)} s", f"{_mfu(c)}; {found.accuracy_of(c.hardware).in_short()}"),
-        Cell(number(c.days)),
-        Cell(hours if c.money is None else number(c.money), "" if c.money is None else hours),
-    ]
 
 
 def _law(found: SizeResult) -> PageBlock:
@@ -163,4 +143,4 @@ def _law(found: SizeResult) -> PageBlock:
     times = (f"Times of {each.hardware}: {each.words}" for each in found.accuracy)
     notes = (*filter(None, [law.note]), *law.sources, *times, *found.notes)
     unfit = [f"Cannot: {each.in_words()}" for each in found.unfit]
-    return PageBlock(grid=record(pairs, "The law"), notes=(*notes, *unfit))
+    return PageBlock(grid=grid(record(pairs, "The law")), notes=(*notes, *unfit))

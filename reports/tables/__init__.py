@@ -6,94 +6,54 @@ Columns hold plain numbers in seconds and bytes, so that a frame or its CSV file
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING
 
 from layoutopt.plan.schema import PlanFile
 from reports.reader import PlanLike, plan_of
 from reports.tables import rows
+from reports.views.view import Cell, View
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+Frame = Callable[[PlanLike], "DataFrame"]
 
-def _frame(plan: PlanLike, build: Callable[[PlanFile], rows.DataTable]) -> DataFrame:
+
+def frame(view: View) -> DataFrame:
+    """A view's plain values."""
     import pandas as pd
 
-    found = build(plan_of(plan))
-    return pd.DataFrame(list(found.rows), columns=list(found.columns))
+    shown = [i for i, column in enumerate(view.columns) if column.shown_on("data")]
+    cells = [[row[i] for i in shown] for row in view.rows]
+    values = [[c.value if isinstance(c, Cell) else c for c in row] for row in cells]
+    return pd.DataFrame(values, columns=[view.columns[i].key for i in shown])
 
 
-def summary(plan: PlanLike) -> DataFrame:
-    """What was chosen and what it costs, a row per fact."""
-    return _frame(plan, rows.summary)
+def _frame(build: Callable[[PlanFile], View]) -> Frame:
+    @wraps(build)
+    def made(plan: PlanLike) -> DataFrame:
+        return frame(build(plan_of(plan)))
+
+    return made
 
 
-def layouts(plan: PlanLike) -> DataFrame:
-    """The answer and its alternatives with their prices."""
-    return _frame(plan, rows.layouts)
+summary = _frame(rows.summary)
+layouts = _frame(rows.layouts)
+dims = _frame(rows.dims)
+variables = _frame(rows.variables)
+operations = _frame(rows.operations)
+collectives = _frame(rows.collectives)
+time_by_kind = _frame(rows.time_by_kind)
+memory_timeline = _frame(rows.memory_timeline)
+peak = _frame(rows.peak)
+frontier = _frame(rows.frontier)
+sensitivity = _frame(rows.sensitivity)
+validation = _frame(rows.validation)
+calibration = _frame(rows.calibration)
+assumptions = _frame(rows.assumptions)
 
-
-def dims(plan: PlanLike) -> DataFrame:
-    """Dimensions, their axes and the size left on a device."""
-    return _frame(plan, rows.dims)
-
-
-def variables(plan: PlanLike) -> DataFrame:
-    """Every variable and the piece that a device holds."""
-    return _frame(plan, rows.variables)
-
-
-def operations(plan: PlanLike) -> DataFrame:
-    """Operations by what they add to the step."""
-    return _frame(plan, rows.operations)
-
-
-def collectives(plan: PlanLike) -> DataFrame:
-    """Collectives with the operation that causes them."""
-    return _frame(plan, rows.collectives)
-
-
-def time_by_kind(plan: PlanLike) -> DataFrame:
-    """Seconds by kind of work, a row per layout and kind."""
-    return _frame(plan, rows.time_by_kind)
-
-
-def memory_timeline(plan: PlanLike) -> DataFrame:
-    """Bytes held at every instruction."""
-    return _frame(plan, rows.memory_timeline)
-
-
-def peak(plan: PlanLike) -> DataFrame:
-    """Tensors held at the peak."""
-    return _frame(plan, rows.peak)
-
-
-def frontier(plan: PlanLike) -> DataFrame:
-    """Layouts that no other beats in time and memory both, with the knees."""
-    return _frame(plan, rows.frontier)
-
-
-def sensitivity(plan: PlanLike) -> DataFrame:
-    """The best step time as one factor changes."""
-    return _frame(plan, rows.sensitivity)
-
-
-def validation(plan: PlanLike) -> DataFrame:
-    """Predicted and measured seconds by layout."""
-    return _frame(plan, rows.validation)
-
-
-def calibration(plan: PlanLike) -> DataFrame:
-    """Measurements of the calibration with what the fit says."""
-    return _frame(plan, rows.calibration)
-
-
-def assumptions(plan: PlanLike) -> DataFrame:
-    """Every hardware number with its source and date."""
-    return _frame(plan, rows.assumptions)
-
-
-ALL: tuple[Callable[[PlanLike], DataFrame], ...] = (
+ALL: tuple[Frame, ...] = (
     summary,
     layouts,
     dims,
@@ -111,4 +71,4 @@ ALL: tuple[Callable[[PlanLike], DataFrame], ...] = (
 )
 """Every table, in the order of the report."""
 
-__all__ = ["ALL", "PlanLike", *(each.__name__ for each in ALL)]
+__all__ = ["ALL", "PlanLike", "frame", *(each.__name__ for each in ALL)]

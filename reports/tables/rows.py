@@ -1,33 +1,75 @@
-"""The rows of every table as plain tuples."""
+"""The tables of a plan, each one view: terminals, pages and data files show the same rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
-from layoutopt.plan.schema import PlanFile
-from layoutopt.plan.units import layout_text, mesh_option
-from reports.plan import number
+from layoutopt.plan.details import Repair
+from layoutopt.plan.schema import Alternative, PlanFile
+from layoutopt.plan.units import (
+    bytes_text,
+    count,
+    digits,
+    layout_text,
+    mesh_option,
+    percent,
+    plural,
+    rate_text,
+    seconds_text,
+    signed_percent,
+    some,
+    used_text,
+)
+from reports.plan import dims_on, lies_on, number, number_text
+from reports.theme import axis_token
 from reports.views import choices, work
+from reports.views.curves import factor_value, layout_letters
 from reports.views.dims import dimension_rows
 from reports.views.timeline import holdings_at_peak
+from reports.views.variables import grouped, piece_shares, shape_text, split_text
+from reports.views.view import (
+    BYTES,
+    ERROR,
+    EVERYWHERE,
+    FLAG,
+    NUMBER,
+    RULES,
+    SECONDS,
+    SHARE,
+    TIMES,
+    WHOLE,
+    AxisTag,
+    Cell,
+    Column,
+    Kind,
+    Row,
+    Value,
+    View,
+)
 
-CellValue = str | float | int | bool | None
+TYPED = ("Mesh", "Layout", "Command")
+"""Facts that readers type elsewhere."""
 RATES = ("mfu", "model_flops", "examples_per_second", "tokens_per_second")
+DIFFERENCE = Kind(signed_percent)
+STATES = {"barely": "warn", "no": "bad", "not legal": "bad"}
+"""How pages mark a layout that does not fit well."""
 
 
-@dataclass(frozen=True)
-class DataTable:
-    """Column names and rows of as many values."""
-
-    columns: tuple[str, ...]
-    rows: Sequence[tuple[CellValue, ...]]
+def chips(axes: Sequence[str], mesh: Collection[str]) -> tuple[AxisTag, ...]:
+    """Axes in their colours; an axis that the mesh lacks (an alternative's own) is colourless."""
+    return tuple(AxisTag(a, axis_token(a, mesh) if a in mesh else "muted") for a in axes)
 
 
-def summary(plan: PlanFile) -> DataTable:
-    """(fact, value) pairs; numbers keep their type."""
+def data(*keys: str) -> tuple[Column, ...]:
+    """Columns that only data have."""
+    return tuple(Column(key, key, on="data") for key in keys)
+
+
+def summary(plan: PlanFile) -> View:
+    """What was chosen and what it costs, a row per fact; numbers keep their type."""
     p, s = plan.predicted, plan.solver
-    facts: list[tuple[str, CellValue]] = [
+    facts: list[tuple[str, Value]] = [
         ("model", plan.model.name),
         ("fingerprint", plan.model.fingerprint),
         ("parameters", plan.model.parameters or None),
@@ -58,182 +100,404 @@ def summary(plan: PlanFile) -> DataTable:
             ("solver_wall_seconds", s.wall_seconds),
             ("layouts_considered", s.layouts_considered),
         ]
-    return DataTable(("fact", "value"), facts)
+    return View("The plan", data("fact", "value"), facts, "summary")
 
 
-def layouts(plan: PlanFile) -> DataTable:
-    """The answer first."""
-    out: list[tuple[CellValue, ...]] = []
-    for r in choices.ranked(plan):
-        p = r.choice.predicted
-        prices = (
-            (
-                p.step_seconds,
-                p.compute_seconds,
-                p.communication_seconds,
-                p.exposed_communication_seconds,
-                float(p.peak_memory_bytes),
-            )
-            if p
-            else (None,) * 5
-        )
-        out.append(
-            (
-                r.names,
-                mesh_option(r.choice.mesh),
-                layout_text(r.choice.layout),
-                r.choice.in_short(),
-                r.choice.feasible,
-                (r.choice.reason or ""),
-                r.ratio,
-                *prices,
-            )
-        )
-    return DataTable(
-        (
-            "name",
-            "mesh",
-            "layout",
-            "beside",
-            "feasible",
-            "reason",
-            "step_over_answer",
-            "step_seconds",
-            "compute_seconds",
-            "communication_seconds",
-            "exposed_communication_seconds",
-            "peak_memory_bytes",
+def layouts(
+    plan: PlanFile,
+    fits: Callable[[Alternative], str] | None = None,
+    own: str = "This plan",
+    lean: bool = False,
+) -> View:
+    """The answer and its alternatives with their prices; a layout of several names is there once.
+
+    Args:
+      fits: 'yes', 'barely' or 'no' of a layout; None: as the plan's own limit says.
+      own: what the answer is called.
+      lean: the least memory was asked for.
+    """
+    every = choices.ranked(plan)
+    rows = [r for r in every if not r.twin]
+    if lean:
+        rows.sort(key=lambda r: (not r.is_answer, _bytes(r.choice)))
+    twins = [name for r in every if r.twin for name in (r.choice.name, *r.others)]
+    named = [(r.choice, *((own, twins) if r.is_answer else (r.choice.name, r.others))) for r in rows]
+    return layout_table("Alternatives", "layout", named, plan, fits or plan.fit_of, lean)
+
+
+def _bytes(choice: Alternative) -> float:
+    return choice.predicted.peak_memory_bytes if choice.predicted else float("inf")
+
+
+Named = tuple[Alternative, str, Sequence[str]]
+"""A layout, what it is called, and its other names."""
+
+
+def layout_table(
+    title: str,
+    first: str,
+    named: Sequence[Named],
+    plan: PlanFile,
+    fits: Callable[[Alternative], str],
+    lean: bool = False,
+    name: str = "layouts",
+    strong: int | None = 0,
+) -> View:
+    """Layouts by name with their prices, against the first of them."""
+    meshes = {mesh_option(c.mesh or plan.mesh) for c, *_ in named}
+    base = named[0][0].predicted if named else None
+    utilised = all(c.predicted is None or c.predicted.mfu is not None for c, *_ in named)
+    said = [fits(c) if c.predicted else "not legal" for c, *_ in named]
+
+    def row(c: Alternative, name: str, others: Sequence[str], fit: str) -> Row:
+        p = c.predicted
+        fitting = Cell(fit, state=STATES.get(fit, ""), value=c.feasible)
+        called = Cell(", ".join((name, *others)), value=c.name)
+        about = (called, ", ".join(others), mesh_option(c.mesh or plan.mesh), layout_text(c.layout))
+        if p is None or base is None:
+            return *about, c.in_short(), *(None,) * 8, fitting, c.reason
+        times = (p.step_seconds, p.step_seconds / base.step_seconds if base.step_seconds else None)
+        lean_ratio = p.peak_memory_bytes / base.peak_memory_bytes if base.peak_memory_bytes else None
+        parts = (p.compute_seconds, p.exposed_communication_seconds, p.communication_seconds, p.mfu)
+        return *about, c.in_short(), *times, *parts, float(p.peak_memory_bytes), lean_ratio, fitting, c.reason
+
+    columns = (
+        Column("name", first, lead=True, share="20%"),
+        Column("others", "other names", on="data"),
+        Column("mesh", "mesh", RULES, on=EVERYWHERE if len(meshes) > 1 else "data"),
+        Column("layout", "splits", RULES, share="30%"),
+        Column("beside", "storage and recompute", rank=4, beside="layout", under="layout"),
+        Column("step_seconds", "step", SECONDS),
+        Column(
+            "step_over_answer", "ratio", TIMES, 2, under="step_seconds", on="data" if lean else EVERYWHERE
         ),
-        out,
+        Column("compute_seconds", "compute", SECONDS, rank=6, on="terminal, data"),
+        Column("exposed_communication_seconds", "exposed", SECONDS, rank=5),
+        Column("communication_seconds", "communication", SECONDS, on="data"),
+        Column("mfu", "MFU", SHARE, rank=3, on=EVERYWHERE if utilised else "data"),
+        Column("peak_memory_bytes", "memory", BYTES),
+        Column("memory_over_answer", "ratio", TIMES, 2, on=EVERYWHERE if lean else "data"),
+        Column("feasible", "fits", rank=0 if {*said} - {"yes"} else 3),
+        Column("reason", "reason", under="feasible", on="page, data"),
     )
+    rows = [row(*each, fit) for each, fit in zip(named, said, strict=True)]
+    return View(title, columns, rows, name, strong=strong, shown=8)
 
 
-def dims(plan: PlanFile) -> DataTable:
-    """Split dimensions first; a size that the plan does not have is none."""
-    out = [(r.name, r.size or None, "+".join(r.axes), r.piece or None) for r in dimension_rows(plan)]
-    return DataTable(("dim", "size", "axes", "piece"), out)
+def frontier(plan: PlanFile, fits: Callable[[Alternative], str] | None = None) -> View:
+    """Time against memory, the least memory first; at a knee, more memory begins to buy little time."""
+    found = choices.frontier(plan)
+    named = [
+        (f.choice, f.choice.name, [w for w, on in (("this plan", f.is_answer), ("knee", f.knee)) if on])
+        for f in found
+    ]
+    made = layout_table(
+        "Frontier of time and memory", "point", named, plan, fits or plan.fit_of, name="frontier", strong=None
+    )
+    marks = (Column("knee", "knee", FLAG, on="data"), Column("this_plan", "this plan", FLAG, on="data"))
+    rows = [(*row, f.knee, f.is_answer) for row, f in zip(made.rows, found, strict=True)]
+    return replace(made, columns=(*made.columns, *marks), rows=rows)
 
 
-def variables(plan: PlanFile) -> DataTable:
-    """One row for every variable, ungrouped."""
-    out = [
+def dims(plan: PlanFile) -> View:
+    """Dimensions against mesh axes, split ones first; a size that the plan does not have is none."""
+    names = [*plan.mesh]
+    found = dimension_rows(plan)
+    axes = [Column(f"on_{n}", f"{n} {plan.mesh[n]}", named=True, on="page") for n in names]
+    columns = (
+        Column("dim", "dimension", lead=True),
+        Column("size", "size", WHOLE),
+        Column("axes", "axes", on="data"),
+        *axes,
+        Column("piece", "on a device", WHOLE),
+    )
+    rows = [
         (
-            v.name,
-            v.kind,
-            v.dtype,
+            Cell(strong=bool(r.axes), value=r.name),
+            *(r.size or None, "+".join(r.axes)),
+            *(Cell("split", fill=axis_token(a, names)) if a in r.axes else Cell() for a in names),
+            r.piece or None,
+        )
+        for r in found
+    ]
+    longest = max([len(axis.head) for axis in axes] + [len(r.name) // 2 for r in found] + [0])
+    compact = len(names) <= 3 and longest <= 10
+    return View("Dimensions against mesh axes", columns, rows, "dims", shown=24, compact=compact)
+
+
+def variables(plan: PlanFile) -> View:
+    """Every variable and the piece that a device holds."""
+    keys = data("name", "kind", "dtype", "shape", "splits", "piece", "bytes", "local_bytes")
+    rows = [
+        (
+            *(v.name, v.kind, v.dtype),
             " ".join(f"{dim}={size}" for dim, size in v.shape),
             " ".join("+".join(axes) or "-" for axes in v.splits),
             "×".join(str(n) for n in v.local_shape(plan.mesh)),
-            float(v.bytes),
-            float(v.local_bytes),
+            *(float(v.bytes), float(v.local_bytes)),
         )
         for v in plan.details.variables
     ]
-    return DataTable(("name", "kind", "dtype", "shape", "splits", "piece", "bytes", "local_bytes"), out)
+    return View("Variables", keys, rows, "variables")
 
 
-def operations(plan: PlanFile) -> DataTable:
-    """Totals of a step on one device."""
-    out = [
-        (w.scope, w.op, w.phase, w.runs, w.compute, w.hidden, w.exposed, w.seconds, w.flops, w.bytes)
-        for w in work.work(plan)
-    ]
-    return DataTable(
-        (
-            "scope",
-            "op",
-            "phase",
-            "runs",
-            "compute_seconds",
-            "hidden_seconds",
-            "exposed_seconds",
-            "step_seconds",
-            "flops",
-            "bytes",
-        ),
-        out,
+def variable_groups(plan: PlanFile) -> View:
+    """Variables and the piece of each that a device holds; equal ones are one row."""
+    columns = (
+        Column("picture", "piece", on="page"),
+        Column("name", "variable", lead=True, share="24%"),
+        Column("shape", "shape and split"),
+        Column("piece", "piece's shape"),
+        Column("local_bytes", "bytes on a device", BYTES),
     )
+    rows = [
+        (
+            Cell(piece=piece_shares(v, plan)),
+            Cell(v.name, f"{f'{v.alike} alike, ' if v.alike > 1 else ''}{v.kind}, {v.dtype}", strong=True),
+            Cell(shape_text(v), split_text(v)),
+            " × ".join(f"{n:,}" for n in v.local_shape(plan.mesh)) or "scalar",
+            Cell(sub=f"of {bytes_text(v.bytes * v.alike)}", value=v.local_bytes * v.alike),
+        )
+        for v in grouped(plan)
+    ]
+    return View("Variables and the piece on a device", columns, rows, "variables", shown=8)
 
 
-def collectives(plan: PlanFile) -> DataTable:
-    """The longest exposed first."""
+def operations(plan: PlanFile) -> View:
+    """Operations by what they add to the step on one device, with the collectives that each causes."""
+    columns = (
+        Column("name", "operation", lead=True, share="28%", on="page"),
+        *data("scope", "op", "phase", "runs", "compute_seconds", "hidden_seconds", "exposed_seconds"),
+        Column("step_seconds", "adds to the step", SECONDS),
+        *data("flops", "bytes"),
+        Column("work", "work", on="page"),
+        Column("collectives", "collectives", on="page"),
+    )
+    found = work.work(plan)
+    longest = found[0].seconds if found and found[0].seconds else 1.0
+    total = plan.predicted.step_seconds or sum(w.seconds for w in found) or 1.0
+
+    def row(w: work.Work) -> Row:
+        bars = ((w.compute / longest, "compute"), (w.exposed / longest, "exposed"))
+        runs = f"{count(w.runs)} runs" if w.runs > 1 else ""
+        busy = ", ".join(filter(None, (runs, rate_text(w.flops, "FLOP") if w.flops else "")))
+        return (
+            Cell(w.name, w.phase, strong=True, more=_opened(w, plan.details.sources)),
+            *(w.scope, w.op, w.phase, w.runs, w.compute, w.hidden, w.exposed),
+            Cell(sub=percent(w.seconds / total), bars=bars, value=w.seconds),
+            *(w.flops, w.bytes, busy, "; ".join(_sent(c) for c in w.collectives.values())),
+        )
+
+    return View("Most expensive operations", columns, [row(w) for w in found], "operations", shown=12)
+
+
+def _opened(w: work.Work, sources: Mapping[str, str]) -> tuple[str, ...]:
+    """What is folded away under an operation: where the model writes it, and its work."""
+    code = sources.get(w.place, "").replace("`", "'")
+    found = [f"{w.place}: `{code}`" if code else w.place] if w.place else []
+    parts = (("compute", w.compute), ("exposed", w.exposed), ("hidden", w.hidden))
+    found.append(", ".join(f"{name} {seconds_text(value)}" for name, value in parts))
+    if w.flops or w.bytes:
+        intensity = f", {digits(w.flops / w.bytes)} FLOP a byte" if w.flops and w.bytes else ""
+        found.append(f"{rate_text(w.flops, 'FLOP')} and {bytes_text(w.bytes)} read or written{intensity}")
+    return tuple(found)
+
+
+def _sent(c: work.CollectiveWork) -> str:
+    exposed = f"{seconds_text(c.exposed)} exposed of {seconds_text(c.seconds)}"
+    return f"{c.name}: {bytes_text(c.sent)} in {plural(round(c.runs), 'run')}, {exposed}"
+
+
+def collectives(plan: PlanFile) -> View:
+    """Collectives with the operation that causes them, the longest exposed first."""
     found = [(w, c) for w in work.work(plan) for c in w.collectives.values()]
     found.sort(key=lambda x: -x[1].exposed)
-    out = [
+    keys = data(
+        "scope", "op", "phase", "collective", "axes", "runs", "seconds", "exposed_seconds", "sent_bytes"
+    )
+    rows = [
         (w.scope, w.op, w.phase, c.kind, "+".join(c.axes), c.runs, c.seconds, c.exposed, c.sent)
         for w, c in found
     ]
-    return DataTable(
-        ("scope", "op", "phase", "collective", "axes", "runs", "seconds", "exposed_seconds", "sent_bytes"),
-        out,
-    )
+    return View("Collectives", keys, rows, "collectives")
 
 
-def time_by_kind(plan: PlanFile) -> DataTable:
-    """The answer first."""
-    out = [(name, kind, value) for name, s in work.shares(plan).items() for kind, value in s.kinds.items()]
-    return DataTable(("layout", "kind", "seconds"), out)
+def time_by_kind(plan: PlanFile) -> View:
+    """Seconds by kind of work, a row per layout and kind, the answer first."""
+    rows = [(name, kind, value) for name, s in work.shares(plan).items() for kind, value in s.kinds.items()]
+    return View("Time by kind of work", data("layout", "kind", "seconds"), rows, "time_by_kind")
 
 
-def memory_timeline(plan: PlanFile) -> DataTable:
-    """In program order."""
+def memory_timeline(plan: PlanFile) -> View:
+    """Bytes held at every instruction, in program order."""
     points = plan.details.memory.points if plan.details.memory else ()
-    return DataTable(
-        ("position", "scope", "op", "phase", "bytes"),
-        [(i, p.scope, p.name, p.phase, float(p.bytes)) for i, p in enumerate(points)],
+    rows = [(i, p.scope, p.name, p.phase, float(p.bytes)) for i, p in enumerate(points)]
+    return View("Memory", data("position", "scope", "op", "phase", "bytes"), rows, "memory_timeline")
+
+
+def peak(plan: PlanFile) -> View:
+    """Tensors held at the peak of memory, the largest first."""
+    found = plan.details.memory
+    held = holdings_at_peak(found) if found else ()
+    most = found.points[found.peak].bytes if found and found.points else 0.0
+    columns = (
+        Column("what", "held at the peak", lead=True),
+        Column("scope", "where", under="what"),
+        Column("bytes", "bytes", BYTES),
+        Column("share", "share", ERROR, on="terminal, page"),
     )
-
-
-def peak(plan: PlanFile) -> DataTable:
-    """As the plan lists them."""
-    held = holdings_at_peak(plan.details.memory) if plan.details.memory else ()
-    return DataTable(("what", "scope", "bytes"), [(h.what, h.scope, float(h.bytes)) for h in held])
-
-
-def frontier(plan: PlanFile) -> DataTable:
-    """By memory."""
-    out = [
-        (
-            f.choice.name,
-            mesh_option(f.choice.mesh),
-            layout_text(f.choice.layout),
-            float(f.predicted.peak_memory_bytes),
-            f.predicted.step_seconds,
-            f.knee,
-            f.is_answer,
-        )
-        for f in choices.frontier(plan)
+    rows = [
+        (Cell(h.name, value=h.what), h.scope, float(h.bytes), h.bytes / most if most else None) for h in held
     ]
-    return DataTable(
-        ("name", "mesh", "layout", "peak_memory_bytes", "step_seconds", "knee", "this_plan"), out
-    )
+    folded = f"All {sum(h.alike for h in held):,} tensors held at the peak"
+    return View("Tensors held at the peak of memory", columns, rows, "peak", folded=folded)
 
 
-def sensitivity(plan: PlanFile) -> DataTable:
-    """No step time: nothing fits."""
-    out = [(s.factor, t.value, t.step_seconds, t.layout) for s in plan.details.sensitivity for t in s.trials]
-    return DataTable(("factor", "value", "step_seconds", "layout"), out)
+def sensitivity(plan: PlanFile) -> View:
+    """The best step time as one factor changes; none where nothing fits."""
+    rows = [(s.factor, t.value, t.step_seconds, t.layout) for s in plan.details.sensitivity for t in s.trials]
+    return View("Sensitivity", data("factor", "value", "step_seconds", "layout"), rows, "sensitivity")
 
 
-def validation(plan: PlanFile) -> DataTable:
-    """Relative error: predicted over measured, minus one."""
+def validation(plan: PlanFile) -> View:
+    """Predicted and measured seconds by layout, the fastest first.
+
+    The error is predicted over measured, minus one.
+    """
     found = plan.details.validation.timed if plan.details.validation else ()
-    out = [
+    columns = (
+        Column("layout", "layout", RULES, lead=True),
+        Column("predicted_seconds", "predicted", SECONDS),
+        Column("measured_seconds", "measured", SECONDS),
+        Column("relative_error", "error", DIFFERENCE),
+    )
+    rows = [
         (r.layout, r.predicted_seconds, r.measured_seconds, r.predicted_seconds / r.measured_seconds - 1)
-        for r in found
+        for r in sorted(found, key=lambda r: r.measured_seconds)
     ]
-    return DataTable(("layout", "predicted_seconds", "measured_seconds", "relative_error"), out)
+    return View("Predicted and measured step times", columns, rows, "validation", shown=8)
 
 
-def calibration(plan: PlanFile) -> DataTable:
-    """Residual: fitted over measured, minus one."""
+def calibration(plan: PlanFile) -> View:
+    """Measurements of the calibration with what the fit says; the residual is fitted over measured, minus
+    one."""
     found = plan.details.calibration.samples if plan.details.calibration else ()
-    out = [(s.what, float(s.size), s.measured_seconds, s.predicted_seconds, s.residual) for s in found]
-    return DataTable(("what", "size", "measured_seconds", "fitted_seconds", "residual"), out)
+    rows = [(s.what, float(s.size), s.measured_seconds, s.predicted_seconds, s.residual) for s in found]
+    keys = data("what", "size", "measured_seconds", "fitted_seconds", "residual")
+    return View("Calibration", keys, rows, "calibration")
 
 
-def assumptions(plan: PlanFile) -> DataTable:
-    """Numbers whose source is an assumption are marked."""
+def fitted(plan: PlanFile) -> View:
+    """The fitted numbers of the calibration."""
+    found = plan.details.calibration.fit if plan.details.calibration else ()
+    columns = (Column("name", "fitted number", lead=True), Column("value", "value", NUMBER))
+    rows = [(f.name, Cell(number_text(f.value, f.unit), value=number(f.value))) for f in found]
+    return View("Fitted numbers", columns, rows)
+
+
+def assumptions(plan: PlanFile) -> View:
+    """Every hardware number with its source and date; assumptions, which are what to doubt, first."""
     found = plan.details.hardware.numbers if plan.details.hardware else ()
-    out = [(n.path, number(n.value), n.unit, n.source, n.date, n.assumed) for n in found]
-    return DataTable(("number", "value", "unit", "source", "date", "assumed"), out)
+    columns = (
+        Column("number", "number", lead=True, share="26%"),
+        Column("value", "value", NUMBER),
+        Column("unit", "unit", on="data"),
+        Column("source", "source"),
+        Column("date", "date", under="source"),
+        Column("assumed", "assumed", FLAG, on="data"),
+    )
+    rows = [
+        (
+            n.path,
+            Cell(number_text(n.value, n.unit), value=number(n.value)),
+            n.unit,
+            Cell(state="warn" if n.assumed else "", value=n.source),
+            n.date,
+            n.assumed,
+        )
+        for n in sorted(found, key=lambda n: not n.assumed)
+    ]
+    return View("Hardware numbers and their sources", columns, rows, "assumptions")
+
+
+def axes(plan: PlanFile) -> View:
+    """The mesh's axes with what lies on them, and what a device sends over each."""
+    columns = (
+        Column("axis", "axis", lead=True),
+        Column("size", "size", WHOLE),
+        Column("dims", "dimensions split over it"),
+        Column("sent_bytes", "a device sends per step", BYTES),
+    )
+    sent = plan.predicted.communication_bytes_per_device
+    rows: list[Row] = [
+        (
+            Cell(chips=chips([axis], plan.mesh), sub=lies_on(plan, axis), value=axis),
+            size,
+            some(dims_on(plan, axis), 24, 80) or "nothing",
+            sent.get(axis) or None,
+        )
+        for axis, size in plan.mesh.items()
+    ]
+    rows += [
+        (Cell(chips=chips(key.split("+"), plan.mesh), value=key), None, "together", value)
+        for key, value in sent.items()
+        if key not in plan.mesh and value
+    ]
+    return View("Axes of the mesh", columns, rows, shown=12)
+
+
+def curve_layouts(plan: PlanFile) -> View:
+    """What the letters of the sensitivity curves stand for, and where each layout is best."""
+
+    def best_at(layout: str) -> str:
+        found = []
+        for s in plan.details.sensitivity:
+            trials = (t for t in s.trials if t.layout == layout and t.step_seconds is not None)
+            values = [factor_value(s.factor, t.value) for t in trials]
+            if values:
+                found.append(f"{s.factor} {values[0]}" + (f" to {values[-1]}" if len(values) > 1 else ""))
+        return "; ".join(found)
+
+    columns = (
+        Column("mark", "mark", lead=True),
+        Column("layout", "layout", RULES),
+        Column("best_at", "best at"),
+    )
+    rows = [
+        (Cell(mark, strong=True, value=mark), layout, best_at(layout))
+        for layout, mark in layout_letters(plan).items()
+    ]
+    return View("Layouts of the curves", columns, rows, shown=8)
+
+
+def repairs(found: Sequence[Repair]) -> View:
+    """What would help where nothing fits, the fastest first, with the command lines."""
+    columns = (
+        Column("change", "change", lead=True),
+        Column("step_seconds", "step", SECONDS),
+        Column("mfu", "MFU", SHARE),
+        Column("peak_memory_bytes", "memory", BYTES),
+        Column("layout", "layout", RULES, on="page, data"),
+        Column("beside", "storage and recompute", under="layout", on="page, data"),
+        Column("command", "command", share="34%", on="page, data"),
+    )
+    rows = [
+        (
+            Cell(
+                f"{each.change} ({each.note})" if each.note else each.change, strong=True, value=each.change
+            ),
+            Cell(sub="" if each.proven else "not proven", value=each.step_seconds),
+            each.mfu,
+            Cell(used_text(each.peak_memory_bytes, each.memory_bytes), value=each.peak_memory_bytes),
+            *(each.layout, each.decided, Cell(code=True, value=each.command)),
+        )
+        for each in found
+    ]
+    return View("What would help", columns, rows, shown=12)
+
+
+def record(pairs: Sequence[tuple[str, str]], title: str) -> View:
+    """Names and values."""
+    columns = (Column("what", "what", lead=True, share="13em"), Column("value", "value"))
+    rows = [(Cell(name, strong=True), Cell(value, code=name in TYPED)) for name, value in pairs if value]
+    return View(title, columns, rows, shown=99, fixed=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from layoutopt.plan.details import Variable
@@ -62,3 +63,9 @@ def split_text(variable: Variable) -> str:
         if axes
     ]
     return ", ".join(parts) or "whole on every device"
+
+
+def piece_shares(variable: VariableGroup, plan: PlanFile) -> tuple[float, float]:
+    """The piece's part of the box's width (the last dimension) and height (all dimensions before it)."""
+    parts = [math.prod(plan.mesh.get(a, 1) for a in axes) for axes in variable.splits]
+    return 1 / (parts[-1] if parts else 1), 1 / math.prod(parts[:-1])

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from layoutopt.cli import streams
-from layoutopt.cli.terminal import Terminal, table
+from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.results import InitResult
+from reports.views.view import View, texts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,7 +39,8 @@ def test_terminals_without_our_characters(monkeypatch: pytest.MonkeyPatch, encod
     monkeypatch.setattr(sys, "stderr", err)
     with streams.open_streams():
         terminal = Terminal()
-        terminal.show(table("Prices × 2", ("µs", "±"), [("1 – 2", "≥ 3 → 4"), ("é", "日本\ud800")]))
+        rows = [("1 – 2", "≥ 3 → 4"), ("é", "日本\ud800")]
+        terminal.show(View("Prices × 2", texts("µs", "±"), rows))
         terminal.say("wrote “plan” …")
         Terminal(as_json=True).result(InitResult(path="é×日"))
     lines = out.text

@@ -26,10 +26,12 @@ from layoutopt.api import SearchStatus
 from layoutopt.cli.completion import complete_setting
 from layoutopt.cli.plan_tables import frontier_table
 from layoutopt.cli.progress import Bounds, Steps, bounds_text
-from layoutopt.cli.terminal import GOOD, Terminal, facts, plain, table
+from layoutopt.cli.sheet import Sheet
+from layoutopt.cli.terminal import GOOD, Terminal, facts, plain
 from layoutopt.plan.build import load_plan
 from layoutopt.plan.units import seconds_text
 from reports.reader import plan_of
+from reports.views.view import BYTES, SECONDS, TIMES, Cell, Column, Kind, View, texts
 from tests.reports import sample
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -217,17 +219,20 @@ def test_ctrl_c_keeps_what_was_trained(run: Callable[..., Result], tmp_path: Pat
 
 def drawn(shown: Any, width: int) -> list[str]:
     console = Console(width=width, file=io.StringIO(), color_system=None)
-    console.print(shown)
+    console.print(Sheet(shown) if isinstance(shown, View) else shown)
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
 SPLITS = "batch:data+model; hidden_1:model; vocabulary:data"
+FIGURE = Kind(str)
+"""A number that is in words already."""
 ROWS = [["the answer", SPLITS, "6.30 ms", "224 KiB"], ["data parallel", "", "41.2 ms", "1.32 MiB"]]
 
 
 @pytest.mark.parametrize("width", [60, 71, 80, 100, 200])
 def test_no_width_breaks_a_word(width: int) -> None:
-    lines = drawn(table("Layouts", ["layout", "splits", "step", "memory"], ROWS, (2, 3)), width)
+    columns = (*texts("layout", "splits"), Column("step", "step", FIGURE), Column("memory", "memory", FIGURE))
+    lines = drawn(View("Layouts", columns, ROWS), width)
     assert all(len(line) <= width for line in lines)
     words = " ".join(lines).split()
     assert all(word in words for word in SPLITS.split())
@@ -236,7 +241,7 @@ def test_no_width_breaks_a_word(width: int) -> None:
 
 def test_a_table_without_room_is_a_block_for_each_row() -> None:
     lines = [
-        line.rstrip() for line in drawn(table("Layouts", ["layout", "splits", "step"], [ROWS[0][:3]]), 30)
+        line.rstrip() for line in drawn(View("Layouts", texts("layout", "splits", "step"), [ROWS[0][:3]]), 30)
     ]
     assert lines == [
         "Layouts",
@@ -250,8 +255,8 @@ def test_a_table_without_room_is_a_block_for_each_row() -> None:
 
 def test_where_its_first_column_leaves_no_room_rows_stand_below_it() -> None:
     rows = [["feed_forward_norm/normalizegrad", "forward", "4", "140 µs"], ["step", "", "21", "1.56 ms"]]
-    made = table("Per operation", ["operation", "phase", "runs", "time"], rows, (2, 3), total=True)
-    assert drawn(made, 40) == [
+    columns = (*texts("operation", "phase"), Column("runs", "runs", FIGURE), Column("time", "time", FIGURE))
+    assert drawn(View("Per operation", columns, rows, total=True), 40) == [
         "Per operation",
         "  phase    runs     time",
         "feed_forward_norm/normalizegrad",
@@ -259,6 +264,39 @@ def test_where_its_first_column_leaves_no_room_rows_stand_below_it() -> None:
         "step",
         "             21  1.56 ms",
     ]
+
+
+def test_columns_of_less_worth_leave_a_narrow_terminal_and_may_stand_beside_others() -> None:
+    columns = (
+        Column("layout", "layout"),
+        Column("splits", "splits"),
+        Column("stored", "stored", rank=1, beside="splits"),
+        Column("step", "step", SECONDS),
+        Column("exposed", "exposed", SECONDS, rank=2),
+        Column("sent", "sent", BYTES, on="page, data"),
+    )
+    view = View("Layouts", columns, [("data parallel", "batch:data", "zero1 ×9", 0.2, 0.05, 1024.0)])
+    heads = {width: drawn(view, width)[1].split() for width in (40, 46, 56)}
+    assert [*heads.values()] == [
+        ["layout", "┃", "splits", "┃", "step"],
+        ["layout", "┃", "splits", "┃", "stored", "┃", "step"],
+        ["layout", "┃", "splits", "┃", "stored", "┃", "step", "┃", "exposed"],
+    ]
+    assert "zero1 ×9" in drawn(view, 40)[4]
+
+
+def test_rows_that_are_left_out_are_summed_up() -> None:
+    columns = (Column("name", "name", lead=True), Column("time", "time", SECONDS), Column("of", "of", TIMES))
+    rows = [("a", 3.0, 1.0), ("b", Cell("two", value=2.0), 1.0), ("c", None, 1.0), ("d", 1.0, 1.0)]
+    view = View("Rows", columns, rows)
+    assert view.first(4) is view
+    assert [*view.first(1).rows] == [rows[0], ["3 others", 3.0, None]]
+
+
+def test_nothing_is_padded_where_nobody_looks(run: Callable[..., Result]) -> None:
+    done = run("cost", "examples/mlp.py", "--mesh", "data:2", "--layout", "batch:data")
+    lines = done.stdout.splitlines()
+    assert len(lines) > 20 and all(line == line.rstrip() for line in lines)
 
 
 def test_a_long_layout_breaks_between_its_rules() -> None:

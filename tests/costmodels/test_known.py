@@ -38,7 +38,7 @@ def test_words() -> None:
         "steps": {"rows": 11, "fitted": 8, "mean": 0.08, "worst": 0.19},
         "compiler": {"rows": 1, "compute": 0.15, "memory": 0.17},
     }
-    words = Known.model_validate(said).words.replace("\u00a0", " ")
+    words = Known.model_validate(said).words.replace(" ", " ")
     assert words == (
         "11 published steps on this hardware: 8.0 % off in the mean, 19 % at most, 8 of them part of the "
         "fit; against its compiler, 1 program: compute 15 % and memory 17 % off in the median"
@@ -48,7 +48,7 @@ def test_words() -> None:
 def test_what_nearly_fills_the_memory_may_not_fit() -> None:
     known = Known.model_validate({"compiler": {"rows": 14, "compute": 0.15, "memory": 0.034}})
     assert known.barely(989, 1000).startswith(
-        "1.1\u00a0% of the memory is left, and a step may need 5.0\u00a0% more than predicted"
+        "1.1 % of the memory is left, and a step may need 5.0 % more than predicted"
     )
     assert known.barely(989, 1000).endswith("`layoutopt verify` asks the compiler")
     assert [known.barely(peak, 1000) for peak in (940, 1001)] == ["", ""]

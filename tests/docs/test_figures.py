@@ -14,7 +14,7 @@ import pytest
 from costmodels.hardware.known import known_errors
 from costmodels.hardware.load import load_hardware
 from layoutopt.details.of_machine import errors_known
-from layoutopt.plan.units import SPACE, bytes_text, percent
+from layoutopt.plan.units import bytes_text, percent
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -29,7 +29,7 @@ def results(name: str) -> Any:
 
 
 def plain(text: str) -> str:
-    return " ".join(text.replace(SPACE, " ").split())
+    return " ".join(text.split())
 
 
 def test_how_sure_is_what_is_known_today() -> None:

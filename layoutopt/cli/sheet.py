@@ -1,0 +1,179 @@
+"""Views on terminals. No word is broken: where there is no room for that, columns of less worth leave; then
+what a row is about stands on a line of its own over its cells; else every row is a block of names and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from reports.views.view import Column, View
+
+BETWEEN = 3
+"""Characters between two columns."""
+INDENT = GAP = 2
+ROOMY = 20
+"""Characters of a text that is longer before it breaks, as far as columns of less worth leave room."""
+
+
+@dataclass
+class _Part:
+    """A column that is shown, with its texts."""
+
+    column: Column
+    texts: list[str]
+
+    @property
+    def right(self) -> bool:
+        return self.column.kind.number
+
+    @property
+    def lines(self) -> list[str]:
+        """Its heading first."""
+        return [self.column.head, *self.texts]
+
+    def widest(self, most: int = 10**6) -> int:
+        """Characters of the longest line; of one that may break, not more than `most` or its longest word."""
+        found = max((cell_len(line) for text in self.lines for line in text.split("\n")), default=0)
+        return found if self.right else max(min(found, most), self.least)
+
+    @property
+    def least(self) -> int:
+        """Characters without which a word, or a number with its unit, would break."""
+        words = (part for text in self.texts for part in ([text] if self.right else text.split()))
+        return max(map(cell_len, (*words, *self.column.head.split())), default=0)
+
+
+@dataclass
+class Sheet:
+    """A view as wide as the terminal lets it be."""
+
+    view: View
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room = options.max_width
+        parts = self._parts(room)
+        widths = _widths(parts, room)
+        if widths is None:
+            yield from self._rows_below(parts, room) or self._blocks(parts)
+            return
+        made = Table(
+            title=Text(self.view.title, style="bold"),
+            title_justify="left",
+            header_style="bold",
+            show_edge=False,
+            pad_edge=False,
+        )
+        for part, width in zip(parts, widths, strict=True):
+            justify = "right" if part.right else "left"
+            made.add_column(Text(part.column.head), justify=justify, overflow="fold", width=width)  # type: ignore[arg-type]
+        for n, row in enumerate(zip(*(part.texts for part in parts), strict=True)):
+            if self.view.total and n == len(self.view.rows) - 1:
+                made.add_section()
+            made.add_row(*map(Text, row), style=self._style(n))
+        yield made
+
+    def _style(self, row: int) -> str | None:
+        return "bold" if row == self.view.strong else None
+
+    def _parts(self, room: int) -> list[_Part]:
+        """The columns for which there is room; of those that leave, some go on beside others."""
+        cells = [
+            [c.cell(entry).text for c, entry in zip(self.view.columns, row, strict=True)]
+            for row in self.view.rows
+        ]
+        texts = [*map(list, zip(*cells, strict=True))] or [[] for _ in self.view.columns]
+        parts = [
+            _Part(column, column_texts)
+            for column, column_texts in zip(self.view.columns, texts, strict=True)
+            if column.shown_on("terminal")
+        ]
+        while sum(p.widest(ROOMY) for p in parts) + BETWEEN * (len(parts) - 1) > room:
+            gone = max(reversed(parts), key=lambda part: part.column.rank)
+            if not gone.column.rank:
+                break
+            parts.remove(gone)
+            if gone.column.beside:
+                parts = [
+                    replace(p, texts=[*map(_joined, p.texts, gone.texts)])
+                    if p.column.key == gone.column.beside
+                    else p
+                    for p in parts
+                ]
+        return parts
+
+    def _rows_below(self, parts: Sequence[_Part], room: int) -> list[RenderableType]:
+        """What each row is about, and its other cells in columns below; nothing where that has no room."""
+        others = parts[1:]
+        wide = [part.widest() for part in others]
+        if INDENT + sum(wide) + GAP * (len(wide) - 1) > room:
+            return []
+
+        def line(texts: Sequence[str]) -> str:
+            cells = (
+                text.rjust(width) if part.right else text.ljust(width)
+                for part, text, width in zip(others, texts, wide, strict=True)
+            )
+            return (" " * INDENT + (" " * GAP).join(cells)).rstrip()
+
+        said: list[RenderableType] = [Text(self.view.title, style="bold")]
+        said.append(Text(line([part.column.head for part in others]), style="bold"))
+        for n, (name, *texts) in enumerate(zip(*(part.texts for part in parts), strict=True)):
+            said += [Text(name, style=self._style(n) or ""), Text(line(texts))]
+        return said
+
+    def _blocks(self, parts: Sequence[_Part]) -> Iterator[RenderableType]:
+        """Each row under what its first column says."""
+        yield Text(self.view.title, style="bold")
+        heads = [f"{' ' * INDENT}{part.column.head}" for part in parts[1:]]
+        for n, (first, *texts) in enumerate(zip(*(part.texts for part in parts), strict=True)):
+            yield Text(first, style=self._style(n) or "")
+            yield Facts([(name, text) for name, text in zip(heads, texts, strict=True) if text], {})
+
+
+def _joined(text: str, more: str) -> str:
+    return "; ".join(filter(None, (text, more)))
+
+
+def _widths(parts: Sequence[_Part], room: int) -> list[int] | None:
+    """Characters of every column: all that its texts need, or less of the widest ones, which then break
+    between words; None where even that is not enough."""
+    wanted, least = [part.widest() for part in parts], [part.least for part in parts]
+    free = room - BETWEEN * (len(parts) - 1)
+    if sum(least) > free:
+        return None
+    level = max(wanted, default=0)
+    while sum(found := [max(a, min(w, level)) for a, w in zip(least, wanted, strict=True)]) > free:
+        level -= 1
+    return found
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Names and values; a layout that is longer than a line breaks between its rules.
+
+    Attributes:
+      styles: of the values of some names.
+    """
+
+    rows: Sequence[tuple[str, str]]
+    styles: Mapping[str, str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        made = Table.grid(padding=(0, GAP))
+        made.add_column(style="dim", no_wrap=True)
+        made.add_column(overflow="fold")
+        room = options.max_width - GAP - max((cell_len(name) for name, _ in self.rows), default=0)
+        for name, value in self.rows:
+            made.add_row(Text(name), Text(_breakable(value, room), style=self.styles.get(name, "")))
+        yield made
+
+
+def _breakable(text: str, room: int) -> str:
+    """With room to break it between the rules of layouts and meshes that are too long for a line."""
+    return " ".join(w.replace(";", "; ") if cell_len(w) > room else w for w in text.split(" "))

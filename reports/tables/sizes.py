@@ -1,0 +1,58 @@
+"""The candidates of a sizing as one view."""
+
+from __future__ import annotations
+
+from layoutopt.plan.size_results import SizedCandidate, SizeResult
+from layoutopt.plan.units import mesh_option
+from reports.views.view import BYTES, EVERYWHERE, NUMBER, SECONDS, SHARE, WHOLE, Cell, Column, Row, View
+
+
+def loss_text(each: SizedCandidate) -> str:
+    """A loss, with its interval where there is one."""
+    if each.loss is None:
+        return "–"
+    if each.loss_interval is None or None in each.loss_interval:
+        return f"{each.loss:.4f}"
+    low, high = each.loss_interval
+    return f"{each.loss:.4f} ({low:.4f} to {high:.4f})"
+
+
+def changed(each: SizedCandidate) -> str:
+    """What is not the user's, as `--set` takes it."""
+    return " ".join(f"{name}={value}" for name, value in each.hparams.items()) or "as given"
+
+
+def candidates(found: SizeResult) -> View:
+    """Every size that was searched, in its best layout, and how sure its time is."""
+    priced = any(each.money is not None for each in found.candidates)
+    columns = (
+        Column("parameters", "parameters", NUMBER, lead=True),
+        Column("hparams", "hyperparameters", under="parameters", on="page, data"),
+        Column("tokens", "tokens", NUMBER),
+        Column("loss", "loss", NUMBER),
+        Column("hardware", "hardware"),
+        Column("devices", "devices", WHOLE),
+        Column("mesh", "mesh", rank=3, beside="hardware", under="hardware"),
+        Column("peak_memory_bytes", "memory", BYTES, under="hardware", on="page, data"),
+        Column("step_seconds", "step", SECONDS, on="page, data"),
+        Column("mfu", "MFU", SHARE),
+        Column("days", "days", NUMBER),
+        Column("sure", "sure", rank=2, under="step_seconds"),
+        Column("chip_hours", "chip-hours", NUMBER, rank=1),
+        Column("money", "cost", NUMBER, on=EVERYWHERE if priced else "data"),
+        Column("frontier", "frontier", rank=4, under="loss"),
+    )
+
+    def row(each: SizedCandidate) -> Row:
+        accuracy = found.accuracy_of(each.hardware)
+        sure = None if accuracy.mean is None and not accuracy.steps else accuracy.mean
+        return (
+            *(each.parameters, changed(each), each.tokens, Cell(loss_text(each), value=each.loss)),
+            *(each.hardware, each.devices, mesh_option(each.mesh), float(each.peak_memory_bytes)),
+            *(each.step_seconds, each.mfu, each.days, Cell(accuracy.in_short(), value=sure)),
+            *(each.chip_hours, each.money, Cell("frontier" if each.frontier else "", value=each.frontier)),
+        )
+
+    every = found.candidates
+    strong = next((i for i, each in enumerate(every) if each == found.best), None)
+    return View("Candidates", columns, [row(each) for each in every], "candidates", strong=strong, shown=20)
