@@ -28,7 +28,7 @@ from layoutopt.clock import UNLIMITED, Clock
 from layoutopt.details.of_machine import hardware_details
 from layoutopt.evaluator import Evaluation, evaluate
 from layoutopt.plan.build import Plan
-from layoutopt.plan.details import Proof, Robustness, RuledOut, Searched
+from layoutopt.plan.details import Proof, Robustness, RuledOut
 from layoutopt.plan.results import (
     Against,
     Binding,
@@ -40,7 +40,7 @@ from layoutopt.plan.results import (
 from layoutopt.plan.units import bytes_text, share_text, some
 from layoutopt.plan.ways import Turning
 from layoutopt.shown import Shown, table
-from layoutopt.space.recorded import allowed_by, allowed_text
+from layoutopt.space.recorded import allowed_text
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower import Options
@@ -99,7 +99,7 @@ class Explained(Shown):
     @property
     def for_memory(self) -> bool:
         """The plan's search was for the least memory."""
-        return question_of(self.plan).objective == "memory"
+        return self.plan.question.objective == "memory"
 
     @property
     def binds(self) -> bool:
@@ -246,8 +246,7 @@ def explain(
         raise UserError(f"explain {plan!r}: give what layoutopt.search gave, or load_plan(path).of(model)")
     against = None if against is None else layout_of(against)
     model, machine = model_of(plan), machine_of(hardware or plan.data.hardware)
-    asked = question_of(plan)
-    rules, memory = allowed_by(asked), limit_of(plan, machine)
+    asked, rules, memory = plan.question, plan.allowed, float(plan.limit(machine))
     features = forbidden(plan, rules, without)
     found = evaluate(model, plan.mesh, plan.layout, machine, plan.options)
     wrong = disagreements(plan, found)
@@ -301,17 +300,6 @@ def explain(
     )
 
 
-def question_of(plan: Plan) -> Searched:
-    """The question of the plan's search; defaults where the file does not say."""
-    return plan.data.details.search or Searched()
-
-
-def limit_of(plan: Plan, hardware: Hardware) -> float:
-    """The memory of a device that the plan was made for."""
-    limit = question_of(plan).memory_bytes
-    return float(int(hardware.usable_memory_bytes) if limit is None else limit)
-
-
 def peak_text(memory: MemoryProfile) -> str:
     """The largest tensors at the peak, and the operation where it is."""
     most = ", ".join(f"{h.what} ({bytes_text(h.bytes)})" for h in memory.holdings[:LARGEST])
@@ -358,7 +346,7 @@ def _checked(
     Raises:
       UserError: a plan that was for memory, claims no proof, or is not what it says.
     """
-    asked = question_of(plan)
+    asked = plan.question
     if plan.data.details.search is None:
         raise UserError("--check: the plan does not say what was asked; make it again with search --out")
     if asked.objective == "memory":
@@ -370,7 +358,7 @@ def _checked(
     if found.memory.peak > limit:
         needs = bytes_text(found.memory.peak)
         raise UserError(f"--check: the plan's layout needs {needs} and was searched for {bytes_text(limit)}")
-    rules = allowed_by(asked)
+    rules = plan.allowed
     problems = certify(found.model, plan, machine, limit, rules, asked.devices, asked.max_axes)
     ruled: list[Ruled] = []
     complete = clock.within(0.0, lambda: ruled.extend(problems))
@@ -381,7 +369,7 @@ def _varied(
     plan: Plan, machine: Hardware, limit: float, clock: Clock, told: Callable[[str], None]
 ) -> Conditions:
     """Searches under every changed condition, and prices the alternatives on varied hardware."""
-    model, asked = model_of(plan), allowed_by(question_of(plan))
+    model, asked = model_of(plan), plan.allowed
     curves = sensitivity(model, plan, machine, limit, asked, told, clock)
     told("uncertain hardware")
     return Conditions(tuple(curves), robustness(model, plan, machine, clock=clock))

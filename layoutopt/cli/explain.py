@@ -22,7 +22,7 @@ from layoutopt.cli.options import (
     time_limited,
 )
 from layoutopt.cli.plan_tables import summary, verdicts
-from layoutopt.cli.plans import ModelOption, PlanArgument, Planned, asked_of, open_plan
+from layoutopt.cli.plans import ModelOption, PlanArgument, Planned, open_plan
 from layoutopt.cli.progress import Steps
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.cli.ways import compared_on_links, show_turning, show_ways
@@ -182,5 +182,5 @@ def _whole(found: Planned, evaluation: Evaluation) -> tuple[Undivided, ...]:
     """Variables that the plan's search could not store split."""
     from mesh_tf_core.lower.storage import STAGES
 
-    stages = [stage for stage in STAGES[1:] if stage in asked_of(found.plan).storage]
+    stages = [stage for stage in STAGES[1:] if stage in found.plan.allowed.storage]
     return evaluation.left_whole(stages[-1]) if stages else ()

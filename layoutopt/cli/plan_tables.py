@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from layoutopt.cli.plans import where_of
 from layoutopt.cli.terminal import DOUBT, FITS, GOOD, Terminal, facts
 from layoutopt.details.of_machine import errors_known, sure
 from layoutopt.plan.units import (
@@ -126,7 +125,7 @@ def forms_text(forms: Mapping[str, str]) -> str:
 
 def alternatives_table(plan: Plan, fits: Fits = lambda peak: "yes") -> View:
     """The answer and every alternative on the same numbers, the best by what was asked for first."""
-    return layouts(plan.data, _fits(fits), ANSWER, where_of(plan).objective == "memory")
+    return layouts(plan.data, _fits(fits), ANSWER, plan.question.objective == "memory")
 
 
 def frontier_table(plan: PlanFile, fits: Fits = lambda peak: "yes") -> View:

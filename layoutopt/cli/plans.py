@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.build import Plan
-    from layoutopt.plan.details import Searched
     from layoutopt.plan.schema import Told
-    from layoutopt.space.decisions import SearchSpace
 
 PlanArgument = Annotated[
     Path, typer.Argument(metavar="PLAN", help="A file made by `search --out`.", show_default=False)
@@ -41,31 +39,11 @@ class Planned:
     limit: int
 
 
-def where_of(plan: Plan) -> Searched:
-    """What the plan's search was asked; what the file does not say is the default."""
-    from layoutopt.plan.details import Searched
-
-    return plan.data.details.search or Searched()
-
-
-def asked_of(plan: Plan) -> SearchSpace:
-    """What the plan's search was allowed; what the file does not say is the default."""
-    from layoutopt.space.recorded import allowed_by
-
-    return allowed_by(where_of(plan))
-
-
-def limit_of(plan: Plan, hardware: Hardware) -> int:
-    """The memory of a device that the plan was made for."""
-    limit = where_of(plan).memory_bytes
-    return int(hardware.usable_memory_bytes) if limit is None else limit
-
-
 def hardware_of(plan: Plan) -> str:
     """The hardware file that the plan was made for, if it is there; else the hardware's name."""
     from costmodels.hardware import split_name
 
-    given = where_of(plan).hardware
+    given = plan.question.hardware
     return given if given is not None and os.path.isfile(split_name(given)[0]) else plan.data.hardware
 
 
@@ -116,7 +94,7 @@ def with_model(plan: Plan, path: Path, model: str | None) -> Planned:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     machine = read_hardware(hardware_of(plan))
-    return Planned(plan, loaded, machine, limit_of(plan, machine))
+    return Planned(plan, loaded, machine, plan.limit(machine))
 
 
 def is_plan(layout: str | None) -> bool:

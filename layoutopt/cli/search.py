@@ -34,7 +34,6 @@ from layoutopt.cli.options import (
     time_limited,
 )
 from layoutopt.cli.plan_tables import show_plan
-from layoutopt.cli.plans import where_of
 from layoutopt.cli.progress import Bounds
 from layoutopt.cli.repairs import refusal, repairs_of, show_repairs, smaller_batch
 from layoutopt.cli.terminal import Terminal
@@ -181,7 +180,7 @@ def search(
             show_repairs(terminal, found)
             raise refusal(error, diagnosis, found, as_json) from None
         named = with_settings(hardware, set_hardware or ())
-        question = where_of(kept.plan).model_copy(
+        question = kept.plan.question.model_copy(
             update={"hardware": named, "command": command_line(typed, {})}
         )
         cost = training_cost(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layoutopt.cli.plans import asked_of
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import seconds_text, share_text, signed_percent
 from reports.views.view import BYTES, FLAG, SECONDS, SHARE, Cell, Column, Kind, Row, View
@@ -119,7 +118,7 @@ def compared_on_links(terminal: Terminal, found: Planned, clock: Clock, anew: bo
     with terminal.waiting("pricing the ways to synchronise on other links"):
         if not anew:
             return turning(ways.compared, build, found.hardware)
-        return searched(ways.compared, build, found.hardware, asked_of(plan), found.limit, clock)
+        return searched(ways.compared, build, found.hardware, plan.allowed, found.limit, clock)
 
 
 def show_turning(terminal: Terminal, found: Turning | None) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from layoutopt.plan.decided import SAID, Decided
+from layoutopt.plan.details import Searched
 from layoutopt.plan.schema import (
     Alternative,
     ModelInfo,
@@ -20,7 +21,8 @@ from layoutopt.plan.schema import (
 )
 from layoutopt.plan.training import Training
 from layoutopt.plan.units import bytes_text, seconds_text
-from layoutopt.space.decisions import KINDS
+from layoutopt.space.decisions import KINDS, SearchSpace
+from layoutopt.space.recorded import allowed_by
 from mesh_tf_core.arguments import PATH, check
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.files import write_file
@@ -30,6 +32,7 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.model import NO_STAGES, Model
 
 if TYPE_CHECKING:
+    from costmodels.hardware import Hardware
     from layoutopt.plan.exported import Placed
 
 
@@ -109,6 +112,21 @@ class Plan:
     @property
     def alternatives(self) -> list[Alternative]:
         return self.data.alternatives
+
+    @property
+    def question(self) -> Searched:
+        """The question of its search; defaults where the file does not say."""
+        return self.data.details.search or Searched()
+
+    @property
+    def allowed(self) -> SearchSpace:
+        """The space of its search."""
+        return allowed_by(self.question)
+
+    def limit(self, hardware: Hardware) -> int:
+        """Bytes of a device that it was made for."""
+        said = self.question.memory_bytes
+        return int(hardware.usable_memory_bytes) if said is None else said
 
     def to_json(self) -> dict[str, Any]:
         """The plan file's object."""

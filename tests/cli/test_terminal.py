@@ -160,7 +160,7 @@ def test_a_stopped_search_is_saved_and_says_how_it_ended(
     [
         "layoutopt.details.of_plan.with_details",
         "layoutopt.plan.build.Plan.save",
-        "layoutopt.cli.search.where_of",
+        "layoutopt.cli.search.training_cost",
     ],
 )
 def test_a_plan_that_was_found_is_not_lost(
