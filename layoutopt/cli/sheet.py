@@ -17,8 +17,10 @@ from reports.views.view import Column, View
 BETWEEN = 3
 """Characters between two columns."""
 INDENT = GAP = 2
-ROOMY = 20
-"""Characters of a text that is longer before it breaks, as far as columns of less worth leave room."""
+ROOMY, WIDE = 20, 36
+"""Characters of a longer text before it breaks: columns of rank `EXTRA` and more leave before a text has less
+than `WIDE`, others before it has less than `ROOMY`."""
+EXTRA = 4
 
 
 @dataclass
@@ -93,9 +95,11 @@ class Sheet:
             for column, column_texts in zip(self.view.columns, texts, strict=True)
             if column.shown_on("terminal")
         ]
-        while sum(p.widest(ROOMY) for p in parts) + BETWEEN * (len(parts) - 1) > room:
+        while True:
             gone = max(reversed(parts), key=lambda part: part.column.rank)
-            if not gone.column.rank:
+            most = WIDE if gone.column.rank >= EXTRA else ROOMY
+            fits = sum(p.widest(most) for p in parts) + BETWEEN * (len(parts) - 1) <= room
+            if fits or not gone.column.rank:
                 break
             parts.remove(gone)
             if gone.column.beside:

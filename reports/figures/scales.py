@@ -37,7 +37,20 @@ def log_steps(low: float, high: float, most: int = 5) -> list[float]:
         if len(found) <= most:
             break
     stride = max(1, math.ceil(len(found) / most))
-    return found[::stride] or [math.sqrt(low * high)]
+    return found[::stride] if len(found) > 1 else _multiples(low, high)
+
+
+def _multiples(low: float, high: float) -> list[float]:
+    """Two or more multiples of the largest round step that has so many in a narrow range."""
+    if high <= low:
+        return [low]
+    power = 10.0 ** math.floor(math.log10(high - low))
+    found: list[float] = []
+    for step in (s * power for s in (5.0, 2.5, 2.0, 1.0, 0.5, 0.25)):
+        found = [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+        if len(found) > 1:
+            break
+    return found
 
 
 def padded(values: Sequence[float], share: float = 0.08) -> tuple[float, float]:

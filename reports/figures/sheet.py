@@ -201,6 +201,42 @@ def ticks(
         ax.set_axisbelow(True)
 
 
+PLACES = tuple(
+    (right, up, align)
+    for far in (1, 2, 3)
+    for up in (5 * far, -6 - 9 * far)
+    for right, align in ((6, "left"), (-6, "right"))
+)
+"""Where the label of a point may stand: pixels right and up of it, the nearest first."""
+Label = tuple[float, float, str, str, bool]
+"""A point, its text and colour, and whether the text is bold."""
+
+
+def labels(ax: Axes, found: Sequence[Label], dots: Sequence[tuple[float, float]] = ()) -> None:
+    """Texts beside points, none on another or on a dot; one for which there is no place is left out.
+
+    The first are placed first.
+    """
+    frame, points = ax.get_window_extent(), 72 / ax.figure.dpi
+    marks = [points * ax.transData.transform(dot) for dot in dots]
+    taken = [(x - 3.0, y - 3.0, x + 3.0, y + 3.0) for x, y in marks]
+    for x, y, text, token, bold in found:
+        at, wide = points * ax.transData.transform((x, y)), text_width(text, SMALL)
+        for right, up, align in PLACES:
+            left = at[0] + right - (wide if align == "right" else 0.0)
+            box = (left, at[1] + up - 2.0, left + wide, at[1] + up + SMALL * 0.8)
+            inside = points * frame.x0 <= box[0] and box[2] <= points * frame.x1 + MARGIN + 10
+            if inside and not any(_meet(box, other) for other in taken):
+                label(ax, x, y, text, token, (right, up), align, bold)
+                taken.append(box)
+                break
+
+
+def _meet(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    """Whether two boxes (left, bottom, right, top) have a point in common."""
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
 def label(
     ax: Axes,
     x: float,

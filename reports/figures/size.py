@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from layoutopt.plan.size_results import SizedCandidate, SizeResult
 from layoutopt.plan.units import count, number, plural, rounded
 from reports.figures.scales import log_steps, padded
-from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, label, settings, ticks
+from reports.figures.sheet import MARGIN, SMALL, WIDTH, FigureSheet, Label, labels, settings, ticks
 from reports.theme import AXES, LIGHT
 
 if TYPE_CHECKING:
@@ -42,11 +42,11 @@ def loss_compute(found: SizeResult, title: str = "") -> Figure:
         best = found.best
         if best.flops and best.loss:
             _dots(ax, [(best.flops, best.loss)], "exposed", 9)
-            label(ax, best.flops, best.loss, rounded(count(best.parameters)), "ink", (-36, -16), bold=True)
-        others = [c for c in found.courses if c.parameters != best.parameters]
-        ends_of = {id(c): c for c in (*others[:1], *others[-1:])}.values()
-        for course, up in zip(sorted(ends_of, key=lambda c: -c.points[-1][1]), (5, -7), strict=False):
-            label(ax, *course.points[-1], rounded(count(course.parameters or 0)), "muted", (6, up))
+            named = [(best.flops, best.loss, rounded(count(best.parameters)), "ink", True)]
+            others = [c for c in found.courses if c.parameters != best.parameters]
+            ends_of = {id(c): c for c in (*others[:1], *others[-1:])}.values()
+            named += [(*c.points[-1], rounded(count(c.parameters or 0)), "muted", False) for c in ends_of]
+            labels(ax, named, [*ends, *runs])
         sheet.text(WIDTH - MARGIN, PLOT + 62, "FLOP of training", "muted", SMALL, "right")
         return sheet.figure
 
@@ -56,7 +56,7 @@ def _logarithmic(ax: Axes, xs: Sequence[float], ys: Sequence[float]) -> None:
     ax.set_xlim(*padded(xs, 0.12))
     ax.set_ylim(min(ys) - 0.04, min(max(ys), 2.5 * min(ys)) + 0.05)
     steps = log_steps(*ax.get_xlim(), 5)
-    ticks(ax, "x", steps, [f"{v:.0e}".replace("e+", "e") for v in steps], grid=False)
+    ticks(ax, "x", steps, [f"{v:.2g}".replace("e+", "e") for v in steps], grid=False)
     low, high = ax.get_ylim()
     step = next(s for s in (0.05, 0.1, 0.25, 0.5, 1.0, 2.5) if (high - low) / s <= 8 or s == 2.5)
     first = int(low / step) + 1
@@ -103,17 +103,20 @@ def time_money(found: SizeResult, title: str = "") -> Figure:
         ax.set_xlim(*padded(spent, 0.1))
         ax.set_ylim(*padded(costs, 0.15))
         x, y = log_steps(*ax.get_xlim(), 5), log_steps(*ax.get_ylim(), 5)
-        x = x if len(x) > 1 else [min(spent), max(spent)]
         ticks(ax, "x", x, [rounded(number(v)) for v in x], grid=False)
         ticks(ax, "y", y, [rounded(number(v)) for v in y])
+        named: list[Label] = []
+        dots: list[tuple[float, float]] = []
         for i, name in enumerate(names):
             own = sorted((r for r in rows if r.hardware == name), key=lambda r: r.devices)
             points = [(each * (r.days or 0.0), _cost(r, priced)) for r in own]
             token = f"axis{i % AXES}"
             _line(ax, points, token, 1.5)
             _dots(ax, points, token, 5)
-            for row, (a, b) in ((own[0], points[0]), (own[-1], points[-1])):
-                label(ax, a, b, f"{row.devices:,}", token, (5, 5))
+            dots += points
+            ends = ((own[0], points[0]), (own[-1], points[-1]))[: len(own)]
+            named += [(*at, f"{row.devices:,}", token, False) for row, at in ends]
+        labels(ax, named, dots)
         best = found.best
         ax.plot(
             [each * (best.days or 0.0)],

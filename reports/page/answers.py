@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from layoutopt.plan.details import Proof, Robustness
 from layoutopt.plan.evidence import Calibration, Validation
 from layoutopt.plan.known import Known
 from layoutopt.plan.schema import INFEASIBLE, PlanFile
+from layoutopt.plan.training import lasts, money_text
 from layoutopt.plan.units import (
     bytes_text,
     count,
+    number,
     percent,
     plural,
     seconds_text,
@@ -65,10 +68,54 @@ def axis_uses(plan: PlanFile, most: int = 5) -> tuple[AxisUse, ...]:
             AxisTag(shorten(axis, 32), axis_token(axis, plan.mesh)),
             size,
             some(dims_on(plan, axis), most, 24),
-            shorten(plan.details.parallelism.get(axis, ""), 48),
+            shorten(parallelism_text(plan.details.parallelism.get(axis, "")), 64),
         )
         for axis, size in plan.mesh.items()
     )
+
+
+PARALLEL = ("data", "tensor", "expert", "pipeline", "context", "sequence")
+"""Forms of which the trade says parallelism."""
+
+
+def parallelism_text(forms: str) -> str:
+    """What the trade calls the use of an axis: 'data parallelism (FSDP)', 'tensor + expert parallelism'."""
+    *others, last = forms.split(" + ")
+    name, paren, stored = last.partition(" (")
+    return " + ".join([*others, f"{name} parallelism{paren}{stored}"]) if name in PARALLEL else forms
+
+
+def run(plan: PlanFile) -> tuple[PageAnswer, ...]:
+    """What is trained, for how long and for how much, as far as the plan says."""
+    p, found = plan.predicted, []
+    examples = round((p.examples_per_second or 0.0) * p.step_seconds)
+    tokens = round((p.tokens_per_second or 0.0) * p.step_seconds)
+    if examples:
+        parts = f" in {plan.microbatches} microbatches" if plan.microbatches > 1 else ""
+        said = f"{tokens:,} tokens" if tokens else "examples"
+        found.append(PageAnswer("Batch", f"{examples:,}", f"{said} a step{parts}"))
+    if examples and tokens and tokens % examples == 0:
+        found.append(PageAnswer("Length", f"{tokens // examples:,}", "tokens an example"))
+    if dtype := _dtype(plan):
+        found.append(PageAnswer("Data type", dtype, "of most parameters"))
+    if (cost := plan.training) is not None:
+        if cost.tokens:
+            found.append(PageAnswer("How long", lasts(cost.seconds), cost.words))
+        hours = f"{number(cost.chip_hours)} chip-hours"
+        rate = f"{hours} at {cost.price:g} each" if cost.price is not None else "no price is given"
+        rate += "" if cost.tokens else "; an hour of training"
+        found.append(PageAnswer("Cost", hours if cost.money is None else money_text(cost.money), rate))
+    return tuple(found)
+
+
+def _dtype(plan: PlanFile) -> str:
+    """In which most bytes of the parameters are; as the model says where the plan has no variables."""
+    held: Counter[str] = Counter()
+    for v in plan.details.variables:
+        if v.kind == "parameter":
+            held[v.dtype] += int(v.bytes)
+    told = plan.model.hparams.get("dtype")
+    return held.most_common(1)[0][0] if held else shorten(told, 24) if isinstance(told, str) else ""
 
 
 def answers(plan: PlanFile) -> tuple[PageAnswer, ...]:
@@ -81,7 +128,6 @@ def speed(plan: PlanFile) -> PageAnswer:
     step = plan.predicted.step_seconds
     other = best_alternative(plan)
     said = "per step, predicted" + (f" ({plan.predicted.speed})" if plan.predicted.speed else "")
-    said += f". {plan.training.words}" if plan.training else ""
     note = said
     if other is not None and other.ratio is not None:
         name = shorten(other.names, 36)

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from layoutopt.plan.units import shorten
-from reports.page.answers import answers, axis_uses, subject
+from reports.page.answers import answers, axis_uses, run, subject
 from reports.page.cells import grid
 from reports.reader import plan_of
 from reports.tables.rows import layouts
@@ -27,7 +27,7 @@ def card_html(plan: Any) -> str:
         )
         for use in axis_uses(found)
     ]
-    facts += [(a.question, f"{a.value}: {a.note}") for a in answers(found)]
+    facts += [(a.question, f"{a.value}: {a.note}") for a in (*answers(found), *run(found))]
     shown = grid(replace(made := layouts(found), rows=made.rows[: MOST + 1]), 160)
     rows = [tuple("; ".join(filter(None, (c.text, c.sub))) for c in row) for row in shown.rows]
     head = tuple(column.head for column in shown.columns)

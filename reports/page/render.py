@@ -17,7 +17,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.files import write_file
 from reports import theme
 from reports.page import compare
-from reports.page.answers import answers, axis_uses, subject
+from reports.page.answers import answers, axis_uses, run, subject
 from reports.page.cells import grid
 from reports.page.sections import sections
 from reports.reader import plan_of, validation_of
@@ -93,6 +93,7 @@ def _context(plans: list[PlanFile], written: str) -> dict[str, Any]:
         "subject": subject(first) if one else f"{plural(len(plans), 'plan')} side by side",
         "uses": axis_uses(first),
         "answers": answers(first),
+        "run": run(first) if one else (),
         "typed": _typed(first),
         "verdict": compare.verdict(plans),
         "plans": []

@@ -177,7 +177,7 @@ def layout_table(
         Column("mfu", "MFU", SHARE, rank=3, on=EVERYWHERE if utilised else "data"),
         Column("peak_memory_bytes", "memory", BYTES),
         Column("memory_over_answer", "ratio", TIMES, 2, on=EVERYWHERE if lean else "data"),
-        Column("feasible", "fits", rank=0 if {*said} - {"yes"} else 3),
+        Column("feasible", "fits", rank=0 if {*said} - {"yes"} else 4),
         Column("reason", "reason", under="feasible", on="page, data"),
     )
     rows = [row(*each, fit) for each, fit in zip(named, said, strict=True)]

@@ -15,7 +15,8 @@ import reports
 from mesh_tf_core.errors import UserError
 from reports.figures import ALL, Chart
 from reports.figures.bars import Bar, Bars, BarSegment
-from reports.figures.sheet import WIDTH, settings
+from reports.figures.scales import log_steps
+from reports.figures.sheet import WIDTH, FigureSheet, labels, settings
 from reports.svg import figure_svg
 from reports.theme import LIGHT
 from tests.reports import sample
@@ -190,3 +191,23 @@ def test_files_refuse_what_they_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"figures and tables .*file.* cannot be written: Not a directory"):
         reports.write_figures(sample.plain_plan(), tmp_path / "file" / "x")
+
+
+def test_labels_stand_on_nothing_and_what_has_no_place_is_left_out() -> None:
+    with settings():
+        sheet = FigureSheet(200, "")
+        ax = sheet.axes(40, 20, WIDTH - 80, 150)
+        ax.set_xlim(0, 100)
+        ax.set_ylim(0, 100)
+        points = [(50 + i / 10, 50.0) for i in range(40)]
+        labels(ax, [(x, y, "1,024", "ink", False) for x, y in points], points)
+    drawn = [text for text in ax.texts if text.get_text() == "1,024"]
+    assert 1 < len(drawn) < len(points)
+    boxes = [text.get_window_extent(sheet.figure.canvas.get_renderer()) for text in drawn]  # type: ignore[attr-defined]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+@pytest.mark.parametrize(("low", "high"), [(2264.0, 2544.0), (0.93, 0.99), (41.0, 47.0), (3.0e19, 3.4e19)])
+def test_a_narrow_range_has_round_ticks_too(low: float, high: float) -> None:
+    found = log_steps(low, high)
+    assert 2 <= len(found) <= 6 and all(low * 0.999 <= v <= high * 1.001 for v in found)

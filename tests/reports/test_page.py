@@ -15,6 +15,7 @@ import pytest
 import reports
 from layoutopt.plan.schema import PlanFile, Priced, plan_file
 from mesh_tf_core.errors import UserError
+from reports.page.answers import parallelism_text
 from tests.reports import sample
 
 SECTIONS = [
@@ -195,6 +196,40 @@ def test_a_full_memory_is_no_plain_yes_whatever_is_known() -> None:
 def shown_as(plan: PlanFile, share: float) -> Priced:
     peak = int(share * (plan.memory_limit or 0.0))
     return Priced(predicted=plan.predicted.model_copy(update={"peak_memory_bytes": peak}))
+
+
+def test_first_screen_says_what_is_trained_for_how_long_and_for_how_much(pages: dict[str, str]) -> None:
+    assert "Data type bfloat16" in hero(pages["plain"]) and "Batch" not in hero(pages["plain"])
+    plan = sample.full_plan()
+    plan["predicted"] |= {"examples_per_second": 512 / 0.412, "tokens_per_second": 512 * 1024 / 0.412}
+    cost = {"tokens": 3e11, "seconds": 1.08e6, "chip_hours": 153600.0, "price": 4.2, "money": 645120.0}
+    plan["training"] = cost
+    said = hero(reports.report_html([plan]))
+    for words in (
+        "Batch 512 524,288 tokens a step in 2 microbatches",
+        "Length 1,024 tokens an example",
+        "How long 12.5 days 300 B tokens take 12.5 days",
+        "Cost 645,120 154 k chip-hours at 4.2 each",
+    ):
+        assert words in said, words
+    plan["training"] = {"seconds": 3600.0, "chip_hours": 512.0}
+    said = hero(reports.report_html([plan]))
+    assert "Cost 512 chip-hours no price is given; an hour of training" in said and "How long" not in said
+
+
+def test_an_axis_has_the_trades_name() -> None:
+    assert [
+        parallelism_text(form) for form in ("expert", "data (FSDP) + expert", "data (FSDP)", "idle", "")
+    ] == [
+        "expert parallelism",
+        "data (FSDP) + expert parallelism",
+        "data parallelism (FSDP)",
+        "idle",
+        "",
+    ]
+    plan = sample.full_plan()
+    plan["details"]["parallelism"] = {"model": "tensor + expert"}
+    assert "(tensor + expert parallelism)" in hero(reports.report_html([plan]))
 
 
 def test_close_call_is_called_close() -> None:
