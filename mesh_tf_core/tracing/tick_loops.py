@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
-from mesh_tf_core.ir.blocks import MICROBATCH, Block, Node
+from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.phase import Phase
@@ -17,10 +17,11 @@ from mesh_tf_core.ops.dynamic import dynamic_slice, dynamic_update
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.math import logical_and, maximum
 from mesh_tf_core.ops.neighbours import shift
-from mesh_tf_core.tracing.batch_linearity import Linearity, outer_reads
+from mesh_tf_core.tracing.backward_halves import HalfBackward, halves
+from mesh_tf_core.tracing.batch_linearity import Linearity
 from mesh_tf_core.tracing.microbatch_order import MicrobatchOrder, When
 from mesh_tf_core.tracing.table_rows import TableRows
-from mesh_tf_core.tracing.virtual_stages import IN_FLIGHT, Again, HalfBackward, VirtualStageCopy, halves
+from mesh_tf_core.tracing.virtual_stages import IN_FLIGHT, Again, VirtualStageCopy
 
 
 class State(NamedTuple):
@@ -94,20 +95,6 @@ class TickLoops:
 
     # -- one microbatch --------------------------------------------------------------------------------------
 
-    def _of(self, number: Tensor, known: Mapping[int, Tensor], wanted: Iterable[int], until: When) -> None:
-        """Takes the number of a microbatch, and makes what is wanted of it, of what is known."""
-        copy = self.copy
-        copy.number, copy.tensors, copy.blocks = number, {**copy.given, **known}, {}
-        left, nodes = {*wanted} - copy.tensors.keys(), list[Node]()
-        for node in reversed(self.order.needed):
-            if self.order.runs[node.index] <= until and not left.isdisjoint(copy.made_by(node)):
-                nodes.append(node)
-                left |= outer_reads(self.old, node, copy.is_whole) - copy.tensors.keys()
-        for fed in sorted(left & copy.fed.keys()):
-            copy.tensors[fed] = dynamic_slice(copy.fed[fed], number, MICROBATCH)
-        for node in reversed(nodes):
-            copy._node(node)
-
     def _layers(
         self,
         node: Node,
@@ -133,7 +120,7 @@ class TickLoops:
         """What a stage reads for a microbatch, of which it has `got` some."""
         copy, read = self.copy, set[int]().union(*(self.order.reads[n.index] for n in nodes))
         passes = {i: x for i, x in got.items() if i in self.order.passes}
-        self._of(number, passes, [i for i in self.order.stays if i in read], When.BEFORE)
+        self.copy.take(self.order, number, passes, [i for i in self.order.stays if i in read], When.BEFORE)
         for i in (i for i in self.order.same if i in read):
             copy.tensors.setdefault(i, copy._whole(i))
         for o in dict.fromkeys(o for node in nodes for o in self.order.sliced[node.index]):
@@ -182,7 +169,7 @@ class TickLoops:
 
     def _entering(self, number: Tensor) -> list[Tensor]:
         """What enters the first stage."""
-        self._of(number, {}, (*self.order.states, *self.order.passes), When.BEFORE)
+        self.copy.take(self.order, number, {}, (*self.order.states, *self.order.passes), When.BEFORE)
         return [*self.copy._operands(self.order.forward), *(self.copy.tensors[i] for i in self.order.passes)]
 
     def _forward_slot(
@@ -324,7 +311,7 @@ class TickLoops:
 
         def make(number: Tensor) -> list[Tensor]:
             known = dict(zip(self.order.forward.outputs, self._left(handed, end=True), strict=False))
-            self._of(number, known, (*sums, *self.order.seeds), When.HEAD)
+            self.copy.take(self.order, number, known, (*sums, *self.order.seeds), When.HEAD)
             return [*self.copy._operands(self.order.backward), *(self.copy._delivered(o, o) for o in sums)]
 
         made, count = self._passing(rows, Slot.FORWARD, True, make) or [], len(self.order.seeds)
@@ -339,7 +326,7 @@ class TickLoops:
             with self.new.phase(Phase.BACKWARD, ""):
                 left = self._left(handed, end=False)
             known = dict(zip((*carried, *self.order.rows), left, strict=True))
-            self._of(number, known, sums, When.AFTER)
+            self.copy.take(self.order, number, known, sums, When.AFTER)
             return [self.copy._delivered(o, o) for o in sums]
 
         made = self._passing(rows, Slot.BACKWARD, False, make) if sums else None

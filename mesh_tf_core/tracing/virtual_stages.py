@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -16,12 +16,15 @@ from mesh_tf_core.ir.schedules import Schedule, rounds_of
 from mesh_tf_core.ir.stored_order import PADDING, Interleaved
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.binary import where
+from mesh_tf_core.ops.dynamic import dynamic_slice
 from mesh_tf_core.ops.math import maximum
-from mesh_tf_core.tracing.batch_linearity import Linearity
+from mesh_tf_core.tracing.backward_halves import HalfBackward
+from mesh_tf_core.tracing.batch_linearity import Linearity, outer_reads
 from mesh_tf_core.tracing.copying import Copy
 from mesh_tf_core.tracing.gradients import depends_on
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.microbatch import Accumulation
+from mesh_tf_core.tracing.microbatch_order import MicrobatchOrder, When
 from mesh_tf_core.tracing.pipeline import check_stages
 from mesh_tf_core.tracing.stage_layers import layers_of_stage, lying, reordered
 from mesh_tf_core.tracing.table_rows import layer_numbers
@@ -64,54 +67,6 @@ class LayerAgain:
 Again = Callable[[Block], LayerAgain | None]
 """What runs again for backward, of the body of a loop over layers: parts of each layer, or None: the layers
 of a stage one after the other, from the state that came in."""
-
-
-@dataclass(frozen=True)
-class HalfBackward:
-    """One half of the backward of layers: all but the products that make gradients of weights, or these.
-
-    Attributes:
-      body: of the loop, with the nodes and results of this half.
-      between: tensors that the first half makes and the second one reads.
-      first: which half it is.
-    """
-
-    body: Block
-    between: Sequence[int]
-    first: bool
-
-
-def halves(body: Block, first: Collection[int], again: Collection[int]) -> tuple[HalfBackward, HalfBackward]:
-    """The backward of layers in two halves. Products that the state's gradient does not need are in the
-    second one, with what is made of them; all else is in the first one, where it shares kernels.
-
-    Args:
-      first: results, of the graph around, that the first half has to make.
-      again: stacks whose parts run again in the first half.
-    """
-    needed, late = {*body.carry_out, *(i for i, o in body.summed if o in first)}, set[int]()
-    for node in reversed(body.nodes):
-        needed |= reads(node) if not needed.isdisjoint(node.outputs) else set()
-    early, left = list[Node](), list[Node]()
-    for node in body.nodes:
-        waits = node.op.kind == "matmul" and needed.isdisjoint(node.outputs)
-        half = left if waits or not late.isdisjoint(reads(node)) else early
-        half.append(node)
-        late.update(node.outputs if half is left else ())
-    made = {*body.carry_in, *(o for node in early for o in node.outputs)}
-    made |= {i for o, i in body.sliced if o in again}
-    between = sorted(made & set[int]().union(*map(reads, left)))
-    one, two = (
-        replace(
-            body,
-            nodes=nodes,
-            stacked=[p for p in body.stacked if (p[0] in late) is second],
-            summed=[p for p in body.summed if (p[0] in late) is second],
-        )
-        for nodes, second in ((early, False), (left, True))
-    )
-    two.carry_in = two.carry_out = ()
-    return HalfBackward(one, between, True), HalfBackward(two, between, False)
 
 
 Loops = Callable[["VirtualStageCopy", Sequence[Node], tuple[Node, Node], Iterable[int]], dict[int, Tensor]]
@@ -212,6 +167,26 @@ class VirtualStageCopy(Accumulation):
             if self.linearity.of(tensor).after and kinds <= {Linearity.REPLICATED, Linearity.REDUCIBLE}:
                 return False
         return super()._is_added(tensor)
+
+    def take(
+        self,
+        order: MicrobatchOrder,
+        number: Tensor,
+        known: Mapping[int, Tensor],
+        wanted: Iterable[int],
+        until: When,
+    ) -> None:
+        """Takes the number of a microbatch, and makes what is wanted of it, of what is known."""
+        self.number, self.tensors, self.blocks = number, {**self.given, **known}, {}
+        left, nodes = {*wanted} - self.tensors.keys(), list[Node]()
+        for node in reversed(order.needed):
+            if order.runs[node.index] <= until and not left.isdisjoint(self.made_by(node)):
+                nodes.append(node)
+                left |= outer_reads(self.old, node, self.is_whole) - self.tensors.keys()
+        for fed in sorted(left & self.fed.keys()):
+            self.tensors[fed] = dynamic_slice(self.fed[fed], number, MICROBATCH)
+        for node in reversed(nodes):
+            self._node(node)
 
     # -- what has all layers ---------------------------------------------------------------------------------
 
