@@ -31,7 +31,7 @@ from layoutopt.cli.training_cost import (
     read_prices,
     read_tokens,
 )
-from layoutopt.plan.units import rate_text, seconds_text, used_text
+from layoutopt.plan.units import seconds_text, used_text
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
@@ -152,12 +152,13 @@ def _show(
         overlap_table,
         phase_table,
     )
-    from layoutopt.cli.plan_tables import decided_rows, forms_text
+    from layoutopt.cli.plan_tables import decided_rows
     from layoutopt.details.of_machine import errors_known, sure
     from layoutopt.plan.build import decided
     from layoutopt.plan.trade_names import trade_names
+    from reports.views import facts as told
 
-    price, held = found.cost, found.memory
+    price, held, p = found.cost, found.memory, found.predicted
     said = decided(found.decided, found.layout, found.pipeline)
     forms = trade_names(loaded.model, found.program.mesh, found.layout, said)
     peak = held.points[held.at].origin if held.points else None
@@ -166,19 +167,13 @@ def _show(
         ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),
         ("mesh", f"{found.program.mesh} ({found.program.mesh.devices} devices)"),
         ("layout", layout_text(found.layout.plain)),
-        ("parallel", forms_text(forms)),
+        ("parallel", told.forms(forms)),
         *decided_rows(said, loaded.model),
         ("hardware", f"{machine.name}{'' if machine.calibrated else ' (not calibrated)'}: {machine.device}"),
-        (
-            "step",
-            f"{seconds_text(price.step_seconds)} predicted = {seconds_text(price.compute_seconds)} compute + "
-            f"{seconds_text(price.exposed_communication_seconds)} exposed communication "
-            f"(of {seconds_text(price.communication_seconds)})",
-        ),
-        ("speed", found.predicted.speed),
-        ("per chip", found.predicted.chip_speed),
+        ("step", f"{told.step(p)} (of {seconds_text(p.communication_seconds)})"),
+        *told.achieved(p),
         *([("training", total.words)] if total else []),
-        ("work", f"{rate_text(price.flops, 'FLOP')} per device"),
+        ("work", told.work(p)),
         (
             "memory",
             f"{used_text(held.peak, limit)} per device"

@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING
 from layoutopt.cli.terminal import DOUBT, FITS, GOOD, Terminal, facts
 from layoutopt.details.of_machine import errors_known, sure
 from layoutopt.plan.units import (
-    bytes_text,
-    duration_text,
     layout_text,
-    rate_text,
-    seconds_text,
     used_text,
 )
 from reports.tables.rows import frontier, layouts
+from reports.views import facts as told
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
@@ -50,25 +47,14 @@ def summary(plan: Plan, fits: Fits, limit: int, behind: str) -> list[tuple[str, 
     """Names and values of the answer; `behind`: what stands behind its numbers."""
     info, p = plan.data.model, plan.predicted
     peak = p.peak_memory_bytes
-    traffic = ", ".join(
-        f"{axes} {bytes_text(n)}" for axes, n in p.communication_bytes_per_device.items() if n
-    )
     return [
         ("model", f"{info.name}, {info.parameters:,} parameters"),
         ("mesh", f"{plan.mesh} ({plan.mesh.devices} devices)"),
         ("layout", rules_text(plan.data.layout)),
-        *([("parallel", forms_text(plan.data.details.parallelism))] if plan.data.details.parallelism else []),
+        *([("parallel", told.forms(plan.data.details.parallelism))] if plan.data.details.parallelism else []),
         *decided_rows(plan.data, plan.model),
         ("hardware", plan.data.hardware),
-        (
-            "step",
-            f"{seconds_text(p.step_seconds)} predicted = {seconds_text(p.compute_seconds)} compute + "
-            f"{seconds_text(p.exposed_communication_seconds)} exposed communication",
-        ),
-        *((name, said) for name, said in (("speed", p.speed), ("per chip", p.chip_speed)) if said),
-        *([("training", plan.data.training.words)] if plan.data.training else []),
-        ("work", f"{rate_text(p.flops_per_device, 'FLOP')} per device"),
-        ("traffic", f"per device: {traffic}" if traffic else "none"),
+        *told.costs(plan.data),
         ("memory", f"{used_text(peak, limit)} per device{', barely fits' * (fits(peak) == 'barely')}"),
         *([("host", p.host)] if p.host else []),
         ("how sure", behind),
@@ -83,21 +69,8 @@ def verdicts(plan: Plan, fits: Fits) -> dict[str, str]:
 
 
 def proof(plan: Plan) -> str:
-    """What is proven about the answer."""
-    s = plan.solver
-    if s.gap is None:
-        return f"nothing is known of it ({s.status})"
-    space = plan.data.space
-    among = f"{s.layouts_considered} layouts" if space is None else space.count
-    limits = "" if space is None else space.limits
-    spent = f"gap {100 * s.gap:.2g}%, {duration_text(s.wall_seconds or 0)}"
-    more = "; ".join(filter(None, (spent, limits)))
-    if s.status == "OPTIMAL":
-        return f"optimal under this cost model, of {among} ({more})"
-    if plan.data.frontier and s.gap == 0:
-        return f"the fastest is proven, the frontier is not complete ({s.status}, of {among}; {more})"
-    likely = "" if s.likely_gap is None else f", likely {100 * s.likely_gap:.2g}% (see the note)"
-    return f"not proven: at most {100 * s.gap:.1f}% from the best{likely} ({s.status}, of {among}; {more})"
+    """What is proven about the answer, and how to have more looked at."""
+    return str(told.proof(plan.data, plan.data.space.limits if plan.data.space else ""))
 
 
 def decided_rows(said: Decided, model: Model | None) -> list[tuple[str, str]]:
@@ -116,11 +89,6 @@ def decided_rows(said: Decided, model: Model | None) -> list[tuple[str, str]]:
 def rules_text(layout: Mapping[str, Sequence[str]]) -> str:
     """A layout as `--layout` takes it, with room to break the line; says so if nothing is split."""
     return layout_text(layout).replace(";", "; ") or "nothing is split"
-
-
-def forms_text(forms: Mapping[str, str]) -> str:
-    """What the trade calls the axes: 'data: data (ZeRO-2); model: tensor'."""
-    return "; ".join(f"{axis}: {form}" for axis, form in forms.items())
 
 
 def alternatives_table(plan: Plan, fits: Fits = lambda peak: "yes") -> View:

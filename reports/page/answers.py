@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from layoutopt.plan.details import Proof, Robustness
 from layoutopt.plan.evidence import Calibration, Validation
 from layoutopt.plan.known import Known
-from layoutopt.plan.schema import INFEASIBLE, PlanFile
+from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.training import lasts, money_text
 from layoutopt.plan.units import (
     bytes_text,
@@ -22,8 +22,9 @@ from layoutopt.plan.units import (
     times_text,
 )
 from reports.evidence import typical_of
-from reports.plan import dims_on, rules
+from reports.plan import dims_on
 from reports.theme import axis_token
+from reports.views import facts as told
 from reports.views.choices import best_alternative
 from reports.views.view import AxisTag
 
@@ -257,33 +258,10 @@ def robust_words(found: Robustness) -> str:
 
 def proof(plan: PlanFile) -> PageAnswer:
     """What the solver proved, and never more."""
-    question, solver = "Proven or not", plan.solver
-    if solver is None:
-        return PageAnswer(question, "Not proven", "the plan has no record of a search", "warn")
-    considered = considered_words(solver.layouts_considered)
-    limits = f"; {plan.space.names}" if plan.space and plan.space.names else ""
-    spent = f" in {seconds_text(solver.wall_seconds)}" if solver.wall_seconds is not None else ""
-    if solver.status == INFEASIBLE:
-        least = f"; none needs less than {bytes_text(solver.bound)}" if solver.bound else ""
-        among = f"none of {considered} fits" if considered else "no layout fits"
-        return PageAnswer(
-            question, "Nothing fits", f"proven: {among}{least}; this is the leanest one found{limits}", "bad"
-        )
-    if solver.proven:
-        among = f"none of {considered} is better" if considered else "no layout is better"
-        said = f", with {shorten(rules(plan), 80)}" if rules(plan) else ""
-        note = f"{among} under this cost model{said}; shown{spent}{limits}"
-        return _checked(PageAnswer(question, "Proven optimal", note, "good"), plan.details.proof)
-    status = solver.status.replace("_", " ").lower()
-    if solver.gap is not None:
-        likely = "" if solver.likely_gap is None else f", likely {percent(solver.likely_gap)} (see the notes)"
-        note = (
-            f"best found{spent}; a better one would gain at most {percent(abs(solver.gap))}{likely}{limits}"
-        )
-        return PageAnswer(question, f"Not proven: {shorten(status, 24)}", note, "warn")
-    return PageAnswer(
-        question, f"Not proven: {shorten(status, 24)}", f"the search ended{spent} without a bound", "warn"
-    )
+    found = told.proof(plan, plan.space.names if plan.space else "")
+    note = "; ".join((found.words, *found.more))
+    answer = PageAnswer("Proven or not", found.value, note, found.state)
+    return _checked(answer, plan.details.proof) if found.state == "good" else answer
 
 
 def _checked(answer: PageAnswer, check: Proof | None) -> PageAnswer:
@@ -294,14 +272,6 @@ def _checked(answer: PageAnswer, check: Proof | None) -> PageAnswer:
         return replace(answer, value="Refuted", note=f"the proof was checked: {check.words}", state="bad")
     again = "checked again without a solver" if check.verified else f"checked again: {check.words}"
     return replace(answer, note=f"{answer.note}; {again}")
-
-
-def considered_words(text: str) -> str:
-    """'1,234' is a number of layouts; anything else says what it is."""
-    plain = text.replace(",", "").replace("_", "").strip()
-    if plain.isdigit():
-        return f"{count(int(plain))} layouts" if int(plain) >= 10**6 else f"{int(plain):,} layouts"
-    return shorten(text, 60)
 
 
 def subject(plan: PlanFile) -> str:

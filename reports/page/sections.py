@@ -20,12 +20,13 @@ from layoutopt.plan.units import (
 from reports import figures
 from reports.figures import Chart
 from reports.page import compare, opened
-from reports.page.answers import considered_words, robust_words
+from reports.page.answers import robust_words
 from reports.page.cells import PageBlock, Panel, Section, grid
 from reports.page.leads import LEADS
 from reports.plan import rules, words
 from reports.svg import figure_svg
 from reports.tables import rows
+from reports.views import facts as told
 from reports.views.view import View
 
 LONGEST = 8000
@@ -199,7 +200,7 @@ def _record(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
             ("Lower bound", digits(s.bound, 6) if s.bound is not None else ""),
             ("Gap", percent(abs(s.gap)) if s.gap is not None else ""),
             ("Search time", seconds_text(s.wall_seconds) if s.wall_seconds is not None else ""),
-            ("Considered", considered_words(s.layouts_considered)),
+            ("Considered", told.considered(s.layouts_considered)),
         ]
         if s
         else []
@@ -215,7 +216,7 @@ def _record(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
         ("Hardware", plan.hardware),
         ("Mesh", mesh_option(plan.mesh)),
         ("Layout", shorten(layout_text(plan.layout), LONGEST) or "replicated"),
-        *((name.capitalize(), words) for name, words in plan.listed().items()),
+        *((name.capitalize(), words) for name, words in (*plan.listed().items(), *told.costs(plan))),
         ("Command", plan.details.search.command if plan.details.search else ""),
         *solver,
     ]

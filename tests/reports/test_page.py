@@ -136,7 +136,7 @@ def test_first_screen_answers(pages: dict[str, str]) -> None:
         "second best: d_model split too, takes 1.11× as long",
         "Does it fit Yes 6.12 GiB of 6.96 GiB",
         "How sure ±10 %",
-        "Proven optimal none of 1.3e9 layouts on 10 meshes is better",
+        "Proven optimal under this cost model, of 1.3e9 layouts on 10 meshes; gap 0%, 2 s",
     ):
         assert words in said, words
 
@@ -151,9 +151,9 @@ def test_first_screen_admits(pages: dict[str, str]) -> None:
     del plan["details"]["validation"]
     said = hero(reports.report_html([plan]))
     assert "Does it fit No needs 9.00 GiB, a device has 6.96 GiB" in said
-    assert "Not proven: feasible" in said and "a better one would gain at most 3.1 %" in said
+    assert "Not proven: feasible" in said and "at most 3.1% from the best" in said
     assert "Calibrated" in said and "no whole step was timed" in said
-    assert "Proven optimal" not in said
+    assert "Proven optimal under" not in said
     del plan["details"]["calibration"], plan["solver"]
     said = hero(reports.report_html([plan]))
     assert "rests on 5 numbers with sources, 2 of them assumptions" in said
@@ -250,7 +250,7 @@ def test_bad_predictions_are_called_bad() -> None:
 def test_proof_names_its_rules() -> None:
     plan = sample.full_plan()
     plan["details"]["search"] = {"pins": "batch:data", "forbid": None}
-    assert "under this cost model, with pinned batch:data; shown" in hero(reports.report_html([plan]))
+    assert "layouts on 10 meshes, with pinned batch:data; gap" in hero(reports.report_html([plan]))
 
 
 ROBUST = {"draws": 40, "wins": 33, "worst": 0.059, "runner_up": "greedy", "uncertain": 71}
@@ -282,7 +282,7 @@ def test_a_proof_may_be_checked_again() -> None:
     words = "1 problem, ruled out without a solver: 1 by their bound"
     plan["details"]["proof"] = {"verified": True, "words": words, "problems": [one]}
     html = reports.report_html([plan])
-    assert "shown in 2.31 s; checked again without a solver" in hero(html)
+    assert "gap 0%, 2 s; checked again without a solver" in hero(html)
     assert words in Page(html).text
     plan["details"]["proof"] |= {"verified": False, "words": "1 not checked"}
     assert "checked again: 1 not checked" in hero(reports.report_html([plan]))

@@ -1,0 +1,112 @@
+"""What terminals and pages say of a plan's answer: one function for each fact."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from layoutopt.plan.covered import count_text
+from layoutopt.plan.schema import INFEASIBLE, PlanFile, Predicted
+from layoutopt.plan.units import bytes_text, duration_text, rate_text, seconds_text, shorten
+from reports.plan import rules
+
+LONGEST = 300
+"""Digits of a number of layouts, which a float still holds."""
+
+
+@dataclass(frozen=True)
+class ProofWords:
+    """What is proven.
+
+    Attributes:
+      value: in a word or two; state: 'good', 'warn' or 'bad'.
+      words: in a sentence; more: its conditions.
+    """
+
+    value: str
+    state: str
+    words: str
+    more: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.words} ({'; '.join(self.more)})" if self.more else self.words
+
+
+def proof(plan: PlanFile, limits: str) -> ProofWords:
+    """What the solver proved, and never more.
+
+    Args:
+      limits: what it did not look at, in words.
+    """
+    s = plan.solver
+    if s is None:
+        return ProofWords("Not proven", "warn", "the plan has no record of a search")
+    among = plan.space.count if plan.space else considered(s.layouts_considered) or "all that was searched"
+    status = f"Not proven: {shorten(s.status.replace('_', ' ').lower(), 24)}"
+    if s.status == INFEASIBLE:
+        least = f"; none needs less than {bytes_text(s.bound)}" if s.bound else ""
+        words = f"proven: none of {among} fits{least}; this is the one of least memory that was found"
+        return ProofWords("Nothing fits", "bad", words, (limits,) if limits else ())
+    if s.gap is None:
+        return ProofWords(status, "warn", f"nothing is known of it ({s.status})")
+    spent = f"gap {100 * abs(s.gap):.2g}%"
+    spent += "" if s.wall_seconds is None else f", {duration_text(s.wall_seconds)}"
+    more = tuple(filter(None, (spent, limits)))
+    if s.proven:
+        told = f", with {shorten(rules(plan), 80)}" if rules(plan) else ""
+        return ProofWords("Proven", "good", f"optimal under this cost model, of {among}{told}", more)
+    more = (f"{s.status}, of {among}", *more)
+    if plan.frontier and s.gap == 0:
+        return ProofWords(status, "warn", "the fastest is proven, the frontier is not complete", more)
+    likely = "" if s.likely_gap is None else f", likely {100 * s.likely_gap:.2g}% (see the note)"
+    return ProofWords(
+        status, "warn", f"not proven: at most {100 * abs(s.gap):.1f}% from the best{likely}", more
+    )
+
+
+def considered(text: str) -> str:
+    """'1,234' is a number of layouts; anything else says what it is."""
+    plain = text.replace(",", "").replace("_", "").strip()
+    counted = plain.isdecimal() and len(plain) < LONGEST
+    return f"{count_text(int(plain))} layouts" if counted else shorten(text, 60)
+
+
+def step(p: Predicted) -> str:
+    """A step and its parts: '206 ms predicted = 178 ms compute + 27.9 ms exposed communication'."""
+    parts = (
+        f"{seconds_text(p.compute_seconds)} compute + {seconds_text(p.exposed_communication_seconds)} exposed"
+    )
+    return f"{seconds_text(p.step_seconds)} predicted = {parts} communication"
+
+
+def achieved(p: Predicted) -> list[tuple[str, str]]:
+    """What a step and a chip achieve, as far as it is known."""
+    return [(name, said) for name, said in (("speed", p.speed), ("per chip", p.chip_speed)) if said]
+
+
+def work(p: Predicted) -> str:
+    """Floating-point operations of a step."""
+    return f"{rate_text(p.flops_per_device, 'FLOP')} per device"
+
+
+def traffic(p: Predicted) -> str:
+    """What a device sends in a step, by mesh axis."""
+    sent = ", ".join(f"{axes} {bytes_text(n)}" for axes, n in p.communication_bytes_per_device.items() if n)
+    return f"per device: {sent}" if sent else "none"
+
+
+def forms(parallelism: Mapping[str, str]) -> str:
+    """What the trade calls the axes: 'data: data (ZeRO-2); model: tensor'."""
+    return "; ".join(f"{axis}: {form}" for axis, form in parallelism.items())
+
+
+def costs(plan: PlanFile) -> list[tuple[str, str]]:
+    """Names and values of what a step takes, in the order in which they are shown."""
+    p = plan.predicted
+    return [
+        ("step", step(p)),
+        *achieved(p),
+        *([("training", plan.training.words)] if plan.training else []),
+        ("work", work(p)),
+        ("traffic", traffic(p)),
+    ]
