@@ -23,7 +23,7 @@ from mesh_tf_core.ops.ticks import LayerNumbers, ScheduleColumn
 
 
 @dataclass(frozen=True)
-class Waiting:
+class PipelineBubble:
     """One dimension's pipelines.
 
     Attributes:
@@ -42,12 +42,12 @@ class Waiting:
     empty: int = 0
 
 
-def waiting(program: Program, cost: Cost) -> list[Waiting]:
+def waiting(program: Program, cost: Cost) -> list[PipelineBubble]:
     """What the stages of a program's pipelines wait, one for each dimension of layers."""
     graph = program.outline
     if graph is None or not any(b.spread for b in graph.blocks):
         return []
-    found: dict[str, Waiting] = {}
+    found: dict[str, PipelineBubble] = {}
     schedules = {n.op.stage: n.op.schedule for n, _ in graph.walk() if isinstance(n.op, ScheduleColumn)}
     ops = (n.op for n, _ in graph.walk() if isinstance(n.op, LayerNumbers))
     lacking = {op.stage: (op.order.size(op.layers), op.order.size(op.layers) - op.layers) for op in ops}
@@ -61,7 +61,9 @@ def waiting(program: Program, cost: Cost) -> list[Waiting]:
             seconds += sum(x.exposed * x.times for x in cost.lines if _stays(x, own, times))
         waits = ticks - schedules[dim].works
         places, empty = lacking.get(dim, (0, 0))
-        found[dim.name] = Waiting(dim.name, dim.size, ticks, waits, seconds * waits / ticks, places, empty)
+        found[dim.name] = PipelineBubble(
+            dim.name, dim.size, ticks, waits, seconds * waits / ticks, places, empty
+        )
     return list(found.values())
 
 

@@ -22,8 +22,7 @@ from costmodels.pricing.items import Computed
 from costmodels.pricing.lines import Cost
 from layoutopt.evaluator import Evaluation
 from layoutopt.plan.build import given_fields
-from layoutopt.plan.results import Collectives, Compared, VerifyResult
-from layoutopt.plan.results import Moved as MovedResult
+from layoutopt.plan.results import Collectives, Compared, Moved, VerifyResult
 from layoutopt.plan.units import bytes_text, seconds_text
 from layoutopt.shown import Shown, table
 from mesh_tf_core.engines.jax.compile import CompilerRefusal, compile_for
@@ -134,7 +133,7 @@ class Verified(Shown):
             collectives=listed(made.collectives) if made else [],
             predicted_collectives=listed(self.predicted),
             moved=[
-                MovedResult(
+                Moved(
                     family=m.family,
                     group_size=m.group_size,
                     count=Compared(compiler=m.compiler_count, predicted=m.predicted_count),

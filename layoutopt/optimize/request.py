@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
@@ -14,7 +14,6 @@ from layoutopt.space.decisions import KINDS, SearchSpace, left_out
 from layoutopt.space.kind import Target
 from layoutopt.space.mesh_shapes import other_meshes
 from mesh_tf_core.errors import UserError
-from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import STAGES
@@ -54,7 +53,6 @@ fits is looked for, where none is known; in which what stands beside the answer 
 BESIDE, BESIDE_SHARE = 20.0, 4.0
 """Seconds that what stands beside the answer takes at most where no limit was given, and how often the time
 of the answer if that is more: a name's best plan can be harder to find than the best of all."""
-Rules = str | Mapping[str, Axes | str] | None
 
 
 @dataclass(frozen=True)

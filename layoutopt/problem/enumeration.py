@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from layoutopt.problem.form import Bools, Floats, Ints
-from layoutopt.problem.join_tree import Tree
+from layoutopt.problem.join_tree import JoinTree
 from layoutopt.problem.message_passing import Costs
 from layoutopt.problem.relations import codes
 
@@ -34,7 +34,7 @@ class _Begun:
 
 
 def within(
-    tree: Tree,
+    tree: JoinTree,
     costs: Sequence[Costs],
     limits: Callable[[], Floats],
     most: int,
@@ -75,7 +75,7 @@ def within(
             stack.append(_Begun(begun.next - 1, rows[part], left[part]))
 
 
-def _continued(tree: Tree, k: int, rows: Ints, left: Floats, regrets: Floats) -> tuple[Ints, Floats]:
+def _continued(tree: JoinTree, k: int, rows: Ints, left: Floats, regrets: Floats) -> tuple[Ints, Floats]:
     """Every beginning with every row of bucket k that agrees with it and stays within what is left."""
     bucket, given = tree.buckets[k], _given(tree, k, rows)
     counts = bucket.begins[given + 1] - bucket.begins[given]
@@ -88,13 +88,13 @@ def _continued(tree: Tree, k: int, rows: Ints, left: Floats, regrets: Floats) ->
     return found, rest[keep]
 
 
-def _given(tree: Tree, k: int, rows: Ints) -> Ints:
+def _given(tree: JoinTree, k: int, rows: Ints) -> Ints:
     """The message that every beginning gives to bucket k: 0 where there is nothing before it."""
     parent = tree.parents.get(k)
     return np.zeros(len(rows), np.int64) if parent is None else parent[1][rows[:, parent[0]]]
 
 
-def _kept(tree: Tree, k: int, rows: Ints, left: Floats) -> Bools:
+def _kept(tree: JoinTree, k: int, rows: Ints, left: Floats) -> Bools:
     """Beginnings, buckets from k on, that are not replaced by another; not all that are replaced are seen."""
     pending = [source for source in range(k) if tree.parents.get(source, (-1,))[0] >= k]
     given = [_given(tree, source, rows) for source in pending]

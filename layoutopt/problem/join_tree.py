@@ -54,7 +54,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, eq=False)
-class Tree:
+class JoinTree:
     """Buckets in the order of elimination.
 
     Attributes:
@@ -94,7 +94,7 @@ class Tree:
             if number < len(self.relations)
         }
 
-    def within(self, keep: Sequence[Bools]) -> Tree:
+    def within(self, keep: Sequence[Bools]) -> JoinTree:
         """The tree with only these rows of the buckets, less those that have no partner left."""
         alive = list(keep)
         held: list[Bools] = []
@@ -119,7 +119,9 @@ def _marked(count: int, rows: Ints) -> Bools:
     return found
 
 
-def grow(relations: Sequence[Relation], sizes: Sequence[int], most: int, total: int | None = None) -> Tree:
+def grow(
+    relations: Sequence[Relation], sizes: Sequence[int], most: int, total: int | None = None
+) -> JoinTree:
     """The tree over variables with so many choices each, all named by some relation; the one whose bucket
     could have the fewest rows comes first, those that no relation links to others last.
 
@@ -150,7 +152,7 @@ def grow(relations: Sequence[Relation], sizes: Sequence[int], most: int, total: 
         groups = _joined(members, most)
         exact &= len(groups) == 1
         if total is not None and not (exact and sum(map(len, buckets)) <= total):
-            return Tree(tuple(relations), tuple(buckets), False)
+            return JoinTree(tuple(relations), tuple(buckets), False)
         for joined, parts in groups:
             bucket, message = _bucket(v, joined, parts)
             number = len(relations) + len(buckets)
@@ -158,7 +160,7 @@ def grow(relations: Sequence[Relation], sizes: Sequence[int], most: int, total: 
             buckets.append(bucket)
             for u in message.scope:
                 named[u].add(number)
-    tree = Tree(tuple(relations), tuple(buckets), exact)
+    tree = JoinTree(tuple(relations), tuple(buckets), exact)
     return tree.within([np.ones(len(bucket), bool) for bucket in buckets])
 
 

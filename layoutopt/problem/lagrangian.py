@@ -28,7 +28,7 @@ from layoutopt.problem import enumeration as listing
 from layoutopt.problem.elimination import constant, tabled
 from layoutopt.problem.form import Bools, Floats, Ints, Problem, Sparse, Term
 from layoutopt.problem.incumbent import ALIKE, Incumbent
-from layoutopt.problem.join_tree import Tree, grow
+from layoutopt.problem.join_tree import JoinTree, grow
 from layoutopt.problem.message_passing import Costs, chosen, positions, spread
 from layoutopt.problem.relations import TablesByScope
 from layoutopt.problem.residual import ResidualProblem, rest
@@ -95,7 +95,7 @@ class LagrangianSearch:
     """
 
     def __init__(
-        self, incumbent: Incumbent, clock: Clock, tree: Tree, tables: TablesByScope, used: ResourceUsage
+        self, incumbent: Incumbent, clock: Clock, tree: JoinTree, tables: TablesByScope, used: ResourceUsage
     ) -> None:
         self.incumbent, self.clock = incumbent, clock
         self.problem, self.whole = incumbent.problem, whole(incumbent.problem)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from layoutopt.problem.form import Choices, Floats, Ints
-from layoutopt.problem.join_tree import Tree
+from layoutopt.problem.join_tree import JoinTree
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class Costs:
       least: no assignment costs less; one costs just that if the tree is exact.
     """
 
-    tree: Tree
+    tree: JoinTree
     totals: tuple[Floats, ...]
     messages: tuple[Floats, ...]
     least: float
@@ -66,7 +66,7 @@ class Costs:
         return found
 
 
-def spread(tree: Tree, values: Sequence[Floats]) -> Costs:
+def spread(tree: JoinTree, values: Sequence[Floats]) -> Costs:
     """The tree under `values`, one vector per relation: finite costs of its rows."""
     known = list(values)
     totals, roots = [], [0.0]
@@ -85,7 +85,7 @@ def spread(tree: Tree, values: Sequence[Floats]) -> Costs:
     return Costs(tree, tuple(totals), tuple(known[len(tree.relations) :]), math.fsum(roots))
 
 
-def chosen(tree: Tree, rows: Sequence[int], count: int) -> Choices:
+def chosen(tree: JoinTree, rows: Sequence[int], count: int) -> Choices:
     """The choices of all variables in one row per bucket of an exact tree."""
     found = [0] * count
     for bucket, row in zip(tree.buckets, rows, strict=True):
@@ -93,7 +93,7 @@ def chosen(tree: Tree, rows: Sequence[int], count: int) -> Choices:
     return tuple(found)
 
 
-def positions(tree: Tree, rows: Sequence[int]) -> Ints:
+def positions(tree: JoinTree, rows: Sequence[int]) -> Ints:
     """(relations,) the row of every relation in one row per bucket."""
     found = np.zeros(len(tree.relations), np.int64)
     for bucket, row in zip(tree.buckets, rows, strict=True):

@@ -20,7 +20,7 @@ from layoutopt.problem.form import (
     Sparse,
     Term,
 )
-from layoutopt.problem.join_tree import Tree
+from layoutopt.problem.join_tree import JoinTree
 from layoutopt.problem.resource_usage import ResourceUsage
 
 
@@ -62,7 +62,7 @@ class ResidualProblem:
 
 def rest(
     problem: Problem,
-    tree: Tree,
+    tree: JoinTree,
     values: Sequence[Floats],
     rows: Sequence[ResourceRow],
     used: ResourceUsage,

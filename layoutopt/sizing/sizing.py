@@ -118,7 +118,7 @@ class Scaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class SizeRange:
     """Which sizes are looked at.
 
     Attributes:
@@ -154,7 +154,7 @@ def size(
       price: of a chip-hour, for all hardware or by its name.
       space: what layouts may choose, all but what names axes of a mesh.
       limits: how far each search goes: `memory`, `max_axes`; `time_limit` and `keep_best` are of all.
-      asked: fields of `Goal`, `Scaling`, `Sizes`, `SearchSpace` and `Limits`, which count more.
+      asked: fields of `Goal`, `Scaling`, `SizeRange`, `SearchSpace` and `Limits`, which count more.
 
     Raises:
       InfeasibleError: nothing can answer.
@@ -163,7 +163,7 @@ def size(
     """
     for name in asked.keys() & ARGUMENTS.keys() - {*LAYOUTS}:
         raise UserError(f"size: layouts choose no {name!r}; {known_names(name, LAYOUTS)}")
-    parts = (Goal, goal), (Scaling, None), (Sizes, None), (SearchSpace, space), (Limits, limits)
+    parts = (Goal, goal), (Scaling, None), (SizeRange, None), (SearchSpace, space), (Limits, limits)
     goal, scaling, sizes, chosen, limits = gathered("size", asked, *parts)
     for f in fields(Limits):
         if f.name not in LIMITS and getattr(limits, f.name) != f.default:
@@ -176,7 +176,7 @@ def _sized(
     hparams: Mapping[str, Any] | None,
     goal: Goal,
     scaling: Scaling,
-    sizes: Sizes,
+    sizes: SizeRange,
     chosen: SearchSpace,
     limits: Limits,
     on: tuple[Any, Any],

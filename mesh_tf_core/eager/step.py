@@ -31,7 +31,7 @@ PACKAGE = __name__.partition(".")[0]
 
 
 @dataclass(frozen=True)
-class Write:
+class PendingWrite:
     """A value to be stored when the step is finished.
 
     Attributes:
@@ -62,7 +62,7 @@ class EagerStep(Graph):
         self.machine, self.store, self.batch, self._unroll = machine, store, batch, unroll
         self._sent_before = dict(machine.sent)
         self._constants: dict[str, Any] = {}
-        self._written: dict[str, Write] = {}
+        self._written: dict[str, PendingWrite] = {}
         self._over = False
         self._apart: dict[int, list[Tensor]] = {}
 
@@ -215,7 +215,9 @@ class EagerStep(Graph):
                 return {node.outputs[0]: self.store.pieces(op.variable)}
             if isinstance(op, Assign):
                 name = op.variable.name
-                self._written[name] = Write(op.variable, pieces(node.inputs[0]), self.store.version(name))
+                self._written[name] = PendingWrite(
+                    op.variable, pieces(node.inputs[0]), self.store.version(name)
+                )
                 return {}
             return self.machine.run(graph, node, pieces)
         except LayoutError as error:

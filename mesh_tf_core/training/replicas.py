@@ -21,7 +21,7 @@ from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.meeting import BEFORE, CAME, LOST, MOMENTUM
 
 
-class Replicas:
+class TrainedReplicas:
     """The replicas of one training.
 
     Args:

@@ -42,7 +42,7 @@ from mesh_tf_core.training.fitting import Fitting, OnStep
 from mesh_tf_core.training.meetings import Meetings, Met
 from mesh_tf_core.training.opened import Checkpoint
 from mesh_tf_core.training.prefetch import Ready, continued
-from mesh_tf_core.training.replicas import Replicas
+from mesh_tf_core.training.replicas import TrainedReplicas
 from mesh_tf_core.training.saving import Saver
 from mesh_tf_core.training.weights import GivenWeights, LoadedWeights, Source, read_weights, write_trained
 
@@ -121,7 +121,7 @@ class Trainer:
             slices = self.plan.slices
         self.engine: Engine = open_engine(self.program, engine, cluster, slices)
         self.engine.initialize()
-        self._replicas = None if rare is None else Replicas(self.engine, rare)
+        self._replicas = None if rare is None else TrainedReplicas(self.engine, rare)
         whole = cluster is None or model.batch_dim is None or self._replicas is not None
         self.rows = None if whole else rows_of(self.program, str(model.batch_dim), self.engine.ranks)
         self.step_number = 0

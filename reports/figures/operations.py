@@ -8,7 +8,7 @@ from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import percent, seconds_text, shorten
 from reports.figures.bars import Bar, Bars, BarSegment
 from reports.figures.time import key_of
-from reports.views.work import Work, work
+from reports.views.work import OperationWork, work
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,7 +24,7 @@ def draw_operations(plan: PlanFile, title: str = "") -> Figure:
     return Bars(bars, high, key=key_of(bars)).draw(title).figure
 
 
-def _bar(one: Work) -> Bar:
+def _bar(one: OperationWork) -> Bar:
     return Bar(
         name=one.name,
         value=seconds_text(one.seconds),

@@ -277,7 +277,7 @@ def operations(plan: PlanFile) -> View:
     longest = found[0].seconds if found and found[0].seconds else 1.0
     total = plan.predicted.step_seconds or sum(w.seconds for w in found) or 1.0
 
-    def row(w: work.Work) -> Row:
+    def row(w: work.OperationWork) -> Row:
         bars = ((w.compute / longest, "compute"), (w.exposed / longest, "exposed"))
         runs = f"{count(w.runs)} runs" if w.runs > 1 else ""
         busy = ", ".join(filter(None, (runs, rate_text(w.flops, "FLOP") if w.flops else "")))
@@ -291,7 +291,7 @@ def operations(plan: PlanFile) -> View:
     return View("Most expensive operations", columns, [row(w) for w in found], "operations", shown=12)
 
 
-def _opened(w: work.Work, sources: Mapping[str, str]) -> tuple[str, ...]:
+def _opened(w: work.OperationWork, sources: Mapping[str, str]) -> tuple[str, ...]:
     """What is folded away under an operation: where the model writes it, and its work."""
     code = sources.get(w.place, "").replace("`", "'")
     found = [f"{w.place}: `{code}`" if code else w.place] if w.place else []

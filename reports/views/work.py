@@ -28,7 +28,7 @@ class CollectiveWork:
 
 
 @dataclass
-class Work:
+class OperationWork:
     """An operation in one phase, totals of a step on one device; `place`: where the model writes it."""
 
     op: str
@@ -53,18 +53,18 @@ class Work:
         return f"{self.scope}/{self.op}" if self.scope and self.scope != self.op else self.op
 
 
-def work(plan: PlanFile) -> tuple[Work, ...]:
+def work(plan: PlanFile) -> tuple[OperationWork, ...]:
     """Operations by what they add to the step, the most expensive first."""
-    found: dict[tuple[str, str, str], Work] = {}
+    found: dict[tuple[str, str, str], OperationWork] = {}
     names = {x.node: x.op for x in plan.details.lines if x.node is not None and not x.communication}
     for line in plan.details.lines:
         op = line.op if line.node is None or not line.communication else names.get(line.node, line.op)
         key = (op, line.scope, line.phase)
-        _add(found.setdefault(key, Work(*key)), line)
+        _add(found.setdefault(key, OperationWork(*key)), line)
     return tuple(sorted(found.values(), key=lambda w: -w.seconds))
 
 
-def _add(to: Work, line: PricedLine) -> None:
+def _add(to: OperationWork, line: PricedLine) -> None:
     seconds, exposed = line.times * line.seconds, line.times * line.exposed_seconds
     to.place = to.place or line.place
     if not line.communication:

@@ -17,7 +17,7 @@ from layoutopt.importers.jax.equations import (
 )
 
 
-class Forms:
+class EquationForms:
     """Equations by what they compute, whatever of: two of one code are the same but for their operands.
 
     Attributes:

@@ -12,7 +12,7 @@ import numpy as np
 from layoutopt.importers.jax.classes import classes, template
 from layoutopt.importers.jax.equations import CapturedArray, Equation, EquationBlock, Operand, Var, constant
 from layoutopt.importers.jax.factors import factors
-from layoutopt.importers.jax.forms import Forms
+from layoutopt.importers.jax.forms import EquationForms
 from layoutopt.importers.jax.keys import stacked
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "custom", "scan", "ragged_dot_general")
@@ -40,7 +40,7 @@ class RerolledBlock:
         self.equations, self.outs = list(block.equations), list(block.outs)
         self.traced_outs, self.state = block.outs, state
         self.roles = {id(v): "params" for v in parameters} | {id(v): "state" for v in state}
-        self.forms = Forms(block, keys, set(self.roles))
+        self.forms = EquationForms(block, keys, set(self.roles))
         self.stacks: dict[Var, tuple[Var, ...]] = {}
         self.stack_of: dict[tuple[int, ...], Var] = {}
         self.member: dict[int, tuple[Var, int]] = {}

@@ -102,10 +102,10 @@ class _Line:
 
 def read(text: str) -> HloSummary:
     """What the text of one compiled module says."""
-    return _Reader(text).run()
+    return _HloReader(text).run()
 
 
-class _Reader:
+class _HloReader:
     def __init__(self, text: str) -> None:
         self.computations: dict[str, list[_Line]] = {}
         self.entry = ""
