@@ -136,8 +136,9 @@ class Schedule:
     rounds: int = 1
 
     @staticmethod
+    @lru_cache(maxsize=1024)
     def named(schedule: str, stages: int, microbatches: int) -> Schedule:
-        """Of its name as it was asked for."""
+        """Of its name as it was asked for; the same one each time, which knows what was read off it."""
         return Schedule(kind_name(schedule), stages, microbatches, rounds_of(schedule))
 
     @property
