@@ -43,7 +43,7 @@ class PipelineBubble:
 
 
 def waiting(program: Program, cost: Cost) -> list[PipelineBubble]:
-    """What the stages of a program's pipelines wait, one for each dimension of layers."""
+    """Bubbles of a program's pipelines, one for each dimension of layers."""
     graph = program.outline
     if graph is None or not any(b.spread for b in graph.blocks):
         return []

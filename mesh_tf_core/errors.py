@@ -59,5 +59,5 @@ def known_names(asked: str, known: Iterable[str]) -> str:
 
 
 def not_installed(package: str, extra: str, what: str = "this") -> UserError:
-    """What to type where an optional package is missing."""
+    """The error that names the command to install a missing optional package."""
     return UserError(f"{what} needs {package}, which is not installed: pip install 'layoutopt[{extra}]'")

@@ -94,7 +94,7 @@ def check_writable(path: str | Path, what: str = "the file") -> None:
 
 
 def unwritable(path: str | Path, error: Exception, what: str = "the file") -> UserError:
-    """What the system said of a file, as the user's error."""
+    """Turns the system's error about a file into the user's error."""
     said, todo = str(error), "name another place"
     if isinstance(error, OSError) and error.strerror:
         said = error.strerror

@@ -22,7 +22,7 @@ from typing import Any
 
 
 def load(package: str, name: str) -> Any:
-    """What a package calls by this name; the package remembers it.
+    """Loads a name of a package, which keeps it.
 
     Raises:
       AttributeError: no import of the package names it.

@@ -260,7 +260,7 @@ def _torus_words(route: Route) -> str:
 
 
 def _cluster(topology: Cluster, kind: str, size: float, route: Route) -> Iterator[CollectiveCost]:
-    """What a GPU collective library can choose from."""
+    """Algorithms and protocols that a GPU collective library can choose from."""
     bandwidth = _ring_bandwidth(route)
     for protocol in topology.protocols:
         if kind == "all_to_all":

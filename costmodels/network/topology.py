@@ -231,7 +231,7 @@ def _score(hardware: Hardware, mesh: Mesh, assignment: AxisAssignment) -> tuple[
 
 
 def _seconds_per_byte(route: Route) -> float:
-    """Of an all-gather, without latency: inside the slice, then between slices."""
+    """Seconds of an all-gather, without latency: inside the slice, then between slices."""
     inner, within, between = route.size_at("core") * route.size_at("torus"), 0.0, 0.0
     for level in route.levels:
         share = (

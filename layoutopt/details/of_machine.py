@@ -1,4 +1,4 @@
-"""What a plan file says of its hardware: numbers with sources, how the mesh lies on it, its calibration."""
+"""The hardware's part of a plan file: numbers with sources, how the mesh lies on it, its calibration."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def errors_known(machine: Hardware) -> Known:
 
 
 def sure(machine: Hardware) -> str:
-    """What stands behind a predicted step on this machine, in words."""
+    """The evidence behind a predicted step on this machine, in words."""
     from layoutopt.plan.details import Number
 
     if machine.calibrated:

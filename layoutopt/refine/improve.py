@@ -46,7 +46,7 @@ TIGHT = 0.6
 
 
 class MoveGain(NamedTuple):
-    """What moves change: seconds of a step and, where memory is tight, the most bytes that a device holds."""
+    """Change of a step by moves: seconds and, where memory is tight, the most bytes that a device holds."""
 
     seconds: float
     bytes: float
@@ -226,7 +226,7 @@ class _Round:
         self._solve()
 
     def _changed(self, moves: Iterable[AxisMove]) -> MoveGain | None:
-        """What some moves change; None if they do nothing or are not legal."""
+        """The change under some moves; None if they do nothing or are not legal."""
         layout = self._moved(moves)
         seconds = math.inf if layout is None else self.search.price(layout)
         if layout is None or seconds == math.inf:

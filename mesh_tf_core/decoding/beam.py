@@ -207,7 +207,7 @@ class _BeamSearch:
         return take_along(texts, broadcast(which, [*which.shape, self.prompts.length]), dim)
 
     def select(self, x: Tensor, parents: Tensor) -> Tensor:
-        """What layers remember [.., batch, beams, ..] moves to the beams' successors.
+        """Moves the cache [.., batch, beams, ..] to the successors of the beams.
 
         A product with ones and zeros is exact, and leaves a sum over split beams that becomes one exchange.
         """

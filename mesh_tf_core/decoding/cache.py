@@ -1,4 +1,4 @@
-"""What layers remember while a text grows, position by position.
+"""The cache of decoding: keys, values and states that layers keep while a text grows, position by position.
 
 A model's function `logits(tokens, cache)` runs three ways, always the same code with the same variables:
 
@@ -80,7 +80,7 @@ class Cache:
         self.states[full] = State(value, changes, self._loops)
 
     def get(self, graph: Any, name: str) -> Tensor:
-        """What was put under a name of the current scope."""
+        """The entry of a name in the current scope."""
         return self._known(graph.path(name)).value
 
     def _known(self, full: str) -> State:

@@ -206,7 +206,7 @@ class EagerStep(Graph):
     def _results(
         self, graph: Graph, node: Node, pieces: Callable[[int], DevicePieces]
     ) -> dict[int, DevicePieces]:
-        """What a node computes, by tensor id; an assignment is noted. Errors about the layout say where."""
+        """Computes the outputs of a node, by tensor id; notes an assignment. A LayoutError says where."""
         op = node.op
         try:
             if isinstance(op, Feed):

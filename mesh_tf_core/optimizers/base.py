@@ -1,4 +1,4 @@
-"""What optimizers share: slots, the learning rate, clipping, gradients in the master copy's dtype."""
+"""Shared by all optimizers: slots, the learning rate, clipping, gradients in the master copy's dtype."""
 
 from __future__ import annotations
 
