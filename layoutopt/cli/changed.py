@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import bytes_text, seconds_text
-from reports.views.view import FLAG, NUMBER, SECONDS, TIMES, Cell, Column, Row, View
+from reports.views.view import FLAG, NUMBER, SECONDS, TIMES, Cell, Column, View, ViewRow
 
 if TYPE_CHECKING:
     from layoutopt.analysis.sensitivity import SensitivityCurve, SensitivityTrial
@@ -30,7 +30,7 @@ def show_conditions(terminal: Terminal, plan: Plan, found: Conditions) -> None:
     terminal.show("", robust_text(found.robust))
 
 
-def _row(plan: Plan, curve: SensitivityCurve, t: SensitivityTrial) -> Row:
+def _row(plan: Plan, curve: SensitivityCurve, t: SensitivityTrial) -> ViewRow:
     """A condition, what is best under it, and against the plan; where a search was stopped far from
     that, what it knows."""
     from layoutopt.analysis.sensitivity import answer_of

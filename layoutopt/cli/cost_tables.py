@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from layoutopt.plan.units import seconds_text
-from reports.views.view import BYTES, FLOP, RUNS, SECONDS, SHARE, Cell, Column, Row, Value, View
+from reports.views.view import BYTES, FLOP, RUNS, SECONDS, SHARE, Cell, CellValue, Column, View, ViewRow
 
 if TYPE_CHECKING:
     from costmodels.liveness import MemoryProfile
@@ -39,7 +39,7 @@ def _runs(lines: Iterable[Line]) -> float:
     return sum(x.times for x in lines)
 
 
-def _share(part: float, whole: float) -> Value:
+def _share(part: float, whole: float) -> CellValue:
     return part / whole if whole else None
 
 
@@ -55,7 +55,7 @@ def phase_table(cost: Cost) -> View:
         Column("flops", "FLOPs", FLOP, rank=2),
     )
 
-    def row(name: str, lines: Sequence[Line]) -> Row:
+    def row(name: str, lines: Sequence[Line]) -> ViewRow:
         local = [x for x in lines if not x.is_communication]
         sent = [x for x in lines if x.is_communication]
         seconds = (_sum(local, lambda x: x.seconds), _sum(sent, lambda x: x.seconds), _exposed(sent))
@@ -80,7 +80,7 @@ def axis_table(cost: Cost) -> View | None:
         Column("share", "share of step", SHARE, rank=2),
     )
 
-    def row(axes: str, kind: str, lines: Sequence[Line]) -> Row:
+    def row(axes: str, kind: str, lines: Sequence[Line]) -> ViewRow:
         time, exposed = _sum(lines, lambda x: x.seconds), _exposed(lines)
         sent = _sum(lines, lambda x: x.sent)
         return axes, kind, _runs(lines), sent, time, exposed, _share(exposed, cost.step_seconds)
@@ -131,7 +131,7 @@ def operation_table(cost: Cost, most: int = OPERATIONS) -> View:
         Column("sent_bytes", "traffic per device", BYTES, rank=1),
     )
 
-    def row(name: str, phase: str, axes: str, lines: Sequence[Line]) -> Row:
+    def row(name: str, phase: str, axes: str, lines: Sequence[Line]) -> ViewRow:
         time, flops, sent = _exposed(lines), _sum(lines, lambda x: x.flops), _sum(lines, lambda x: x.sent)
         share = _share(time, cost.step_seconds)
         return name, phase, axes, _runs(lines), time, share, flops or None, sent or None
@@ -157,7 +157,7 @@ def memory_table(held: MemoryProfile, most: int = HOLDINGS) -> View:
         Column("share", "share", SHARE),
     )
 
-    def row(what: str, origin: str | None, count: int | None, size: int) -> Row:
+    def row(what: str, origin: str | None, count: int | None, size: int) -> ViewRow:
         return what, origin, count, size, _share(size, held.peak)
 
     groups: dict[tuple[str, str], list[int]] = {}

@@ -9,7 +9,7 @@ from layoutopt.cli.plan_tables import Fits, rules_text
 from layoutopt.cli.results import layout_text
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import bytes_text, seconds_text, share_text
-from reports.views.view import BYTES, FLAG, SECONDS, Cell, Column, Kind, Row, View
+from reports.views.view import BYTES, FLAG, SECONDS, Cell, Column, Kind, View, ViewRow
 
 if TYPE_CHECKING:
     from layoutopt.analysis.explain import Difference, WhatIfAnswer
@@ -48,7 +48,7 @@ def worth_table(
         Column("proven", "proven", FLAG),
     )
 
-    def row(a: WhatIfAnswer, value: float | None) -> Row:
+    def row(a: WhatIfAnswer, value: float | None) -> ViewRow:
         if value is None:
             return a.condition, Cell("nothing fits" if a.proven else "unknown"), None, a.reason, a.proven
         extra, most = max(value - now, 0), "" if a.proven else "at most "

@@ -10,7 +10,7 @@ import typer
 
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import seconds_text, share_text, signed_percent
-from reports.views.view import BYTES, FLAG, SECONDS, SHARE, Cell, Column, Kind, Row, View
+from reports.views.view import BYTES, FLAG, SECONDS, SHARE, Cell, Column, Kind, View, ViewRow
 
 if TYPE_CHECKING:
     from layoutopt.cli.plans import Planned
@@ -131,7 +131,7 @@ def show_turning(terminal: Terminal, found: Turning | None) -> None:
         Column("times", "of this link", Kind(lambda ratio: f"{ratio:g}×")),
         *(Column(name, name, SECONDS) for name in names),
     )
-    rows: list[Row] = [
+    rows: list[ViewRow] = [
         (point.gigabits, point.times, *(_cell(point, name) for name in names)) for point in found.at
     ]
     title = f"Where it pays that {found.axis!r} synchronises rarely: {found.words}"

@@ -27,7 +27,7 @@ from reports.svg import figure_svg
 from reports.tables.rows import chips
 from reports.views.dims import DimensionRow, dimension_rows
 from reports.views.variables import VariableGroup, grouped, piece_shares, shape_text, split_text
-from reports.views.view import BYTES, FLOP, RULES, SECONDS, Cell, Column, Kind, Row, View
+from reports.views.view import BYTES, FLOP, RULES, SECONDS, Cell, Column, Kind, View, ViewRow
 
 SHOWN = 3
 """Hyperparameters in a sentence."""
@@ -122,7 +122,7 @@ def facts(plans: Sequence[PlanFile]) -> View:
     )
 
 
-def _beside(title: str, lead: str, plans: Sequence[PlanFile], rows: Sequence[Row], shown: int) -> View:
+def _beside(title: str, lead: str, plans: Sequence[PlanFile], rows: Sequence[ViewRow], shown: int) -> View:
     """A column for every plan."""
     columns = (Column("what", lead, lead=True), *(Column(a, a) for a in map(letter, range(len(plans)))))
     return View(title, columns, rows, shown=shown, wide=True)
@@ -144,7 +144,7 @@ def pictures(plans: Sequence[PlanFile]) -> tuple[PageBlock, ...]:
     )
 
 
-def _numbers(name: str, kind: Kind, values: Sequence[float]) -> Row:
+def _numbers(name: str, kind: Kind, values: Sequence[float]) -> ViewRow:
     """A number of every plan, and how far it is from the first plan's."""
     first = values[0]
     far = [abs(value - first) > 5e-4 * max(abs(first), 1e-30) for value in values]
@@ -155,7 +155,7 @@ def _numbers(name: str, kind: Kind, values: Sequence[float]) -> Row:
     return [Cell(name, strong=True), *cells]
 
 
-def _rated(name: str, told: Sequence[tuple[str, str]]) -> Row:
+def _rated(name: str, told: Sequence[tuple[str, str]]) -> ViewRow:
     """Words of every plan, each with its state."""
     return [Cell(name, strong=True), *(Cell(t, state=s, differs=(t, s) != told[0]) for t, s in told)]
 

@@ -41,11 +41,11 @@ from reports.views.view import (
     WHOLE,
     AxisTag,
     Cell,
+    CellValue,
     Column,
     Kind,
-    Row,
-    Value,
     View,
+    ViewRow,
 )
 
 TYPED = ("Mesh", "Layout", "Command")
@@ -69,7 +69,7 @@ def data(*keys: str) -> tuple[Column, ...]:
 def summary(plan: PlanFile) -> View:
     """What was chosen and what it costs, a row per fact; numbers keep their type."""
     p, s = plan.predicted, plan.solver
-    facts: list[tuple[str, Value]] = [
+    facts: list[tuple[str, CellValue]] = [
         ("model", plan.model.name),
         ("fingerprint", plan.model.fingerprint),
         ("parameters", plan.model.parameters or None),
@@ -129,14 +129,14 @@ def _bytes(choice: Alternative) -> float:
     return choice.predicted.peak_memory_bytes if choice.predicted else float("inf")
 
 
-Named = tuple[Alternative, str, Sequence[str]]
+NamedAlternative = tuple[Alternative, str, Sequence[str]]
 """A layout, what it is called, and its other names."""
 
 
 def layout_table(
     title: str,
     first: str,
-    named: Sequence[Named],
+    named: Sequence[NamedAlternative],
     plan: PlanFile,
     fits: Callable[[Alternative], str],
     lean: bool = False,
@@ -149,7 +149,7 @@ def layout_table(
     utilised = all(c.predicted is None or c.predicted.mfu is not None for c, *_ in named)
     said = [fits(c) if c.predicted else "not legal" for c, *_ in named]
 
-    def row(c: Alternative, name: str, others: Sequence[str], fit: str) -> Row:
+    def row(c: Alternative, name: str, others: Sequence[str], fit: str) -> ViewRow:
         p = c.predicted
         fitting = Cell(fit, state=STATES.get(fit, ""), value=c.feasible)
         called = Cell(", ".join((name, *others)), value=c.name)
@@ -277,7 +277,7 @@ def operations(plan: PlanFile) -> View:
     longest = found[0].seconds if found and found[0].seconds else 1.0
     total = plan.predicted.step_seconds or sum(w.seconds for w in found) or 1.0
 
-    def row(w: work.OperationWork) -> Row:
+    def row(w: work.OperationWork) -> ViewRow:
         bars = ((w.compute / longest, "compute"), (w.exposed / longest, "exposed"))
         runs = f"{count(w.runs)} runs" if w.runs > 1 else ""
         busy = ", ".join(filter(None, (runs, rate_text(w.flops, "FLOP") if w.flops else "")))
@@ -429,7 +429,7 @@ def axes(plan: PlanFile) -> View:
         Column("sent_bytes", "a device sends per step", BYTES),
     )
     sent = plan.predicted.communication_bytes_per_device
-    rows: list[Row] = [
+    rows: list[ViewRow] = [
         (
             Cell(chips=chips([axis], plan.mesh), sub=lies_on(plan, axis), value=axis),
             size,

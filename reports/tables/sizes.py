@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from layoutopt.plan.size_results import SizedCandidate, SizeResult
 from layoutopt.plan.units import mesh_option
-from reports.views.view import BYTES, EVERYWHERE, NUMBER, SECONDS, SHARE, WHOLE, Cell, Column, Row, View
+from reports.views.view import BYTES, EVERYWHERE, NUMBER, SECONDS, SHARE, WHOLE, Cell, Column, View, ViewRow
 
 
 def loss_text(each: SizedCandidate) -> str:
@@ -43,7 +43,7 @@ def candidates(found: SizeResult) -> View:
         Column("frontier", "frontier", rank=4, under="loss"),
     )
 
-    def row(each: SizedCandidate) -> Row:
+    def row(each: SizedCandidate) -> ViewRow:
         accuracy = found.accuracy_of(each.hardware)
         sure = None if accuracy.mean is None and not accuracy.steps else accuracy.mean
         return (

@@ -40,7 +40,7 @@ def holdings_at_peak(memory: MemoryTimeline) -> tuple[HoldingGroup, ...]:
 
 
 @dataclass(frozen=True)
-class Phase:
+class PhaseSpan:
     """Consecutive instructions of one phase, as positions [start, end) in the program."""
 
     name: str
@@ -62,19 +62,19 @@ def thinned(memory: MemoryTimeline, most: int = MOST) -> tuple[tuple[int, float]
     return tuple((i, points[i].bytes) for i in sorted(kept))
 
 
-def phases(memory: MemoryTimeline) -> tuple[Phase, ...]:
+def phases(memory: MemoryTimeline) -> tuple[PhaseSpan, ...]:
     """The program's phases in order; short ones between long ones of the same name are part of them."""
-    runs: list[Phase] = []
+    runs: list[PhaseSpan] = []
     for i, point in enumerate(memory.points):
         if runs and runs[-1].name == point.phase:
-            runs[-1] = Phase(point.phase, runs[-1].start, i + 1)
+            runs[-1] = PhaseSpan(point.phase, runs[-1].start, i + 1)
         else:
-            runs.append(Phase(point.phase, i, i + 1))
+            runs.append(PhaseSpan(point.phase, i, i + 1))
     shortest = len(memory.points) * 0.02
-    merged: list[Phase] = []
+    merged: list[PhaseSpan] = []
     for run in runs:
         if merged and (run.end - run.start < shortest or merged[-1].name == run.name):
-            merged[-1] = Phase(merged[-1].name, merged[-1].start, run.end)
+            merged[-1] = PhaseSpan(merged[-1].name, merged[-1].start, run.end)
         else:
             merged.append(run)
     return tuple(p for p in merged if p.name)

@@ -12,7 +12,7 @@ from typing import Any
 
 from layoutopt.plan.units import bytes_text, number, percent, rate_text, seconds_text, share_text, times_text
 
-Value = str | float | int | bool | None
+CellValue = str | float | int | bool | None
 EVERYWHERE = "terminal, page, data"
 
 
@@ -82,7 +82,7 @@ class Cell:
     state: str = ""
     span: int = 1
     code: bool = False
-    value: Value = None
+    value: CellValue = None
     more: tuple[str, ...] = ()
 
 
@@ -119,7 +119,7 @@ class Column:
         """Whether 'terminal', 'page' or 'data' have it."""
         return where in self.on
 
-    def cell(self, found: Value | Cell) -> Cell:
+    def cell(self, found: CellValue | Cell) -> Cell:
         """A row's entry with its words."""
         if not isinstance(found, Cell):
             found = Cell(value=found)
@@ -133,7 +133,7 @@ def texts(*heads: str) -> tuple[Column, ...]:
     return tuple(Column(head.replace(" ", "_"), head) for head in heads)
 
 
-Row = Sequence[Value | Cell]
+ViewRow = Sequence[CellValue | Cell]
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class View:
 
     title: str
     columns: tuple[Column, ...]
-    rows: Sequence[Row]
+    rows: Sequence[ViewRow]
     name: str = ""
     total: bool = False
     strong: int | None = None
@@ -172,7 +172,7 @@ class View:
         if not rest:
             return self
         lead = next((c for c in self.columns if c.lead), self.columns[0])
-        sums: list[Value] = []
+        sums: list[CellValue] = []
         for column, values in zip(self.columns, zip(*rest, strict=True), strict=True):
             known = [v for v in values if isinstance(v, int | float)]
             sums.append(sum(known) if column.kind.adds and known else None)
@@ -180,6 +180,6 @@ class View:
                 sums[-1] = words.format(len(rest))
         return replace(self, rows=[*self.rows[:most], sums])
 
-    def and_sum(self, *values: Value | Cell) -> View:
+    def and_sum(self, *values: CellValue | Cell) -> View:
         """With a last row, their sum."""
         return replace(self, rows=[*self.rows, values], total=True)
