@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from layoutopt.cli.terminal import Terminal
-from layoutopt.plan.units import bytes_text, seconds_text
+from layoutopt.plan.units import seconds_text
+from reports.views import facts as told
+from reports.views.curves import factor_value
 from reports.views.view import FLAG, NUMBER, SECONDS, TIMES, Cell, Column, View, ViewRow
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ def _row(plan: Plan, curve: SensitivityCurve, t: SensitivityTrial) -> ViewRow:
     that, what it knows."""
     from layoutopt.analysis.sensitivity import answer_of
 
-    about = (curve.factor, Cell(_value(curve.factor, t.value), value=t.value))
+    about = (curve.factor, Cell(factor_value(curve.factor, t.value), value=t.value))
     if not t.settled:
         least = seconds_text(t.bound) if t.bound else "unknown"
         most = None if t.step_seconds is None else seconds_text(t.step_seconds)
@@ -50,19 +52,6 @@ def _row(plan: Plan, curve: SensitivityCurve, t: SensitivityTrial) -> ViewRow:
 
 def robust_text(found: Robustness) -> str:
     """What the uncertainties of the hardware's numbers leave of the answer's lead."""
-    if not found.draws:
-        return (
-            "No number of the hardware has an uncertainty, so nothing is known of how robust the answer is."
-        )
-    share = f"fastest on {found.wins} of {found.draws} machines drawn within {found.uncertain} uncertainties"
-    if found.wins == found.draws:
-        return f"Robust: {share}."
-    worst = f"at worst {100 * found.worst:.1f}% slower than the best"
-    tie = "A tie with" if found.wins < 0.8 * found.draws else "Nearly always before"
-    return f"{tie} {found.runner_up!r}: {share}, {worst}."
-
-
-def _value(factor: str, value: float) -> str:
-    if factor == "memory":
-        return bytes_text(value)
-    return f"{value:g}" if factor == "devices" else f"{value:g}×"
+    words = told.robust(found)
+    nothing = "No number of the hardware has an uncertainty, so nothing is known of how robust the answer is."
+    return f"The answer is {words}." if words else nothing

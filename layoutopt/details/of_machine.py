@@ -59,7 +59,7 @@ def errors_known(machine: Hardware) -> Known:
 
 def sure(machine: Hardware) -> str:
     """The evidence behind a predicted step on this machine, in words."""
-    from layoutopt.plan.details import Number
+    from layoutopt.plan.details import Number, sources_text
 
     if machine.calibrated:
         return "calibrated on this hardware; `layoutopt validate MODEL` times whole steps of a model"
@@ -67,8 +67,7 @@ def sure(machine: Hardware) -> str:
     if known.words:
         return known.words
     numbers = [Number(path=path, value=n.given, source=n.source) for path, n in machine.numbers()]
-    assumed = sum(number.assumed for number in numbers)
-    sources = f"{len(numbers)} numbers with sources, {assumed} of them assumptions"
+    sources = sources_text(numbers)
     if machine.kind == "cpu":
         return f"not calibrated ({sources}): `layoutopt calibrate` measures this machine"
     return f"no step of it was compared; {sources}"

@@ -8,7 +8,7 @@ sizes in bytes, both of one device.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,6 +71,12 @@ class Number(Data):
         """No measurement of this hardware and no document stands behind it."""
         said = self.source.strip().lower()
         return said.startswith("assum") or "uncalibrated" in said
+
+
+def sources_text(numbers: Sequence[Number]) -> str:
+    """How many numbers there are, and how many of them are assumptions."""
+    said = f"{len(numbers):,} number{'s' * (len(numbers) != 1)} with sources"
+    return f"{said}, {sum(number.assumed for number in numbers)} of them assumptions"
 
 
 class HardwareInfo(Data):

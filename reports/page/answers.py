@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from layoutopt.plan.details import Proof, Robustness
+from layoutopt.plan.details import Proof, sources_text
 from layoutopt.plan.evidence import Calibration, Validation
 from layoutopt.plan.known import Known
 from layoutopt.plan.schema import PlanFile
@@ -174,7 +174,7 @@ def sureness(plan: PlanFile) -> PageAnswer:
     whether the answer stays the fastest within what they leave open."""
     found = _measured(plan)
     robust = plan.details.robustness
-    said = robust_words(robust) if robust is not None else ""
+    said = told.robust(robust) if robust is not None else ""
     if robust is None or not said:
         return found
     state = "warn" if robust.close and found.state == "good" else found.state
@@ -194,10 +194,7 @@ def _measured(plan: PlanFile) -> PageAnswer:
     if hardware is not None and hardware.known.words:
         return _known(hardware.known)
     if hardware is not None and hardware.numbers:
-        assumed = sum(n.assumed for n in hardware.numbers)
-        note = (
-            f"rests on {plural(len(hardware.numbers), 'number')} with sources, {assumed} of them assumptions"
-        )
+        note = f"rests on {sources_text(hardware.numbers)}"
         return PageAnswer(question, "Not measured", note, "warn")
     return PageAnswer(question, "Not measured", "this plan brings no measurements and no sources", "warn")
 
@@ -242,18 +239,6 @@ def fit_words(found: Calibration) -> str:
 def _off(found: Calibration, middle: float, held_out: bool) -> str:
     worst = max(abs(s.residual) for s in found.samples if s.held_out == held_out)
     return f"typically {percent(middle)} off, {percent(worst)} at most"
-
-
-def robust_words(found: Robustness) -> str:
-    """On how many machines within the uncertainties the answer stays the fastest; '' where none was drawn."""
-    if not found.draws:
-        return ""
-    drawn = f"{found.draws} machines drawn within the uncertainties"
-    if found.wins == found.draws:
-        return f"the fastest on all {drawn}"
-    other = f", mostly {shorten(found.runner_up, 36)}" if found.runner_up else ""
-    behind = f"elsewhere at most {percent(found.worst)} slower than another{other}"
-    return f"the fastest on {found.wins} of {drawn}, {behind}"
 
 
 def proof(plan: PlanFile) -> PageAnswer:

@@ -20,7 +20,6 @@ from layoutopt.plan.units import (
 from reports import figures
 from reports.figures import Chart
 from reports.page import compare, opened
-from reports.page.answers import robust_words
 from reports.page.cells import PageBlock, Panel, Section, grid
 from reports.page.leads import LEADS
 from reports.plan import rules, words
@@ -154,7 +153,7 @@ def _frontier(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
 def _sensitivity(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     block = _chart(figures.sensitivity, plan, name, rows.curve_layouts(plan))
     robust = plan.details.robustness
-    said = robust_words(robust) if robust is not None else ""
+    said = told.robust(robust) if robust is not None else ""
     notes = (f"This plan is {said}.",) if said else ()
     return (replace(block, notes=notes, controls=opened.controls(plan, name)),)
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from layoutopt.plan.covered import count_text
+from layoutopt.plan.details import Robustness
 from layoutopt.plan.schema import INFEASIBLE, PlanFile, Predicted
-from layoutopt.plan.units import bytes_text, duration_text, rate_text, seconds_text, shorten
+from layoutopt.plan.units import bytes_text, duration_text, percent, rate_text, seconds_text, shorten
 from reports.plan import rules
 
 LONGEST = 300
@@ -98,6 +99,18 @@ def traffic(p: Predicted) -> str:
 def forms(parallelism: Mapping[str, str]) -> str:
     """What the trade calls the axes: 'data: data (ZeRO-2); model: tensor'."""
     return "; ".join(f"{axis}: {form}" for axis, form in parallelism.items())
+
+
+def robust(found: Robustness) -> str:
+    """On how many machines within the uncertainties the answer stays the fastest; '' where none was drawn."""
+    if not found.draws:
+        return ""
+    drawn = f"{found.draws} machines drawn within the uncertainties"
+    if found.wins == found.draws:
+        return f"the fastest on all {drawn}"
+    other = f", mostly {shorten(found.runner_up, 36)}" if found.runner_up else ""
+    behind = f"elsewhere at most {percent(found.worst)} slower than another{other}"
+    return f"the fastest on {found.wins} of {drawn}, {behind}"
 
 
 def costs(plan: PlanFile) -> list[tuple[str, str]]:

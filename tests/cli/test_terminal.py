@@ -299,6 +299,15 @@ def test_nothing_is_padded_where_nobody_looks(run: Callable[..., Result]) -> Non
     assert len(lines) > 20 and all(line == line.rstrip() for line in lines)
 
 
+def test_sixty_columns_hold_every_table(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    done = run("cost", "examples/mlp.py", "--mesh", "data:2;model:2", "--layout", "batch:data;hidden:model")
+    lines = done.stdout.splitlines()
+    assert done.exit_code == 0 and max(map(len, lines)) <= 60
+    titles = {"Per operation", "Per axis", "Overlap", "Per phase", "Memory"}
+    assert titles <= {*lines} and any("┃" in line for line in lines)
+
+
 def test_a_long_layout_breaks_between_its_rules() -> None:
     lines = drawn(facts([("layout", SPLITS.replace("; ", ";")), ("step", "6 ms")]), 40)
     assert [line.split() for line in lines] == [
