@@ -46,7 +46,10 @@ def _hides(line: Line, under: Under | None) -> str:
     if line.exposed >= line.seconds:
         return ""
     share = f"; {1 - line.exposed / line.seconds:.0%} of it is hidden ({rule_of(line)})"
-    return f"{share}: {under.words}, {under.seconds:.3g} s a step, run from start to done" if under else share
+    if under is None:
+        return share
+    work = f"{under.words}, {under.seconds:.3g} s a step, run" if under.seconds else "nothing runs"
+    return f"{share}: {work} from start to done"
 
 
 def _sent(prices: Pricer, item: Sent) -> str:

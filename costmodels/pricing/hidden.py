@@ -7,14 +7,14 @@ done has a time, and a price that hides more than that is too low.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from costmodels.kernels.compute import MATMUL_CLASSES
 from costmodels.pricing.lines import Cost, Line
-from costmodels.pricing.overlap import ACTIVATION, LONGER
-from mesh_tf_core.ir.instructions import HOST
-from mesh_tf_core.ir.program import Done, Instr, Local, Loop, Message, Origin, Program
+from costmodels.pricing.overlap import ACTIVATION, LONGER, windows
+from mesh_tf_core.ir.instructions import HOST, RULES
+from mesh_tf_core.ir.program import Instr, Local, Loop, Origin, Program
 
 Runs = dict[tuple[Origin, float], float]
 """Where work comes from, and how often it runs in a step -> the part of its runs that is meant."""
@@ -115,35 +115,19 @@ def _under(rule: str, runs: Runs, cost: Cost) -> Under:
 def between(program: Program, apart: bool = True) -> dict[int, Runs]:
     """Message, by its first value -> what runs from its start to its done.
 
-    Start and done of a pipelined message are an iteration of its block apart: all of the block runs
-    meanwhile, in every iteration but one. What a loop stacks may be sent part by part as iterations make it,
-    and of what it sums the last iteration makes the last term; so a loop that makes what is sent counts too.
+    What a loop stacks may be sent part by part as iterations make it, and of what it sums the last iteration
+    makes the last term; so a loop that makes what is sent counts too.
 
     Args:
       apart: messages whose start and done are an iteration apart are meant, too.
     """
     found: dict[int, Runs] = {}
-
-    def visit(code: Sequence[Instr], times: float, iterations: int) -> None:
-        for at, instr in enumerate(code):
-            if isinstance(instr, Loop):
-                visit(instr.body, times * instr.times, instr.dim.size)
-            elif isinstance(instr, Message) and instr.rule and instr.pipelined:
-                often = (iterations - 1) / iterations if iterations else 1.0
-                if apart:
-                    found[instr.outputs[0]] = _scaled(_all_of(code, times), often)
-            elif isinstance(instr, Message) and instr.rule:
-                ends = (n for n, each in enumerate(code) if _waits(each, instr))
-                until = code[: next(ends)]
-                own = _all_of(until[at:], times)
-                found[instr.outputs[0]] = _joined([own, *(_after(i, until, times) for i in instr.inputs)])
-
-    visit(program.code, 1.0, 0)
+    for w in windows(program, RULES):
+        if apart or not w.message.pipelined:
+            every = dict.fromkeys(_keys(w.code, w.times), w.part)
+            made = () if w.message.pipelined else w.message.inputs
+            found[w.message.outputs[0]] = _joined([every, *(_after(i, w.before, w.times) for i in made)])
     return found
-
-
-def _waits(instr: Instr, message: Message) -> bool:
-    return isinstance(instr, Done) and message.outputs[0] in instr.inputs
 
 
 def _after(value: int, code: Sequence[Instr], times: float) -> Runs:
@@ -153,17 +137,14 @@ def _after(value: int, code: Sequence[Instr], times: float) -> Runs:
             return _after(instr.inputs[0], code, times)
         if isinstance(instr, Loop) and value in instr.outputs:
             inside = times * instr.times
-            made = [_all_of(code[at + 1 :], times)]
-            made += [_all_of(instr.body, inside) for _, outer in instr.stacked if outer == value]
-            for inner, outer in instr.summed:
-                if outer == value:
-                    made.append(_scaled(_after(inner, instr.body, inside), 1 / instr.dim.size))
-            return _joined(made)
+            made = dict.fromkeys(_keys(code[at + 1 :], times), 1.0)
+            if any(outer == value for _, outer in instr.stacked):
+                made.update(dict.fromkeys(_keys(instr.body, inside), 1.0))
+            for term in (inner for inner, outer in instr.summed if outer == value):
+                last = _after(term, instr.body, inside)
+                made.update((key, part / instr.dim.size) for key, part in last.items())
+            return made
     return {}
-
-
-def _all_of(code: Iterable[Instr], times: float) -> Runs:
-    return dict.fromkeys(_keys(code, times), 1.0)
 
 
 def _keys(code: Iterable[Instr], times: float) -> Iterator[tuple[Origin, float]]:
@@ -172,10 +153,6 @@ def _keys(code: Iterable[Instr], times: float) -> Iterator[tuple[Origin, float]]
         if isinstance(instr, Loop):
             yield instr.origin, times * instr.times
             yield from _keys(instr.body, times * instr.times)
-
-
-def _scaled(runs: Mapping[tuple[Origin, float], float], by: float) -> Runs:
-    return {key: by * part for key, part in runs.items()}
 
 
 def _joined(every: Iterable[Runs]) -> Runs:

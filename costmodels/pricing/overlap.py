@@ -14,8 +14,9 @@ that are an iteration apart (`Message.pipelined`) hides messages of all iteratio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
 
 from costmodels.kernels.compute import MATMUL_CLASSES
 from mesh_tf_core.ir.instructions import GRADIENT, HOST, PARAMETER, STEP
@@ -27,6 +28,45 @@ CLASSES = (GRADIENT, PARAMETER, ACTIVATION)
 """The rules that hardware files have fractions for."""
 LONGER = (STEP, HOST)
 """The rules by which the time is the longer one of messages and products."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A message from its start to its done.
+
+    Attributes:
+      code: instructions of its block that stand between, or all of the block if these are an iteration apart.
+      before: the block up to the done.
+      times: how often the block runs in a step, as a price counts it.
+      part: of these times, those in which the code hides the message.
+    """
+
+    message: Message
+    code: Sequence[Instr]
+    before: Sequence[Instr]
+    times: float
+    part: float
+
+
+def windows(program: Program, rules: Container[str]) -> Iterator[Window]:
+    """The messages of some rules that have a start and a done."""
+
+    def visit(code: Sequence[Instr], times: float, iterations: int) -> Iterator[Window]:
+        going: dict[int, tuple[int, Message]] = {}
+        part = (iterations - 1) / iterations if iterations else 1.0
+        for at, instr in enumerate(code):
+            if isinstance(instr, Loop):
+                yield from visit(instr.body, times * instr.times, instr.dim.size)
+            elif isinstance(instr, Done):
+                for begin, message in (going.pop(i) for i in instr.inputs if i in going):
+                    yield Window(message, code[begin + 1 : at], code[:at], times, 1.0)
+            elif isinstance(instr, Message) and instr.rule in rules:
+                if instr.pipelined:
+                    yield Window(instr, code, code, times, part)
+                else:
+                    going[instr.outputs[0]] = at, instr
+
+    yield from visit(program.code, 1.0, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,68 +81,27 @@ class Overlapped:
     between: tuple[tuple[Local, float], ...]
 
 
-@dataclass(slots=True)
-class _Going:
-    """A message on its way."""
-
-    message: Message
-    size: float
-    between: list[tuple[Local, float]] = field(default_factory=list)
-
-
-def overlapped(
-    program: Program, carried: Callable[[Transfer], float], rules: Sequence[str] = LONGER
-) -> dict[int, Overlapped]:
-    """The messages of some rules, by the first value that each makes. Products of loops inside of a block
-    hide nothing of it.
+def overlapped(program: Program, carried: Callable[[Transfer], float]) -> dict[int, Overlapped]:
+    """The messages of `LONGER`, by the first value that each makes. Products of loops inside of a block hide
+    nothing of it.
 
     Args:
       carried: bytes of a transfer on the link.
     """
-    found: dict[int, Overlapped] = {}
-    for code, iterations in _blocks(program.code, 0):
-        for rule in rules:
-            found.update((x.message.outputs[0], x) for x in _of(rule, code, iterations, program, carried))
-    return found
-
-
-def _blocks(code: Sequence[Instr], iterations: int) -> Iterator[tuple[Sequence[Instr], int]]:
-    """All blocks, each with the number of its iterations; 0: the outermost."""
-    yield code, iterations
-    for instr in code:
-        if isinstance(instr, Loop):
-            yield from _blocks(instr.body, instr.dim.size)
-
-
-def _of(
-    rule: str, code: Sequence[Instr], iterations: int, program: Program, carried: Callable[[Transfer], float]
-) -> Iterator[Overlapped]:
-    sent = [i for i in code if isinstance(i, Message) and i.rule == rule]
-    if not sent:
-        return
-    size = {
-        i: carried(i)
-        if isinstance(i, Transfer)
-        else sum(program.values[x].local_bytes(program.mesh) for x in i.outputs)
-        for i in sent
+    found = []
+    total: dict[tuple[str, int], float] = defaultdict(float)
+    for window in windows(program, LONGER):
+        message = window.message
+        assert isinstance(message, Collective | Transfer)
+        sizes = (program.values[i].local_bytes(program.mesh) for i in message.outputs)
+        size = carried(message) if isinstance(message, Transfer) else sum(sizes)
+        products = [i for i in window.code if isinstance(i, Local) and i.op.kind in MATMUL_CLASSES]
+        for instr in products:
+            total[message.rule, instr.outputs[0]] += size
+        found.append((message, window.part * size, products))
+    return {
+        message.outputs[0]: Overlapped(
+            message, tuple((i, size / total[message.rule, i.outputs[0]]) for i in products)
+        )
+        for message, size, products in found
     }
-    every = [_Going(i, size[i]) for i in sent]
-    always = [x for x in every if x.message.pipelined]
-    some = {x.message.outputs[0]: x for x in every if not x.message.pipelined}
-    going: dict[int, _Going] = {}
-    often = (iterations - 1) / iterations if iterations else 1.0
-    for instr in code:
-        if isinstance(instr, Message) and instr.outputs[0] in some:
-            going[instr.outputs[0]] = some[instr.outputs[0]]
-        elif isinstance(instr, Done):
-            for i in instr.inputs:
-                going.pop(i, None)
-        elif isinstance(instr, Local) and instr.op.kind in MATMUL_CLASSES:
-            total = sum(x.size for x in (*always, *going.values()))
-            for x in always:
-                x.between.append((instr, often * x.size / total))
-            for x in going.values():
-                x.between.append((instr, x.size / total))
-    for x in every:
-        assert isinstance(x.message, Collective | Transfer)
-        yield Overlapped(x.message, tuple(x.between))

@@ -30,6 +30,7 @@ class Local(Instr):
 
 
 STEP, GRADIENT, PARAMETER, HOST = "ring", "gradient", "parameter", "host link"
+RULES = (STEP, GRADIENT, PARAMETER, HOST)
 """The rules by which messages start before they are waited for (`lower.start_done`)."""
 
 

@@ -92,7 +92,7 @@ def test_a_rule_starts_messages_and_the_program_waits_for_each_once(rule: str) -
 
 def test_a_step_runs_under_products() -> None:
     program = lowered(STEP)
-    found = overlapped(program, lambda _: 0.0, (STEP,)).values()
+    found = overlapped(program, lambda _: 0.0).values()
     assert found and all(each.between for each in found)
     for each in found:
         assert all(isinstance(i, Local) and 0 < part <= 1 for i, part in each.between)
