@@ -23,9 +23,10 @@ from typing import Any
 
 import layoutopt
 from examples import transformer_lm
-from layoutopt.analysis.explain import Asked
+from layoutopt.analysis.explain import without
 from layoutopt.plan.build import Plan
 from layoutopt.plan.units import bytes_text, seconds_text
+from layoutopt.space.decisions import SearchSpace
 from mesh_tf_core.errors import InfeasibleError
 from mesh_tf_core.ir.schedules import SCHEDULES
 
@@ -34,7 +35,7 @@ OUT = ROOT / "benchmarks" / "results" / "forbidden.json"
 SELECTIVE, LENGTH, LAYERS = (False, "selective", True), ("length",), ("layers",)
 FORMS, HOSTS = ("gather", "ring", "zigzag", "all_to_all"), ("optimizer", "activations")
 PRODUCTS = ("d_ff", "heads", "vocab")
-EVERYTHING = Asked(
+EVERYTHING = SearchSpace(
     recompute=SELECTIVE,
     elsewhere=LENGTH,
     context=FORMS,
@@ -65,7 +66,7 @@ class Case:
     mesh: str | None = None
     devices: int | None = None
     forbidden: tuple[str, ...] = ()
-    asked: Asked = EVERYTHING
+    asked: SearchSpace = EVERYTHING
 
 
 TORUS = "data:8;model:8;more:8"
@@ -76,7 +77,7 @@ CASES = (
         "tpu-v5e",
         TORUS,
         forbidden=("offload", "selective"),
-        asked=Asked(recompute=SELECTIVE, elsewhere=LENGTH, offload=HOSTS),
+        asked=SearchSpace(recompute=SELECTIVE, elsewhere=LENGTH, offload=HOSTS),
     ),
     Case(
         "GPT-3 on a slow network, H100 with 50 GB/s a node",
@@ -84,7 +85,7 @@ CASES = (
         "h100, node_egress=50GB/s",
         "data:8;pipe:8;model:8",
         forbidden=("pipeline", "interleaved"),
-        asked=Asked(recompute=SELECTIVE, pipeline=LAYERS, schedule=SCHEDULES),
+        asked=SearchSpace(recompute=SELECTIVE, pipeline=LAYERS, schedule=SCHEDULES),
     ),
     Case(
         "GPT-3 with few sequences, H100",
@@ -92,7 +93,7 @@ CASES = (
         "h100",
         "data:8;pipe:8;model:8",
         forbidden=("pipeline", "circular"),
-        asked=Asked(recompute=SELECTIVE, pipeline=LAYERS, schedule=SCHEDULES),
+        asked=SearchSpace(recompute=SELECTIVE, pipeline=LAYERS, schedule=SCHEDULES),
     ),
     Case(
         "long sequences, TPU v5p",
@@ -100,7 +101,7 @@ CASES = (
         "tpu-v5p",
         TORUS,
         forbidden=("context",),
-        asked=Asked(recompute=SELECTIVE, context=FORMS),
+        asked=SearchSpace(recompute=SELECTIVE, context=FORMS),
     ),
     Case(
         "GPT-3 with few sequences, TPU v4",
@@ -108,7 +109,7 @@ CASES = (
         "tpu-v4",
         TORUS,
         forbidden=("sequence",),
-        asked=Asked(elsewhere=LENGTH),
+        asked=SearchSpace(elsewhere=LENGTH),
     ),
     Case(
         "44 billion parameters with few sequences, TPU v4",
@@ -116,7 +117,7 @@ CASES = (
         "tpu-v4",
         "data:128;model:4",
         forbidden=("sequence", "collective_matmul"),
-        asked=Asked(elsewhere=LENGTH, collective_matmul=PRODUCTS),
+        asked=SearchSpace(elsewhere=LENGTH, collective_matmul=PRODUCTS),
     ),
     Case(
         "the language model of `benchmarks/search.py`, TPU v4",
@@ -139,8 +140,8 @@ def solved(case: Case) -> dict[str, Any]:
     where: dict[str, Any] = {"mesh": case.mesh, "devices": case.devices, "max_axes": 3}
     where |= {"hardware": case.hardware, "alternatives": False}
 
-    def best(asked: Asked) -> Plan:
-        return layoutopt.search(model, **where, **asked.with_pins(None))
+    def best(asked: SearchSpace) -> Plan:
+        return layoutopt.search(model, space=asked, **where)
 
     plan = best(case.asked)
     found: dict[str, Any] = {
@@ -155,7 +156,7 @@ def solved(case: Case) -> dict[str, Any]:
     for name in case.forbidden:
         began = time.process_time()
         try:
-            other = _of(best(case.asked.without(name)))
+            other = _of(best(without(case.asked, name)))
         except InfeasibleError:
             other = {"status": "INFEASIBLE"}
         found["without"][name] = {**other, "cpu_seconds": round(time.process_time() - began, 1)}
@@ -201,7 +202,7 @@ def page(results: dict[str, Any]) -> Iterator[str]:
 
 def _free(name: str) -> str:
     """What a case leaves free that searches do not by themselves, as one types it."""
-    asked, usual = asdict(next(case.asked for case in CASES if case.name == name)), asdict(Asked())
+    asked, usual = asdict(next(case.asked for case in CASES if case.name == name)), asdict(SearchSpace())
     more = {k: v for k, v in asked.items() if v != usual[k]}
     return "; ".join(f"`--{k.replace('_', '-')} {_typed(v)}`" for k, v in more.items())
 

@@ -176,7 +176,7 @@ def _array(read: _Reader, content: Any) -> FixedArray:
     if dtype not in ("bool", "bfloat16") and np.dtype(dtype).kind not in "fiub":
         raise ValueError(f"arrays of {dtype}")
     if dtype == "bfloat16":
-        import_module("ml_dtypes")
+        import ml_dtypes  # noqa: F401  (names the dtype to NumPy)
     return FixedArray(np.frombuffer(base64.b64decode(held), np.dtype(dtype)).reshape(sizes))
 
 

@@ -396,7 +396,7 @@ class Points:
         visit(self.program.code)
         loops = (instr for instr, _ in self.program.walk() if isinstance(instr, Loop))
         stacks = [(r.inner, r.outer) for loop in loops for r in loop.stacked]
-        kept = {i for i, o in stacks if o in self._stacked or self._tensor(o) in self._saved}
+        kept = {i for i, o in stacks if o in self._stacked or self._tensor(o) in self._saved} & found.keys()
         for value in kept:
             self._edges[found[value] + 1].add(value)
         return {value: found[value] for value in kept}

@@ -8,6 +8,7 @@ from typing import Any
 
 from layoutopt.space.decisions import ALLOW, ARGUMENTS, BY_HAND, FEATURES
 from layoutopt.space.option import FILE
+from mesh_tf_core.files import write_file
 
 
 def of_records() -> dict[str, Any]:
@@ -22,4 +23,4 @@ def of_records() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    FILE.write_text(json.dumps(of_records(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_file(FILE, json.dumps(of_records(), indent=1, ensure_ascii=False) + "\n")

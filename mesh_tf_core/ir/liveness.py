@@ -10,7 +10,8 @@ As on a device that knows ahead of time what runs:
       after it
   (5) a loop takes the memory of its results before it begins, and that of one iteration's carries and parts
   (6) what a carry starts from is free once the first iteration has copied it, unless it is read otherwise
-  (7) what an iteration hands out has been copied at its end; what it adds to a sum is added once it is made
+  (7) what an iteration hands out has been copied at its end; what it adds to a sum is added once it is made,
+      by a message as it comes in: waiting for the message holds nothing
   (8) a stack that only a sum of the loop around reads (`Program.added`) lies in that sum
   (9) what lies in the host's memory takes none of the device's
   (10) a carry of which an iteration only writes parts (`Op.in_place`) lies in what the loop makes of it, and
@@ -23,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from mesh_tf_core.ir.program import AllReduce, Instr, Local, Loop, Program, ReadVariable, WriteVariable
+from mesh_tf_core.ir.program import AllReduce, Done, Instr, Local, Loop, Program, ReadVariable, WriteVariable
 
 Size = Callable[[int], int]
 """Value id -> bytes of the piece on one device."""
@@ -126,12 +127,15 @@ class Liveness:
                     last[start] = last.get(own, n)
             self._hand_on(loop.body, (*(c.leave for c in loop.carried), *(s.inner for s in loop.stacked)))
 
-    def _plan(self, code: Sequence[Instr], leaving: Iterable[int]) -> None:
-        """Rules (3) and (5) to (7) for a block; `leaving` are the values that are needed after it."""
+    def _plan(self, code: Sequence[Instr], leaving: Iterable[int], added: Set[int] = frozenset()) -> None:
+        """Rules (3) and (5) to (7) for a block; `leaving` are the values needed after it, `added` those
+        that it adds to sums."""
         needed = {self.memory(i) for i in leaving}
         made = {o for instr in code for o in instr.outputs}
         for instr in reversed(code):
             touched = {self.memory(i) for i in (*instr.inputs, *instr.outputs)}
+            if isinstance(instr, Done):
+                touched -= added
             frees = (touched - needed) & made
             needed |= touched
             takes = self._own(instr.outputs)
@@ -144,7 +148,7 @@ class Liveness:
                 leaves = {self.memory(i) for i in kept} & inside
                 enters = self._own(instr.entering)
                 self._spans[id(instr)] = Span(takes, tuple(frees), tuple(copied), enters, tuple(leaves))
-                self._plan(instr.body, kept)
+                self._plan(instr.body, kept, {self.memory(r.inner) for r in instr.summed})
             else:
                 self._spans[id(instr)] = Span(takes, tuple(frees))
 

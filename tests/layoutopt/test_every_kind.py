@@ -129,7 +129,7 @@ def test_a_kind_that_the_space_forgets_is_found_out(
 
 def test_a_kind_that_is_not_allowed_is_said() -> None:
     target = Target(whole_model(3), mtf.Mesh("x:2;y:2"))
-    asked: dict[str, Any] = {"storage": ("layout",), "recompute": (False,)}
+    asked: dict[str, Any] = {"storage": ("layout",), "recompute": (False,), "microbatches": (1,)}
     ways = SearchSpace(**asked), SearchSpace(**asked, pipeline=("layers",))  # a schedule is one of stages
     assert {left.kind for way in ways for left in left_out(target, way)} == {kind.label for kind in KINDS}
 
