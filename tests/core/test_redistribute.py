@@ -16,6 +16,8 @@ from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Input, Origin, Program
 from mesh_tf_core.lower.base import Lowering
+from mesh_tf_core.lower.oracle import Oracle
+from mesh_tf_core.lower.placement import Placement
 from mesh_tf_core.lower.redistribute import Move, plan_moves
 from mesh_tf_core.lower.verify import verify
 
@@ -37,7 +39,7 @@ def placements(axes: str, rank: int) -> list[Splits]:
 
 def moved(have: Splits, want: Splits, sizes: tuple[int, ...]) -> Program:
     """A program that only redistributes its input."""
-    low = Lowering(mtf.Graph(), MESH, mtf.Layout())
+    low = Lowering(mtf.Graph(), Oracle(Placement(MESH, mtf.Layout(), {})))
     kind = TensorType(mtf.Shape(mtf.Dim(f"d{i}", s) for i, s in enumerate(sizes)), "float32")
     first = low.new(kind, have)
     low.emit(Input((), (first,), Origin(0, "", Phase.FORWARD), "x"))
