@@ -25,6 +25,7 @@ from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.lower.placement import check_counted
 from mesh_tf_core.tracing.graph import Graph
 
 PACKAGE = __name__.partition(".")[0]
@@ -255,12 +256,11 @@ class EagerStep(Graph):
     def unrolled(
         self, body: Callable[..., Any], init: Sequence[Tensor], dim: Dim, stacks: Sequence[Tensor]
     ) -> Any:
-        axes = self.machine.layout.axes(dim.name)
-        if axes:
-            raise LayoutError(
-                f"scan at {_line()}: {dim.name!r} counts the iterations of a loop and cannot be split over "
-                f"{'+'.join(axes)}; drop this rule of the layout"
-            )
+        layout = self.machine.layout
+        try:
+            check_counted(layout, dim.name, (*layout.axes(dim.name), *layout.further(dim.name)))
+        except LayoutError as error:
+            raise LayoutError(f"scan at {_line()}: {error}") from None
         made = Unrolled(self, self.apart, dim).run(body, init, stacks)
         self._assign_stacked()
         return made

@@ -50,8 +50,9 @@ class Options:
         if len(dict(self.context)) < len(self.context):
             said = ", ".join(f"{name}={form}" for name, form in sorted(self.context))
             raise UserError(f"context: more than one form for the same keys: {said}; name one")
-        if any(":" in text for text in self.recompute):
-            object.__setattr__(self, "recompute", written(self.recompute))
+        named = any(":" in text for text in self.recompute)
+        # From Python it may be any set.
+        object.__setattr__(self, "recompute", (written if named else frozenset)(self.recompute))
 
     @property
     def key(self) -> Hashable:

@@ -181,7 +181,7 @@ def test_a_loops_own_dimension_cannot_be_split() -> None:
     for unroll in (False, True):
         g = mtf.Eager("data:2", "layers:data", "lockstep").step(unroll=unroll)
         with pytest.raises(
-            mtf.LayoutError, match=r"scan at .*test_values.py:\d+: .*'layers' counts the iter"
+            mtf.LayoutError, match=r"scan at .*test_values.py:\d+: .*'layers' counts what runs one after"
         ):
             mtf.scan(lambda x: x + 1.0, g.constant(X, [B, D]), mtf.Dim("layers", 2))
 
