@@ -158,7 +158,7 @@ FINDS: dict[type[Decision], Callable[[], None]] = {
     Elsewhere: partial(check_alone, Elsewhere, 5),
     Storage: partial(check_alone, Storage, 1),
     Offload: partial(check_alone, Offload, 5),
-    Weights: partial(check_alone, Weights, 2),
+    Weights: partial(check_alone, Weights, 4),
     Context: partial(check_alone, Context, 23),
     Recompute: partial(check_whole, 3),  # alone, rows say themselves which loops run again
     CollectiveMatmul: test_a_cut_does_not_forbid_what_is_done_in_chunks,
