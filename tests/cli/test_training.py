@@ -274,7 +274,7 @@ def test_a_plan_is_held_against_its_own_prediction(
     found = result(*asked)
     assert (found["predicted"]["step_seconds"], found["hardware"]) == (123.0, "cpu-local")
     told = run(*asked)
-    assert "(123 s predicted)" in told.stderr and "(predicted 123 s for cpu-local)" in told.stdout
+    assert "(2.05 min predicted)" in told.stderr and "(predicted 2.05 min for cpu-local)" in told.stdout
     other = run(*asked, "--hardware", "tpu-v4")
     assert "predicted for tpu-v4)" in other.stderr and " for tpu-v4)" in other.stdout
 
@@ -334,7 +334,7 @@ def test_what_replicas_did_since_they_met_is_said(run: Callable[..., Result]) ->
         done = run("train", MLP, "--engine", "lockstep", *ways, "--steps", steps, "--held-out", "0")
         assert done.exit_code == 0 and said in done.stdout
     done = run("train", MLP, "--engine", "lockstep", *ways, "--steps", "2", "--held-out", "0")
-    assert "replicas " not in done.stdout
+    assert " met " not in done.stdout
 
 
 def test_data_that_fails_is_one_line(refused: Callable[..., str], tmp_path: Path) -> None:
