@@ -106,7 +106,7 @@ class SubproblemSearch:
         self.prices = self._evaluator.prices(mesh)
         self.extraction = extraction or extract(model, mesh, decided, self.prices)
         self.evaluations: dict[tuple[int, ...], Evaluation] = {}
-        self.again: list[frozenset[str]] = [frozenset(), *self._again_elsewhere()]
+        self.again = [*dict.fromkeys((frozenset[str](), *self._again_elsewhere()))]
         self.cuts: dict[str, ResourceRow] = {}
 
     def _again_elsewhere(self) -> Iterator[frozenset[str]]:

@@ -81,7 +81,7 @@ def test_a_plan_has_a_frame_a_card_a_page_and_figures(plan: Plan, tmp_path: Path
     assert frame["step_seconds"][0] == plan.predicted.step_seconds
     assert len(frame) > len({a.name for a in plan.alternatives}) / 2
     card = plan._repr_html_()
-    assert "Proven optimal" in card and "batch" in card and "<script" not in card
+    assert "optimal under this cost model" in card and "batch" in card and "<script" not in card
     assert (
         "the plan does not say" not in card and "published steps on this hardware" in card
     )  # as on the page

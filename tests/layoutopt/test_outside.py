@@ -33,7 +33,7 @@ def test_nothing_outside_is_faster(seed: int) -> None:
 @pytest.mark.parametrize("kind", [Storage])
 def test_a_kind_that_a_search_forgets_is_found(kind: type[Decision]) -> None:
     with pytest.raises(AssertionError, match=f"outside: .*{kind.label[:7]}"):
-        for seed in (4, *range(10)):
+        for seed in (8, *range(8)):
             look(Hunt(), seed, 30, kind)
 
 
