@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from layoutopt import signals
+from layoutopt.cli.defaults import Command, add_sources
 from layoutopt.cli.group import Group
 from layoutopt.cli.listing import COMMANDS, PURPOSE, VERSION
 from layoutopt.cli.panels import into_panels
@@ -33,9 +34,11 @@ class _Commands(Mapping[str, Any]):
             with signals.nothing_to_keep(lambda: None):
                 module = importlib.import_module(f"layoutopt.cli.{word}")
             alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-            alone.command(name, epilog=module.EXAMPLES, rich_help_panel=panel)(getattr(module, word))
-            self._made[name] = typer.main.get_command(alone)
-            into_panels(self._made[name])
+            registered = alone.command(name, cls=Command, epilog=module.EXAMPLES, rich_help_panel=panel)
+            registered(getattr(module, word))
+            made = self._made[name] = typer.main.get_command(alone)
+            add_sources(made)
+            into_panels(made)
         return self._made[name]
 
 

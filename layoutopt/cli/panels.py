@@ -17,6 +17,8 @@ PANELS = {
         "set_hardware",
         "memory",
         "model",
+        "target",
+        "like",
     ),
     RULES: ("objective", "pin", "forbid", "top", "time_limit", "refine", "accept_loss", "tokens", "price"),
     OUTPUT: ("out", "report", "text", "lines", "trace", "as_json", "quiet", "help"),

@@ -65,27 +65,13 @@ def open_plan(path: Path, model: str | None, on_damage: Told | None = None) -> P
 def with_model(plan: Plan, path: Path, model: str | None) -> Planned:
     """The same of a plan that is read already."""
     from layoutopt.cli.options import read_hardware
-    from layoutopt.models.checked import leave, only
+    from layoutopt.models.checked import leave
     from layoutopt.models.loading import load_model
-    from layoutopt.models.recorded import trusted
     from layoutopt.plan.build import check_plan_model
     from mesh_tf_core.errors import UserError
 
-    said = plan.data.details
-    if model is None and not said.source:
-        raise UserError(
-            f"plan {str(path)!r} does not say from which file it was made; name it with --model MODEL"
-        )
     if model is None:
-        try:
-            texts = trusted(said.source, said.source_sha256)
-        except UserError as error:
-            raise UserError(
-                f"plan {str(path)!r}: {error}; a plan does not decide what runs: name the model with "
-                "--model MODEL"
-            ) from None
-        model = said.source
-        only(model, texts)
+        model = trusted_model(plan, path, "--model MODEL")
     else:
         leave()
     try:
@@ -95,6 +81,33 @@ def with_model(plan: Plan, path: Path, model: str | None) -> Planned:
         raise UserError(f"{path}: {error}") from None
     machine = read_hardware(hardware_of(plan))
     return Planned(plan, loaded, machine, plan.limit(machine))
+
+
+def trusted_model(plan: Plan, path: Path, named: str) -> str:
+    """The MODEL that a plan was made from; from then on only its texts that were checked run.
+
+    Args:
+      path: of the plan.
+      named: how the user names a model where the plan's own word is not taken.
+
+    Raises:
+      UserError: the plan names no model, or one that has changed.
+    """
+    from layoutopt.models.checked import only
+    from layoutopt.models.recorded import trusted
+    from mesh_tf_core.errors import UserError
+
+    said = plan.data.details
+    if not said.source:
+        raise UserError(f"plan {str(path)!r} does not say from which file it was made; name it with {named}")
+    try:
+        texts = trusted(said.source, said.source_sha256)
+    except UserError as error:
+        raise UserError(
+            f"plan {str(path)!r}: {error}; a plan does not decide what runs: name the model with {named}"
+        ) from None
+    only(said.source, texts)
+    return said.source
 
 
 def is_plan(layout: str | None) -> bool:

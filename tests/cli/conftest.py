@@ -75,7 +75,8 @@ SCHEMAS: dict[str, type[Data]] = {
 def schema_of(args: Sequence[str]) -> type[Data]:
     if args[0] == "hardware" and len(args) > 1:
         return hardware_results.HardwareResult
-    return hardware_results.CalibrateTpuResult if "--target" in args else SCHEMAS[args[0]]
+    of_tpu = args[0] == "calibrate" and "--target" in args
+    return hardware_results.CalibrateTpuResult if of_tpu else SCHEMAS[args[0]]
 
 
 def fits(found: dict[str, Any], schema: type[Data]) -> None:

@@ -1,0 +1,257 @@
+"""Options that give others their values: `--target` of `layoutopt.toml`, `--like` of a plan.
+
+A command reads them before all others and takes what they say as defaults, so what is typed counts more.
+"""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from layoutopt.cli.listing import COMMANDS
+from layoutopt.space.option import listed
+
+if TYPE_CHECKING:
+    from layoutopt.plan.build import Plan
+
+Values = dict[str, Any]
+"""Parameter -> its value, as the command line has it."""
+FILE = "layoutopt.toml"
+TARGETS = "targets"
+"""The table of `FILE` with one table for each target."""
+NAMES = {name for panel in COMMANDS.values() for name in panel}
+REPLACES = {
+    "mesh": ("devices", "max_axes"),
+    "devices": ("mesh", *(option.removeprefix("--") for option in listed()["axes"])),
+    "hardware": ("set_hardware", "memory"),
+}
+"""Parameters that are typed -> those of which defaults then mean nothing."""
+
+
+class Command(TyperCommand):
+    """A command that takes defaults from the options that `add_sources` gave it."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        typed: Mapping[str, Any] = {}
+        if not ctx.resilient_parsing and not {"--help", "-h"} & {*args}:
+            typed = self.make_parser(ctx).parse_args(args=list(args))[0]
+        found: Values = {}
+        for name, source in SOURCES.items():
+            if typed.get(name) is not None:
+                found |= source.read(ctx, typed[name], {**found, **typed})
+        without = {other for name in typed if typed[name] is not None for other in REPLACES.get(name, ())}
+        ctx.default_map = {name: value for name, value in found.items() if name not in without}
+        return super().parse_args(ctx, args)
+
+
+@dataclass(frozen=True)
+class Source:
+    """An option that gives others their values.
+
+    Attributes:
+      read: reads the values for the command that is parsed, from what the option says and what others say.
+      only: the command that has it; "": all with a MODEL.
+    """
+
+    read: Callable[[typer.Context, str, Mapping[str, Any]], Values]
+    only: str = ""
+
+
+def add_sources(command: Any) -> None:
+    """Gives a command the options of `SOURCES` that are for it."""
+    names = {param.name for param in command.params}
+    for option in _made() if "model" in names else ():
+        if SOURCES[option.name].only in ("", command.name) and option.name not in names:
+            command.params.append(option)
+
+
+def _made() -> list[Any]:
+    """The options, which only `Command` reads."""
+    alone = typer.Typer(add_completion=False)
+
+    @alone.command()
+    def options(
+        target: Annotated[
+            str | None,
+            typer.Option(
+                metavar="NAME", help=f"Options from a target of {FILE} beside MODEL.", expose_value=False
+            ),
+        ] = None,
+        like: Annotated[
+            str | None,
+            typer.Option(
+                metavar="PLAN.json",
+                help="The options of the search that made a plan; its model, if MODEL is left out.",
+                expose_value=False,
+            ),
+        ] = None,
+    ) -> None: ...
+
+    return [param for param in typer.main.get_command(alone).params if param.name in SOURCES]
+
+
+def of_target(ctx: typer.Context, name: str, known: Mapping[str, Any]) -> Values:
+    """The options of a target that a command has.
+
+    What may be chosen is for commands that choose; a table of the command's name holds its own options.
+
+    Raises:
+      UserError: no such file or target, or an option that no command has.
+    """
+    from mesh_tf_core.errors import UserError, known_names
+
+    path = _file_beside(known.get("model"))
+    targets = _read(path)
+    if name not in targets:
+        raise UserError(f"--target {name}: {path} has no such target; {known_names(name, targets)}")
+    where, said = f"{path}: target {name!r}", targets[name]
+    if not isinstance(said, dict):
+        raise UserError(f"{where} must be a table of options, as [{TARGETS}.{name}], found {said!r}")
+    own = {key: value for key, value in said.items() if not (key in NAMES and isinstance(value, dict))}
+    asked = set() if "allow" in {p.name for p in ctx.command.params} else {o.name for o in listed()["asked"]}
+    found = _values(ctx, {k: v for k, v in own.items() if _option(k) not in asked}, where)
+    return found | _values(ctx, said.get(ctx.command.name, {}), f"{where}, {ctx.command.name}")
+
+
+def _values(ctx: typer.Context, said: Mapping[str, Any], where: str) -> Values:
+    """The options of a table that a command has."""
+    from mesh_tf_core.errors import UserError
+
+    options, found = {name: p for p in ctx.command.params for name in p.opts}, Values()
+    for key, value in said.items():
+        if param := options.get(_option(key)):
+            found[str(param.name)] = _value(param, value, f"{where}: {key}")
+        elif _option(key) not in (every := _every_option(ctx)):
+            near = get_close_matches(_option(key), every) or [f"those of {ctx.command.name} --help"]
+            raise UserError(f"{where}: no command has an option {_option(key)}; near are {', '.join(near)}")
+    return found
+
+
+def _option(key: str) -> str:
+    """The option that a key of a table names."""
+    return f"--{key.replace('_', '-')}"
+
+
+def _file_beside(model: object) -> Path:
+    """The file beside a model file; where MODEL is a module's name or left out, in the current folder."""
+    folder = Path(str(model or "").partition(":")[0]).expanduser().parent
+    beside = folder / FILE
+    return beside if beside.is_file() else Path(FILE)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The targets of a file."""
+    from mesh_tf_core.errors import UserError
+
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"--target: there is no {FILE} beside the model or in the current folder; write one with a table "
+            f"[{TARGETS}.NAME] of options, as devices = 64"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: this is no TOML: {error}") from None
+    targets = content.get(TARGETS)
+    if content.keys() != {TARGETS} or not isinstance(targets, dict):
+        raise UserError(f"{path}: needs tables [{TARGETS}.NAME] and nothing else, found {[*content]}")
+    return targets
+
+
+def _every_option(ctx: typer.Context) -> set[str]:
+    """The options of all commands."""
+    commands = getattr(ctx.find_root().command, "commands", {})
+    words = {word for each in commands.values() for param in each.params for word in param.opts}
+    return {word for word in words if word.startswith("--")}
+
+
+def _value(param: Any, value: Any, where: str) -> Any:
+    """A value of a file as an option takes it: lists with commas, tables as NAME=VALUE or as rules.
+
+    Raises:
+      UserError: a value of a kind that no option takes.
+    """
+    from mesh_tf_core.errors import UserError
+
+    if param.is_flag:
+        if not isinstance(value, bool):
+            raise UserError(f"{where} = {value!r}: needs true or false")
+        return value
+    table = isinstance(value, dict)
+    between = "=" if "=" in (param.metavar or "") else ":"
+    words = [f"{k}{between}{v}" for k, v in value.items()] if table else value
+    words = words if isinstance(words, list) else [words]
+    if not all(isinstance(each, str | int | float) and not isinstance(each, bool) for each in words):
+        raise UserError(f"{where} = {value!r}: needs a text, a number, a list or a table of these")
+    if param.multiple:
+        return [*map(str, words)]
+    return (";" if table else ",").join(map(str, words))
+
+
+def of_plan(ctx: typer.Context, path: str, known: Mapping[str, Any]) -> Values:
+    """The options of the search that made a plan.
+
+    Raises:
+      UserError: no plan; or MODEL is left out, and the plan's model is not what it was.
+    """
+    from layoutopt.cli.plans import say_damage, trusted_model
+    from layoutopt.plan.build import load_plan
+
+    plan, file = load_plan(path, say_damage), Path(path)
+    found = {**_where(plan), **_chosen(plan)}
+    if known.get("model") is None:
+        found["model"] = trusted_model(plan, file, "search MODEL --like PLAN")
+    if known.get("model") in (None, plan.data.details.source):
+        found["settings"] = _settings(plan.question.command)
+    return found
+
+
+def _where(plan: Plan) -> Values:
+    """What the plan is for: devices, hardware, memory."""
+    from layoutopt.cli.options import read_hardware
+    from layoutopt.cli.plans import hardware_of
+
+    question, machine = plan.question, hardware_of(plan)
+    found: Values = {"hardware": machine, "objective": question.objective}
+    if question.devices is None:
+        found["mesh"] = str(plan.mesh)
+    else:
+        found |= {"devices": question.devices, "max_axes": question.max_axes}
+    if question.memory_bytes not in (None, int(read_hardware(machine).usable_memory_bytes)):
+        found["memory"] = f"{question.memory_bytes}B"
+    return found
+
+
+def _chosen(plan: Plan) -> Values:
+    """What might be chosen, as far as it was not the usual."""
+    from layoutopt.space.decisions import ARGUMENTS, SearchSpace
+
+    usual, several = (
+        SearchSpace().settled(plan.question.objective),
+        {o.name for o in listed()["asked"] if o.several},
+    )
+    found: Values = {}
+    for name, argument in ARGUMENTS.items():
+        value = getattr(plan.allowed, name)
+        if value != getattr(usual, name):
+            for option, text in argument.texts(value).items():
+                found[option.removeprefix("--").replace("-", "_")] = [text] if option in several else text
+    return {name: value for name, value in found.items() if value not in (None, [None])}
+
+
+def _settings(command: str) -> list[str]:
+    """The hyperparameters that a command line set."""
+    return [value for option, value in pairwise(shlex.split(command)) if option == "--set"]
+
+
+SOURCES = {"like": Source(of_plan, "search"), "target": Source(of_target)}
+"""Parameter -> where it finds values; a later one counts more."""

@@ -1,0 +1,146 @@
+"""Options that give others their values: targets of `layoutopt.toml`, and searches like that of a plan."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+from layoutopt.cli.application import _Commands
+from layoutopt.cli.defaults import FILE, SOURCES
+from layoutopt.plan.build import load_plan
+from layoutopt.space.decisions import SearchSpace
+from tests.cli.conftest import ROOT
+
+TARGET = """
+[targets.pod]
+mesh = {data = 2, model = 2}
+hardware = "tpu-v3"
+allow = ["+collective_matmul", "-zero"]
+pin = {batch = "data"}
+memory = "1GiB"
+layout = {batch = "data"}
+microbatches = [1, 2]
+quiet = true
+set = {batch = 128}
+
+[targets.pod.cost]
+storage = "zero3"
+
+[targets.small]
+devices = 2
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model and its targets, as the working directory."""
+    shutil.copy(ROOT / "examples/mlp.py", tmp_path / "model.py")
+    (tmp_path / FILE).write_text(TARGET, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_target_is_the_same_as_its_options(result: Callable[..., dict[str, Any]], folder: Path) -> None:
+    typed = "--mesh data:2;model:2 --set batch=128 --hardware tpu-v3 --memory 1GiB"
+    chosen = "--allow +collective_matmul --allow -zero --pin batch:data --microbatches 1,2"
+    one = result("search", "model.py", "--target", "pod")
+    other = result("search", "model.py", *typed.split(), *chosen.split())
+    assert one["details"]["search"]["command"] == other["details"]["search"]["command"]
+    assert one["layout"] == other["layout"] and one["predicted"] == other["predicted"]
+    found = result("cost", "model.py", "--target", "pod")
+    given = "--layout batch:data --storage zero3"
+    assert found == result("cost", "model.py", *typed.split(), *given.split())
+    assert {*found["storage"].values()} == {"zero3"}
+
+
+def test_typed_options_count_more_than_a_target(result: Callable[..., dict[str, Any]], folder: Path) -> None:
+    found = result("search", "model.py", "--target", "pod", "--devices", "2")
+    asked = found["details"]["search"]
+    assert (asked["devices"], asked["pins"], asked["hardware"]) == (2, None, "tpu-v3")
+    found = result("search", "model.py", "--target", "small", "--mesh", "x:2", "--hardware", "tpu-v2")
+    assert found["mesh"] == {"x": 2} and found["details"]["search"]["devices"] is None
+
+
+def test_a_target_is_found_beside_the_model_else_in_the_current_folder(
+    result: Callable[..., dict[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    own = result("cost", str(folder / "model.py:model"), "--target", "pod")
+    monkeypatch.chdir(folder)
+    assert own == result("cost", "model.py", "--target", "pod")
+    assert result("cost", str(ROOT / "examples/mlp.py"), "--target", "pod")["mesh"] == own["mesh"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "needs tables [targets.NAME] and nothing else, found []"),
+        ("devices = 2", "needs tables [targets.NAME] and nothing else, found ['devices']"),
+        ("[targets.prod]", "--target pod: layoutopt.toml has no such target; did you mean 'prod'?"),
+        ("[targets]\npod = 3", "target 'pod' must be a table of options, as [targets.pod], found 3"),
+        ("[targets.pod]\ndevcies = 3", "no command has an option --devcies; near are --devices"),
+        ("[targets.pod]\nquiet = 1", "quiet = 1: needs true or false"),
+        ("[targets.pod]\ndevices = true", "devices = True: needs a text, a number, a list"),
+        ("[targets.pod", "this is no TOML: "),
+    ],
+)
+def test_a_wrong_file_is_said_in_one_line(
+    refused: Callable[..., str], folder: Path, text: str, said: str
+) -> None:
+    (folder / FILE).write_text(text, encoding="utf-8")
+    assert said in refused("search", "model.py", "--target", "pod")
+
+
+def test_a_missing_file_is_said(refused: Callable[..., str]) -> None:
+    assert "there is no layoutopt.toml beside the model" in refused(
+        "cost", "examples/mlp.py", "--target", "x"
+    )
+
+
+def test_every_command_with_a_model_takes_targets() -> None:
+    for name, command in _Commands().items():
+        names = {param.name for param in command.params}
+        assert ("target" in names) == ("model" in names) or name == "calibrate", name
+        assert ("like" in names) == (name == SOURCES["like"].only)
+
+
+def test_like_a_plan_is_its_search_again(run: Callable[..., Result], folder: Path) -> None:
+    for number, words in enumerate((["--devices", "4", "--storage", "layout"], ["--target", "pod"])):
+        first, again = folder / f"{number}.json", folder / f"again {number}.json"
+        assert run("search", "model.py", *words, "--out", str(first)).exit_code == 0
+        assert run("search", "--like", str(first), "--out", str(again)).exit_code == 0
+        one, other = load_plan(first), load_plan(again)
+        assert one.data.layout == other.data.layout and one.data.model == other.data.model
+        assert one.question.model_copy(update={"command": ""}) == other.question.model_copy(
+            update={"command": ""}
+        )
+        assert one.allowed == other.allowed != SearchSpace()
+
+
+def test_what_is_typed_counts_more_than_a_plan(run: Callable[..., Result], folder: Path) -> None:
+    first = folder / "plan.json"
+    assert run("search", "model.py", "--target", "pod", "--out", str(first)).exit_code == 0
+    done = run("search", "--like", str(first), "--mesh", "a:2", "--pin", "batch:a", "--json")
+    found = json.loads(done.stdout)
+    assert found["mesh"] == {"a": 2} and found["model"]["hparams"]["batch"] == 128
+    done = run("search", str(ROOT / "examples/mlp.py"), "--like", str(first), "--json")
+    found = json.loads(done.stdout)
+    assert found["hardware"] == "tpu-v3" and found["model"]["hparams"]["batch"] == 64
+
+
+def test_a_plan_does_not_decide_what_runs(
+    run: Callable[..., Result], refused: Callable[..., str], folder: Path
+) -> None:
+    first = folder / "plan.json"
+    assert run("search", "model.py", "--target", "small", "--out", str(first)).exit_code == 0
+    with open(folder / "model.py", "a", encoding="utf-8") as more:
+        more.write("# another text\n")
+    said = refused("search", "--like", str(first))
+    assert said.endswith("a plan does not decide what runs: name the model with search MODEL --like PLAN")
+    assert run("search", "model.py", "--like", str(first)).exit_code == 0
