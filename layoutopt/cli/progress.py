@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
@@ -18,23 +19,46 @@ if TYPE_CHECKING:
     from layoutopt.api import SearchStatus
 
 
+EVERY = 10.0
+"""Seconds between two lines where nothing moves."""
 ENOUGH = 3
 """Steps after the first of which the mean says how long the others take."""
 
 
 class Display(contextlib.AbstractContextManager["Display"]):
-    """A rich progress display that is only drawn on a terminal, and leaves nothing behind."""
+    """A rich progress display on a terminal, which leaves nothing behind; elsewhere a line now and then.
 
-    def __init__(self, terminal: Terminal, *columns: Any) -> None:
+    Args:
+      lines: say these lines; else the command has its own.
+    """
+
+    def __init__(self, terminal: Terminal, *columns: Any, lines: bool = True) -> None:
         self.progress = Progress(*columns, console=terminal.err, transient=True, disable=not terminal.live)
         self.task: TaskID | None = None
+        self.terminal, self.ended = terminal, threading.Event()
+        self.spoken = lines and not (terminal.live or terminal.quiet)
+        self.speaker = threading.Thread(target=self._say, name="progress", daemon=True)
 
     def __enter__(self) -> Self:
         self.progress.start()
+        if self.spoken:
+            self.speaker.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        if self.spoken:
+            self.speaker.join()
         self.progress.stop()
+
+    def _say(self) -> None:
+        while not self.ended.wait(EVERY):
+            for task in self.progress.tasks:
+                self.terminal.say(self.line(task))
+
+    def line(self, task: Task) -> str:
+        """How far it is, in a line."""
+        return f"{task.description} ({duration_text(round(task.elapsed or 0.0))})"
 
 
 class Bounds(Display):
@@ -82,19 +106,27 @@ class Steps(Display):
 
     Args:
       left: also about how long the others take, by those that were done since the first one was.
+      lines: of `Display`.
     """
 
-    def __init__(self, terminal: Terminal, what: str, total: int, left: bool = False) -> None:
+    def __init__(
+        self, terminal: Terminal, what: str, total: int, left: bool = False, lines: bool = True
+    ) -> None:
         super().__init__(
             terminal,
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             _Count(),
             _Facts(),
+            lines=lines,
         )
         self.task = self.progress.add_task(what, total=total, facts="")
         self.total, self.left = total, left
         self.first: tuple[int, float] | None = None
+
+    def line(self, task: Task) -> str:
+        count = f"{task.completed:,.0f}/{task.total or 0:,.0f}"
+        return ", ".join(filter(None, (f"{task.description} {count}", str(task.fields["facts"]))))
 
     def update(self, done: int, facts: str = "", total: int | None = None) -> None:
         """`facts`: what else is known after that step; `total`: a better number of steps."""

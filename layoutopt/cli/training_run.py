@@ -107,7 +107,7 @@ class TrainingRun:
             return stopped.is_set() if cluster is None else not cluster.begins(trainer.step_number + 1)
 
         numbers = (signal.SIGINT,) if cluster is None else signals.ENDING
-        with Steps(self.terminal, "training", self.steps) as bar, signals.told(stop, numbers):
+        with Steps(self.terminal, "training", self.steps, lines=False) as bar, signals.told(stop, numbers):
             count = self.steps - self.began_at
             if count > 0:
                 self._told(bar, self.began_at, COMPILING)

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from layoutopt.plan.fields import Data, Flag, Whole
 
+EVERYTHING = "--allow everything"
+"""Allows all but what only users can name, as the AXIS of --diloco."""
 FEW = 10**6
 """From so many layouts on their number is rounded."""
 
@@ -57,12 +59,9 @@ class Space(Data):
     @property
     def allow(self) -> str:
         """Options of `search` with which it looks at the kinds of which it chose nothing."""
-        options: dict[str, dict[str, None]] = {}
-        for left in self.not_looked_at:
-            if left.allow and not left.finer:
-                option, _, values = left.allow.partition(" ")
-                options.setdefault(option, {}).update(dict.fromkeys(values.split(",")))
-        return " ".join(f"{option} {','.join(values)}" for option, values in options.items())
+        own = [left.allow for left in self.not_looked_at if left.allow and not left.finer]
+        named = [text for text in dict.fromkeys(own) if text.rpartition(" ")[2].isupper()]
+        return " ".join([EVERYTHING] * (len({*own}) > len(named)) + named)
 
     @property
     def limits(self) -> str:

@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,6 +193,32 @@ def test_a_search_says_how_far_it_is() -> None:
         "about 1 min 01 s left",
         "searching mlp, mesh 8 (1 of 12): nothing found yet, bound 0 s",
     ]
+
+
+def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("layoutopt.cli.progress.EVERY", 0.01)
+
+    def said(enter: Callable[[Terminal], Bounds | Steps], quiet: bool = False) -> list[str]:
+        with enter(Terminal(quiet=quiet)):
+            time.sleep(0.1)
+        return capsys.readouterr().err.splitlines()
+
+    def searching(terminal: Terminal) -> Bounds:
+        bounds = Bounds(terminal, "searching mlp", seconds_text)
+        bounds.update(0.004, 0.003)
+        return bounds
+
+    def measuring(terminal: Terminal) -> Steps:
+        steps = Steps(terminal, "measuring", 12)
+        steps.update(3, "a product")
+        return steps
+
+    lines = said(searching)
+    assert len(lines) > 1 and {*lines} == {"searching mlp: best 4.00 ms, bound 3.00 ms, gap 25.00% (0 s)"}
+    assert {*said(measuring)} == {"measuring 3/12, a product"}
+    assert said(searching, quiet=True) == [] == said(lambda t: Steps(t, "training", 3, lines=False))
 
 
 def test_ctrl_c_keeps_what_was_trained(run: Callable[..., Result], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from layoutopt.plan.build import parse_plan
 from layoutopt.plan.covered import LeftOut, Space, count_text
 from layoutopt.space.decisions import ARGUMENTS, KINDS, SearchSpace, everything, left_out
 from layoutopt.space.kind import Decision, Target
+from layoutopt.space.rarely import Rarely
 from tests.layoutopt.models import EXAMPLES, SMALL
 from tests.searching import search
 
@@ -89,7 +90,9 @@ def test_a_plan_carries_it() -> None:
     space = plan.data.space
     assert plan.solver.layouts_considered == f"{space.layouts:,}"
     assert [left.model_dump() for left in space.not_looked_at][: len(KINDS)]
-    assert "offloading" in space.unseen and "--offload optimizer,weights" in space.allow
+    assert "offloading" in space.unseen and space.allow == "--allow everything --diloco AXIS"
+    wide = search(EXAMPLES["mlp"](), mesh=MESH, hardware="tpu-v3", allow="everything").data.space
+    assert (wide.unseen, wide.allow) == (Rarely.label, "--diloco AXIS")
     again = parse_plan(json.loads(json.dumps(plan.to_json())))
     assert again.data.space == space
     older = plan.to_json()
@@ -116,6 +119,5 @@ def test_words() -> None:
     space = Space(layouts=1_859_000_000_000, not_looked_at=left)
     assert space.count == "1.9e12 layouts" and count_text(98_304) == "98,304"
     assert space.limits == (
-        "not looked at: pipelines, offloading (--pipeline layers --offload weights,optimizer); "
-        "looked at in part: splits (see explain)"
+        "not looked at: pipelines, offloading (--allow everything); looked at in part: splits (see explain)"
     )
