@@ -38,16 +38,22 @@ REPLACES = {
 
 
 class Command(TyperCommand):
-    """A command that takes defaults from the options that `add_sources` gave it."""
+    """A command that takes defaults from the options that `add_sources` gave it.
+
+    Attributes:
+      sources: the names of these options.
+    """
+
+    sources: tuple[str, ...] = ()
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         typed: Mapping[str, Any] = {}
         if not ctx.resilient_parsing and not {"--help", "-h"} & {*args}:
             typed = self.make_parser(ctx).parse_args(args=list(args))[0]
         found: Values = {}
-        for name, source in SOURCES.items():
+        for name in self.sources:
             if typed.get(name) is not None:
-                found |= source.read(ctx, typed[name], {**found, **typed})
+                found |= SOURCES[name].read(ctx, typed[name], {**found, **typed})
         without = {other for name in typed if typed[name] is not None for other in REPLACES.get(name, ())}
         ctx.default_map = {name: value for name, value in found.items() if name not in without}
         return super().parse_args(ctx, args)
@@ -69,12 +75,12 @@ class Source:
 def add_sources(command: Any) -> None:
     """Gives a command the options of `SOURCES` that are for it."""
     names = {param.name for param in command.params}
-    for option in _made() if "model" in names else ():
-        if SOURCES[option.name].only in ("", command.name) and option.name not in names:
-            command.params.append(option)
+    made = _made() if "model" in names else {}
+    command.sources = tuple(n for n, s in SOURCES.items() if n in made and s.only in ("", command.name))
+    command.params += [made[name] for name in command.sources]
 
 
-def _made() -> list[Any]:
+def _made() -> dict[str, Any]:
     """The options, which only `Command` reads."""
     alone = typer.Typer(add_completion=False)
 
@@ -96,7 +102,7 @@ def _made() -> list[Any]:
         ] = None,
     ) -> None: ...
 
-    return [param for param in typer.main.get_command(alone).params if param.name in SOURCES]
+    return {str(param.name): param for param in typer.main.get_command(alone).params}
 
 
 def of_target(ctx: typer.Context, name: str, known: Mapping[str, Any]) -> Values:

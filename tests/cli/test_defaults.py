@@ -106,8 +106,12 @@ def test_a_missing_file_is_said(refused: Callable[..., str]) -> None:
 def test_every_command_with_a_model_takes_targets() -> None:
     for name, command in _Commands().items():
         names = {param.name for param in command.params}
-        assert ("target" in names) == ("model" in names) or name == "calibrate", name
+        assert ("target" in names) == ("model" in names or name == "calibrate"), name
         assert ("like" in names) == (name == SOURCES["like"].only)
+
+
+def test_a_command_with_a_target_of_its_own_keeps_it(refused: Callable[..., str], folder: Path) -> None:
+    assert "'tpu-v9'" in refused("calibrate", "--target", "tpu-v9")
 
 
 def test_like_a_plan_is_its_search_again(run: Callable[..., Result], folder: Path) -> None:
