@@ -46,8 +46,8 @@ docs: install
 
 # The outputs that the tutorials and the notebook show, and README's pictures, made anew on this machine (quiet, chromium on the PATH).
 outputs: install
-	$(BIN)/python tests/docs/console.py docs/tutorial.md --write
-	$(BIN)/python tests/docs/console.py docs/jax_tutorial.md --write
+	$(BIN)/python tests/docs/console.py docs/guides/tutorial.md --write
+	$(BIN)/python tests/docs/console.py docs/guides/jax_tutorial.md --write
 	$(BIN)/python tests/docs/notebooks.py examples/first_steps.ipynb --write
 	docs/pictures.sh
 

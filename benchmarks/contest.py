@@ -6,7 +6,7 @@ FOLDER holds the instances of github.com/google/iopddl (benchmarks/*.json.gz); a
 Every instance is one `layoutopt solve-problem` of its own, by the command line: Python's start, reading and
 writing count. The least certain come first. The cost is added up again from the file's own lists, in whole
 numbers, by code that shares nothing with the solver. A row of `--out` is replaced when its instance is solved
-again; `--page` writes the rows to the page between its marks. `--cpu` is for a machine that others use too:
+again. `--cpu` is for a machine that others use too:
 the command's clock then shows its own CPU seconds; those of its child processes are only in the results.
 """
 
@@ -31,8 +31,7 @@ from benchmarks.time_limits import BY_CPU
 
 HERE = Path(__file__).resolve().parent
 PUBLISHED = HERE / "data" / "asplos2025_contest.csv"
-OUT, PAGE = HERE / "results" / "contest.json", HERE.parent / "docs" / "search.md"
-MARKS = "<!-- contest -->\n", "<!-- end of contest -->\n"
+OUT = HERE / "results" / "contest.json"
 ORDER = "VNRTUKSCMLQDPAGB"
 """The instances that are public whole, the least certain first."""
 SPARE = 2.0
@@ -134,20 +133,6 @@ def cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def page(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as the page shows them."""
-    lines = [HEADINGS, ("---",) * len(HEADINGS), *map(cells, sorted(rows, key=lambda row: row["instance"]))]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def write_page(rows: Sequence[dict[str, Any]]) -> None:
-    """Puts the rows between the page's marks."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(MARKS[0])
-    _, after = rest.split(MARKS[1])
-    PAGE.write_text(f"{before}{MARKS[0]}\n{page(rows)}\n{MARKS[1]}{after}", encoding="utf-8")
-
-
 def files(given: Sequence[str], only: str | None) -> list[Path]:
     """The files to solve, the least certain first."""
     found: list[Path] = []
@@ -173,7 +158,6 @@ def main() -> int:
     parser.add_argument("--time-limit", type=float, help="seconds per instance; without it the contest's")
     parser.add_argument("--cpu", action="store_true", help="the limit is of CPU seconds")
     parser.add_argument("--out", type=Path, help=f"results, for example {OUT.relative_to(HERE.parent)}")
-    parser.add_argument("--page", action="store_true", help="writes the rows to the page")
     arguments = parser.parse_args()
     rows: dict[str, dict[str, Any]] = {}
     if arguments.out and arguments.out.exists():
@@ -192,8 +176,6 @@ def main() -> int:
         if arguments.out:
             found = {"rows": [rows[name] for name in sorted(rows)]}
             arguments.out.write_text(json.dumps(found, indent=1) + "\n")
-    if arguments.page:
-        write_page(list(rows.values()))
     return int(failed)
 
 

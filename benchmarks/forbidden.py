@@ -1,6 +1,6 @@
 """What each decision is worth: the best step where everything may be chosen, and where one thing may not.
 
-    .venv/bin/python -m benchmarks.forbidden [--only CASE ...] [--page FILE.md]
+    .venv/bin/python -m benchmarks.forbidden [--only CASE ...]
 
 Every case is a model of 96 layers on 512 devices, on a machine and with a batch where some decision matters.
 It is searched with these free, then once without each, as `layoutopt explain PLAN --without NAME` does; the
@@ -127,10 +127,9 @@ CASES = (
     ),
 )
 HEAD = """\
-This page is written by `python -m benchmarks.forbidden --page docs/forbidden.md`. Every model has 96 layers
-and is searched on 512 devices. Beside splits, ZeRO over all axes or some, whole recomputation and
-microbatches, what is named below is free; then it is forbidden, as `layoutopt explain PLAN --without NAME`
-does.
+Every model has 96 layers and is searched on 512 devices. Splits, ZeRO over all axes or some, full
+recomputation and microbatches are always free; the options named below are free besides. Then one decision
+is forbidden, as `layoutopt explain PLAN --without NAME` does.
 """
 
 
@@ -174,9 +173,11 @@ def _of(plan: Plan) -> dict[str, Any]:
 
 
 def page(results: dict[str, Any]) -> Iterator[str]:
-    """docs/forbidden.md."""
+    """docs/results/decisions.md."""
     yield "# What each decision is worth\n"
     yield HEAD
+    dates = max(found["date"] for found in results.values())
+    yield f"`python -m benchmarks.forbidden`, stored in `benchmarks/results/forbidden.json`, {dates}.\n"
     yield "| model and machine | best, in CPU seconds | forbidden | then | costs |"
     yield "|---|---|---|---|---|"
     for name, found in results.items():
@@ -220,7 +221,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="*", help="parts of the names of cases")
-    parser.add_argument("--page", type=Path, help="write the page of what is stored there")
     parser.add_argument("--here", help="search one case in this process, and print what was found")
     asked = parser.parse_args()
     if asked.here:
@@ -235,8 +235,6 @@ def main() -> None:
             print(case.name, json.dumps(results[case.name], indent=1), flush=True)
             ordered = {c.name: results[c.name] for c in CASES if c.name in results}
             OUT.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
-    if asked.page:
-        asked.page.write_text("\n".join(page(results)) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

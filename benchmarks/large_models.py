@@ -1,6 +1,6 @@
 """Large models on the machines that they are known from: what a search picks, and what practice runs.
 
-    .venv/bin/python -m benchmarks.large_models [--only NAME ...] [--time-limit SECONDS] [--page FILE.md]
+    .venv/bin/python -m benchmarks.large_models [--only NAME ...] [--time-limit SECONDS]
 
 Published seconds, where there are any, are of practice's layout; where practice does what the priced program
 does not, `why` says so. Presets are priced as they ship; no run here had a part in any of their numbers.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,16 +28,9 @@ from costmodels.utilisation import utilisation
 from examples.deepseek_lm import v3
 from examples.transformer_lm import llama3_405b
 from layoutopt.evaluator import evaluate
-from layoutopt.plan.units import bytes_text, share_text
 
 OUT = Path(__file__).parent / "results" / "large_models.json"
 ANSWERED = "OPTIMAL"
-HEAD = """\
-This page is written by `python -m benchmarks.large_models --page docs/large_models.md`. Each model is
-searched on its machine, with presets as they ship, and the layout that practice runs is priced beside it. MFU
-is by [our definition](cost_model.md#model-flops-and-mfu), of published seconds too. No run here had a part in
-any number of a preset.
-"""
 
 
 @dataclass(frozen=True)
@@ -200,55 +193,17 @@ def solved(case: Case, limit: float) -> dict[str, Any]:
     return found
 
 
-def page(results: dict[str, Any]) -> Iterator[str]:
-    """docs/large_models.md."""
-    yield "# Large models: the picks beside practice\n"
-    yield HEAD
-    yield "| model, batch | what | layout | step | tokens/s | MFU | memory |"
-    yield "|---|---|---|---|---|---|---|"
-    for name, found in results.items():
-        solver = found["solver"]
-        left = f" in {solver['wall_seconds']:.0f} s, not proven (gap {share_text(solver['gap'], 1)})"
-        gap = "" if solver["status"] == ANSWERED else left
-        tokens = found["tokens"]
-        head = f"{name}: {found['parameters'] / 1e9:,.0f} B, {tokens:,} tokens"
-        of = " of those that recompute all layers" if found.get("allowed") == [True] else ""
-        yield _row(head, f"pick{of}, {solver['status']}{gap}", found["pick"])
-        yield _row("", "practice, priced", found["practice"])
-        if "published" in found:
-            seconds, mfu = found["published"]["seconds"], share_text(found["published"]["mfu"], 1)
-            yield f"| | practice, published | | {seconds:.3f} s | {tokens / seconds:,.0f} | {mfu} | |"
-    yield ""
-    for name, found in results.items():
-        why = f" Practice {found['why']}." if found["why"] else ""
-        took = found["solver"]["cpu_seconds"]
-        yield f"- **{name}**: {found['source']}.{why} Searched in {took:.0f} CPU seconds."
-
-
-def _row(head: str, what: str, priced: dict[str, Any]) -> str:
-    layout = f"`{priced['mesh']}`: `{priced['layout']}`; {priced['decided']}"
-    memory = bytes_text(priced["peak_memory_bytes"]) + ("" if priced["fits"] else ": does not fit")
-    speed, mfu = f"{priced['tokens_per_second']:,.0f}", share_text(priced["mfu"], 1)
-    cells = (what, layout, f"{priced['step_seconds']:.3f} s", speed, mfu, memory)
-    return f"| {head}{' ' * bool(head)}| {' | '.join(cells)} |"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--only", action="append", default=[], help="only this case (again for more)")
     parser.add_argument("--time-limit", type=float, default=600.0, help="seconds of each search")
-    parser.add_argument("--page", type=Path, help="write the page of the documentation there")
-    parser.add_argument("--stored", action="store_true", help="search nothing: a page of what is stored")
     args = parser.parse_args()
     known = json.loads(OUT.read_text(encoding="utf-8")) if OUT.exists() else {}
-    for case in () if args.stored else CASES:
+    for case in CASES:
         if not args.only or any(name in case.name for name in args.only):
             known[case.name] = solved(case, args.time_limit)
             OUT.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
             print(json.dumps(known[case.name], indent=1), flush=True)
-    if args.page:
-        known = {case.name: known[case.name] for case in CASES if case.name in known}
-        args.page.write_text("\n".join(page(known)) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Predictions against step times, throughput and memory that others published.
 
-    .venv/bin/python -m benchmarks.published [--page FILE.md] [--table NAME … | --stored]
+    .venv/bin/python -m benchmarks.published [--table NAME …]
 
 Every row is priced with a preset as it ships, under the model, layout and options that its source states
 (`published_tpu`, `published_gpu`). Nothing is set per row but the network of the machine, where a source says
@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import known, published_gpu, published_tpu
-from benchmarks.published_criteria import Criterion, criteria, quality, words_of
+from benchmarks.published_criteria import criteria, quality, words_of
 from benchmarks.published_fit import STACKS, Fitter, Priced, constants, has_part
 from benchmarks.published_layers import MICRO, layers
 from benchmarks.published_memory import float8_rows, memory_rows
-from benchmarks.published_page import page
 from benchmarks.published_rows import PIPELINED, Prices, Run, read
 from costmodels import load_hardware
 
@@ -137,24 +136,12 @@ def others() -> list[str]:
     ]
 
 
-def _pipelines() -> Any:
-    """What `benchmarks.published_pipelines` stored."""
-    return json.loads((OUT.parent / "published_pipelines.json").read_text(encoding="utf-8"))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--page", type=Path, help="write the page of the documentation there")
     parser.add_argument(
         "--table", action="append", default=[], help="only tables of this name (again for more)"
     )
-    parser.add_argument("--stored", action="store_true", help="price nothing: a page of what is stored")
     args = parser.parse_args()
-    if args.stored:
-        result = json.loads(OUT.read_text(encoding="utf-8"))
-        judged = [Criterion(**c) for c in result["criteria"]]
-        args.page.write_text(page(result, judged, _pipelines()), encoding="utf-8")
-        return
     rows = priced(args.table)
     tables: dict[str, list[Priced]] = defaultdict(list)
     for p in rows:
@@ -199,8 +186,6 @@ def main() -> None:
     if not args.table:
         OUT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         known.write()
-    if args.page:
-        args.page.write_text(page(result, judged, _pipelines()), encoding="utf-8")
 
 
 if __name__ == "__main__":

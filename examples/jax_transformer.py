@@ -3,7 +3,7 @@
     layoutopt search examples/jax_transformer.py --devices 8 --hardware tpu-v5e --out plan.json
     layoutopt verify plan.json --topology v5e:2x4
 
-docs/jax.md has what the TPU compiler makes of it, and how a plan goes back into a program.
+docs/guides/jax.md has what the TPU compiler makes of it, and how a plan goes back into a program.
 """
 
 from __future__ import annotations

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from benchmarks.published import OUT, runs
-from benchmarks.published_criteria import Criterion, criteria, most_ranked, quality
+from benchmarks.published import runs
+from benchmarks.published_criteria import criteria, most_ranked, quality
 from benchmarks.published_fit import STACKS, Fitter, Priced, constants, has_part
 from benchmarks.published_gpu import LAUNCHED, mesh_and_layout, vtrain
 from benchmarks.published_layers import layers
 from benchmarks.published_megatron import gpt
 from benchmarks.published_memory import memory_rows
-from benchmarks.published_page import page
 from benchmarks.published_pipelines import between_stages
 from benchmarks.published_rows import PIPELINED, Prices, Run, lowered, read
 from costmodels import load_hardware
@@ -125,14 +122,6 @@ def test_stages_that_are_programs_of_their_own() -> None:
         assert more < 0 and abs((cost.step_seconds + more) / run.seconds - 1) < 0.08
         sums = sum(x.exposed * x.times for x in cost.lines if x.axes == ("pipe",) and x.kind == "all_reduce")
         assert more < -sums if "tensor 8" in run.name else more == -sums
-
-
-def test_the_page_is_of_the_stored_results() -> None:
-    stored, stages = (
-        json.loads((OUT.parent / f"{n}.json").read_text()) for n in (OUT.stem, "published_pipelines")
-    )
-    written = page(stored, [Criterion(**c) for c in stored["criteria"]], stages)
-    assert written == (Path(__file__).parents[1] / "docs/published.md").read_text()
 
 
 def test_memory_of_megatron() -> None:

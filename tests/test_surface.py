@@ -16,7 +16,7 @@ MARKS = {"=", "+", "~", "–"}
 
 def rows() -> list[list[str]]:
     """Cells of every row that compares: theirs, ours, mark, note."""
-    lines = (ROOT / "docs" / "mesh_tensorflow.md").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "docs" / "guides" / "mesh_tensorflow.md").read_text(encoding="utf-8").splitlines()
     cells = [[c.strip() for c in line.strip().strip("|").split(" | ")] for line in lines if line[:1] == "|"]
     return [row for row in cells if len(row) == 4 and row[0] not in ("theirs", "---")]
 
@@ -39,7 +39,7 @@ def test_what_is_named_exists(name: str) -> None:
 
 
 def test_every_recipe_that_is_named_exists() -> None:
-    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "guides" / "recipes.md").read_text(encoding="utf-8")
     headings = {h.strip().lower().replace(" ", "-") for h in re.findall(r"^## (.+)$", text, re.MULTILINE)}
     named = {name for row in rows() for name in re.findall(r"\(recipes\.md#([^)]+)\)", row[3])}
     assert len(named) > 8

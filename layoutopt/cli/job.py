@@ -28,7 +28,7 @@ class Job:
         bool,
         typer.Option(
             "--cluster",
-            help="Run with the other processes of the job, as JAX finds them (see docs/clusters.md).",
+            help="Run with the other processes of the job, as JAX finds them (see docs/guides/clusters.md).",
         ),
     ] = False
     coordinator: Annotated[

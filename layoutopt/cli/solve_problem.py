@@ -41,7 +41,7 @@ def solve_problem(
     file: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE", help="As docs/search.md shows, .json or .json.gz.", show_default=False
+            metavar="FILE", help="As docs/explanation/search.md shows, .json or .json.gz.", show_default=False
         ),
     ],
     solver: Annotated[SolverName, typer.Option(help="auto chooses by the problem's size.")] = SolverName.AUTO,

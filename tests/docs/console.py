@@ -1,6 +1,6 @@
 """The commands of a page of documentation, run in one folder, beside what the page shows of their output.
 
-    python tests/docs/console.py docs/tutorial.md [--write] [--predicted]
+    python tests/docs/console.py docs/guides/tutorial.md [--write] [--predicted]
 
 runs a page and prints all outputs; with `--write` they are put into the page, cut where the page cuts them.
 With `--predicted` it ends before the first command that measures, whose outputs need a quiet machine.

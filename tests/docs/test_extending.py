@@ -1,4 +1,4 @@
-"""The code of docs/extending.md runs, block after block, and prints what stands below it."""
+"""The code of docs/guides/extending.md runs, block after block, and prints what stands below it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.docs.console import steps
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "extending.md"
 
 
 def test_the_page_is_true(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -22,5 +22,5 @@ def test_the_page_is_true(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     for step in found:
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
-            exec(compile(step.source, "docs/extending.md", "exec"), names)
+            exec(compile(step.source, "docs/guides/extending.md", "exec"), names)
         assert output.getvalue().splitlines() == list(step.shown), step.source

@@ -14,10 +14,10 @@ import pytest
 from costmodels.hardware.known import known_errors
 from costmodels.hardware.load import load_hardware
 from layoutopt.details.of_machine import errors_known
-from layoutopt.plan.units import bytes_text, percent
+from layoutopt.plan.units import percent
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SURE = re.compile(r"how sure +(\d+ published steps? on this hardware: .*?)\nproof", re.DOTALL)
 HARDWARE = re.compile(r"\nhardware +([\w.-]+)")
 GPUS = ("published/dgxc_benchmarking_h100.csv", "published/jax_toolbox_pax.csv", "published/torchtitan.csv")
@@ -91,32 +91,6 @@ def test_numbers_of_runs_are_those_that_were_priced() -> None:
     assert (len(errors("maxtext_tpu.csv")), len(errors(*GPUS))) == (9, 60)
     counts = {c["name"]: c["rows"] for c in results("published")["criteria"]}
     assert counts["ran, and called too large"] == 845 and counts["vTrain, one node: mean error"] == 720
-
-
-def test_llama_has_the_picks_and_the_prices_of_practice() -> None:
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in (ROOT / "docs" / "llama.md").read_text(encoding="utf-8").splitlines()
-        if line.startswith("| ")
-    ]
-    shown, machine = {}, ""
-    for first, what, _, *figures in rows:
-        machine = first or machine
-        kind = "pick" if what.startswith("pick") else "practice" if what.endswith("priced") else ""
-        if kind:
-            name = machine.partition(",")[0]
-            shown[name, kind] = [figures[0], figures[1], figures[2].partition(":")[0]]
-            assert kind == "practice" or what == f"pick, {results('llama_picks')['cases'][name]['status']}"
-    expected = {
-        (name, kind): [
-            f"{case[kind]['step_seconds']:.3f} s",
-            f"{100 * case[kind]['mfu']:.1f} %",
-            bytes_text(case[kind]["peak_memory_bytes"]),
-        ]
-        for name, case in results("llama_picks")["cases"].items()
-        for kind in ("pick", "practice")
-    }
-    assert shown == expected
 
 
 def test_known_errors_are_of_the_results_beside_them() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.docs.console import Step, run, steps, unlike
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "jax_tutorial.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "jax_tutorial.md"
 
 
 def follow(listed: list[Step], folder: Path) -> list[str]:

@@ -22,7 +22,8 @@ from reports.reader import plan_of
 from tests.reports import sample
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
 FENCES = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 PACKAGES = ("mesh_tf_core", "costmodels", "layoutopt", "reports")
 
@@ -54,7 +55,7 @@ def test_what_is_missing_is_found() -> None:
     assert not exists("costmodels.network.formulas.ring") and not exists("costmodels.formula.ring_gather")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_names_exist(page: Path) -> None:
     text = text_of(page)
     names = re.findall(rf"`((?:{'|'.join(PACKAGES)})(?:\.\w+)+)`", text)
@@ -63,7 +64,7 @@ def test_names_exist(page: Path) -> None:
     assert [n for n in ours if not hasattr(mesh_tf_core, n)] == []
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda p: f"{p.parent.name}-{p.name}")
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_and_links_exist(page: Path) -> None:
     text = text_of(page)
     links = re.findall(r"\]\(([^)#:]+)\)", text)
@@ -73,7 +74,7 @@ def test_files_and_links_exist(page: Path) -> None:
     assert [f for f in files if not (ROOT / f).exists()] == []
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda p: f"{p.parent.name}-{p.name}")
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda p: str(p.relative_to(ROOT)))
 def test_commands_and_their_options_exist(page: Path) -> None:
     group = typer.main.get_command(app)
     commands = group.commands  # type: ignore[attr-defined]
@@ -92,12 +93,29 @@ def test_commands_and_their_options_exist(page: Path) -> None:
 
 
 def test_every_page_is_in_the_index() -> None:
-    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-    assert [p.name for p in PAGES if p.name != "README.md" and f"]({p.name})" not in index] == []
+    index = (DOCS / "README.md").read_text(encoding="utf-8")
+    names = [str(page.relative_to(DOCS)) for page in PAGES]
+    assert [name for name in names if name != "README.md" and f"]({name})" not in index] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as renderers of Markdown make them."""
+    heads = re.findall(r"^#+ (.*)$", text_of(page), re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", head)).lower().replace(" ", "-")
+        for head in heads
+    }
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda p: str(p.relative_to(ROOT)))
+def test_anchors_exist(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", text_of(page))
+    ours = [(page.parent / name if name else page, anchor) for name, anchor in links]
+    assert [str(p) for p, anchor in ours if p.suffix == ".md" and anchor not in anchors(p)] == []
 
 
 def test_the_report_page_explains_every_section() -> None:
-    page = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "report.md").read_text(encoding="utf-8")
     for section in sections.sections([plan_of(sample.full_plan())]):
         assert f"| {section.title} |" in page
 
@@ -106,18 +124,18 @@ def test_measured_numbers_of_the_cost_model_name_their_command() -> None:
     """A paragraph with a measured number says by which command it can be had, or who published it."""
     number = re.compile(r"\d(?:[\d.,]*)\s?(?:ms|µs|us|%|GiB|MiB|times as)(?!\w)")
     source = re.compile(r"`(?:layoutopt|python|benchmarks)[ /.]|\b(?:19|20)\d\d\b")
-    found = text_of(ROOT / "docs" / "cost_model.md").split("\n\n")
+    found = text_of(ROOT / "docs" / "explanation" / "cost_model.md").split("\n\n")
     assert [p for p in found if number.search(p) and not source.search(p)] == []
 
 
 def test_the_problem_that_is_shown_is_solved() -> None:
-    page = (ROOT / "docs" / "search.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "search.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"^```json\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     problem = problem_from(json.loads(shown))
     assert [cost(problem, each) for each in ((0, 0), (0, 1), (1, 0), (1, 1))] == [4, math.inf, math.inf, 4]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_complete_files_parse(page: Path) -> None:
     """What a reader copies into a file is one."""
     yaml = pytest.importorskip("yaml")

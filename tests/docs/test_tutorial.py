@@ -9,7 +9,7 @@ import pytest
 from tests.docs.console import MEASURES, Step, anew, head, run, steps, unlike
 from tests.marks import by_day
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "tutorial.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "tutorial.md"
 
 
 @pytest.mark.slow

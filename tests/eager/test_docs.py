@@ -1,4 +1,4 @@
-"""The code of docs/eager.md runs, and prints what stands below it."""
+"""The code of docs/guides/eager.md runs, and prints what stands below it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[2] / "docs" / "eager.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "eager.md"
 
 
 def test_the_page_is_true() -> None:

@@ -313,11 +313,11 @@ def test_types_begin_as_ones_where_they_scale_also_layer_by_layer() -> None:
 
 def test_the_page_is_true() -> None:
     names: dict[str, object] = {"__name__": __name__}
-    found = steps((ROOT / "docs" / "jax.md").read_text(encoding="utf-8"))
+    found = steps((ROOT / "docs" / "guides" / "jax.md").read_text(encoding="utf-8"))
     for step in found:
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
-            exec(compile(step.source, "docs/jax.md", "exec"), names)
+            exec(compile(step.source, "docs/guides/jax.md", "exec"), names)
         assert output.getvalue().splitlines() == list(step.shown), step.source
 
 

@@ -1,4 +1,4 @@
-"""The layers of docs/recipes.md, as they stand there."""
+"""The layers of docs/guides/recipes.md, as they stand there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/recipes.md does with trained models: evaluates, tunes, continues, ends in time."""
+"""What docs/guides/recipes.md does with trained models: evaluates, tunes, continues, ends in time."""
 
 from __future__ import annotations
 

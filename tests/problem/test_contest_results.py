@@ -1,4 +1,4 @@
-"""The benchmark of the contest: its results file, and the page that shows it."""
+"""The benchmark of the contest: its results file."""
 
 from __future__ import annotations
 
@@ -49,13 +49,3 @@ def test_answers_are_near_the_best_published(rows: list[dict[str, Any]]) -> None
     ratios = [row["ratio"] for row in rows]
     assert max(ratios) <= 1.10
     assert sum(ratio <= 1.02 for ratio in ratios) >= 12
-
-
-def test_the_page_has_a_place_for_the_rows() -> None:
-    before, rest = contest.PAGE.read_text(encoding="utf-8").split(contest.MARKS[0])
-    assert "python -m benchmarks.contest" in before
-    assert rest.count(contest.MARKS[1]) == 1
-
-
-def test_the_page_shows_the_rows(rows: list[dict[str, Any]]) -> None:
-    assert contest.page(rows) in contest.PAGE.read_text(encoding="utf-8")
