@@ -26,7 +26,7 @@ from costmodels.hardware.numbers import Number
 from examples.transformer_lm import llama3_8b
 from layoutopt import choose_replicas
 from layoutopt.plan.units import layout_text
-from layoutopt.plan.ways import SYNCHRONOUS, Way
+from layoutopt.plan.ways import SYNCHRONOUS, ReplicaStrategy
 
 ROOT = Path(__file__).resolve().parent.parent
 SLICES, SLICE, CHIPS = 4, (8, 16), 128
@@ -74,7 +74,7 @@ def main() -> None:
     args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def _row(gigabits: int, way: Way) -> dict[str, Any]:
+def _row(gigabits: int, way: ReplicaStrategy) -> dict[str, Any]:
     assert way.step_seconds is not None and way.peak_memory_bytes is not None
     return {
         "gigabits": gigabits,

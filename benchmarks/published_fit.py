@@ -20,7 +20,7 @@ from benchmarks.published_gpu import COMPILED, LAUNCHED
 from benchmarks.published_rows import Prices, Run, copied_bytes, peak
 from benchmarks.published_tpu import TPU
 from costmodels import Hardware
-from costmodels.hardware import Cluster
+from costmodels.hardware import GpuCluster
 from costmodels.kernels.compute import compute_cost
 from costmodels.pricing.items import Computed, Sent
 from costmodels.pricing.overlap import CLASSES
@@ -96,7 +96,7 @@ def constants(hardware: Hardware) -> dict[str, float]:
         UNALIGNED: 1.0 if chip.unaligned_efficiency is None else chip.unaligned_efficiency.value,
         EFFICIENCY: chip.memory_efficiency.value,
         INTERVAL: 0.0 if chip.launch_interval is None else chip.launch_interval.value,
-        LAUNCH: topology.launch.value if isinstance(topology, Cluster) else 0.0,
+        LAUNCH: topology.launch.value if isinstance(topology, GpuCluster) else 0.0,
         **{purpose: hardware.hidden_fraction(purpose) for purpose in CLASSES},
     }
 

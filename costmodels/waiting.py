@@ -17,7 +17,7 @@ from mesh_tf_core.ir.instructions import GRADIENT
 from mesh_tf_core.ir.outline import Outline
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.ir.schedules import Slot
+from mesh_tf_core.ir.schedules import StageAction
 from mesh_tf_core.ops.neighbours import ShiftAlong
 from mesh_tf_core.ops.ticks import LayerNumbers, ScheduleColumn
 
@@ -86,7 +86,7 @@ def _is_of_weights(body: Block, loop: Block, graph: Outline) -> bool:
     """Whether a slot of a loop over ticks is one of weights, by the columns of the schedule that it reads."""
     columns = {n.outputs[0]: n.op for n in graph.nodes if isinstance(n.op, ScheduleColumn)}
     of_tick = {inner: columns[outer] for outer, inner in loop.sliced if outer in columns}
-    return any(of_tick[outer].slot is Slot.WEIGHTS for outer, _ in body.sliced if outer in of_tick)
+    return any(of_tick[outer].slot is StageAction.WEIGHTS for outer, _ in body.sliced if outer in of_tick)
 
 
 def _slots(graph: Outline, loop: Block, both: bool) -> set[int]:

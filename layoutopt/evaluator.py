@@ -33,7 +33,7 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.ir.schedules import Schedule
+from mesh_tf_core.ir.schedules import PipelineSchedule
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.placement import Placement
 from mesh_tf_core.lower.replicas import ReplicaPrograms
@@ -378,7 +378,7 @@ class Evaluator:
         of their products in every tick."""
         parts = decided.microbatches
         stages = decided.stages_on(mesh).items()
-        plans = ((dim, Schedule.named(decided.schedule, n, parts)) for dim, n in stages)
+        plans = ((dim, PipelineSchedule.named(decided.schedule, n, parts)) for dim, n in stages)
         waits = ((dim, plan.ticks / plan.works - 1) for dim, plan in plans)
         more = max((self.alone(frozenset({dim})) * share for dim, share in waits), default=0.0)
         return (self.alone() + more) / mesh.devices

@@ -28,7 +28,7 @@ from layoutopt.plan.build import Plan, axes_of
 from layoutopt.plan.decided import Decided
 from layoutopt.plan.schema import Told
 from layoutopt.plan.units import signed_percent
-from layoutopt.plan.ways import SYNCHRONOUS, Way, Ways
+from layoutopt.plan.ways import SYNCHRONOUS, ReplicaStrategies, ReplicaStrategy
 from layoutopt.sizing.laws import replicas_loss
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.mesh import Mesh
@@ -85,14 +85,16 @@ def choose_replicas(
     best = min(plans, key=lambda f: f.seconds)
     compared = sorted(_told_apart((f.way for f in found), whole), key=_seconds)
     assert best.plan is not None
-    return _proven(best.plan, found).with_details(ways=Ways(compared=tuple(compared), accepted=accept_loss))
+    return _proven(best.plan, found).with_details(
+        ways=ReplicaStrategies(compared=tuple(compared), accepted=accept_loss)
+    )
 
 
 @dataclass(frozen=True)
 class _WayResult:
     """What a way came to: a plan, or why there is none."""
 
-    way: Way
+    way: ReplicaStrategy
     plan: Plan | None = None
     error: UserError | None = None
 
@@ -108,7 +110,7 @@ class _WayResult:
         return self.plan.solver.bound or 0.0
 
 
-def _told_apart(ways: Iterable[Way], whole: Model) -> Iterator[Way]:
+def _told_apart(ways: Iterable[ReplicaStrategy], whole: Model) -> Iterator[ReplicaStrategy]:
     """Ways that all name the hyperparameters in which their models differ."""
     known = [*ways]
     names = {name for way in known for name in way.hparams}
@@ -172,7 +174,7 @@ def _searched(
     count = 1 if rare is None else check_axis(rare, mesh)
     loss = None if rare is None else lost(whole.parameters, count, rare)
     about = {"name": _name(rare), "replicas": count, "loss": loss, "mesh": mesh.as_dict()}
-    way = Way.model_validate({**about, "diloco": str(rare or "")})
+    way = ReplicaStrategy.model_validate({**about, "diloco": str(rare or "")})
     if rare is not None and accept is not None and (loss is None or loss > accept):
         beyond = f"beyond H = {LAW_PERIOD}" if _plain(rare) else "of fragments, few bits or delays"
         law = f"{signed_percent(loss)} by the law" if loss is not None else f"no law {beyond}"
@@ -233,7 +235,7 @@ def _plain(rare: DiLoCo) -> bool:
     return rare.fragments == 1 and rare.bits == WHOLE and not rare.delay
 
 
-def _seconds(way: Way) -> float:
+def _seconds(way: ReplicaStrategy) -> float:
     return math.inf if way.step_seconds is None else way.step_seconds
 
 

@@ -168,7 +168,7 @@ INLINE = (Instr, Value, Carry, Sliced, Result)
 """What is written where it stands: no two are equal."""
 
 Write = Callable[[_Writer, Any], Any]
-Read = Callable[[_Reader, Any], Any]
+ReadObject = Callable[[_Reader, Any], Any]
 
 
 def _array(read: _Reader, content: Any) -> FixedArray:
@@ -201,7 +201,7 @@ def _read_outline(read: _Reader, content: Any) -> Outline:
     return replace(read.made("Outline", {**content["rest"], "blocks": []}), blocks=tuple(blocks))
 
 
-FORMS: Mapping[type, tuple[str, Write, Read]] = {
+FORMS: Mapping[type, tuple[str, Write, ReadObject]] = {
     Outline: ("outline", _write_outline, _read_outline),
     Fraction: ("fraction", lambda _, x: str(x), lambda _, x: Fraction(x)),
     Mesh: ("mesh", lambda _, x: str(x), lambda _, x: Mesh(x)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from statistics import median
 
-from layoutopt.plan.evidence import Calibration, Sample
+from layoutopt.plan.evidence import CalibrationEvidence, Sample
 
 
 def typical(samples: Iterable[Sample]) -> float | None:
@@ -14,6 +14,6 @@ def typical(samples: Iterable[Sample]) -> float | None:
     return median(errors) if errors else None
 
 
-def typical_of(found: Calibration, held_out: bool) -> float | None:
+def typical_of(found: CalibrationEvidence, held_out: bool) -> float | None:
     """The same of what the fit saw, or of what it did not."""
     return typical(s for s in found.samples if s.held_out == held_out)

@@ -1,7 +1,7 @@
 """Hardware descriptions: data files whose numbers carry source and date, read into frozen values."""
 
 from costmodels.hardware.curve import Curve, monotone
-from costmodels.hardware.links import Cluster, Protocol, SharedMemory, SwitchReduce, Torus, Wraparound
+from costmodels.hardware.links import GpuCluster, Protocol, SharedMemory, SwitchReduce, Torus, Wraparound
 from costmodels.hardware.load import (
     hardware_names,
     load_hardware,
@@ -30,11 +30,11 @@ __all__ = [
     "COMPILER_NAMES",
     "Calibration",
     "Chip",
-    "Cluster",
     "CollectiveCurve",
     "ComputeCurve",
     "Curve",
     "Efficiency",
+    "GpuCluster",
     "Hardware",
     "HardwareError",
     "MatrixUnit",

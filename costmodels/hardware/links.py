@@ -66,7 +66,7 @@ class SwitchReduce:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class GpuCluster:
     """Nodes of GPUs on a switch or on links, joined by network cards; bandwidths are one way per GPU.
 
     `node_bandwidth` is what a ring over a group of that many GPUs reaches; `launch` starts a collective,

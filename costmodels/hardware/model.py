@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Annotated, Any, Literal, get_args
 
 from costmodels.hardware.curve import Curve
-from costmodels.hardware.links import Cluster, SharedMemory, Torus
+from costmodels.hardware.links import GpuCluster, SharedMemory, Torus
 from costmodels.hardware.numbers import (
     Bandwidth,
     ByHead,
@@ -22,8 +22,8 @@ from costmodels.hardware.numbers import (
     Fraction,
     Length,
     Memory,
+    NamedPairs,
     Number,
-    Pairs,
     PositiveFraction,
     Rate,
     Time,
@@ -51,7 +51,7 @@ class Registers:
     """Memory tiles of a vector unit: `lanes` × `sublanes` elements of a dtype; bytes pad to whole tiles."""
 
     lanes: Count
-    sublanes: Pairs[Count]
+    sublanes: NamedPairs[Count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Chip:
     """
 
     devices: Count
-    peak_flops: Annotated[Pairs[Rate], Length(1)]
+    peak_flops: Annotated[NamedPairs[Rate], Length(1)]
     memory: Memory
     memory_reserve: Memory
     memory_bandwidth: Bandwidth
@@ -172,9 +172,9 @@ class Hardware:
     device: str
     calibrated: bool
     chip: Chip
-    topology: Torus | Cluster | SharedMemory
+    topology: Torus | GpuCluster | SharedMemory
     compiler: CompilerName = "none"
-    overlap: Pairs[Fraction] = ()
+    overlap: NamedPairs[Fraction] = ()
     collective_curves: tuple[CollectiveCurve, ...] = ()
     compute_curves: tuple[ComputeCurve, ...] = ()
     calibration: Calibration | None = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
 T = TypeVar("T")
-Pairs = tuple[tuple[str, T], ...]
+NamedPairs = tuple[tuple[str, T], ...]
 """A frozen mapping: pairs in the file's order."""
 
 

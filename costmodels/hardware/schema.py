@@ -39,7 +39,7 @@ else:
 Purpose = Literal["gradient", "parameter", "activation"]
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Date = Annotated[str, StringConstraints(pattern=r"^\d{4}(-\d{2}(-\d{2})?)?$")]
-Points = list[tuple[float, float]]
+CurvePoints = list[tuple[float, float]]
 
 
 class _File(BaseModel):
@@ -76,7 +76,7 @@ def _number(measures: numbers.Measures) -> Any:
 
 
 class _EfficiencyFile(_File):
-    points: Points
+    points: CurvePoints
     source: Text
     date: Date
     uncertainty: float | None = None
@@ -168,11 +168,11 @@ _CHECKS: dict[type, Callable[[Any], str | None]] = {
     model.Chip: _chip,
     links.Wraparound: _wraparound,
     links.Torus: _torus,
-    links.Cluster: _cluster,
+    links.GpuCluster: _cluster,
 }
 _KINDS: dict[type, str] = {
     links.Torus: "torus",
-    links.Cluster: "cluster",
+    links.GpuCluster: "cluster",
     links.SharedMemory: "shared_memory",
 }
 _ChipForm: Any = _form(model.Chip)
@@ -181,7 +181,7 @@ _Fraction: Any = _field(numbers.Fraction)
 
 
 class _CurveFile(_File):
-    points: Points
+    points: CurvePoints
     source: Text
     date: Date
     uncertainty: float | None = None

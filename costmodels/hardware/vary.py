@@ -11,7 +11,7 @@ from costmodels.hardware.curve import Curve
 from costmodels.hardware.model import CollectiveCurve, ComputeCurve, Efficiency, Hardware
 from costmodels.hardware.numbers import Number
 
-Factor = Callable[[str, float | None], float]
+NumberFactor = Callable[[str, float | None], float]
 """factor(path, relative uncertainty) -> what a number, or a rate, is multiplied by."""
 
 NETWORK = (
@@ -27,7 +27,7 @@ NETWORK = (
 """Paths, or their beginnings, of the bandwidths between devices; the limits of protocols are theirs too."""
 
 
-def varied(hardware: Hardware, factor: Factor) -> Hardware:
+def varied(hardware: Hardware, factor: NumberFactor) -> Hardware:
     """The hardware with every number times its factor; curves of seconds are divided by it.
 
     Fractions (efficiencies, hidden shares) stay at most 1.
@@ -70,7 +70,7 @@ def drawn(hardware: Hardware, seed: int) -> Hardware:
     return varied(hardware, factor)
 
 
-def _varied(path: str, value: Any, factor: Factor) -> Any:
+def _varied(path: str, value: Any, factor: NumberFactor) -> Any:
     if isinstance(value, Number):
         found = value.value * factor(path, value.uncertainty)
         share = "efficiency" in path or path.startswith(("overlap", "chip.sustained"))
@@ -88,14 +88,14 @@ def _varied(path: str, value: Any, factor: Factor) -> Any:
     return value
 
 
-def _item(place: str, item: Any, path: str, factor: Factor) -> Any:
+def _item(place: str, item: Any, path: str, factor: NumberFactor) -> Any:
     """An element of a tuple; pairs are named by their first part."""
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str | int):
         return item[0], _varied(f"{path}.{item[0]}", item[1], factor)
     return _varied(place, item, factor)
 
 
-def _slower(path: str, curve: Any, factor: Factor) -> Any:
+def _slower(path: str, curve: Any, factor: NumberFactor) -> Any:
     assert isinstance(curve, CollectiveCurve | ComputeCurve)
     times = factor(path, curve.uncertainty)
     return replace(curve, seconds=Curve(tuple((x, y / times) for x, y in curve.seconds.points)))

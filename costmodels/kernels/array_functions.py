@@ -18,7 +18,7 @@ import numpy as np
 from costmodels.kernels.calls import FAR, SCALAR, Call, NoArrayFunctionError, Piece
 from mesh_tf_core.ir.array_functions import BINARY, UNARY
 from mesh_tf_core.ir.dtypes import FLOAT8, itemsize
-from mesh_tf_core.ir.kernel import At, Attending, Edge, Step
+from mesh_tf_core.ir.kernel import At, Attending, Edge, LoopStep
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.kernels.contraction import cheapest_pair, matmul, parse, same_order
 
@@ -212,7 +212,7 @@ class Tally:
 
     # -- blocks ----------------------------------------------------------------------------------------------
 
-    def loop(self, n: int, step: Step, carried: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
+    def loop(self, n: int, step: LoopStep, carried: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
         """Its calls once for every iteration; what is made is copied into its stack."""
         first = len(self.noted)
         state, made = step(0, carried)

@@ -29,7 +29,7 @@ from typing import TypeAlias
 
 from costmodels.kernels.fusion import ALONE, PRODUCT
 from costmodels.kernels.groups import Group, GroupContext, VariableCast
-from costmodels.kernels.partition import Kernel
+from costmodels.kernels.partition import FusedKernel
 from mesh_tf_core.ir.instructions import STEP
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import HostLoad, Instr, Local, Loop, Permute, Program
@@ -46,12 +46,12 @@ class Fused:
       casts: values that are made where they are read -> what they are made of.
     """
 
-    items: tuple[tuple[Instr | Kernel, float], ...]
+    items: tuple[tuple[Instr | FusedKernel, float], ...]
     inner: frozenset[int]
     casts: Mapping[int, int]
 
 
-Unit: TypeAlias = "Instr | Group | VariableCast"
+FusionUnit: TypeAlias = "Instr | Group | VariableCast"
 """What is priced on its own."""
 
 
@@ -62,10 +62,10 @@ def fused(program: Program, again: bool = False) -> Fused:
       again: it is (a part of) a loop's body that runs again for backward.
     """
     found = _Fuser(program, again)
-    items: list[tuple[Instr | Kernel, float]] = []
+    items: list[tuple[Instr | FusedKernel, float]] = []
     inner: set[int] = set()
     for item, times in found.run():
-        made: Sequence[Instr | Kernel] = (item,) if isinstance(item, Instr) else ()
+        made: Sequence[Instr | FusedKernel] = (item,) if isinstance(item, Instr) else ()
         if isinstance(item, VariableCast):
             made = item.kernels(program.local)
         elif isinstance(item, Group):
@@ -87,7 +87,7 @@ def unwritten(program: Program, again: bool = False) -> tuple[set[int], Mapping[
     return inside, found.casts
 
 
-def grouped(program: Program, again: bool = False) -> list[tuple[Unit, float]]:
+def grouped(program: Program, again: bool = False) -> list[tuple[FusionUnit, float]]:
     """As the items of `fused`, with whole groups in place of the kernels that they fall into."""
     return _Fuser(program, again).run()
 
@@ -104,10 +104,10 @@ class _Fuser:
     def __init__(self, program: Program, again: bool) -> None:
         self.program, self.again = program, again
         self.context = GroupContext(program)
-        self.items: list[tuple[Unit, float]] = []
+        self.items: list[tuple[FusionUnit, float]] = []
         self.casts: dict[int, int] = {}
 
-    def run(self) -> list[tuple[Unit, float]]:
+    def run(self) -> list[tuple[FusionUnit, float]]:
         self.block(self.program.code, self.program.results.values(), (), 1)
         return self.items
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from costmodels.kernels.fusion import MAP, PRODUCT, REDUCE, Fusion, fusion_of, role
-from costmodels.kernels.partition import Kernel, Key, Partition, Sizes, Step, Types
-from costmodels.kernels.quantities import Part, flops_of, parts_of, tiling
+from costmodels.kernels.partition import FusedKernel, KernelStep, OperandKey, Partition, Sizes, Types
+from costmodels.kernels.quantities import ExpandedOperation, flops_of, parts_of, tiling
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Program, Slice
@@ -71,10 +71,10 @@ class VariableCast:
     instr: Local
     casts: Mapping[int, int]
 
-    def kernels(self, local: Types) -> list[Kernel]:
+    def kernels(self, local: Types) -> list[FusedKernel]:
         """As of a group."""
         size = float(local(self.instr.inputs[0]).shape.size * self._width)
-        return [Kernel((self.instr,), (self.instr,), None, size, 0.0, 0.0, False, 0)]
+        return [FusedKernel((self.instr,), (self.instr,), None, size, 0.0, 0.0, False, 0)]
 
     def signature(self) -> tuple[Hashable, Sequence[int]]:
         """As of a group."""
@@ -97,7 +97,7 @@ class Group:
         self.leaving = fusion.again if again else fusion.leaving
         self._partitions: dict[Hashable, Partition] = {}
 
-    def kernels(self, local: Types) -> list[Kernel]:
+    def kernels(self, local: Types) -> list[FusedKernel]:
         """What it falls into where values have pieces of some types."""
         partition, sizes = self.partition(local)
         return partition.kernels(partition.outcome(sizes.bytes), sizes)
@@ -111,10 +111,10 @@ class Group:
         """Its steps."""
         return self._steps(self._parts(local))
 
-    def _parts(self, local: Types) -> list[Sequence[Part]]:
+    def _parts(self, local: Types) -> list[Sequence[ExpandedOperation]]:
         return [parts_of(i.op, tuple(map(local, i.inputs))) if i.op.expands() else () for i in self.instrs]
 
-    def _steps(self, parts: Sequence[Sequence[Part]]) -> Partition:
+    def _steps(self, parts: Sequence[Sequence[ExpandedOperation]]) -> Partition:
         key = tuple(tuple((p.kind, p.inputs, p.output, p.narrow) for p in found) for found in parts)
         if key not in self._partitions:
             self._partitions[key] = self._partitioned(parts)
@@ -167,10 +167,10 @@ class Group:
         values.update(map(self.context.source, tuple(values)))
         return {v: self.context.width(v, self.casts) for v in values}
 
-    def _sizes(self, parts: Sequence[Sequence[Part]], local: Types) -> Sizes:
+    def _sizes(self, parts: Sequence[Sequence[ExpandedOperation]], local: Types) -> Sizes:
         widths = self._widths
         types = {v: local(v) for v in widths}
-        bytes: dict[Key, int] = {v: types[v].shape.size * width for v, width in widths.items()}
+        bytes: dict[OperandKey, int] = {v: types[v].shape.size * width for v, width in widths.items()}
         flops: list[float] = []
         elements: list[int] = []
         for instr, kind, found in zip(self.instrs, self.roles, parts, strict=True):
@@ -187,8 +187,11 @@ class Group:
         return Sizes(bytes, flops, elements, self._tiles(parts, types, elements))
 
     def _tiles(
-        self, parts: Sequence[Sequence[Part]], types: Mapping[int, TensorType], elements: Sequence[int]
-    ) -> tuple[Mapping[Key, float], Sequence[float]] | None:
+        self,
+        parts: Sequence[Sequence[ExpandedOperation]],
+        types: Mapping[int, TensorType],
+        elements: Sequence[int],
+    ) -> tuple[Mapping[OperandKey, float], Sequence[float]] | None:
         """`Sizes.tiles`. What others make lies as the group reads it first: a cluster does not know its other
         names."""
         regrouped, source = self.context.fusion.regrouped, self.context.source
@@ -196,7 +199,7 @@ class Group:
         for v in (i for instr in self.instrs for i in instr.inputs):
             laid.setdefault(source(v), v)
         wastes = ((v, tiling(types[laid.get(v, v)].shape, regrouped)) for v in types)
-        found: dict[Key, float] = {v: more for v, more in wastes if more > 1}
+        found: dict[OperandKey, float] = {v: more for v, more in wastes if more > 1}
         if not found:
             return None
         padded: list[float] = []
@@ -209,16 +212,16 @@ class Group:
             found.update(dict.fromkeys(((instr.outputs[0], p.output) for p in steps), more))
         return found, padded
 
-    def _partitioned(self, parts: Sequence[Sequence[Part]]) -> Partition:
+    def _partitioned(self, parts: Sequence[Sequence[ExpandedOperation]]) -> Partition:
         """Its steps in their kernels, rules (1) and (2)."""
         context = self.context
-        steps: list[Step] = []
-        made: set[Key] = set()
-        within: set[Key] = set()
-        statistics: set[Key] = set()
-        ready: dict[Key, int] = {}
+        steps: list[KernelStep] = []
+        made: set[OperandKey] = set()
+        within: set[OperandKey] = set()
+        statistics: set[OperandKey] = set()
+        ready: dict[OperandKey, int] = {}
 
-        def first(key: Key) -> int:
+        def first(key: OperandKey) -> int:
             """The first kernel of the group that may compute with a value."""
             if key in ready or not isinstance(key, int):
                 return ready[key]
@@ -230,7 +233,7 @@ class Group:
             ready[key] = found
             return found
 
-        def reduced(key: Key) -> bool:
+        def reduced(key: OperandKey) -> bool:
             """Whether a value is what a reduction of the group made, or follows from that."""
             maker = context.producer.get(key) if isinstance(key, int) else None
             if key in statistics or not isinstance(maker, Collective):
@@ -241,7 +244,7 @@ class Group:
             for what, inputs, outputs, narrow in self._links(instr, kind, found):
                 number = max(map(first, inputs), default=0)
                 between = narrow and what == MAP and any(map(reduced, inputs))
-                steps.append(Step(what, inputs, outputs, instr, number - between, between))
+                steps.append(KernelStep(what, inputs, outputs, instr, number - between, between))
                 made.update(outputs)
                 if between or what == REDUCE:
                     statistics.update(outputs)
@@ -251,8 +254,8 @@ class Group:
         return Partition(steps, leaving, frozenset(filter(self._stacked, made)))
 
     def _links(
-        self, instr: Local, kind: str, parts: Sequence[Part]
-    ) -> list[tuple[str, tuple[Key, ...], tuple[Key, ...], bool]]:
+        self, instr: Local, kind: str, parts: Sequence[ExpandedOperation]
+    ) -> list[tuple[str, tuple[OperandKey, ...], tuple[OperandKey, ...], bool]]:
         """Kind, inputs and outputs of an instruction, or of each of the smaller ones that it equals; and
         whether it lacks dimensions of the others."""
         given = tuple(map(self.context.source, instr.inputs))
@@ -260,7 +263,7 @@ class Group:
             return [(kind, given, instr.outputs, self._dims((instr,)) < self._dims(self.instrs))]
         (out,) = instr.outputs
 
-        def key(i: int) -> Key:
+        def key(i: int) -> OperandKey:
             return given[i] if i < len(given) else out if i == parts[-1].output else (out, i)
 
         return [(p.kind, tuple(map(key, p.inputs)), (key(p.output),), p.narrow) for p in parts]
@@ -275,13 +278,13 @@ class Group:
         number = self.context.fusion.group.get
         return not isinstance(maker, Local) or number(maker.origin.node) == number(self.instrs[0].origin.node)
 
-    def _leaves(self, key: Key, within: set[Key]) -> bool:
+    def _leaves(self, key: OperandKey, within: set[OperandKey]) -> bool:
         """Rule (3): somebody else needs it (if nobody here does, then somebody whom we do not see)."""
         if not isinstance(key, int):
             return False
         return self._needed(key) or key not in within or key in self.context.stacked
 
-    def _stacked(self, key: Key) -> bool:
+    def _stacked(self, key: OperandKey) -> bool:
         """Rule (4): nobody but its loop needs it."""
         return isinstance(key, int) and key in self.context.stacked and not self._needed(key)
 

@@ -14,7 +14,7 @@ from costmodels.kernels.fusion import MAP, PRODUCT, REDUCE
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import Local
 
-Key = int | tuple[int, int]
+OperandKey = int | tuple[int, int]
 """A value of the program, or (output of an instruction, number) for one inside of it."""
 
 Types = Callable[[int], TensorType]
@@ -22,7 +22,7 @@ Types = Callable[[int], TensorType]
 
 
 @dataclass(frozen=True)
-class Kernel:
+class FusedKernel:
     """Operations that run as one.
 
     Attributes:
@@ -33,7 +33,7 @@ class Kernel:
       reduces: whether a reduction is among them.
       elements: of the largest array that it works on.
       tiled: bytes moved and elements as they lie in tiles (`Sizes.tiles`); None where that is the same.
-      between: it works on statistics alone (`Step.between`).
+      between: it works on statistics alone (`KernelStep.between`).
     """
 
     instrs: tuple[Local, ...]
@@ -49,7 +49,7 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class KernelStep:
     """One map, reduction or product of a group, in kernel `number`.
 
     Attributes:
@@ -57,8 +57,8 @@ class Step:
     """
 
     kind: str
-    inputs: tuple[Key, ...]
-    outputs: tuple[Key, ...]
+    inputs: tuple[OperandKey, ...]
+    outputs: tuple[OperandKey, ...]
     instr: Local
     number: int
     between: bool = False
@@ -74,10 +74,10 @@ class Sizes:
         tiles.
     """
 
-    bytes: Mapping[Key, int]
+    bytes: Mapping[OperandKey, int]
     flops: Sequence[float]
     elements: Sequence[int]
-    tiles: tuple[Mapping[Key, float], Sequence[float]] | None = None
+    tiles: tuple[Mapping[OperandKey, float], Sequence[float]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +85,9 @@ class Outcome:
     """What is written; by kernel what it reads, what of `written` it makes, and the steps that it runs (by
     position in the partition)."""
 
-    written: Set[Key]
-    reads: Sequence[Sequence[Key]]
-    makes: Sequence[Sequence[Key]]
+    written: Set[OperandKey]
+    reads: Sequence[Sequence[OperandKey]]
+    makes: Sequence[Sequence[OperandKey]]
     runs: Sequence[Sequence[int]]
 
 
@@ -99,7 +99,9 @@ class Partition:
       stacked: those of them that are written elsewhere, rule (4).
     """
 
-    def __init__(self, steps: Sequence[Step], leaving: Set[Key], stacked: Set[Key]) -> None:
+    def __init__(
+        self, steps: Sequence[KernelStep], leaving: Set[OperandKey], stacked: Set[OperandKey]
+    ) -> None:
         self.steps, self.leaving, self.stacked = steps, leaving, stacked
         self.maker = {key: i for i, step in enumerate(steps) for key in step.outputs}
         self.numbers = sorted({step.number for step in steps})
@@ -115,7 +117,7 @@ class Partition:
             ends = tuple(i for i in instrs if last[id(i)] == number)
             self.members.append((instrs, ends, product, any(step.kind == REDUCE for step in own)))
 
-    def kernels(self, outcome: Outcome, sizes: Sizes) -> list[Kernel]:
+    def kernels(self, outcome: Outcome, sizes: Sizes) -> list[FusedKernel]:
         found = []
         by_kernel = zip(self.members, outcome.reads, outcome.makes, outcome.runs, strict=True)
         for (instrs, ends, product, reduces), reads, makes, runs in by_kernel:
@@ -128,7 +130,7 @@ class Partition:
                 moved = sum([sizes.bytes[k] * more.get(k, 1.0) for k in (*reads, *makes)])
                 tiled = moved, max([elements[i] for i in runs])
             whole = float(read), float(written), vector, reduces, most, tiled
-            found.append(Kernel(instrs, ends, product, *whole, all(self.steps[i].between for i in runs)))
+            found.append(FusedKernel(instrs, ends, product, *whole, all(self.steps[i].between for i in runs)))
         return found
 
     @cached_property
@@ -146,7 +148,7 @@ class Partition:
         """Values without memory of their own under some sizes."""
         return frozenset(o for o in self._results if o not in self.leaving or o in self.stacked)
 
-    def outcome(self, size: Mapping[Key, int]) -> Outcome:
+    def outcome(self, size: Mapping[OperandKey, int]) -> Outcome:
         """Which values are written, and which kernel runs which steps."""
         if self._settled is not None:
             return self._settled
@@ -164,17 +166,17 @@ class _Settling:
       weighed: whether sizes were asked.
     """
 
-    def __init__(self, partition: Partition, size: Mapping[Key, int]) -> None:
+    def __init__(self, partition: Partition, size: Mapping[OperandKey, int]) -> None:
         self.partition, self.size, self.weighed = partition, size, False
         self.written = set(partition.leaving)
-        self.reads: dict[int, dict[Key, None]] = {number: {} for number in partition.numbers}
+        self.reads: dict[int, dict[OperandKey, None]] = {number: {} for number in partition.numbers}
         self.runs: dict[int, dict[int, None]] = {number: {} for number in partition.numbers}
 
     def run(self) -> Outcome:
         partition = self.partition
         for i, step in enumerate(partition.steps):
             self._compute(i, step.number)
-        makes: dict[int, list[Key]] = {number: [] for number in partition.numbers}
+        makes: dict[int, list[OperandKey]] = {number: [] for number in partition.numbers}
         for key in self.written - partition.stacked:
             makes[partition.steps[partition.maker[key]].number].append(key)
         reads, runs = tuple(map(tuple, self.reads.values())), tuple(map(tuple, self.runs.values()))
@@ -187,7 +189,7 @@ class _Settling:
             for key in self.partition.steps[i].inputs:
                 self._need(key, number)
 
-    def _need(self, key: Key, number: int) -> None:
+    def _need(self, key: OperandKey, number: int) -> None:
         """Brings a value into a kernel."""
         i = self.partition.maker.get(key)
         if i is None:
@@ -203,11 +205,11 @@ class _Settling:
             self.written.add(key)
             self.reads[number][key] = None
 
-    def _weigh(self, key: Key) -> int:
+    def _weigh(self, key: OperandKey) -> int:
         self.weighed = True
         return self.size[key]
 
-    def _again_moves(self, key: Key) -> int:
+    def _again_moves(self, key: OperandKey) -> int:
         """Bytes moved if a later kernel computes a value again, from what is or would then be written."""
         partition = self.partition
         moved, seen, waiting = 0, {key}, [key]

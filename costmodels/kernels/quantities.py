@@ -11,7 +11,7 @@ from numbers import Real
 
 from costmodels.kernels.compute import MATMUL_CLASSES, Quantity
 from costmodels.kernels.fusion import FREE, role
-from costmodels.kernels.partition import Kernel, Types
+from costmodels.kernels.partition import FusedKernel, Types
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.dtypes import itemsize
@@ -95,7 +95,7 @@ def _odd(type: TensorType) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ExpandedOperation:
     """One of the smaller operations that an operation equals (`Op.expand`: softmax, normalisation).
 
     Attributes:
@@ -115,13 +115,13 @@ class Part:
 
 
 @lru_cache(maxsize=1 << 16)
-def parts_of(op: Op, types: tuple[TensorType, ...]) -> tuple[Part, ...]:
+def parts_of(op: Op, types: tuple[TensorType, ...]) -> tuple[ExpandedOperation, ...]:
     """The parts of an operation that expands, on operands of these types, up to the one that makes its
     result."""
     whole = expansion(op, types)
     type = dict(zip(whole.operands, types, strict=True))
     same: dict[int, int] = {}
-    found: list[Part] = []
+    found: list[ExpandedOperation] = []
     wide = {name for t in types for name in t.shape.names}
     for node, plan in whole.nodes:
         given = tuple(type[i] for i in node.inputs)
@@ -133,13 +133,13 @@ def parts_of(op: Op, types: tuple[TensorType, ...]) -> tuple[Part, ...]:
         out, made = node.outputs[0], plan.types[0]
         most = max(t.shape.size for t in (*given, made))
         narrow = {name for t in (*given, made) for name in t.shape.names} < wide
-        found.append(Part(kind, flops_of(node.op, given), inputs, out, made.bytes, most, narrow))
+        found.append(ExpandedOperation(kind, flops_of(node.op, given), inputs, out, made.bytes, most, narrow))
         if same.get(whole.result, whole.result) == out:
             return tuple(found)
     return ()
 
 
-def of_kernel(kernel: Kernel, local: Types) -> Quantity:
+def of_kernel(kernel: FusedKernel, local: Types) -> Quantity:
     """What operations that run as one do."""
     moved = kernel.read + kernel.written
     if kernel.product is None:

@@ -25,7 +25,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from costmodels.hardware import Cluster, CollectiveCurve, Hardware, Protocol, SharedMemory, Torus
+from costmodels.hardware import CollectiveCurve, GpuCluster, Hardware, Protocol, SharedMemory, Torus
 from costmodels.network import formulas
 from costmodels.network.route import Level, Route, by_group_size
 from costmodels.network.topology import MeshPlacement
@@ -113,7 +113,7 @@ def _candidates(hardware: Hardware, kind: str, size: float, route: Route) -> Ite
     topology = hardware.topology
     if isinstance(topology, Torus):
         yield _torus(kind, size, route)
-    elif isinstance(topology, Cluster):
+    elif isinstance(topology, GpuCluster):
         yield from _cluster(topology, kind, size, route)
     else:
         yield _shared_memory(topology, kind, size, route)
@@ -259,7 +259,7 @@ def _torus_words(route: Route) -> str:
 # ------------------------------------------------------------------------------------------------ cluster
 
 
-def _cluster(topology: Cluster, kind: str, size: float, route: Route) -> Iterator[CollectiveCost]:
+def _cluster(topology: GpuCluster, kind: str, size: float, route: Route) -> Iterator[CollectiveCost]:
     """Algorithms and protocols that a GPU collective library can choose from."""
     bandwidth = _ring_bandwidth(route)
     for protocol in topology.protocols:
@@ -292,7 +292,7 @@ def _ring_bandwidth(route: Route) -> float:
     return min(rates)
 
 
-def _launch(topology: Cluster, route: Route) -> float:
+def _launch(topology: GpuCluster, route: Route) -> float:
     return topology.launch.value + (topology.network_launch.value if route.level("network") else 0.0)
 
 
@@ -302,7 +302,7 @@ def _limited(protocol: Protocol, bandwidth: float) -> float:
 
 
 def _ring(
-    topology: Cluster, protocol: Protocol, kind: str, size: float, route: Route, bandwidth: float
+    topology: GpuCluster, protocol: Protocol, kind: str, size: float, route: Route, bandwidth: float
 ) -> CollectiveCost:
     """Formula (1) or (2); the steps that cross nodes are slower ones."""
     n, nodes = route.size, route.size_at("network")
@@ -319,7 +319,7 @@ def _ring(
 
 
 def _tree(
-    topology: Cluster, protocol: Protocol, size: float, route: Route, bandwidth: float
+    topology: GpuCluster, protocol: Protocol, size: float, route: Route, bandwidth: float
 ) -> CollectiveCost:
     """Formula (5): a chain inside each node, a tree over the nodes."""
     chain = (route.size_at("node") - 1) * protocol.tree_step_node.value
@@ -330,7 +330,7 @@ def _tree(
     return _cost(seconds, f"tree, {protocol.name}", size, route, rate, fixed + 2 * (chain + depth))
 
 
-def _exchange(topology: Cluster, protocol: Protocol, size: float, route: Route) -> CollectiveCost:
+def _exchange(topology: GpuCluster, protocol: Protocol, size: float, route: Route) -> CollectiveCost:
     """Formula (10) inside the node, and what leaves it through the network cards, at the same time."""
     node, network = route.level("node"), route.level("network")
     n, inside = route.size, route.size_at("node")
@@ -341,7 +341,7 @@ def _exchange(topology: Cluster, protocol: Protocol, size: float, route: Route) 
     return _cost(latency + max(within, across), f"exchange, {protocol.name}", size, route, rate, latency)
 
 
-def _send(topology: Cluster, protocol: Protocol, size: float, route: Route) -> CollectiveCost:
+def _send(topology: GpuCluster, protocol: Protocol, size: float, route: Route) -> CollectiveCost:
     """Formula (4): the devices at a node's end send through the network card."""
     rate = _limited(protocol, min(level.rate for level in route.levels))
     latency = _one_step(topology, protocol, route)
@@ -349,7 +349,7 @@ def _send(topology: Cluster, protocol: Protocol, size: float, route: Route) -> C
     return _cost(seconds, f"send, {protocol.name}", size, route, rate, latency)
 
 
-def _one_step(topology: Cluster, protocol: Protocol, route: Route) -> float:
+def _one_step(topology: GpuCluster, protocol: Protocol, route: Route) -> float:
     step = protocol.ring_step_network if route.level("network") else protocol.ring_step_node
     return _launch(topology, route) + protocol.ring_latency.value + step.value
 

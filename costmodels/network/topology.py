@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from costmodels.hardware import Cluster, Hardware, SharedMemory, Torus
+from costmodels.hardware import GpuCluster, Hardware, SharedMemory, Torus
 from costmodels.network.assignments import AxisAssignment, Levels, best_assignment, contiguous_assignment
 from costmodels.network.route import Level, Route, TorusSegment, by_group_size
 from mesh_tf_core.errors import UserError, known_names
@@ -121,7 +121,7 @@ def place(
         assumptions: tuple[str, ...] = ()
     elif isinstance(topology, Torus):
         chosen, assumptions = best_assignment(mesh.axes, levels, lambda a: _score(hardware, mesh, a))
-    elif isinstance(topology, Cluster):
+    elif isinstance(topology, GpuCluster):
         chosen, assumptions = contiguous_assignment(mesh.axes, int(topology.node_size.value))
     else:
         chosen, assumptions = tuple((n, (("memory", s),) if s > 1 else ()) for n, s in mesh.axes), ()
@@ -135,7 +135,7 @@ def _levels(hardware: Hardware) -> Levels:
     if isinstance(topology, Torus):
         dims = tuple((n, int(a.value)) for n, a in zip(TORUS_AXES, topology.axes, strict=False))
         return (("core", hardware.devices_per_chip), *dims, ("slice", 0))
-    if isinstance(topology, Cluster):
+    if isinstance(topology, GpuCluster):
         return (("node", int(topology.node_size.value)), ("network", 0))
     return (("memory", 0),)
 
@@ -176,7 +176,7 @@ def _checked(mesh: Mesh, assignment: Mapping[str, Mapping[str, int]], levels: Le
     )
 
 
-def _shape(topology: Torus | Cluster | SharedMemory, assignment: AxisAssignment) -> tuple[int, ...]:
+def _shape(topology: Torus | GpuCluster | SharedMemory, assignment: AxisAssignment) -> tuple[int, ...]:
     if not isinstance(topology, Torus):
         return ()
     names = TORUS_AXES[: len(topology.axes)]
@@ -250,7 +250,7 @@ def _route(placement: MeshPlacement, axes: frozenset[str]) -> Route:
     size, devices = placement.mesh.group_size(names), placement.mesh.devices
     if isinstance(topology, Torus):
         levels = _torus_levels(placement, topology, axes)
-    elif isinstance(topology, Cluster):
+    elif isinstance(topology, GpuCluster):
         levels = _cluster_levels(placement, topology, axes)
     else:
         rate = topology.copy_bandwidth.value / devices
@@ -323,7 +323,9 @@ def _segment(
     return TorusSegment(name, size, stride, ring, ports, rate)
 
 
-def _cluster_levels(placement: MeshPlacement, topology: Cluster, axes: frozenset[str]) -> tuple[Level, ...]:
+def _cluster_levels(
+    placement: MeshPlacement, topology: GpuCluster, axes: frozenset[str]
+) -> tuple[Level, ...]:
     """Equations (3) and (4)."""
     in_node, nodes = _product(placement, "node", axes), _product(placement, "network", axes)
     per_node = _product(placement, "node", placement.mesh.names)

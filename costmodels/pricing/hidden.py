@@ -16,7 +16,7 @@ from costmodels.pricing.overlap import ACTIVATION, LONGER, windows
 from mesh_tf_core.ir.instructions import HOST, RULES
 from mesh_tf_core.ir.program import Instr, Local, Loop, Origin, Program
 
-Runs = dict[tuple[Origin, float], float]
+RunSeconds = dict[tuple[Origin, float], float]
 """Where work comes from, and how often it runs in a step -> the part of its runs that is meant."""
 NOTHING = "nothing: what follows waits"
 OUTER = "outer step"
@@ -98,7 +98,7 @@ def rule_of(line: Line) -> str:
     return HOST if HOST in line.axes else line.purpose or ACTIVATION
 
 
-def _under(rule: str, runs: Runs, cost: Cost) -> Under:
+def _under(rule: str, runs: RunSeconds, cost: Cost) -> Under:
     phases: dict[str, float] = {}
     for x in cost.lines:
         counts = not x.is_communication and (rule not in LONGER or x.kind in MATMUL_CLASSES)
@@ -112,7 +112,7 @@ def _under(rule: str, runs: Runs, cost: Cost) -> Under:
 # -- from start to done --------------------------------------------------------------------------------------
 
 
-def between(program: Program, apart: bool = True) -> dict[int, Runs]:
+def between(program: Program, apart: bool = True) -> dict[int, RunSeconds]:
     """Message, by its first value -> what runs from its start to its done.
 
     What a loop stacks may be sent part by part as iterations make it, and of what it sums the last iteration
@@ -121,7 +121,7 @@ def between(program: Program, apart: bool = True) -> dict[int, Runs]:
     Args:
       apart: messages whose start and done are an iteration apart are meant, too.
     """
-    found: dict[int, Runs] = {}
+    found: dict[int, RunSeconds] = {}
     for w in windows(program, RULES):
         if apart or not w.message.pipelined:
             every = dict.fromkeys(_keys(w.code, w.times), w.part)
@@ -130,7 +130,7 @@ def between(program: Program, apart: bool = True) -> dict[int, Runs]:
     return found
 
 
-def _after(value: int, code: Sequence[Instr], times: float) -> Runs:
+def _after(value: int, code: Sequence[Instr], times: float) -> RunSeconds:
     """What runs in a block once parts of a value have been made by a loop of it; else nothing."""
     for at, instr in enumerate(code):
         if value in instr.outputs and isinstance(instr, Local) and (instr.op.free or instr.op.converts):
@@ -155,8 +155,8 @@ def _keys(code: Iterable[Instr], times: float) -> Iterator[tuple[Origin, float]]
             yield from _keys(instr.body, times * instr.times)
 
 
-def _joined(every: Iterable[Runs]) -> Runs:
-    found: Runs = {}
+def _joined(every: Iterable[RunSeconds]) -> RunSeconds:
+    found: RunSeconds = {}
     for runs in every:
         for key, part in runs.items():
             found[key] = max(part, found.get(key, 0.0))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from costmodels.hardware import Hardware
 from costmodels.kernels.fused import Fused
 from costmodels.kernels.groups import Group, VariableCast
-from costmodels.kernels.partition import Kernel, Types
+from costmodels.kernels.partition import FusedKernel, Types
 from costmodels.kernels.quantities import of_copy, of_local
 from costmodels.network.collectives import full_bytes
 from costmodels.pricing.compilers import Compiler, compiler_of
@@ -65,7 +65,7 @@ class Itemiser:
                     yield unit, times * often, None
             elif isinstance(what, Transfer):
                 yield at_once.get(what.outputs[0], what), times, None
-            elif isinstance(what, Kernel | Group | VariableCast) or (
+            elif isinstance(what, FusedKernel | Group | VariableCast) or (
                 isinstance(what, Local) and compiler.computes(what)
             ):
                 yield what, times, None
@@ -79,7 +79,7 @@ class Itemiser:
           find: values by their ids; only an instruction that is priced op by op asks.
           local: types of their pieces.
         """
-        if isinstance(unit, Kernel):
+        if isinstance(unit, FusedKernel):
             return tuple(self.compiler.kernel(unit, local))
         if isinstance(unit, Group | VariableCast):
             return tuple(

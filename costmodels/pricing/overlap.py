@@ -31,7 +31,7 @@ LONGER = (STEP, HOST)
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class MessageWindow:
     """A message from its start to its done.
 
     Attributes:
@@ -48,10 +48,10 @@ class Window:
     part: float
 
 
-def windows(program: Program, rules: Container[str]) -> Iterator[Window]:
+def windows(program: Program, rules: Container[str]) -> Iterator[MessageWindow]:
     """The messages of some rules that have a start and a done."""
 
-    def visit(code: Sequence[Instr], times: float, iterations: int) -> Iterator[Window]:
+    def visit(code: Sequence[Instr], times: float, iterations: int) -> Iterator[MessageWindow]:
         going: dict[int, tuple[int, Message]] = {}
         part = (iterations - 1) / iterations if iterations else 1.0
         for at, instr in enumerate(code):
@@ -59,10 +59,10 @@ def windows(program: Program, rules: Container[str]) -> Iterator[Window]:
                 yield from visit(instr.body, times * instr.times, instr.dim.size)
             elif isinstance(instr, Done):
                 for begin, message in (going.pop(i) for i in instr.inputs if i in going):
-                    yield Window(message, code[begin + 1 : at], code[:at], times, 1.0)
+                    yield MessageWindow(message, code[begin + 1 : at], code[:at], times, 1.0)
             elif isinstance(instr, Message) and instr.rule in rules:
                 if instr.pipelined:
-                    yield Window(instr, code, code, times, part)
+                    yield MessageWindow(instr, code, code, times, part)
                 else:
                     going[instr.outputs[0]] = at, instr
 

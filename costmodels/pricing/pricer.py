@@ -31,7 +31,7 @@ from costmodels.pricing.lines import Cost, Line
 from costmodels.pricing.op_by_op import OpByOp
 from costmodels.pricing.overlap import ACTIVATION
 from costmodels.pricing.templates import Instance, ItemisedCost
-from costmodels.pricing.units import Placed, brought, label
+from costmodels.pricing.units import PlacedValue, brought, label
 from mesh_tf_core.ir.instructions import GRADIENT
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import TensorType
@@ -57,7 +57,7 @@ class Pricer:
     _collective: dict[tuple[str, Axes, int], float] = field(default_factory=dict)
     _called: dict[Called, float] = field(default_factory=dict)
     _instances: dict[Instance, float] = field(default_factory=dict)
-    _pieces: dict[Placed, TensorType] = field(default_factory=dict)
+    _pieces: dict[PlacedValue, TensorType] = field(default_factory=dict)
     _without: dict[str, Pricer] = field(default_factory=dict)
 
     def renamed(self, names: Mapping[str, str]) -> Pricer:
@@ -141,7 +141,7 @@ class Pricer:
         """Seconds of what an itemised cost computes: its total without what devices send."""
         return self.total(tuple([each for each in cost if each[0].collective is None]))
 
-    def _piece(self, placed: Placed) -> TensorType:
+    def _piece(self, placed: PlacedValue) -> TensorType:
         """The type of a device's piece of a value."""
         found = self._pieces.get(placed)
         if found is None:

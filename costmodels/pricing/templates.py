@@ -19,14 +19,14 @@ from costmodels.kernels.groups import Group, VariableCast
 from costmodels.pricing.itemise import Itemiser, between_of
 from costmodels.pricing.items import Between, Item
 from costmodels.pricing.overlap import Overlapped
-from costmodels.pricing.units import Placed, Sending, Stack, Unit, stays
+from costmodels.pricing.units import PlacedValue, Sending, Stack, Unit, stays
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Message, Permute, Program, Transfer, Value
 
-BySplits = dict[tuple[Axes, ...], Placed]
+BySplits = dict[tuple[Axes, ...], PlacedValue]
 """All values of one shape and dtype, by their splits."""
 
 
@@ -51,7 +51,7 @@ class Instance:
     object."""
 
     template: KernelTemplate
-    values: tuple[Placed, ...]
+    values: tuple[PlacedValue, ...]
     collective: Collective | None
 
     @property
@@ -61,7 +61,7 @@ class Instance:
         return isinstance(unit, Overlapped) and isinstance(unit.message, Transfer)
 
     def items(
-        self, itemiser: Itemiser, piece: Callable[[Placed], TensorType], mesh: Mesh
+        self, itemiser: Itemiser, piece: Callable[[PlacedValue], TensorType], mesh: Mesh
     ) -> tuple[Item, ...]:
         """Its items on a mesh; `piece` gives the type of a device's piece of a value."""
         template, types = self.template, [piece(placed) for placed in self.values]
@@ -188,10 +188,10 @@ def _described(unit: Unit) -> tuple[Hashable, Sequence[int]]:
     return unit.name, unit.inputs
 
 
-def _placed(value: Value, known: BySplits) -> Placed:
+def _placed(value: Value, known: BySplits) -> PlacedValue:
     found = known.get(value.splits)
     if found is None:
-        found = known[value.splits] = Placed(value.shape, value.splits, value.dtype)
+        found = known[value.splits] = PlacedValue(value.shape, value.splits, value.dtype)
     return found
 
 

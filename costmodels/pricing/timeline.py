@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from costmodels.pricing.hidden import Runs, between
+from costmodels.pricing.hidden import RunSeconds, between
 from costmodels.pricing.lines import Cost, Line
 from mesh_tf_core.ir.program import Instr, Loop, Origin, Program
 
@@ -26,7 +26,7 @@ SHOWN = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class TimeSlice:
     """A stretch of time, seconds since the start of the step. Those of a track nest, or follow each other.
 
     Attributes:
@@ -68,7 +68,7 @@ class _Block:
 _Part: TypeAlias = "_Block | Line | _Half"
 
 
-def timeline(program: Program, cost: Cost, most: int = MOST) -> list[Slice]:
+def timeline(program: Program, cost: Cost, most: int = MOST) -> list[TimeSlice]:
     """The slices of a step, those that contain others before them.
 
     Args:
@@ -79,10 +79,10 @@ def timeline(program: Program, cost: Cost, most: int = MOST) -> list[Slice]:
     _place_waits(root, between(program, apart=False))
     drawn = _Drawn(whole=root.slices <= most)
     end = drawn.block(root, 0.0, 1.0)
-    step = Slice(PHASES, "step", 0.0, end)
+    step = TimeSlice(PHASES, "step", 0.0, end)
     order = {PHASES: 0, DEVICE: 1}
     return sorted(
-        [step, *(Slice(PHASES, *phase) for phase in drawn.phases), *drawn.slices],
+        [step, *(TimeSlice(PHASES, *phase) for phase in drawn.phases), *drawn.slices],
         key=lambda s: (order.get(s.track, len(order)), s.track, s.begin, -s.end),
     )
 
@@ -105,7 +105,7 @@ def _blocks(program: Program, lines: Sequence[Line]) -> _Block:
     return root
 
 
-def _place_waits(block: _Block, runs: Mapping[int, Runs]) -> None:
+def _place_waits(block: _Block, runs: Mapping[int, RunSeconds]) -> None:
     """Puts waiting for messages behind what runs from their starts to their dones."""
     places: dict[int, list[_Part]] = {}
     for at, part in enumerate(block.parts):
@@ -122,7 +122,7 @@ def _place_waits(block: _Block, runs: Mapping[int, Runs]) -> None:
     block.parts = [x for at in sorted(places) for x in places[at]]
 
 
-def _is_of(part: _Part, runs: Runs) -> bool:
+def _is_of(part: _Part, runs: RunSeconds) -> bool:
     """Whether a part is work that runs between a start and its done."""
     while isinstance(part, _Block):
         part = part.parts[0]
@@ -157,7 +157,7 @@ class _Drawn:
     """
 
     whole: bool
-    slices: list[Slice] = field(default_factory=list)
+    slices: list[TimeSlice] = field(default_factory=list)
     free: dict[str, float] = field(default_factory=dict)
     phases: list[tuple[str, float, float]] = field(default_factory=list)
 
@@ -182,12 +182,12 @@ class _Drawn:
                     clock = self.held(line, clock, share / runs)
             if loop is not None:
                 at = runs - 1 - number if loop.reverse else number
-                self.slices.insert(here, Slice(DEVICE, f"{loop.dim.name} {at}", begin, clock))
+                self.slices.insert(here, TimeSlice(DEVICE, f"{loop.dim.name} {at}", begin, clock))
         if shown < runs:
             begin, clock = clock, clock + (clock - began) / shown * (runs - shown)
-            self.slices.append(Slice(DEVICE, f"{runs - shown} more iterations like these", begin, clock))
+            self.slices.append(TimeSlice(DEVICE, f"{runs - shown} more iterations like these", begin, clock))
         if loop is not None:
-            self.slices.insert(first, Slice(DEVICE, loop.text(), began, clock))
+            self.slices.insert(first, TimeSlice(DEVICE, loop.text(), began, clock))
         return clock
 
     def sent(self, line: Line, clock: float, share: float) -> None:
@@ -195,7 +195,7 @@ class _Drawn:
         track = f"messages over {'+'.join(line.axes)}"
         begin = max(clock, self.free.get(track, 0.0))
         self.free[track] = begin + line.seconds * line.times * share
-        self.slices.append(Slice(track, line.name, begin, self.free[track], line))
+        self.slices.append(TimeSlice(track, line.name, begin, self.free[track], line))
 
     def held(self, line: Line, clock: float, share: float) -> float:
         """Draws work, or waiting for a message; when the next thing begins."""
@@ -203,7 +203,7 @@ class _Drawn:
         if end > clock:
             self._phase(line.origin.phase, clock, end)
             name = f"waits for {line.name}" if line.is_communication else line.name
-            self.slices.append(Slice(DEVICE, name, clock, end, line))
+            self.slices.append(TimeSlice(DEVICE, name, clock, end, line))
         return end
 
     def _phase(self, name: str, begin: float, end: float) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from costmodels.kernels.groups import Group, VariableCast
-from costmodels.kernels.partition import Kernel
+from costmodels.kernels.partition import FusedKernel
 from costmodels.pricing.items import Item, Sent
 from costmodels.pricing.overlap import Overlapped
 from mesh_tf_core.ir.dims import Shape
@@ -33,7 +33,7 @@ class Stack:
     through: bool = False
 
 
-Unit: TypeAlias = "Local | Collective | Transfer | Overlapped | Kernel | Group | VariableCast | Stack"
+Unit: TypeAlias = "Local | Collective | Transfer | Overlapped | FusedKernel | Group | VariableCast | Stack"
 """What is priced on its own; a group is one unit with an item for each of its kernels."""
 
 
@@ -53,7 +53,7 @@ class Sending:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placed:
+class PlacedValue:
     """A value's global shape, splits and dtype; equal ones of one `Templates` are one object."""
 
     shape: Shape
@@ -61,7 +61,7 @@ class Placed:
     dtype: str
 
 
-Find = Callable[[int], Value | Placed]
+Find = Callable[[int], Value | PlacedValue]
 """A value of a program by its id."""
 
 
@@ -70,14 +70,14 @@ def stays(phase: Phase) -> bool:
     return phase != Phase.UPDATE
 
 
-def split_names(values: Iterable[Value | Placed]) -> frozenset[str]:
+def split_names(values: Iterable[Value | PlacedValue]) -> frozenset[str]:
     """Names of the dimensions that are split in any of some values."""
     return frozenset(name for v in values for name, axes in zip(v.shape.names, v.splits, strict=True) if axes)
 
 
 def label(unit: Unit, item: Item) -> tuple[str, str, Origin]:
     """Name, text and origin of an item of a unit, for its line."""
-    if isinstance(unit, Kernel):
+    if isinstance(unit, FusedKernel):
         first = unit.product or unit.instrs[0]
         text = " + ".join(instr.name for instr in unit.instrs) if len(unit.instrs) > 1 else ""
         return first.name, text, first.origin

@@ -235,9 +235,9 @@ def _alternatives(model: Model, plan: Plan) -> Iterator[tuple[str, Program]]:
             continue
 
 
-def as_details(curves: list[SensitivityCurve]) -> tuple[details.Curve, ...]:
+def as_details(curves: list[SensitivityCurve]) -> tuple[details.FactorCurve, ...]:
     """As a plan's details hold them: of what is not settled that it is unknown."""
-    return tuple(details.Curve(factor=c.factor, points=tuple(map(_detail, c.trials))) for c in curves)
+    return tuple(details.FactorCurve(factor=c.factor, points=tuple(map(_detail, c.trials))) for c in curves)
 
 
 def _detail(t: SensitivityTrial) -> details.Trial:

@@ -20,7 +20,7 @@ from layoutopt.clock import UNLIMITED, Clock
 from layoutopt.evaluator import Evaluation, evaluate
 from layoutopt.plan.build import options_of
 from layoutopt.plan.schema import Predicted
-from layoutopt.plan.ways import AtLink, Turning, Way
+from layoutopt.plan.ways import AtLink, ReplicaStrategy, Turning
 from layoutopt.space.decisions import SearchSpace
 from mesh_tf_core.errors import InfeasibleError, LimitError
 from mesh_tf_core.ir.layout import Layout
@@ -53,8 +53,8 @@ def gigabits(placed: MeshPlacement, axis: str) -> float:
 
 
 def turning(
-    ways: Sequence[Way],
-    build: Callable[[Way], Model],
+    ways: Sequence[ReplicaStrategy],
+    build: Callable[[ReplicaStrategy], Model],
     hardware: Hardware,
     factors: Sequence[float] = FACTORS,
 ) -> Turning | None:
@@ -80,8 +80,8 @@ def turning(
 
 
 def searched(
-    ways: Sequence[Way],
-    build: Callable[[Way], Model],
+    ways: Sequence[ReplicaStrategy],
+    build: Callable[[ReplicaStrategy], Model],
     hardware: Hardware,
     asked: SearchSpace,
     limit: float,
@@ -126,7 +126,7 @@ def _point(found: Mapping[str, Predicted], times: float, rate: float) -> AtLink:
     return AtLink(times=times, gigabits=rate, seconds=seconds, mfu=mfu)
 
 
-def _rare(ways: Sequence[Way]) -> Way | None:
+def _rare(ways: Sequence[ReplicaStrategy]) -> ReplicaStrategy | None:
     """The fastest way that synchronises rarely, if the synchronous one is there too."""
     priced = [way for way in ways if way.step_seconds is not None]
     if not any(not way.diloco for way in priced):
@@ -134,7 +134,7 @@ def _rare(ways: Sequence[Way]) -> Way | None:
     return min((w for w in priced if w.diloco), key=lambda w: w.step_seconds or math.inf, default=None)
 
 
-def _evaluated(way: Way, model: Model, hardware: Hardware) -> Evaluation:
+def _evaluated(way: ReplicaStrategy, model: Model, hardware: Hardware) -> Evaluation:
     return evaluate(model, Mesh(way.mesh), Layout(way.layout, way.refined), hardware, options_of(way))
 
 

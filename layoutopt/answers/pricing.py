@@ -20,7 +20,7 @@ from layoutopt.evaluator import Evaluation, check_limit, evaluate
 from layoutopt.plan.build import Plan, axes_of, given_fields
 from layoutopt.plan.results import Best, CostResult, Finding, LintResult
 from layoutopt.plan.schema import Predicted
-from layoutopt.plan.training import Training, check_tokens, training
+from layoutopt.plan.training import TrainingForecast, check_tokens, training
 from layoutopt.plan.units import seconds_text, times_text, used_text
 from layoutopt.shown import Shown, table
 from layoutopt.space.decisions import BY_HAND, typed
@@ -38,7 +38,7 @@ LOOKING = 60.0
 
 
 @dataclass(frozen=True, repr=False)
-class Priced(Shown):
+class PricedLayout(Shown):
     """A layout with its price.
 
     Attributes:
@@ -50,7 +50,7 @@ class Priced(Shown):
     evaluation: Evaluation = field(repr=False)
     options: Options
     limit: float
-    training: Training | None = None
+    training: TrainingForecast | None = None
 
     @property
     def predicted(self) -> Predicted:
@@ -126,8 +126,8 @@ class Priced(Shown):
     def __repr__(self) -> str:
         p, program = self.predicted, self.evaluation.program
         return (
-            f"Priced({self.evaluation.layout} on {program.mesh}: {seconds_text(p.step_seconds)} a step, "
-            f"{used_text(p.peak_memory_bytes, self.limit)}{self._fit})"
+            f"PricedLayout({self.evaluation.layout} on {program.mesh}: "
+            f"{seconds_text(p.step_seconds)} a step, {used_text(p.peak_memory_bytes, self.limit)}{self._fit})"
         )
 
 
@@ -135,7 +135,7 @@ class Priced(Shown):
 class Linted(Shown):
     """Likely mistakes of a layout, and the best layout of its mesh."""
 
-    priced: Priced
+    priced: PricedLayout
     best: Plan
     findings: tuple[linting.LikelyMistake, ...]
 
@@ -175,7 +175,7 @@ def cost(
     tokens: float | None = None,
     price: float | None = None,
     **decided: Any,
-) -> Priced:
+) -> PricedLayout:
     """Prices a layout.
 
     Args:
@@ -208,7 +208,7 @@ def cost(
     limit = machine.usable_memory_bytes if memory is None else float(memory)
     rate, chips = found.predicted.tokens_per_second, machine.chips(mesh.devices)
     total = None if tokens is None and price is None else training(rate, chips, tokens, price)
-    return Priced(found, options, limit, total)
+    return PricedLayout(found, options, limit, total)
 
 
 def lint(

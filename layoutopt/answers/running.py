@@ -11,7 +11,7 @@ from costmodels.hardware import Hardware, load_hardware, machine_of
 from layoutopt.analysis import validate as validation
 from layoutopt.analysis.verify import Verified, generation
 from layoutopt.analysis.verify import verify as compiled
-from layoutopt.answers.pricing import HARDWARE, Priced
+from layoutopt.answers.pricing import HARDWARE, PricedLayout
 from layoutopt.arguments import gathered
 from layoutopt.evaluator import evaluate
 from layoutopt.plan.build import Plan
@@ -27,7 +27,7 @@ from mesh_tf_core.model import Model
 
 
 @dataclass(frozen=True)
-class Runs:
+class ValidationRuns:
     """How `validate` runs layouts.
 
     Attributes:
@@ -74,7 +74,7 @@ def validate(
     mesh: Mesh | str,
     hardware: str | Hardware = HARDWARE,
     layouts: Sequence[Layout | str] | None = None,
-    runs: Runs | None = None,
+    runs: ValidationRuns | None = None,
     on_progress: OnProbe | None = None,
     **more: Any,
 ) -> Validated:
@@ -84,21 +84,21 @@ def validate(
       hardware: that predicts; this machine's calibrated profile stands for `cpu-local`, if there is one.
       layouts: those to run, two at least (None: the best, named ones, and others).
       runs: how they are run.
-      more: fields of `Runs`, as `steps=20`; they count more.
+      more: fields of `ValidationRuns`, as `steps=20`; they count more.
 
     Raises:
       UserError: fewer than two layouts, or one that is not legal.
     """
     if isinstance(layouts, str):
         raise UserError(f"layouts {layouts!r}: give a list of them, two at least")
-    (how,) = gathered("validate", more, (Runs, runs))
+    (how,) = gathered("validate", more, (ValidationRuns, runs))
     found = validation.validate(
         model, mesh, machine_of(hardware), layouts, on_progress=on_progress, **vars(how)
     )
     return Validated(ValidateResult.model_validate(found))
 
 
-def verify(priced: Plan | Priced, topology: str) -> Verified:
+def verify(priced: Plan | PricedLayout, topology: str) -> Verified:
     """Compiles a layout with the TPU compiler, without a TPU: collectives, peak memory, compute time.
 
     Args:
@@ -108,13 +108,13 @@ def verify(priced: Plan | Priced, topology: str) -> Verified:
     Raises:
       UserError: JAX or libtpu is missing, an unknown topology, one of another number of devices, or replicas.
     """
-    if not isinstance(priced, Plan | Priced):
+    if not isinstance(priced, Plan | PricedLayout):
         raise UserError(
             f"verify {priced!r}: give what layoutopt.search or layoutopt.cost gave, "
             "or load_plan(path).of(model)"
         )
     machine = load_hardware(generation(topology).hardware)
-    if isinstance(priced, Priced):
+    if isinstance(priced, PricedLayout):
         of = priced.evaluation
         model, mesh, layout = of.model, of.program.mesh, of.layout
     else:

@@ -10,7 +10,7 @@ import typer
 
 from layoutopt import signals
 from layoutopt.cli.defaults import Command, add_sources
-from layoutopt.cli.group import Group
+from layoutopt.cli.group import CommandGroup
 from layoutopt.cli.listing import COMMANDS, PURPOSE, VERSION
 from layoutopt.cli.panels import into_panels
 
@@ -42,7 +42,7 @@ class _Commands(Mapping[str, Any]):
         return self._made[name]
 
 
-class _Layoutopt(Group):
+class _Layoutopt(CommandGroup):
     """The group of all commands."""
 
     def __init__(self, **given: Any) -> None:

@@ -23,7 +23,7 @@ from layoutopt.cli.options import (
     path_option,
     read_mesh,
 )
-from layoutopt.cli.progress import Steps
+from layoutopt.cli.progress import StepProgress
 from layoutopt.cli.running import Session, kept
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.plan.units import bytes_text, rate_text, seconds_text
@@ -142,7 +142,7 @@ def _measured(session: Session, mesh: Mesh, thorough: bool, partial: Path | None
         session.start(mesh.devices)
     from costmodels.calibration import calibrate as measure
 
-    with Steps(session.terminal, "calibrating", 1, left=True) as bar:
+    with StepProgress(session.terminal, "calibrating", 1, left=True) as bar:
         return measure(
             mesh,
             lambda what, done, total: bar.update(done, what, total),

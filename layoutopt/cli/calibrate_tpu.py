@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layoutopt.cli.options import check_out
-from layoutopt.cli.progress import Steps
+from layoutopt.cli.progress import StepProgress
 from layoutopt.cli.running import hushed, kept
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.plan.units import rate_text, seconds_text
@@ -33,7 +33,7 @@ def for_tpu(terminal: Terminal, target: str, refresh: bool, out: Path | None) ->
         partial = made_profiles_directory() / f"{target}.partial.json"
         if partial.is_file():
             terminal.say(f"going on from the estimates in {partial}")
-    with kept(terminal, partial), Steps(terminal, f"compiling for {target}", 1, left=True) as bar:
+    with kept(terminal, partial), StepProgress(terminal, f"compiling for {target}", 1, left=True) as bar:
         made = calibrate_tpu(
             target, refresh, lambda what, done, total: bar.update(done, what, total), hushed, partial
         )

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from layoutopt.evaluator import Evaluation
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.results import CostLine
-    from layoutopt.plan.training import Training
+    from layoutopt.plan.training import TrainingForecast
 
 EXAMPLES = examples(
     'layoutopt cost examples/transformer_lm.py --mesh "data:2;model:4" --layout "batch:data;d_ff:model"',
@@ -143,7 +143,7 @@ def _show(
     machine: Hardware,
     limit: int,
     reason: str | None,
-    total: Training | None,
+    total: TrainingForecast | None,
 ) -> None:
     from layoutopt.cli.cost_tables import (
         axis_table,

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 PHASES = ("forward", "recompute", "backward", "update")
 OPERATIONS, HOLDINGS = 12, 8
 """Rows of the longest tables; the rest is in one more."""
-Key = TypeVar("Key")
+GroupKey = TypeVar("GroupKey")
 
 
-def _grouped(lines: Iterable[Line], key: Callable[[Line], Key]) -> dict[Key, list[Line]]:
-    found: dict[Key, list[Line]] = {}
+def _grouped(lines: Iterable[Line], key: Callable[[Line], GroupKey]) -> dict[GroupKey, list[Line]]:
+    found: dict[GroupKey, list[Line]] = {}
     for line in lines:
         found.setdefault(key(line), []).append(line)
     return found

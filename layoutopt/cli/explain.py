@@ -23,7 +23,7 @@ from layoutopt.cli.options import (
 )
 from layoutopt.cli.plan_tables import summary, verdicts
 from layoutopt.cli.plans import ModelOption, PlanArgument, Planned, open_plan
-from layoutopt.cli.progress import Steps
+from layoutopt.cli.progress import StepProgress
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.cli.ways import compared_on_links, show_turning, show_ways
 from layoutopt.details.of_machine import errors_known, sure
@@ -96,7 +96,7 @@ def explain(
     terminal = Terminal(as_json, quiet)
     check_out(out)
     planned = open_plan(plan, model)
-    with Steps(terminal, "searching", 1) as bar:
+    with StepProgress(terminal, "searching", 1) as bar:
         found = explained(
             planned.plan.of(planned.loaded.model),
             against,

@@ -16,7 +16,7 @@ from layoutopt.cli.terminal import Terminal
 
 if TYPE_CHECKING:
     from layoutopt.plan.build import Plan
-    from layoutopt.plan.exported import Placed
+    from layoutopt.plan.exported import ExportedTensor
 
 EXAMPLES = examples(
     "layoutopt export plan.json --to mesh-tensorflow",
@@ -68,7 +68,7 @@ def export(
         return
     check_stages(own)
     tensors, stages = None if model is not None else recorded(own, to.value), own.data.pipeline
-    arrays: Mapping[str, tuple[Placed, ...]] = {}
+    arrays: Mapping[str, tuple[ExportedTensor, ...]] = {}
     if tensors is None:
         found = with_model(own, plan, model).loaded.model
         stages = found.stages(own.mesh, own.layout)  # whatever the file says of them
@@ -130,11 +130,11 @@ def check_stages(plan: Plan) -> None:
             )
 
 
-def recorded(plan: Plan, to: str) -> tuple[tuple[Placed, ...], tuple[Placed, ...]] | None:
+def recorded(plan: Plan, to: str) -> tuple[tuple[ExportedTensor, ...], tuple[ExportedTensor, ...]] | None:
     """The variables and the inputs, as far as a form needs them and the plan says them; None if it does
     not."""
     from layoutopt.plan.export import FORMATS
-    from layoutopt.plan.exported import Placed
+    from layoutopt.plan.exported import ExportedTensor
     from mesh_tf_core.errors import UserError
 
     if "storage" not in FORMATS[to].says:
@@ -151,7 +151,7 @@ def recorded(plan: Plan, to: str) -> tuple[tuple[Placed, ...], tuple[Placed, ...
                 )
     found = [
         tuple(
-            Placed(
+            ExportedTensor(
                 t.name,
                 tuple(d for d, _ in t.shape),
                 t.splits,

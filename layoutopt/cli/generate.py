@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layoutopt.cli.given import UNDECIDED, Given
+from layoutopt.cli.given import UNDECIDED, GivenOptions
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.job import ALONE, Job
 from layoutopt.cli.options import (
@@ -108,7 +108,7 @@ def _loaded(
     rows: int,
     mesh: str | None,
     layout: str | None,
-) -> tuple[Loaded, Given]:
+) -> tuple[Loaded, GivenOptions]:
     """The decoding model, with a batch of as many texts as there are prompts (and the layout can split)."""
     from layoutopt.models.loading import load_model
 

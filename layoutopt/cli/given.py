@@ -24,7 +24,9 @@ class ByHand:
     def __bool__(self) -> bool:
         return bool(self.texts)
 
-    def read(self, loaded: Loaded, mesh: str | None, layout: str | None, plan: Plan | None = None) -> Given:
+    def read(
+        self, loaded: Loaded, mesh: str | None, layout: str | None, plan: Plan | None = None
+    ) -> GivenOptions:
         """Reads them with the mesh and the layout; a plan file gives all of them.
 
         Args:
@@ -37,7 +39,7 @@ class ByHand:
 
         options = self.options(loaded)
         if layout is None or not is_plan(layout):
-            return Given(read_mesh(mesh), Layout(layout or ""), options)
+            return GivenOptions(read_mesh(mesh), Layout(layout or ""), options)
         plan = read_plan(loaded, layout, plan)
         if self:
             raise UserError(
@@ -48,7 +50,7 @@ class ByHand:
             raise UserError(
                 f"--mesh {mesh!r} is not the mesh of {layout}, which is {plan.mesh}; leave --mesh out"
             )
-        return Given(plan.mesh, plan.layout, plan.options, plan)
+        return GivenOptions(plan.mesh, plan.layout, plan.options, plan)
 
     @property
     def texts(self) -> dict[str, list[str]]:
@@ -71,7 +73,7 @@ UNDECIDED: ByHand = options("Undecided", listed()["by_hand"], ByHand)()
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenOptions:
     """What `--mesh` and `--layout` and the other decisions say; `plan` if the layout is a plan file's."""
 
     mesh: Mesh

@@ -19,7 +19,7 @@ from layoutopt.cli.panels import asks_short, short_help
 CTRL_C = 130  # 128 + SIGINT
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """The commands, and where their errors turn into exit codes."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layoutopt.cli.cost import show_doubts
-from layoutopt.cli.given import UNDECIDED, ByHand, Given
+from layoutopt.cli.given import UNDECIDED, ByHand, GivenOptions
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
     THIS_MACHINE,
@@ -69,7 +69,7 @@ def lint(
     terminal.say("searching for the best layout of this mesh")
     found = linted(loaded.model, given.mesh, given.layout, machine, given.options, time_limit, unlike)
     of, best = found.priced.evaluation, found.best
-    given, its = replace(given, options=of.decided), Given(best.mesh, best.layout, best.options)
+    given, its = replace(given, options=of.decided), GivenOptions(best.mesh, best.layout, best.options)
     now, least = of.cost.step_seconds, best.predicted.step_seconds
     terminal.result(found.data)
     if as_json:
@@ -95,7 +95,7 @@ def lint(
         terminal.show("", "no likely mistake was found")
 
 
-def _text(given: Given, pipeline: Mapping[str, int]) -> str:
+def _text(given: GivenOptions, pipeline: Mapping[str, int]) -> str:
     """A layout and what is decided beside it."""
     from layoutopt.plan.build import decided
 
@@ -103,7 +103,7 @@ def _text(given: Given, pipeline: Mapping[str, int]) -> str:
     return f"{layout_text(given.layout)}{'; ' if more else ''}{more}"
 
 
-def own_shardings(loaded: Loaded, mesh: str | None, options: Options) -> tuple[Given, list[str]]:
+def own_shardings(loaded: Loaded, mesh: str | None, options: Options) -> tuple[GivenOptions, list[str]]:
     """What the file's `shardings()` says, (PartitionSpecs of parameters, of the batch), and what is odd.
 
     Args:
@@ -132,4 +132,4 @@ def own_shardings(loaded: Loaded, mesh: str | None, options: Options) -> tuple[G
     chosen = read_mesh(mesh)
     found = written(origin, chosen, *said)
     stages = {**options.storage, **found.options.storage}
-    return Given(chosen, found.layout, replace(options, storage=stages)), found.doubts
+    return GivenOptions(chosen, found.layout, replace(options, storage=stages)), found.doubts

@@ -31,7 +31,7 @@ EXAMPLES = examples(
 )
 
 
-class Form(StrEnum):
+class LowerOutput(StrEnum):
     """What `lower` prints."""
 
     PROGRAM = "program"
@@ -47,11 +47,11 @@ def lower(
     decided: ByHand = UNDECIDED,
     settings: SetOption = None,
     emit: Annotated[
-        Form,
+        LowerOutput,
         typer.Option(
             help="Our own text, StableHLO for the TPU compiler, or JSON that can be read, priced and run."
         ),
-    ] = Form.PROGRAM,
+    ] = LowerOutput.PROGRAM,
     as_json: JsonOption = False,
 ) -> None:
     """Print the SPMD program: what each device computes, sends and keeps."""
@@ -85,12 +85,12 @@ def _counted(program: Program) -> dict[str, int]:
     return dict(Counter(instr.name for instr, _ in program.walk()).most_common())
 
 
-def _emit(program: Program, form: Form) -> str:
+def _emit(program: Program, form: LowerOutput) -> str:
     from mesh_tf_core.ir.program import text
 
-    if form is Form.PROGRAM:
+    if form is LowerOutput.PROGRAM:
         return text(program)
-    if form is Form.JSON:
+    if form is LowerOutput.JSON:
         from mesh_tf_core.written import program_to_json
 
         return json.dumps(program_to_json(program))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layoutopt.cli.given import UNDECIDED, ByHand, Given
+from layoutopt.cli.given import UNDECIDED, ByHand, GivenOptions
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.job import ALONE, Job
 from layoutopt.cli.options import (
@@ -26,7 +26,7 @@ from layoutopt.cli.options import (
     examples,
     read_hardware,
 )
-from layoutopt.cli.progress import Steps
+from layoutopt.cli.progress import StepProgress
 from layoutopt.cli.results import layout_text
 from layoutopt.cli.running import COMPILING, Session, Timed, batches, items_of, machine_of_run, timed_steps
 from layoutopt.cli.terminal import Terminal, facts
@@ -106,7 +106,7 @@ def _timed(
     """Times steps from the initial values on; the data is ready before the clock starts. Those that are
     recorded come after them, for that slows them down."""
     fed = list(itertools.islice(trainer.stream(batches(terminal, loaded)), min(steps, BATCHES)))
-    with Steps(terminal, "measuring", warm_up + steps) as bar:
+    with StepProgress(terminal, "measuring", warm_up + steps) as bar:
         bar.update(0, COMPILING)
         if not terminal.live:
             terminal.say(COMPILING)
@@ -124,7 +124,7 @@ def _timed(
 def _show(
     session: Session,
     loaded: Loaded,
-    given: Given,
+    given: GivenOptions,
     predicted: Evaluation,
     timed: Timed,
     trainer: Trainer,

@@ -126,14 +126,14 @@ def time_limited(seconds: float | None) -> Clock:
     return Clock(seconds, clocks.began)
 
 
-Input = TypeVar("Input")
+OptionInput = TypeVar("OptionInput")
 
 
-def in_time(clock: Clock, what: str, load: Callable[[], Input]) -> Input:
+def in_time(clock: Clock, what: str, load: Callable[[], OptionInput]) -> OptionInput:
     """What `load` gives; LimitError if the time is over before."""
     from mesh_tf_core.errors import LimitError
 
-    found: list[Input] = []
+    found: list[OptionInput] = []
     if not clock.within(LOADED, lambda: found.append(load())):
         raise LimitError(
             f"{what}: the time was over before it was loaded; give more than --time-limit {clock.limit:g}"

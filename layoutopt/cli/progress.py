@@ -101,7 +101,7 @@ def bounds_text(best: float, bound: float, shown: Callable[[float], str]) -> str
     return ", ".join(parts)
 
 
-class Steps(Display):
+class StepProgress(Display):
     """Steps done of a known number, with a line of numbers beside the bar.
 
     Args:

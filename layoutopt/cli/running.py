@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layoutopt import signals
-from layoutopt.cli.given import Given
+from layoutopt.cli.given import GivenOptions
 from layoutopt.cli.options import THIS_MACHINE, read_hardware, read_mesh
 from layoutopt.cli.plans import hardware_of, is_plan, say_damage
 from layoutopt.cli.terminal import Terminal
@@ -90,7 +90,7 @@ class Session:
                 _keep_compiled()
             prepare(count, kind)
 
-    def trainer(self, loaded: Loaded, given: Given, checkpoint_mode: int | None = None) -> Trainer:
+    def trainer(self, loaded: Loaded, given: GivenOptions, checkpoint_mode: int | None = None) -> Trainer:
         """The model on this machine's mesh, or the cluster's; its variables at their initial values."""
         self.start(given.mesh.devices)
         from mesh_tf_core.training import Trainer
@@ -129,7 +129,7 @@ def runs_on(session: Session, machine: Hardware) -> bool:
 
 
 def machine_of_run(
-    session: Session, given: Given, hardware: str | None, settings: Sequence[str] | None
+    session: Session, given: GivenOptions, hardware: str | None, settings: Sequence[str] | None
 ) -> Hardware:
     """The machine that a run is predicted for: the one that is named; else the plan's own, if the run is on
     such devices; else this machine's CPU."""
@@ -284,7 +284,7 @@ def _zeros(model: Model) -> Iterator[dict[str, Any]]:
         yield {name: np.zeros(t.shape.sizes, np_dtype(t.dtype)) for name, t in inputs.items()}
 
 
-def items_of(model: Model, given: Given) -> tuple[int, str]:
+def items_of(model: Model, given: GivenOptions) -> tuple[int, str]:
     """How many things a step learns from, and what they are: tokens where the model names them, or else
     examples."""
     tokens = model.tokens

@@ -44,7 +44,7 @@ from layoutopt.cli.training_cost import (
     read_tokens,
     training_cost,
 )
-from layoutopt.cli.ways import AcceptLossOption, Shares, is_choice, show_ways
+from layoutopt.cli.ways import AcceptLossOption, ReplicaModel, is_choice, show_ways
 from layoutopt.clock import Clock
 from layoutopt.plan.units import bytes_text, seconds_text
 
@@ -161,7 +161,7 @@ def search(
                 if ways:
                     from layoutopt.replicas import choose_replicas
 
-                    shares = Shares(model, settings or (), loaded)
+                    shares = ReplicaModel(model, settings or (), loaded)
                     more |= {"ways": ways, "accept_loss": accept_loss, "told": terminal.say}
                     kept.plan = choose_replicas(shares, **where, **asked, **more)
                     loaded = shares.of(kept.plan)

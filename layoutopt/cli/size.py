@@ -28,7 +28,7 @@ from layoutopt.cli.options import (
     read_hardware,
     time_limited,
 )
-from layoutopt.cli.progress import Steps
+from layoutopt.cli.progress import StepProgress
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.training_cost import PriceOption, read_prices
 from layoutopt.cli.units import parse_bytes, parse_count
@@ -160,7 +160,7 @@ def size(
     numbers = _devices(devices or ())
     limit = None if memory is None else float(parse_bytes(memory))
     loaded = in_time(clock, model, lambda: load_model(model, settings or ()))
-    with Steps(terminal, "sizing", 1) as bar:
+    with StepProgress(terminal, "sizing", 1) as bar:
         found = answer(
             lambda **hparams: load_model(model, hparams).model,
             loaded.hparams,

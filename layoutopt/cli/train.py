@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layoutopt import signals
-from layoutopt.cli.given import UNDECIDED, ByHand, Given
+from layoutopt.cli.given import UNDECIDED, ByHand, GivenOptions
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.job import ALONE, Job
 from layoutopt.cli.options import (
@@ -177,7 +177,7 @@ def _refuse_decided(decided: ByHand) -> None:
         )
 
 
-def _searched(session: Session, loaded: Loaded, machine: Hardware, mesh: str | None) -> Given:
+def _searched(session: Session, loaded: Loaded, machine: Hardware, mesh: str | None) -> GivenOptions:
     """The best layout; of a cluster's processes one searches it for all. Without a mesh it is the best of all
     meshes of as many devices as there are."""
     from layoutopt.api import search
@@ -210,4 +210,4 @@ def _searched(session: Session, loaded: Loaded, machine: Hardware, mesh: str | N
         plan = parse_plan(cluster.share("the search", lambda: found().to_json()), "worker 0's plan")
     on = "" if given else f" on {plan.mesh}"
     terminal.say(f"layout: {layout_text(plan.layout)}{on} ({plan.solver.status.lower()})")
-    return Given(plan.mesh, plan.layout, plan.options, plan)
+    return GivenOptions(plan.mesh, plan.layout, plan.options, plan)

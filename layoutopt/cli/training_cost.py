@@ -12,7 +12,7 @@ from layoutopt.cli.units import parse_count
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from layoutopt.plan.schema import Predicted
-    from layoutopt.plan.training import Training
+    from layoutopt.plan.training import TrainingForecast
 
 TokensOption = Annotated[
     str | None,
@@ -49,7 +49,7 @@ def read_prices(texts: Sequence[str], names: Sequence[str]) -> dict[str, float]:
 
 def training_cost(
     predicted: Predicted, machine: Hardware, devices: int, tokens: float | None, price: float | None
-) -> Training | None:
+) -> TrainingForecast | None:
     """What training takes and costs; None where neither tokens nor a price are given."""
     from layoutopt.plan.training import check_tokens, training
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layoutopt import signals
-from layoutopt.cli.given import Given
-from layoutopt.cli.progress import Steps
+from layoutopt.cli.given import GivenOptions
+from layoutopt.cli.progress import StepProgress
 from layoutopt.cli.results import layout_text
 from layoutopt.cli.running import (
     COMPILING,
@@ -51,7 +51,7 @@ class TrainingRun:
 
     session: Session
     loaded: Loaded
-    given: Given
+    given: GivenOptions
     machine: Hardware
     steps: int
     trace: Trace
@@ -107,7 +107,10 @@ class TrainingRun:
             return stopped.is_set() if cluster is None else not cluster.begins(trainer.step_number + 1)
 
         numbers = (signal.SIGINT,) if cluster is None else signals.ENDING
-        with Steps(self.terminal, "training", self.steps, lines=False) as bar, signals.told(stop, numbers):
+        with (
+            StepProgress(self.terminal, "training", self.steps, lines=False) as bar,
+            signals.told(stop, numbers),
+        ):
             count = self.steps - self.began_at
             if count > 0:
                 self._told(bar, self.began_at, COMPILING)
@@ -146,7 +149,7 @@ class TrainingRun:
         if cluster is None and stopped.is_set():
             raise KeyboardInterrupt
 
-    def _told(self, bar: Steps, step: int, facts: str) -> None:
+    def _told(self, bar: StepProgress, step: int, facts: str) -> None:
         """Shows how far it is; without a terminal the first step is a line, and a few of the others."""
         bar.update(step, facts)
         if self.terminal.live:

@@ -28,7 +28,7 @@ from layoutopt.cli.options import (
     read_hardware,
     read_mesh,
 )
-from layoutopt.cli.progress import Steps
+from layoutopt.cli.progress import StepProgress
 from layoutopt.cli.running import batches
 from layoutopt.cli.terminal import Terminal, facts, plain
 from reports.views.view import RULES, SECONDS, TIMES, WHOLE, Column, Kind, View
@@ -75,7 +75,7 @@ def validate(
         terminal = session.terminal
         loaded = session.load(model, settings, mesh)
         session.start(devices.devices)
-        with Steps(terminal, "validating", 1, left=True) as bar:
+        with StepProgress(terminal, "validating", 1, left=True) as bar:
             found = run(
                 loaded.model,
                 devices,

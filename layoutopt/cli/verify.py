@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layoutopt.cli.given import UNDECIDED, ByHand, Given
+from layoutopt.cli.given import UNDECIDED, ByHand, GivenOptions
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
     JsonOption,
@@ -103,7 +103,7 @@ def _asked(
     mesh: str | None,
     layout: str | None,
     decided: ByHand,
-) -> tuple[Loaded, Given]:
+) -> tuple[Loaded, GivenOptions]:
     """The model and what is decided about it: a plan gives everything, a model file nothing."""
     from layoutopt.importers.huggingface import is_configuration
     from layoutopt.models.loading import load_model
@@ -123,7 +123,7 @@ def _asked(
         )
     planned = open_plan(Path(source), model, on_damage=say_damage)
     plan = planned.plan
-    return planned.loaded, Given(plan.mesh, plan.layout, plan.options, plan)
+    return planned.loaded, GivenOptions(plan.mesh, plan.layout, plan.options, plan)
 
 
 def _verdict(found: Verified) -> str:
@@ -132,7 +132,9 @@ def _verdict(found: Verified) -> str:
     return f"the program {what}, says the compiler for {found.topology}: {found.refusal.reason}"
 
 
-def _show(terminal: Terminal, loaded: Loaded, given: Given, evaluation: Evaluation, found: Verified) -> None:
+def _show(
+    terminal: Terminal, loaded: Loaded, given: GivenOptions, evaluation: Evaluation, found: Verified
+) -> None:
     peak, own = evaluation.memory.peak, getattr(loaded.model, "step_on", None) is not None
     rows = [
         ("model", f"{loaded.model.name}, {loaded.model.parameters:,} parameters"),

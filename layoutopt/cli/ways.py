@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from layoutopt.clock import Clock
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.build import Plan
-    from layoutopt.plan.ways import AtLink, Turning, Way
+    from layoutopt.plan.ways import AtLink, ReplicaStrategy, Turning
     from mesh_tf_core.model import Model
 
 AcceptLossOption = Annotated[
@@ -31,7 +31,7 @@ AcceptLossOption = Annotated[
 ]
 
 
-class Shares:
+class ReplicaModel:
     """The model of one of n replicas, as `choose_replicas` asks for it, built of a file anew.
 
     Attributes:
@@ -110,7 +110,7 @@ def compared_on_links(terminal: Terminal, found: Planned, clock: Clock, anew: bo
         return None
     own = plan.data.model.hparams
 
-    def build(way: Way) -> Model:
+    def build(way: ReplicaStrategy) -> Model:
         if way.hparams == ways.compared[0].hparams:
             return found.loaded.model
         return load_model(found.loaded.source, {**own, **way.hparams}).model

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from costmodels.network.topology import MeshPlacement
     from layoutopt.plan.details import HardwareInfo
-    from layoutopt.plan.evidence import Calibration
+    from layoutopt.plan.evidence import CalibrationEvidence
     from layoutopt.plan.known import Known
     from mesh_tf_core import Mesh
 
@@ -26,7 +26,7 @@ LEVELS = {
 def hardware_details(machine: Hardware, mesh: Mesh) -> HardwareInfo:
     """The part `hardware` of a plan's details."""
     from costmodels.network.topology import place
-    from layoutopt.plan.details import HardwareInfo, Number
+    from layoutopt.plan.details import HardwareInfo, HardwareNumber
 
     known = errors_known(machine)
     placed = place(machine, mesh)
@@ -39,7 +39,8 @@ def hardware_details(machine: Hardware, mesh: Mesh) -> HardwareInfo:
         placement=_shape(placed),
         lies={axis: " × ".join(_lies(placed, axis)) for axis in mesh.names if mesh.size(axis) > 1},
         numbers=tuple(
-            Number(path=path, value=n.given, source=n.source, date=n.date) for path, n in machine.numbers()
+            HardwareNumber(path=path, value=n.given, source=n.source, date=n.date)
+            for path, n in machine.numbers()
         ),
         known=known,
     )
@@ -59,14 +60,14 @@ def errors_known(machine: Hardware) -> Known:
 
 def sure(machine: Hardware) -> str:
     """The evidence behind a predicted step on this machine, in words."""
-    from layoutopt.plan.details import Number, sources_text
+    from layoutopt.plan.details import HardwareNumber, sources_text
 
     if machine.calibrated:
         return "calibrated on this hardware; `layoutopt validate MODEL` times whole steps of a model"
     known = errors_known(machine)
     if known.words:
         return known.words
-    numbers = [Number(path=path, value=n.given, source=n.source) for path, n in machine.numbers()]
+    numbers = [HardwareNumber(path=path, value=n.given, source=n.source) for path, n in machine.numbers()]
     sources = sources_text(numbers)
     if machine.kind == "cpu":
         return f"not calibrated ({sources}): `layoutopt calibrate` measures this machine"
@@ -92,12 +93,12 @@ def _lies(placed: MeshPlacement, axis: str) -> Iterator[str]:
             yield LEVELS[level.name].format(level.size)
 
 
-def calibration_details(machine: Hardware) -> Calibration | None:
+def calibration_details(machine: Hardware) -> CalibrationEvidence | None:
     """The part `calibration`: every measurement of a calibrated profile beside its fit; None for others."""
     if machine.calibration is None:
         return None
     from costmodels.calibration.residuals import residuals
-    from layoutopt.plan.evidence import Calibration, Fitted, Sample
+    from layoutopt.plan.evidence import CalibrationEvidence, Fitted, Sample
 
     made = machine.calibration
     on = json.loads(made.machine)
@@ -107,7 +108,7 @@ def calibration_details(machine: Hardware) -> Calibration | None:
         if measured
         else f"Estimated on {made.date} by the compiler for {on['compiled_for']}, not measured."
     )
-    return Calibration(
+    return CalibrationEvidence(
         of="measurement" if measured else "compiler estimate",
         measurements=tuple(
             Sample(

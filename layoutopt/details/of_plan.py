@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from costmodels.pricing.pricer import Cost, Line
     from layoutopt.evaluator import Evaluator
     from layoutopt.plan.build import Plan
-    from layoutopt.plan.details import MemoryTimeline, PricedLine, Shares, Variable
+    from layoutopt.plan.details import MemoryTimeline, PricedLine, TimeShares, VariableDetail
     from mesh_tf_core import Mesh, Model, Program
     from mesh_tf_core.ir.initializers import Variable as InitialValue
     from mesh_tf_core.ir.values import Origin, Value
@@ -69,24 +69,24 @@ def with_details(
     )
 
 
-def _variables(program: Program) -> Iterable[Variable]:
+def _variables(program: Program) -> Iterable[VariableDetail]:
     for name, stored in program.variables.items():
         kind = "parameter" if stored.variable.trainable else "state"
         yield _held(program.mesh, name, stored.variable, stored.value, kind)
 
 
-def _inputs(program: Program) -> Iterable[Variable]:
+def _inputs(program: Program) -> Iterable[VariableDetail]:
     for name, at in program.feeds.items():
         yield _held(program.mesh, name, program.values[at], program.values[at], "input")
 
 
-def _held(mesh: Mesh, name: str, of: InitialValue | Value, held: Value, kind: str) -> Variable:
+def _held(mesh: Mesh, name: str, of: InitialValue | Value, held: Value, kind: str) -> VariableDetail:
     """A tensor, and the bytes of a device's piece as it is held: padded, where devices do not divide it."""
-    from layoutopt.plan.details import Variable
+    from layoutopt.plan.details import VariableDetail
     from mesh_tf_core.ir.dtypes import itemsize
 
     size = of.shape.size * itemsize(of.dtype)
-    return Variable(
+    return VariableDetail(
         name=name,
         shape=tuple((d.name, d.size) for d in of.shape),
         dtype=of.dtype,
@@ -142,13 +142,13 @@ def _line(x: Line, place: str) -> PricedLine:
     )
 
 
-def _shares(cost: Cost) -> Shares:
-    from layoutopt.plan.details import Shares
+def _shares(cost: Cost) -> TimeShares:
+    from layoutopt.plan.details import TimeShares
 
     kinds: dict[str, float] = {}
     for x in cost.lines:
         kinds[x.kind] = kinds.get(x.kind, 0.0) + x.seconds * x.times
-    return Shares(
+    return TimeShares(
         compute=cost.compute_seconds,
         hidden=cost.communication_seconds - cost.exposed_communication_seconds,
         exposed=cost.exposed_communication_seconds,
@@ -156,7 +156,7 @@ def _shares(cost: Cost) -> Shares:
     )
 
 
-def _alternatives(plan: Plan, evaluator: Evaluator) -> dict[str, Shares]:
+def _alternatives(plan: Plan, evaluator: Evaluator) -> dict[str, TimeShares]:
     from layoutopt.plan.build import layout_of, options_of
     from mesh_tf_core import LayoutError, Mesh
 
@@ -173,7 +173,7 @@ def _alternatives(plan: Plan, evaluator: Evaluator) -> dict[str, Shares]:
 
 def _memory(held: MemoryProfile, cost: Cost, limit: int) -> MemoryTimeline:
     """The timeline, thinned to its local peaks where it is long."""
-    from layoutopt.plan.details import Held, MemoryTimeline, Point
+    from layoutopt.plan.details import LiveTensor, MemoryTimeline, Point
 
     # What an instruction adds to the step passes where it is first seen; kernels of several have one line.
     adds: defaultdict[Origin, float] = defaultdict(float)
@@ -196,7 +196,8 @@ def _memory(held: MemoryProfile, cost: Cost, limit: int) -> MemoryTimeline:
     return MemoryTimeline(
         points=tuple(points),
         holdings=tuple(
-            Held(what=h.what, bytes=h.bytes, scope=h.origin.scope if h.origin else "") for h in held.holdings
+            LiveTensor(what=h.what, bytes=h.bytes, scope=h.origin.scope if h.origin else "")
+            for h in held.holdings
         ),
         variables=held.variables,
         limit=limit,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from layoutopt.formulation.cluster import Cluster, numbers_of, pairs_of, rules_of, stages_of, subgraph_of
 from layoutopt.formulation.dependencies import Dependencies
-from layoutopt.formulation.second_runs import Run, SecondRuns, Texts
+from layoutopt.formulation.second_runs import LoopNames, SecondRun, SecondRuns
 from layoutopt.space.decisions import changing
 from layoutopt.space.kind import Touched
 from mesh_tf_core.ir.blocks import Block, Node
@@ -75,7 +75,7 @@ class Accesses:
             name, subgraph, again, every, switches, shapes, members=members, alike=alike, nests=nests
         )
 
-    def _loops(self, again: Mapping[Texts, Sequence[Subgraph]]) -> tuple[str, ...]:
+    def _loops(self, again: Mapping[LoopNames, Sequence[Subgraph]]) -> tuple[str, ...]:
         """Names of the loops that have a say in what is done again."""
         names = dict.fromkeys(name for nest in self.runs.nests for name in sorted(nest))
 
@@ -87,12 +87,14 @@ class Accesses:
 
         return tuple(filter(matters, names))
 
-    def _access_again(self, casts: list[Node], accesses: set[Access]) -> dict[Texts, tuple[Subgraph, ...]]:
+    def _access_again(
+        self, casts: list[Node], accesses: set[Access]
+    ) -> dict[LoopNames, tuple[Subgraph, ...]]:
         """What recomputation adds: casts and gathers that the backward body does not have anyway.
 
         What a body inside of the recomputed one does, it does once more in any case.
         """
-        extra: dict[Run, tuple[set[int], set[Access]]] = {}
+        extra: dict[SecondRun, tuple[set[int], set[Access]]] = {}
         for backward in self.graph.blocks:
             if backward.forward is None:
                 continue
@@ -100,7 +102,7 @@ class Accesses:
                 nodes, gathers = extra.setdefault(run, (set(), set()))
                 self._extra(run, backward.forward, backward, casts, accesses, nodes, gathers)
         reads = [n for n in self.dependencies.live if isinstance(n.op, Read)]
-        found: dict[Texts, tuple[Subgraph, ...]] = {}
+        found: dict[LoopNames, tuple[Subgraph, ...]] = {}
         different: dict[Subgraph, Subgraph] = {}
         for run, (nodes, gathers) in extra.items():
             if nodes or gathers:
@@ -113,7 +115,7 @@ class Accesses:
 
     def _extra(
         self,
-        run: Run,
+        run: SecondRun,
         forward: Block,
         backward: Block,
         casts: list[Node],

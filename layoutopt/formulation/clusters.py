@@ -20,7 +20,7 @@ from layoutopt.formulation.accesses import Accesses
 from layoutopt.formulation.cluster import Cluster, numbers_of, pairs_of, rules_of, stages_of, subgraph_of
 from layoutopt.formulation.cuts import PendingSum
 from layoutopt.formulation.dependencies import Dependencies
-from layoutopt.formulation.second_runs import Run, SecondRuns
+from layoutopt.formulation.second_runs import SecondRun, SecondRuns
 from layoutopt.space.decisions import changing
 from layoutopt.space.kind import Touched
 from mesh_tf_core.ir.blocks import Block, Node
@@ -188,7 +188,7 @@ class _Builder:
         self, nodes: list[Node], subgraph: Subgraph
     ) -> dict[frozenset[str], tuple[Subgraph, ...]]:
         """`Cluster.again`."""
-        numbers: dict[Run, list[int]] = defaultdict(list)
+        numbers: dict[SecondRun, list[int]] = defaultdict(list)
         for node in nodes:
             for run in self.runs.runs.get(node.index, ()):
                 numbers[run].append(node.index)

@@ -45,13 +45,13 @@ from layoutopt.problem import ChoiceVariable, Problem, ResourceRow, Sparse, Term
 from layoutopt.problem.relations import Relation
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
-from layoutopt.space.offload import Offload, Weights
+from layoutopt.space.offload import OffloadDecision, Weights
 from layoutopt.space.recompute import HOST, Recompute
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.combine import Key
+from mesh_tf_core.lower.combine import BucketKey
 from mesh_tf_core.model import Model
 
 
@@ -73,7 +73,7 @@ class Extraction:
     decided: Decisions
     names: tuple[str, ...]
     tables: tuple[Table, ...]
-    groups: tuple[Key, ...]
+    groups: tuple[BucketKey, ...]
     problem: Problem
     memory: MemoryConstraints | NaturalMemory
     unsplit: tuple[str, ...] = ()
@@ -236,7 +236,7 @@ class Draft:
         met = (self.pricer.fixed_seconds(each.program()) / each.period for each in self.meetings)
         return sum(met, self.pricer.fixed_seconds(self.program))
 
-    def _problem(self, terms: list[Term], groups: tuple[Key, ...]) -> Problem:
+    def _problem(self, terms: list[Term], groups: tuple[BucketKey, ...]) -> Problem:
         variables = [
             ChoiceVariable.of(n, ["+".join(c) or "-" for c in self.decided.options[n]])
             for n in self.decided.free
@@ -277,26 +277,26 @@ class Draft:
 
     def _host_rows(self, index: Index) -> Iterable[ResourceRow]:
         limit = self.pricer.hardware.host_memory_bytes
-        if limit is None or not (self._keeps or self.decided.of(Offload)):
+        if limit is None or not (self._keeps or self.decided.of(OffloadDecision)):
             return ()
         return host_row(self.tables, index, limit)
 
 
-def _groups(tables: Sequence[Table]) -> tuple[Key, ...]:
+def _groups(tables: Sequence[Table]) -> tuple[BucketKey, ...]:
     return tuple(dict.fromkeys(k for t in tables for e in t.entries.values() for k in e.small))
 
 
-def _named(key: Key) -> str:
+def _named(key: BucketKey) -> str:
     what = "norm" if key.late else "messages"
     return f"{what} over {'+'.join(key.axes)} in {key.dtype}"
 
 
-def latency(key: Key, pricer: Pricer) -> float:
+def latency(key: BucketKey, pricer: Pricer) -> float:
     """Latency of a group's message: the price of its first byte."""
     return pricer.message_seconds(key.axes, 1)
 
 
-def shared_seconds(keys: Collection[Key], pricer: Pricer) -> float:
+def shared_seconds(keys: Collection[BucketKey], pricer: Pricer) -> float:
     """What is paid once for all messages of some groups."""
     early = sum(latency(key, pricer) for key in keys if not key.late)
     late = {a: key.dtype for key in keys if key.late for a in key.axes}
@@ -306,7 +306,7 @@ def shared_seconds(keys: Collection[Key], pricer: Pricer) -> float:
     return early + pricer.message_seconds(axes, itemsize(late[axes[0]]), late=True)
 
 
-def own_seconds(entry: Entry, shared: Mapping[Key, float], pricer: Pricer) -> float:
+def own_seconds(entry: Entry, shared: Mapping[BucketKey, float], pricer: Pricer) -> float:
     """What a cluster takes besides the latency that its messages share with others."""
     if not entry.small:
         return entry.seconds
@@ -316,7 +316,9 @@ def own_seconds(entry: Entry, shared: Mapping[Key, float], pricer: Pricer) -> fl
     return entry.seconds + sum(small)
 
 
-def _time_terms(tables: Sequence[Table], groups: Sequence[Key], index: Index, pricer: Pricer) -> list[Term]:
+def _time_terms(
+    tables: Sequence[Table], groups: Sequence[BucketKey], index: Index, pricer: Pricer
+) -> list[Term]:
     """(1) and (4): tables over the same decisions are added up; each small message pays its bytes here."""
     alpha = {k: latency(k, pricer) for k in groups if not k.late}
     joined: dict[tuple[str, ...], dict[tuple[Choice, ...], float]] = {}
@@ -339,7 +341,7 @@ def _time_terms(tables: Sequence[Table], groups: Sequence[Key], index: Index, pr
 
 
 def _message_terms(
-    tables: Sequence[Table], groups: Sequence[Key], index: Index, pricer: Pricer
+    tables: Sequence[Table], groups: Sequence[BucketKey], index: Index, pricer: Pricer
 ) -> list[Term]:
     """(2) and (3)."""
     terms = []

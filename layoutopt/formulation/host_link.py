@@ -42,7 +42,7 @@ WHOLE = 1e12
 """Rows count whole units of this part of a second: solvers take whole numbers as they are."""
 STEPS, FINEST = 32, 1e-3
 """Of what a loop may wait, and the first of them as a part of the most."""
-Way = tuple[int, str]
+LinkDirection = tuple[int, str]
 """A loop by the block of its forward, and which run of it: the first (""), its `BACKWARD`, or what runs again
 beside the backward of a loop around it (`Subgraph.again`)."""
 BACKWARD = "backward"
@@ -91,10 +91,10 @@ class HostLink:
 
     def waits(self, tables: Sequence[Table]) -> tuple[Waits, ...]:
         """For each loop that may keep something on the hosts, or read it there, and for its backward."""
-        entries: dict[Way, list[RowTerm]] = defaultdict(list)
-        runs: dict[Way, float] = {}
+        entries: dict[LinkDirection, list[RowTerm]] = defaultdict(list)
+        runs: dict[LinkDirection, float] = {}
         for table in tables:
-            of_way: dict[Way, np.ndarray] = {}
+            of_way: dict[LinkDirection, np.ndarray] = {}
             for i, entry in enumerate(table.entries.values()):
                 for way, seconds, often in self._of(table.cluster, entry.lowered, entry.mesh):
                     of_way.setdefault(way, np.zeros(len(table.entries)))[i] += seconds
@@ -107,7 +107,7 @@ class HostLink:
         # Products of the same cluster may hide all that it moves.
         return tuple(self._wait(way, entries[way], most, often) for way, most, often in every if most > 0)
 
-    def _wait(self, way: Way, entries: Sequence[RowTerm], most: float, runs: float) -> Waits:
+    def _wait(self, way: LinkDirection, entries: Sequence[RowTerm], most: float, runs: float) -> Waits:
         block, run = way
         name = f"host link of block {block}{f' in {run}' * bool(run)}"
         steps = np.concatenate([[0.0], np.rint(np.geomspace(FINEST * most, most, STEPS))])
@@ -116,7 +116,7 @@ class HostLink:
 
     def _of(
         self, cluster: Cluster, lowered: Sequence[LoweredCluster], mesh: Mesh | None
-    ) -> Iterator[tuple[Way, float, float]]:
+    ) -> Iterator[tuple[LinkDirection, float, float]]:
         """What a cluster adds to rows under one assignment: seconds, and of transfers how often they run."""
         for part in lowered:
             assert part.program is not None and mesh is not None

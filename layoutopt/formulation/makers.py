@@ -17,7 +17,7 @@ from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.lower import Subgraph
 
 
-class Source(NamedTuple):
+class TensorMaker(NamedTuple):
     """Where a tensor is made: the number of a cluster, the tensor's id there, and how much of that it is."""
 
     cluster: int
@@ -45,7 +45,7 @@ class Makers:
         self.runs: dict[int, tuple[int, int]] = {}
         self.given: dict[int, dict[int, int]] = {}
         self.variable: dict[str, tuple[int, str]] = {}
-        self._made: dict[int, Source] = {}
+        self._made: dict[int, TensorMaker] = {}
         self._access: dict[str, tuple[int, str]] = {}
         for number, cluster in enumerate(clusters):
             for member in cluster.members:
@@ -65,7 +65,7 @@ class Makers:
         spread = (block for block in self.graph.blocks if block.spread)
         self.renamed = {inner for block in spread for _, inner in block.sliced}
 
-    def source(self, tensor: int) -> Source | None:
+    def source(self, tensor: int) -> TensorMaker | None:
         """The source of a tensor; of a part of a stack, that of the stack. None: no cluster makes it."""
         share = 1.0
         while tensor not in self._made and tensor in self.parts:
@@ -96,7 +96,7 @@ class Makers:
             for a, b in zip(_own(node), _own(rep), strict=True):
                 leads = map(self.dependencies.leads_to, (a, b))
                 for mine, there in zip(*leads, strict=False):
-                    self._made.setdefault(mine, Source(cluster, there))
+                    self._made.setdefault(mine, TensorMaker(cluster, there))
 
     def _alone(self, node: Node) -> Cluster:
         """A node that no cluster has, as one."""
@@ -110,12 +110,12 @@ class Makers:
         every, shapes = (*dims, *(rule for _, rule in further)), (dims, *further)
         return Cluster(node.op.name, subgraph, {}, every, (), shapes, members=((node.index,),))
 
-    def _gathered(self) -> Iterator[tuple[tuple[int, int], Source]]:
+    def _gathered(self) -> Iterator[tuple[tuple[int, int], TensorMaker]]:
         body = {n.body.id: n.index for n in self.nodes.values() if n.body is not None}
         for name, (cluster, first) in self._access.items():
             found, there = (sorted(self.dependencies.accesses(v)) for v in (name, first))
             for (block, _, tensor), (*_, like) in zip(found, there, strict=True):
-                yield (body.get(block, 0), tensor), Source(cluster, like)
+                yield (body.get(block, 0), tensor), TensorMaker(cluster, like)
 
 
 def _own(node: Node) -> tuple[int, ...]:

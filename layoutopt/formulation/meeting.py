@@ -53,7 +53,7 @@ class _Meets:
         return lower(self.step.graph, mesh, rules_about(layout, self.step.graph), {}, check=check)
 
 
-class Meeting(SharedContext):
+class OuterStepContext(SharedContext):
     """A meeting of some replicas after a step.
 
     Attributes:
@@ -76,22 +76,22 @@ class Meeting(SharedContext):
             yield Thing(Reading.VARIABLE, cluster, 0, like, "", 1.0)
 
 
-def meetings(model: Model, mesh: Mesh, decided: Decisions) -> tuple[Meeting, ...]:
+def meetings(model: Model, mesh: Mesh, decided: Decisions) -> tuple[OuterStepContext, ...]:
     """Those of a problem's replicas in a period, made once for all searches of its graph; none without
     replicas."""
     by = decided.diloco
     if by is None:
         return ()
     structure, count = decided.structure(mesh), mesh.size(by.axis)
-    step, key = structure.step_of(model), (Meeting, structure, count, by)
+    step, key = structure.step_of(model), (OuterStepContext, structure, count, by)
     return step.graph.remembered(key, lambda: tuple(_meetings(step, structure, count, by)))
 
 
-def _meetings(step: TrainingStep, structure: Structure, count: int, by: DiLoCo) -> Iterator[Meeting]:
+def _meetings(step: TrainingStep, structure: Structure, count: int, by: DiLoCo) -> Iterator[OuterStepContext]:
     known = set(step.graph.variables)
     met = replica_graphs(step.graph, step.results, count, by)[2]
     for graph in (graph for each in met for graph in each.graphs):
-        yield Meeting(step, structure, by, graph, known)
+        yield OuterStepContext(step, structure, by, graph, known)
         known |= _written(graph).keys()
 
 

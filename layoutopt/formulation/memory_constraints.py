@@ -20,8 +20,8 @@ import numpy as np
 
 from costmodels.liveness import tiles_of
 from layoutopt.formulation.lifetimes import ClusterMemory
-from layoutopt.formulation.meeting import Meeting
-from layoutopt.formulation.memory_points import Key, Points, Thing, undominated
+from layoutopt.formulation.meeting import OuterStepContext
+from layoutopt.formulation.memory_points import PointKey, ProgramPoints, Thing, undominated
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import Table, Tabler
 from layoutopt.problem import ResourceRow, RowTerm, Sparse
@@ -46,7 +46,7 @@ class MemoryConstraints:
         names: Sequence[str],
         tables: Sequence[Table],
         tabler: Tabler,
-        meetings: Sequence[Meeting] = (),
+        meetings: Sequence[OuterStepContext] = (),
     ) -> None:
         self.context, self.dependencies = context, context.dependencies
         self.decided, self.names = decided, tuple(names)
@@ -77,7 +77,7 @@ class MemoryConstraints:
 
     def point(
         self, again: frozenset[str], node: int, phase: str, choices: Sequence[int]
-    ) -> tuple[ResourceRow, dict[Key, float]] | None:
+    ) -> tuple[ResourceRow, dict[PointKey, float]] | None:
         """The row of the point at which a node runs, and what is counted there under some choices besides
         the variables; None if there is no such point. (Of several, the one that holds most.)"""
         points = self.context.points(again | self.always, self.fuses)
@@ -88,13 +88,13 @@ class MemoryConstraints:
         if not found:
             return None
         row, at = max(found, key=lambda f: f[0].use(choices))
-        counted: dict[Key, float] = {}
+        counted: dict[PointKey, float] = {}
         for key, thing in points.at(at):
             entry = self._bytes.entry(thing)
             counted[key] = counted.get(key, 0.0) + (0.0 if entry is None else entry.use(choices))
         return self._only(row, again - self.always), counted
 
-    def _counts(self, points: Points) -> tuple[list[RowTerm], np.ndarray]:
+    def _counts(self, points: ProgramPoints) -> tuple[list[RowTerm], np.ndarray]:
         """Different tables, and how often each point holds each, of shape (points, tables)."""
         number: dict[RowTerm, int] = {}
         spans: list[tuple[int, int, int]] = []
@@ -112,7 +112,7 @@ class MemoryConstraints:
     def _entries(self, things: Iterable[Thing]) -> Counter[RowTerm]:
         return Counter(entry for thing in things if (entry := self._bytes.entry(thing)) is not None)
 
-    def _row(self, points: Points, point: int, held: Mapping[RowTerm, int]) -> ResourceRow:
+    def _row(self, points: ProgramPoints, point: int, held: Mapping[RowTerm, int]) -> ResourceRow:
         name = f"memory at {points.instrs[point].name} #{point}"
         return ResourceRow(name, math.inf, tuple(self._times(entry, n) for entry, n in held.items()))
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from costmodels.liveness import kernel_memory
 from layoutopt.formulation.lifetimes import Reading, stacks_of
-from layoutopt.formulation.makers import Makers, Source
+from layoutopt.formulation.makers import Makers, TensorMaker
 from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.ir.liveness import Held, Liveness
 from mesh_tf_core.ir.phase import Phase
@@ -28,7 +28,7 @@ from mesh_tf_core.ir.program import Instr, Local, Loop, Program
 from mesh_tf_core.lower.nodes import pass_of
 from mesh_tf_core.tracing.stage_layers import loop_name
 
-Key = tuple[str, int]
+PointKey = tuple[str, int]
 """What is counted: ("tensor", its id), ("copy", id of the tensor that is moved), ("inside", node)."""
 
 
@@ -53,11 +53,11 @@ class Counted(NamedTuple):
 
     first: int
     last: int
-    key: Key
+    key: PointKey
     thing: Thing
 
 
-class Points:
+class ProgramPoints:
     """The points of one program in which nothing is split: its instructions, loops before their bodies.
 
     Args:
@@ -95,7 +95,7 @@ class Points:
         twins = {now: saved[then] for b in blocks for then, now in b.captured.items() if then in saved}
         self._saved = {**saved, **twins}
         self._alive: dict[int, list[int]] = {}
-        self._since: dict[int, tuple[int, Key, Thing]] = {}
+        self._since: dict[int, tuple[int, PointKey, Thing]] = {}
         self._changing: set[int] = set()
         self._died: dict[int, int] = {}
         self._starts: list[int] = []
@@ -111,7 +111,7 @@ class Points:
             cluster, like = self.makers.variable[name]
             yield Thing(Reading.VARIABLE, cluster, 0, like, "", 1.0)
 
-    def at(self, point: int) -> Iterator[tuple[Key, Thing]]:
+    def at(self, point: int) -> Iterator[tuple[PointKey, Thing]]:
         """What a point holds besides the variables."""
         return ((c.key, c.thing) for c in self.counted if c.first <= point <= c.last)
 
@@ -215,7 +215,7 @@ class Points:
     def _tensor(self, value: int) -> int:
         return self.program.values[value].tensor
 
-    def _key(self, value: int) -> Key:
+    def _key(self, value: int) -> PointKey:
         tensor = self._tensor(value)
         return ("tensor", tensor) if tensor >= 0 else ("inside", self._maker.get(value, -1))
 
@@ -314,7 +314,7 @@ class Points:
             value = self._part[value][0]
         return value
 
-    def _source(self, value: int) -> Source | None:
+    def _source(self, value: int) -> TensorMaker | None:
         """The source of a value, and how much of that it is."""
         share = 1.0
         while value in self._part:

@@ -29,17 +29,17 @@ from mesh_tf_core.lower.rematerialization import (
 from mesh_tf_core.lower.subgraph import Twin, made_by
 from mesh_tf_core.tracing.stage_layers import loop_name
 
-Texts = frozenset[str]
+LoopNames = frozenset[str]
 """What is said of the loops of a nest that run again (`kept.Recomputed`)."""
 
 
-NOTHING: Mapping[Texts, Subgraph] = {}
+NOTHING: Mapping[LoopNames, Subgraph] = {}
 
 
-class Run(NamedTuple):
+class SecondRun(NamedTuple):
     """A second run: of loops with a name, or beside the backward of what is inside of them."""
 
-    texts: Texts
+    texts: LoopNames
     name: str
 
 
@@ -59,11 +59,11 @@ class SecondRuns:
         self.graph, self.dependencies, self.further = dependencies.graph, dependencies, dependencies.further
         self.loops = {b.id: name for b in self.graph.blocks if (name := self._recomputable(b))}
         self.nests = self._nested()
-        self.runs: dict[int, tuple[Run, ...]] = {}
+        self.runs: dict[int, tuple[SecondRun, ...]] = {}
         self.switches: dict[int, tuple[str, ...]] = {}
-        self.kept: dict[int, tuple[Texts, ...]] = {}
-        self.again: dict[Run, set[int]] = {}
-        self.idle: dict[Texts, set[int]] = {}
+        self.kept: dict[int, tuple[LoopNames, ...]] = {}
+        self.again: dict[SecondRun, set[int]] = {}
+        self.idle: dict[LoopNames, set[int]] = {}
         self._loops = [node for node in dependencies.live if node.body is not None and node.body.saved]
         self._makers = {t: node.index for t, node in self.graph.producer.items()}
         for node in (node for node, _ in self.graph.walk() if node.body is not None):
@@ -94,7 +94,7 @@ class SecondRuns:
                 found = [*(nest for nest in found if not nest & names), frozenset().union(*touched)]
         return tuple(found)
 
-    def _said(self, nest: frozenset[str]) -> list[Texts]:
+    def _said(self, nest: frozenset[str]) -> list[LoopNames]:
         """All that may be said of a nest, but that none of its loops runs again."""
         every = []
         for name in sorted(nest):
@@ -102,11 +102,11 @@ class SecondRuns:
             every.append([None, *(str(Recomputed(name, keep)) for keep in sets)])
         return [frozenset(filter(None, each)) for each in itertools.product(*every)][1:]
 
-    def _find(self, nest: frozenset[str], texts: Texts) -> None:
+    def _find(self, nest: frozenset[str], texts: LoopNames) -> None:
         remat, unread = rematerialization(self.graph, texts), self.dependencies.unread
         said = sorted(dims_of(texts))
         for name, nodes in remat.running(unread).items():
-            run = Run(texts, name)
+            run = SecondRun(texts, name)
             self.again[run] = {node.index for node in nodes}
             for node in nodes:
                 self.runs[node.index] = (*self.runs.get(node.index, ()), run)
@@ -120,18 +120,18 @@ class SecondRuns:
             if tensor in self._makers:
                 self._switch(self._makers[tensor], said)
 
-    def _compare(self, texts: Texts) -> None:
+    def _compare(self, texts: LoopNames) -> None:
         """Notes what runs otherwise in other loops of a nest for what is said of one of them."""
         names = {run.name for run in self.again if run.texts == texts}
         for text in texts:
             rest, own = texts - {text}, Recomputed.parse(text).dim
             names |= {run.name for run in self.again if run.texts == rest}
             for name in names - {own}:
-                here, there = (self.again.get(Run(said, name), set()) for said in (texts, rest))
+                here, there = (self.again.get(SecondRun(said, name), set()) for said in (texts, rest))
                 for node in here ^ there:
                     self._switch(node, [own])
 
-    def of(self, block: Block) -> list[Run]:
+    def of(self, block: Block) -> list[SecondRun]:
         """The second runs of a loop's body."""
         return [run for run in self.again if self._is_of(block, run.name)]
 
@@ -156,7 +156,7 @@ class SecondRuns:
                 found |= handed(block)
         return found
 
-    def early(self, nodes: Sequence[Node], run: Run) -> frozenset[int]:
+    def early(self, nodes: Sequence[Node], run: SecondRun) -> frozenset[int]:
         """Of what some nodes make when they run again, what others read then: backward, where the loop would
         have saved it, and nodes that run again too, now or in second runs inside."""
         again, dependencies = self.again[run], self.dependencies
@@ -175,7 +175,7 @@ class SecondRuns:
                     found.add(t)
         return frozenset(found)
 
-    def _runs_again(self, tensor: int, run: Run) -> Block | None:
+    def _runs_again(self, tensor: int, run: SecondRun) -> Block | None:
         """The loop of a run in which a tensor is."""
         block = self.graph.blocks[self.graph.tensor(tensor).block]
         while not self._is_of(block, run.name):
@@ -188,7 +188,7 @@ class SecondRuns:
         """Whether a loop's body is what second runs of some name are about."""
         return self.loops.get(block.id) == name or beside(block) == name
 
-    def beside(self, nodes: Iterable[Node], run: Run) -> tuple[Twin, ...]:
+    def beside(self, nodes: Iterable[Node], run: SecondRun) -> tuple[Twin, ...]:
         """`Subgraph.beside`: of what some nodes may move that run again within their block's backward (loops
         inside of it do so beside theirs)."""
         found: dict[int, Twin] = {}
@@ -207,7 +207,7 @@ class SecondRuns:
         """The tensors that a node may move."""
         return [t for t in tensors if moved_dims(node, t, self.graph, self.further)]
 
-    def _made_twice(self, tensor: int, twin: int, texts: Texts) -> bool:
+    def _made_twice(self, tensor: int, twin: int, texts: LoopNames) -> bool:
         """Whether backward makes for itself what stands for a tensor, as it does of another name of a value
         and of what takes no work (`tracing.residuals`), beside what the second run has of it. What both
         convert alike is converted once."""
@@ -231,10 +231,10 @@ class SecondRuns:
 
     def alike(
         self,
-        again: Mapping[Texts, Sequence[Subgraph]],
-        kept: Mapping[int, Sequence[Texts]],
+        again: Mapping[LoopNames, Sequence[Subgraph]],
+        kept: Mapping[int, Sequence[LoopNames]],
         names: Sequence[str],
-        first_runs: Mapping[Texts, Subgraph] = NOTHING,
+        first_runs: Mapping[LoopNames, Subgraph] = NOTHING,
     ) -> dict[str, dict[Choice, Choice]]:
         """`Cluster.alike`: under which options the same runs again and the same is kept, whatever is said of
         other loops.

@@ -12,9 +12,9 @@ from layoutopt.formulation.clusters import clusters
 from layoutopt.formulation.cuts import LOWERED, most_cells
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.makers import Makers
-from layoutopt.formulation.memory_points import Points
+from layoutopt.formulation.memory_points import ProgramPoints
 from layoutopt.formulation.tables import Tabler
-from layoutopt.space.decisions import Decisions, Steps, Structure
+from layoutopt.space.decisions import Decisions, HasTrainingStep, Structure
 from layoutopt.space.recompute import options_of
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -26,7 +26,7 @@ ONE = Mesh([("device", 1)])
 PLAIN = Structure()
 
 
-class Lowered(Steps, Protocol):
+class Lowered(HasTrainingStep, Protocol):
     """Steps that can be lowered."""
 
     def lower(self, mesh: Mesh, layout: Layout, options: Options = ..., *, check: bool = True) -> Program: ...
@@ -56,7 +56,7 @@ class SharedContext:
         self.model, self.structure, self.graph = model, structure, step.graph
         self._programs: dict[frozenset[str], Program] = {}
         self._tabler: Tabler | None = None
-        self._points: dict[tuple[frozenset[str], bool], Points] = {}
+        self._points: dict[tuple[frozenset[str], bool], ProgramPoints] = {}
         self.cut = cut
         self._more: dict[frozenset[int], SharedContext] = {}
         returned = [t.id for t in step.results.values()]
@@ -112,10 +112,10 @@ class SharedContext:
         """Which cluster makes each tensor."""
         return Makers(self.dependencies, self.clusters)
 
-    def points(self, again: frozenset[str], fuses: bool) -> Points:
+    def points(self, again: frozenset[str], fuses: bool) -> ProgramPoints:
         """What its points hold; `fuses`: the compiler makes kernels of several operations."""
         if (again, fuses) not in self._points:
-            self._points[again, fuses] = Points(
+            self._points[again, fuses] = ProgramPoints(
                 self.makers, self.program(again), fuses, options_of(again).get("recompute", frozenset())
             )
         return self._points[again, fuses]

@@ -7,7 +7,7 @@ import math
 from layoutopt.formulation.extract import Draft, latency, own_seconds, shared_seconds
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.combine import Key
+from mesh_tf_core.lower.combine import BucketKey
 
 
 class TablePrices:
@@ -19,7 +19,7 @@ class TablePrices:
     def seconds(self, layout: Layout, options: Options) -> float:
         """Seconds of a step; inf if that is not legal."""
         draft, prices, chosen = self.draft, self.draft.pricer, self.draft.decided.write(layout, options)
-        total, alpha = draft.fixed_seconds, dict[Key, float]()
+        total, alpha = draft.fixed_seconds, dict[BucketKey, float]()
         for cluster in draft.left:
             entry = draft.tabler_of(cluster).entry(cluster, draft.decided, chosen)
             if entry is None:

@@ -27,7 +27,7 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options, Subgraph, lower
-from mesh_tf_core.lower.combine import Key, Waiting, together, waiting
+from mesh_tf_core.lower.combine import BucketKey, Waiting, together, waiting
 from mesh_tf_core.lower.cut import Cut
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.pipeline import WHOLE
@@ -52,7 +52,7 @@ class Entry:
     """
 
     seconds: float
-    small: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
+    small: Mapping[BucketKey, tuple[int, ...]] = field(default_factory=dict)
     lowered: tuple[LoweredCluster, ...] = ()
     mesh: Mesh | None = None
 
@@ -277,7 +277,7 @@ class Tabler:
         if lowered.cost is None:
             return None
         seconds = naming.pricer.total(lowered.cost)
-        small: dict[Key, tuple[int, ...]] = {}
+        small: dict[BucketKey, tuple[int, ...]] = {}
         # Messages that are summed one by one are priced so already.
         for key, sums in (
             {} if self.pricer.itemiser.compiler.apart else together(lowered.waiting, naming.mesh)
@@ -287,7 +287,7 @@ class Tabler:
             small[key._replace(axes=tuple(naming.real[a] for a in key.axes))] = payloads
         for axes, dtype in lowered.totalled:
             seconds -= naming.pricer.message_seconds(axes, itemsize(dtype), late=True)
-            small.update({Key((naming.real[a],), dtype, late=True): () for a in axes})
+            small.update({BucketKey((naming.real[a],), dtype, late=True): () for a in axes})
         parts = [lowered]
         for each in cluster.second_runs(options.recompute):
             second = self._lowered(cluster, each, options, oracle, naming)

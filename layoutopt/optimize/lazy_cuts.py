@@ -26,7 +26,7 @@ from costmodels.liveness import Holding
 from layoutopt.evaluator import Evaluation
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.extract import Extraction
-from layoutopt.formulation.memory_points import Key
+from layoutopt.formulation.memory_points import PointKey
 from layoutopt.problem import ResourceRow, RowTerm, Sparse
 from layoutopt.space.recompute import Recompute, again_in
 from mesh_tf_core.ir.program import Collective, Instr, Program, Slice
@@ -69,24 +69,26 @@ def lazy_cut(found: Extraction, choices: Sequence[int], judged: Evaluation, met:
     return ResourceRow(f"judged {tuple(choices[: len(names)])}", np.inf, (*entries, *gates))
 
 
-def _wrong(held: Mapping[Key, float], counted: Mapping[Key, float], dependencies: Dependencies) -> list[Key]:
+def _wrong(
+    held: Mapping[PointKey, float], counted: Mapping[PointKey, float], dependencies: Dependencies
+) -> list[PointKey]:
     """What the evaluator and a row count differently. To the evaluator a sum that is still pending is no
     tensor yet, but to a row, in which nothing is split, it is: these are compared as one."""
     made = {n.index: n.outputs[0] for n in dependencies.live if len(n.outputs) == 1}
     apart = {k: held.get(k, 0.0) - counted.get(k, 0.0) for k in {**held, **counted}}
-    joined: dict[Key, float] = defaultdict(float)
+    joined: dict[PointKey, float] = defaultdict(float)
     alike = {k: ("tensor", made[k[1]]) if k[0] == "inside" and k[1] in made else k for k in apart}
     for k, difference in apart.items():
         joined[alike[k]] += difference
     return [k for k, difference in apart.items() if abs(difference) > SAME and abs(joined[alike[k]]) > SAME]
 
 
-def _held(judged: Evaluation) -> tuple[Counter[Key], dict[Key, set[int]]]:
+def _held(judged: Evaluation) -> tuple[Counter[PointKey], dict[PointKey, set[int]]]:
     """What the evaluator counts at the peak besides the variables, and the nodes that make it."""
     program = judged.program
     maker = {o: instr for instr, _ in program.walk() for o in instr.outputs}
-    held: Counter[Key] = Counter()
-    nodes: dict[Key, set[int]] = {}
+    held: Counter[PointKey] = Counter()
+    nodes: dict[PointKey, set[int]] = {}
     for holding in judged.memory.holdings:
         if holding.value >= 0:
             key = _key(program, holding, maker)
@@ -96,7 +98,7 @@ def _held(judged: Evaluation) -> tuple[Counter[Key], dict[Key, set[int]]]:
     return held, nodes
 
 
-def _key(program: Program, holding: Holding, maker: dict[int, Instr]) -> Key:
+def _key(program: Program, holding: Holding, maker: dict[int, Instr]) -> PointKey:
     """The tensor that a value is, or is a moved copy of; else the node that makes it."""
     value = program.values[holding.value]
     if value.tensor >= 0:
@@ -108,7 +110,7 @@ def _key(program: Program, holding: Holding, maker: dict[int, Instr]) -> Key:
     return "inside", holding.origin.node if holding.origin is not None else -1
 
 
-def _related(dependencies: Dependencies, key: Key) -> Iterable[int]:
+def _related(dependencies: Dependencies, key: PointKey) -> Iterable[int]:
     """The nodes that make or read a tensor, by whatever name, in whatever loop."""
     kind, start = key
     if kind == "inside":

@@ -9,7 +9,7 @@ from functools import cached_property
 from costmodels.hardware import Hardware
 from layoutopt.clock import Clock
 from layoutopt.evaluator import Evaluation, Evaluator
-from layoutopt.plan.covered import LeftOut, Space
+from layoutopt.plan.covered import CoveredSpace, UncoveredChoices
 from layoutopt.space.decisions import KINDS, SearchSpace, left_out
 from layoutopt.space.kind import Target
 from layoutopt.space.mesh_shapes import other_meshes
@@ -111,7 +111,9 @@ def left_whole(request: Request, of: Evaluation) -> list[str]:
     return [] if not stages else [str(each) for each in of.left_whole(stages[-1])]
 
 
-def space_of(request: Request, mesh: Mesh, considered: int, shapes: Set[tuple[int, ...]] | None) -> Space:
+def space_of(
+    request: Request, mesh: Mesh, considered: int, shapes: Set[tuple[int, ...]] | None
+) -> CoveredSpace:
     """What a search looked at, and what it did not.
 
     Args:
@@ -120,7 +122,9 @@ def space_of(request: Request, mesh: Mesh, considered: int, shapes: Set[tuple[in
       shapes: of the meshes that it looked at; None: the mesh was given.
     """
     left = left_out(Target(request.model, mesh, request.hosts), request.allowed)
-    return Space(
+    return CoveredSpace(
         layouts=considered,
-        not_looked_at=tuple(LeftOut(**asdict(each)) for each in (*left, *other_meshes(mesh, shapes))),
+        not_looked_at=tuple(
+            UncoveredChoices(**asdict(each)) for each in (*left, *other_meshes(mesh, shapes))
+        ),
     )

@@ -14,7 +14,7 @@ from layoutopt.space.stages import count, ways
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.ir.schedules import Schedule, alternates
+from mesh_tf_core.ir.schedules import PipelineSchedule, alternates
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.kept import of_stages
 from mesh_tf_core.model import Model
@@ -39,7 +39,7 @@ class Subproblem:
         times, named = self.microbatches // microbatches, self.decided.schedule
         stages = self.decided.stages_on(self.mesh).values()
         both = self.microbatches, microbatches
-        pairs = ((Schedule.named(named, n, m).ticks for m in both) for n in stages)
+        pairs = ((PipelineSchedule.named(named, n, m).ticks for m in both) for n in stages)
         return min((ticks / (times * fewer) for ticks, fewer in pairs), default=1.0)
 
     @property

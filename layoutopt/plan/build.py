@@ -19,7 +19,7 @@ from layoutopt.plan.schema import (
     plan_file,
     read_plan_file,
 )
-from layoutopt.plan.training import Training
+from layoutopt.plan.training import TrainingForecast
 from layoutopt.plan.units import bytes_text, seconds_text
 from layoutopt.space.decisions import KINDS, SearchSpace
 from layoutopt.space.recorded import allowed_by
@@ -33,7 +33,7 @@ from mesh_tf_core.model import NO_STAGES, Model
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
-    from layoutopt.plan.exported import Placed
+    from layoutopt.plan.exported import ExportedTensor
 
 
 @runtime_checkable
@@ -43,7 +43,7 @@ class AppliesPlans(Protocol):
     def applied(self, plan: Plan) -> Any:
         """The plan in that program."""
 
-    def arrays(self, plan: Plan) -> Mapping[str, tuple[Placed, ...]]:
+    def arrays(self, plan: Plan) -> Mapping[str, tuple[ExportedTensor, ...]]:
         """That program's arrays as the plan stores them, by the name of a section."""
 
 
@@ -137,7 +137,7 @@ class Plan:
         """Writes the plan file, whole or not at all; UserError if it cannot be written."""
         write_file(path, json.dumps(self.to_json(), indent=1) + "\n", "the plan")
 
-    def with_training(self, found: Training | None) -> Plan:
+    def with_training(self, found: TrainingForecast | None) -> Plan:
         """The same plan with what training under it takes."""
         return Plan(self.data.model_copy(update={"training": found}), self.stopped, self.model, self.complete)
 

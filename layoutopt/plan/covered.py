@@ -12,7 +12,7 @@ FEW = 10**6
 """From so many layouts on their number is rounded."""
 
 
-class LeftOut(Data):
+class UncoveredChoices(Data):
     """Choices that `cost` prices and the search did not look at.
 
     Attributes:
@@ -28,7 +28,7 @@ class LeftOut(Data):
     finer: Flag = False
 
 
-class Space(Data):
+class CoveredSpace(Data):
     """The layouts that a proof is about.
 
     Attributes:
@@ -37,7 +37,7 @@ class Space(Data):
     """
 
     layouts: Whole
-    not_looked_at: tuple[LeftOut, ...] = ()
+    not_looked_at: tuple[UncoveredChoices, ...] = ()
 
     @property
     def count(self) -> str:
@@ -88,6 +88,6 @@ def count_text(number: int) -> str:
     return f"{digits}e{int(power)}"
 
 
-def listed(left: Iterable[LeftOut]) -> list[tuple[str, str]]:
+def listed(left: Iterable[UncoveredChoices]) -> list[tuple[str, str]]:
     """Each with the options that allow it, for a table."""
     return [(each.what, each.allow or "no option yet") for each in left]

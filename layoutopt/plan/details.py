@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from layoutopt.plan.evidence import Calibration, Validation
+from layoutopt.plan.evidence import CalibrationEvidence, Validation
 from layoutopt.plan.fields import (
     AsGiven,
-    Axes,
+    AxisNames,
     Data,
     Flag,
     LayoutText,
-    Size,
-    Texts,
+    PositiveInteger,
+    TextTuple,
     Whole,
     with_fields,
     wrong,
 )
 from layoutopt.plan.known import Known
-from layoutopt.plan.ways import Ways
+from layoutopt.plan.ways import ReplicaStrategies
 from layoutopt.space.decisions import ARGUMENTS
 
 
@@ -46,8 +46,8 @@ class Searched(Data):
 
     hardware: str | None = None
     memory_bytes: Whole | None = None
-    devices: Size | None = None
-    max_axes: Size = 2
+    devices: PositiveInteger | None = None
+    max_axes: PositiveInteger = 2
     objective: str = "time"
     command: str = ""
 
@@ -57,7 +57,7 @@ class Searched(Data):
         def __getattr__(self, name: str) -> Any: ...
 
 
-class Number(Data):
+class HardwareNumber(Data):
     """One number of a hardware description with its source; `value` is a number, or text with its unit."""
 
     path: str
@@ -73,7 +73,7 @@ class Number(Data):
         return said.startswith("assum") or "uncalibrated" in said
 
 
-def sources_text(numbers: Sequence[Number]) -> str:
+def sources_text(numbers: Sequence[HardwareNumber]) -> str:
     """How many numbers there are, and how many of them are assumptions."""
     said = f"{len(numbers):,} number{'s' * (len(numbers) != 1)} with sources"
     return f"{said}, {sum(number.assumed for number in numbers)} of them assumptions"
@@ -91,21 +91,21 @@ class HardwareInfo(Data):
     summary: str = ""
     device: str = ""
     memory_bytes: AsGiven | None = None
-    assumptions: Texts = ()
+    assumptions: TextTuple = ()
     placement: str = ""
     lies: dict[str, str] = Field(default_factory=dict)
-    numbers: tuple[Number, ...] = ()
+    numbers: tuple[HardwareNumber, ...] = ()
     known: Known = Known()
 
 
-class Variable(Data):
+class VariableDetail(Data):
     """A trained variable, a piece of optimizer state, or an input; `splits` has the mesh axes of every
     dimension."""
 
     name: str
-    shape: tuple[tuple[str, Size], ...]
+    shape: tuple[tuple[str, PositiveInteger], ...]
     dtype: str = ""
-    splits: tuple[Axes, ...] = ()
+    splits: tuple[AxisNames, ...] = ()
     bytes: AsGiven
     local_bytes: AsGiven
     kind: str = "parameter"
@@ -118,7 +118,7 @@ class Variable(Data):
         return {**found, "splits": [()] * len(found["shape"])}
 
     @model_validator(mode="after")
-    def _every_dimension(self) -> Variable:
+    def _every_dimension(self) -> VariableDetail:
         if len(self.splits) != len(self.shape):
             raise wrong(f"must list the axes of each of the {len(self.shape)} dimensions", "splits")
         return self
@@ -147,13 +147,13 @@ class PricedLine(Data):
     exposed_seconds: AsGiven = 0.0
     flops: AsGiven = 0.0
     bytes: AsGiven = 0.0
-    axes: Axes = ()
+    axes: AxisNames = ()
     sent_bytes: AsGiven = 0.0
     communication: Flag = False
     place: str = ""
 
 
-class Shares(Data):
+class TimeShares(Data):
     """Seconds of one layout's step by kind of work; communication counts hidden and exposed together."""
 
     compute: AsGiven
@@ -176,7 +176,7 @@ class Point(Data):
     seconds: AsGiven = 0.0
 
 
-class Held(Data):
+class LiveTensor(Data):
     """A tensor alive at the peak."""
 
     what: str
@@ -195,7 +195,7 @@ class MemoryTimeline(Data):
 
     points: tuple[Point, ...] = ()
     at: Whole | None = None
-    holdings: tuple[Held, ...] = ()
+    holdings: tuple[LiveTensor, ...] = ()
     variables: AsGiven = 0.0
     limit: AsGiven | None = None
 
@@ -217,7 +217,7 @@ class Trial(Data):
     proven: Flag = False
 
 
-class Curve(Data):
+class FactorCurve(Data):
     """The best step time as one factor changes: 'bandwidth' (a multiple), 'memory' (bytes) or 'devices'."""
 
     factor: str
@@ -305,7 +305,7 @@ class Repair(Data):
     command: str = ""
     note: str = ""
     hardware: str = ""
-    mesh: dict[str, Size] = Field(default_factory=dict)
+    mesh: dict[str, PositiveInteger] = Field(default_factory=dict)
     layout: LayoutText = ""
     decided: str = ""
     step_seconds: AsGiven
@@ -342,19 +342,19 @@ class Details(Data):
     search: Searched | None = None
     hardware: HardwareInfo | None = None
     parallelism: dict[str, str] = Field(default_factory=dict)
-    dims: dict[str, Size] = Field(default_factory=dict)
-    variables: tuple[Variable, ...] = ()
-    inputs: tuple[Variable, ...] = ()
+    dims: dict[str, PositiveInteger] = Field(default_factory=dict)
+    variables: tuple[VariableDetail, ...] = ()
+    inputs: tuple[VariableDetail, ...] = ()
     applies: Flag = False
     lines: tuple[PricedLine, ...] = ()
     sources: dict[str, str] = Field(default_factory=dict)
-    by_kind: dict[str, Shares] = Field(default_factory=dict)
+    by_kind: dict[str, TimeShares] = Field(default_factory=dict)
     memory: MemoryTimeline | None = None
-    calibration: Calibration | None = None
-    sensitivity: tuple[Curve, ...] = ()
+    calibration: CalibrationEvidence | None = None
+    sensitivity: tuple[FactorCurve, ...] = ()
     robustness: Robustness | None = None
     proof: Proof | None = None
     validation: Validation | None = None
-    conflict: Texts = ()
+    conflict: TextTuple = ()
     repairs: tuple[Repair, ...] = ()
-    ways: Ways | None = None
+    ways: ReplicaStrategies | None = None

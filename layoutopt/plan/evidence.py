@@ -13,7 +13,7 @@ from layoutopt.plan.fields import (
     Flag,
     LayoutText,
     Score,
-    Texts,
+    TextTuple,
 )
 
 
@@ -50,7 +50,7 @@ def _listed(found: Any) -> Any:
     return [{"name": name, "value": value} for name, value in found.items()]
 
 
-class Calibration(Data):
+class CalibrationEvidence(Data):
     """What a hardware profile was fitted to.
 
     Attributes:
@@ -62,7 +62,7 @@ class Calibration(Data):
     of: str = "measurement"
     measurements: tuple[Sample, ...] = ()
     fit: Annotated[tuple[Fitted, ...], BeforeValidator(_listed)] = ()
-    notes: Texts = ()
+    notes: TextTuple = ()
 
     @property
     def samples(self) -> tuple[Sample, ...]:
@@ -70,7 +70,7 @@ class Calibration(Data):
         return tuple(s for s in self.measurements if s.measured_seconds > 0)
 
 
-class Measured(Data):
+class MeasuredLayout(Data):
     """One layout, predicted and measured."""
 
     layout: LayoutText = ""
@@ -102,7 +102,7 @@ class Validation(Data):
       regret: measured time of the layout that is predicted fastest, over the best one, less one.
     """
 
-    rows: tuple[Measured, ...] = ()
+    rows: tuple[MeasuredLayout, ...] = ()
     mape: Score = None
     kendall_tau: Score = None
     spearman: Score = None
@@ -110,6 +110,6 @@ class Validation(Data):
     noise: Noise = Noise()
 
     @property
-    def timed(self) -> tuple[Measured, ...]:
+    def timed(self) -> tuple[MeasuredLayout, ...]:
         """Rows that took any time."""
         return tuple(r for r in self.rows if r.measured_seconds > 0 and r.predicted_seconds > 0)

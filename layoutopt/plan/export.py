@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from layoutopt.plan.decided import ELSEWHERE, rules_in
-from layoutopt.plan.exported import Exported, Placed, comment
+from layoutopt.plan.exported import Exported, ExportedTensor, comment
 from layoutopt.plan.maxtext import maxtext
 from layoutopt.space.decisions import KINDS
 from mesh_tf_core.errors import UserError, known_names
@@ -60,7 +60,7 @@ def export(what: Exported, to: str) -> str:
     return form.write(what)
 
 
-def _dims(tensor: Placed) -> str:
+def _dims(tensor: ExportedTensor) -> str:
     return f"  {comment(' '.join(tensor.dims))}" if tensor.dims else ""
 
 
@@ -180,7 +180,7 @@ def _haliax(what: Exported) -> str:
 
 
 @dataclass(frozen=True)
-class Form:
+class ExportForm:
     """A library's form.
 
     Attributes:
@@ -196,10 +196,10 @@ class Form:
 PLAIN = frozenset({"recompute", "microbatches"})
 """Decisions that every form expresses, in comments at least."""
 TENSORS = PLAIN | {"storage", ELSEWHERE}
-FORMATS: Mapping[str, Form] = {
-    "mesh-tensorflow": Form(_mesh_tensorflow, PLAIN),
-    "dtensor": Form(_dtensor, TENSORS, every_variable=True),
-    "jax": Form(_jax, TENSORS | {"keep"}, every_variable=True),
-    "haliax": Form(_haliax, PLAIN),
-    "maxtext": Form(maxtext, TENSORS | {"keep", "offload"}),
+FORMATS: Mapping[str, ExportForm] = {
+    "mesh-tensorflow": ExportForm(_mesh_tensorflow, PLAIN),
+    "dtensor": ExportForm(_dtensor, TENSORS, every_variable=True),
+    "jax": ExportForm(_jax, TENSORS | {"keep"}, every_variable=True),
+    "haliax": ExportForm(_haliax, PLAIN),
+    "maxtext": ExportForm(maxtext, TENSORS | {"keep", "offload"}),
 }

@@ -20,7 +20,7 @@ NAMED = 3
 
 
 @dataclass(frozen=True)
-class Placed:
+class ExportedTensor:
     """A variable or an input: its dimensions, the axes that each is split over, and its size."""
 
     name: str
@@ -42,23 +42,24 @@ class Exported:
     title: str
     mesh: Mesh
     layout: Layout
-    variables: tuple[Placed, ...]
-    inputs: tuple[Placed, ...]
+    variables: tuple[ExportedTensor, ...]
+    inputs: tuple[ExportedTensor, ...]
     decided: Decided = field(default_factory=Decided)
-    arrays: Mapping[str, tuple[Placed, ...]] = field(default_factory=dict)
+    arrays: Mapping[str, tuple[ExportedTensor, ...]] = field(default_factory=dict)
     slices: Mapping[str, int] = field(default_factory=dict)
 
 
-def placed(program: Program) -> tuple[tuple[Placed, ...], tuple[Placed, ...]]:
+def placed(program: Program) -> tuple[tuple[ExportedTensor, ...], tuple[ExportedTensor, ...]]:
     """The variables and the inputs of a program."""
     stored = (
         (name, s.variable.shape, s.splits, s.variable.trainable) for name, s in program.variables.items()
     )
     feeds = ((name, program.values[i]) for name, i in program.feeds.items())
     variables = tuple(
-        Placed(name, shape.names, splits, shape.sizes, trained) for name, shape, splits, trained in stored
+        ExportedTensor(name, shape.names, splits, shape.sizes, trained)
+        for name, shape, splits, trained in stored
     )
-    return variables, tuple(Placed(name, v.shape.names, v.splits, v.shape.sizes) for name, v in feeds)
+    return variables, tuple(ExportedTensor(name, v.shape.names, v.splits, v.shape.sizes) for name, v in feeds)
 
 
 def comment(text: str) -> str:

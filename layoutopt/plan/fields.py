@@ -72,7 +72,7 @@ def with_fields(kinds: Mapping[str, tuple[Any, Any]]) -> Callable[[type[M]], typ
 
 def schema_of(kind: Any) -> Any:
     """A type of plain Python with the checks of this module."""
-    known = {int: Size, bool: Flag, list[str]: Names}
+    known = {int: PositiveInteger, bool: Flag, list[str]: Names}
     if kind in known:
         return known[kind]
     parts = tuple(map(schema_of, get_args(kind)))
@@ -153,16 +153,16 @@ AsGiven = Annotated[int | float, PlainValidator(_amount)]
 Score = Annotated[float | None, BeforeValidator(_score)]
 """A finite number; not-a-number (of too few rows) is none."""
 Whole = Annotated[int, BeforeValidator(_whole)]
-Size = Annotated[int, BeforeValidator(_size)]
+PositiveInteger = Annotated[int, BeforeValidator(_size)]
 """A whole number, at least 1."""
 Figure = Annotated[int | float | None, PlainValidator(_finite)]
 """A number as it was counted, or null."""
 Flag = StrictBool
 Names = Annotated[list[str], BeforeValidator(_names)]
 """Texts; a single one is a list of one."""
-Texts = Annotated[tuple[str, ...], BeforeValidator(_names)]
+TextTuple = Annotated[tuple[str, ...], BeforeValidator(_names)]
 """The same, as a tuple."""
-Axes = Texts
+AxisNames = TextTuple
 """Mesh axes, the outermost first."""
 LayoutText = Annotated[str, BeforeValidator(_rules)]
 """A layout as `--layout` takes it; an object 'dimension: axes' is turned into it."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from layoutopt.plan.fields import Data, Figure, Flag
-from layoutopt.plan.results import Result
+from layoutopt.plan.results import CommandResult
 
 
 class HardwareSummary(Data):
@@ -24,7 +24,7 @@ class HardwareSummary(Data):
     peak_flops: Mapping[str, Figure]
 
 
-class HardwareList(Result):
+class HardwareList(CommandResult):
     """`hardware`."""
 
     command = "hardware"
@@ -51,7 +51,7 @@ class SourcedCurve(Data):
     uncertainty: Figure
 
 
-class HardwareResult(HardwareSummary, Result):
+class HardwareResult(HardwareSummary, CommandResult):
     """`hardware NAME`: every number with its source."""
 
     command = "hardware"
@@ -60,7 +60,7 @@ class HardwareResult(HardwareSummary, Result):
     curves: list[SourcedCurve]
 
 
-class CalibrateResult(Result):
+class CalibrateResult(CommandResult):
     """`calibrate`: the profile of this machine in short."""
 
     command = "calibrate"
@@ -72,7 +72,7 @@ class CalibrateResult(Result):
     measurements: int
 
 
-class CalibrateTpuResult(Result):
+class CalibrateTpuResult(CommandResult):
     """`calibrate --target`: the profile of a TPU in short; without --out there is no file."""
 
     command = "calibrate"

@@ -9,7 +9,7 @@ from layoutopt.plan.fields import Data, Whole
 from layoutopt.plan.units import percent, plural
 
 
-class Steps(Data):
+class PublishedSteps(Data):
     """Steps that were published for the hardware.
 
     Attributes:
@@ -55,7 +55,7 @@ alone, after GPUs ran out of memory with less."""
 class Known(Data):
     """All of it; what there is none of is None."""
 
-    steps: Steps | None = None
+    steps: PublishedSteps | None = None
     compiler: Compiled | None = None
     memory: Margin | None = None
 

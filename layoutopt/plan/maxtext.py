@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from layoutopt.plan.decided import ELSEWHERE
-from layoutopt.plan.exported import NAMED, Exported, Placed, comment
+from layoutopt.plan.exported import NAMED, Exported, ExportedTensor, comment
 from layoutopt.plan.units import some
 from layoutopt.space.storage import by_stage
 from mesh_tf_core.errors import UserError, known_names
@@ -116,12 +116,12 @@ def _maxtext_stage(what: Exported) -> tuple[str, Axes]:
     return next(iter(stages)), stored
 
 
-def _is_matrix(v: Placed) -> bool:
+def _is_matrix(v: ExportedTensor) -> bool:
     rows = [MAXTEXT_ROWS[d] for d in v.dims if d in MAXTEXT_ROWS]
     return v.trained and len(rows) > 1 and MAXTEXT_DIMS["d_model"] in rows
 
 
-def _spare(what: Exported, v: Placed) -> Axes:
+def _spare(what: Exported, v: ExportedTensor) -> Axes:
     """The axes that storage splits a variable over, or could."""
     split = {a for d in v.dims for a in what.layout.axes(d)}
     over = read_stage(what.decided.storage.get(v.name, 0)).over or what.mesh.names

@@ -12,19 +12,19 @@ from typing import Any, ClassVar
 from pydantic import AliasChoices, Field, model_validator
 
 from layoutopt.plan.decided import Decided, Refined
-from layoutopt.plan.details import Curve, Proof, Robustness
+from layoutopt.plan.details import FactorCurve, Proof, Robustness
 from layoutopt.plan.evidence import Validation
-from layoutopt.plan.fields import Data, Figure, Flag, Size
+from layoutopt.plan.fields import Data, Figure, Flag, PositiveInteger
 from layoutopt.plan.schema import ModelInfo, Predicted
-from layoutopt.plan.training import Training
+from layoutopt.plan.training import TrainingForecast
 from layoutopt.plan.ways import Turning
 
-Layout = dict[str, list[str]]
+LayoutAxes = dict[str, list[str]]
 """Dimension to mesh axes."""
-Mesh = dict[str, int]
+MeshAxes = dict[str, int]
 
 
-class Result(Data):
+class CommandResult(Data):
     """What a command prints.
 
     Attributes:
@@ -40,12 +40,12 @@ class Result(Data):
         return {"format": f"layoutopt-{cls.command}/1", **found} if isinstance(found, Mapping) else found
 
 
-class LayoutResult(Result):
+class LayoutResult(CommandResult):
     """What a command says of one layout of one model."""
 
     model: ModelInfo
-    mesh: Mesh
-    layout: Layout
+    mesh: MeshAxes
+    layout: LayoutAxes
 
 
 class CostLine(Data):
@@ -81,7 +81,7 @@ class CostResult(Decided, LayoutResult):
     command = "cost"
     hardware: str
     predicted: Predicted
-    training: Training | None = Field(default=None, exclude_if=lambda value: value is None)
+    training: TrainingForecast | None = Field(default=None, exclude_if=lambda value: value is None)
     feasible: Flag
     reason: str | None
     findings: list[Finding]
@@ -92,7 +92,7 @@ class CostResult(Decided, LayoutResult):
 class Best(Data):
     """The best layout of the same mesh that a search found."""
 
-    layout: Layout
+    layout: LayoutAxes
     step_seconds: Figure
     status: str
 
@@ -107,12 +107,12 @@ class LintResult(Decided, LayoutResult):
     best: Best
 
 
-class MeasureResult(Refined, Result):
+class MeasureResult(Refined, CommandResult):
     """`measure`: bytes are counted by the engine, not predicted; `step_seconds` is the median."""
 
     command = "measure"
-    mesh: Mesh
-    layout: Layout
+    mesh: MeshAxes
+    layout: LayoutAxes
     step_seconds: Figure
     step_seconds_all: Sequence[Figure]
     compile_seconds: Figure
@@ -121,7 +121,7 @@ class MeasureResult(Refined, Result):
     peak_memory_bytes: Figure
 
 
-class ValidateResult(Validation, Result):
+class ValidateResult(Validation, CommandResult):
     """`validate`."""
 
     command = "validate"
@@ -185,7 +185,7 @@ class ProblemSolver(Data):
     wall_seconds: Figure
 
 
-class SolveProblemResult(Result):
+class SolveProblemResult(CommandResult):
     """`solve-problem`: the position of every variable's choice."""
 
     command = "solve-problem"
@@ -250,12 +250,12 @@ class KeptStep(Data):
     fits: Flag
 
 
-class ExplainResult(Result):
+class ExplainResult(CommandResult):
     """`explain`: the last five are there if they were asked for, `kept` where loops run again, `turning` of a
     plan of several ways."""
 
     command = "explain"
-    layout: Layout
+    layout: LayoutAxes
     step_seconds: Figure
     agrees: Flag
     disagreements: list[str]
@@ -265,7 +265,7 @@ class ExplainResult(Result):
     against: Against | None
     kept: tuple[KeptStep, ...] = ()
     decisions: tuple[Worth, ...] = ()
-    sensitivity: tuple[Curve, ...] = ()
+    sensitivity: tuple[FactorCurve, ...] = ()
     robustness: Robustness | None = None
     proof: Proof | None = None
     turning: Turning | None = None
@@ -326,7 +326,7 @@ class TrainResult(LayoutResult):
     notes: list[str] = Field(default_factory=list)
 
 
-class ExportResult(Result):
+class ExportResult(CommandResult):
     """`export`: the layout in another library's form.
 
     Attributes:
@@ -336,20 +336,20 @@ class ExportResult(Result):
 
     command = "export"
     to: str
-    mesh: Mesh
+    mesh: MeshAxes
     text: str
     not_said: Decided | None = None
-    slices: dict[str, Size] | None = Field(default=None, exclude_if=lambda value: value is None)
+    slices: dict[str, PositiveInteger] | None = Field(default=None, exclude_if=lambda value: value is None)
 
 
-class InitResult(Result):
+class InitResult(CommandResult):
     """`init`: the file that was written."""
 
     command = "init"
     path: str
 
 
-class ReportResult(Result):
+class ReportResult(CommandResult):
     """`report`: the files that were written."""
 
     command = "report"

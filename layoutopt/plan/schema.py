@@ -21,12 +21,12 @@ from pydantic import (
     model_validator,
 )
 
-from layoutopt.plan.covered import Space
+from layoutopt.plan.covered import CoveredSpace
 from layoutopt.plan.decided import Decided
 from layoutopt.plan.details import Details
-from layoutopt.plan.fields import LARGEST, Amount, Data, Flag, Names, Size, Whole, refusal, wrong
+from layoutopt.plan.fields import LARGEST, Amount, Data, Flag, Names, PositiveInteger, Whole, refusal, wrong
 from layoutopt.plan.known import Known
-from layoutopt.plan.training import Training
+from layoutopt.plan.training import TrainingForecast
 from layoutopt.plan.units import bytes_text, clean, rate_text, share_text, throughput_text
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.files import read_file
@@ -160,18 +160,18 @@ def _priced(found: Any) -> Any:
     return None if isinstance(found, Mapping) and found.get("step_seconds") is None else found
 
 
-class Priced(Data):
+class PricedAlternative(Data):
     """A layout by name with its price; without a mesh of its own it is on the answer's."""
 
     name: str = "unnamed"
-    mesh: dict[str, Size] = Field(default_factory=dict)
+    mesh: dict[str, PositiveInteger] = Field(default_factory=dict)
     layout: dict[str, Names] = Field(default_factory=dict)
     predicted: Annotated[Predicted | None, BeforeValidator(_priced)] = None
     feasible: Flag = True
     reason: str | None = None
 
 
-class Alternative(Decided, Priced):
+class Alternative(Decided, PricedAlternative):
     """Another layout with what is decided beside it, priced in the same way."""
 
 
@@ -220,14 +220,14 @@ class PlanFile(Decided):
 
     format: Literal["layoutopt-plan/1"]
     model: ModelInfo
-    mesh: dict[str, Size]
+    mesh: dict[str, PositiveInteger]
     layout: dict[str, Names]
     hardware: str = ""
-    slices: dict[str, Size] = Field(default_factory=dict)
+    slices: dict[str, PositiveInteger] = Field(default_factory=dict)
     predicted: Predicted
-    training: Training | None = None
+    training: TrainingForecast | None = None
     solver: SolverInfo | None = None
-    space: Space | None = None
+    space: CoveredSpace | None = None
     alternatives: list[Alternative] = Field(default_factory=list)
     frontier: list[Alternative] | None = None
     refinement: Refinement | None = None
@@ -273,7 +273,7 @@ class PlanFile(Decided):
         """How far predictions for its hardware are off, as far as the plan says."""
         return self.details.hardware.known if self.details.hardware else Known()
 
-    def fit_of(self, choice: Priced) -> str:
+    def fit_of(self, choice: PricedAlternative) -> str:
         """Whether a layout that was priced beside it fits: 'yes', 'barely' or 'no'."""
         limit, predicted = self.memory_limit, choice.predicted
         if limit is None or predicted is None or not choice.feasible:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from layoutopt.plan.decided import Decided
 from layoutopt.plan.fields import Data, Figure, Flag, Names
-from layoutopt.plan.results import Result
+from layoutopt.plan.results import CommandResult
 from layoutopt.plan.training import lasts, money_text
 from layoutopt.plan.units import count, number, plural, rounded, share_text
 
@@ -205,7 +205,7 @@ class Course(Data):
     points: list[tuple[float, float]]
 
 
-class SizeResult(Result):
+class SizeResult(CommandResult):
     """`size`.
 
     Attributes:

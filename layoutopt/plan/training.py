@@ -9,7 +9,7 @@ from mesh_tf_core.errors import UserError
 HOUR = 3600.0
 
 
-class Training(Data):
+class TrainingForecast(Data):
     """Training on a number of tokens, or an hour of it where none is given.
 
     Attributes:
@@ -57,7 +57,7 @@ def check_tokens(tokens: float | None, own: float | None) -> None:
         )
 
 
-def training(rate: float | None, chips: float, tokens: float | None, price: float | None) -> Training:
+def training(rate: float | None, chips: float, tokens: float | None, price: float | None) -> TrainingForecast:
     """What training takes at a rate of tokens a second; an hour of it without `tokens`."""
     seconds = HOUR
     if tokens is not None:
@@ -65,4 +65,4 @@ def training(rate: float | None, chips: float, tokens: float | None, price: floa
         seconds = tokens / rate
     hours = chips * seconds / HOUR
     money = None if price is None else hours * price
-    return Training(tokens=tokens, seconds=seconds, chip_hours=hours, price=price, money=money)
+    return TrainingForecast(tokens=tokens, seconds=seconds, chip_hours=hours, price=price, money=money)

@@ -8,13 +8,13 @@ from typing import Any
 from pydantic import Field
 
 from layoutopt.plan.decided import Decided
-from layoutopt.plan.fields import Amount, Data, Flag, Names, Size, Whole
+from layoutopt.plan.fields import Amount, Data, Flag, Names, PositiveInteger, Whole
 
 SYNCHRONOUS = "synchronous"
 """The name of the way in which all devices meet in every step."""
 
 
-class Way(Decided):
+class ReplicaStrategy(Decided):
     """The best layout of one way.
 
     Attributes:
@@ -27,9 +27,9 @@ class Way(Decided):
     """
 
     name: str = SYNCHRONOUS
-    replicas: Size = 1
+    replicas: PositiveInteger = 1
     hparams: dict[str, Any] = Field(default_factory=dict)
-    mesh: dict[str, Size] = Field(default_factory=dict)
+    mesh: dict[str, PositiveInteger] = Field(default_factory=dict)
     layout: dict[str, Names] = Field(default_factory=dict)
     step_seconds: Amount | None = None
     mfu: Amount | None = None
@@ -95,13 +95,13 @@ class Turning(Data):
         return f"it pays {where} Gbit/s between a replica and the others{whose}"
 
 
-class Ways(Data):
+class ReplicaStrategies(Data):
     """The ways that were compared, the fastest that is accepted first.
 
     Attributes:
       accepted: relative loss that the user accepts; None: any.
     """
 
-    compared: tuple[Way, ...]
+    compared: tuple[ReplicaStrategy, ...]
     accepted: Amount | None = None
     turning: Turning | None = None

@@ -12,7 +12,7 @@ from mesh_tf_core.errors import UserError
 
 ARGUMENT = "argument"
 """Where the metadata of a field of `Space` have what users say of it."""
-Texts = Mapping[str, str | None]
+OptionTexts = Mapping[str, str | None]
 """Option -> its text; None: it is left out."""
 
 
@@ -39,7 +39,7 @@ class Argument:
     names_axes: bool = False
     by_name: bool = True
 
-    def texts(self, value: Any) -> Texts:
+    def texts(self, value: Any) -> OptionTexts:
         """A value as its options have it."""
         text = self.text(value)
         left = [] if text is None else text.split(",") if len(self.options) > 1 else [text]
@@ -50,7 +50,7 @@ class Argument:
             found[option.name] = ",".join(each.removeprefix(option.prefix) for each in own) or None
         return found
 
-    def read(self, texts: Texts) -> str | None:
+    def read(self, texts: OptionTexts) -> str | None:
         """Joins the texts of its options to one that `parse` takes; None: none is given."""
         given = {o: text for o in self.options if (text := texts.get(o.name)) is not None}
         if len(self.options) == 1 or not given:

@@ -29,15 +29,15 @@ from layoutopt.space.collective_matmul import Chunked, CollectiveMatmul
 from layoutopt.space.context import Context, Forms
 from layoutopt.space.elsewhere import Elsewhere, Further
 from layoutopt.space.kind import Choice, Chosen, Decision, Feature, LeftOut, Target, Touched, Typed
-from layoutopt.space.microbatches import Microbatches, Parts
-from layoutopt.space.offload import Hosted, Offload, Weights
+from layoutopt.space.microbatches import Microbatches, MicrobatchesSpace
+from layoutopt.space.offload import Hosted, OffloadDecision, Weights
 from layoutopt.space.option import Option
 from layoutopt.space.rarely import Rarely, Replicas
-from layoutopt.space.recompute import Again, Recompute
-from layoutopt.space.schedule import Schedule, Scheduled
-from layoutopt.space.splits import Split, Splits
-from layoutopt.space.stages import Piped, Stages
-from layoutopt.space.storage import Storage, Stored
+from layoutopt.space.recompute import Recompute, RecomputeSpace
+from layoutopt.space.schedule import Scheduled, ScheduleDecision
+from layoutopt.space.splits import Split, SplitsSpace
+from layoutopt.space.stages import Piped, StageSplit
+from layoutopt.space.storage import Storage, StorageSpace
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.schedules import GPIPE, alternates
@@ -48,7 +48,7 @@ from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
 
 
-class Steps(Protocol):
+class HasTrainingStep(Protocol):
     """What has steps: a model, or what replicas do when they meet."""
 
     def training_step(
@@ -62,11 +62,11 @@ class Steps(Protocol):
 
 KINDS: tuple[type[Decision], ...] = (
     Split,
-    Stages,
-    Schedule,
+    StageSplit,
+    ScheduleDecision,
     Elsewhere,
     Storage,
-    Offload,
+    OffloadDecision,
     Weights,
     Recompute,
     Context,
@@ -88,7 +88,19 @@ ARGUMENTS: dict[str, Argument] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchSpace(Splits, Piped, Scheduled, Further, Stored, Hosted, Again, Forms, Chunked, Parts, Replicas):
+class SearchSpace(
+    SplitsSpace,
+    Piped,
+    Scheduled,
+    Further,
+    StorageSpace,
+    Hosted,
+    RecomputeSpace,
+    Forms,
+    Chunked,
+    MicrobatchesSpace,
+    Replicas,
+):
     """The space of a search: the `asks` of every kind in `KINDS`.
 
     A field takes what its option says, as text, or what it means: `storage="layout,zero3"` is
@@ -175,7 +187,7 @@ class Structure:
     keeps: Sets = ()
     products: frozenset[str] = frozenset()
 
-    def step_of(self, model: Steps) -> TrainingStep:
+    def step_of(self, model: HasTrainingStep) -> TrainingStep:
         """The step of a model."""
         return model.training_step(self.microbatches, dict(self.stages), self.schedule, self.again)
 
@@ -224,7 +236,7 @@ class Decisions:
     @cached_property
     def stages(self) -> dict[str, Axes]:
         """Dimensions of layers that are stages in this subproblem, with their axes."""
-        return {d.subject: d.options[0] for d in self.every if isinstance(d, Stages)}
+        return {d.subject: d.options[0] for d in self.every if isinstance(d, StageSplit)}
 
     @cached_property
     def diloco(self) -> DiLoCo | None:

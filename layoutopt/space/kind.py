@@ -64,7 +64,7 @@ class Beyond:
     """A decision that another library may not be able to express.
 
     Attributes:
-      what: the name by which forms say that they can (`plan.export.Form`).
+      what: the name by which forms say that they can (`plan.export.ExportForm`).
       words: in a sentence: "that ...".
       instead: a search whose plan the library can express.
     """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
-from costmodels.hardware import Cluster, Hardware
+from costmodels.hardware import GpuCluster, Hardware
 from layoutopt.space.kind import LeftOut
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import MOST_DEVICES, Mesh
@@ -21,7 +21,7 @@ def meshes(mesh: Mesh | str | None, devices: int | None, max_axes: int, hardware
     if mesh is not None:
         return [Mesh(mesh) if isinstance(mesh, str) else mesh]
     assert devices is not None
-    shapes = mesh_shapes(devices, max_axes, isinstance(hardware.topology, Cluster))
+    shapes = mesh_shapes(devices, max_axes, isinstance(hardware.topology, GpuCluster))
     return [Mesh([(f"axis{i}", n) for i, n in enumerate(s)]) for s in shapes]
 
 

@@ -38,7 +38,7 @@ def _numbers(value: Any) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts(Space):
+class MicrobatchesSpace(Space):
     """Numbers of parts of the batch."""
 
     microbatches: tuple[int, ...] = argument(
@@ -61,7 +61,7 @@ class Microbatches(Decision):
     """The number of microbatches, as a word."""
 
     label = "microbatches"
-    asks = Parts
+    asks = MicrobatchesSpace
     says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"microbatches": (int, 1)}
     always = True
     by_hand = Option("--microbatches", "N", "Parts of the batch, one after the other.", usual="1")

@@ -59,7 +59,7 @@ class Hosted(Space):
 
 
 @dataclass(frozen=True)
-class Offload(Decision):
+class OffloadDecision(Decision):
     """Whether the optimizer's state of one class of variables lies on the host: (), or ("optimizer",)."""
 
     variables: tuple[str, ...] = ()
@@ -179,7 +179,7 @@ class Offload(Decision):
 
 
 @dataclass(frozen=True)
-class Weights(Offload):
+class Weights(OffloadDecision):
     """Whether one class of variables itself lies on the host: (), or ("weights",)."""
 
     prefix = "weights of "
@@ -193,7 +193,7 @@ class Weights(Offload):
 
     @classmethod
     def check(cls, allowed: Space) -> None:
-        """Nothing: `Offload` has seen to all kinds."""
+        """Nothing: `OffloadDecision` has seen to all kinds."""
 
     @classmethod
     def having(cls, variables: Sequence[Variable], graph: Graph) -> tuple[str, ...]:
@@ -205,25 +205,25 @@ class Weights(Offload):
 
     @classmethod
     def written(cls, options: Options) -> dict[str, Any]:
-        """Nothing: `Offload` writes all kinds."""
+        """Nothing: `OffloadDecision` writes all kinds."""
         return {}
 
     @classmethod
     def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
-        """Nothing: `Offload` reads all kinds."""
+        """Nothing: `OffloadDecision` reads all kinds."""
         return {}
 
     @classmethod
     def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:
-        """Nothing: `Offload` reads all kinds."""
+        """Nothing: `OffloadDecision` reads all kinds."""
         return {}
 
     @classmethod
     def in_words(cls, said: Any) -> Words:
-        """Nothing: `Offload` says all kinds."""
+        """Nothing: `OffloadDecision` says all kinds."""
         return PLAIN
 
     @classmethod
     def beyond(cls, said: Any) -> Iterator[Beyond]:
-        """Nothing: `Offload` says all kinds."""
+        """Nothing: `OffloadDecision` says all kinds."""
         yield from ()

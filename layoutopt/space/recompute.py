@@ -75,7 +75,7 @@ def _again_text(value: Sequence[bool | str]) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Again(Space):
+class RecomputeSpace(Space):
     """Whether loops may (both), must or must not run again in backward; "selective": or may while they keep
     some of their values; "keep=attention+wi": these."""
 
@@ -114,7 +114,7 @@ class Recompute(Decision):
     kept: Sets = ()
     prefix = "recompute "
     label = "recomputation"
-    asks = Again
+    asks = RecomputeSpace
     says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"recompute": (list[str], list)}
     always = True
     by_hand = Option(

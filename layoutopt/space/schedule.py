@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 from layoutopt.space.argument import Space, argument, names
 from layoutopt.space.kind import Choice, Chosen, Decision, Feature, LeftOut, Target, Typed, not_allowed
 from layoutopt.space.option import Option
-from layoutopt.space.stages import Stages
+from layoutopt.space.stages import StageSplit
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.schedules import (
@@ -58,7 +58,7 @@ def _feature(name: str) -> Feature:
 
 
 @dataclass(frozen=True)
-class Schedule(Decision):
+class ScheduleDecision(Decision):
     """The schedule of a subproblem with stages."""
 
     label = "schedules of pipelines"
@@ -77,7 +77,7 @@ class Schedule(Decision):
 
     @classmethod
     def everything(cls, target: Target) -> dict[str, Any]:
-        return {"schedule": SCHEDULES if Stages.everything(target)["pipeline"] else ()}
+        return {"schedule": SCHEDULES if StageSplit.everything(target)["pipeline"] else ()}
 
     @classmethod
     def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:

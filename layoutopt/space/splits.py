@@ -58,7 +58,7 @@ def rules_text(rules: Rules) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Splits(Space):
+class SplitsSpace(Space):
     """What splits must and must not be.
 
     Attributes:
@@ -110,7 +110,7 @@ class Split(Decision):
     """The mesh axes that one dimension is split over, wherever it appears."""
 
     label = "splits"
-    asks: ClassVar[type[Space] | None] = Splits
+    asks: ClassVar[type[Space] | None] = SplitsSpace
 
     @classmethod
     def everything(cls, target: Target) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Piped(Space):
 
 
 @dataclass(frozen=True)
-class Stages(Split):
+class StageSplit(Split):
     """The axes that one dimension of layers is split over."""
 
     label = "pipelines"

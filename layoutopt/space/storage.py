@@ -46,7 +46,7 @@ def _named(value: Any) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stored(Space):
+class StorageSpace(Space):
     """Stages that variables may be stored at, of all axes, or of some ("zero3@data"), or `HYBRID`.
 
     Attributes:
@@ -77,7 +77,7 @@ class Storage(Decision):
     variables: tuple[str, ...] = ()
     prefix = "storage of "
     label = "storage (ZeRO)"
-    asks = Stored
+    asks = StorageSpace
     says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"storage": (dict[str, str], dict)}
     always = True
     by_hand = Option(

@@ -17,7 +17,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.options import Options
 from mesh_tf_core.lower.padding import paddable
 from mesh_tf_core.lower.placement import Placement
-from mesh_tf_core.lower.storage import Stage, Stages, read_stage
+from mesh_tf_core.lower.storage import Stage, StageByVariable, read_stage
 from mesh_tf_core.tracing.graph import Graph
 
 MENTIONED = 0.01
@@ -146,7 +146,7 @@ def mostly_split(storage: Placement) -> bool:
     return split > math.fsum(trained.values()) / 2
 
 
-def stored_at(variables: Iterable[Variable], stage: str) -> Stages:
+def stored_at(variables: Iterable[Variable], stage: str) -> StageByVariable:
     """All trained variables at one stage; scalars have none."""
     return {v.name: read_stage(stage).short for v in variables if v.trainable and len(v.shape)}
 

@@ -18,16 +18,16 @@ from mesh_tf_core.lazy import load
 
 if TYPE_CHECKING:
     from mesh_tf_core.decoding.beam import beam_search, length_penalty
-    from mesh_tf_core.decoding.cache import Cache, State, scan_layers
+    from mesh_tf_core.decoding.cache import Cache, CachedState, scan_layers
     from mesh_tf_core.decoding.loop import Decoded, Logits, greedy, sample
     from mesh_tf_core.decoding.model import Decoder, decoder, generate
 
 __all__ = [
     "Cache",
+    "CachedState",
     "Decoded",
     "Decoder",
     "Logits",
-    "State",
     "beam_search",
     "decoder",
     "generate",

@@ -23,7 +23,7 @@ from mesh_tf_core.tracing.scan import scan
 
 
 @dataclass(frozen=True)
-class State:
+class CachedState:
     """Something that a layer remembers.
 
     Attributes:
@@ -36,7 +36,7 @@ class State:
     changes: bool
     loops: tuple[int, ...]
 
-    def with_value(self, value: Tensor) -> State:
+    def with_value(self, value: Tensor) -> CachedState:
         """The same state of another value."""
         return replace(self, value=value)
 
@@ -56,10 +56,10 @@ class Cache:
         start: Tensor,
         length: int,
         position: Tensor | None = None,
-        states: Mapping[str, State] | None = None,
+        states: Mapping[str, CachedState] | None = None,
     ) -> None:
         self.start, self.length, self.position = start, length, position
-        self.states: dict[str, State] = dict(states or {})
+        self.states: dict[str, CachedState] = dict(states or {})
         self._loops: tuple[int, ...] = ()
         self._count = 0
 
@@ -77,13 +77,13 @@ class Cache:
             old = self._known(full)
             if old.value.type != value.type:
                 raise UserError(f"decoding: {full!r} was {old.value.type} and is now {value.type}")
-        self.states[full] = State(value, changes, self._loops)
+        self.states[full] = CachedState(value, changes, self._loops)
 
     def get(self, graph: Any, name: str) -> Tensor:
         """The entry of a name in the current scope."""
         return self._known(graph.path(name)).value
 
-    def _known(self, full: str) -> State:
+    def _known(self, full: str) -> CachedState:
         if full not in self.states:
             raise UserError(
                 f"decoding: nothing was remembered as {full!r} when the prompts were read; "

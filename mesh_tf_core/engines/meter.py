@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mesh_tf_core.ir.liveness import Held, Liveness, Size
+from mesh_tf_core.ir.liveness import Held, Liveness, ValueSize
 from mesh_tf_core.ir.program import Instr, Loop, Program
 
 
@@ -28,14 +28,14 @@ class Meter:
         self._held = Held(self.liveness)
         self._names = self.liveness.names()
 
-    def ran(self, instr: Instr, size: Size) -> list[int]:
+    def ran(self, instr: Instr, size: ValueSize) -> list[int]:
         """An instruction other than a loop has run; returns the values that nobody reads any more."""
         over = self._held.begins(instr, size)
         self._count(sum(self._held.bytes[o] for o in over))
         self._held.ends(instr)
         return self._unread(instr)
 
-    def entered(self, loop: Loop, size: Size) -> None:
+    def entered(self, loop: Loop, size: ValueSize) -> None:
         """Before the first iteration of a loop; room for its results is taken as it was declared."""
         self._held.begins(loop, size)
         self._count()
@@ -45,7 +45,7 @@ class Meter:
         """After an iteration: what leaves it has been copied."""
         self._held.iterated(loop)
 
-    def left(self, loop: Loop, size: Size) -> list[int]:
+    def left(self, loop: Loop, size: ValueSize) -> list[int]:
         """After the last iteration; returns the values that nobody reads any more."""
         for o in loop.outputs:
             declared = self._held.bytes.get(o, size(o))
@@ -54,7 +54,7 @@ class Meter:
         self._held.ends(loop)
         return self._unread(loop)
 
-    def follow(self, code: Sequence[Instr], size: Size) -> None:
+    def follow(self, code: Sequence[Instr], size: ValueSize) -> None:
         """Counts a block whose values' sizes are known, one iteration for all of a loop."""
         for instr in code:
             if isinstance(instr, Loop):

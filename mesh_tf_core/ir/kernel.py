@@ -16,7 +16,7 @@ from mesh_tf_core.ir.dtypes import TensorType
 
 T = Any
 
-Step = Callable[[Any, Sequence[T]], tuple[list[T], list[T]]]
+LoopStep = Callable[[Any, Sequence[T]], tuple[list[T], list[T]]]
 """One iteration of `Kernel.loop`."""
 
 
@@ -157,7 +157,7 @@ class Kernel(Protocol):
         library can; `fn` is a function of a module."""
         ...
 
-    def loop(self, n: int, step: Step, carried: Sequence[T]) -> tuple[list[T], list[T]]:
+    def loop(self, n: int, step: LoopStep, carried: Sequence[T]) -> tuple[list[T], list[T]]:
         """step(i, carried) -> (carried, made) for i = 0 .. n - 1, one after the other: what is carried in the
         end, and what was made, stacked along a new first axis."""
         ...

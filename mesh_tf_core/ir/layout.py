@@ -20,7 +20,7 @@ from mesh_tf_core.ir.dims import PaddedDim, Shape
 from mesh_tf_core.ir.mesh import Mesh
 
 Axes = tuple[str, ...]
-Given = Mapping[str, str | Iterable[str]]
+LayoutRules = Mapping[str, str | Iterable[str]]
 AT = "@"
 NOWHERE = "none"
 """Written as the axis of a rule of a path: not split there."""
@@ -62,8 +62,8 @@ class Layout(Mapping[str, Axes]):
 
     def __init__(
         self,
-        rules: str | Given = "",
-        refined: Mapping[str, Given] | None = None,
+        rules: str | LayoutRules = "",
+        refined: Mapping[str, LayoutRules] | None = None,
         padded: PaddedDim | None = None,
     ) -> None:
         check("Layout", rules=(rules, RULES), refined=(refined or {}, RULES))
@@ -180,7 +180,7 @@ class Layout(Mapping[str, Axes]):
         """The rules for everywhere."""
         return Layout(self._table) if self.refined or self.elsewhere else self
 
-    def refined_by(self, refined: Mapping[str, Given]) -> Layout:
+    def refined_by(self, refined: Mapping[str, LayoutRules]) -> Layout:
         """With other rules of paths."""
         return Layout(self.written, refined)
 

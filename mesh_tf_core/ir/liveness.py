@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from mesh_tf_core.ir.program import AllReduce, Done, Instr, Local, Loop, Program, ReadVariable, WriteVariable
 
-Size = Callable[[int], int]
+ValueSize = Callable[[int], int]
 """Value id -> bytes of the piece on one device."""
 Memories = tuple[int, ...]
 """Ids of values that have memory of their own."""
@@ -193,7 +193,7 @@ class Held:
         self.bytes: dict[int, int] = {}
         self.total = 0
 
-    def begins(self, instr: Instr, size: Size) -> list[int]:
+    def begins(self, instr: Instr, size: ValueSize) -> list[int]:
         """An instruction begins to run, or a loop is about to; returns the results that take the place of an
         operand, rule (4)."""
         span, held = self.liveness.span(instr), self.bytes
@@ -209,7 +209,7 @@ class Held:
                 over.append(o)
         return over
 
-    def enters(self, loop: Loop, size: Size) -> None:
+    def enters(self, loop: Loop, size: ValueSize) -> None:
         """The first iteration of a loop begins."""
         span = self.liveness.span(loop)
         self._free(span.copied)
@@ -225,7 +225,7 @@ class Held:
         self._free(span.enters)
         self._free(span.frees)
 
-    def _take(self, memories: Memories, size: Size) -> None:
+    def _take(self, memories: Memories, size: ValueSize) -> None:
         for i in memories:
             if i not in self.bytes:
                 self.bytes[i] = size(i)

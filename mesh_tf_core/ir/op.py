@@ -47,7 +47,7 @@ class Roles:
     whole: dict[str, str] = field(default_factory=dict)
 
 
-class Ways(Protocol):
+class MeshContext(Protocol):
     """What an operation may ask about the mesh that it is lowered for."""
 
     def ways(self, axes: Axes) -> int:
@@ -74,7 +74,7 @@ class Emitter(Protocol):
         ...
 
     @property
-    def oracle(self) -> Ways:
+    def oracle(self) -> MeshContext:
         """What may be asked about the mesh."""
         ...
 

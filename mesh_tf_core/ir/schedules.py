@@ -24,8 +24,8 @@ Every kind follows from where virtual stages are, and when microbatches enter:
                slots for weights (DeepSeek-AI 2024, "DeepSeek-V3", section 3.2.1)
 
 With seconds f, b and w of the three slots, a step takes longer than a stage works, by so much if one program
-runs all stages (`Schedule.together`), or if each has its own (`Schedule.apart`); b includes w where weights
-have no slots, and w <= f <= b:
+runs all stages (`PipelineSchedule.together`), or if each has its own (`PipelineSchedule.apart`); b includes w
+where weights have no slots, and w <= f <= b:
 
                        together                  apart
   without own slots    (P - 1) (f + b)           (P - 1) (f + b)
@@ -50,7 +50,7 @@ GPIPE, ONE_F_ONE_B, CIRCULAR, INTERLEAVED = "gpipe", "1f1b", "circular", "interl
 IDLE = -1
 
 
-class Slot(IntEnum):
+class StageAction(IntEnum):
     """What a stage does in a part of a tick."""
 
     FORWARD = 0
@@ -59,7 +59,7 @@ class Slot(IntEnum):
 
 
 @dataclass(frozen=True)
-class Kind:
+class ScheduleKind:
     """What tells one kind of schedule from another.
 
     Attributes:
@@ -83,13 +83,13 @@ class Kind:
 
 
 KINDS = {
-    GPIPE: Kind(),
-    ONE_F_ONE_B: Kind(at_once=True),
-    CIRCULAR: Kind(rounds=True),
-    INTERLEAVED: Kind(rounds=True, at_once=True),
-    "zb-h1": Kind(at_once=True, split=True),
-    "zb-v": Kind(at_once=True, split=True, turns=True),
-    "dualpipe": Kind(at_once=True, split=True, mirrored=True),
+    GPIPE: ScheduleKind(),
+    ONE_F_ONE_B: ScheduleKind(at_once=True),
+    CIRCULAR: ScheduleKind(rounds=True),
+    INTERLEAVED: ScheduleKind(rounds=True, at_once=True),
+    "zb-h1": ScheduleKind(at_once=True, split=True),
+    "zb-v": ScheduleKind(at_once=True, split=True, turns=True),
+    "dualpipe": ScheduleKind(at_once=True, split=True, mirrored=True),
 }
 SCHEDULES = tuple(name + ":2" * kind.rounds for name, kind in KINDS.items() if kind.lowers)
 """The schedules that programs are made of, as they are asked for."""
@@ -127,7 +127,7 @@ def alternates(schedule: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """A kind of schedule for so many stages and microbatches; its table, and what is read off that."""
 
     kind: str
@@ -137,9 +137,9 @@ class Schedule:
 
     @staticmethod
     @lru_cache(maxsize=1024)
-    def named(schedule: str, stages: int, microbatches: int) -> Schedule:
+    def named(schedule: str, stages: int, microbatches: int) -> PipelineSchedule:
         """Of its name as it was asked for; the same one each time, which knows what was read off it."""
-        return Schedule(kind_name(schedule), stages, microbatches, rounds_of(schedule))
+        return PipelineSchedule(kind_name(schedule), stages, microbatches, rounds_of(schedule))
 
     @property
     def table(self) -> np.ndarray:
@@ -152,7 +152,7 @@ class Schedule:
         kind = KINDS[self.kind]
         return 2 if kind.turns or kind.mirrored else self.rounds
 
-    def done(self, slot: Slot) -> range:
+    def done(self, slot: StageAction) -> range:
         """The ticks from the first to the last in which any stage has a slot; none where it is part of
         another."""
         found = np.flatnonzero(self.busy[:, slot])
@@ -166,12 +166,12 @@ class Schedule:
     @property
     def ticks(self) -> int:
         """Ticks of a pass forward; in as many others, or the same, it goes backward."""
-        return len(self.done(Slot.FORWARD))
+        return len(self.done(StageAction.FORWARD))
 
     @cached_property
     def works(self) -> int:
         """Ticks of a pass in which a stage works; in the others it is idle."""
-        return int((self.table[:, 0, Slot.FORWARD, 0] != IDLE).sum())
+        return int((self.table[:, 0, StageAction.FORWARD, 0] != IDLE).sum())
 
     @property
     def bubble(self) -> float:
@@ -179,16 +179,16 @@ class Schedule:
         return (self.ticks - self.works) / self.ticks
 
     @cached_property
-    def loops(self) -> tuple[tuple[range, frozenset[Slot]], ...]:
+    def loops(self) -> tuple[tuple[range, frozenset[StageAction]], ...]:
         """Runs of ticks in which the same slots are in use, in order: a program has a loop for each."""
-        found: list[tuple[range, frozenset[Slot]]] = []
+        found: list[tuple[range, frozenset[StageAction]]] = []
         for tick, row in enumerate(self.busy):
-            slots = frozenset(slot for slot in Slot if row[slot])
+            slots = frozenset(slot for slot in StageAction if row[slot])
             begin = found.pop()[0].start if found and found[-1][1] == slots else tick
             found.append((range(begin, tick + 1), slots))
         return tuple(found)
 
-    def passing(self, slot: Slot, end: bool) -> np.ndarray:
+    def passing(self, slot: StageAction, end: bool) -> np.ndarray:
         """[tick]: the microbatch at the first virtual stage, or at the last one at the `end`; IDLE where none
         is. One stream alone."""
         stage, chunk = (self.stages - 1, self.chunks - 1) if end else (0, 0)
@@ -196,30 +196,30 @@ class Schedule:
         return np.where((found[:, 0] != IDLE) & (found[:, 1] == chunk), found[:, 0], IDLE)
 
     @property
-    def last(self) -> Slot:
+    def last(self) -> StageAction:
         """The slot that comes last of a virtual stage."""
-        return Slot.WEIGHTS if KINDS[self.kind].split else Slot.BACKWARD
+        return StageAction.WEIGHTS if KINDS[self.kind].split else StageAction.BACKWARD
 
-    def places(self, begin: Slot) -> np.ndarray:
+    def places(self, begin: StageAction) -> np.ndarray:
         """[tick, stage, slot]: where in a ring of a stage lies what slots of one kind put there, and others
         read until the last one. A slot that puts nothing there has a place that is free at that time."""
         return _places(self, begin)
 
-    def ring(self, begin: Slot) -> int:
+    def ring(self, begin: StageAction) -> int:
         """How many places that ring has."""
         return int(self.places(begin).max()) + 1
 
     @property
     def in_flight(self) -> int:
         """Places for what forward keeps: virtual stages of microbatches in flight at a stage, at most."""
-        return self.ring(Slot.FORWARD)
+        return self.ring(StageAction.FORWARD)
 
     @property
     def held(self) -> np.ndarray:
         """[stage]: virtual stages of microbatches in flight there, at most."""
         there = (self.table[..., 0] != IDLE).astype(int)
         over = np.cumsum(there[..., self.last], axis=0) - there[..., self.last]
-        return (np.cumsum(there[..., Slot.FORWARD], axis=0) - over).max(axis=0)
+        return (np.cumsum(there[..., StageAction.FORWARD], axis=0) - over).max(axis=0)
 
     def together(self, costs: Sequence[float]) -> float:
         """Seconds of one program that all stages run: each slot takes its time in every tick in which any
@@ -243,16 +243,18 @@ class Schedule:
             item, chunk = self.table[tick, stage, slot].tolist()
             at = int(virtual[stage, chunk])
             takes = {
-                Slot.FORWARD: (Slot.FORWARD, at - 1, item),
-                Slot.BACKWARD: (Slot.BACKWARD, at + 1, item) if at < last else (Slot.FORWARD, at, item),
-                Slot.WEIGHTS: (Slot.BACKWARD, at, item),
-            }[Slot(slot)]
+                StageAction.FORWARD: (StageAction.FORWARD, at - 1, item),
+                StageAction.BACKWARD: (StageAction.BACKWARD, at + 1, item)
+                if at < last
+                else (StageAction.FORWARD, at, item),
+                StageAction.WEIGHTS: (StageAction.BACKWARD, at, item),
+            }[StageAction(slot)]
             free[stage] = max(free[stage], done.get(takes, 0.0)) + costs[slot]
             done[slot, at, item] = free[stage]
         return max(free)
 
 
-def _virtual(of: Schedule) -> np.ndarray:
+def _virtual(of: PipelineSchedule) -> np.ndarray:
     """[stage, chunk]: which virtual stage it is; of the stream that takes it, if there are two."""
     stage, chunk = np.indices((of.stages, of.chunks))
     kind = KINDS[of.kind]
@@ -262,7 +264,7 @@ def _virtual(of: Schedule) -> np.ndarray:
 
 
 @lru_cache(maxsize=256)
-def _table(of: Schedule) -> np.ndarray:
+def _table(of: PipelineSchedule) -> np.ndarray:
     kind, virtual, item = KINDS[of.kind], _virtual(of)[..., None], np.arange(of.microbatches)
     if kind.mirrored and (of.stages % 2 or of.microbatches % 2):
         raise UserError(
@@ -271,18 +273,18 @@ def _table(of: Schedule) -> np.ndarray:
         )
     enters = item // of.stages * of.stages * of.chunks + item % of.stages
     enters = 2 * item if kind.turns else item // 2 * 2 if kind.mirrored else enters
-    ticks = {Slot.FORWARD: enters + virtual}
-    back, last = enters + 2 * virtual.max() - virtual, ticks[Slot.FORWARD].max()
-    ticks[Slot.BACKWARD] = back if kind.at_once else 2 * last + 1 - ticks[Slot.FORWARD]
+    ticks = {StageAction.FORWARD: enters + virtual}
+    back, last = enters + 2 * virtual.max() - virtual, ticks[StageAction.FORWARD].max()
+    ticks[StageAction.BACKWARD] = back if kind.at_once else 2 * last + 1 - ticks[StageAction.FORWARD]
     takes = np.ones_like(back, bool)
     if kind.mirrored:
         takes = np.broadcast_to(item % 2 == np.arange(of.chunks)[:, None], back.shape)
     if kind.split:
         each = np.where(takes, back, back.max() + 1).reshape(of.stages, -1)
         rank = each.argsort(axis=1, kind="stable").argsort(axis=1, kind="stable").reshape(back.shape)
-        ticks[Slot.WEIGHTS] = rank + (back - rank)[takes].max()
+        ticks[StageAction.WEIGHTS] = rank + (back - rank)[takes].max()
     table = np.full(
-        (max(t[takes].max() for t in ticks.values()) + 1, of.stages, len(Slot), 2), IDLE, np.int32
+        (max(t[takes].max() for t in ticks.values()) + 1, of.stages, len(StageAction), 2), IDLE, np.int32
     )
     stage, chunk, item = np.nonzero(takes)
     for slot, when in ticks.items():
@@ -292,7 +294,7 @@ def _table(of: Schedule) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-def _places(of: Schedule, begin: Slot) -> np.ndarray:
+def _places(of: PipelineSchedule, begin: StageAction) -> np.ndarray:
     places = np.zeros(of.table.shape[:3], np.int32)
     for stage in range(of.stages):
         free: list[int] = []  # a heap, so that the first free place is taken
@@ -305,7 +307,7 @@ def _places(of: Schedule, begin: Slot) -> np.ndarray:
                 heapq.heappush(free, found) if found < most else None
             else:
                 lies[tuple(row[begin])] = found
-            for slot in list(Slot)[begin + 1 :]:
+            for slot in list(StageAction)[begin + 1 :]:
                 if row[slot][0] != IDLE:
                     places[tick, stage, slot] = lies[tuple(row[slot])]
             if row[of.last][0] != IDLE:

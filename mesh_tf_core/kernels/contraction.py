@@ -16,7 +16,7 @@ from itertools import product
 
 
 @dataclass(frozen=True)
-class Factor:
+class ContractionOperand:
     """One operand: `letters` is the order to bring it in; `transposed` if it is then [B K M] (or [B N K])."""
 
     letters: str
@@ -32,8 +32,8 @@ class MatMul:
       batch, rows, columns, summed: letters of each part, in the order of the product.
     """
 
-    first: Factor
-    second: Factor
+    first: ContractionOperand
+    second: ContractionOperand
     swapped: bool
     batch: str
     rows: str
@@ -92,11 +92,11 @@ def _orders(letters: Sequence[str], terms: Sequence[str]) -> list[str]:
     return list(dict.fromkeys("".join(c for c in term if c in letters) for term in terms))
 
 
-def _factor(have: str, batch: str, left: str, right: str) -> Factor:
+def _factor(have: str, batch: str, left: str, right: str) -> ContractionOperand:
     """The operand as [batch left right], or transposed if it lies so already."""
     if have == batch + right + left and have != batch + left + right:
-        return Factor(have, True)
-    return Factor(batch + left + right, False)
+        return ContractionOperand(have, True)
+    return ContractionOperand(batch + left + right, False)
 
 
 def same_order(have: str, want: str, sizes: Mapping[str, int]) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from mesh_tf_core.ir.dtypes import FLOAT8
-from mesh_tf_core.ir.kernel import Attending, Edge, Step
+from mesh_tf_core.ir.kernel import Attending, Edge, LoopStep
 from mesh_tf_core.kernels.array_kernel import ArrayKernel, Functions, libraries, np_dtype, wide
 from mesh_tf_core.kernels.contraction import parse
 from mesh_tf_core.kernels.libraries import lacks_kernel
@@ -187,7 +187,7 @@ class JaxKernel(ArrayKernel):
             return self.cast(value, dtype)
         return super().scalar(value, dtype)
 
-    def loop(self, n: int, step: Step, carried: Sequence[T]) -> tuple[list[T], list[T]]:
+    def loop(self, n: int, step: LoopStep, carried: Sequence[T]) -> tuple[list[T], list[T]]:
         return lax.scan(lambda state, i: step(i, state), list(carried), jnp.arange(n, dtype=jnp.int32))
 
     def attention(self, a: Attending) -> tuple[T, T] | None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mesh_tf_core.ir.dtypes import FLOAT8
-from mesh_tf_core.ir.kernel import Attending, Edge, Step
+from mesh_tf_core.ir.kernel import Attending, Edge, LoopStep
 from mesh_tf_core.kernels.array_kernel import ArrayKernel, Functions, libraries, np_dtype, wide
 
 A = Any
@@ -147,7 +147,7 @@ class NumpyKernel(ArrayKernel):
     def cast(self, x: A, dtype: str) -> A:
         return np.asarray(x).astype(np_dtype(dtype))
 
-    def loop(self, n: int, step: Step, carried: Sequence[A]) -> tuple[list[A], list[A]]:
+    def loop(self, n: int, step: LoopStep, carried: Sequence[A]) -> tuple[list[A], list[A]]:
         state, parts = list(carried), []
         for i in range(n):
             state, made = step(i, state)

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from mesh_tf_core.kernels.contraction import Factor, matmul, same_order
+from mesh_tf_core.kernels.contraction import ContractionOperand, matmul, same_order
 
 T = Any
 
@@ -49,7 +49,7 @@ def contract(x: T, y: T, tx: str, ty: str, out: str, sizes: dict[str, int]) -> T
     return ordered(c, plan.result, out, sizes)
 
 
-def _matrix(x: T, factor: Factor, batch: str, left: str, right: str, sizes: dict[str, int]) -> T:
+def _matrix(x: T, factor: ContractionOperand, batch: str, left: str, right: str, sizes: dict[str, int]) -> T:
     """One factor as [batch left right], or [batch right left] if it lies transposed."""
     many, m, n = (math.prod(sizes[c] for c in part) for part in (batch, left, right))
     return tf.reshape(x, [*([many] if batch else []), *((n, m) if factor.transposed else (m, n))])

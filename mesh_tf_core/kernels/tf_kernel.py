@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from mesh_tf_core.ir.array_functions import BINARY, REDUCE, UNARY
 from mesh_tf_core.ir.dtypes import FLOAT8
-from mesh_tf_core.ir.kernel import Attending, Edge, Step
+from mesh_tf_core.ir.kernel import Attending, Edge, LoopStep
 from mesh_tf_core.kernels.array_kernel import library
 from mesh_tf_core.kernels.contraction import cheapest_pair, parse
 from mesh_tf_core.kernels.tf_contraction import contract, grouped, grouped_outer, ordered, summed
@@ -270,7 +270,7 @@ class TfKernel:
             _TOGETHER[fn] = tf.function(partial(fn, TfKernel()), autograph=False, jit_compile=True)
         return _TOGETHER[fn](*xs)
 
-    def loop(self, n: int, step: Step, carried: Sequence[T]) -> tuple[list[T], list[T]]:
+    def loop(self, n: int, step: LoopStep, carried: Sequence[T]) -> tuple[list[T], list[T]]:
         made: list[T] = []
 
         def example(*state: T) -> list[T]:

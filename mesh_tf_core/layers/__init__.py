@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from mesh_tf_core.layers.loss import CrossEntropy, sigmoid_cross_entropy
     from mesh_tf_core.layers.lsh import LSHAttention
     from mesh_tf_core.layers.masks import causal_mask, padding_mask, segment_mask
-    from mesh_tf_core.layers.mesh_tensorflow.adaptive import AdaptiveEmbedding, AdaptiveSoftmax, Cluster
+    from mesh_tf_core.layers.mesh_tensorflow.adaptive import (
+        AdaptiveEmbedding,
+        AdaptiveSoftmax,
+        VocabularyCluster,
+    )
     from mesh_tf_core.layers.mesh_tensorflow.attention_kinds import (
         BilinearAttention,
         BranchedAttention,
@@ -54,7 +58,6 @@ __all__ = [
     "BilinearAttention",
     "BranchedAttention",
     "ChunkedAttention",
-    "Cluster",
     "CompressedAttention",
     "Conv",
     "CrossEntropy",
@@ -95,6 +98,7 @@ __all__ = [
     "TalkingHeadsAttention",
     "TokenChoice",
     "TopExperts",
+    "VocabularyCluster",
     "causal_mask",
     "padding_mask",
     "segment_mask",

@@ -30,7 +30,7 @@ from mesh_tf_core.ir.structure import Assign, Connection, Feed, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower.loops import Loops
 from mesh_tf_core.lower.nodes import (
-    Plan,
+    NodePlan,
     delivered,
     expansion,
     gathered,
@@ -86,7 +86,7 @@ class Lowering(Placing):
                 self._scatter(tensor)
         self._again = saved
 
-    def _layout_of(self, node: Node, plan: Plan) -> Layout:
+    def _layout_of(self, node: Node, plan: NodePlan) -> Layout:
         """The layout that holds at a node: of an update, and of what adds up terms of a gradient that lie as
         the state does (from stage 2 on), that of the variable's state."""
         row = None
@@ -106,7 +106,7 @@ class Lowering(Placing):
             scattered = self.reshard(self.env[tensor], row)
             self.values[scattered] = self.values[scattered].of(tensor)
 
-    def _in_layout(self, node: Node, plan: Plan) -> None:
+    def _in_layout(self, node: Node, plan: NodePlan) -> None:
         op = node.op
         if not isinstance(op, Connection):
             masters = self.masters if node.phase == Phase.UPDATE else {}
@@ -171,7 +171,7 @@ class Lowering(Placing):
         self.stored[variable.name] = stored
         return stored
 
-    def apply(self, op: Op, inputs: Sequence[int], plan: Plan, tensors: Sequence[int]) -> Sequence[int]:
+    def apply(self, op: Op, inputs: Sequence[int], plan: NodePlan, tensors: Sequence[int]) -> Sequence[int]:
         """Lowers one operation; returns its outputs in natural sharding, nothing pending; -1 for what nobody
         reads.
 
@@ -244,7 +244,7 @@ class Lowering(Placing):
         """The axes that split some dimensions which are summed out."""
         return self.oracle.ordered(a for n in names for a in self.layout.axes(n)) if names else ()
 
-    def _converted(self, op: Op, input: int, plan: Plan, tensor: int) -> int:
+    def _converted(self, op: Op, input: int, plan: NodePlan, tensor: int) -> int:
         """Done on whatever piece there is: a variable stored split is converted before it is gathered, to
         half the bytes. Once for all who ask before the update; that converts for itself."""
         if self.values[input].dtype == plan.types[0].dtype:

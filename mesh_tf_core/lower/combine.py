@@ -20,7 +20,7 @@ SMALL_BYTES = 1 << 16
 message of this size is within 2x of an empty one's)."""
 
 
-class Key(NamedTuple):
+class BucketKey(NamedTuple):
     """What small sums that travel together have in common.
 
     Attributes:
@@ -36,7 +36,7 @@ def combine_small(program: Program) -> Program:
     """Joins the small gradient sums of the top level."""
     groups = {key: [w.sum for w in found] for key, found in together(waiting(program), program.mesh).items()}
     member = {id(r): key for key, found in groups.items() if len(found) > 1 for r in found}
-    ready: dict[Key, list[AllReduce]] = {}
+    ready: dict[BucketKey, list[AllReduce]] = {}
     code: list[Instr] = []
     for instr in program.code:
         key = member.get(id(instr))
@@ -97,12 +97,12 @@ def waiting(program: Program) -> tuple[Waiting, ...]:
     return tuple(Waiting(r, program.values[r.inputs[0]], at, first.get(r.outputs[0], end)) for r, at in found)
 
 
-def together(found: Iterable[Waiting], mesh: Mesh) -> dict[Key, list[Waiting]]:
+def together(found: Iterable[Waiting], mesh: Mesh) -> dict[BucketKey, list[Waiting]]:
     """Those that are small on a mesh, by axes and dtype."""
-    groups: dict[Key, list[Waiting]] = {}
+    groups: dict[BucketKey, list[Waiting]] = {}
     for w in found:
         if w.value.local_bytes(mesh) <= SMALL_BYTES:
-            groups.setdefault(Key(w.sum.axes, w.value.dtype), []).append(w)
+            groups.setdefault(BucketKey(w.sum.axes, w.value.dtype), []).append(w)
     return {key: _in_time(members) for key, members in groups.items()}
 
 

@@ -20,7 +20,7 @@ from mesh_tf_core.ops.chunks import AddProduct, ChunkAs, ChunkFirst, ChunkNumber
 from mesh_tf_core.ops.einsum import Einsum
 from mesh_tf_core.ops.shape import Rename
 from mesh_tf_core.ops.stages import StageNumbers, StagePart
-from mesh_tf_core.ops.steps import Steps, Tree
+from mesh_tf_core.ops.steps import CollectiveSteps, Tree
 
 LOOPED = 2
 """Steps are a loop where it has at least so many iterations."""
@@ -66,7 +66,7 @@ class Decomposed(ProgramBuilder):
         self.size = v.shape.dim(self.dim).size // count
         self.whole: Axes = v.splits[at][: len(v.splits[at]) - len(self.axes)] if gathers else v.splits[at]
         self.sides, self.opposite = (count - 1) // 2, (count - 1) % 2
-        self.steps = Steps(self, self.axes, self.dim)
+        self.steps = CollectiveSteps(self, self.axes, self.dim)
         numbers = Dim(f"{self.dim}_chunk", count)
         group = self.applied(StageNumbers(numbers, "int32"), splits=(self.axes,))
         self.own = self.applied(StagePart(numbers.name, None), group, splits=())

@@ -12,7 +12,7 @@ from mesh_tf_core.ir.program import AllReduce, Carry, Instr, Local, Origin, Resu
 from mesh_tf_core.lower.placement import BACKWARD, GRADIENT
 from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.saving import Saving
-from mesh_tf_core.lower.subgraph import Pairs
+from mesh_tf_core.lower.subgraph import IdPairs
 from mesh_tf_core.ops.stages import StageNumbers, StagePart, StageStack, StageTerm
 from mesh_tf_core.tracing.residuals import several
 
@@ -145,7 +145,7 @@ class Loops(Saving):
         low.code[:] = [i for i in low.code if unread.isdisjoint(i.outputs)]
         return found, after
 
-    def _made(self, scan: Node, block: Block) -> tuple[Pairs, Pairs, Pairs]:
+    def _made(self, scan: Node, block: Block) -> tuple[IdPairs, IdPairs, IdPairs]:
         """What this lowering computes of what a loop stacks, sums and saves (a loop's own carries belong to
         its scan)."""
         subgraph = self.low.subgraph

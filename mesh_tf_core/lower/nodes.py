@@ -23,7 +23,7 @@ from mesh_tf_core.tracing.graph import Graph
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class NodePlan:
     """One node.
 
     Attributes:
@@ -228,16 +228,16 @@ def check_products(graph: Graph, dims: Iterable[str]) -> None:
             raise UserError(f"collective matmul of {dim!r}: no product has it; {known_names(dim, known)}")
 
 
-def plan_of(node: Node, graph: Graph) -> Plan:
+def plan_of(node: Node, graph: Graph) -> NodePlan:
     """The plan of a node of a graph, made once: a search lowers the same nodes under thousands of layouts."""
-    plans: dict[int, Plan] = graph.remembered(plan_of, dict)
+    plans: dict[int, NodePlan] = graph.remembered(plan_of, dict)
     plan = plans.get(node.index)
     if plan is None:
         plan = plans[node.index] = _plan(node, graph)
     return plan
 
 
-def _plan(node: Node, graph: Graph) -> Plan:
+def _plan(node: Node, graph: Graph) -> NodePlan:
     op, operands = node.op, [graph.tensor(i).type for i in node.inputs]
     other = isinstance(op, Connection) or op.lowers() or op.converts
     roles = None if other else _roles(op, tuple((t.shape, t.dtype) for t in operands))
@@ -245,7 +245,7 @@ def _plan(node: Node, graph: Graph) -> Plan:
     before, after = (
         {n for i in ids for n in graph.tensor(i).shape.names} for ids in (node.inputs, node.outputs)
     )
-    return Plan(
+    return NodePlan(
         Origin(node.index, node.scope, node.phase),
         Origin(node.index, node.scope, Phase.RECOMPUTE),
         tuple(graph.tensor(o).type for o in node.outputs),
@@ -275,7 +275,7 @@ class Expansion:
     """
 
     operands: tuple[int, ...]
-    nodes: tuple[tuple[Node, Plan], ...]
+    nodes: tuple[tuple[Node, NodePlan], ...]
     result: int
 
 

@@ -24,18 +24,18 @@ from mesh_tf_core.lower.kept import dims_of
 
 OPTIMIZER, ACTIVATIONS, WEIGHTS = "optimizer", "activations", "weights"
 KINDS = (OPTIMIZER, ACTIVATIONS, WEIGHTS)
-Offload = frozenset[tuple[str, str]]
+OffloadSet = frozenset[tuple[str, str]]
 """(kind, the variable that it is or whose state it is, or the dimension of the loops)."""
 
 
 def place_of(variable: Variable) -> tuple[str, str] | None:
-    """The entry of `Offload` that puts a variable (or an optimizer's slot) on the hosts; None: none can."""
+    """The entry of `OffloadSet` that puts a variable or an optimizer's slot on the hosts; None: none can."""
     if variable.slot_of is not None:
         return OPTIMIZER, variable.slot_of
     return (WEIGHTS, variable.name) if variable.trainable else None
 
 
-def check_offload(offload: Offload, variables: Mapping[str, Variable]) -> None:
+def check_offload(offload: OffloadSet, variables: Mapping[str, Variable]) -> None:
     """UserError unless there is something of each kind and variable; of loops knows `check_saved`.
 
     Args:
@@ -65,7 +65,7 @@ def check_offload(offload: Offload, variables: Mapping[str, Variable]) -> None:
 
 def offload_of(
     words: Iterable[str], variables: Mapping[str, Variable], recompute: Iterable[str] = ()
-) -> Offload:
+) -> OffloadSet:
     """What `KIND`, or `KIND=NAME`, means: of a kind alone, all trained variables that have dimensions, or all
     loops that run again."""
     trained = [name for name, v in variables.items() if v.trainable and len(v.shape)]

@@ -10,8 +10,8 @@ from mesh_tf_core import arguments
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.schedules import GPIPE, check_schedule
 from mesh_tf_core.lower.kept import written
-from mesh_tf_core.lower.offload import Offload
-from mesh_tf_core.lower.storage import Stages, read_stage
+from mesh_tf_core.lower.offload import OffloadSet
+from mesh_tf_core.lower.storage import StageByVariable, read_stage
 from mesh_tf_core.tracing.diloco import DiLoCo
 
 
@@ -33,12 +33,12 @@ class Options:
         scattered of them, goes in chunks beside them (`lower.collective_matmul`).
     """
 
-    storage: Stages = field(default_factory=dict)
+    storage: StageByVariable = field(default_factory=dict)
     recompute: frozenset[str] = frozenset()
     microbatches: int = 1
     context: frozenset[tuple[str, str]] = frozenset()
     diloco: DiLoCo | None = None
-    offload: Offload = frozenset()
+    offload: OffloadSet = frozenset()
     schedule: str = GPIPE
     collective_matmul: frozenset[str] = frozenset()
 

@@ -15,8 +15,9 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.program import Program
+from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.lower.placement import BETWEEN, STATE, VARIABLE, Placement, Row
-from mesh_tf_core.lower.redistribute import Move, Splits, plan_moves, straight
+from mesh_tf_core.lower.redistribute import Relayout, plan_moves, straight
 
 Question = tuple[Any, ...]
 """A method of `Oracle` and its arguments."""
@@ -76,7 +77,9 @@ class Oracle:
             return tuple(a for a in self.mesh.names if a in about[0])
         return self._moves(*about)
 
-    def _moves(self, have: Splits, want: Splits, sizes: tuple[int, ...], within: Axes) -> tuple[Move, ...]:
+    def _moves(
+        self, have: Splits, want: Splits, sizes: tuple[int, ...], within: Axes
+    ) -> tuple[Relayout, ...]:
         named = {a for splits in (have, want) for split in splits for a in split}
         own = tuple((a, n) for a, n in self.mesh.axes if a in named or a not in within)
         if self.real is None:
@@ -132,7 +135,7 @@ class Oracle:
 
     def moves(
         self, have: Splits, want: Splits, sizes: tuple[int, ...], within: Axes = ()
-    ) -> tuple[Move, ...]:
+    ) -> tuple[Relayout, ...]:
         """The cheapest steps from some splits of a value to others.
 
         Args:
@@ -141,5 +144,5 @@ class Oracle:
         simple = straight(have, want)
         if simple is not None:
             return simple
-        found: tuple[Move, ...] = self._ask("moves", have, want, sizes, within)
+        found: tuple[Relayout, ...] = self._ask("moves", have, want, sizes, within)
         return found

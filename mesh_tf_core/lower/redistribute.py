@@ -16,19 +16,19 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.values import Splits
 
-Splits = tuple[Axes, ...]
-Cost = tuple[float, int, int]
-NEVER: Cost = (math.inf, 0, 0)
-Step = tuple[str, int, Axes, int]
-"""The fields of a `Move`: of thousands that are looked at, few are made."""
+MoveCost = tuple[float, int, int]
+NEVER: MoveCost = (math.inf, 0, 0)
+RelayoutStep = tuple[str, int, Axes, int]
+"""The fields of a `Relayout`: of thousands that are looked at, few are made."""
 SPARE = 2
 """Dimensions that neither side splits and that may still hold an axis for a moment (two dimensions that
 swap)."""
 
 
 @dataclass(frozen=True)
-class Move:
+class Relayout:
     """One step: `slice`, `gather` or `exchange` of `axes`, on dimension `dim` (exchange: from `source` to
     it)."""
 
@@ -41,7 +41,7 @@ class Move:
 @lru_cache(maxsize=1 << 16)
 def plan_moves(
     have: Splits, want: Splits, sizes: tuple[int, ...], axes: tuple[tuple[str, int], ...]
-) -> tuple[Move, ...]:
+) -> tuple[Relayout, ...]:
     """The cheapest steps from the splits `have` to `want`, both per dimension.
 
     Args:
@@ -55,10 +55,10 @@ def plan_moves(
     named = {a for side in (have, want) for split in side for a in split}
     movable = [a for a in ways if (ways[a] > 1 or a in named) and not _stays(have, want, a)]
     usable = _usable(have, want, sizes)
-    start: Cost = (0.0, 0, 0)
-    best: dict[Splits, Cost] = {have: start}
-    came: dict[Splits, tuple[Splits, Step]] = {}
-    queue: list[tuple[Cost, Splits]] = [(start, have)]
+    start: MoveCost = (0.0, 0, 0)
+    best: dict[Splits, MoveCost] = {have: start}
+    came: dict[Splits, tuple[Splits, RelayoutStep]] = {}
+    queue: list[tuple[MoveCost, Splits]] = [(start, have)]
     while queue:
         cost, now = heapq.heappop(queue)
         if now == want:
@@ -76,20 +76,24 @@ def plan_moves(
 
 
 @lru_cache(maxsize=1 << 14)
-def straight(have: Splits, want: Splits) -> tuple[Move, ...] | None:
+def straight(have: Splits, want: Splits) -> tuple[Relayout, ...] | None:
     """Only slices, or only gathers: nothing is cheaper, since a device gets just the bytes that it lacks.
     None if that does not lead there."""
     pairs = list(zip(have, want, strict=True))
     if all(new[: len(old)] == old for old, new in pairs):
-        return tuple(Move("slice", d, new[len(old) :]) for d, (old, new) in enumerate(pairs) if new != old)
+        return tuple(
+            Relayout("slice", d, new[len(old) :]) for d, (old, new) in enumerate(pairs) if new != old
+        )
     if all(old[: len(new)] == new for old, new in pairs):
-        return tuple(Move("gather", d, old[len(new) :]) for d, (old, new) in enumerate(pairs) if new != old)
+        return tuple(
+            Relayout("gather", d, old[len(new) :]) for d, (old, new) in enumerate(pairs) if new != old
+        )
     return None
 
 
 def _steps(
     now: Splits, movable: Sequence[str], usable: Sequence[int], sizes: Sequence[int], ways: dict[str, int]
-) -> Iterator[tuple[Step, Splits, float]]:
+) -> Iterator[tuple[RelayoutStep, Splits, float]]:
     """Every step from `now`: what it is, where it leads, and the bytes sent (of a value of one byte in
     all)."""
     used = {a for axes in now for a in axes}
@@ -139,17 +143,17 @@ def _with(splits: Splits, d: int, axes: Axes) -> Splits:
     return (*splits[:d], axes, *splits[d + 1 :])
 
 
-def _path(came: dict[Splits, tuple[Splits, Step]], have: Splits, want: Splits) -> list[Move]:
+def _path(came: dict[Splits, tuple[Splits, RelayoutStep]], have: Splits, want: Splits) -> list[Relayout]:
     moves = []
     while want != have:
         want, step = came[want]
-        moves.append(Move(*step))
+        moves.append(Relayout(*step))
     return moves[::-1]
 
 
-def _merged(moves: Sequence[Move]) -> list[Move]:
+def _merged(moves: Sequence[Relayout]) -> list[Relayout]:
     """Slices of one dimension that follow each other as one."""
-    out: list[Move] = []
+    out: list[Relayout] = []
     for move in moves:
         if out and out[-1].kind == move.kind == "slice" and out[-1].dim == move.dim:
             out[-1] = replace(out[-1], axes=(*out[-1].axes, *move.axes))

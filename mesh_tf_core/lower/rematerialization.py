@@ -15,10 +15,10 @@ from itertools import compress
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import TICK, Block, Node
 from mesh_tf_core.lower.kept import KINDS, SETS, Recomputed, Sets, check_kept, kept_values
-from mesh_tf_core.lower.offload import ACTIVATIONS, Offload
+from mesh_tf_core.lower.offload import ACTIVATIONS, OffloadSet
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.stage_layers import loop_name
-from mesh_tf_core.tracing.virtual_stages import Again, LayerAgain
+from mesh_tf_core.tracing.virtual_stages import LayerAgain, RecomputeLayer
 
 NOTHING: frozenset[int] = frozenset()
 Handed = Callable[[Block], Set[int]]
@@ -329,7 +329,7 @@ def leading_to(wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING) ->
     return [node for node in block.nodes if _makes(node, needed, kept)]
 
 
-def check_saved(texts: Iterable[str], offload: Offload, whole: Graph, staged: Graph, where: str) -> None:
+def check_saved(texts: Iterable[str], offload: OffloadSet, whole: Graph, staged: Graph, where: str) -> None:
     """UserError for rows of what loops save (`placement.SAVED`) that a step has no such values of: nothing
     but what a loop saves for a backward beside it is computed again, or lies on the hosts.
 
@@ -353,7 +353,7 @@ def check_saved(texts: Iterable[str], offload: Offload, whole: Graph, staged: Gr
             raise UserError(f"{what}: no loop over {dim!r} has a backward; {known_names(dim, known)}")
 
 
-def layer_again(graph: Graph, text: str) -> Again:
+def layer_again(graph: Graph, text: str) -> RecomputeLayer:
     """What a text says runs again of the layers of stages that go backward at once."""
     asked, remat = Recomputed.parse(text), rematerialization(graph, frozenset({text}))
 

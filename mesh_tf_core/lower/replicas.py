@@ -21,7 +21,7 @@ from mesh_tf_core.lower.verify import ProgramError
 from mesh_tf_core.ops.few_bits import DTYPE, WHOLE
 from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.meeting import Meeting, outer_steps
+from mesh_tf_core.tracing.meeting import FragmentOuterStep, outer_steps
 from mesh_tf_core.tracing.replicas import inner_step
 
 
@@ -76,7 +76,7 @@ def check_whole(diloco: DiLoCo | None, stages: Iterable[str], schedule: str = GP
 
 def replica_graphs(
     graph: Graph, results: Mapping[str, Tensor], count: int, diloco: DiLoCo
-) -> tuple[Graph, dict[str, Tensor], tuple[Meeting, ...]]:
+) -> tuple[Graph, dict[str, Tensor], tuple[FragmentOuterStep, ...]]:
     """The inner step with its results, and the outer ones, made once of a whole step."""
     inner, found = graph.remembered(("replicas", count), lambda: inner_step(graph, count, results))
     outer = graph.remembered(("meeting", count, diloco), lambda: outer_steps(graph, inner, diloco))

@@ -16,11 +16,11 @@ from mesh_tf_core.ir.program import Origin, Result, Sliced
 from mesh_tf_core.lower.placement import BACKWARD, SAVED, check_counted
 from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.rematerialization import NOTHING, leading_to, rematerialization
-from mesh_tf_core.lower.subgraph import Pairs
+from mesh_tf_core.lower.subgraph import IdPairs
 from mesh_tf_core.tracing.residuals import several
 from mesh_tf_core.tracing.stage_layers import loop_name
 
-Key = int | tuple[int, "Key"]
+SavedKey = int | tuple[int, "SavedKey"]
 """What a loop keeps for second runs: a tensor of its body, or what a loop inside (its id) keeps."""
 
 
@@ -39,7 +39,7 @@ class Saving:
     def __init__(self, low: Placing, recompute: frozenset[str], node: Callable[[Node, bool], None]) -> None:
         self.low, self._node = low, node
         self.remat = rematerialization(low.graph, recompute)
-        self._kept: dict[int, dict[Key, int]] = {}
+        self._kept: dict[int, dict[SavedKey, int]] = {}
         self.running = ""
 
     # -- in forward ------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ class Saving:
         read again, and what it is to keep; for loops inside that run again, what they keep and read."""
         if not self.remat.names or self._keeps_nothing(block):
             return []
-        found: dict[Key, int] = {}
+        found: dict[SavedKey, int] = {}
         if self.remat.again(block):
             subgraph = self.low.subgraph
             unread = NOTHING if subgraph is None else subgraph.unread
@@ -76,7 +76,7 @@ class Saving:
         name = loop_name(block, self.low.graph)
         return name is not None and self.low.oracle.row(SAVED, name, BACKWARD).host
 
-    def _on_host(self, found: dict[Key, int], node: Node) -> dict[Key, int]:
+    def _on_host(self, found: dict[SavedKey, int], node: Node) -> dict[SavedKey, int]:
         """What a loop saves, brought to the host: its state as an iteration begins, the rest as it ends."""
         code, made = self.low.code, {o for instr in self.low.code for o in instr.outputs}
         self.low.origin, at = Origin(node.index, node.scope, node.phase), len(code)
@@ -86,14 +86,14 @@ class Saving:
         code[:0] = [store for store in stores if store.inputs[0] not in made]
         return kept
 
-    def _saves(self, block: Block, saved: Pairs) -> list[tuple[int, int]]:
+    def _saves(self, block: Block, saved: IdPairs) -> list[tuple[int, int]]:
         if not saved or self.remat.again(block) or self._keeps_nothing(block):
             return []
         return [(i, o) for i, o in saved if not self.remat.unsaved(i)]
 
     def _saved(self, pairs: Sequence[tuple[int, int]], block: Block, node: Node) -> list[Result]:
         """The stacks that a loop saves for its backward."""
-        found: dict[Key, int] = {i: self.low.lying(i) for i, _ in pairs}
+        found: dict[SavedKey, int] = {i: self.low.lying(i) for i, _ in pairs}
         if found and self._lies_on_host(block):
             found |= self._on_host({i: x for i, x in found.items() if not self.low.values[x].host}, node)
         for inner, outer in pairs:
@@ -158,7 +158,7 @@ class Saving:
                 self.low.env[inner] = self.low.value_of(tensor)
         return pairs
 
-    def _load_for(self, node: Node, kept: Iterable[Key]) -> None:
+    def _load_for(self, node: Node, kept: Iterable[SavedKey]) -> None:
         """Brings what was kept on the hosts and a loop, or a branch, reads before that begins: once for the
         body around."""
         self.low.origin = Origin(node.index, node.scope, Phase.RECOMPUTE)
@@ -225,7 +225,7 @@ class Saving:
             )
         return axes
 
-    def _part(self, outer: int, inner: Key) -> Sliced:
+    def _part(self, outer: int, inner: SavedKey) -> Sliced:
         v = self.low.values[outer]
         shape, splits = _part_of(v.shape), v.splits[1:]
         size = several(self.low.graph.tensor(inner).shape, v.shape) if isinstance(inner, int) else None

@@ -34,6 +34,7 @@ from mesh_tf_core.ir.layout import AT, Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Read
+from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.tracing.graph import Graph
 
 STAGES = ("layout", "zero1", "zero2", "zero3")
@@ -62,7 +63,6 @@ _MEANT = {
     "hybridshard": "zero3@AXIS, with the axes inside a node,",
 }
 """What other libraries call the stages, by ours."""
-Splits = tuple[Axes, ...]
 
 
 class Stage(NamedTuple):
@@ -90,7 +90,7 @@ class Stage(NamedTuple):
         return self if self.over is None else Stage(self.number, tuple(axes.get(a, a) for a in self.over))
 
 
-Stages = Mapping[str, int | Stage]
+StageByVariable = Mapping[str, int | Stage]
 """Variable name -> stage; a number is that stage over all axes."""
 
 

@@ -9,7 +9,7 @@ from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.tracing.graph import Graph
 
-Pairs = tuple[tuple[int, int], ...]
+IdPairs = tuple[tuple[int, int], ...]
 Access = tuple[int, str, int]
 """Where a variable is read as the layout says: id of a block, the pass, a tensor that it is."""
 
@@ -50,7 +50,9 @@ class Subgraph:
     _by_block: dict[int, tuple[tuple[str, int], ...]] = field(default_factory=dict, compare=False, repr=False)
     _visits: dict[int, list[Node]] = field(default_factory=dict, compare=False, repr=False)
     _reads: dict[int, frozenset[int]] = field(default_factory=dict, compare=False, repr=False)
-    _made: dict[int, tuple[Pairs, Pairs, Pairs]] = field(default_factory=dict, compare=False, repr=False)
+    _made: dict[int, tuple[IdPairs, IdPairs, IdPairs]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def without(self, nodes: Set[int]) -> Subgraph:
         """The same without some nodes."""
@@ -84,7 +86,7 @@ class Subgraph:
             self._reads[block.id] = frozenset(found)
         return self._reads[block.id]
 
-    def made(self, scan: Node, graph: Graph) -> tuple[Pairs, Pairs, Pairs]:
+    def made(self, scan: Node, graph: Graph) -> tuple[IdPairs, IdPairs, IdPairs]:
         """What a loop stacks, sums and saves of what kept nodes compute."""
         block = scan.body
         assert block is not None

@@ -85,7 +85,7 @@ def _rows(k: Kernel, a: Attending, axis: int, number: Any, count: int) -> Attend
     )
 
 
-Block = Callable[[Attending, Sequence[Any]], tuple[list[Any], list[Any]]]
+BlockFunction = Callable[[Attending, Sequence[Any]], tuple[list[Any], list[Any]]]
 """(operands, what else has rows) -> (what is added up over blocks of queries, what has rows)."""
 
 
@@ -93,7 +93,7 @@ def _blocks(
     k: Kernel,
     a: Attending,
     others: Sequence[Any],
-    block: Block,
+    block: BlockFunction,
     totals: Callable[[Attending], list[list[int]]],
 ) -> tuple[list[Any], list[Any]]:
     """What `block` gives for all rows: sums over the queries, and rows.

@@ -33,12 +33,12 @@ class Run:
     size: int
 
 
-Source = tuple[int, int, int]
+OperandRun = tuple[int, int, int]
 """Neighbouring elements of one operand: where the first of them goes in the whole result, which element of
 the operand it is, and how many they are."""
 
 
-def runs(parts: Sequence[Source], sizes: Sequence[int], pieces: int, length: int) -> list[Run]:
+def runs(parts: Sequence[OperandRun], sizes: Sequence[int], pieces: int, length: int) -> list[Run]:
     """What goes where if every operand and the result are cut into as many pieces.
 
     Args:
@@ -177,7 +177,7 @@ def rearranged(
     inputs: Sequence[int],
     type: TensorType,
     dim: str,
-    parts: Sequence[Source],
+    parts: Sequence[OperandRun],
     fill: float = 0.0,
 ) -> int:
     """The result of `op`, which puts `parts` (see `runs`) of its operands along `dim` and `fill` elsewhere.
@@ -213,7 +213,7 @@ def rearranged(
 
 @lru_cache(maxsize=1 << 12)
 def plan(
-    parts: tuple[Source, ...], sizes: tuple[int, ...], pieces: int, length: int
+    parts: tuple[OperandRun, ...], sizes: tuple[int, ...], pieces: int, length: int
 ) -> tuple[list[Slot], list[list[Run]]]:
     """What devices put of their own, and the rounds of what they send (see `runs`)."""
     found = runs(parts, sizes, pieces, length) if pieces > 1 else []

@@ -20,13 +20,13 @@ from mesh_tf_core.ops.ring_steps import AddPart, ChoosePart, JoinParts, LaterRow
 from mesh_tf_core.ops.ring_turns import Turn, turns_of
 from mesh_tf_core.ops.steps import Tree
 
-Parts = list[list[int]]
+RingParts = list[list[int]]
 """The pieces of positions that a device works on, one or two, each with some values."""
 
 
-Turned = Callable[[Parts, Parts, Turn], Parts]
+Turned = Callable[[RingParts, RingParts, Turn], RingParts]
 """What a turn makes of the keys that came and of some state."""
-Ended = Callable[[Parts, Turn], Parts]
+Ended = Callable[[RingParts, Turn], RingParts]
 """What is made of a state before or after the turns of one way."""
 
 
@@ -87,19 +87,19 @@ class Ring(Pieces):
             found[self.place] = self.began(half, found[self.place], way)
         return found
 
-    def rounds(self, keys: Parts, way: int) -> Parts:
+    def rounds(self, keys: RingParts, way: int) -> RingParts:
         """Of all pieces."""
         return [self.round(each, way, half) for half, each in enumerate(keys)]
 
     def around(
         self,
-        rows: Parts,
-        begun: Callable[[], Parts],
+        rows: RingParts,
+        begun: Callable[[], RingParts],
         turned: Turned,
         opened: Ended = lambda state, turn: state,
         closed: Ended = lambda state, turn: state,
         landed: Callable[[], None] = lambda: None,
-    ) -> Parts:
+    ) -> RingParts:
         """What is left of some state after the last turn.
 
         Args:
@@ -109,11 +109,11 @@ class Ring(Pieces):
         """
         steps, turns = self.steps, self.turns
 
-        def going(keys: Parts, way: int) -> Parts:
+        def going(keys: RingParts, way: int) -> RingParts:
             """What of the keys is sent on."""
             return [[x for n, x in enumerate(e) if n in self.keys] for e in self.rounds(keys, way)]
 
-        def came(going: Parts) -> Parts:
+        def came(going: RingParts) -> RingParts:
             pairs = zip(rows, map(iter, going), strict=True)
             return [[next(ids) if n in self.keys else x for n, x in enumerate(row)] for row, ids in pairs]
 
@@ -225,13 +225,13 @@ class Ring(Pieces):
         """Result and log-sum-exp, each in one or two pieces."""
         rows = [list(xs) for xs in zip(*parts, strict=True)]
 
-        def begun() -> Parts:
+        def begun() -> RingParts:
             found = [self.part(own, first=True, own=True) for own in rows]
             if self.form == ZIGZAG:
                 found[1] = self.join(found[1], self.part(self.met(rows[1], rows[0])))
             return [[self.wide(out), lse] for out, lse in found]
 
-        def turned(keys: Parts, found: Parts, turn: Turn) -> Parts:
+        def turned(keys: RingParts, found: RingParts, turn: Turn) -> RingParts:
             if self.form == RING:
                 new = self.part(self.met(rows[0], keys[0]), turn=turn)
                 return [self.join(found[0], new, turn.last, turn)]
@@ -248,7 +248,7 @@ class Ring(Pieces):
         rows = [list(xs) for xs in zip(*parts, strict=True)]
         after, home, landing = list[list[int]](), list[list[int]](), list[list[int]]()
 
-        def begun() -> Parts:
+        def begun() -> RingParts:
             after.extend(self.later(each, None) for each in rows)
             made = [self.part(own, first=True, own=True) for own in rows]
             queries, found = [each[0] for each in made], [each[1:] for each in made]
@@ -258,7 +258,7 @@ class Ring(Pieces):
             home.extend(found)
             return [[self.wide(x) for x in queries], *([] for _ in rows)]
 
-        def opened(state: Parts, turn: Turn) -> Parts:
+        def opened(state: RingParts, turn: Turn) -> RingParts:
             """What begins with the first turn begins empty; a loop, and a turn that is not for all pieces,
             add to what there is."""
             if turn.times == 1 and self.form == RING:
@@ -266,7 +266,7 @@ class Ring(Pieces):
             state, home[:] = [state[0], *home], [[] for _ in rows]
             return state
 
-        def turned(keys: Parts, state: Parts, turn: Turn) -> Parts:
+        def turned(keys: RingParts, state: RingParts, turn: Turn) -> RingParts:
             queries, *found = state
             queries, found = [*queries], [[self.sent(x, turn.way) for x in each] for each in found]
             if self.form == RING:
@@ -281,7 +281,7 @@ class Ring(Pieces):
             sums = [self.add(x, new[0], turn.last, turn, at == 1) for at, x in enumerate(queries)]
             return [sums, *(self.added(xs, new[1:], turn, at == 1) for at, xs in enumerate(found))]
 
-        def closed(state: Parts, turn: Turn) -> Parts:
+        def closed(state: RingParts, turn: Turn) -> RingParts:
             """Gradients of keys and values go home by the short way."""
             queries, *found = state
             back = turn.way * (self.count - turn.step if 2 * turn.step >= self.count else -turn.step)

@@ -12,7 +12,7 @@ from mesh_tf_core.ir.op import Emitter, Op, TensorType
 from mesh_tf_core.ops.attending import AnyAttention
 from mesh_tf_core.ops.ring_steps import ChoosePart, Place, PlaceSent
 from mesh_tf_core.ops.shape import Concat, Reshape, SliceDim
-from mesh_tf_core.ops.steps import Steps
+from mesh_tf_core.ops.steps import CollectiveSteps
 
 RING, ZIGZAG, ALL_TO_ALL = "ring", "zigzag", "all_to_all"
 
@@ -40,7 +40,7 @@ class Pieces:
         self.op, self.low, self.axes, self.form, self.lies = op, low, axes, form, lies
         self.count = low.oracle.ways(axes)
         self.ring = Dim(f"{op.length.name}_ring", self.count)
-        self.steps = Steps(low, axes, self.ring.name)
+        self.steps = CollectiveSteps(low, axes, self.ring.name)
 
     def local(self, op: Op, *inputs: int) -> list[int]:
         """What an operation makes of values whose dimensions, but the ring, lie as the layout says; sums over

@@ -26,7 +26,7 @@ Tree = list[Any]
 """Ids of values in nested lists."""
 
 
-class Steps:
+class CollectiveSteps:
     """The steps of one decomposed collective.
 
     Args:

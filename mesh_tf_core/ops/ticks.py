@@ -16,7 +16,7 @@ from mesh_tf_core.ir.blocks import MICROBATCH, TICK
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType
-from mesh_tf_core.ir.schedules import IDLE, Schedule, Slot
+from mesh_tf_core.ir.schedules import IDLE, PipelineSchedule, StageAction
 from mesh_tf_core.ir.stored_order import Interleaved
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import listing
@@ -25,7 +25,7 @@ from mesh_tf_core.ops.kinds import Move, Source
 WHY = "microbatches come one after the other"
 CHUNK = "chunk"
 """The column of a slot, beside its microbatch, that says which virtual stage of the stage it is for."""
-RINGS = {f"{slot.name.lower()} ring": slot for slot in (Slot.FORWARD, Slot.BACKWARD)}
+RINGS = {f"{slot.name.lower()} ring": slot for slot in (StageAction.FORWARD, StageAction.BACKWARD)}
 """The columns that say where in a ring something lies, and which slots put it there."""
 
 
@@ -54,8 +54,8 @@ class ScheduleColumn(Source):
       begin: the loop's first tick.
     """
 
-    schedule: Schedule
-    slot: Slot
+    schedule: PipelineSchedule
+    slot: StageAction
     column: str
     tick: Dim
     stage: Dim
@@ -81,8 +81,8 @@ class Passing(Source):
     """The microbatch that is at the first virtual stage, or at the last one at the `end`, at each of a loop's
     ticks, as [tick]; IDLE where none is."""
 
-    schedule: Schedule
-    slot: Slot
+    schedule: PipelineSchedule
+    slot: StageAction
     end: bool
     tick: Dim
     begin: int = 0
@@ -129,9 +129,9 @@ def _of_stages(k: Kernel, at: At, numbers: np.ndarray, stage: Dim) -> Any:
     return k.slice(x, [at.offset(d.name) if d.name == stage.name else 0 for d in shape], shape.sizes)
 
 
-def _forward(schedule: Schedule, end: bool) -> np.ndarray:
+def _forward(schedule: PipelineSchedule, end: bool) -> np.ndarray:
     """[tick of a pass forward]: the microbatch that enters, or leaves at the `end`."""
-    return schedule.passing(Slot.FORWARD, end)[: schedule.ticks]
+    return schedule.passing(StageAction.FORWARD, end)[: schedule.ticks]
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class ToTicks(Move):
     leaves it at the `end`. At the other ticks is zero, or, to `fill` it, the first microbatch: stages that
     are idle work on numbers like others, and no gradient comes back from them."""
 
-    schedule: Schedule
+    schedule: PipelineSchedule
     end: bool
     fill: bool
     linear: ClassVar[bool] = True
@@ -178,7 +178,7 @@ class FromTicks(Move):
     """x [tick, rest] as [microbatch, rest]: what is there as each microbatch enters, or leaves at the
     `end`."""
 
-    schedule: Schedule
+    schedule: PipelineSchedule
     end: bool
     linear: ClassVar[bool] = True
 

@@ -30,7 +30,7 @@ OUTER: Settings = {
 }
 """What all replicas that meet may say."""
 T = TypeVar("T", Tensor, Any)
-Part = slice | EllipsisType
+ParameterSlice = slice | EllipsisType
 """Every so manyth layer of a stack, or all of a variable."""
 
 
@@ -106,14 +106,14 @@ def wide(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
-def fragments_of(variables: Iterable[Variable], count: int) -> list[dict[str, Part]]:
+def fragments_of(variables: Iterable[Variable], count: int) -> list[dict[str, ParameterSlice]]:
     """For every fragment, its variables and what of them it has: every so manyth layer of a stack; what is in
     no stack, or in one with fewer layers, belongs to one of them.
 
     Raises:
       DoNotFit: nothing is left for some of them.
     """
-    found: list[dict[str, Part]] = [{} for _ in range(count)]
+    found: list[dict[str, ParameterSlice]] = [{} for _ in range(count)]
     alone, most = 0, 0
     for v in variables:
         layers = v.shape.sizes[0] if v.stacked else 0

@@ -30,7 +30,7 @@ def gradients(loss: Tensor, wrt: Sequence[Tensor]) -> list[Tensor | None]:
     needed = depends_on(graph, [x.id for x in wrt])
     with graph.phase(Phase.BACKWARD):
         one: Tensor = graph.apply(Constant(1.0, loss.dtype))
-        found = _Backward(graph, needed).run({loss.id: [one]}, list(graph.nodes))
+        found = _BackwardWalk(graph, needed).run({loss.id: [one]}, list(graph.nodes))
     return [found.get(x.id) for x in wrt]
 
 
@@ -73,7 +73,7 @@ def depends_on(graph: Graph, sources: Iterable[int]) -> set[int]:
     return reached
 
 
-class _Backward:
+class _BackwardWalk:
     """Walks blocks backwards, adding gradient operations to the graph's current block."""
 
     def __init__(self, graph: Graph, needed: set[int]) -> None:

@@ -32,7 +32,7 @@ from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.few_bits import WHOLE, coded, packed, unpacked
 from mesh_tf_core.ops.reduce import reduce_mean
 from mesh_tf_core.ops.shape import rename, reshape
-from mesh_tf_core.tracing.diloco import DiLoCo, Part, fragments_of, outer_step, wide
+from mesh_tf_core.tracing.diloco import DiLoCo, ParameterSlice, fragments_of, outer_step, wide
 from mesh_tf_core.tracing.graph import Graph
 
 BEFORE, MOMENTUM, LOST, CAME = "outer", "outer_momentum", "outer_lost", "outer_came"
@@ -54,7 +54,7 @@ class Named(Initializer):
 
 
 @dataclass(frozen=True)
-class Meeting:
+class FragmentOuterStep:
     """The graphs of one fragment's meeting.
 
     Attributes:
@@ -70,7 +70,7 @@ class Meeting:
         return (self.exchange,) if self.merge is None else (self.exchange, self.merge)
 
 
-def outer_steps(graph: Graph, inner: Graph, diloco: DiLoCo) -> tuple[Meeting, ...]:
+def outer_steps(graph: Graph, inner: Graph, diloco: DiLoCo) -> tuple[FragmentOuterStep, ...]:
     """How the fragments meet, in their turn.
 
     Args:
@@ -92,8 +92,11 @@ def outer_steps(graph: Graph, inner: Graph, diloco: DiLoCo) -> tuple[Meeting, ..
 
 
 def _meeting(
-    name: str, known: Mapping[str, tuple[Variable, Variable]], parts: Mapping[str, Part], diloco: DiLoCo
-) -> Meeting:
+    name: str,
+    known: Mapping[str, tuple[Variable, Variable]],
+    parts: Mapping[str, ParameterSlice],
+    diloco: DiLoCo,
+) -> FragmentOuterStep:
     """The meeting of a fragment.
 
     Args:
@@ -115,7 +118,7 @@ def _meeting(
             with merge.phase(Phase.UPDATE, variable.name):
                 came = merge.read(merge.declare(flying))
                 _merged(_Met(merge, variable, copies, part), came, diloco)
-    return Meeting(exchange, merge)
+    return FragmentOuterStep(exchange, merge)
 
 
 def _exchanged(met: _Met, diloco: DiLoCo) -> Tensor:
@@ -157,7 +160,7 @@ class _Met:
     graph: Graph
     variable: Variable
     all: Variable
-    part: Part
+    part: ParameterSlice
 
     @property
     def wide(self) -> str:
@@ -200,7 +203,7 @@ class _Taken:
 
     graph: Graph
     variable: Variable
-    part: Part
+    part: ParameterSlice
     stack: str
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ from mesh_tf_core.ir.blocks import MICROBATCH, Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.schedules import CIRCULAR, GPIPE, Schedule, Slot
+from mesh_tf_core.ir.schedules import CIRCULAR, GPIPE, PipelineSchedule, StageAction
 from mesh_tf_core.ir.stored_order import PADDING, Interleaved
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
@@ -194,7 +194,7 @@ class _Pipeline:
         self.copy, self.node, self.body, self.layers = copy, node, body, layers
         self.old, self.new = copy.old, copy.new
         kind = CIRCULAR if copy.rounds > 1 else GPIPE
-        self.schedule = Schedule(kind, copy.stages[layers.name], copy.parts, copy.rounds)
+        self.schedule = PipelineSchedule(kind, copy.stages[layers.name], copy.parts, copy.rounds)
         self.stage = Dim(layers.name, self.schedule.stages)
         self.order = Interleaved(self.schedule.stages, self.schedule.rounds)
         self.lie = Dim(layers.name, self.order.size(layers.size))
@@ -295,14 +295,14 @@ class _Pipeline:
         flows = [*states, *passes.values()]
         entering = [new.apply(ToTicks(schedule, end=False, fill=True), f.entering) for f in flows]
         init = [self._begun(f.entering) for f in flows]
-        rows = TableRows(new, schedule, self.stage, schedule.done(Slot.FORWARD))
+        rows = TableRows(new, schedule, self.stage, schedule.done(StageAction.FORWARD))
         with new.loop(rows.dim) as ticks:
             rows = rows.inside(ticks)
             held = [new.body_input(ticks, x) for x in init]
             come = [new.slice_into(ticks, x) for x in entering]
             with new.loop(self.stage, spread=True) as stages:
                 stage = new.tensors[stages.index]  # type: ignore[index]
-                work = rows.at(Slot.FORWARD, stages)
+                work = rows.at(StageAction.FORWARD, stages)
                 number, turn = work.number, work.chunk
                 enters = stage < 1 if turn is None else logical_and(stage < 1, turn < 1)
                 got = [where(enters, x, new.slice_into(stages, h)) for x, h in zip(come, held, strict=True)]

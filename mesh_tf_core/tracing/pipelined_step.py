@@ -16,11 +16,11 @@ so that there are T slots of each kind. With one virtual stage a stage microbatc
 every tick; with several at P of P R, and what is before and behind the layers runs at these alone
 (`Block.runs`).
 
-Stages keep what backward reads of a virtual stage, each value in a ring of `Schedule.in_flight` places; or
-of each layer its state and what it is to keep, and backward runs the rest of the layer again; or the state
-at the beginning of the virtual stage alone, and backward runs it again from there
-(`virtual_stages.Again`). What comes before the layers is made again wherever something behind reads it. A
-slot that is idle has gradients of zero, and adds nothing.
+Stages keep what backward reads of a virtual stage, each value in a ring of `PipelineSchedule.in_flight`
+places; or of each layer its state and what it is to keep, and backward recomputes the rest of the layer; or
+only the state at the beginning of the virtual stage, and backward recomputes it from there
+(`virtual_stages.RecomputeLayer`). Operations before the layers are recomputed wherever an operation behind
+the layers reads them. The gradients of an idle slot are zero, and it adds nothing.
 
 Variables that layers read by parts lie as in circular schedules (`tracing.pipeline`).
 """
@@ -34,7 +34,7 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.microbatch_order import MicrobatchOrder
 from mesh_tf_core.tracing.tick_loops import TickLoops
-from mesh_tf_core.tracing.virtual_stages import Again, VirtualStageCopy
+from mesh_tf_core.tracing.virtual_stages import RecomputeLayer, VirtualStageCopy
 
 
 def pipelined_step(
@@ -45,7 +45,7 @@ def pipelined_step(
     stages: int,
     schedule: str,
     wanted: Mapping[str, Tensor],
-    again: Again | None = None,
+    again: RecomputeLayer | None = None,
 ) -> tuple[Graph, dict[str, Tensor]]:
     """A step as a pipeline over the loop that `dim` counts, in a schedule that goes backward at once; else as
     `microbatch.accumulate`.

@@ -9,7 +9,7 @@ import numpy as np
 
 from mesh_tf_core.ir.blocks import MICROBATCH, TICK, Block
 from mesh_tf_core.ir.dims import Dim
-from mesh_tf_core.ir.schedules import IDLE, Schedule, Slot
+from mesh_tf_core.ir.schedules import IDLE, PipelineSchedule, StageAction
 from mesh_tf_core.ir.stored_order import Interleaved
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.math import maximum
@@ -18,7 +18,7 @@ from mesh_tf_core.tracing.graph import Graph
 
 
 @dataclass(frozen=True)
-class Work:
+class SlotWork:
     """What a stage does in a slot of a tick, all scalars.
 
     Attributes:
@@ -43,7 +43,7 @@ class TableRows:
     """
 
     new: Graph
-    schedule: Schedule
+    schedule: PipelineSchedule
     stage: Dim
     ticks: range
     block: Block | None = None
@@ -56,17 +56,17 @@ class TableRows:
         """The same in the loop's body."""
         return replace(self, block=block)
 
-    def at(self, slot: Slot, stages: Block) -> Work:
+    def at(self, slot: StageAction, stages: Block) -> SlotWork:
         """What the stage whose part of the tick is being built does in a slot."""
         item = self._column(slot, MICROBATCH, stages)
         chunk = maximum(self._column(slot, CHUNK, stages), 0) if self.schedule.chunks > 1 else None
-        return Work(item > IDLE, maximum(item, 0), chunk)
+        return SlotWork(item > IDLE, maximum(item, 0), chunk)
 
-    def place(self, slot: Slot, stages: Block, begin: Slot) -> Tensor:
+    def place(self, slot: StageAction, stages: Block, begin: StageAction) -> Tensor:
         """Where in a ring a stage puts what it keeps from slots of the kind `begin`, or finds it."""
         return self._column(slot, next(name for name, put in RINGS.items() if put is begin), stages)
 
-    def _column(self, slot: Slot, name: str, stages: Block) -> Tensor:
+    def _column(self, slot: StageAction, name: str, stages: Block) -> Tensor:
         assert self.block is not None
         with self.new.at_root():
             column = self.new.apply(
@@ -79,7 +79,7 @@ class TableRows:
         assert self.block is not None
         return self.new.slice_into(self.block, column)
 
-    def passing(self, slot: Slot, end: bool) -> tuple[Tensor, Fraction]:
+    def passing(self, slot: StageAction, end: bool) -> tuple[Tensor, Fraction]:
         """The microbatch at the first virtual stage, or at the last one at the `end`, IDLE if none is; and in
         which share of the ticks one is."""
         with self.new.at_root():

@@ -9,7 +9,7 @@ from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.schedules import IDLE, Slot
+from mesh_tf_core.ir.schedules import IDLE, StageAction
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.basic import Constant, add_n, scale
 from mesh_tf_core.ops.binary import where
@@ -21,10 +21,10 @@ from mesh_tf_core.tracing.backward_halves import HalfBackward, halves
 from mesh_tf_core.tracing.batch_linearity import Linearity
 from mesh_tf_core.tracing.microbatch_order import MicrobatchOrder, When
 from mesh_tf_core.tracing.table_rows import TableRows
-from mesh_tf_core.tracing.virtual_stages import IN_FLIGHT, Again, VirtualStageCopy
+from mesh_tf_core.tracing.virtual_stages import IN_FLIGHT, RecomputeLayer, VirtualStageCopy
 
 
-class State(NamedTuple):
+class TickState(NamedTuple):
     """What goes from one loop over ticks to the next.
 
     Attributes:
@@ -37,13 +37,13 @@ class State(NamedTuple):
     back: list[Tensor]
     late: list[Tensor]
 
-    def of(self, found: Sequence[Tensor], carries: Sequence[bool]) -> State:
+    def of(self, found: Sequence[Tensor], carries: Sequence[bool]) -> TickState:
         """The same with other tensors for the parts that are carried."""
         left = iter(found)
         parts = (
             [next(left) for _ in part] if goes else part for part, goes in zip(self, carries, strict=True)
         )
-        return State(*parts)
+        return TickState(*parts)
 
 
 class TickLoops:
@@ -59,7 +59,9 @@ class TickLoops:
       keeps: what rings hold of every layer, tensors of its body.
     """
 
-    def __init__(self, copy: VirtualStageCopy, order: MicrobatchOrder, again: Again | None = None) -> None:
+    def __init__(
+        self, copy: VirtualStageCopy, order: MicrobatchOrder, again: RecomputeLayer | None = None
+    ) -> None:
         self.copy, self.order, self.old = copy, order, copy.old
         self.new, self.schedule = copy.new, copy.schedule
         self.stages, self.parts = self.schedule.stages, self.schedule.microbatches
@@ -70,7 +72,7 @@ class TickLoops:
         self.flows = (*self.order.states, *self.order.passes)
         self._keep(order.body(order.forward), again)
 
-    def _keep(self, layers: Block, again: Again | None) -> None:
+    def _keep(self, layers: Block, again: RecomputeLayer | None) -> None:
         """Settles what stays for backward."""
         copy, order = self.copy, self.order
         self.second = None if again is None else again(layers)
@@ -85,7 +87,7 @@ class TickLoops:
         passes = tuple(i for i in self.order.passes if i in used)
         self.held = self.flows if self.stage_again else passes
         self.halves: tuple[HalfBackward, HalfBackward] | None = None
-        if self.schedule.last is Slot.WEIGHTS:
+        if self.schedule.last is StageAction.WEIGHTS:
             if self.stage_again:
                 raise copy.refusal(
                     "stages that run again as a whole have no slot for weights: recompute layers"
@@ -142,7 +144,7 @@ class TickLoops:
     # -- what is when ----------------------------------------------------------------------------------------
 
     def _passing(
-        self, rows: TableRows, slot: Slot, end: bool, make: Callable[[Tensor], Sequence[Tensor]]
+        self, rows: TableRows, slot: StageAction, end: bool, make: Callable[[Tensor], Sequence[Tensor]]
     ) -> list[Tensor] | None:
         """What is made of the microbatch that is at the first virtual stage, or at the last one at the `end`;
         with several virtual stages a stage, in the ticks in which one is, and zeros in others. None if none
@@ -177,11 +179,11 @@ class TickLoops:
     ) -> tuple[list[Tensor], list[Tensor], dict[int, Tensor]]:
         """Every stage forward: what the stages hand on; the rings; terms of sums."""
         new = self.new
-        entering = self._passing(rows, Slot.FORWARD, False, self._entering)
+        entering = self._passing(rows, StageAction.FORWARD, False, self._entering)
         with new.loop(self.stage, spread=True) as stages:
-            stage, work = self._stage(stages), rows.at(Slot.FORWARD, stages)
+            stage, work = self._stage(stages), rows.at(StageAction.FORWARD, stages)
             works, number, chunk = work.works, work.number, work.chunk
-            place = rows.place(Slot.FORWARD, stages, Slot.FORWARD) if rings else number
+            place = rows.place(StageAction.FORWARD, stages, StageAction.FORWARD) if rings else number
             got = [new.slice_into(stages, h) for h in held]
             if entering is not None:
                 enters = stage < 1 if chunk is None else logical_and(stage < 1, chunk < 1)
@@ -219,9 +221,9 @@ class TickLoops:
         """
         new, copy, half = self.new, self.copy, self.halves[0] if self.halves else None
         with new.phase(Phase.BACKWARD, ""), new.loop(self.stage, spread=True) as stages:
-            stage, work = self._stage(stages), rows.at(Slot.BACKWARD, stages)
+            stage, work = self._stage(stages), rows.at(StageAction.BACKWARD, stages)
             works, number, chunk = work.works, work.number, work.chunk
-            place = rows.place(Slot.BACKWARD, stages, Slot.FORWARD) if rings else number
+            place = rows.place(StageAction.BACKWARD, stages, StageAction.FORWARD) if rings else number
             last = stage > self.stages - 2
             begins = last if chunk is None else logical_and(last, chunk > self.schedule.chunks - 2)
             # A slot that is idle takes what was put there: no gradient comes of it, if it is a number.
@@ -248,7 +250,7 @@ class TickLoops:
             ends += [copy.tensors[o] + where(begins, 0, h) for o, h in beside]
             handed = [new.stack_output(stages, x) for x in ends]
             if half is not None:
-                place = rows.place(Slot.BACKWARD, stages, Slot.BACKWARD)
+                place = rows.place(StageAction.BACKWARD, stages, StageAction.BACKWARD)
                 pairs = [(new.slice_into(stages, r), copy.between[i]) for r, i in self._between(late)]
                 late = [new.stack_output(stages, dynamic_update(r, x, place, IN_FLIGHT)) for r, x in pairs]
             terms = self._terms(stages, self.order.backward, works, half)
@@ -268,13 +270,13 @@ class TickLoops:
         assert self.halves is not None
         new, copy, half = self.new, self.copy, self.halves[1]
         with new.phase(Phase.BACKWARD, ""), new.loop(self.stage, spread=True) as stages:
-            work = rows.at(Slot.WEIGHTS, stages)
-            place = rows.place(Slot.WEIGHTS, stages, Slot.FORWARD) if rings else work.number
+            work = rows.at(StageAction.WEIGHTS, stages)
+            place = rows.place(StageAction.WEIGHTS, stages, StageAction.FORWARD) if rings else work.number
             got = [dynamic_slice(new.slice_into(stages, r), place, IN_FLIGHT) for r in rings]
             self._enter(stages, work.number, dict(zip(self.held, got, strict=False)), (self.order.backward,))
             if self.second is None:
                 self._kept(dict(zip(self.keeps, got[len(self.held) :], strict=True)))
-            place = rows.place(Slot.WEIGHTS, stages, Slot.BACKWARD)
+            place = rows.place(StageAction.WEIGHTS, stages, StageAction.BACKWARD)
             stacks = ((i, new.slice_into(stages, r)) for r, i in self._between(late))
             copy.between = {i: dynamic_slice(r, place, IN_FLIGHT) for i, r in stacks}
             self._layers(self.order.backward, stages, work.chunk, [], half)
@@ -314,7 +316,7 @@ class TickLoops:
             self.copy.take(self.order, number, known, (*sums, *self.order.seeds), When.HEAD)
             return [*self.copy._operands(self.order.backward), *(self.copy._delivered(o, o) for o in sums)]
 
-        made, count = self._passing(rows, Slot.FORWARD, True, make) or [], len(self.order.seeds)
+        made, count = self._passing(rows, StageAction.FORWARD, True, make) or [], len(self.order.seeds)
         return made[:count], dict(zip(sums, made[count:], strict=False))
 
     def _after(self, rows: TableRows, handed: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -329,7 +331,7 @@ class TickLoops:
             self.copy.take(self.order, number, known, sums, When.AFTER)
             return [self.copy._delivered(o, o) for o in sums]
 
-        made = self._passing(rows, Slot.BACKWARD, False, make) if sums else None
+        made = self._passing(rows, StageAction.BACKWARD, False, make) if sums else None
         return dict(zip(sums, made or [], strict=False))
 
     # -- the loops over ticks --------------------------------------------------------------------------------
@@ -339,22 +341,22 @@ class TickLoops:
         new, order, of, chunk = self.new, self.order, self.schedule, self.copy.chunk
         rings = [self._zeros(i, self.ring) for i in self.held]
         rings += [self._zeros(i, self.ring, chunk) for i in self.keeps]
-        state = State([self._zeros(i) for i in self.flows], rings, [], [])
+        state = TickState([self._zeros(i) for i in self.flows], rings, [], [])
         for ticks, slots in of.loops:
-            if Slot.BACKWARD in slots and not state.back:
+            if StageAction.BACKWARD in slots and not state.back:
                 back = [self._zeros(i) for i in (*order.seeds, *order.rows)]
                 between = self.halves[0].between if self.halves else ()
-                late = [self._zeros(i, Dim(IN_FLIGHT, of.ring(Slot.BACKWARD)), chunk) for i in between]
-                state = State(state.flow, state.rings, back, late)
-            with new.phase(Phase.FORWARD if Slot.FORWARD in slots else "backward", ""):
+                late = [self._zeros(i, Dim(IN_FLIGHT, of.ring(StageAction.BACKWARD)), chunk) for i in between]
+                state = TickState(state.flow, state.rings, back, late)
+            with new.phase(Phase.FORWARD if StageAction.FORWARD in slots else "backward", ""):
                 state = self._loop(ticks, slots, state)
         with new.phase(Phase.BACKWARD, ""):
             self.copy.number = None
             return {o: add_n(xs) for o, xs in self.made.items()}
 
-    def _loop(self, ticks: range, slots: Set[Slot], state: State) -> State:
+    def _loop(self, ticks: range, slots: Set[StageAction], state: TickState) -> TickState:
         """A loop over ticks with these slots; the state after it."""
-        new, forward, backward = self.new, Slot.FORWARD in slots, Slot.BACKWARD in slots
+        new, forward, backward = self.new, StageAction.FORWARD in slots, StageAction.BACKWARD in slots
         rows = TableRows(new, self.schedule, self.stage, ticks)
         carries = (forward, forward, backward, backward)  # What others do not change they only read.
         carried = [x for part, goes in zip(state, carries, strict=True) if goes for x in part]
@@ -371,7 +373,7 @@ class TickLoops:
             if backward:
                 handed, late, more = self._backward_slot(rows, back, rings, late, entering)
                 terms = {**terms, **more, **self._after(rows, handed)}
-            if Slot.WEIGHTS in slots:
+            if StageAction.WEIGHTS in slots:
                 terms.update(self._weights_slot(rows, rings, late))
             with new.phase(Phase.BACKWARD if backward else "forward", ""):
                 moved += rings if forward else []

@@ -12,7 +12,7 @@ from mesh_tf_core.ir.blocks import MICROBATCH, Block, Node, reads
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.schedules import Schedule, rounds_of
+from mesh_tf_core.ir.schedules import PipelineSchedule, rounds_of
 from mesh_tf_core.ir.stored_order import PADDING, Interleaved
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.binary import where
@@ -34,7 +34,7 @@ IN_FLIGHT = "in_flight"
 
 
 @dataclass(frozen=True)
-class Place:
+class CopiedLayers:
     """Which layers are copied.
 
     Attributes:
@@ -64,12 +64,14 @@ class LayerAgain:
     nodes: Sequence[Node]
 
 
-Again = Callable[[Block], LayerAgain | None]
+RecomputeLayer = Callable[[Block], LayerAgain | None]
 """What runs again for backward, of the body of a loop over layers: parts of each layer, or None: the layers
 of a stage one after the other, from the state that came in."""
 
 
-Loops = Callable[["VirtualStageCopy", Sequence[Node], tuple[Node, Node], Iterable[int]], dict[int, Tensor]]
+CopyLoops = Callable[
+    ["VirtualStageCopy", Sequence[Node], tuple[Node, Node], Iterable[int]], dict[int, Tensor]
+]
 
 
 class VirtualStageCopy(Accumulation):
@@ -97,7 +99,7 @@ class VirtualStageCopy(Accumulation):
     """
 
     def __init__(
-        self, graph: Graph, batch: str, parts: int, dim: str, stages: int, schedule: str, loops: Loops
+        self, graph: Graph, batch: str, parts: int, dim: str, stages: int, schedule: str, loops: CopyLoops
     ) -> None:
         self.loops = loops
         self.named, rounds = schedule, rounds_of(schedule)
@@ -105,7 +107,7 @@ class VirtualStageCopy(Accumulation):
         self.raw: dict[int, Tensor] = {}
         self.lies: dict[int, Tensor] = {}
         super().__init__(graph, batch, parts)
-        self.schedule = Schedule.named(schedule, stages, parts)
+        self.schedule = PipelineSchedule.named(schedule, stages, parts)
         (size,) = graph.dims()[dim]
         self.layers, self.stage, self.all = dim, Dim(dim, stages), Dim(dim, size)
         self.order = Interleaved(stages, rounds)
@@ -124,7 +126,7 @@ class VirtualStageCopy(Accumulation):
         self.batches, self.of_chunk = self.smaller, {**self.smaller, Dim(dim, size): self.chunk}
         self.of_stage = {**self.smaller, Dim(dim, size): self.own}
         self.stacks: set[int] = set()
-        self.place: Place | None = None
+        self.place: CopiedLayers | None = None
         trained = [v for v in graph.variables.values() if v.trainable]
         self.trained = depends_on(graph, [graph.read(v).id for v in trained])
         self.moves = self.order.moves(size)
@@ -232,7 +234,7 @@ class VirtualStageCopy(Accumulation):
         of_all = stage if chunk is None else chunk * self.schedule.stages + stage
         first = None if chunk is None else chunk * size
         numbers = layer_numbers(self.new, self.order, self.all, stages, self.own)
-        self.smaller, self.place = self.of_chunk, Place(stage, chunk, of_all * size, first, numbers)
+        self.smaller, self.place = self.of_chunk, CopiedLayers(stage, chunk, of_all * size, first, numbers)
         try:
             yield
         finally:

@@ -44,7 +44,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ops.few_bits import BITS, DTYPE, WHOLE, quantised, restored
-from mesh_tf_core.tracing.diloco import Part, fragments_of, outer_step, wide
+from mesh_tf_core.tracing.diloco import ParameterSlice, fragments_of, outer_step, wide
 from mesh_tf_core.tracing.meeting import MOMENTUM
 from mesh_tf_core.training.decoupled import Decoupled
 from mesh_tf_core.training.finite import is_finite
@@ -207,7 +207,7 @@ class Meetings:
 
     # -- a post ----------------------------------------------------------------------------------------------
 
-    def _fragment(self, round: int) -> dict[str, Part]:
+    def _fragment(self, round: int) -> dict[str, ParameterSlice]:
         return self._parts[round % self.how.fragments]
 
     def _made(self, round: int) -> tuple[ArraysByName, ArraysByName]:
@@ -317,7 +317,7 @@ class Meetings:
         }
 
     def _wanted(
-        self, round: int, parts: Mapping[str, Part], more: tuple[str, ...] = ("",)
+        self, round: int, parts: Mapping[str, ParameterSlice], more: tuple[str, ...] = ("",)
     ) -> dict[str, tuple[int, ...]]:
         """Names and shapes of what is read of a state; the first one is of whole variables."""
         shapes = {n: np.broadcast_to(0, self._shapes[n])[p if round else ...].shape for n, p in parts.items()}
@@ -330,12 +330,12 @@ class Meetings:
 
     def _take(self, newest: int) -> MeetingState:
         """The newest state of every fragment up to one as the variables; what the last one says of itself."""
-        found: list[tuple[Mapping[str, Part], MeetingState, ArraysByName]] = []
+        found: list[tuple[Mapping[str, ParameterSlice], MeetingState, ArraysByName]] = []
         while not found:
             first = max(self.round + 1, newest + 1 - self.how.fragments, 0)
             try:
                 for round in range(first, newest + 1):
-                    parts: Mapping[str, Part] = dict.fromkeys(self.names, ...)
+                    parts: Mapping[str, ParameterSlice] = dict.fromkeys(self.names, ...)
                     if round:
                         parts = self._fragment(round - 1)
                     found.append((parts, *self.directory.read_state(round, self._wanted(round, parts))))
@@ -347,7 +347,7 @@ class Meetings:
         self.round = newest
         return found[-1][1]
 
-    def _write(self, name: str, part: Part, array: np.ndarray) -> None:
+    def _write(self, name: str, part: ParameterSlice, array: np.ndarray) -> None:
         """Sets a fragment of a variable."""
         whole = np.array(self.engine.read(name))
         began = np.array(self._began.get(name, _wide(whole)))  # a checkpoint may be writing the one before

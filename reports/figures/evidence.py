@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from layoutopt.plan.evidence import Calibration, Measured, Sample, Validation
+from layoutopt.plan.evidence import CalibrationEvidence, MeasuredLayout, Sample, Validation
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import (
     digits,
@@ -66,13 +66,13 @@ def draw_predicted_measured(plan: PlanFile, title: str = "") -> Figure:
     return sheet.figure
 
 
-def _said(row: Measured) -> str:
+def _said(row: MeasuredLayout) -> str:
     layout = shorten(row.layout, 80) or "replicated"
     told, measured = seconds_text(row.predicted_seconds), seconds_text(row.measured_seconds)
     return f"{layout}: {told} predicted, {measured} measured"
 
 
-def _mark_chosen(ax: Axes, plan: PlanFile, rows: Sequence[Measured]) -> None:
+def _mark_chosen(ax: Axes, plan: PlanFile, rows: Sequence[MeasuredLayout]) -> None:
     text = layout_text(plan.layout)
     for row in rows:
         if row.layout == text:
@@ -143,7 +143,7 @@ def draw_calibration(plan: PlanFile, title: str = "") -> Figure:
 def _groups(plan: PlanFile) -> list[tuple[str, list[Sample]]]:
     """Measurements by what was run: what the fit had not seen, then those with the most samples."""
     found: dict[str, list[Sample]] = {}
-    for sample in (plan.details.calibration or Calibration()).samples:
+    for sample in (plan.details.calibration or CalibrationEvidence()).samples:
         found.setdefault(sample.what, []).append(sample)
     return sorted(found.items(), key=lambda g: (not g[1][0].held_out, -len(g[1])))[:MOST_PANELS]
 

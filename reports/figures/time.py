@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from layoutopt.plan.details import Shares
+from layoutopt.plan.details import TimeShares
 from layoutopt.plan.schema import PlanFile, Predicted
 from layoutopt.plan.units import percent, plural, seconds_text, shorten, times_text
 from reports.figures.bars import Bar, Bars, BarSegment, cut_scale
@@ -150,7 +150,7 @@ def draw_time_by_kind(plan: PlanFile, title: str = "") -> Figure:
     return sheet.figure
 
 
-def _columns(plan: PlanFile) -> list[tuple[str, Shares]]:
+def _columns(plan: PlanFile) -> list[tuple[str, TimeShares]]:
     """The layouts to compare: the answer, those that fit, then the others."""
     order = {r.choice.name: i for i, r in enumerate(ranked(plan))}
     twins = {r.choice.name for r in ranked(plan) if r.twin}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from layoutopt.plan.details import Curve, Trial
+from layoutopt.plan.details import FactorCurve, Trial
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import (
     bytes_text,
@@ -179,7 +179,7 @@ def draw_sensitivity(plan: PlanFile, title: str = "") -> Figure:
     return sheet.figure
 
 
-def _panel(sheet: FigureSheet, ax: Axes, one: Curve, letters: dict[str, str]) -> None:
+def _panel(sheet: FigureSheet, ax: Axes, one: FactorCurve, letters: dict[str, str]) -> None:
     done = [(t.value, t.step_seconds, t) for t in one.trials if t.step_seconds is not None and t.value > 0]
     values = [t.value for t in one.trials if t.value > 0] or [1.0]
     ax.set_xscale("log")

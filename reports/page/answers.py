@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from layoutopt.plan.details import Proof, sources_text
-from layoutopt.plan.evidence import Calibration, Validation
+from layoutopt.plan.evidence import CalibrationEvidence, Validation
 from layoutopt.plan.known import Known
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.training import lasts, money_text
@@ -227,7 +227,7 @@ def _validated(plan: PlanFile, checked: Validation, error: float) -> PageAnswer:
     return PageAnswer("How sure", f"±{percent(error)}", "; ".join(parts), state)
 
 
-def fit_words(found: Calibration) -> str:
+def fit_words(found: CalibrationEvidence) -> str:
     """How well a calibration's fit meets what it did not see, or, where all was seen, that."""
     fitted, unseen = typical_of(found, held_out=False), typical_of(found, held_out=True)
     words = f"fitted to {plural(sum(not s.held_out for s in found.samples), found.of)}"
@@ -236,7 +236,7 @@ def fit_words(found: Calibration) -> str:
     return f"{words}, {_off(found, fitted, held_out=False)}" if fitted is not None else words
 
 
-def _off(found: Calibration, middle: float, held_out: bool) -> str:
+def _off(found: CalibrationEvidence, middle: float, held_out: bool) -> str:
     worst = max(abs(s.residual) for s in found.samples if s.held_out == held_out)
     return f"typically {percent(middle)} off, {percent(worst)} at most"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 
-from layoutopt.plan.details import Variable
+from layoutopt.plan.details import VariableDetail
 from layoutopt.plan.schema import PlanFile
 
 NUMBERS = re.compile(r"\d+")
 
 
-class VariableGroup(Variable):
+class VariableGroup(VariableDetail):
     """Variables of the same shape and split as one; `alike` says how many."""
 
     alike: int = 1
@@ -22,7 +22,7 @@ def grouped(plan: PlanFile) -> tuple[VariableGroup, ...]:
 
     A group's bytes are of one member; `alike` counts them. Its name has '*' where the numbers differ.
     """
-    groups: dict[tuple[object, ...], list[Variable]] = {}
+    groups: dict[tuple[object, ...], list[VariableDetail]] = {}
     for v in plan.details.variables:
         key = (NUMBERS.sub("*", v.name), v.shape, v.dtype, v.splits, v.kind, v.local_bytes)
         groups.setdefault(key, []).append(v)
@@ -30,7 +30,7 @@ def grouped(plan: PlanFile) -> tuple[VariableGroup, ...]:
     return tuple(sorted(rows, key=lambda v: -v.local_bytes * v.alike))
 
 
-def _shared(group: list[Variable]) -> str:
+def _shared(group: list[VariableDetail]) -> str:
     """The common name; a number that all members share stays."""
     if len(group) == 1:
         return group[0].name
@@ -50,12 +50,12 @@ def totals(plan: PlanFile) -> tuple[float, float]:
     return sum(v.bytes for v in found), sum(v.local_bytes for v in found)
 
 
-def shape_text(variable: Variable) -> str:
+def shape_text(variable: VariableDetail) -> str:
     """'vocab 32768 × d_model 1024'; a scalar has no dimensions."""
     return " × ".join(f"{dim} {size:,}" for dim, size in variable.shape) or "scalar"
 
 
-def split_text(variable: Variable) -> str:
+def split_text(variable: VariableDetail) -> str:
     """'vocab over model'; nothing split is 'whole on every device'."""
     parts = [
         f"{dim} over {'+'.join(axes)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from layoutopt.plan.details import PricedLine, Shares
+from layoutopt.plan.details import PricedLine, TimeShares
 from layoutopt.plan.schema import PlanFile
 from mesh_tf_core.ir.program import COLLECTIVES
 
@@ -93,7 +93,7 @@ def is_collective(kind: str) -> bool:
     return kind in COLLECTIVES or kind == "slice"
 
 
-def shares(plan: PlanFile) -> Mapping[str, Shares]:
+def shares(plan: PlanFile) -> Mapping[str, TimeShares]:
     """Time by kind for the answer and every alternative that the plan has it for, the answer first.
 
     Without `by_kind` the answer's is summed from its lines.
@@ -103,7 +103,7 @@ def shares(plan: PlanFile) -> Mapping[str, Shares]:
     return ({"answer": answer} if answer else {}) | found
 
 
-def _from_lines(plan: PlanFile) -> Shares | None:
+def _from_lines(plan: PlanFile) -> TimeShares | None:
     if not plan.details.lines:
         return None
     kinds: dict[str, float] = {}
@@ -111,4 +111,4 @@ def _from_lines(plan: PlanFile) -> Shares | None:
         kinds[line.kind] = kinds.get(line.kind, 0.0) + line.times * line.seconds
     p = plan.predicted
     exposed = p.exposed_communication_seconds
-    return Shares(compute=p.compute_seconds, hidden=p.hidden_seconds, exposed=exposed, kinds=kinds)
+    return TimeShares(compute=p.compute_seconds, hidden=p.hidden_seconds, exposed=exposed, kinds=kinds)

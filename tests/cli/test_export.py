@@ -19,7 +19,7 @@ from layoutopt.cli import app
 from layoutopt.models.loading import load_model
 from layoutopt.plan.decided import Decided
 from layoutopt.plan.export import FORMATS, export
-from layoutopt.plan.exported import Exported, Placed
+from layoutopt.plan.exported import Exported, ExportedTensor
 from tests.cli.exported import matrices, two_axes
 
 LM = "examples/transformer_lm.py"
@@ -263,7 +263,7 @@ def test_two_axes_on_one_dimension(to: str) -> None:
 
 def test_names_cannot_break_out_of_the_text() -> None:
     evil = 'x\'\n"""\nraise SystemExit'
-    weight = Placed(evil, (evil,), ((),), (8,))
+    weight = ExportedTensor(evil, (evil,), ((),), (8,))
     what = Exported(evil, mtf.Mesh("a:2"), mtf.Layout(), (weight,), (weight,))
     for to in ("jax", "dtensor", "haliax", "mesh-tensorflow"):
         compile(export(what, to), to, "exec")

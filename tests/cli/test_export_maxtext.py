@@ -9,7 +9,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from layoutopt.plan.export import export
-from layoutopt.plan.exported import Exported, Placed
+from layoutopt.plan.exported import Exported, ExportedTensor
 from tests.cli.exported import matrices, two_axes
 
 
@@ -72,7 +72,7 @@ def test_maxtext_has_one_policy_for_all_layers() -> None:
 
     def exported(*again: str) -> str:
         stacks = [
-            Placed(f"{dim}/{name}", (dim, "d_model", "d_ff"), ((), (), ()), (2, 8, 16), True)
+            ExportedTensor(f"{dim}/{name}", (dim, "d_model", "d_ff"), ((), (), ()), (2, 8, 16), True)
             for dim in ("encoder_layers", "layers")
             for name in ("up", "gate")
         ]
@@ -94,7 +94,7 @@ def test_maxtext_says_what_lies_between_slices() -> None:
 
 
 def test_maxtext_takes_its_own_names() -> None:
-    weights = (Placed("wi", ("embed", "mlp"), ((), ("c",)), (8, 16), True),)
+    weights = (ExportedTensor("wi", ("embed", "mlp"), ((), ("c",)), (8, 16), True),)
     found = Exported("title", mtf.Mesh("a:2;c:2"), mtf.Layout("batch:a;mlp:c;kv_heads:c"), weights, ())
     table = dict(json.loads(export(found, "maxtext").split("logical_axis_rules: ")[1]))
     assert table["mlp"] == table["activation_mlp"] == table["q_heads"] == table["kv_heads"]

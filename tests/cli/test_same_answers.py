@@ -15,7 +15,7 @@ import mesh_tf_core as mtf
 from examples.transformer_lm import model as transformer_lm
 from layoutopt.analysis import validate as validation
 from layoutopt.analysis.verify import Verified
-from layoutopt.answers.pricing import Priced
+from layoutopt.answers.pricing import PricedLayout
 from layoutopt.cli.terminal import plain
 from layoutopt.models.loading import load_model
 from mesh_tf_core.engines.jax.compile import CompilerRefusal
@@ -117,7 +117,7 @@ def test_verify(printed: Callable[..., Any], model: mtf.Model, monkeypatch: pyte
     """The compiler is not needed: what it says is given."""
 
     def compiled(priced: Any, topology: str, *_: Any) -> Verified:
-        of = priced.evaluation if isinstance(priced, Priced) else priced
+        of = priced.evaluation if isinstance(priced, PricedLayout) else priced
         return Verified(topology, of.cost.compute_seconds, (), None, CompilerRefusal("no room", True), (), of)
 
     monkeypatch.setattr("layoutopt.answers.running.compiled", compiled)

@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from layoutopt.cli import app
-from layoutopt.cli.group import Group
+from layoutopt.cli.group import CommandGroup
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = str(Path(sys.executable).parent / "layoutopt")
@@ -109,7 +109,7 @@ def test_help_says_what_typer_would_say_of_every_command(capsys: pytest.CaptureF
     group: Any = typer.main.get_command(app)
     with group.make_context("layoutopt", [], resilient_parsing=True) as context:
         said = []
-        for show in (group.format_help, super(Group, group).format_help):
+        for show in (group.format_help, super(CommandGroup, group).format_help):
             show(context, context.make_formatter())
             said.append(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
     assert said[0] == said[1] and "solve-problem" in said[0]

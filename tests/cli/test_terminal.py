@@ -26,7 +26,7 @@ from typer.testing import Result
 from layoutopt.api import SearchStatus
 from layoutopt.cli.completion import complete_setting
 from layoutopt.cli.plan_tables import frontier_table
-from layoutopt.cli.progress import Bounds, Steps, bounds_text
+from layoutopt.cli.progress import Bounds, StepProgress, bounds_text
 from layoutopt.cli.sheet import Sheet
 from layoutopt.cli.terminal import GOOD, Terminal, facts, plain
 from layoutopt.plan.build import load_plan
@@ -200,7 +200,7 @@ def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(
 ) -> None:
     monkeypatch.setattr("layoutopt.cli.progress.EVERY", 0.01)
 
-    def said(enter: Callable[[Terminal], Bounds | Steps], quiet: bool = False) -> list[str]:
+    def said(enter: Callable[[Terminal], Bounds | StepProgress], quiet: bool = False) -> list[str]:
         with enter(Terminal(quiet=quiet)):
             time.sleep(0.1)
         return capsys.readouterr().err.splitlines()
@@ -210,15 +210,15 @@ def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(
         bounds.update(0.004, 0.003)
         return bounds
 
-    def measuring(terminal: Terminal) -> Steps:
-        steps = Steps(terminal, "measuring", 12)
+    def measuring(terminal: Terminal) -> StepProgress:
+        steps = StepProgress(terminal, "measuring", 12)
         steps.update(3, "a product")
         return steps
 
     lines = said(searching)
     assert len(lines) > 1 and {*lines} == {"searching mlp: best 4.00 ms, bound 3.00 ms, gap 25.00% (0 s)"}
     assert {*said(measuring)} == {"measuring 3/12, a product"}
-    assert said(searching, quiet=True) == [] == said(lambda t: Steps(t, "training", 3, lines=False))
+    assert said(searching, quiet=True) == [] == said(lambda t: StepProgress(t, "training", 3, lines=False))
 
 
 def test_ctrl_c_keeps_what_was_trained(run: Callable[..., Result], tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_verdicts_have_colours_on_terminals() -> None:
 
 def test_steps_say_how_long_the_others_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one, which compiles, does not count."""
-    steps, said = Steps(Terminal(), "calibrating", 10, left=True), []
+    steps, said = StepProgress(Terminal(), "calibrating", 10, left=True), []
     clock = iter([100.0, 102.0, 104.0, 106.0])
     monkeypatch.setattr("layoutopt.cli.progress.time.monotonic", lambda: next(clock))
     steps.progress.update = lambda task, completed, facts, total: said.append(facts)  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ from typer.testing import Result
 
 import mesh_tf_core as mtf
 from costmodels import load_hardware
-from layoutopt.cli.given import Given
+from layoutopt.cli.given import GivenOptions
 from layoutopt.cli.running import Session, machine_of_run, runs_on
 from layoutopt.cli.terminal import Terminal
 from mesh_tf_core.training import Trainer
@@ -294,7 +294,7 @@ def test_the_machine_of_a_run(
     monkeypatch: pytest.MonkeyPatch, engine: str, planned: str, asked: str | None, found: str
 ) -> None:
     monkeypatch.setattr("layoutopt.cli.running.hardware_of", lambda plan: plan)
-    given = Given(mtf.Mesh("a:2"), mtf.Layout(), mtf.Options(), planned)  # type: ignore[arg-type]
+    given = GivenOptions(mtf.Mesh("a:2"), mtf.Layout(), mtf.Options(), planned)  # type: ignore[arg-type]
     session = Session(Terminal(False, True), engine)
     assert machine_of_run(session, given, asked, None).name == found
     assert runs_on(session, load_hardware(found)) == ((engine, found) in ON_ITS_OWN)

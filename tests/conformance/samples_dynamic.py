@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import mesh_tf_core as mtf
-from mesh_tf_core.ir.schedules import Schedule, Slot
+from mesh_tf_core.ir.schedules import PipelineSchedule, StageAction
 from mesh_tf_core.ir.stored_order import Interleaved
 from mesh_tf_core.ops import few_bits
 from mesh_tf_core.ops.ticks import CHUNK, RINGS, FromTicks, LayerNumbers, Passing, ScheduleColumn, ToTicks
@@ -28,7 +28,7 @@ def _written(x: np.ndarray, piece: np.ndarray, i: Any, axis: int) -> np.ndarray:
 
 
 def _ticks(fill: bool) -> Sample:
-    s = Schedule("gpipe", 3, 4)
+    s = PipelineSchedule("gpipe", 3, 4)
 
     def apply(g: mtf.Graph, x: mtf.Tensor) -> Any:
         made = [g.apply(ToTicks(s, end, fill), x) for end in (False, True)]
@@ -45,16 +45,18 @@ def _ticks(fill: bool) -> Sample:
 
 
 def _table(column: str) -> Sample:
-    s, tick, stage = Schedule("interleaved", 4, 6, 2), mtf.Dim("tick", 5), mtf.Dim("a", 4)
+    s, tick, stage = PipelineSchedule("interleaved", 4, 6, 2), mtf.Dim("tick", 5), mtf.Dim("a", 4)
 
     def apply(g: mtf.Graph, x: mtf.Tensor) -> Any:
-        read = g.apply(ScheduleColumn(s, Slot.BACKWARD, column, tick, stage, 9))
-        return x + read.cast(x.dtype), x + g.apply(Passing(s, Slot.BACKWARD, True, tick, 9)).cast(x.dtype)
+        read = g.apply(ScheduleColumn(s, StageAction.BACKWARD, column, tick, stage, 9))
+        return x + read.cast(x.dtype), x + g.apply(Passing(s, StageAction.BACKWARD, True, tick, 9)).cast(
+            x.dtype
+        )
 
     def dense(x: np.ndarray) -> Any:
-        table = s.table[9:14, :, Slot.BACKWARD]
+        table = s.table[9:14, :, StageAction.BACKWARD]
         numbers = {"microbatch": table[..., 0], CHUNK: table[..., 1]}
-        numbers |= {name: s.places(put)[9:14, :, Slot.BACKWARD] for name, put in RINGS.items()}
+        numbers |= {name: s.places(put)[9:14, :, StageAction.BACKWARD] for name, put in RINGS.items()}
         last = np.where(table[:, 3, 1] == 1, table[:, 3, 0], -1)
         return x + numbers[column], x + last[:, None]
 
@@ -85,7 +87,7 @@ def _few_bits(bits: int) -> Sample:
 
 
 def _rounds(fill: bool) -> Sample:
-    s = Schedule("circular", 2, 3, 2)
+    s = PipelineSchedule("circular", 2, 3, 2)
     enters, leaves = [0, 1, 4], [3, 4, 7]
 
     def apply(g: mtf.Graph, x: mtf.Tensor) -> Any:

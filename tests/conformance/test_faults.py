@@ -27,7 +27,7 @@ from mesh_tf_core.ops import (
     reduce,
     softmax,
 )
-from mesh_tf_core.tracing.gradients import _Backward
+from mesh_tf_core.tracing.gradients import _BackwardWalk
 from tests.conformance.faults import BY_NAME, caught
 from tests.conformance.helper import check_dense, conform
 
@@ -156,7 +156,7 @@ def test_branch_that_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_backward_that_forgets_the_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that did not run is differentiated as if it had."""
-    scan = _Backward._scan
+    scan = _BackwardWalk._scan
 
     def broken(self: Any, node: Any, body: Any, dys: Any) -> Any:
         runs, body.runs = body.runs, None
@@ -164,7 +164,7 @@ def test_backward_that_forgets_the_branch(monkeypatch: pytest.MonkeyPatch) -> No
         body.runs = runs
         return made
 
-    monkeypatch.setattr(_Backward, "_scan", broken)
+    monkeypatch.setattr(_BackwardWalk, "_scan", broken)
     with pytest.raises(AssertionError, match="finite differences"):
         check_dense(BY_NAME["while_loop"])
 

@@ -21,7 +21,7 @@ from mesh_tf_core.engines.pieces import in_order, in_runs, lying, runs
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.instructions import Local, Loop, Permute
 from mesh_tf_core.ir.program import Program, Stored
-from mesh_tf_core.ir.schedules import Schedule
+from mesh_tf_core.ir.schedules import PipelineSchedule
 from mesh_tf_core.ir.stored_order import Interleaved
 from mesh_tf_core.lower.verify import verify
 from tests.core.test_pipelines import FAULTS, changed, options, same
@@ -146,7 +146,7 @@ def drawn(
 
 @pytest.mark.parametrize(("stages", "parts", "rounds"), [(2, 4, 4), (4, 4, 2)])
 def test_what_is_sent_and_what_waits(stages: int, parts: int, rounds: int, plain: mtf.Model) -> None:
-    schedule = Schedule("circular", stages, parts, rounds)
+    schedule = PipelineSchedule("circular", stages, parts, rounds)
     program = lowered(plain, f"pipe:{stages}", "layers:pipe", parts, rounds, recompute={"layers"})
     sent, done = dict.fromkeys(("forward", "backward"), 0), dict.fromkeys(("forward", "recompute"), 0)
     for instr, times in program.walk():

@@ -18,7 +18,7 @@ from costmodels.pricing.pricer import pricer
 from costmodels.waiting import waiting
 from examples import transformer_seq2seq
 from mesh_tf_core.ir.instructions import Instr, Local, Loop, Permute
-from mesh_tf_core.ir.schedules import Schedule
+from mesh_tf_core.ir.schedules import PipelineSchedule
 from mesh_tf_core.lower.verify import verify
 from tests.core.test_circular import FURTHER, another_turn, batch, check, drawn, lowered, model, steps
 from tests.core.test_elsewhere import trained
@@ -70,7 +70,7 @@ def test_random_layouts(seed: int, plain: mtf.Model, dense: Any) -> None:
 @pytest.mark.parametrize("again", [set(), {"tick"}])
 def test_what_is_sent_and_what_waits(again: set[str], plain: mtf.Model) -> None:
     stages, parts, rounds = 2, 4, 4
-    schedule = Schedule("interleaved", stages, parts, rounds)
+    schedule = PipelineSchedule("interleaved", stages, parts, rounds)
     program = lowered(plain, "pipe:2", "layers:pipe", parts, rounds, ORDER, recompute=again)
     sent, done = dict.fromkeys(("forward", "backward"), 0), dict.fromkeys(("forward", "recompute"), 0)
     for instr, times in program.walk():

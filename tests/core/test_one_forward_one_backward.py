@@ -20,7 +20,7 @@ from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.instructions import Instr, Local, Permute
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.ir.schedules import ONE_F_ONE_B, Schedule
+from mesh_tf_core.ir.schedules import ONE_F_ONE_B, PipelineSchedule
 from mesh_tf_core.lower.verify import verify
 from mesh_tf_core.ops.dynamic import DynamicSlice, DynamicUpdate
 from tests.core.test_pipelines import LAYERS, B, D, E, changed, model, options, same, steps
@@ -120,7 +120,7 @@ def test_random_numbers_are_those_of_microbatches_on_one_device() -> None:
 def test_stages_work_and_wait_as_the_schedule_says(
     stages: int, parts: int, again: str, plain: mtf.Model
 ) -> None:
-    schedule = Schedule("1f1b", stages, parts)
+    schedule = PipelineSchedule("1f1b", stages, parts)
     program = lowered(plain, f"pipe:{stages}", "layers:pipe", parts, recompute={again} if again else ())
     done = {"forward": 0, "recompute": 0}
     sent = {"forward": 0, "backward": 0}

@@ -17,7 +17,7 @@ from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.instructions import AllReduce, Instr, Local, Loop, Permute
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.ir.schedules import SCHEDULES, Schedule
+from mesh_tf_core.ir.schedules import SCHEDULES, PipelineSchedule
 from mesh_tf_core.lower.verify import verify
 
 B, L, D = mtf.Dim("batch", 8), mtf.Dim("length", 3), mtf.Dim("d", 4)
@@ -133,7 +133,7 @@ def test_a_stage_holds_its_layers_alone(plain: mtf.Model) -> None:
 def test_what_is_sent_and_what_waits_is_what_the_schedule_says(
     stages: int, parts: int, plain: mtf.Model
 ) -> None:
-    schedule = Schedule("gpipe", stages, parts)
+    schedule = PipelineSchedule("gpipe", stages, parts)
     assert schedule.bubble == (stages - 1) / (parts + stages - 1)
     program = plain.lower(
         mtf.Mesh(f"pipe:{stages}"), mtf.Layout("layers:pipe"), mtf.Options(microbatches=parts)

@@ -18,7 +18,7 @@ from mesh_tf_core.ir.program import Input, Origin, Program
 from mesh_tf_core.lower.base import Lowering
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placement import Placement
-from mesh_tf_core.lower.redistribute import Move, plan_moves
+from mesh_tf_core.lower.redistribute import Relayout, plan_moves
 from mesh_tf_core.lower.verify import verify
 
 Splits = tuple[tuple[str, ...], ...]
@@ -65,7 +65,7 @@ def test_every_device_gets_its_piece(rank: int, data: st.DataObject) -> None:
     assert engine.communication_bytes == program.communication_bytes()
 
 
-def step_costs(now: Splits, move: Move) -> tuple[float, Splits]:
+def step_costs(now: Splits, move: Relayout) -> tuple[float, Splits]:
     """Bytes that a device sends in one step, of a tensor of one byte, and the splits afterwards."""
     splits, n = list(now), math.prod(WAYS[a] for a in move.axes)
     piece = 1 / math.prod(WAYS[a] for axes in now for a in axes)
@@ -81,14 +81,14 @@ def step_costs(now: Splits, move: Move) -> tuple[float, Splits]:
     return (n - 1) / n * piece, tuple(splits)
 
 
-def single_steps(now: Splits, axes: str) -> list[Move]:
+def single_steps(now: Splits, axes: str) -> list[Relayout]:
     """Every step there is."""
     free = [a for a in axes if not any(a in split for split in now)]
-    found = [Move("slice", d, (a,)) for d in range(len(now)) for a in free]
+    found = [Relayout("slice", d, (a,)) for d in range(len(now)) for a in free]
     for d, split in enumerate(now):
         for count in range(1, len(split) + 1):
-            found.append(Move("gather", d, split[-count:]))
-            found += [Move("exchange", e, split[-count:], d) for e in range(len(now)) if e != d]
+            found.append(Relayout("gather", d, split[-count:]))
+            found += [Relayout("exchange", e, split[-count:], d) for e in range(len(now)) if e != d]
     return found
 
 

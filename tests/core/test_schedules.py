@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
-from mesh_tf_core.ir.schedules import IDLE, KINDS, SCHEDULES, Schedule, Slot, check_schedule
+from mesh_tf_core.ir.schedules import IDLE, KINDS, SCHEDULES, PipelineSchedule, StageAction, check_schedule
 
 SIZES = [(2, 2, 2), (2, 8, 3), (4, 8, 2), (4, 2, 2), (4, 16, 4), (6, 12, 2)]
 ODD = [(2, 1, 2), (3, 4, 2), (3, 7, 4), (5, 3, 3)]
@@ -17,13 +17,13 @@ COSTS = [(1.0, 1.0, 1.0), (1.0, 1.5, 0.75), (2.0, 2.5, 1.0)]
 """Of slots: as long, and w <= f <= b, as all forms below are for."""
 
 
-def cases() -> Iterator[Schedule]:
+def cases() -> Iterator[PipelineSchedule]:
     for name, kind in KINDS.items():
         for stages, microbatches, rounds in (*SIZES, *(() if kind.mirrored else ODD)):
-            yield Schedule(name, stages, microbatches, rounds if kind.rounds else 1)
+            yield PipelineSchedule(name, stages, microbatches, rounds if kind.rounds else 1)
 
 
-def virtual(of: Schedule, stage: int, chunk: int) -> int:
+def virtual(of: PipelineSchedule, stage: int, chunk: int) -> int:
     """Which virtual stage of its microbatch's stream it is."""
     if KINDS[of.kind].turns or KINDS[of.kind].mirrored:
         ends = (2 if KINDS[of.kind].turns else 1) * of.stages - 1
@@ -32,11 +32,11 @@ def virtual(of: Schedule, stage: int, chunk: int) -> int:
 
 
 @pytest.mark.parametrize("of", [*cases()], ids=str)
-def test_every_stage_works_on_what_the_one_before_has_handed_on(of: Schedule) -> None:
+def test_every_stage_works_on_what_the_one_before_has_handed_on(of: PipelineSchedule) -> None:
     kind, table = KINDS[of.kind], of.table
-    found: dict[tuple[Slot, int, int], tuple[int, int]] = {}
-    rings: dict[tuple[int, Slot], dict[int, tuple[int, int]]] = {}
-    puts = [slot for slot in (Slot.FORWARD, Slot.BACKWARD) if slot < of.last]
+    found: dict[tuple[StageAction, int, int], tuple[int, int]] = {}
+    rings: dict[tuple[int, StageAction], dict[int, tuple[int, int]]] = {}
+    puts = [slot for slot in (StageAction.FORWARD, StageAction.BACKWARD) if slot < of.last]
     for tick, slot, stage in np.argwhere(table[..., 0].transpose(0, 2, 1) > -2).tolist():
         item, chunk = table[tick, stage, slot].tolist()
         for put in puts:
@@ -49,39 +49,45 @@ def test_every_stage_works_on_what_the_one_before_has_handed_on(of: Schedule) ->
         if item == IDLE:
             continue
         at = virtual(of, stage, chunk)
-        assert found.setdefault((Slot(slot), at, item), (tick, stage)) == (tick, stage)
+        assert found.setdefault((StageAction(slot), at, item), (tick, stage)) == (tick, stage)
     last = max(at for _, at, _ in found)
     for (slot, at, item), (tick, stage) in found.items():
-        if slot is Slot.FORWARD and at:
+        if slot is StageAction.FORWARD and at:
             assert found[slot, at - 1, item][0] == tick - 1
-        if slot is Slot.BACKWARD and at < last:
+        if slot is StageAction.BACKWARD and at < last:
             assert found[slot, at + 1, item][0] == tick - 1
-        if slot is Slot.BACKWARD and at == last:
-            then = found[Slot.FORWARD, at, item][0]
+        if slot is StageAction.BACKWARD and at == last:
+            then = found[StageAction.FORWARD, at, item][0]
             assert then == tick if kind.at_once else then < tick
-        assert stage == found[Slot.FORWARD, at, item][1]
-        if slot is Slot.WEIGHTS:
-            assert found[Slot.BACKWARD, at, item][0] <= tick
+        assert stage == found[StageAction.FORWARD, at, item][1]
+        if slot is StageAction.WEIGHTS:
+            assert found[StageAction.BACKWARD, at, item][0] <= tick
     each = of.microbatches * (last + 1)
     if kind.split:
-        done = table[of.done(Slot.WEIGHTS).start : of.done(Slot.WEIGHTS).stop, :, Slot.WEIGHTS, 0]
+        done = table[
+            of.done(StageAction.WEIGHTS).start : of.done(StageAction.WEIGHTS).stop, :, StageAction.WEIGHTS, 0
+        ]
         assert (done != IDLE).all()
-    counts = {slot: sum(s is slot for s, _, _ in found) for slot in Slot}
-    assert counts == {Slot.FORWARD: each, Slot.BACKWARD: each, Slot.WEIGHTS: each * kind.split}
+    counts = {slot: sum(s is slot for s, _, _ in found) for slot in StageAction}
+    assert counts == {
+        StageAction.FORWARD: each,
+        StageAction.BACKWARD: each,
+        StageAction.WEIGHTS: each * kind.split,
+    }
 
 
 def test_what_is_in_flight_is_as_the_papers_count_it() -> None:
     p, m = 4, 32
-    assert Schedule("gpipe", p, m).held.tolist() == [m] * p
-    assert Schedule("1f1b", p, m).held.tolist() == [2 * (p - s) - 1 for s in range(p)]
-    assert Schedule("zb-h1", p, m).held.tolist() == [2 * p - 1 - s for s in range(p)]
+    assert PipelineSchedule("gpipe", p, m).held.tolist() == [m] * p
+    assert PipelineSchedule("1f1b", p, m).held.tolist() == [2 * (p - s) - 1 for s in range(p)]
+    assert PipelineSchedule("zb-h1", p, m).held.tolist() == [2 * p - 1 - s for s in range(p)]
     for rounds in (2, 3, 4):
-        of = Schedule("interleaved", p, m, rounds)
+        of = PipelineSchedule("interleaved", p, m, rounds)
         assert of.held.tolist() == [p * rounds + p - 1 - 2 * s for s in range(p)]
         assert of.in_flight == p * rounds + p - 1
     # Every stage of these has as much; DualPipe's P + 1 with four stages (DeepSeek-V3, table 2).
     for name, held in (("zb-v", 3 * p - 1), ("dualpipe", p + 1)):
-        assert Schedule(name, p, m).held.tolist() == [held] * p
+        assert PipelineSchedule(name, p, m).held.tolist() == [held] * p
     for of in cases():
         assert of.held.max() <= of.in_flight <= of.held.max() + 1, of
 
@@ -98,7 +104,7 @@ def test_stages_idle_as_long_as_closed_forms_say(
         "dualpipe": ((p - 2) * (f + b), (p / 2 - 1) * (2 * b - w)),
     }
     for name, kind in KINDS.items():
-        of = Schedule(name, p, m, rounds if kind.rounds else 1)
+        of = PipelineSchedule(name, p, m, rounds if kind.rounds else 1)
         each = costs if kind.split else (f, b + w, 0.0)
         together, apart = forms.get(name, ((p - 1) * (f + b + w),) * 2)
         work = of.works * (f + b + w)
@@ -119,7 +125,7 @@ def test_what_no_program_does_is_refused_with_what_to_do() -> None:
             check_schedule(asked)
         assert "\n" not in str(error.value)
     with pytest.raises(mtf.UserError, match="take even numbers"):
-        _ = Schedule("dualpipe", 3, 4).table
+        _ = PipelineSchedule("dualpipe", 3, 4).table
     for wrong in ("gpipe:2", "circular", "interleaved:1", "zb"):
         with pytest.raises(mtf.UserError):
             check_schedule(wrong)

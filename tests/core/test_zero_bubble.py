@@ -19,7 +19,7 @@ from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.instructions import Instr, Local, Permute
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.ir.schedules import Schedule
+from mesh_tf_core.ir.schedules import PipelineSchedule
 from mesh_tf_core.lower.verify import verify
 from mesh_tf_core.ops.dynamic import DynamicSlice
 from tests.core.test_one_forward_one_backward import FURTHER, POLICIES, drawn, lowered, nested
@@ -96,7 +96,7 @@ def products(program: Program) -> Counter[str]:
 def test_gradients_of_weights_run_once_for_every_microbatch(
     stages: int, parts: int, plain: mtf.Model
 ) -> None:
-    schedule, own = Schedule(ZERO, stages, parts), 4 // stages
+    schedule, own = PipelineSchedule(ZERO, stages, parts), 4 // stages
     zero, plainly = (lowered(plain, f"pipe:{stages}", "layers:pipe", parts, s) for s in (ZERO, "1f1b"))
     one, other = products(zero), products(plainly)
     assert one["forward"] == other["forward"] == 2 * own * schedule.ticks

@@ -7,7 +7,7 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.kernels.fused import fused
-from costmodels.kernels.groups import Kernel
+from costmodels.kernels.groups import FusedKernel
 from costmodels.liveness import memory
 from costmodels.pricing.pricer import pricer
 from mesh_tf_core import Dim, Layout, Mesh
@@ -38,11 +38,11 @@ def step(layers: bool, layout: str = "batch:x", microbatches: int = 1) -> Progra
     return model.lower(Mesh("x:2"), Layout(layout), mtf.Options(microbatches=microbatches))
 
 
-def casts(program: Program, dtype: str) -> list[tuple[Local | Kernel, float]]:
+def casts(program: Program, dtype: str) -> list[tuple[Local | FusedKernel, float]]:
     """Casts of arrays of a weight's size that are kernels of their own, and how often they run."""
     found = []
     for item, times in fused(program).items:
-        instrs = item.instrs if isinstance(item, Kernel) else (item,)
+        instrs = item.instrs if isinstance(item, FusedKernel) else (item,)
         if len(instrs) == 1 and isinstance(instrs[0], Local) and instrs[0].name == "cast":
             value = program.values[instrs[0].outputs[0]]
             if value.dtype == dtype and value.shape.size == SIZE:
@@ -50,11 +50,11 @@ def casts(program: Program, dtype: str) -> list[tuple[Local | Kernel, float]]:
     return found
 
 
-def update(program: Program, name: str) -> Kernel:
+def update(program: Program, name: str) -> FusedKernel:
     (found,) = (
         k
         for k, _ in fused(program).items
-        if isinstance(k, Kernel)
+        if isinstance(k, FusedKernel)
         and k.instrs[0].origin.phase == Phase.UPDATE
         and k.instrs[0].origin.scope == name
     )
@@ -87,7 +87,7 @@ def test_a_cast_outside_of_loops_costs_what_its_readers_read_more() -> None:
     found = [k for k, _ in casts(step(layers=False), "bfloat16")]
     assert len(found) == 2
     for kernel in found:
-        assert isinstance(kernel, Kernel)
+        assert isinstance(kernel, FusedKernel)
         assert (kernel.read, kernel.written, kernel.elements) == (4.0 * SIZE, 0.0, 0)
 
 

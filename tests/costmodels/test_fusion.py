@@ -11,7 +11,7 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.kernels.fused import fused
 from costmodels.kernels.fusion import fusion
-from costmodels.kernels.groups import Kernel
+from costmodels.kernels.groups import FusedKernel
 from costmodels.kernels.quantities import of_local
 from costmodels.liveness import memory
 from costmodels.pricing.pricer import price, pricer
@@ -27,14 +27,14 @@ S, M = Dim("length", 16), Dim("memory_length", 16)
 Build = Callable[[mtf.Graph], mtf.Tensor]
 
 
-def kernels(build: Build, layout: str = "", mesh: str = "x:2") -> list[Kernel]:
+def kernels(build: Build, layout: str = "", mesh: str = "x:2") -> list[FusedKernel]:
     g = mtf.Graph("m")
     out = build(g)
     program = lower(g, Mesh(mesh), Layout(layout), {"out": out})
-    return [k for k, _ in fused(program).items if isinstance(k, Kernel)]
+    return [k for k, _ in fused(program).items if isinstance(k, FusedKernel)]
 
 
-def names(found: list[Kernel]) -> list[list[str]]:
+def names(found: list[FusedKernel]) -> list[list[str]]:
     return [[i.name for i in k.instrs] for k in found]
 
 
@@ -61,7 +61,7 @@ def test_a_part_that_is_written_in_place_costs_no_more_than_it() -> None:
 
     g = mtf.Graph()
     program = lower(g, Mesh("x:2"), Layout(), {"out": build(g)})
-    assert [len(k.instrs) for k, _ in fused(program).items if isinstance(k, Kernel)] == [1]
+    assert [len(k.instrs) for k, _ in fused(program).items if isinstance(k, FusedKernel)] == [1]
     (write,) = (i for i, _ in program.walk() if isinstance(i, Local) and i.name == "dynamicupdate")
     done = of_local(write, program.local)
     assert (done.bytes, done.elements) == (3 * part, B.size * D.size)
@@ -169,7 +169,7 @@ def test_an_update_reads_and_writes_its_state_once(optimizer: str, hardware: str
     updates = [
         k
         for k, _ in kernels.items
-        if isinstance(k, Kernel)
+        if isinstance(k, FusedKernel)
         and k.instrs[0].origin.phase == Phase.UPDATE
         and k.instrs[0].origin.scope == "w"
     ]
@@ -195,7 +195,7 @@ def test_only_attention_that_is_one_operation_leaves_its_logits_out() -> None:
         out = attention(g.input("q", [B, S, D], "float32"), g.input("v", [B, M, D], "float32"))
         program = lower(g, Mesh("x:2"), Layout(), {"out": out})
         found = [item for item, _ in fused(program).items]
-        kernels = [k.read + k.written for k in found if isinstance(k, Kernel)]
+        kernels = [k.read + k.written for k in found if isinstance(k, FusedKernel)]
         moved.append(
             sum([*kernels, *(of_local(i, program.local).bytes for i in found if isinstance(i, Local))])
         )

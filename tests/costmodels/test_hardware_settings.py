@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from costmodels import load_hardware
-from costmodels.hardware import Cluster, preset_content
+from costmodels.hardware import GpuCluster, preset_content
 from mesh_tf_core.errors import UserError
 
 
 def test_a_number_is_set_and_the_name_says_so() -> None:
     machine = load_hardware("a100, node_egress=100GB/s , gradient=0.25")
-    assert isinstance(machine.topology, Cluster)
+    assert isinstance(machine.topology, GpuCluster)
     assert machine.topology.node_egress.value == 100e9
     assert machine.hidden_fraction("gradient") == 0.25
     assert machine.name == "a100, node_egress=100GB/s, gradient=0.25"
@@ -26,7 +26,7 @@ def test_a_number_is_set_and_the_name_says_so() -> None:
 
 def test_a_number_for_every_group_size_and_one_that_the_file_lacks() -> None:
     machine = load_hardware("a100, node_bandwidth=200GB/s, launch_interval=20 us")
-    assert isinstance(machine.topology, Cluster)
+    assert isinstance(machine.topology, GpuCluster)
     assert {n.value for _, n in machine.topology.node_bandwidth} == {200e9}
     interval = machine.chip.launch_interval
     assert interval is not None and interval.value == pytest.approx(20e-6)

@@ -10,7 +10,7 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.pricing.hidden import hidden, under
-from costmodels.pricing.timeline import DEVICE, PHASES, Slice, timeline
+from costmodels.pricing.timeline import DEVICE, PHASES, TimeSlice, timeline
 from examples.transformer_lm import model
 from layoutopt.analysis.perfetto import predicted, written
 from layoutopt.evaluator import Evaluation, evaluate
@@ -29,7 +29,7 @@ def found(request: pytest.FixtureRequest) -> Evaluation:
     return evaluate(net, mtf.Mesh("data:2;model:2"), layout, load_hardware(request.param), options)
 
 
-def nested(slices: Sequence[Slice], track: str) -> int:
+def nested(slices: Sequence[TimeSlice], track: str) -> int:
     """How deep the slices of a track lie in each other; those that contain others come first."""
     ends: list[float] = []
     deepest = 0

@@ -28,7 +28,11 @@ TALKING = layers.TalkingHeadsAttention(
     dynamic=("x2l", "m2w"),
     causal=True,
 )
-CLUSTERS = (layers.Cluster(4), layers.Cluster(4, 4, 0.75), layers.Cluster(8, 2, 0.5))
+CLUSTERS = (
+    layers.VocabularyCluster(4),
+    layers.VocabularyCluster(4, 4, 0.75),
+    layers.VocabularyCluster(8, 2, 0.5),
+)
 TABLES = layers.AdaptiveEmbedding(CLUSTERS, D)
 
 

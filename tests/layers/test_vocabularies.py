@@ -15,7 +15,7 @@ RNG = np.random.default_rng(0)
 X = ("batch:4 length:8 d_model:8", RNG.normal(size=(4, 8, 8)))
 IDS = ("batch:4 length:8", RNG.integers(0, 16, (4, 8)))
 D = mtf.Dim("d_model", 8)
-CLUSTERS = (layers.Cluster(4), layers.Cluster(4, 4), layers.Cluster(8, 2))
+CLUSTERS = (layers.VocabularyCluster(4), layers.VocabularyCluster(4, 4), layers.VocabularyCluster(8, 2))
 EMBEDDING = layers.AdaptiveEmbedding(CLUSTERS, D, stddev=0.5)
 LAYOUTS = [
     ("x:2;y:2", "batch:x;vocab_0:y;vocab_1:y;vocab_2:y"),
@@ -47,7 +47,7 @@ def test_adaptive_embedding_and_its_logits() -> None:
 
 
 def test_a_factorised_table_is_one_cluster() -> None:
-    embedding = layers.AdaptiveEmbedding((layers.Cluster(16, 2),), D)
+    embedding = layers.AdaptiveEmbedding((layers.VocabularyCluster(16, 2),), D)
     got = run(lambda g, ids: embedding(embedding.tables(g), ids.cast("int32")), {"ids": IDS})
     w = got.variables
     table = w["embedding/tokens_0"] @ w["embedding/up_0"]
@@ -62,7 +62,7 @@ def log_p(w: dict[str, Any], x: Any) -> Any:
     return np.concatenate([first[..., :4], *parts], -1)
 
 
-def adaptive(kind: str, clusters: tuple[layers.Cluster, ...] = CLUSTERS) -> Any:
+def adaptive(kind: str, clusters: tuple[layers.VocabularyCluster, ...] = CLUSTERS) -> Any:
     embedding = layers.AdaptiveEmbedding(clusters, D, stddev=0.5)
     softmax = layers.AdaptiveSoftmax(embedding)
 
@@ -90,7 +90,7 @@ def test_adaptive_softmax_loss_is_that_of_its_probabilities() -> None:
 
 def test_a_share_of_the_positions_has_room_for_rare_tokens() -> None:
     """With room for all the loss and its gradient are the same; later tokens beyond it count as known."""
-    half = (CLUSTERS[0], layers.Cluster(4, 4, 0.75), layers.Cluster(8, 2, 0.5))
+    half = (CLUSTERS[0], layers.VocabularyCluster(4, 4, 0.75), layers.VocabularyCluster(8, 2, 0.5))
     ids = np.array([[0, 8, 9, 4, 1, 5, 10, 11], [8, 9, 10, 11, 12, 13, 1, 2], *IDS[1][2:]])
     ids[2:] %= 4
     inputs = {"x": X, "ids": (IDS[0], ids)}
@@ -160,8 +160,8 @@ def no_table(g: mtf.Graph, x: mtf.Tensor) -> Run:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: layers.Cluster(0), r"needs count >= 1, width >= 0 and a share in \(0, 1\]"),
-        (lambda: layers.Cluster(4, share=0), "needs count >= 1"),
+        (lambda: layers.VocabularyCluster(0), r"needs count >= 1, width >= 0 and a share in \(0, 1\]"),
+        (lambda: layers.VocabularyCluster(4, share=0), "needs count >= 1"),
         (lambda: layers.AdaptiveEmbedding((), D), "needs at least one cluster"),
         (
             lambda: layers.AdaptiveSoftmax(layers.AdaptiveEmbedding(CLUSTERS[:1], D)),

@@ -27,12 +27,12 @@ from layoutopt.space.decisions import KINDS, Decisions, SearchSpace
 from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import HYBRID, Choice, Decision
 from layoutopt.space.microbatches import Microbatches
-from layoutopt.space.offload import Offload, Weights
+from layoutopt.space.offload import OffloadDecision, Weights
 from layoutopt.space.rarely import Rarely
 from layoutopt.space.recompute import Recompute
-from layoutopt.space.schedule import Schedule
+from layoutopt.space.schedule import ScheduleDecision
 from layoutopt.space.splits import Split
-from layoutopt.space.stages import Stages
+from layoutopt.space.stages import StageSplit
 from layoutopt.space.storage import Storage
 from mesh_tf_core.ir.instructions import HOST
 from mesh_tf_core.ir.schedules import GPIPE, SCHEDULES
@@ -105,13 +105,13 @@ def whole_model(seed: int) -> mtf.Model:
 Opens = Callable[[random.Random, mtf.Model], Mapping[str, Any]]
 OPENED: dict[type[Decision], Opens] = {
     Split: lambda rng, _: {"orders": rng.choice(["mesh", "mesh", "all"])},
-    Stages: lambda *_: {"pipeline": ("layers",)},
-    Schedule: lambda rng, _: {"schedule": ("gpipe", *rng.sample(PIPED, rng.choice([1, 2])))},
+    StageSplit: lambda *_: {"pipeline": ("layers",)},
+    ScheduleDecision: lambda rng, _: {"schedule": ("gpipe", *rng.sample(PIPED, rng.choice([1, 2])))},
     Elsewhere: lambda rng, _: {"elsewhere": (rng.choice(["length", "length", "d", "batch"]),)},
     Storage: lambda rng, _: {
         "storage": ("layout", *rng.sample(["zero1", "zero2", "zero3", "zero3@x", HYBRID], rng.choice([1, 2])))
     },
-    Offload: lambda *_: {"offload": ("optimizer", "weights", "activations")},
+    OffloadDecision: lambda *_: {"offload": ("optimizer", "weights", "activations")},
     Weights: lambda *_: {"offload": ("optimizer", "weights", "activations")},
     Recompute: lambda rng, _: {
         "recompute": rng.choice([(False, True), (False, "selective", True), (True, "selective", False)])
@@ -126,7 +126,7 @@ OPENED: dict[type[Decision], Opens] = {
 """What to allow so that a kind is decided."""
 APART = (Rarely,)
 """Those that are asked for in one question of `RARE`: replicas have no stages, and nothing on the hosts."""
-OF_PROBLEMS = (Stages, Schedule, Microbatches)
+OF_PROBLEMS = (StageSplit, ScheduleDecision, Microbatches)
 """Those with one option in each problem."""
 RARE = 6
 

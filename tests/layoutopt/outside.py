@@ -25,16 +25,16 @@ from layoutopt.clock import Clock
 from layoutopt.evaluator import evaluate
 from layoutopt.optimize import request
 from layoutopt.optimize.request import Request, space_of
-from layoutopt.plan.covered import Space
+from layoutopt.plan.covered import CoveredSpace
 from layoutopt.space import decisions as space
 from layoutopt.space.decisions import ARGUMENTS, Decisions, SearchSpace
 from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import Decision, Target
 from layoutopt.space.microbatches import Microbatches, numbers
 from layoutopt.space.recompute import Recompute
-from layoutopt.space.schedule import Schedule
+from layoutopt.space.schedule import ScheduleDecision
 from layoutopt.space.splits import Split
-from layoutopt.space.stages import Stages, count, ways
+from layoutopt.space.stages import StageSplit, count, ways
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.schedules import alternates
@@ -186,12 +186,12 @@ def beyond(target: Target, allowed: SearchSpace, price: Price) -> set[str]:
     except UserError:
         known = []
     alike = [way for way in known if dict(way.stages) == stages]
-    found |= set() if alike else {Stages.label}
+    found |= set() if alike else {StageSplit.label}
     again = of_stages(options.recompute, stages, alternates(options.schedule))
     ordered = [way for way in alike if not stages or options.schedule in way.schedule]
     way = next((way for way in ordered if way.again == again), None)
     if alike and way is None:
-        found.add(Recompute.label if ordered else Schedule.label)
+        found.add(Recompute.label if ordered else ScheduleDecision.label)
     if found or way is None:
         return found
     way = replace(way, microbatches=(options.microbatches,))
@@ -352,7 +352,7 @@ def fewer(allowed: SearchSpace, rng: random.Random) -> SearchSpace:
 
 def answer(
     target: Target, hardware: Hardware, limit: float, allowed: SearchSpace, where: str
-) -> tuple[str, float, Space]:
+) -> tuple[str, float, CoveredSpace]:
     """The status of a search, seconds that nothing which fits is below, and what it looked at."""
     names = {*ARGUMENTS} - {"diloco"}
     asked = {name: getattr(allowed, name) for name in names}
@@ -370,7 +370,7 @@ def answer(
         asking = Request(target.model, hardware, limit, "time", allowed, 1, Clock(None), None, None)
         return "INFEASIBLE", float("inf"), space_of(asking, target.mesh, 0, None)
     except LimitError:
-        return "LIMIT", 0.0, Space(layouts=0)
+        return "LIMIT", 0.0, CoveredSpace(layouts=0)
     solver = plan.solver
     assert plan.predicted.peak_memory_bytes <= limit and solver.bound is not None, where
     assert plan.data.space is not None, where

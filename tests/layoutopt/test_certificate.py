@@ -24,9 +24,9 @@ from layoutopt.space.microbatches import USUAL
 from layoutopt.space.offload import Weights
 from layoutopt.space.rarely import Rarely
 from layoutopt.space.recompute import Recompute
-from layoutopt.space.schedule import Schedule
+from layoutopt.space.schedule import ScheduleDecision
 from layoutopt.space.splits import Split
-from layoutopt.space.stages import Stages
+from layoutopt.space.stages import StageSplit
 from layoutopt.space.storage import Storage
 from tests.layoutopt.every_kind import APART, Whole, alone, forgotten, opened, question_of, whole_model
 from tests.layoutopt.models import EXAMPLES
@@ -142,8 +142,8 @@ FINDS: dict[type[Decision], tuple[Callable[[int], Whole | None], int]] = {
     Storage: (partial(alone, Storage), 0),
     Weights: (partial(alone, Weights), 0),
     Recompute: (partial(alone, Recompute), 0),
-    Stages: (partial(question_of, most=16), 3),
-    Schedule: (partial(question_of, most=16), 3),
+    StageSplit: (partial(question_of, most=16), 3),
+    ScheduleDecision: (partial(question_of, most=16), 3),
     Rarely: (partial(question_of, most=16), 5),
 }
 """Questions in which what a certificate that forgets a kind rules out is not all that is faster."""

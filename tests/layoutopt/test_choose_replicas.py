@@ -10,7 +10,7 @@ import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware, with_settings
 from layoutopt import Plan, choose_replicas, search
 from layoutopt.analysis.turning import link_times, turning
-from layoutopt.plan.ways import SYNCHRONOUS, AtLink, Turning, Way
+from layoutopt.plan.ways import SYNCHRONOUS, AtLink, ReplicaStrategy, Turning
 from layoutopt.replicas import ways_of
 from tests.core.test_replicas import model
 
@@ -114,7 +114,7 @@ def test_where_it_turns(chosen: Plan, machine: Hardware) -> None:
     ways = chosen.data.details.ways
     assert ways is not None
 
-    def its(way: Way) -> mtf.Model:
+    def its(way: ReplicaStrategy) -> mtf.Model:
         return build(way.replicas)
 
     found = turning(ways.compared, its, machine, tuple(4.0**n for n in range(-2, 12, 2)))

@@ -11,7 +11,7 @@ import pytest
 import mesh_tf_core as mtf
 from examples.transformer_lm import model as transformer
 from layoutopt.plan.build import parse_plan
-from layoutopt.plan.covered import LeftOut, Space, count_text
+from layoutopt.plan.covered import CoveredSpace, UncoveredChoices, count_text
 from layoutopt.space.decisions import ARGUMENTS, KINDS, SearchSpace, everything, left_out
 from layoutopt.space.kind import Decision, Target
 from layoutopt.space.rarely import Rarely
@@ -110,13 +110,15 @@ def test_meshes_are_said() -> None:
 
 def test_words() -> None:
     left = (
-        LeftOut(kind="pipelines", what="pipelines", allow="--pipeline layers"),
-        LeftOut(kind="offloading", what="offloading of weights", allow="--offload weights"),
-        LeftOut(kind="offloading", what="offloading of the optimizer's state", allow="--offload optimizer"),
-        LeftOut(kind="offloading", what="offloading of single variables", finer=True),
-        LeftOut(kind="splits", what="splits of single operations", allow="--refine", finer=True),
+        UncoveredChoices(kind="pipelines", what="pipelines", allow="--pipeline layers"),
+        UncoveredChoices(kind="offloading", what="offloading of weights", allow="--offload weights"),
+        UncoveredChoices(
+            kind="offloading", what="offloading of the optimizer's state", allow="--offload optimizer"
+        ),
+        UncoveredChoices(kind="offloading", what="offloading of single variables", finer=True),
+        UncoveredChoices(kind="splits", what="splits of single operations", allow="--refine", finer=True),
     )
-    space = Space(layouts=1_859_000_000_000, not_looked_at=left)
+    space = CoveredSpace(layouts=1_859_000_000_000, not_looked_at=left)
     assert space.count == "1.9e12 layouts" and count_text(98_304) == "98,304"
     assert space.limits == (
         "not looked at: pipelines, offloading (--allow everything); looked at in part: splits (see explain)"

@@ -29,7 +29,7 @@ from layoutopt.space.context import Context
 from layoutopt.space.decisions import KINDS, SearchSpace, decisions
 from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import Choice, Decision
-from layoutopt.space.offload import Offload, Weights
+from layoutopt.space.offload import OffloadDecision, Weights
 from layoutopt.space.recompute import Recompute, again_in
 from layoutopt.space.splits import Split, parse_rules
 from layoutopt.space.storage import Storage
@@ -157,7 +157,7 @@ FINDS: dict[type[Decision], Callable[[], None]] = {
     Split: partial(check_alone, Split, 1),
     Elsewhere: partial(check_alone, Elsewhere, 5),
     Storage: partial(check_alone, Storage, 1),
-    Offload: partial(check_alone, Offload, 5),
+    OffloadDecision: partial(check_alone, OffloadDecision, 5),
     Weights: partial(check_alone, Weights, 4),
     Context: partial(check_alone, Context, 23),
     Recompute: partial(check_whole, 3),  # alone, rows say themselves which loops run again

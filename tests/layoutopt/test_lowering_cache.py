@@ -22,7 +22,7 @@ from layoutopt.space.decisions import Decisions, SearchSpace, decisions
 from layoutopt.space.kind import Choice
 from mesh_tf_core.ir.program import AllReduce
 from mesh_tf_core.lower import Options, lower
-from mesh_tf_core.lower.combine import Key, together, waiting
+from mesh_tf_core.lower.combine import BucketKey, together, waiting
 from tests.layoutopt.models import EXAMPLES, HARDWARE, crossed, random_model
 from tests.marks import by_day
 
@@ -51,7 +51,7 @@ def anew(
     for instr in program.code:
         if isinstance(instr, AllReduce) and program.values[instr.outputs[0]].tensor in cluster.totalled:
             seconds -= prices.message_seconds(instr.axes, 4, late=True)
-            small.update({Key((a,), "float32", late=True): () for a in instr.axes})
+            small.update({BucketKey((a,), "float32", late=True): () for a in instr.axes})
     for second in cluster.second_runs(options.recompute):
         again = lower(graph, mesh, layout, second.returned(graph), options, second)
         seconds += prices.seconds(again, again=True)

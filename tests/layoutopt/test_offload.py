@@ -21,10 +21,10 @@ from layoutopt.formulation.extract import extract
 from layoutopt.plan.build import parse_plan
 from layoutopt.plan.decided import Decided
 from layoutopt.plan.export import FORMATS, export
-from layoutopt.plan.exported import Exported, Placed
+from layoutopt.plan.exported import Exported, ExportedTensor
 from layoutopt.problem import evaluate as value_of
 from layoutopt.space.decisions import SearchSpace, decisions
-from layoutopt.space.offload import Offload
+from layoutopt.space.offload import OffloadDecision
 from layoutopt.space.recompute import Recompute, again_in
 from mesh_tf_core.ir.instructions import HOST
 from tests.layoutopt.models import EXAMPLES, some_choices
@@ -104,7 +104,7 @@ def test_hosts_hold_no_more_than_they_have(memory: int, host: int, fits: bool) -
     model, mesh, machine = mlp(batch=16, hidden=64, layers=1), mtf.Mesh("one:1"), "tpu-v5e"
     asked: dict[str, Any] = {"recompute": (False,), "microbatches": (1,), "storage": ("layout",)}
     decided = decisions(model.training_step(1).graph, mesh, SearchSpace(offload=("optimizer",), **asked))
-    names, fit = decided.of(Offload), []
+    names, fit = decided.of(OffloadDecision), []
     for chosen in itertools.product(*(decided.options[n] for n in names)):
         layout, options = decided.read(dict(zip(names, chosen, strict=True)))
         found = evaluate(model, mesh, layout, load_hardware(machine), options)
@@ -129,10 +129,10 @@ def test_the_answer_is_the_best_of_all() -> None:
     asked: dict[str, Any] = {"recompute": (False,), "microbatches": (1,), "storage": ("layout",)}
     allowed = SearchSpace(offload=("optimizer",), **asked)
     decided = decisions(model.training_step(1).graph, mesh, allowed)
-    options = [decided.options[n] for n in decided.of(Offload)]
+    options = [decided.options[n] for n in decided.of(OffloadDecision)]
     found = []
     for chosen in itertools.product(*options):
-        layout, taken = decided.read(dict(zip(decided.of(Offload), chosen, strict=True)))
+        layout, taken = decided.read(dict(zip(decided.of(OffloadDecision), chosen, strict=True)))
         evaluation = evaluate(model, mesh, layout, machine, taken)
         found.append((evaluation.cost.step_seconds, evaluation.memory.peak))
     peaks = sorted(peak for _, peak in found)
@@ -156,7 +156,7 @@ def test_weights_go_there_where_it_is_best() -> None:
     model, mesh, machine = mlp(batch=16, hidden=64, layers=2), mtf.Mesh("one:1"), load_hardware("tpu-v5e")
     asked: dict[str, Any] = {"recompute": (False,), "microbatches": (1,), "storage": ("layout",)}
     decided = decisions(model.training_step(1).graph, mesh, SearchSpace(offload=("weights",), **asked))
-    names, found = decided.of(Offload), []
+    names, found = decided.of(OffloadDecision), []
     for chosen in itertools.product(*(decided.options[n] for n in names)):
         layout, options = decided.read(dict(zip(names, chosen, strict=True)))
         evaluation = evaluate(model, mesh, layout, machine, options)
@@ -232,7 +232,7 @@ def test_it_can_be_forbidden() -> None:
 
 
 def test_exports_say_it_or_refuse_it() -> None:
-    weights = [Placed(n, ("d_model", "d_ff"), ((), ()), (8, 16), True) for n in ("wi", "wo")]
+    weights = [ExportedTensor(n, ("d_model", "d_ff"), ((), ()), (8, 16), True) for n in ("wi", "wo")]
     decided = Decided(offload={"optimizer": ["wi", "wo"]})
     what = Exported("title", mtf.Mesh("a:2"), mtf.Layout("batch:a"), tuple(weights), (), decided)
     assert "optimizer_memory_host_offload: True" in export(what, "maxtext")

@@ -31,7 +31,7 @@ from layoutopt.space.listed import of_records
 from layoutopt.space.microbatches import Microbatches
 from layoutopt.space.option import FILE
 from layoutopt.space.recorded import USUALLY, allowed_by, allowed_text, recorded
-from layoutopt.space.schedule import Schedule
+from layoutopt.space.schedule import ScheduleDecision
 from mesh_tf_core.errors import UserError
 from tests.layoutopt.every_kind import whole_model
 from tests.layoutopt.models import EXAMPLES
@@ -224,8 +224,10 @@ def test_what_is_typed_by_hand_comes_back_from_a_plan_and_is_said(kind: type[Dec
     assert options != mtf.Options()
     said = Decided.model_validate(json.loads(json.dumps(decided(options, mtf.Layout()).to_json())))
     assert options_of(said) == options
-    assert kind is Schedule or (kind.in_words(said)[1] in said.in_short() and kind.in_words(said) != PLAIN)
-    assert kind is Schedule or [*kind.beyond(said)] or kind is Microbatches
+    assert kind is ScheduleDecision or (
+        kind.in_words(said)[1] in said.in_short() and kind.in_words(said) != PLAIN
+    )
+    assert kind is ScheduleDecision or [*kind.beyond(said)] or kind is Microbatches
 
 
 TYPED = {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import mesh_tf_core as mtf
-from costmodels.hardware import Cluster, Hardware, Torus, load_hardware
+from costmodels.hardware import GpuCluster, Hardware, Torus, load_hardware
 from costmodels.network.topology import place
 from costmodels.pricing.pricer import pricer
 from examples.mlp import model as mlp
@@ -26,7 +26,7 @@ PLAIN = SearchSpace(storage=("layout",), recompute=(False,), microbatches=(1,))
 def nodes_of(size: int) -> Hardware:
     """H100 in smaller nodes."""
     hardware = load_hardware("h100")
-    assert isinstance(hardware.topology, Cluster)
+    assert isinstance(hardware.topology, GpuCluster)
     size_number = replace(hardware.topology.node_size, value=float(size))
     return replace(hardware, topology=replace(hardware.topology, node_size=size_number))
 

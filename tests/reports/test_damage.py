@@ -125,7 +125,7 @@ KINDS = sorted(
         kind
         for module in (details, results, schema)
         for kind in vars(module).values()
-        if isinstance(kind, type) and issubclass(kind, Data) and kind not in (Data, results.Result)
+        if isinstance(kind, type) and issubclass(kind, Data) and kind not in (Data, results.CommandResult)
     },
     key=lambda kind: kind.__name__,
 )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import reports
-from layoutopt.plan.schema import PlanFile, Priced, plan_file
+from layoutopt.plan.schema import PlanFile, PricedAlternative, plan_file
 from mesh_tf_core.errors import UserError
 from reports.page.answers import parallelism_text
 from tests.reports import sample
@@ -193,9 +193,9 @@ def test_a_full_memory_is_no_plain_yes_whatever_is_known() -> None:
     assert [shown.fit_of(shown_as(shown, peak)) for peak in (0.8, 0.95, 1.1)] == ["yes", "barely", "no"]
 
 
-def shown_as(plan: PlanFile, share: float) -> Priced:
+def shown_as(plan: PlanFile, share: float) -> PricedAlternative:
     peak = int(share * (plan.memory_limit or 0.0))
-    return Priced(predicted=plan.predicted.model_copy(update={"peak_memory_bytes": peak}))
+    return PricedAlternative(predicted=plan.predicted.model_copy(update={"peak_memory_bytes": peak}))
 
 
 def test_first_screen_says_what_is_trained_for_how_long_and_for_how_much(pages: dict[str, str]) -> None:

@@ -12,14 +12,14 @@ from types import MappingProxyType
 
 from costmodels.hardware import COMPILER_NAMES, Hardware
 from costmodels.pricing.compilers.base import Compiler
-from costmodels.pricing.compilers.launched import Eager, Launched
+from costmodels.pricing.compilers.launched import EagerLaunch, Launched
 from costmodels.pricing.compilers.local import LocalEngine
 from costmodels.pricing.compilers.xla import Xla, XlaCpu, XlaGpu, XlaTpu
 
 __all__ = ["COMPILERS", "Compiler", "compiler_of"]
 
 COMPILERS: Mapping[str, type[Compiler]] = MappingProxyType(
-    {c.name: c for c in (Compiler, Xla, XlaTpu, XlaGpu, XlaCpu, Launched, Eager, LocalEngine)}
+    {c.name: c for c in (Compiler, Xla, XlaTpu, XlaGpu, XlaCpu, Launched, EagerLaunch, LocalEngine)}
 )
 """Every profile by its name."""
 

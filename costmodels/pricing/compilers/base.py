@@ -10,10 +10,10 @@ from typing import ClassVar
 from costmodels.hardware import Hardware
 from costmodels.kernels.fused import Fused
 from costmodels.kernels.groups import Group, VariableCast
-from costmodels.kernels.partition import Kernel, Types
+from costmodels.kernels.partition import FusedKernel, Types
 from costmodels.kernels.quantities import of_copy, of_local
 from costmodels.pricing.items import Called, Computed, Started
-from costmodels.pricing.units import Find, Placed, Sending, Stack, Unit
+from costmodels.pricing.units import Find, PlacedValue, Sending, Stack, Unit
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Program, Transfer
@@ -83,7 +83,7 @@ class Compiler:
 
     # -- kernels ---------------------------------------------------------------------------------------------
 
-    def kernel(self, kernel: Kernel, local: Types) -> Iterator[Computed]:
+    def kernel(self, kernel: FusedKernel, local: Types) -> Iterator[Computed]:
         """The item of a kernel, if it is one."""
         raise NotImplementedError(f"{self.name} makes no kernels of several operations")
 
@@ -92,7 +92,7 @@ class Compiler:
         quantity = of_local(instr, local)
         yield Computed(quantity, quantity.flops)
 
-    def known_by(self, values: Sequence[Placed]) -> Hashable:
+    def known_by(self, values: Sequence[PlacedValue]) -> Hashable:
         """What the items of a unit follow from besides the types of its pieces."""
         return None
 

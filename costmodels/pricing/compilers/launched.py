@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from costmodels.kernels.partition import Kernel, Types
+from costmodels.kernels.partition import FusedKernel, Types
 from costmodels.pricing.compilers.xla import Joining, Xla
 from costmodels.pricing.items import Called, Computed
 from costmodels.pricing.units import Find
@@ -28,7 +28,7 @@ def counts(instr: Local, local: Types) -> bool:
 
 
 @dataclass(frozen=True)
-class Eager(Joining):
+class EagerLaunch(Joining):
     """Every operation is a kernel."""
 
     name: ClassVar[str] = "eager"
@@ -45,7 +45,7 @@ class Launched(Joining, Xla):
 
     name: ClassVar[str] = "launched"
 
-    def kernel(self, kernel: Kernel, local: Types) -> Iterator[Computed]:
+    def kernel(self, kernel: FusedKernel, local: Types) -> Iterator[Computed]:
         if not all(counts(instr, local) for instr in kernel.instrs):
             yield from super().kernel(kernel, local)
 

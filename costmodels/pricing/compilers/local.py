@@ -21,7 +21,7 @@ from costmodels.kernels.quantities import of_local, quantity_of
 from costmodels.pricing.compilers.base import Compiler
 from costmodels.pricing.items import Called, Computed, Started
 from costmodels.pricing.op_by_op import array_functions, is_measured
-from costmodels.pricing.units import Find, Placed, Sending, Stack, Unit, split_names, stays
+from costmodels.pricing.units import Find, PlacedValue, Sending, Stack, Unit, split_names, stays
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
@@ -49,11 +49,11 @@ class LocalEngine(Compiler):
     def of(cls, hardware: Hardware) -> Compiler:
         if not is_measured(hardware):
             return LocalEngine()
-        return Measured() if hardware.devices_per_process is not None else OneProcess()
+        return MeasuredLocalEngine() if hardware.devices_per_process is not None else OneProcess()
 
 
 @dataclass(frozen=True)
-class Measured(LocalEngine):
+class MeasuredLocalEngine(LocalEngine):
     """Several processes, rule (1)."""
 
     def stack(self, loop: Loop, inner: int, stack: int) -> Stack:
@@ -71,7 +71,7 @@ class Measured(LocalEngine):
         else:
             yield found
 
-    def known_by(self, values: Sequence[Placed]) -> Hashable:
+    def known_by(self, values: Sequence[PlacedValue]) -> Hashable:
         return split_names(values)
 
     def start(self, program: Program) -> Started | None:
@@ -79,7 +79,7 @@ class Measured(LocalEngine):
 
 
 @dataclass(frozen=True)
-class OneProcess(Measured):
+class OneProcess(MeasuredLocalEngine):
     """All devices in one process, rule (2)."""
 
     apart: ClassVar[bool] = True

@@ -10,7 +10,7 @@ from typing import ClassVar
 from costmodels.hardware import Hardware
 from costmodels.kernels.fused import Fused, fused, grouped, made_by_kernels
 from costmodels.kernels.groups import Group, VariableCast
-from costmodels.kernels.partition import Kernel, Types
+from costmodels.kernels.partition import FusedKernel, Types
 from costmodels.kernels.quantities import of_copy, of_kernel, of_local
 from costmodels.pricing.compilers.base import Compiler
 from costmodels.pricing.items import Called, Computed
@@ -64,12 +64,12 @@ class Xla(Compiler):
             if stack in program.added:
                 yield Stack(loop, stack, 2), loop.dim.size / program.values[stack].shape.sizes[0]
 
-    def kernel(self, kernel: Kernel, local: Types) -> Iterator[Computed]:
+    def kernel(self, kernel: FusedKernel, local: Types) -> Iterator[Computed]:
         if not kernel.between:
             yield computed(kernel, local)
 
 
-def computed(kernel: Kernel, local: Types) -> Computed:
+def computed(kernel: FusedKernel, local: Types) -> Computed:
     """The item of a kernel."""
     flops = sum([of_local(instr, local).flops for instr in kernel.ends])
     return Computed(of_kernel(kernel, local), flops)
@@ -120,7 +120,7 @@ class XlaTpu(Xla):
         copied = inner in _moved(loop)
         return Stack(loop, stack, 1 + loop.reverse + copied, loop.reverse or copied)
 
-    def kernel(self, kernel: Kernel, local: Types) -> Iterator[Computed]:
+    def kernel(self, kernel: FusedKernel, local: Types) -> Iterator[Computed]:
         yield computed(kernel, local)
 
     def copies(

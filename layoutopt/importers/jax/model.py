@@ -35,7 +35,7 @@ from layoutopt.importers.jax.reroll import Rerolled, rerolled
 from layoutopt.importers.jax.shardings import jax_mesh
 from layoutopt.importers.jax.writer import Handler, Writer
 from layoutopt.plan.build import Plan, check_plan_model
-from layoutopt.plan.exported import Placed
+from layoutopt.plan.exported import ExportedTensor
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower.kept import dims_of
@@ -81,7 +81,7 @@ class JaxModel(mtf.Model):
             )
         return self.under(plan.mesh, plan.layout, plan.options, jax_mesh(plan.mesh, plan.slices))
 
-    def arrays(self, plan: Plan) -> dict[str, tuple[Placed, ...]]:
+    def arrays(self, plan: Plan) -> dict[str, tuple[ExportedTensor, ...]]:
         """The user's own arrays as the plan stores them; UserError as `plan.jax` has it."""
         check_plan_model(plan, self)
         origin = self.origin
@@ -95,7 +95,8 @@ class JaxModel(mtf.Model):
         }
         return {
             name: tuple(
-                Placed(a.path, a.named, tuple(axes or () for axes in spec), a.shape) for a, spec in listed
+                ExportedTensor(a.path, a.named, tuple(axes or () for axes in spec), a.shape)
+                for a, spec in listed
             )
             for name, listed in found.items()
             if listed

@@ -26,7 +26,7 @@ from mesh_tf_core.tracing.graph import Graph
 
 
 @dataclass(frozen=True)
-class Cluster:
+class VocabularyCluster:
     """Tokens that follow each other in the vocabulary.
 
     Attributes:
@@ -64,7 +64,7 @@ class AdaptiveEmbedding:
       dtype, stddev: as of `Embedding`.
     """
 
-    clusters: tuple[Cluster, ...]
+    clusters: tuple[VocabularyCluster, ...]
     d_model: Dim
     vocab: str = "vocab"
     dtype: str = "float32"
@@ -89,7 +89,7 @@ class AdaptiveEmbedding:
         with graph.scope(self.name):
             return tuple(self._table(graph, i, c) for i, c in enumerate(self.clusters))
 
-    def _table(self, graph: Graph, i: int, cluster: Cluster) -> EmbeddingTable:
+    def _table(self, graph: Graph, i: int, cluster: VocabularyCluster) -> EmbeddingTable:
         def weight(name: str, dims: Sequence[Dim], stddev: float) -> Tensor:
             return graph.variable(f"{name}_{i}", dims, Normal(stddev), activation_dtype=self.dtype)
 

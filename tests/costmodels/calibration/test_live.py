@@ -12,7 +12,7 @@ from costmodels.calibration import calibrate
 from costmodels.calibration.probes import groups, probes
 from costmodels.calibration.programs import collective_program, local_program, stores_program
 from costmodels.hardware import read_hardware, write_profile
-from costmodels.pricing.compilers.local import Measured
+from costmodels.pricing.compilers.local import MeasuredLocalEngine
 from costmodels.pricing.pricer import pricer
 from mesh_tf_core import Dim, Layout, Mesh, Shape, UserError
 from mesh_tf_core.engines import open_engine
@@ -73,7 +73,7 @@ def test_the_profile_says_how_it_came_about(content):
 
 def test_programs_are_priced_op_by_op(content, tmp_path):
     prices = pricer(write_profile(content, tmp_path / "p.json"), MESH)
-    assert isinstance(prices.itemiser.compiler, Measured)
+    assert isinstance(prices.itemiser.compiler, MeasuredLocalEngine)
     x = TensorType(Shape([Dim("a", 256), Dim("b", 256)]), "float32")
     one, two = (local_program(MESH, Unary("tanh"), (x,), n) for n in (1, 2))
     # A chain stores its last result only, so both store as much.
