@@ -20,7 +20,8 @@ def best_assignment(
     """The assignment of least score, the first such in a fixed order, and what had to be assumed.
 
     `levels` are the cores of a chip, the torus axes, the network. The network is only used by a mesh of more
-    chips than one slice has; a mesh whose sizes do not fit on the torus is given longer axes than exist.
+    chips than one slice has, and there by its first axes, if these can fill it: as jobs number their devices,
+    slice by slice. A mesh whose sizes do not fit on the torus is given longer axes than exist.
     """
     devices = math.prod(size for _, size in axes)
     (core, cores), *torus, (network, _) = levels
@@ -33,6 +34,8 @@ def best_assignment(
         slices = next(s for s in range(-(-chips // capacity), chips + 1) if chips % s == 0)
         assumptions.append(f"{chips} chips are {slices} slices over the data-centre network")
         found = _candidates(axes, ((core, use), *torus, (network, slices)))
+        if (first := over_slices(axes, slices)) is not None:
+            found = (a for a in found if {n: k for n, f in a if (k := dict(f).get(network, 1)) > 1} == first)
     else:
         found = _candidates(axes, ((core, use), *torus))
     best = min(found, key=score, default=None)
@@ -44,6 +47,19 @@ def best_assignment(
         longer = tuple((name, chips) for name, _ in torus)
         best = min(_candidates(axes, ((core, use), *longer)), key=score)
     return best, tuple(assumptions)
+
+
+def over_slices(axes: AxisSizes, slices: int) -> dict[str, int] | None:
+    """How many slices each axis crosses where the first axes fill them; None if their sizes do not."""
+    found = dict[str, int]()
+    for axis, size in axes:
+        crossed = math.gcd(size, slices)
+        slices //= crossed
+        if crossed > 1:
+            found[axis] = crossed
+        if slices == 1 or crossed < size:
+            break
+    return found if slices == 1 else None
 
 
 def contiguous_assignment(axes: AxisSizes, node_size: int) -> tuple[AxisAssignment, tuple[str, ...]]:

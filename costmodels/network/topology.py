@@ -129,6 +129,13 @@ def place(
     return _with_wrap_note(placement)
 
 
+def one_slice(hardware: Hardware, devices: int) -> bool:
+    """Whether so many devices lie without a network between slices."""
+    if not isinstance(hardware.topology, Torus):
+        return True
+    return hardware.chips(devices) <= math.prod(int(axis.value) for axis in hardware.topology.axes)
+
+
 def _levels(hardware: Hardware) -> Levels:
     """Names and capacities of the hardware's levels, innermost first; 0 = unlimited."""
     topology = hardware.topology

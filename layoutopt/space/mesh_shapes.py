@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 
 from costmodels.hardware import GpuCluster, Hardware
+from costmodels.network.topology import one_slice
 from layoutopt.space.kind import LeftOut
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import MOST_DEVICES, Mesh
@@ -21,8 +22,17 @@ def meshes(mesh: Mesh | str | None, devices: int | None, max_axes: int, hardware
     if mesh is not None:
         return [Mesh(mesh) if isinstance(mesh, str) else mesh]
     assert devices is not None
-    shapes = mesh_shapes(devices, max_axes, isinstance(hardware.topology, GpuCluster))
+    ordered = isinstance(hardware.topology, GpuCluster)
+    shapes = mesh_shapes(devices, max_axes, ordered)
+    if not ordered and not one_slice(hardware, devices):
+        shapes = [*dict.fromkeys(led for shape in shapes for led in _led(shape))]
     return [Mesh([(f"axis{i}", n) for i, n in enumerate(s)]) for s in shapes]
+
+
+def _led(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The shape with each of its axes first in turn: the first ones lie over slices."""
+    for i, size in enumerate(shape):
+        yield (size, *shape[:i], *shape[i + 1 :])
 
 
 def other_meshes(mesh: Mesh, shapes: Set[tuple[int, ...]] | None) -> Iterator[LeftOut]:

@@ -76,6 +76,28 @@ def test_slices_are_crossed_by_one_axis_and_not_the_one_that_fills_a_torus_axis(
 
 
 @pytest.mark.parametrize(
+    ("mesh", "crossed"),
+    [
+        ("replica:16;data:16;model:16", {"replica": 16}),
+        ("replica:16;data:256", {"replica": 16}),
+        ("data:256;replica:16", {"data": 16}),
+        ("a:2;b:4;c:256", {"a": 2, "b": 4}),
+        ("a:4;b:256;c:2", {"a": 4, "b": 2}),
+    ],
+)
+def test_the_first_axes_lie_over_the_slices(mesh: str, crossed: dict[str, int]) -> None:
+    """As jobs number their devices: slice by slice."""
+    placement = _place("tpu-v5e", mesh)
+    found = {a: n for a in placement.mesh.names if (n := placement.factor(a, "slice")) > 1}
+    assert found == crossed
+
+
+def test_where_the_first_axes_cannot_fill_the_slices_any_may_cross_them() -> None:
+    placement = _place("tpu-v5e", "a:4;b:384")
+    assert math.prod(placement.factor(a, "slice") for a in "ab") == 6
+
+
+@pytest.mark.parametrize(
     ("name", "shape", "expected"),
     [
         ("tpu-v5e", (16, 16), (True, True)),
