@@ -12,6 +12,7 @@ import typer
 from layoutopt.cli.advice import after_search
 from layoutopt.cli.again import command_line
 from layoutopt.cli.allowed import Allowed, MaxAxesOption, OnMesh
+from layoutopt.cli.exits import tell
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
     THIS_MACHINE,
@@ -170,6 +171,8 @@ def search(
         except InfeasibleError as error:
             diagnosis = _diagnosed(terminal, clock, loaded, {**where, **asked}, error)
             found = repairs_of(diagnosis, {**where, **asked}, typed)
+            refused = refusal(error, diagnosis, found, as_json)
+            tell(str(refused), refused.exit_code, as_json, refused.more)
             if report is not None and error.nearest is not None:
                 from layoutopt.cli.report import write_report
 
@@ -178,7 +181,7 @@ def search(
                 )
                 write_report(terminal, [_detailed(terminal, clock, nearest, loaded, machine, limit)], report)
             show_repairs(terminal, found)
-            raise refusal(error, diagnosis, found, as_json) from None
+            raise typer.Exit(refused.exit_code) from None
         named = with_settings(hardware, set_hardware or ())
         question = kept.plan.question.model_copy(
             update={"hardware": named, "command": command_line(typed, {})}

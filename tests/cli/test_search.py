@@ -180,7 +180,7 @@ def test_people_see_the_proof_and_the_alternatives(run: Callable[..., Result]) -
     done = run(*MLP)
     assert "optimal under this cost model, of " in done.stdout and "layouts (gap 0%, " in done.stdout
     assert re.search(
-        r"not\s+looked\s+at:\s+collective\s+matmul,.*\(--collective-matmul\s", done.stdout, re.DOTALL
+        r"not\s+looked\s+at:\s+collective\s+matmul,.*\(--allow\s+everything\s", done.stdout, re.DOTALL
     )
     rows = done.stdout.partition("Alternatives")[2]
     assert re.search(r"^the answer, tensor parallel.* +│ .*│ +1\.00× │", rows, re.MULTILINE)
@@ -269,6 +269,7 @@ def test_what_would_help_is_priced_reported_and_ready_to_copy(
     )
     done = run(*asked, "--report", str(page))
     assert done.exit_code == 3
+    assert 0 <= done.output.index("error: ") < done.output.index("What would help")
     table, commands = done.stdout.split("\n\n")
     assert table.startswith("What would help")
     first = shlex.split(commands.splitlines()[0])
