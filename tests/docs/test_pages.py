@@ -7,11 +7,13 @@ import importlib
 import json
 import math
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 import mesh_tf_core
 from layoutopt.cli import app
@@ -126,6 +128,20 @@ def test_measured_numbers_of_the_cost_model_name_their_command() -> None:
     source = re.compile(r"`(?:layoutopt|python|benchmarks)[ /.]|\b(?:19|20)\d\d\b")
     found = text_of(ROOT / "docs" / "explanation" / "cost_model.md").split("\n\n")
     assert [p for p in found if number.search(p) and not source.search(p)] == []
+
+
+def test_schedules_take_what_their_table_says() -> None:
+    """The first row of the table, by the command above it."""
+    page = (DOCS / "explanation" / "pipelines.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^    layoutopt cost (.*batch=8 .*)$", page, re.MULTILINE)
+    (row,) = re.findall(r"^\| h100 \| 8 \| (.*) \|$", page, re.MULTILINE)
+    for schedule, cell in zip(("1f1b", "zb-h1", "interleaved:2"), row.split(" | "), strict=True):
+        words = shlex.split(command.replace("--schedule 1f1b", f"--schedule {schedule}"))
+        done = CliRunner().invoke(app, ["cost", *words, "--json"])
+        found = json.loads(done.stdout)["predicted"]
+        assert f"{found['step_seconds']:.2f} s, {found['peak_memory_bytes'] / 2**30:.0f} GiB" == cell, (
+            schedule
+        )
 
 
 def test_the_problem_that_is_shown_is_solved() -> None:
