@@ -46,13 +46,28 @@ hypothesis.settings.load_profile("layoutopt")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Several processes take the files in the order of the tests, not those of most tests first."""
+    """Several processes take the files in the order of the tests, not those of most tests first. A marker per
+    kind of decision is known, and none brings hunts with it that nobody asked for."""
+    from tests.marks import features
+
+    for name in features():
+        config.addinivalue_line("markers", f"{name}: tests about it (`tests.marks`)")
+    if (asked := config.option.markexpr) and "nightly" not in asked:
+        config.option.markexpr = f"({asked}) and not nightly"
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, so that no process ends on one alone."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests get the markers of what they are about, if any is asked for. Files with slow tests come first, so
+    that no process ends on one alone."""
+    from tests.marks import about, features
+
+    asked = config.option.markexpr
+    for item in items if any(name in asked for name in features()) else ():
+        for name in about(item):
+            item.add_marker(name)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
