@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PUBLIC := mesh_tf_core costmodels layoutopt reports
 PIP := $(BIN)/pip --disable-pip-version-check --no-input
 
-.PHONY: install test test-fast test-nightly lint format docs outputs demo clean
+.PHONY: install test test-fast test-nightly lint format docs site outputs demo clean
 
 install: $(STAMP)
 
@@ -43,6 +43,10 @@ format: install
 # The API reference, made from docstrings: open build/api/index.html.
 docs: install
 	$(BIN)/pdoc --docformat google --output-directory build/api $(PUBLIC)
+
+# The documentation as a site: open build/site/README.html.
+site: install
+	$(BIN)/sphinx-build -q -W -b html docs build/site
 
 # The outputs that the tutorials and the notebook show, and README's pictures, made anew on this machine (quiet, chromium on the PATH).
 outputs: install
