@@ -33,6 +33,7 @@ from costmodels.kernels.partition import FusedKernel
 from mesh_tf_core.ir.instructions import STEP
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import HostLoad, Instr, Local, Loop, Permute, Program
+from mesh_tf_core.ir.traits import PartialAccess
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class _Fuser:
             if isinstance(instr, Local) and (instr.op.free or self._is_remade(instr)):
                 if not instr.op.free:
                     self.casts[instr.outputs[0]] = instr.inputs[0]
-                if instr.op.cuts:
+                if isinstance(instr.op, PartialAccess) and instr.op.cuts:
                     continue  # Its readers read the part alone.
                 context.same.update((o, context.source(i)) for i in instr.inputs[:1] for o in instr.outputs)
                 continue

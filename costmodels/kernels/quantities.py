@@ -17,6 +17,7 @@ from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.program import Local
+from mesh_tf_core.ir.traits import PartialAccess, all_bytes, in_place
 from mesh_tf_core.lower.nodes import expansion
 
 
@@ -72,13 +73,13 @@ def quantity_of(op: Op, inputs: tuple[TensorType, ...], outputs: tuple[TensorTyp
     if kind == "matmul" and (matmul is None or min(matmul[:3]) == 1):
         kind = "elementwise"
     # What is gathered from, or written into in place, is not passed over.
-    worked = outputs if kind == "gather" else inputs[1:] if op.in_place else (*inputs, *outputs)
+    worked = outputs if kind == "gather" else inputs[1:] if in_place(op) else (*inputs, *outputs)
     most = max((t.shape.size for t in worked), default=0)
     flops, dtype = flops_of(op, inputs), (inputs or outputs)[0].dtype
     odd = kind == "matmul" and any(_odd(t) for t in (*inputs, *outputs))
     return Quantity(
         flops,
-        op.moved(inputs, outputs),
+        op.moved(inputs, outputs) if isinstance(op, PartialAccess) else all_bytes(inputs, outputs),
         kind,
         dtype,
         matmul,

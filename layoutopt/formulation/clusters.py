@@ -28,6 +28,7 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
+from mesh_tf_core.ir.traits import crosses
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.nodes import delivered, plan_of, product_dims
 from mesh_tf_core.lower.subgraph import Twin, made_by
@@ -134,7 +135,7 @@ class _Builder:
         variables = [self.graph.variables[self.delivered[t]] for t in made]
         own = [] if updated is None else [updated]
         products = sorted(self.products.get(node.index, frozenset()) & self.dependencies.products)
-        keys = node.op.crosses[:1]
+        keys = crosses(node.op)[:1]
         return changing(Touched(self._recomputed(node), [*own, *variables], keys, own, products=products))
 
     def _recomputed(self, node: Node) -> tuple[str, ...]:
@@ -179,7 +180,7 @@ class _Builder:
             alike={}
             if any(n.body is not None for n in nodes)
             else self.runs.alike(again, kept, names, first_runs),
-            crossed={s: n.op.crosses for n in nodes for s in changing(Touched(keys=n.op.crosses[:1]))},
+            crossed={s: crosses(n.op) for n in nodes for s in changing(Touched(keys=crosses(n.op)[:1]))},
             nests=tuple(nest for nest in self.runs.nests if not nest.isdisjoint(names)),
             first=first_runs,
         )

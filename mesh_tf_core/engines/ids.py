@@ -3,7 +3,7 @@
 A number beyond the dimension would train on without a word: a look-up gives zeros, a cross-entropy a loss
 that is too low. Which inputs are such numbers is read off the program. From an input on, a value is followed
 through operations that move elements, and through element-wise ones of this input and constants alone, up to
-what `Op.labels` says of operations, or up to a one-hot over a dimension that is trained: an element-wise
+an operation with labels (`LabelOperand`), or up to a one-hot over a trained dimension: an element-wise
 operation that marks, of a further dimension, the element with that number alone. Along the way it is a
 function f of one number, so a number v of the input is wrong if f(v) names no element (look-ups and one-hots
 define negative ones as none), unless the model itself may set it apart, in one of two ways:
@@ -35,6 +35,7 @@ from mesh_tf_core.ir.dtypes import INTEGERS, TensorType
 from mesh_tf_core.ir.instructions import AllGather, AllToAll, Permute, Slice, Transfer
 from mesh_tf_core.ir.kernel import At
 from mesh_tf_core.ir.program import Input, Instr, Local, Loop, Program, ReadVariable
+from mesh_tf_core.ir.traits import LabelOperand
 from mesh_tf_core.kernels.array_kernel import np_dtype
 from mesh_tf_core.kernels.numpy_kernel import NumpyKernel
 
@@ -217,7 +218,7 @@ class _Reading:
 
     def _local(self, instr: Local) -> None:
         types = [self._type(x) for x in instr.inputs]
-        label = instr.op.labels(*types)
+        label = instr.op.labels(*types) if isinstance(instr.op, LabelOperand) else None
         if label is not None and instr.inputs[label[0]] in self.of:
             self.looked_up.append((instr, instr.inputs[label[0]], *label[1:]))
         if label is not None:

@@ -11,12 +11,37 @@ _UNHASHABLE = re.compile(r"(\w+\.)*(list|dict|set|bytearray|List|Dict|Set|Mutabl
 
 
 def check_contract(cls: Any, contract: Any, abstract: bool) -> None:
-    """TypeError if a class of operations breaks the contract, the class `Op`. (That it is frozen, `dataclass`
-    itself checks.)"""
+    """TypeError if a class of operations breaks the contract of the class `Op`, or of a group of questions
+    that it extends (`traits`). (That it is frozen, `dataclass` itself checks.)"""
     what = f"operation {cls.__name__}"
-    missing = [f for f in contract.FACETS if getattr(cls, f) is getattr(contract, f)]
+    traits = [c for c in contract.__subclasses__() if "FACETS" in vars(c)]
+    extended = [contract, *(c for c in traits if issubclass(cls, c))]
+    missing = [f for c in extended for f in c.FACETS if getattr(cls, f) is getattr(c, f)]
     if missing and not abstract:
         raise TypeError(f"{what} lacks the facets {', '.join(missing)}")
+    for one in extended:
+        _check_facets(what, cls, one)
+        for name, allowed in one.FACTS.items():
+            value = getattr(cls, name)
+            if not isinstance(value, property) and value not in allowed:
+                listed = ", ".join(map(repr, allowed))
+                raise TypeError(f"{what}: {name} is {value!r}; it may be {listed}")
+    for trait in traits:
+        for name in (*trait.FACETS, *trait.OPTIONAL, *trait.FACTS):
+            if trait not in extended and name in vars(cls):
+                raise TypeError(f"{what}: {name} is of {trait.__name__}; extend that of {trait.__module__}")
+    for name, annotation in inspect.get_annotations(cls).items():
+        if "ClassVar" in str(annotation):
+            known = [fact for one in (contract, *traits) for fact in one.FACTS]
+            meant = get_close_matches(name, known, 1, 0.75)
+            if meant and name not in known:
+                raise TypeError(f"{what}: {name!r} is no fact of the contract; did you mean {meant[0]!r}?")
+        elif _UNHASHABLE.match(getattr(annotation, "__name__", str(annotation))):
+            raise TypeError(f"{what}: {name!r} of type {annotation} has no hash; use a tuple")
+
+
+def _check_facets(what: str, cls: Any, contract: Any) -> None:
+    """TypeError if a facet cannot be called as the contract declares it."""
     for name in (*contract.FACETS, *contract.OPTIONAL):
         own, declared = getattr(cls, name), getattr(contract, name)
         if not callable(own):
@@ -24,18 +49,6 @@ def check_contract(cls: Any, contract: Any, abstract: bool) -> None:
         bound = isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod)
         if not _fits(own, declared, bound):
             raise TypeError(f"{what}: {name}{_takes(own)} must be {name}{_takes(declared)}")
-    for name, allowed in contract.FACTS.items():
-        value = getattr(cls, name)
-        if not isinstance(value, property) and value not in allowed:
-            listed = ", ".join(map(repr, allowed))
-            raise TypeError(f"{what}: {name} is {value!r}; it may be {listed}")
-    for name, annotation in inspect.get_annotations(cls).items():
-        if "ClassVar" in str(annotation):
-            meant = get_close_matches(name, contract.FACTS, 1, 0.75)
-            if meant and name not in contract.FACTS:
-                raise TypeError(f"{what}: {name!r} is no fact of the contract; did you mean {meant[0]!r}?")
-        elif _UNHASHABLE.match(getattr(annotation, "__name__", str(annotation))):
-            raise TypeError(f"{what}: {name!r} of type {annotation} has no hash; use a tuple")
 
 
 def _counts(facet: Any) -> tuple[int, int, bool]:

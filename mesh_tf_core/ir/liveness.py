@@ -14,8 +14,8 @@ As on a device that knows ahead of time what runs:
       by a message as it comes in: waiting for the message holds nothing
   (8) a stack that only a sum of the loop around reads (`Program.added`) lies in that sum
   (9) what lies in the host's memory takes none of the device's
-  (10) a carry of which an iteration only writes parts (`Op.in_place`) lies in what the loop makes of it, and
-       that in what it starts from, if nothing else reads this
+  (10) a carry of which an iteration only writes parts (`PartialAccess.in_place`) lies in what the loop makes
+       of it, and that in what it starts from, if nothing else reads this
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from mesh_tf_core.ir.program import AllReduce, Done, Instr, Local, Loop, Program, ReadVariable, WriteVariable
+from mesh_tf_core.ir.traits import in_place
 
 ValueSize = Callable[[int], int]
 """Value id -> bytes of the piece on one device."""
@@ -162,9 +163,9 @@ def _written(loop: Loop) -> Iterator[tuple[int, int]]:
     chains = []
     for carry in loop.carried:
         chain, last = [carry.leave], -1
-        while (maker := makers.get(chain[-1])) is not None and (maker.op.free or maker.op.in_place):
+        while (maker := makers.get(chain[-1])) is not None and (maker.op.free or in_place(maker.op)):
             chain.append(maker.inputs[0])
-            last = len(chain) - 1 if maker.op.in_place and last < 0 else last
+            last = len(chain) - 1 if in_place(maker.op) and last < 0 else last
         if last > 0 and chain[-1] == carry.enter:
             chains.append((carry.final, chain, chain[last:]))
     if chains:

@@ -1,11 +1,11 @@
 """The contract of an operation: all that anyone may ask of one, checked when its class is made.
 
   required facets  roles, infer, kernel, flops, gradient
-  optional facets  lower, spread, operands, expand, moved, work, unreduced, summand, distributes, untrained,
-                   of_part, labels, describe; each says what holds without it
-  facts            kind, free, linear, converts, divides, regroups, renames, crosses, still,
-                   scales, in_place, cuts, vanishes, adds, derives_key: attributes of the class, or properties
-                   where they depend on its fields
+  optional facets  lower, expand, work, describe; each says what holds without it
+  facts            kind, free, linear, converts, regroups: attributes of the class, or properties where they
+                   depend on its fields
+
+Questions that only some operations answer are groups of their own (`traits`), which a class extends.
 
 `roles` is the only statement about distribution. Legality, lowering, collectives, bytes and memory are read
 off it. No reader knows any single operation: what it must know, the contract says.
@@ -13,7 +13,7 @@ off it. No reader knows any single operation: what it must know, the contract sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Protocol
 
@@ -21,7 +21,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.contract import check_contract
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
-from mesh_tf_core.ir.kernel import At, Kernel, PartRows
+from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.values import Instr, Origin, Splits, Value
@@ -59,6 +59,8 @@ class MeshContext(Protocol):
         ...
 
 
+FLAG = (False, True)
+"""The values of a fact that holds or does not."""
 PRODUCTS = ("matmul", "attention")
 """Kinds of operations that the matrix unit runs."""
 
@@ -166,29 +168,11 @@ class Op:
       TypeError: when a class is made that breaks the contract.
     """
 
-    FACETS: ClassVar = ("roles", "infer", "kernel", "flops", "gradient")
-    OPTIONAL: ClassVar = (
-        "lower",
-        "spread",
-        "operands",
-        "expand",
-        "moved",
-        "work",
-        "unreduced",
-        "summand",
-        "distributes",
-        "untrained",
-        "of_part",
-        "labels",
-        "describe",
-    )
-    FACTS: ClassVar = {
+    FACETS: ClassVar[tuple[str, ...]] = ("roles", "infer", "kernel", "flops", "gradient")
+    OPTIONAL: ClassVar[tuple[str, ...]] = ("lower", "expand", "work", "describe")
+    FACTS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "kind": ("matmul", "elementwise", "reduce", "gather", "random", "data", "attention"),
-        **dict.fromkeys(("free", "linear", "converts", "divides"), (False, True)),
-        **dict.fromkeys(
-            ("regroups", "derives_key", "scales", "in_place", "cuts", "adds", "vanishes"), (False, True)
-        ),
-        **dict.fromkeys(("renames", "crosses", "still"), ((),)),
+        **dict.fromkeys(("free", "linear", "converts", "regroups"), FLAG),
     }
     """Fact -> the values that it may have."""
 
@@ -202,30 +186,8 @@ class Op:
     """True if it says the same numbers in another element type. It is done on whatever piece its operand lies
     in, whether the layout says so or not; what it makes of a variable still is this variable; and a sum may
     wait until after it but for rounding."""
-    divides: ClassVar[bool] = False
-    """True if it is the quotient of its two operands, element by element."""
     regroups: ClassVar[bool] = False
     """True if an axis may split one dimension of an input and another of the output."""
-    renames: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Dimensions that its output has under another name: (old, new)."""
-    crosses: ClassVar[tuple[str, ...]] = ()
-    """Dimensions, one of them `whole`, whose pieces meet in it in one of the forms that `spread` has; options
-    name the form by the first."""
-    still: ClassVar[tuple[str, ...]] = ()
-    """Dimensions that its parameters name although it moves nothing along them."""
-    scales: ClassVar[bool] = False
-    """True if what it makes only scales tensors for a product, and is divided by again: of a step in parts,
-    each part takes its own, and the results differ by rounding."""
-    in_place: ClassVar[bool] = False
-    """True if it writes a part of its first operand, and the rest stays as it is."""
-    cuts: ClassVar[bool] = False
-    """True if it is about a part of its first operand, which a product may read, or write, where it lies."""
-    vanishes: ClassVar[bool] = False
-    """True if it has one operand and makes 0 of 0."""
-    adds: ClassVar[bool] = False
-    """True if its last operand is a term of its result, pending over the same axes."""
-    derives_key: ClassVar[bool] = False
-    """True if it makes a random key; more int32 scalars behind its operands make another one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # A dataclass has its own, so that only a class that is none comes here with something to keep.
@@ -278,78 +240,14 @@ class Op:
         """
         raise NotImplementedError
 
-    def spread(
-        self,
-        low: Emitter,
-        inputs: Sequence[int],
-        types: Sequence[TensorType],
-        form: str,
-        wanted: Sequence[bool],
-    ) -> Sequence[int] | None:
-        """Its outputs, in a form in which what it needs whole is not gathered (see `crosses`); None if
-        gathering does, and without it.
-
-        Args:
-          inputs, types: as of `lower`.
-          wanted: of each output, whether anyone reads it; if not, any value stands for it.
-        """
-        return None
-
-    def operands(self, inputs: Sequence[int]) -> Sequence[int]:
-        """Those of its inputs that a device reads; without it, all. The others, only its gradient wants."""
-        return inputs
-
     def expand(self, *inputs: Tensor) -> Tensor | None:
         """The same result from smaller operations, used when a `whole` dimension is split; without it, that
         dimension is gathered."""
         return None
 
-    def moved(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> float:
-        """Bytes that a device reads and writes; without it, those of all operands and results.
-
-        Args:
-          inputs, outputs: types of the local pieces.
-        """
-        return float(sum(t.bytes for t in (*inputs, *outputs)))
-
     def work(self, *local: TensorType) -> Work:
         """What it does beside its `flops`; without it, it is no product."""
         return NO_PRODUCT
-
-    def unreduced(self, dim: Dim, inputs: Sequence[Tensor]) -> Tensor | None:
-        """[dim, dimensions of the output]: the same, but for summing out a dimension that the inputs have;
-        without it, it is no sum over one."""
-        return None
-
-    def summand(self, dim: Dim, parts: Sequence[Tensor], constant: Sequence[bool]) -> Tensor | None:
-        """r [dim, dimensions of the output], whose sum over `dim` is the output; without it, that is known of
-        linear operations only.
-
-        Args:
-          parts: such summands of the inputs; of a constant, the input itself.
-        """
-        return None
-
-    def distributes(self, constant: Sequence[bool]) -> bool:
-        """Whether a sum of its operands, but those that are `constant`, may wait until after it; without it,
-        that is so for linear operations and for casts."""
-        return self.linear or self.converts
-
-    def untrained(self) -> tuple[Op, int] | None:
-        """What stands for it where nothing is trained: an operation, and how many of its first operands that
-        takes; without it, it does itself."""
-        return None
-
-    def of_part(self, rows: PartRows) -> tuple[Op, int] | None:
-        """The same on a part of the batch, and which of its operands is the part's number then, an int32
-        scalar; without it, it does not matter which rows of the batch it works on."""
-        return None
-
-    def labels(self, *inputs: TensorType) -> tuple[int, Dim, bool] | None:
-        """Position of the input whose numbers each name an element of a dimension, this dimension, and
-        whether negative numbers name none on purpose (padding); any other number beyond it is a mistake in
-        the data. Without it, there is no such input."""
-        return None
 
     def describe(self) -> str:
         """Name and parameters in one line, for programs; without it, all fields that are not None."""

@@ -28,6 +28,7 @@ from mesh_tf_core.ir.program import (
 )
 from mesh_tf_core.ir.structure import Assign, Connection, Feed, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ir.traits import ContextParallel
 from mesh_tf_core.lower.loops import Loops
 from mesh_tf_core.lower.nodes import (
     NodePlan,
@@ -192,7 +193,7 @@ class Lowering(Placing):
             types = tuple(TensorType(layout.held(t.shape), t.dtype) for t in types)
         reduced = layout.split(roles.reduced) if roles.reduced else []
         self.check_disjoint(op, layout.split(roles.parallel) + reduced)
-        if self.context and (form := self.context.get(next(iter(op.crosses), ""))):
+        if isinstance(op, ContextParallel) and (form := self.context.get(op.crosses[0])):
             wanted = [not self._unread(tensor) for tensor in tensors]
             spread = op.spread(self, inputs, plan.types, form, wanted)
             if spread is not None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from mesh_tf_core.ir.blocks import REPLICA, Node
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.structure import Connection
+from mesh_tf_core.ir.traits import SumRules, distributes
 from mesh_tf_core.lower.nodes import plan_of, updated
 from mesh_tf_core.tracing.graph import Graph
 
@@ -71,6 +72,6 @@ def _keeps_zero(op: Op, zero: list[bool]) -> bool:
     """Whether a result is zero where those operands are that are known to be."""
     if not any(zero):
         return False
-    if op.vanishes or ((op.linear or op.converts) and all(zero)):
+    if (isinstance(op, SumRules) and op.vanishes) or ((op.linear or op.converts) and all(zero)):
         return True
-    return any(z and op.distributes([j != i for j in range(len(zero))]) for i, z in enumerate(zero))
+    return any(z and distributes(op, [j != i for j in range(len(zero))]) for i, z in enumerate(zero))

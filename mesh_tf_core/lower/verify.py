@@ -26,6 +26,7 @@ from mesh_tf_core.ir.program import (
     Value,
     WriteVariable,
 )
+from mesh_tf_core.ir.traits import SumRules
 from mesh_tf_core.lower.sums import rounds
 from mesh_tf_core.ops.basic import Total
 
@@ -199,9 +200,10 @@ class _Verifier:
         if isinstance(instr.op, Total):
             self.total(instr, instr.op)
             return
-        terms = instr.inputs[:-1] if instr.op.adds else instr.inputs
+        adds = isinstance(instr.op, SumRules) and instr.op.adds
+        terms = instr.inputs[:-1] if adds else instr.inputs
         partial = {self.of(i).partial for i in terms if not self.is_number(i, instr)}
-        if instr.op.adds and self.of(instr.inputs[-1]).partial != self.of(instr.outputs[0]).partial:
+        if adds and self.of(instr.inputs[-1]).partial != self.of(instr.outputs[0]).partial:
             raise ProgramError(f"{instr.text()}: adds to what is pending over other axes")
         if any(partial):
             if not (instr.op.linear or rounds(instr.op, self.of(instr.outputs[0]).dtype)):

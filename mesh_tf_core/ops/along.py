@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ir.traits import DimensionNames, LabelOperand
 from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.index import local_ids, need_ints
 from mesh_tf_core.ops.kinds import Move
@@ -34,7 +35,7 @@ def _rows(x: Shape, ids: Shape) -> list[Dim]:
 
 
 @dataclass(frozen=True)
-class TakeAlong(Move):
+class TakeAlong(LabelOperand, Move):
     """x [common, dim, rows] at ids [common, more]: [the ids' dimensions, rows]; 0 where an id is outside."""
 
     dim: str
@@ -84,7 +85,7 @@ class TakeAlong(Move):
 
 
 @dataclass(frozen=True)
-class PutAlong(Op):
+class PutAlong(DimensionNames):
     """Sums x [kept, more, rows] to the places ids [kept, more] along `dim`: [kept, dim, rows].
 
     Ids outside are dropped. Dimensions that the ids lack are rows, and need not be named in `kept`.

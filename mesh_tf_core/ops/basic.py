@@ -12,6 +12,7 @@ from mesh_tf_core.ir.dtypes import check_dtype, is_float
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ir.traits import SumRules
 from mesh_tf_core.ops.common import aligned, check_number, listing, same_dtype
 from mesh_tf_core.ops.kinds import Elementwise, Move, Source
 
@@ -87,7 +88,7 @@ class Scale(Elementwise):
 
 
 @dataclass(frozen=True)
-class Shift(Elementwise):
+class Shift(SumRules, Elementwise):
     """Adds a constant."""
 
     offset: float

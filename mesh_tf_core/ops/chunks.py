@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType, Work
+from mesh_tf_core.ir.traits import PartialAccess, SumRules
 from mesh_tf_core.ops.einsum import Einsum
 from mesh_tf_core.ops.kinds import MadeByLowering, Move
 from mesh_tf_core.ops.pieces import resized
@@ -62,7 +63,7 @@ class ChunkNumber(MadeByLowering):
 
 
 @dataclass(frozen=True)
-class ChunkOf(MadeByLowering, Move):
+class ChunkOf(PartialAccess, MadeByLowering, Move):
     """x [..., dim] -> the chunk of `size` elements of `dim` with a number (int32 scalar)."""
 
     dim: str
@@ -85,7 +86,7 @@ class ChunkOf(MadeByLowering, Move):
 
 
 @dataclass(frozen=True)
-class ChunkFirst(MadeByLowering, Move):
+class ChunkFirst(PartialAccess, MadeByLowering, Move):
     """A chunk of `dim` and its number (int32 scalar) -> `count` chunks, of which all others are 0 yet."""
 
     dim: str
@@ -105,7 +106,7 @@ class ChunkFirst(MadeByLowering, Move):
 
 
 @dataclass(frozen=True)
-class ChunkPut(MadeByLowering, Move):
+class ChunkPut(PartialAccess, MadeByLowering, Move):
     """x [..., dim] with a chunk of `dim` in the place that its number (int32 scalar) says.
 
     Attributes:
@@ -136,7 +137,7 @@ def _put(k: Kernel, x: Any, chunk: Any, axis: int, number: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class AddProduct(MadeByLowering):
+class AddProduct(SumRules, MadeByLowering):
     """A product of all operands but the last, added to that: one kernel, as the TPU compiler makes it."""
 
     product: Einsum

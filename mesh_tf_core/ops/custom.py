@@ -10,6 +10,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Emitter, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ir.traits import GradientOperands
 from mesh_tf_core.ops.basic import StopGradient, constant_like, stop_gradient
 from mesh_tf_core.ops.kinds import Move
 from mesh_tf_core.ops.math import maximum, sqrt, square
@@ -19,7 +20,7 @@ GradientOf = Callable[[list["Tensor | None"], list["Tensor"], list["Tensor"]], "
 
 
 @dataclass(frozen=True)
-class CustomGradient(Move):
+class CustomGradient(GradientOperands, Move):
     """The first `count` inputs as they are; the gradient goes to the others, by a function of the model.
 
     The graph keeps the function, under this number: an operation that kept it would keep the graph whose

@@ -15,6 +15,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ir.traits import PartialAccess
 from mesh_tf_core.ops.basic import constant_like
 from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.einsum import broadcast
@@ -38,7 +39,7 @@ def _element(k: Kernel, x: Any, sizes: Sequence[int], axis: int, place: Any) -> 
 
 
 @dataclass(frozen=True)
-class DynamicSlice(Move):
+class DynamicSlice(PartialAccess, Move):
     """x [..., dim] at a position (int scalar): [...]; zeros where the position is outside."""
 
     dim: str
@@ -69,7 +70,7 @@ class DynamicSlice(Move):
 
 
 @dataclass(frozen=True)
-class DynamicUpdate(Move):
+class DynamicUpdate(PartialAccess, Move):
     """x [..., dim] with a piece [...] at a position (int scalar) of `dim`; x itself if that is outside."""
 
     dim: str

@@ -11,7 +11,7 @@ exact.) Products add up in float32. Backward keeps the factors of eight bits.
 
 The largest element is that of the whole tensor, over all devices, so numbers are the same under every layout;
 that costs a message of one number where the tensor is split. With microbatches each part has its own
-(`Op.scales`).
+(`StepCopies.scales`).
 
 Chips without such a unit (A100, TPUs before v7) and the CPU engines multiply the same numbers in a wider
 type: the results are the same, and priced at that type's rate.
@@ -32,6 +32,7 @@ from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType, Work
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ir.traits import StepCopies
 from mesh_tf_core.ops.basic import cast, stop_gradient
 from mesh_tf_core.ops.common import joined, listing
 from mesh_tf_core.ops.custom import custom_gradient
@@ -46,7 +47,7 @@ _POWERS = 2.0 ** np.arange(-60, 61)
 
 
 @dataclass(frozen=True)
-class AbsMax(Op):
+class AbsMax(StepCopies):
     """The largest absolute value, float32: what a tensor is scaled by."""
 
     kind: ClassVar[str] = "reduce"

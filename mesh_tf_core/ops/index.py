@@ -13,6 +13,7 @@ from mesh_tf_core.ir.dtypes import check_dtype
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ir.traits import LabelOperand
 from mesh_tf_core.ops.common import dtype_name, listing
 from mesh_tf_core.ops.einsum import einsum
 from mesh_tf_core.ops.kinds import Move, Source
@@ -100,7 +101,7 @@ class OneHot(Op):
 
 
 @dataclass(frozen=True)
-class Gather(Move):
+class Gather(LabelOperand, Move):
     """Rows of a table [dim, rest] by id: an embedding. Ids outside the table give zeros."""
 
     dim: str
@@ -174,7 +175,7 @@ _MOST_POSITIONS = 2**31
 
 
 @dataclass(frozen=True)
-class Pick(Move):
+class Pick(LabelOperand, Move):
     """The element of x [..., dim] at an index of its own for every other position: [...]."""
 
     dim: str

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from mesh_tf_core.ir.dims import Dim, PaddedDim
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Emitter, TensorType
+from mesh_tf_core.ir.traits import PartialAccess
 from mesh_tf_core.ops.kinds import MadeByLowering, Move
 
 
@@ -81,7 +82,7 @@ class PadPieces(MadeByLowering, Move):
 
 
 @dataclass(frozen=True)
-class CutPadding(MadeByLowering, Move):
+class CutPadding(PartialAccess, MadeByLowering, Move):
     """The inverse: the elements of a device's own piece that count, which readers take where they lie."""
 
     dim: PaddedDim

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
-from mesh_tf_core.ir.op import Op, Roles, TensorType
+from mesh_tf_core.ir.op import Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ir.traits import SumRules
 from mesh_tf_core.ops.common import need_fractions
 from mesh_tf_core.ops.einsum import broadcast
 
@@ -18,7 +19,7 @@ _COMBINE = {"sum": "sum", "max": "max", "min": "min", "any": "max", "all": "min"
 
 
 @dataclass(frozen=True)
-class Reduce(Op):
+class Reduce(SumRules):
     """Reduces the named dimensions by `fn` (sum, max, min, any, all); the others keep their order."""
 
     fn: str

@@ -16,13 +16,14 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Emitter, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ir.traits import DimensionNames
 from mesh_tf_core.ops.common import align, check_number, listing, same_dtype
 from mesh_tf_core.ops.kinds import Move
 from mesh_tf_core.ops.rearrange import rearranged
 
 
 @dataclass(frozen=True)
-class Rename(Move):
+class Rename(DimensionNames, Move):
     """The same elements under other dimension names: (old, new) pairs. The layout may split old and new
     differently."""
 

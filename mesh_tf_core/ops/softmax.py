@@ -12,6 +12,7 @@ from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import Op, Roles, TensorType
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ir.traits import LabelOperand
 from mesh_tf_core.ops.basic import cast, stop_gradient
 from mesh_tf_core.ops.binary import where
 from mesh_tf_core.ops.common import aligned, listing
@@ -127,7 +128,7 @@ class LogSumExp(Op):
 
 
 @dataclass(frozen=True)
-class CrossEntropy(Op):
+class CrossEntropy(LabelOperand):
     """logsumexp - logits[target] from (logits, target ids, logsumexp of the logits).
 
     The gradient goes to the logits as a whole, softmax(logits) - one_hot(target), and none to the

@@ -13,6 +13,7 @@ from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.kernel import At, Kernel
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ir.traits import SumRules
 from mesh_tf_core.ops.common import need_fractions, same_dtype
 from mesh_tf_core.ops.kinds import Elementwise
 
@@ -83,7 +84,7 @@ derivative."""
 
 
 @dataclass(frozen=True)
-class Unary(Elementwise):
+class Unary(SumRules, Elementwise):
     """Applies a function to every element; the output has the input's shape."""
 
     fn: str
@@ -128,7 +129,7 @@ class Unary(Elementwise):
 
 
 @dataclass(frozen=True)
-class UnaryGrad(Elementwise):
+class UnaryGrad(SumRules, Elementwise):
     """dy times the derivative of `fn`, from its input or its output (see `_SLOPES`)."""
 
     fn: str

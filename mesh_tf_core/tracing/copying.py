@@ -12,6 +12,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.kernel import PartRows
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ir.traits import StepCopies, renames
 from mesh_tf_core.ops.basic import scale
 from mesh_tf_core.tracing.batch_linearity import BatchLinearity
 from mesh_tf_core.tracing.graph import Graph
@@ -21,7 +22,7 @@ def batch_names(graph: Graph, batch: str) -> set[str]:
     """The batch dimension's name and those that operations rename it to."""
     names = {batch}
     while True:
-        more = {new for node, _ in graph.walk() for old, new in node.op.renames if old in names}
+        more = {new for node, _ in graph.walk() for old, new in renames(node.op) if old in names}
         if more <= names:
             return names
         names |= more
@@ -252,7 +253,7 @@ class PartCopy(Copy):
         fixes = f"microbatches={self.parts}: {op.describe()} fixes the size of the batch"
         names = {n for i in (*node.inputs, *node.outputs) for n in self.old.tensor(i).shape.names}
         if self.number is not None and self.parts > 1 and not names.isdisjoint(self.names):
-            of_part = op.of_part(self.rows)
+            of_part = op.of_part(self.rows) if isinstance(op, StepCopies) else None
             if of_part is not None:
                 op, at = of_part
                 inputs = [*inputs[:at], self.number, *inputs[at:]]

@@ -5,8 +5,8 @@ The transformed graph holds the same operations with a smaller batch dimension i
 dtype of their variables; what is made of such sums is computed from the whole ones, after the loop. Backward
 may read some of them, as the number of tokens that a masked mean divides by: an earlier loop over the parts
 computes these, and nothing else. `batch_linearity` says which tensor is which. Random numbers are those that
-the part's rows have in the whole batch (`Op.of_part`). Variables are assigned after the loops, from whole
-sums.
+the part's rows have in the whole batch (`StepCopies.of_part`). Variables are assigned after the loops, from
+whole sums.
 
 A model whose examples meet in another way (statistics of a batch, examples against each other), or whose
 operations fix sizes derived from the batch (a reshape that flattens it, say), cannot be split so.

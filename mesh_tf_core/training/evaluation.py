@@ -38,6 +38,7 @@ from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import rounds_of
 from mesh_tf_core.ir.structure import Assign, Read
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ir.traits import StepCopies, SumRules
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placement import placement
@@ -230,7 +231,7 @@ def forward(graph: Graph, means: Mapping[str, Variable] = NO_MEANS) -> Graph:
     for block in found.blocks:
         block.saved.clear()
         for at, node in enumerate(block.nodes):
-            instead = node.op.untrained()
+            instead = node.op.untrained() if isinstance(node.op, StepCopies) else None
             if instead is not None:
                 op, count = instead
                 block.nodes[at] = dataclasses.replace(node, op=op, inputs=node.inputs[:count])
@@ -295,7 +296,7 @@ def _sums(rows: Rows, result: Tensor) -> tuple[tuple[Tensor, ...] | None, float]
     while node is not None and _scales(node):
         behind += [] if node.op.converts else [node.op]
         node = rows.graph.producer.get(node.inputs[0])
-    if node is None or not node.op.divides:
+    if node is None or not (isinstance(node.op, SumRules) and node.op.divides):
         return None, -math.inf
     why = rows.why
     divisor, least = _at_least(rows.graph, rows.graph.tensor(node.inputs[1]))

@@ -19,6 +19,7 @@ from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.structure import Feed, Read
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.ir.traits import SumRules, scales
 from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.shape import rename_dimension
 from mesh_tf_core.tracing.batch_linearity import apart
@@ -78,7 +79,7 @@ class Rows:
     def _made(self, node: Node, output: TensorType) -> RowDependence:
         """The kind of an operation's output."""
         given = {self._kind(i) for i in node.inputs}
-        if given <= {RowDependence.CONSTANT} or (node.op.scales and RowDependence.MIXED not in given):
+        if given <= {RowDependence.CONSTANT} or (scales(node.op) and RowDependence.MIXED not in given):
             return RowDependence.CONSTANT
         rows = [d for d in output.shape if d.name in self.names]
         if RowDependence.MIXED in given or (
@@ -140,7 +141,7 @@ class Rows:
     def _first(self, op: Op, xs: Sequence[Tensor]) -> Tensor | None:
         """Where the batch is summed out."""
         rows, *others = {d for x in xs for d in x.shape if d.name in self.names}
-        found = None if others else op.unreduced(rows, xs)
+        found = op.unreduced(rows, xs) if isinstance(op, SumRules) and not others else None
         return None if found is None else rename_dimension(found, rows, self.batch.name)
 
     def _linear(self, op: Op, xs: Sequence[Tensor]) -> Tensor | None:
@@ -151,7 +152,7 @@ class Rows:
         if len(known) < len(parts):
             return None
         if not (op.linear or op.converts):
-            return op.summand(self.batch, known, constant)
+            return op.summand(self.batch, known, constant) if isinstance(op, SumRules) else None
         known = [self._share(x) if c else x for x, c in zip(known, constant, strict=True)]
         types = [x.type for x in known]
         if self.batch.name not in op.roles(*types).parallel:

@@ -13,6 +13,7 @@ import pytest
 
 import mesh_tf_core as mtf
 import mesh_tf_core.ops
+from mesh_tf_core.ir import traits
 from mesh_tf_core.ir.op import Emitter, Op, Roles, TensorType
 from mesh_tf_core.ir.work import NO_PRODUCT
 from mesh_tf_core.lower.placing import Placing
@@ -89,6 +90,25 @@ def with_a_facet_that_is_none() -> None:
         flops = None  # type: ignore[assignment]
 
 
+def without_the_facet_of_its_group() -> None:
+    class Half(traits.LabelOperand, Whole): ...
+
+
+def with_a_short_facet_of_its_group() -> None:
+    class Half(traits.SumRules, Whole):
+        def distributes(self) -> Any: ...
+
+
+def with_an_unknown_fact_of_its_group() -> None:
+    class Half(traits.SumRules, Whole):
+        adds = "mostly"  # type: ignore[assignment]
+
+
+def with_a_facet_of_another_group() -> None:
+    class Half(Whole):
+        def labels(self, *inputs: TensorType) -> Any: ...
+
+
 def unhashable() -> None:
     @dataclass(frozen=True)
     class Half(Whole):
@@ -137,6 +157,16 @@ def bare() -> None:
             r"operation Half: gradient\(dy, inputs\) must be gradient\(self, dy, inputs, output\)$",
         ),
         (with_a_facet_that_is_none, r"operation Half: flops is None; it must be flops\(self, \*local\)$"),
+        (without_the_facet_of_its_group, r"operation Half lacks the facets labels$"),
+        (
+            with_a_short_facet_of_its_group,
+            r"operation Half: distributes\(self\) must be distributes\(self, constant\)$",
+        ),
+        (with_an_unknown_fact_of_its_group, r"operation Half: adds is 'mostly'; it may be False, True$"),
+        (
+            with_a_facet_of_another_group,
+            r"operation Half: labels is of LabelOperand; extend that of mesh_tf_core\.ir\.traits$",
+        ),
         (unhashable, r"operation Half: 'sizes' of type list\[int\] has no hash; use a tuple$"),
         (mutable, r"cannot inherit non-frozen dataclass from a frozen one"),
         (bare, r"operation Half is no dataclass; write @dataclass\(frozen=True\) above its class$"),
@@ -181,9 +211,13 @@ def test_what_an_operation_is_without_its_optional_facets() -> None:
 
     op, x = Same(), TensorType(mtf.Shape([A]), "float32")
     assert not op.lowers() and not op.expands()
-    assert (op.expand(), op.work(x), op.moved([x], [x])) == (None, NO_PRODUCT, 32.0)
+    assert (op.expand(), op.work(x)) == (None, NO_PRODUCT)
     assert (op.describe(), op.kind) == ("same(size=3)", "elementwise")
     assert not any((op.free, op.linear, op.converts, op.regroups))
+    assert not any(
+        (traits.scales(op), traits.derives_key(op), traits.in_place(op), traits.distributes(op, [False]))
+    )
+    assert (traits.renames(op), traits.crosses(op), traits.read_operands(op, [1, 2])) == ((), (), [1, 2])
     assert op == Same() and hash(op) == hash(Same()) and op != Same(4)
 
 

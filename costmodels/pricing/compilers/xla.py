@@ -29,6 +29,7 @@ from mesh_tf_core.ir.program import (
     Program,
     Transfer,
 )
+from mesh_tf_core.ir.traits import PartialAccess
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,8 @@ class XlaTpu(Xla):
     (2) What a collective made is copied to its stack by a kernel of its own.
     (3) What an all-to-all brings lies device by device: a kernel of its own writes it in the order of its
         dimensions (copies around `lax.all_to_all`).
-    (4) A product reads a part of an operand (`Op.cuts`) where it lies, and writes its result in place
-        (v5e:2x4, chunks of scatters and gathers, 2026-11-24).
+    (4) A product reads a part of an operand (`PartialAccess.cuts`) where it lies, and writes its result in
+        place (v5e:2x4, chunks of scatters and gathers, 2026-11-24).
     (5) What works on statistics alone is a kernel of its own.
     (6) Each message of a weight or of its gradient is sent alone.
     """
@@ -114,7 +115,7 @@ class XlaTpu(Xla):
     library: ClassVar[str] = "tpu"
 
     def computes(self, instr: Local) -> bool:
-        return super().computes(instr) and not instr.op.cuts
+        return super().computes(instr) and not (isinstance(instr.op, PartialAccess) and instr.op.cuts)
 
     def stack(self, loop: Loop, inner: int, stack: int) -> Stack:
         copied = inner in _moved(loop)
