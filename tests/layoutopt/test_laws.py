@@ -83,7 +83,7 @@ def test_tokens_per_parameter_are_those_of_besiroglu() -> None:
 
 
 def test_rows_of_hoffmanns_table_within_what_rounding_of_the_constants_does() -> None:
-    """1 to 8 % fewer parameters than printed: docs/guides/size.md lists the differences."""
+    """1 to 8 % fewer parameters than printed."""
     law = published("hoffmann")
     off = [law.optimum(flops)[0] / parameters - 1 for parameters, flops, _ in TABLE_A3]
     assert -0.08 < min(off) < max(off) < 0
