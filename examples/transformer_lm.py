@@ -136,6 +136,14 @@ llama3_8b = partial(
     dtype="bfloat16",
 )
 """Llama 3 8B: 8,030,261,248 parameters."""
+llama3_70b = partial(
+    llama3_8b,
+    layers=80,
+    d_model=8192,
+    heads=64,
+    d_ff=28672,
+)
+"""Llama 3 70B: 70,553,706,496 parameters."""
 llama3_405b = partial(
     llama3_8b,
     layers=126,
