@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from benchmarks import forbidden
 from benchmarks.pages import accuracy, commands, compiler, diloco, jax_models, picks, speed, training
-from benchmarks.pages.tables import stored
+from benchmarks.pages.tables import ROOT, stored
 
 
 def decisions() -> Iterator[str]:
@@ -14,7 +14,21 @@ def decisions() -> Iterator[str]:
     return forbidden.page(stored("forbidden"))
 
 
+BEGINS, ENDS = "<!-- accuracy: python -m benchmarks.pages README.md -->", "<!-- accuracy ends -->"
+
+
+def readme() -> Iterator[str]:
+    """README.md with its table of accuracy made anew."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGINS)
+    yield before + BEGINS
+    yield ""
+    yield from accuracy.readme()
+    yield ENDS + rest.partition(ENDS)[2]
+
+
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
+    "README.md": readme,
     "docs/reference/commands.md": commands.page,
     "docs/results/accuracy.md": accuracy.page,
     "docs/results/picks.md": picks.page,

@@ -60,33 +60,6 @@ def of(found: list[float]) -> str:
     return f"mean {percent(fmean(sizes))}, worst {percent(max(sizes))}"
 
 
-CLAIMS = {
-    "9 MaxText runs": lambda: of(errors("maxtext_tpu.csv")),
-    "8 GSPMD runs": lambda: of(errors("gspmd_tpuv3.csv", "gspmd_tpuv3_more.csv")),
-    "two largest models on 512 TPU v2": lambda: ", ".join(
-        f"−{percent(-e)}" for e in errors("mesh_tf_runs.csv")
-    ),
-    "60 bfloat16 runs": lambda: of(errors(*GPUS)),
-    "845 published runs that ran": lambda: percent(criterion("ran, and called too large")),
-    "720 GPT layouts": lambda: (
-        f"mean {percent(criterion('vTrain, one node: mean error'))}; the predicted best is "
-        f"{percent(criterion('vTrain, one node: regret in the mean'))} slower than the best in the mean, "
-        f"{percent(criterion('vTrain, one node: largest regret'))} at worst"
-    ),
-    "28 layouts on 64 and 256 A100": lambda: (
-        f"mean {100 * criterion('vTrain, several nodes, at 100 GB/s a node: mean error'):.1f} %"
-    ),
-}
-"""What a row of README's table is about, and what it says of it."""
-
-
-@pytest.mark.parametrize("about", CLAIMS)
-def test_readme_says_what_was_reached(about: str) -> None:
-    rows = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    (row,) = [line for line in rows if line.startswith("| ") and about in line]
-    assert plain(CLAIMS[about]()) in plain(row)
-
-
 def test_numbers_of_runs_are_those_that_were_priced() -> None:
     assert (len(errors("maxtext_tpu.csv")), len(errors(*GPUS))) == (9, 60)
     counts = {c["name"]: c["rows"] for c in results("published")["criteria"]}

@@ -1,0 +1,54 @@
+"""README: short, its program runs, its question has the answer that is shown."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import layoutopt
+from examples.transformer_lm import llama3_70b
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+ARRAYS = """\
+params = {"hidden": jnp.zeros((784, 1024)), "head": jnp.zeros((1024, 16))}
+batch = {"x": jnp.zeros((256, 784)), "y": jnp.zeros((256,), jnp.int32)}
+"""
+
+
+def test_readme_is_short() -> None:
+    assert len(TEXT.splitlines()) <= 130
+
+
+def test_its_program_trains() -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    before, after = program.split("params, state = step.init(params)", 1)
+    whole = f"{before}{ARRAYS}params, state = step.init(params){after}print(float(value))"
+    four = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", whole], cwd=ROOT, capture_output=True, text=True, env={**os.environ, **four}
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) == pytest.approx(2.7726, abs=1e-3), "of 16 classes: log 16"
+
+
+def test_its_question_has_the_answer_that_is_shown() -> None:
+    """On the mesh that it finds: a search of all shapes takes a quarter of a minute."""
+    plan = layoutopt.search(
+        llama3_70b(batch=64),
+        "data:64;model:2",
+        hardware="h100",
+        memory=72 * 2**30,
+        allow="+sequence",
+        recompute="selective",
+        alternatives=False,
+    )
+    assert plan.solver.status == "OPTIMAL"
+    (seconds,) = re.findall(r"the answer +│.*│ ([\d.]+) s │ +1.00×", TEXT)
+    assert f"{plan.predicted.step_seconds:.2f}" == seconds
+    assert re.findall(r"^layout +(\S.*)$", TEXT, re.MULTILINE)[0].startswith("batch:data; heads:model")
