@@ -89,7 +89,7 @@ Tiles: TypeAlias = "frozenset[frozenset[str]] | None"
 
 
 def tiles_of(program: Program, tiles: bool) -> Tiles:
-    """What `held_bytes` needs to know of a program."""
+    """The facts about a program that `held_bytes` needs."""
     return fusion_of(program).regrouped if tiles else None
 
 
@@ -115,7 +115,7 @@ class _Copies:
 
 @dataclass(frozen=True)
 class KernelMemory:
-    """What the kernels of a program mean for memory.
+    """The effect of a program's kernels on memory.
 
     Attributes:
       made_of: values that are made where they are read -> what they are made of.

@@ -46,7 +46,7 @@ def model_flops(program: Program) -> dict[str, float]:
 
 
 def recomputes(program: Program) -> bool:
-    """Whether a step runs anything a second time."""
+    """True if a step runs anything a second time."""
     return any(instr.origin.phase == Phase.RECOMPUTE for instr, _ in program.walk())
 
 

@@ -35,7 +35,7 @@ from mesh_tf_core.model import Model
 
 __all__ = ["AUTO", "OBJECTIVES", "Limits", "OnSearchStatus", "SearchSpace", "SearchStatus", "search"]
 MOST_LISTED = 1000
-"""Of the best layouts: each takes a search of its own."""
+"""The largest number of best layouts that may be listed: each takes a search of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What one layout costs: the whole graph is lowered under it, and what would run is priced. No table, no
+"""The price of one layout: the whole graph is lowered under it, and the program is priced. No table, no
 solver.
 
 `evaluate` does it once; an `Evaluator` remembers, for a search, what layouts of one model have in common.
@@ -173,8 +173,8 @@ class Evaluation:
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
-        """What to know of the price: where it is of another kind, what it prices too low, and where it claims
-        more than anyone published."""
+        """Notes on the price: where it is of another kind, what it prices too low, and where it claims more
+        than anyone published."""
         own = (
             *map(str, self.undivided),
             *self._offloads(),
@@ -242,7 +242,7 @@ class Evaluation:
 
     @cached_property
     def waits(self) -> tuple[str, ...]:
-        """What the stages of pipelines wait, in words."""
+        """The pipeline bubble of the stages, in words."""
         said = []
         for found in waiting(self.program, self.cost):
             stages = f"each of the {found.stages} stages of {found.dim!r} waits in {found.waits} of"
@@ -394,7 +394,7 @@ class Evaluator:
         return self.prices(mesh).placement.near
 
     def table_prices(self, mesh: Mesh, decided: Decisions) -> TablePrices:
-        """Of the problem that was asked for last they know what they priced."""
+        """The tables' prices of a problem; those of the latest problem are kept."""
         found = self._table_prices
         if found is None or found.draft.mesh != mesh or found.draft.decided is not decided:
             self._table_prices = found = TablePrices(
@@ -403,7 +403,7 @@ class Evaluator:
         return found
 
     def knows(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT) -> bool:
-        """Whether asking takes no time."""
+        """True if asking takes no time."""
         return (mesh, layout, options.key) in self._known
 
     def __call__(self, mesh: Mesh, layout: Layout, options: Options = DEFAULT) -> Evaluation:

@@ -39,7 +39,7 @@ FINAL = (2, 3, 4)
 REFUSED = 5.0
 """As `SETTLE` after one of these, which no start will mend; then the others are ended at once."""
 STACK = ("@", "***", "terminate called", "what():")
-"""What a process that aborts writes last: it says nothing to users."""
+"""The lines that an aborting process writes last, without meaning for users."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Attempt:
         return self.codes[at] if self.codes[at] > 0 else 128 - self.codes[at]
 
     def reason(self) -> str:
-        """What happened to the culprit, in words."""
+        """The culprit's end, in words."""
         at = self.culprit
         assert at is not None
         code = self.codes[at]

@@ -1,4 +1,5 @@
-"""Whether an axis synchronises rarely, which, and how often: the fastest of the ways that a user accepts.
+"""Ways to synchronise replicas: which axis does so rarely, and how often; the fastest of the ways that a user
+accepts.
 
   never            all devices meet in every step: the search on the whole mesh
   AXIS:period=H    replicas along an axis train alone for H steps and then meet (`formulation.meeting`)

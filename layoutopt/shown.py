@@ -13,7 +13,7 @@ class Shown:
 
     @property
     def data(self) -> Any:
-        """What the command of the same name prints as JSON."""
+        """The object that the command of the same name prints as JSON."""
         raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:

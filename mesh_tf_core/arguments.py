@@ -29,12 +29,12 @@ class ArgumentKind:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether it is a whole number, of NumPy's too; True and False are none."""
+    """True if it is a whole number, of NumPy's too; True and False are none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number; True and False are none."""
+    """True if it is a real number; True and False are none."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -51,7 +51,7 @@ def instance(types: type | tuple[type, ...], words: str) -> ArgumentKind:
 
 
 def is_iterable(value: Any) -> bool:
-    """Whether a value has elements one after the other; an array without axes only seems to."""
+    """True if a value has elements one after the other; an array without axes only seems to."""
     return isinstance(value, Iterable) and getattr(value, "ndim", 1) != 0
 
 

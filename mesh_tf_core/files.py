@@ -24,11 +24,11 @@ KEPT = 32
 """Characters of a file's name that its temporary name has too; a name has at most 255 bytes."""
 PIPE = "it is a named pipe, which would wait for its other end"
 MOST_BYTES = 1 << 28
-"""Of a file that is read whole."""
+"""The largest file, in bytes, that is read whole."""
 LONGEST = 200
 """Characters of a path that an error repeats."""
 Content = str | bytes | Callable[[BinaryIO], object]
-"""What is written: text, as UTF-8, bytes, or a function that puts into a file what is not held whole."""
+"""The content to write: text, as UTF-8, bytes, or a function that streams into an open file."""
 
 
 def write_file(path: str | Path, content: Content, what: str = "the file") -> Path:

@@ -209,8 +209,8 @@ class Model:
         return TrainingStep(graph, {n: found[n] for n in whole.results}, tuple(pairs))
 
     def notes(self, options: Options) -> tuple[str, ...]:
-        """What readers of a plan with these options should know of the model: float16 without a loss scale,
-        and where it was imported, what is not as its author wrote it."""
+        """Notes for readers of a plan with these options: float16 without a loss scale, and for an imported
+        model, where it differs from its author's."""
         if self.optimizer.loss_scale is not None or not self._backward_in("float16"):
             return ()
         how = "--set dtype=bfloat16" if "dtype" in self.hparams else "bfloat16"

@@ -165,7 +165,7 @@ class _Reader:
 
 
 INLINE = (Instr, Value, Carry, Sliced, Result)
-"""What is written where it stands: no two are equal."""
+"""The classes written in place: no two values are equal."""
 
 Write = Callable[[_Writer, Any], Any]
 ReadObject = Callable[[_Reader, Any], Any]
@@ -228,8 +228,8 @@ FORMS: Mapping[type, tuple[str, Write, ReadObject]] = {
         lambda r, x: {r.value(k): r.value(v) for k, v in x},
     ),
 }
-"""What is not written field by field: its name, how it is written, how it is read. A layout is a mapping, so
-it stands before these."""
+"""The types not written field by field: name, writer, reader. A layout is a mapping, so it stands before
+these."""
 _BY_NAME = {name: read for name, _, read in FORMS.values()}
 
 

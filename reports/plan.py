@@ -1,4 +1,4 @@
-"""What a report says of a plan beyond its fields: the answer in the form of its alternatives, and names."""
+"""The facts of a plan in reports beyond its fields: the answer in the form of its alternatives, and names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def answer_of(plan: PlanFile) -> Alternative:
 
 
 def same_layout(plan: PlanFile, choice: Alternative) -> bool:
-    """Whether a choice is the answer's layout on the answer's mesh, and runs in the same way.
+    """True if a choice is the answer's layout on the answer's mesh, and runs in the same way.
 
     A way to run that an alternative does not mention is no difference.
     """
@@ -48,12 +48,12 @@ def dims_on(plan: PlanFile, axis: str) -> tuple[str, ...]:
 
 
 def one_model(plans: Sequence[PlanFile]) -> bool:
-    """Whether the plans are for the same model with the same sizes, so that their times compare."""
+    """True if the plans are for the same model with the same sizes, so that their times compare."""
     return len({(p.model.name, p.model.fingerprint) for p in plans}) == 1
 
 
 def rules(plan: PlanFile) -> str:
-    """What the search was told to pin and to forbid, in words."""
+    """The pins and exclusions of the search, in words."""
     asked = plan.details.search
     said = (("pinned", asked.pins), ("forbidden", asked.forbid)) if asked else ()
     return "; ".join(f"{verb} {which}" for verb, which in said if which)

@@ -24,7 +24,8 @@ class HasPlan(Protocol):
 
 
 PlanLike = PlanFile | Mapping[str, Any] | HasPlan
-"""What figures, tables and pages take: a dict of a plan file, a read one, or what a search gave."""
+"""The accepted plans of figures, tables and pages: a dict of a plan file, a read one, or a search's
+result."""
 
 __all__ = ["FORMAT", "PlanLike", "plan_of", "read_plan", "validation_of"]
 
@@ -57,7 +58,7 @@ def plan_of(found: Any, name: str = "the plan") -> PlanFile:
 
 
 def validation_of(found: Any) -> Validation:
-    """What `layoutopt validate --json` prints."""
+    """The object that `layoutopt validate --json` prints."""
     what, again = "the validation", "write it again with `layoutopt validate MODEL --json`"
     check_depth(found, what, again)
     try:

@@ -147,7 +147,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def noise(groups: Sequence[Sequence[TimingSample]]) -> ClockNoise:
-    """Of repeats of several things, one sequence for each."""
+    """The noise of repeated measurements of several things, one sequence for each."""
     everything = [s for group in groups for s in group]
     if not everything:
         return ClockNoise(0.0, 0.0)

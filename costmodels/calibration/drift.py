@@ -1,4 +1,4 @@
-"""Whether a machine is as fast now as when it was calibrated: two of its probes, measured again.
+"""Drift of a machine's speed since its calibration: two of its probes, measured again.
 
 A machine that others use, or that throttles its clock, runs the same program more slowly in CPU time too. The
 ratio says by how much, so that an error of the model can be told from a change of the machine.

@@ -13,7 +13,7 @@ from mesh_tf_core.engines.tf.devices import cores
 
 
 def machine() -> dict[str, Any]:
-    """What this machine is."""
+    """Describes this machine."""
     return {
         "processor": _processor(),
         "cores": cores(),
@@ -29,7 +29,7 @@ def together(machines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def versions(engine: str = "local") -> dict[str, str]:
-    """Of what the measurements of an engine depend on."""
+    """The versions of the software that an engine's measurements depend on."""
     packages = ({"jax": "jaxlib", "lockstep": "numpy"}.get(engine, "tensorflow"), "numpy", "layoutopt")
     return {"python": platform.python_version(), **{name: version_of(name) for name in packages}}
 

@@ -1,5 +1,5 @@
-"""What a calibration measures: array functions over several sizes, matrix products, collectives over every
-group.
+"""The measurements of a calibration: array functions over several sizes, matrix products, collectives over
+every group.
 
 Sizes and shapes are those of Transformer and other steps in general; no example model is used, so that a
 validation on a model is a validation on something that the fit has not seen.
@@ -98,7 +98,7 @@ class Probe:
 
     @property
     def stored(self) -> bool:
-        """Whether every repeat stores its result: always, if results cannot form a chain."""
+        """True if every repeat stores its result: always, if results cannot form a chain."""
         return self.kept or (self.op is not None and self.op.infer(*self.inputs) != self.inputs[0])
 
     @property
@@ -137,7 +137,7 @@ def probes(mesh: Mesh, quick: bool, devices_per_process: int | None = None) -> l
 
 
 def stores() -> Iterator[Probe]:
-    """What every program does besides its work: an empty step, and 64 variables read and stored."""
+    """The overhead of every program: an empty step, and 64 variables read and stored."""
     yield Probe("empty", "stores", 0.0, 0)
     yield Probe("stores", "stores", 0.0, 64)
 

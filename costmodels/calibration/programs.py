@@ -43,7 +43,7 @@ from mesh_tf_core.ops.binary import Binary
 from mesh_tf_core.optimizers import Adam
 
 TOWERS, LAYERS = 3, 4
-"""Of the step that launches are measured by: towers of that many layers each."""
+"""The size of the step by which launches are measured: towers of that many layers each."""
 _ORIGIN = Origin(-1, "calibration", Phase.FORWARD)
 
 
@@ -134,12 +134,13 @@ def local_program(
 
 
 def warmed(op: Op, inputs: Sequence[TensorType]) -> bool:
-    """Whether `local_program` makes the first operand by a multiplication (in place: nothing stores it)."""
+    """True if `local_program` makes the first operand by a multiplication (in place: nothing stores it)."""
     return inputs[0].dtype == "float32" and op.infer(*inputs) != inputs[0] and op.kind != "matmul"
 
 
 def warming(op: Op, inputs: Sequence[TensorType]) -> TensorType:
-    """What the first operand is multiplied with: something like the result, if that can be repeated to it."""
+    """The operand that multiplies the first one: its product resembles the result, if that can be
+    repeated."""
     out = op.infer(*inputs)
     first = out if isinstance(out, TensorType) else out[0]
     fits = first.dtype == inputs[0].dtype and set(first.shape.dims) < set(inputs[0].shape.dims)

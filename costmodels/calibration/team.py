@@ -46,7 +46,7 @@ class Team:
 
     @property
     def kind(self) -> str:
-        """What its devices are, as hardware files call it; what is no CPU or TPU counts as a GPU."""
+        """The kind of its devices, as hardware files name it; all but CPUs and TPUs count as GPUs."""
         name = self.devices[0].upper()
         return next((kind for kind in ("cpu", "tpu") if kind.upper() in name), "gpu")
 
@@ -56,7 +56,7 @@ class Team:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this process keeps what is measured."""
+        """True if this process keeps what is measured."""
         return self.cluster is None or self.cluster.is_writer
 
     @property

@@ -31,7 +31,7 @@ COMPILER = ("jax", "jaxlib", "libtpu")
 
 @dataclass(frozen=True)
 class CompiledProbes:
-    """What the compiler says of the probes of one TPU.
+    """The compiler's estimates of the probes of one TPU.
 
     Attributes:
       topology: that was compiled for, as v5e:2x2; every device of it runs the whole probe.

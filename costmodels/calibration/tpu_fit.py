@@ -1,4 +1,4 @@
-r"""What the TPU compiler's estimates say of a chip's numbers: launch, memory, registers, matrix units.
+r"""A chip's numbers from the TPU compiler's estimates: launch, memory, registers, matrix units.
 
 The seconds of a probe are predicted as those of any program: kernel by kernel (`costmodels.kernels.fused`),
 each by equation (1) of `costmodels.kernels.compute`. Four numbers of that equation are fitted:
@@ -83,8 +83,8 @@ class ProbeSample:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What is fitted: seconds of a kernel's start, a fraction of the bandwidth, seconds of an element, and a
-    fraction of the peak over padded FLOPs."""
+    """The fitted numbers: seconds of a kernel's start, a fraction of the bandwidth, seconds of an element,
+    and a fraction of the peak over padded FLOPs."""
 
     launch: float
     memory: float

@@ -1,4 +1,5 @@
-"""What a calibration for a TPU compiles: matrix products, and chains of operations as in steps of training.
+"""The programs that a calibration for a TPU compiles: matrix products, and chains of operations as in steps
+of training.
 
 A chain is compiled as a whole, so that its cycles show what the compiler makes of it as a whole: what is
 fused, what stays in the memory of the core, what is read twice. Half of the training steps have

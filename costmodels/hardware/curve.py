@@ -50,7 +50,7 @@ class Curve:
 
 
 def curve_fault(points: Iterable[tuple[float, float]]) -> str | None:
-    """What is wrong with `points` as a curve, in words; None when nothing is."""
+    """The fault of `points` as a curve, in words; None if there is none."""
     points = tuple(points)
     if not points:
         return "a curve needs at least one point"

@@ -51,8 +51,8 @@ def load_hardware(name_or_path: str | Path, *, profiles: Path | None = None) -> 
 
 
 def machine_of(hardware: str | Path | Hardware) -> Hardware:
-    """What a user asked for: `load_hardware` of a name or a file, where a profile that the user calibrated
-    stands for its preset; a Hardware itself.
+    """The hardware that a user names: `load_hardware` of a name or a file, where a profile that the user
+    calibrated replaces its preset; a Hardware itself.
 
     Raises:
       HardwareError: as `load_hardware`, and for what is none of these.

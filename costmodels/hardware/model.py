@@ -1,4 +1,4 @@
-"""What a cost model knows of hardware: frozen values in SI units, every number with its source and date.
+"""Hardware as cost models know it: frozen values in SI units, every number with its source and date.
 
 A *device* is what a mesh counts and what runs one copy of the program: a GPU, a TPU chip, or half a chip
 where the two cores have separate memory (TPU v2, v3, v7). Files give numbers per chip, as sources print them;
@@ -38,7 +38,7 @@ COMPILER_NAMES: tuple[CompilerName, ...] = get_args(CompilerName)
 
 @dataclass(frozen=True, slots=True)
 class MatrixUnit:
-    """What multiplies matrices: the sizes m, n, k are padded to; `processors` work on tiles in waves."""
+    """The matrix unit: the sizes m, n, k are padded to; `processors` work on tiles in waves."""
 
     m: Count
     n: Count
@@ -182,7 +182,7 @@ class Hardware:
 
     @property
     def tiles(self) -> bool:
-        """Whether arrays lie in tiles of its registers (`costmodels.kernels.quantities.tiling`)."""
+        """True if arrays lie in tiles of its registers (`costmodels.kernels.quantities.tiling`)."""
         return self.chip.registers is not None
 
     @cached_property
@@ -211,7 +211,7 @@ class Hardware:
 
     @property
     def is_host(self) -> bool:
-        """Whether its devices are cores of the host, whose memory is theirs."""
+        """True if its devices are cores of the host, whose memory is theirs."""
         return self.chip.host_cores is not None
 
     @cached_property
@@ -259,8 +259,8 @@ class Hardware:
         return self._peaks[self.peak_dtype(dtype)]
 
     def peak_note(self, dtype: str) -> str | None:
-        """What to know of products of `dtype`, where the chip has no peak for it; None: nothing. Hosts have
-        one measured rate, which stands for all."""
+        """A note on products of `dtype` where the chip has no peak for it; None: no note. Hosts have one
+        measured rate, which stands for all."""
         return None if self.is_host else note_of(dtype, self._peaks, self.name)
 
     def contention(self, devices: int) -> float:

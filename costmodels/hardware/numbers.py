@@ -31,7 +31,8 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """What a number of a file measures (`costmodels.hardware.units`), and its limits in SI units."""
+    """The quantity that a number of a file measures (`costmodels.hardware.units`), and its limits in SI
+    units."""
 
     quantity: str
     low: float

@@ -1,4 +1,4 @@
-"""What is kept between runs, in the user's cache directory: calibrated profiles, compiled steps."""
+"""The user's cache directory, kept between runs: calibrated profiles, compiled steps."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What runs on one device: which operations share a kernel, what each kernel does, its seconds."""
+"""The work of one device: which operations share a kernel, what each kernel does, its seconds."""

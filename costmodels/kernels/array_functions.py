@@ -1,5 +1,4 @@
-"""What the kernels of one device do in a local instruction: its array functions, one by one, with their
-bytes.
+"""The array functions that one device calls in a local instruction, one by one, with their bytes.
 
 An operation's own kernel is run on pieces that have a shape and no elements (`Tally` is one more home of the
 kernel protocol), so what is counted is what an engine runs: a layer normalisation is eight passes over
@@ -355,7 +354,7 @@ def _broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def narrow(whole: Sequence[int], part: Sequence[int], dtype: str) -> bool:
-    """Whether a part of an array lies in it in rows of less than `NARROW` bytes."""
+    """True if a part of an array lies in it in rows of less than `NARROW` bytes."""
     row = itemsize(dtype)
     for n, all_of_it in zip(reversed(part), reversed(whole), strict=True):
         row *= n

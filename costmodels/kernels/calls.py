@@ -1,4 +1,4 @@
-"""What the calls of array functions cost (`array_functions` counts them). Hardware whose file has curves of
+"""The seconds of calls of array functions (`array_functions` counts them). Hardware whose file has curves of
 classes `kernel.…` is priced so:
 
 (1) seconds of an instruction = sum over its calls of curve(class of the call)(bytes)
@@ -33,8 +33,8 @@ from mesh_tf_core.ir.dtypes import itemsize
 Seconds = Callable[[float], float]
 
 PARTS = ("operands", "second", "result", "columns", "strides")
-"""Of a product: the first factor, the second one, and the result; factors that are read along columns, in
-rows of less than `FAR` bytes and of more."""
+"""The parts of a product: the first factor, the second one, and the result; factors that are read along
+columns, in rows of less than `FAR` bytes and of more."""
 FAR = 2048
 """Bytes from one row to the next from which on a column's elements share few places of a cache, and its pages
 few of the table of pages."""

@@ -40,7 +40,7 @@ MATMUL_CLASSES = PRODUCTS
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """What one operation does on one device.
+    """The work of one operation on one device.
 
     Attributes:
       flops: floating-point operations as computed (a multiplication and an addition are two).

@@ -53,7 +53,7 @@ class Fused:
 
 
 FusionUnit: TypeAlias = "Instr | Group | VariableCast"
-"""What is priced on its own."""
+"""A unit that is priced on its own."""
 
 
 def fused(program: Program, again: bool = False) -> Fused:

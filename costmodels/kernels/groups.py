@@ -18,7 +18,7 @@ from mesh_tf_core.ir.program import Collective, Instr, Local, Loop, Program, Sli
 
 @dataclass
 class GroupContext:
-    """What a group is told of the program that it is in.
+    """The program around a group, as the group sees it.
 
     Attributes:
       same: a renamed value -> the one that it is.
@@ -98,7 +98,7 @@ class Group:
         self._partitions: dict[Hashable, Partition] = {}
 
     def kernels(self, local: Types) -> list[FusedKernel]:
-        """What it falls into where values have pieces of some types."""
+        """The kernels that the group falls into where values have pieces of some types."""
         partition, sizes = self.partition(local)
         return partition.kernels(partition.outcome(sizes.bytes), sizes)
 
@@ -121,8 +121,8 @@ class Group:
         return self._partitions[key]
 
     def signature(self) -> tuple[Hashable, Sequence[int]]:
-        """What its kernels follow from: the operations, how they are connected, what is needed of their
-        results; and the values, of which only the types of the pieces matter."""
+        """The key that the group's kernels follow from: the operations, how they are connected, which of
+        their results are needed; and the values, of which only the types of the pieces matter."""
         context = self.context
         number: dict[int, int] = {}
         after: dict[int, Hashable] = {}

@@ -66,8 +66,8 @@ class KernelStep:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a partition follows from besides its steps: the bytes of every value; by step its FLOPs and the
-    elements of the largest array that it works on.
+    """The sizes that a partition follows from besides its steps: the bytes of every value; by step its FLOPs
+    and the elements of the largest array that it works on.
 
     Attributes:
       tiles: how much more than its bytes a value takes in tiles, where that is more; by step, elements in
@@ -82,8 +82,8 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What is written; by kernel what it reads, what of `written` it makes, and the steps that it runs (by
-    position in the partition)."""
+    """The values written; by kernel its reads, the values of `written` that it makes, and the steps that it
+    runs (by position in the partition)."""
 
     written: Set[OperandKey]
     reads: Sequence[Sequence[OperandKey]]

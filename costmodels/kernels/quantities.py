@@ -32,7 +32,8 @@ def flops_of(op: Op, inputs: Sequence[TensorType]) -> float:
 
 
 LANES = 128
-"""Of the tiles in which a TPU's memory and registers hold arrays (jax-ml/scaling-book tpus.md @54e2c43)."""
+"""The lanes of the tiles in which a TPU's memory and registers hold arrays (jax-ml/scaling-book tpus.md
+@54e2c43)."""
 
 
 def tiling(shape: Shape, regrouped: frozenset[frozenset[str]] = frozenset()) -> float:
@@ -59,13 +60,13 @@ def _waste(shape: Shape, regrouped: frozenset[frozenset[str]]) -> float:
 
 
 def of_local(instr: Local, local: Types) -> Quantity:
-    """What a local instruction does on pieces of some types."""
+    """The work of a local instruction on pieces of some types."""
     return quantity_of(instr.op, tuple(map(local, instr.inputs)), tuple(map(local, instr.outputs)))
 
 
 @lru_cache(maxsize=1 << 16)
 def quantity_of(op: Op, inputs: tuple[TensorType, ...], outputs: tuple[TensorType, ...]) -> Quantity:
-    """What one device does in an operation: its FLOPs, the bytes that it reads and writes."""
+    """The work of one device in an operation: its FLOPs, the bytes that it reads and writes."""
     work = op.work(*inputs)
     dims = work.product
     matmul = (dims[1], dims[2], dims[3], dims[0]) if dims else None
@@ -141,7 +142,7 @@ def parts_of(op: Op, types: tuple[TensorType, ...]) -> tuple[ExpandedOperation, 
 
 
 def of_kernel(kernel: FusedKernel, local: Types) -> Quantity:
-    """What operations that run as one do."""
+    """The work of operations that run as one."""
     moved = kernel.read + kernel.written
     if kernel.product is None:
         first = kernel.instrs[0]
@@ -156,7 +157,7 @@ def of_kernel(kernel: FusedKernel, local: Types) -> Quantity:
 
 
 def of_copy(type: TensorType, passes: int, through: bool = True) -> Quantity:
-    """What it takes to write an array elsewhere.
+    """The work of writing an array elsewhere.
 
     Args:
       passes: how often its bytes are read or written.

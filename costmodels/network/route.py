@@ -51,8 +51,9 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a collective over `axes` meets: `size` devices in a group, the levels with more than one, and over
-    how many `processes` a group lies, where the hardware says how devices are dealt out to them."""
+    """The network that a collective over `axes` crosses: `size` devices in a group, the levels with more than
+    one, and over how many `processes` a group lies, where the hardware says how devices are dealt out to
+    them."""
 
     axes: tuple[str, ...]
     size: int
@@ -66,7 +67,7 @@ class Route:
 
     @property
     def is_ring(self) -> bool:
-        """Whether it crosses nothing but torus axes whose ends are joined."""
+        """True if it crosses nothing but torus axes whose ends are joined."""
         return all(level.segments and all(s.ring for s in level.segments) for level in self.levels)
 
     def size_at(self, name: str) -> int:

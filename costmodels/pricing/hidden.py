@@ -1,4 +1,4 @@
-"""What messages run under: the work between their starts and their dones, as the program says.
+"""Overlapped messages: the work between their starts and their dones, as the program says.
 
 A rule's fraction of a message's own time is hidden, or what the products between start and done take
 (`costmodels.pricing.overlap`), so that prices add up. Here the whole step is at hand: what runs from start to
@@ -20,12 +20,12 @@ RunSeconds = dict[tuple[Origin, float], float]
 """Where work comes from, and how often it runs in a step -> the part of its runs that is meant."""
 NOTHING = "nothing: what follows waits"
 OUTER = "outer step"
-"""What is said of the messages of replicas that synchronise rarely."""
+"""The note on the messages of replicas that synchronise rarely (DiLoCo)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Under:
-    """What runs from the start of a message, or of some, to the done.
+    """The work from the start of a message, or of some, to the done.
 
     Attributes:
       words: the phases that it belongs to.
@@ -54,12 +54,12 @@ class Hidden:
 
     @property
     def exposed(self) -> float:
-        """What the step waits for."""
+        """The exposed seconds, for which the step waits."""
         return self.seconds - self.hidden
 
     @property
     def fits(self) -> bool:
-        """Whether what runs meanwhile takes as long as what is hidden."""
+        """True if what runs meanwhile takes as long as what is hidden."""
         return self.hidden <= self.room * (1 + 1e-9)
 
 
@@ -85,7 +85,7 @@ def hidden(program: Program, cost: Cost) -> list[Hidden]:
 
 
 def under(program: Program, cost: Cost) -> dict[int, Under]:
-    """What every message that has a start and a done runs under, by its first value."""
+    """The work that overlaps every message that has a start and a done, by the message's first value."""
     runs = between(program)
     sent = (x for x in cost.lines if x.value in runs)
     return {x.value: _under(rule_of(x), runs[x.value], cost) for x in sent}

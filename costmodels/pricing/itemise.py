@@ -46,7 +46,7 @@ class Itemiser:
     def units(
         self, program: Program, again: bool = False, kernels: Fused | None = None
     ) -> Iterator[tuple[Unit, float, Sending | None]]:
-        """What is priced on its own, how often it runs, and what is to know of a collective.
+        """The units that are priced on their own, how often each runs, and the notes on collectives.
 
         Args:
           again: see `Compiler.kernels`.
@@ -110,7 +110,7 @@ class Itemiser:
 
 
 def between_of(unit: Overlapped, local: Types) -> Between:
-    """What runs between a message's start and its done, where values have pieces of some types."""
+    """The work between a message's start and its done, where values have pieces of some types."""
     return tuple((Computed(of_local(instr, local), 0.0), part) for instr, part in unit.between)
 
 

@@ -115,7 +115,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Transferred:
-    """What a device loads from its host, or stores there.
+    """A transfer between a device and its host, loads or stores.
 
     Attributes:
       kind: `host_load` or `host_store`.

@@ -48,7 +48,7 @@ class Line:
 
     @property
     def axes(self) -> Axes:
-        """Of a collective; the host link of what goes over that."""
+        """The axes of a collective, or of a message over the host link."""
         return self.item.axes
 
     @property
@@ -58,7 +58,7 @@ class Line:
 
     @property
     def purpose(self) -> str:
-        """Of a collective, its rule (`costmodels.pricing.overlap`)."""
+        """The purpose of a collective, its rule (`costmodels.pricing.overlap`)."""
         return self.item.purpose
 
     @property
@@ -97,7 +97,7 @@ class Cost:
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
-        """What was priced in another way than this hardware's programs are."""
+        """Notes on work that was priced otherwise than this hardware runs it."""
         lacking = (x.item.lacks for x in self.lines if isinstance(x.item, Computed) and x.item.lacks)
         return tuple(
             f"{lacks}: priced by its FLOPs and bytes, not by measured array functions"

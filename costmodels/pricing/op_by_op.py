@@ -14,13 +14,13 @@ from costmodels.pricing.items import Called, Started
 
 
 def is_measured(hardware: Hardware) -> bool:
-    """Whether the hardware's file has curves of array functions."""
+    """True if the hardware's file has curves of array functions."""
     return any(c.op_class == "kernel" for c in hardware.compute_curves)
 
 
 @lru_cache(maxsize=1 << 14)
 def array_functions(item: Called) -> tuple[Call, ...]:
-    """What the local engine calls; NoArrayFunctionError as of `calls`."""
+    """The array functions that the local engine calls; NoArrayFunctionError as of `calls`."""
     return tuple(calls(item.op, item.inputs, item.outputs, item.split))
 
 
@@ -37,7 +37,7 @@ class OpByOp:
         return {c.op_class: c for c in self.hardware.compute_curves if c.op_class.split(".")[0] == "kernel"}
 
     def started(self, item: Started) -> float:
-        """What a step takes under every layout: its start, and storing its variables."""
+        """The fixed seconds of a step under every layout: its start, and storing its variables."""
         return self._constant("kernel.step") + item.writes * self._constant("kernel.store")
 
     def called(self, item: Called) -> float:

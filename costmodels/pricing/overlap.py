@@ -1,5 +1,5 @@
-"""What runs under a message: the products between its start and its done, as the program says
-(`mesh_tf_core.lower.start_done`), and the part of it that a hardware file says is hidden.
+"""Overlap of messages with the products between start and done, as the program says
+(`mesh_tf_core.lower.start_done`), and the fraction of it that a hardware file says is hidden.
 
   gradient, parameter   a fraction of the message's own time is hidden, as the file's `overlap` says of the
                         rule. Prices of messages so add up, as the search needs; that the products between
@@ -23,7 +23,7 @@ from mesh_tf_core.ir.instructions import GRADIENT, HOST, PARAMETER, STEP
 from mesh_tf_core.ir.program import Collective, Done, Instr, Local, Loop, Message, Program, Transfer
 
 ACTIVATION = "activation"
-"""What is said of a message that the device waits for."""
+"""The note on a message that the device waits for."""
 CLASSES = (GRADIENT, PARAMETER, ACTIVATION)
 """The rules that hardware files have fractions for."""
 LONGER = (STEP, HOST)

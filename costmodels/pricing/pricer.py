@@ -86,7 +86,7 @@ class Pricer:
 
     @property
     def pieces_cost_more(self) -> bool:
-        """Whether n times the price of an n-th of some work is never less than the price of the whole.
+        """True if n times the price of an n-th of some work is never less than the price of the whole.
 
         True of rooflines with padding and of latency and bandwidth (tests/costmodels/test_pieces.py);
         measured curves may say otherwise, where pieces fit into a cache.
@@ -122,7 +122,7 @@ class Pricer:
         return sum(line.exposed * line.times for line in self.lines(program, again))
 
     def fixed_seconds(self, program: Program) -> float:
-        """What a step takes under every layout, priced op by op."""
+        """The fixed seconds of a step under every layout, priced op by op."""
         start = self.itemiser.compiler.start(program)
         return 0.0 if start is None else self.seconds_of(start)[0]
 

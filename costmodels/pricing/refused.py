@@ -1,4 +1,4 @@
-"""What is priced as a library's kernel of attention although no library has one for it
+"""Attention that is priced as a library's kernel although no library has one for it
 (`mesh_tf_core.kernels.libraries`)."""
 
 from __future__ import annotations

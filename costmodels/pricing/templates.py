@@ -56,7 +56,7 @@ class Instance:
 
     @property
     def loads_or_stores(self) -> bool:
-        """Whether it moves what a loop keeps between device and host, under the products of its body."""
+        """True if it moves what a loop keeps between device and host, under the products of its body."""
         unit = self.template.unit
         return isinstance(unit, Overlapped) and isinstance(unit.message, Transfer)
 
@@ -83,7 +83,7 @@ class Instance:
 
 
 ItemisedCost = tuple[tuple[Instance, float], ...]
-"""What a program's price follows from, before its mesh has sizes: instances, each with how often it runs."""
+"""The price of a program before its mesh has sizes: instances, each with how often it runs."""
 
 
 @dataclass(frozen=True, slots=True)

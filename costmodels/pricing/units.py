@@ -1,4 +1,4 @@
-"""What of a program is priced on its own, before it has sizes (see `itemise`)."""
+"""The units of a program that are priced on their own, before they have sizes (see `itemise`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mesh_tf_core.ir.values import Value
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What a loop writes of one value that it stacks or adds up.
+    """The writes of a loop to one value that it stacks or adds up.
 
     Attributes:
       value: of the size of what is written in one run.
@@ -34,12 +34,12 @@ class Stack:
 
 
 Unit: TypeAlias = "Local | Collective | Transfer | Overlapped | FusedKernel | Group | VariableCast | Stack"
-"""What is priced on its own; a group is one unit with an item for each of its kernels."""
+"""A unit that is priced on its own; a group is one unit with an item for each of its kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """What the price of a collective follows from besides its axes and bytes.
+    """The facts that the price of a collective follows from besides its axes and bytes.
 
     Attributes:
       purpose: its rule (`costmodels.pricing.overlap`).
@@ -66,7 +66,7 @@ Find = Callable[[int], Value | PlacedValue]
 
 
 def stays(phase: Phase) -> bool:
-    """Whether the results of a phase stay (`costmodels.kernels.calls`, equation (2))."""
+    """True if the results of a phase stay (`costmodels.kernels.calls`, equation (2))."""
     return phase != Phase.UPDATE
 
 

@@ -37,7 +37,7 @@ MOST = 5000
 
 @dataclass(frozen=True)
 class Ruled:
-    """What is shown of one problem.
+    """The proof about one problem.
 
     Attributes:
       layouts: how many combinations of decisions it has, legal or not.
@@ -91,7 +91,7 @@ class Certificate:
 
     @property
     def faster(self) -> Ruled | None:
-        """What refutes the plan's claim, if anything does."""
+        """The layout that refutes the plan's claim, if there is one."""
         return next((p for p in self.problems if p.how == "faster"), None)
 
     def __str__(self) -> str:

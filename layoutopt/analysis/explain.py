@@ -84,8 +84,8 @@ def disagreements(plan: Plan, evaluation: Evaluation) -> list[str]:
 
 @dataclass(frozen=True)
 class WhatIfAnswer:
-    """What a search under another condition found; no `seconds` and `peak` if it found nothing: `reason` says
-    why."""
+    """The result of a search under another condition; no `seconds` and `peak` if it found nothing: `reason`
+    says why."""
 
     condition: str
     seconds: float | None
@@ -96,7 +96,7 @@ class WhatIfAnswer:
 
 
 def with_pins(asked: SearchSpace, more: str | None) -> SearchSpace:
-    """What was asked with further pins; a dimension that is pinned anew loses its old pin."""
+    """The request with further pins; a dimension that is pinned anew loses its old pin."""
     return asked.but(pins={**asked.pins, **parse_rules(more)})
 
 

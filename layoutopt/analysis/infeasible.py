@@ -88,7 +88,7 @@ class FoundRepair:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What cannot hold together, and what would help, the fastest first.
+    """The conditions that cannot hold together, and repairs, the fastest first.
 
     Attributes:
       conflict: the conditions in words; empty if nothing fits whatever is allowed.

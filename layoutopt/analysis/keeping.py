@@ -1,5 +1,5 @@
-"""What the values that layers keep are worth when they run again in backward: the plan's step with one of
-them more, or less, and all else as it is.
+"""The worth of the values that recomputed layers keep: the plan's step with one of them more, or less, and
+all else as it is.
 
 Each is the whole program, lowered and priced. Of words that keep the same values the first of `kept.words_of`
 is asked about.

@@ -1,4 +1,4 @@
-"""What is likely a mistake in a layout that a person wrote, and what to write instead.
+"""Likely mistakes in a layout that a person wrote, and what to write instead.
 
   wasted axis        no product is split over a mesh axis: its devices all do the same work
   repeated work      some products are not split over an axis that splits others

@@ -65,7 +65,7 @@ class SensitivityTrial:
 
     @property
     def settled(self) -> bool:
-        """What was found is the best, or near it."""
+        """True if the result is optimal, or near it."""
         if self.step_seconds is None:
             return self.proven
         return self.proven or self.given or self.step_seconds <= SETTLED * self.bound

@@ -29,9 +29,9 @@ from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.diloco import DiLoCo
 
 FACTORS = tuple(4.0**power for power in range(-4, 5))
-"""Of the link's bandwidth, where layouts are only priced anew."""
+"""Factors of the link's bandwidth, where layouts are only priced again."""
 SEARCHED = (1 / 16, 1 / 4, 1.0, 4.0, 16.0)
-"""Of it, where they are searched anew."""
+"""Factors of the link's bandwidth, where layouts are searched again."""
 HALVINGS = 12
 LINKS = {
     "slice": ("topology.network_bandwidth",),

@@ -1,4 +1,4 @@
-"""What the real TPU compiler makes of a program beside our prediction: collectives, peak memory, compute.
+"""The real TPU compiler's program beside our prediction: collectives, peak memory, compute.
 
 The compiler may merge equal collectives, let several travel as one, and write a reduce-scatter as an
 all-reduce and a slice. So collectives are compared by what they move: for every group size, the bytes that a
@@ -70,7 +70,7 @@ class CollectiveComparison:
 
 @dataclass(frozen=True)
 class CompilerResult:
-    """What the compiler made.
+    """The compiled program's facts.
 
     Attributes:
       peak_bytes: most bytes of a device that hold values at any moment; `allocated_bytes` are reserved.
@@ -113,7 +113,7 @@ class Verified(Shown):
 
     @property
     def data(self) -> VerifyResult:
-        """What `layoutopt verify --json` prints."""
+        """The object that `layoutopt verify --json` prints."""
         of, made, refusal = self.evaluation, self.compiled, self.refusal
         assert of is not None
 
@@ -161,7 +161,7 @@ class Verified(Shown):
 
     @property
     def same_collectives(self) -> bool:
-        """Whether the compiled program moves what the program says."""
+        """True if the compiled program moves what the program says."""
         return self.compiled is not None and all(m.same for m in self.moved)
 
     def to_frame(self) -> Any:

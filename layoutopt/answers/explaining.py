@@ -103,7 +103,7 @@ class Explained(Shown):
 
     @property
     def binds(self) -> bool:
-        """Whether the memory limit keeps a faster layout away."""
+        """True if the memory limit keeps a faster layout away."""
         free = None if self.limit is None else self.limit.seconds
         return free is not None and free < self.evaluation.cost.step_seconds * (1 - SAME)
 

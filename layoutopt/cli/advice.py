@@ -1,4 +1,4 @@
-"""What to type next, of what can work on this machine."""
+"""Advice on the next command, among those that can work on this machine."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from layoutopt.plan.build import Plan
 
 MOST_DEVICES = 64
-"""Of a mesh that one process of this machine runs in reasonable time."""
+"""The largest mesh that one process of this machine runs in reasonable time."""
 RUN_BY = ("tensorflow", "jax")
 """Packages of which one runs steps on a CPU."""
 
 
 def after_search(plan: Plan, out: Path, loaded: Loaded, settings: Sequence[str], machine: Hardware) -> str:
-    """What a plan that was written to `out` is good for here."""
+    """Advice on a plan that was written to `out`: commands that work here."""
     if why := elsewhere(plan, machine):
         named = _model(plan)
         too = (

@@ -14,7 +14,7 @@ LEFT_OUT = {"as_json", "quiet", "report"}
 
 
 Changed = str | Sequence[str] | None
-"""What an option has now: a value, several, or None where it is left out."""
+"""The changed value of an option: a value, several, or None where it is left out."""
 
 
 def command_line(context: typer.Context, changed: Mapping[str, Changed]) -> str:

@@ -68,6 +68,6 @@ def root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help=VERSION)
     ] = False,
 ) -> None:
-    """What comes before a command."""
+    """Handles the options before a command."""
     if context.invoked_subcommand is None:
         context.get_help()

@@ -51,7 +51,7 @@ def _row(plan: Plan, curve: SensitivityCurve, t: SensitivityTrial) -> ViewRow:
 
 
 def robust_text(found: Robustness) -> str:
-    """What the uncertainties of the hardware's numbers leave of the answer's lead."""
+    """Describes how much of the answer's lead remains under the uncertainties of the hardware's numbers."""
     words = told.robust(found)
     nothing = "No number of the hardware has an uncertainty, so nothing is known of how robust the answer is."
     return f"The answer is {words}." if words else nothing

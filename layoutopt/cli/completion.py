@@ -1,4 +1,4 @@
-"""What the shell completes: names that depend on what is typed already."""
+"""Shell completion of names that depend on the words typed so far."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def operation_table(cost: Cost, most: int = OPERATIONS) -> View:
 
 
 def memory_table(held: MemoryProfile, most: int = HOLDINGS) -> View:
-    """What a device holds at the peak, equal tensors together; the rest in one row."""
+    """The table of tensors that a device holds at the peak, equal tensors together; the rest in one row."""
     columns = (
         Column("what", "on every device at the peak"),
         Column("origin", "from", rank=2),

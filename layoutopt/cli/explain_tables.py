@@ -1,4 +1,4 @@
-"""What a plan's decisions are worth, as tables."""
+"""Tables of what a plan's decisions are worth."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rules_text_of(layout: str) -> str:
 def worth_table(
     title: str, evaluation: Evaluation, memory: bool, answers: list[WhatIfAnswer], best: str
 ) -> View:
-    """What the step, or the memory, comes to under each condition, the most costly first.
+    """The table of the step, or the memory, under each condition, the most costly first.
 
     Args:
       memory: whether bytes are compared, not seconds.
@@ -62,7 +62,7 @@ def worth_table(
 
 
 def kept_table(evaluation: Evaluation, fits: Fits, found: list[Keeping]) -> View:
-    """What the step comes to if recomputed loops keep more, or less."""
+    """The table of the step if recomputed loops keep more, or less."""
     step = evaluation.cost.step_seconds
     columns = (
         Column("loop", "loop"),

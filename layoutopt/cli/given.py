@@ -74,7 +74,7 @@ UNDECIDED: ByHand = options("Undecided", listed()["by_hand"], ByHand)()
 
 @dataclass(frozen=True)
 class GivenOptions:
-    """What `--mesh` and `--layout` and the other decisions say; `plan` if the layout is a plan file's."""
+    """The values of `--mesh`, `--layout` and the other decisions; `plan` if the layout is a plan file's."""
 
     mesh: Mesh
     layout: Layout

@@ -1,4 +1,4 @@
-"""What people who come from other tools type, and what to type here instead."""
+"""Hints for people who come from other tools: the word here for the word they typed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NEAR = 0.8
 
 
 def usage(error: typer.TyperException, words: Sequence[str]) -> str:
-    """What is wrong with a command line in one line, with what to type.
+    """The fault of a command line in one line, with the correct command.
 
     Args:
       words: the command line.

@@ -57,12 +57,12 @@ class Job:
 
     @property
     def several(self) -> bool:
-        """Whether there are other processes."""
+        """True if there are other processes."""
         return self.cluster or self.coordinator is not None
 
     @contextlib.contextmanager
     def open(self, engine: str, as_json: bool, quiet: bool) -> Iterator[Session]:
-        """What the command runs in, once all processes have met; of several one speaks for all.
+        """The context that the command runs in once all processes have joined; only one of them prints.
 
         Raises:
           UserError: the options make no sense together, or the engine runs in one process alone.

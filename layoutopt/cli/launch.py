@@ -25,7 +25,7 @@ AFTER_FAILURE = {
     "validate": AGAIN,
     "generate": AGAIN,
 }
-"""What can be run, and what is said if it failed and is not started again."""
+"""The commands that can be run, and the message if one failed and is not started again."""
 TOGETHER = ", ".join(AFTER_FAILURE)
 OWN = ("--coordinator", "--processes", "--process")
 """Options of the command that launch gives its workers, each its own: of all the same, JAX aborts."""

@@ -104,7 +104,8 @@ def _text(given: GivenOptions, pipeline: Mapping[str, int]) -> str:
 
 
 def own_shardings(loaded: Loaded, mesh: str | None, options: Options) -> tuple[GivenOptions, list[str]]:
-    """What the file's `shardings()` says, (PartitionSpecs of parameters, of the batch), and what is odd.
+    """The results of the file's `shardings()`, (PartitionSpecs of parameters, of the batch), and a note on
+    oddities.
 
     Args:
       options: what else is decided; a parameter that its sharding stores split is stored so all the same.

@@ -42,7 +42,7 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
         "solve-problem": "Solve a problem in the general form, or in the contest's.",
     },
 }
-"""What they are for -> name -> what it does."""
+"""Purpose -> command's name -> its one-line description."""
 PURPOSE = "Find, prove, explain and apply the best layout of a model over a mesh of devices."
 VERSION = "Print the version."
 OPTIONS = {
@@ -54,7 +54,7 @@ OPTIONS = {
 
 
 def short_listing() -> str:
-    """What there is, in ten lines."""
+    """The list of commands, in ten lines."""
     width = max(map(len, COMMANDS))
     rows = [f"  {title:{width}}  {', '.join(listed)}" for title, listed in COMMANDS.items()]
     lines = ["layoutopt COMMAND [OPTIONS]", PURPOSE, *rows]

@@ -32,7 +32,7 @@ EXAMPLES = examples(
 
 
 class LowerOutput(StrEnum):
-    """What `lower` prints."""
+    """The form of output of `lower`."""
 
     PROGRAM = "program"
     STABLEHLO = "stablehlo"

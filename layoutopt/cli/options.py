@@ -130,7 +130,7 @@ OptionInput = TypeVar("OptionInput")
 
 
 def in_time(clock: Clock, what: str, load: Callable[[], OptionInput]) -> OptionInput:
-    """What `load` gives; LimitError if the time is over before."""
+    """The result of `load`; LimitError if the time limit passes first."""
     from mesh_tf_core.errors import LimitError
 
     found: list[OptionInput] = []
@@ -142,7 +142,7 @@ def in_time(clock: Clock, what: str, load: Callable[[], OptionInput]) -> OptionI
 
 
 class EngineName(StrEnum):
-    """What runs the steps."""
+    """The engines that run steps."""
 
     auto = "auto"
     local = "local"

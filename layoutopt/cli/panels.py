@@ -78,5 +78,5 @@ def _example(epilog: str) -> str:
 
 
 def asks_short(words: Sequence[str]) -> bool:
-    """Whether a command line asks for the short help."""
+    """True if a command line asks for the short help."""
     return bool(words) and words[-1] == "-h" and len(words) <= 2

@@ -69,13 +69,13 @@ def verdicts(plan: Plan, fits: Fits) -> dict[str, str]:
 
 
 def proof(plan: Plan) -> str:
-    """What is proven about the answer, and how to have more looked at."""
+    """The proof of the answer in words, and how to extend it."""
     return str(told.proof(plan.data, plan.data.space.limits if plan.data.space else ""))
 
 
 def decided_rows(said: Decided, model: Model | None) -> list[tuple[str, str]]:
-    """What is decided beside the layout, and which variables are stored as the layout says where others are
-    not."""
+    """The rows of decisions beside the layout, and of variables that are stored as the layout says where
+    others are not."""
     from layoutopt.space.undivided import few
 
     found = said.listed()

@@ -111,7 +111,7 @@ def trusted_model(plan: Plan, path: Path, named: str) -> str:
 
 
 def is_plan(layout: str | None) -> bool:
-    """Whether `--layout` names a plan file."""
+    """True if `--layout` names a plan file."""
     return layout is not None and (layout.endswith(".json") or os.path.isfile(layout))
 
 

@@ -1,4 +1,4 @@
-"""What `search` says where nothing fits: what would help, with its price and its command line."""
+"""Output of `search` where nothing fits: repairs, each with its price and its command line."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def settings_with(given: Sequence[str], change: str) -> tuple[str, ...]:
 
 
 def show_repairs(terminal: Terminal, repairs: Sequence[Repair]) -> None:
-    """What would help, the fastest first, then the commands, each on a line of its own."""
+    """Prints repairs, the fastest first, then the commands, each on a line of its own."""
     if not repairs:
         return
     from reports.tables.rows import repairs as view

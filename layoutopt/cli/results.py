@@ -1,4 +1,4 @@
-"""What several commands print alike."""
+"""Output that several commands have in common."""
 
 from __future__ import annotations
 

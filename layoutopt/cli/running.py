@@ -1,4 +1,4 @@
-"""What commands that run a model share: devices, batches, and the numbers of real steps."""
+"""Code that commands share that run a model: devices, batches, and the numbers of real steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STARTING = {
     "jax": "loading JAX and starting {}",
     "lockstep": "starting {} of NumPy",
 }
-"""What takes a while before an engine runs."""
+"""The message during the start of an engine."""
 
 
 @dataclass
@@ -116,7 +116,7 @@ class Session:
 
 
 def runs_on(session: Session, machine: Hardware) -> bool:
-    """Whether the devices of a run are such a machine's: accelerators, or virtual devices of a host on the
+    """True if the devices of a run are such a machine's: accelerators, or virtual devices of a host on the
     engine that the machine describes (XLA compiles a whole program on some, `Hardware.compiler`)."""
     from mesh_tf_core.engines import chosen
     from mesh_tf_core.engines.jax import compat

@@ -69,7 +69,7 @@ DETAILED = 1.35
 
 
 class Objective(StrEnum):
-    """What is minimised."""
+    """The objective to minimise."""
 
     TIME = "time"
     MEMORY = "memory"

@@ -28,7 +28,7 @@ MOST = 40
 
 
 def show(terminal: Terminal, found: SizeResult) -> None:
-    """What to train where, why, and what else there is."""
+    """Prints which model to train where, why, and the alternatives."""
     best = found.best
     terminal.show(facts(_answer(found, best)), "")
     terminal.show(_rows(found))

@@ -29,7 +29,7 @@ FIRST = 1.0
 
 
 class SolverName(StrEnum):
-    """What solves it."""
+    """The solvers that can be named."""
 
     AUTO = "auto"
     CP_SAT = "cp-sat"

@@ -73,7 +73,7 @@ def open_streams() -> Iterator[None]:
 
 
 def has_unicode(stream: IO[str]) -> bool:
-    """Whether a stream takes every character."""
+    """True if a stream takes every character."""
     return (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
 
 

@@ -1,4 +1,4 @@
-"""What goes where: results to stdout, progress and messages to stderr, one JSON object when asked.
+"""Streams of output: results to stdout, progress and messages to stderr, one JSON object when asked.
 
 Colour and width follow the terminal; in a pipe there is no colour, nothing is cut off and no line ends in
 spaces. rich obeys NO_COLOR.
@@ -55,7 +55,7 @@ class Terminal:
 
     @property
     def live(self) -> bool:
-        """Whether a moving display makes sense."""
+        """True if a moving display makes sense."""
         return self.err.is_terminal and not self.quiet
 
     def say(self, text: str) -> None:

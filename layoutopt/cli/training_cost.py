@@ -50,7 +50,7 @@ def read_prices(texts: Sequence[str], names: Sequence[str]) -> dict[str, float]:
 def training_cost(
     predicted: Predicted, machine: Hardware, devices: int, tokens: float | None, price: float | None
 ) -> TrainingForecast | None:
-    """What training takes and costs; None where neither tokens nor a price are given."""
+    """The time and cost of training; None where neither tokens nor a price are given."""
     from layoutopt.plan.training import check_tokens, training
 
     if tokens is None and price is None:

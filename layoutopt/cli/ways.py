@@ -57,13 +57,13 @@ class ReplicaModel:
         return self.loaded[count].model
 
     def of(self, plan: Plan) -> Loaded:
-        """What a plan is for."""
+        """The model of one replica for a number of replicas."""
         rare = plan.options.diloco
         return self.loaded[1 if rare is None else plan.mesh.size(rare.axis)]
 
 
 def is_choice(ways: Sequence[str]) -> bool:
-    """Whether ways are to be compared: one way that meets rarely is searched as it is."""
+    """True if ways are to be compared: one way that meets rarely is searched as it is."""
     return len(ways) > 1 or any(way in ("never", "free") or "/" in way for way in ways)
 
 

@@ -65,14 +65,14 @@ class Cluster:
         return *self.dims, *self.sums, *self.switches
 
     def second_runs(self, recompute: Iterable[str]) -> list[Subgraph]:
-        """What of it runs a second time when some texts say what is recomputed."""
+        """The parts of the cluster that are recomputed under a set of recompute texts."""
         found = list[Subgraph]()
         for nest in self.nests if recompute else ():
             found += self.again.get(_about(nest, recompute), ())
         return found
 
     def first_run(self, recompute: Iterable[str]) -> Subgraph:
-        """What of it runs at first when some texts say what is recomputed."""
+        """The part of the cluster that runs at first under a set of recompute texts."""
         found = self.subgraph
         for nest in self.nests if self.first and recompute else ():
             runs = self.first.get(_about(nest, recompute))
@@ -98,7 +98,7 @@ def numbers_of(nodes: Iterable[Node]) -> tuple[int, ...]:
 def subgraph_of(
     dependencies: Dependencies, nodes: Sequence[Node], accesses: frozenset[Access] = frozenset()
 ) -> Subgraph:
-    """What lowering sees of the graph for some nodes, and accesses to variables."""
+    """The part of the graph that lowering sees for some nodes, with accesses to variables."""
     graph, blocks = dependencies.graph, set[int]()
     for start in (*(dependencies.block_of[n.index].id for n in nodes), *(b for b, *_ in accesses)):
         block = graph.blocks[start]

@@ -1,4 +1,4 @@
-"""What couples the operations of a graph when it is lowered (see `clusters`): joined here, stated by the
+"""Couplings between the operations of a graph when it is lowered (see `clusters`): joined here, stated by the
 passes that couple them."""
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Dependencies:
         return self.block_of[node.index].parent is None
 
     def ties(self, tensor: int) -> set[int]:
-        """What loops make of a tensor, and make it of: stacks, sums, parts, state."""
+        """The tensors that loops connect to a tensor: stacks, sums, parts, state."""
         found = set(self.outer[tensor])
         for node in self.live:
             block = node.body
@@ -221,7 +221,7 @@ class Dependencies:
         return tuple(times)
 
     def early(self, tensor: int, inside: Set[int]) -> bool:
-        """Whether something that is not the update, and not one of the nodes `inside`, reads a tensor."""
+        """True if something that is not the update, and not one of the nodes `inside`, reads a tensor."""
         if tensor in self.returned or tensor in self.leaving or tensor in self.sliced:
             return True
         return any(r.phase != Phase.UPDATE and r.index not in inside for r in self.readers[tensor])

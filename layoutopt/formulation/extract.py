@@ -195,7 +195,7 @@ class Draft:
             self.restrict(decided)
 
     def tabler_of(self, cluster: Cluster) -> Tabler:
-        """What makes the table of a cluster: of the step, or of a meeting beside it."""
+        """The table maker of a cluster: of the step, or of an outer step beside it."""
         met = self._met.get(id(cluster))
         return self.tabler if met is None else met.tabler(self.mesh, self.pricer)
 
@@ -232,7 +232,7 @@ class Draft:
 
     @property
     def fixed_seconds(self) -> float:
-        """What a step takes under every layout."""
+        """The fixed seconds of a step under every layout."""
         met = (self.pricer.fixed_seconds(each.program()) / each.period for each in self.meetings)
         return sum(met, self.pricer.fixed_seconds(self.program))
 
@@ -297,7 +297,7 @@ def latency(key: BucketKey, pricer: Pricer) -> float:
 
 
 def shared_seconds(keys: Collection[BucketKey], pricer: Pricer) -> float:
-    """What is paid once for all messages of some groups."""
+    """The seconds that all messages of some groups pay once."""
     early = sum(latency(key, pricer) for key in keys if not key.late)
     late = {a: key.dtype for key in keys if key.late for a in key.axes}
     if not late:
@@ -307,7 +307,7 @@ def shared_seconds(keys: Collection[BucketKey], pricer: Pricer) -> float:
 
 
 def own_seconds(entry: Entry, shared: Mapping[BucketKey, float], pricer: Pricer) -> float:
-    """What a cluster takes besides the latency that its messages share with others."""
+    """The seconds of a cluster besides the latency that its messages share with others."""
     if not entry.small:
         return entry.seconds
     small = (

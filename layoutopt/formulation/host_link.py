@@ -41,7 +41,7 @@ from mesh_tf_core.tracing.stage_layers import loop_name
 WHOLE = 1e12
 """Rows count whole units of this part of a second: solvers take whole numbers as they are."""
 STEPS, FINEST = 32, 1e-3
-"""Of what a loop may wait, and the first of them as a part of the most."""
+"""The steps of the grid of a loop's waiting time, and the first of them as a fraction of the largest."""
 LinkDirection = tuple[int, str]
 """A loop by the block of its forward, and which run of it: the first (""), its `BACKWARD`, or what runs again
 beside the backward of a loop around it (`Subgraph.again`)."""
@@ -50,7 +50,7 @@ BACKWARD = "backward"
 
 @dataclass(frozen=True)
 class Waits:
-    """What one loop waits.
+    """The seconds that one loop waits.
 
     Attributes:
       steps: of its variable: `WHOLE` units in one iteration, of all that it may keep there.

@@ -1,4 +1,4 @@
-"""What a lowered cluster holds of every tensor that it makes or is given, and when.
+"""The bytes that a lowered cluster holds of every tensor that it makes or is given, and when.
 
 A cluster is lowered by itself, so its program says which of its tensors have memory under its decisions: one
 that is renamed lies in its operand's memory, one within a kernel nowhere, a sum that is scattered exists in

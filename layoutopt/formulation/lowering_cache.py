@@ -53,7 +53,8 @@ class LoweringCache:
     _known: dict[Subgraph, dict[Hashable, list[LoweredCluster]]] = field(default_factory=dict)
 
     def of(self, subgraph: Subgraph) -> dict[Hashable, list[LoweredCluster]]:
-        """What was lowered of a subgraph, by the axes of its dimensions and its options but storage."""
+        """The lowered programs of a subgraph, by the axes of its dimensions and its options without
+        storage."""
         return self._known.setdefault(subgraph, {})
 
 
@@ -95,6 +96,6 @@ class Namings:
 
 
 def lowering_cache(graph: Graph, pricer: Pricer) -> LoweringCache:
-    """What is remembered of a graph, until it changes."""
+    """The lowering cache of a graph, valid until the graph changes."""
     itemiser = pricer.itemiser
     return graph.remembered((LoweringCache, itemiser), lambda: LoweringCache(Templates(itemiser)))

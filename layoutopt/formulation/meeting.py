@@ -1,4 +1,4 @@
-"""What replicas do when they meet, beside the step of each (`mesh_tf_core.tracing.replicas`).
+"""The outer step of replicas, beside the step of each (`mesh_tf_core.tracing.replicas`).
 
 A step with replicas is the step of one, on the other axes of the mesh, and a 1/H of every meeting. Each is a
 graph of its own over the same decisions, so its clusters stand beside those of the step, each 1/H times, and
@@ -70,7 +70,7 @@ class OuterStepContext(SharedContext):
         self.clusters = tuple(replace(c, multiplicity=c.multiplicity / by.period) for c in self.clusters)
 
     def variables(self) -> Iterator[Thing]:
-        """What every point of the step holds for it."""
+        """The bytes of variables that every point of the step holds for the outer step."""
         for name in self.kept:
             cluster, like = self.makers.variable[name]
             yield Thing(Reading.VARIABLE, cluster, 0, like, "", 1.0)

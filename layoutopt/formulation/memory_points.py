@@ -1,4 +1,4 @@
-"""What every point of a step holds, whatever is split: which tensors are alive, and who makes them.
+"""The points of a step with the tensors alive at each, whatever is split, and the clusters that make them.
 
 The step is lowered once with nothing split, and `mesh_tf_core.ir.liveness` walks it with every name of a
 tensor counted for itself: a layout may make a rename or a reshape a value of its own. A tensor that is alive
@@ -29,7 +29,8 @@ from mesh_tf_core.lower.nodes import pass_of
 from mesh_tf_core.tracing.stage_layers import loop_name
 
 PointKey = tuple[str, int]
-"""What is counted: ("tensor", its id), ("copy", id of the tensor that is moved), ("inside", node)."""
+"""The key of a counted item: ("tensor", its id), ("copy", id of the tensor that is moved), ("inside",
+node)."""
 
 
 class Thing(NamedTuple):
@@ -112,7 +113,7 @@ class ProgramPoints:
             yield Thing(Reading.VARIABLE, cluster, 0, like, "", 1.0)
 
     def at(self, point: int) -> Iterator[tuple[PointKey, Thing]]:
-        """What a point holds besides the variables."""
+        """The tensors that a point holds besides the variables."""
         return ((c.key, c.thing) for c in self.counted if c.first <= point <= c.last)
 
     def running(self, node: int, phase: str) -> list[int]:

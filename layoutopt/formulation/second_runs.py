@@ -1,4 +1,5 @@
-"""What of a step runs a second time where loops are recomputed, and what backward finds there already.
+"""The parts of a step that run a second time where loops are recomputed, and the values that backward finds
+kept.
 
 Of loops one inside of the other, a nest, each may run again: what runs then, and what is kept for it, follows
 from what is said of all of them together.
@@ -30,7 +31,7 @@ from mesh_tf_core.lower.subgraph import Twin, made_by
 from mesh_tf_core.tracing.stage_layers import loop_name
 
 LoopNames = frozenset[str]
-"""What is said of the loops of a nest that run again (`kept.Recomputed`)."""
+"""The texts about the recomputed loops of a nest (`kept.Recomputed`)."""
 
 
 NOTHING: Mapping[LoopNames, Subgraph] = {}
@@ -157,8 +158,8 @@ class SecondRuns:
         return found
 
     def early(self, nodes: Sequence[Node], run: SecondRun) -> frozenset[int]:
-        """Of what some nodes make when they run again, what others read then: backward, where the loop would
-        have saved it, and nodes that run again too, now or in second runs inside."""
+        """The tensors, made by some nodes in their second run, that other nodes read then: backward, where
+        the loop would have saved them, and nodes that are recomputed too, now or in second runs inside."""
         again, dependencies = self.again[run], self.dependencies
         inside, unread = {node.index for node in nodes}, dependencies.unread
         found: set[int] = set()

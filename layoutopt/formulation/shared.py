@@ -1,4 +1,4 @@
-"""What all problems about one step have in common, whatever the mesh and the choices."""
+"""The context that all problems about one step share, whatever the mesh and the choices."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ class SharedContext:
         return Makers(self.dependencies, self.clusters)
 
     def points(self, again: frozenset[str], fuses: bool) -> ProgramPoints:
-        """What its points hold; `fuses`: the compiler makes kernels of several operations."""
+        """The points of the step and what each holds; `fuses`: the compiler makes kernels of several
+        operations."""
         if (again, fuses) not in self._points:
             self._points[again, fuses] = ProgramPoints(
                 self.makers, self.program(again), fuses, options_of(again).get("recompute", frozenset())

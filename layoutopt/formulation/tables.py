@@ -44,7 +44,7 @@ NONE: Mapping[str, str] = {}
 
 @dataclass(frozen=True)
 class Entry:
-    """What one assignment costs.
+    """The price of one assignment.
 
     Attributes:
       small: the bytes of each small message, by group; none for what it adds to a norm, axis by axis.
@@ -151,7 +151,7 @@ def _crossing(
 
 
 def is_large(cluster: Cluster, decided: Decisions, most: int) -> bool:
-    """Whether a cluster has more than `most` legal assignments; they are counted no further."""
+    """True if a cluster has more than `most` legal assignments; they are counted no further."""
     bare = cluster.decisions, cluster.shapes, decided.options, cluster.follows
     return len(assignments(*bare, most)) > most
 

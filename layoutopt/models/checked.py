@@ -92,5 +92,5 @@ def leave() -> None:
 
 
 def loader_of(name: str, path: Path) -> SourceFileLoader | None:
-    """What loads a model file from the text that was checked; None for a file that a user names."""
+    """The loader of a model file from the text that was checked; None for a file that a user names."""
     return _checked.loader(name, str(path)) if _checked in sys.meta_path else None

@@ -98,7 +98,7 @@ class Loaded:
 
     @property
     def takes_rows(self) -> bool:
-        """Whether `data` of the file makes a process's rows alone."""
+        """True if `data` of the file makes a process's rows alone."""
         function = self.function("data")
         return function is not None and "rows" in inspect.signature(function).parameters
 
@@ -150,7 +150,7 @@ _END = object()
 
 
 class Batches(Iterator[dict[str, Any]]):
-    """What the function `data` of a model file gives, from a place that can be told.
+    """The batches that the function `data` of a model file yields, from a position that can be saved.
 
     The place is the number of batches taken since `data` was called, and what its iterator tells about itself
     if it has `get_state()` and `set_state(state)`, as those of the library Grain have. Without these, batches

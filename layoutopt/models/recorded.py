@@ -29,7 +29,7 @@ from mesh_tf_core.files import read_file
 Hashes = Mapping[str, str]
 """Path from the folder of the model file, with '/', to SHA-256."""
 FUNCTION = "model"
-"""What builds a model, where no other function of the file is named."""
+"""The function that builds a model, where no other function of the file is named."""
 MOST = 200
 """Characters of a name that an error repeats."""
 _FILE = re.compile(r"(?P<file>.+\.(?:py|json))(?::(?P<function>[^:/]*))?")
@@ -165,7 +165,7 @@ def local_folders(path: Path) -> tuple[Path, ...]:
 
 
 def is_local(file: Path, folders: Iterable[Path]) -> bool:
-    """Whether a file is below one of these folders, and nothing installed."""
+    """True if a file is below one of these folders, and nothing installed."""
     places = Path(os.path.abspath(file)), place_of(file)
     below = any(place.is_relative_to(folder) for place in places for folder in folders)
     return below and not any(map(_is_installed, places))

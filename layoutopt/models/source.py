@@ -52,7 +52,7 @@ def _is_own(value: object, module: ModuleType) -> bool:
 
 
 def typed(value: object) -> str:
-    """What a function returned that should have returned something else."""
+    """Describes a wrong return value of a function."""
     return "nothing" if value is None else f"a value of type {type(value).__name__}"
 
 

@@ -1,4 +1,4 @@
-"""Whether the tables agree with lowered programs, as far as is known when a plan is made.
+"""Agreement of the tables with lowered programs, as far as it is known when a plan is made.
 
 A search proves seconds of the tables. That they hold of programs assumes that the tables come to more than
 the program of no layout, also of those that nobody evaluated. Tests hold that. Here a few layouts that differ
@@ -29,7 +29,7 @@ COMPARED, CHANGED = 8, 3
 
 @dataclass(frozen=True)
 class TableAgreement:
-    """What the tables say of layouts whose whole programs were priced.
+    """The tables' prices beside those of whole programs, for some layouts.
 
     Attributes:
       seconds: their sum for the answer.
@@ -46,7 +46,7 @@ class TableAgreement:
 
     @property
     def dearer(self) -> bool:
-        """Whether their bound is none on programs."""
+        """True if their bound is none on programs."""
         return self.seconds > self.program * (1 + TOLERANCE) or self.over > TOLERANCE
 
     @property
@@ -69,7 +69,7 @@ class TableAgreement:
 def summed(
     request: Request, best: EvaluatedLayout, subproblem: Subproblem, others: Sequence[EvaluatedLayout]
 ) -> TableAgreement:
-    """What the tables sum to for the answer, however it was found."""
+    """The tables' sum for the answer, however it was found."""
     of = request.evaluator.table_prices(best.mesh, subproblem.decided).seconds
     found = TableAgreement(of(best.layout, best.options), best.seconds, 0.0, 1)
     if not found.dearer:

@@ -1,5 +1,5 @@
-"""What stands beside an answer, each with its price: the best of every name, the model's own layouts, what
-simpler searches find, the next best layouts, the points of a frontier."""
+"""Alternatives to an answer, each with its price: the best of every name, the model's own layouts, the
+results of simpler searches, the next best layouts, the points of a frontier."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def called_mesh(mesh: Mesh, names: Mapping[str, str]) -> Mesh:
 
 
 def predicted_of(evaluation: Evaluation, names: Mapping[str, str]) -> Predicted:
-    """What an evaluation comes to, by the names of the axes."""
+    """The predicted step of an evaluation, with the given names of axes."""
     found = evaluation.predicted
     sent = {
         "+".join(names.get(a, a) for a in key.split("+")): n

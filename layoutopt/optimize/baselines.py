@@ -1,4 +1,4 @@
-"""What experts would write, by the names that they use. Each is the search itself with less to choose from.
+"""Named strategies of experts (baselines). Each is the search itself with less to choose from.
 
   data parallel           data dimensions over all axes, weights whole between uses (ZeRO up to stage 2)
   fully sharded (FSDP)    the same, with every variable stored split (ZeRO stage 3)
@@ -43,8 +43,8 @@ FSDP = "fully sharded (FSDP)"
 
 
 def chosen_by_name(allowed: SearchSpace) -> SearchSpace:
-    """What plans that go by a name may choose, of what a search may: all that no name says otherwise. They
-    have no stages of pipelines, split nothing further elsewhere, and the user's pins are none of theirs."""
+    """The space of a named plan: the choices of a search that the name does not fix. They have no stages of
+    pipelines, split nothing further elsewhere, and the user's pins are none of theirs."""
     whole = tuple(stage for stage in allowed.storage if stage != HYBRID and AT not in stage)
     said = {name: getattr(allowed, name) for name, argument in ARGUMENTS.items() if argument.by_name}
     return SearchSpace(**{**said, "storage": whole or STAGES[:1]})
@@ -65,7 +65,7 @@ class Plans(ABC):
 
     @abstractmethod
     def decided(self, allowed: SearchSpace, microbatches: int) -> Decisions | None:
-        """What may be chosen with so many microbatches; None if that is nothing."""
+        """The decisions with so many microbatches; None if there are none."""
 
     def plain(self) -> tuple[Layout, Options] | None:
         """One of them, as it is written without a search."""
@@ -98,7 +98,7 @@ class Restriction(Plans):
         return None if options is None else every.within(options)
 
     def options(self, every: Mapping[str, tuple[Axes, ...]]) -> dict[str, tuple[Axes, ...]] | None:
-        """What is left of the splits of every dimension; None if that is nothing by this name."""
+        """The options left of the splits of every dimension; None if the name allows none."""
         dims = parallelism(self.model)
         options: dict[str, tuple[Axes, ...]] = dict.fromkeys(every, ((),))
         shared = set(self.rest) & set(self.data)
@@ -135,7 +135,7 @@ class Restriction(Plans):
 
     @property
     def is_split(self) -> bool:
-        """Whether storage splits most parameters, where everything is as wide as can be."""
+        """True if storage splits most parameters, where everything is as wide as can be."""
         found = self.plain()
         if found is None:
             return False

@@ -42,20 +42,21 @@ class SubproblemCandidate:
 
     @property
     def rank(self) -> tuple[float, int, int]:
-        """What is looked at first has less: what promises most, then what says something of more
-        microbatches, then what is small: it has an answer that larger meshes hardly beat."""
+        """The order of candidates, least first: the most promising, then those that bound more microbatches,
+        then small ones, whose answers larger meshes hardly beat."""
         subproblem = self.subproblem
         return self.bound, subproblem.microbatches, count_layouts(subproblem.decided.options)
 
     def promises(self, seconds: float, limit: float) -> bool:
-        """Whether something faster may be here that holds at most `limit` bytes."""
+        """True if something faster may be here that holds at most `limit` bytes."""
         known = self.answer is not None and self.answer.peak <= limit
         return not known and self.low <= limit and self.bound < seconds * (1 - EXACT)
 
 
 @dataclass
 class MicrobatchBounds:
-    """What is proven, by mesh and stages, of numbers of microbatches, and holds for every multiple of them.
+    """The bounds proven, by mesh and stages, for numbers of microbatches; each holds for every multiple of
+    them.
 
     Attributes:
       least: seconds that no layout takes less than.

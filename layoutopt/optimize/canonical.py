@@ -1,4 +1,4 @@
-"""Of choices that cost the same, the plain ones."""
+"""The plainest of choices that cost the same."""
 
 from __future__ import annotations
 

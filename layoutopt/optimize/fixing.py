@@ -52,7 +52,7 @@ Heard = Callable[[float, float], None]
 
 
 class Weight(NamedTuple):
-    """What a cluster of all layers costs while nothing is split.
+    """The price of a cluster of all layers while nothing is split.
 
     Attributes:
       seconds: all of it; 0: that is not legal.
@@ -151,7 +151,7 @@ def faster(
 
 
 def option_costs(search: SubproblemSearch, asked: Decisions, known: float) -> OptionCosts | None:
-    """What the options of a problem cost; None if that is not known.
+    """The costs of the options of a problem; None if they are unknown.
 
     Args:
       search: what is left of it (`faster`).

@@ -1,4 +1,4 @@
-"""What simpler searches find on the same mesh: beside the answer they show what proving it is worth.
+"""Simpler searches on the same mesh: beside the answer they show what proving it is worth.
 
   greedy        from nothing split: the one split more that saves most, as long as one saves anything
   least memory  the splits with the smallest peak, whatever they cost in time; what Mesh-TensorFlow's own
@@ -70,4 +70,4 @@ HEURISTICS: dict[str, Callable[[Request, Subproblem], Baseline | None]] = {
     "greedy": greedy,
     "least memory (as auto_mtf)": least_memory,
 }
-"""What stands beside an answer, by its name in plans."""
+"""The heuristics beside an answer, by their names in plans."""

@@ -42,7 +42,7 @@ class Incumbents:
         self.subproblems: list[Subproblem] = []
 
     def order(self, found: EvaluatedLayout) -> tuple[float, float]:
-        """What is better is less."""
+        """The sort key of results: the better one is less."""
         memory = self.request.objective == "memory"
         return (found.peak, found.seconds) if memory else (found.seconds, found.peak)
 
@@ -67,12 +67,12 @@ class Incumbents:
         return min(self.fitting(limit), key=lambda f: (f.seconds, f.peak), default=None)
 
     def seconds(self, limit: float) -> float:
-        """Of the fastest within a limit; inf if there is none."""
+        """The seconds of the fastest within a limit; inf if there is none."""
         found = self.fastest(limit)
         return math.inf if found is None else found.seconds
 
     def subproblem_of(self, found: EvaluatedLayout) -> Subproblem:
-        """What is decided where a layout was found."""
+        """The decisions of the subproblem where a layout was found."""
         own = key_of(self.request.model, found.mesh, found.layout, found.options)
         return next(s for s in self.subproblems if s.key == own)
 

@@ -167,7 +167,8 @@ def _legal(term: Term) -> Term:
 
 
 def too_much(leanest: EvaluatedLayout, limit: float, low: float) -> str:
-    """What a layout needs beyond a limit that nothing fits into; `low`: bytes that are proven needed."""
+    """The bytes that a layout needs beyond a limit that nothing fits into; `low`: bytes that are proven
+    needed."""
     held = ", ".join(f"{h.what} ({size_text(h.bytes)})" for h in leanest.evaluation.memory.holdings[:3])
     sure = f"; it is proven that none needs less than {size_text(low)}" if low < leanest.peak else ""
     return (

@@ -44,7 +44,7 @@ def merged(
 
 
 def ordered(layout: Layout, mesh: Mesh) -> bool:
-    """Whether all splits name their axes in the order of the mesh."""
+    """True if all splits name their axes in the order of the mesh."""
     return all(axes == tuple(a for a in mesh.names if a in axes) for axes in layout.written.values())
 
 

@@ -45,7 +45,7 @@ class Pace:
 
 
 def looked_at(subproblem: Subproblem, renames: bool, points: int) -> str:
-    """What is looked at, in words.
+    """Describes the subproblems that are searched.
 
     Args:
       renames: a plan gives the axes of its mesh other names.

@@ -1,4 +1,4 @@
-"""What is asked of a search."""
+"""The request of a search."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ class Request:
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        """What answers this question: nothing is evaluated twice."""
+        """The evaluator of this request: no layout is evaluated twice."""
         return Evaluator(self.model, self.hardware)
 
     @property
     def hosts(self) -> bool:
-        """Whether something may lie in the hosts' memory: its link is known, and it is another memory."""
+        """True if something may lie in the hosts' memory: its link is known, and it is another memory."""
         try:
             self.hardware.host_seconds(0.0)
         except UserError:
@@ -101,7 +101,7 @@ class Request:
 
     @property
     def late(self) -> bool:
-        """Whether the time is over."""
+        """True if the time is over."""
         return self.clock.over
 
 
@@ -114,7 +114,7 @@ def left_whole(request: Request, of: Evaluation) -> list[str]:
 def space_of(
     request: Request, mesh: Mesh, considered: int, shapes: Set[tuple[int, ...]] | None
 ) -> CoveredSpace:
-    """What a search looked at, and what it did not.
+    """The space that a search covered, and what it left out.
 
     Args:
       mesh: of its answer.

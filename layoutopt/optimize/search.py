@@ -60,7 +60,7 @@ LEAN = 2.0
 
 @dataclass
 class LayoutSearch:
-    """What is proven about all problems, and the layouts that were found.
+    """The bounds of all problems, and the layouts that were found.
 
     Attributes:
       renames: a plan gives the axes of its mesh other names.
@@ -348,7 +348,7 @@ class LayoutSearch:
         request.on_progress(SearchStatus(looked, count - len(others), count, best, min(low, best), left))
 
     def subproblem_of(self, found: EvaluatedLayout) -> Subproblem:
-        """What is decided where a layout was found."""
+        """The decisions of the subproblem where a layout was found."""
         return self.incumbents.subproblem_of(found)
 
     # -- time against memory ---------------------------------------------------------------------------------

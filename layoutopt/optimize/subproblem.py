@@ -76,7 +76,7 @@ class EvaluatedLayout:
 
 @dataclass(frozen=True)
 class SubproblemOutcome:
-    """What one question about a mesh came to.
+    """The result of one question about a mesh.
 
     Attributes:
       found: the best layout (None: there is none, or none was found in time).
@@ -131,7 +131,7 @@ class SubproblemSearch:
 
     @cached_property
     def eliminated(self) -> Elimination:
-        """What is known of the problem without its memory rows."""
+        """The elimination of the problem without its memory rows."""
         return eliminate(self.extraction.problem)
 
     def relaxed(self, clock: Clock = UNLIMITED) -> float:
@@ -185,7 +185,7 @@ class SubproblemSearch:
         )
 
     def refused(self, choices: tuple[int, ...]) -> bool:
-        """Whether the hosts have no room for what they are to keep, or their link no time to move it."""
+        """True if the hosts have no room for what they are to keep, or their link no time to move it."""
         return any(row.use(choices) > row.limit for row in self.extraction.problem.rows)
 
     def _too_large(self, choices: tuple[int, ...], limit: float) -> bool:

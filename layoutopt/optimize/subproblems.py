@@ -1,5 +1,5 @@
-"""What a search goes through: mesh shapes, and on each, stages of pipelines and numbers of microbatches, with
-what is decided."""
+"""The subproblems of a search: mesh shapes, and on each, stages of pipelines and numbers of microbatches,
+with their decisions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Subproblem:
         return self.decided.microbatches
 
     def share(self, microbatches: int) -> float:
-        """What of a bound on the same with fewer microbatches, of which these are a multiple, holds here, if
+        """The fraction of a bound with fewer microbatches, of which these are a multiple, that holds here, if
         pieces cost at least their share of the whole (`candidates`)."""
         times, named = self.microbatches // microbatches, self.decided.schedule
         stages = self.decided.stages_on(self.mesh).values()
@@ -44,7 +44,7 @@ class Subproblem:
 
     @property
     def key(self) -> Hashable:
-        """What tells it from others: `key_of` its layouts."""
+        """The key that distinguishes subproblems: `key_of` their layouts."""
         decided, stages = self.decided, frozenset(self.decided.stages.items())
         return self.mesh, self.microbatches, stages, decided.schedule, decided.again
 

@@ -10,7 +10,7 @@ from layoutopt.plan.schema import Alternative, PlanFile
 
 
 def identity(of: Alternative | PlanFile, mesh: Mapping[str, int]) -> str:
-    """What makes a layout what it is: equal for those that are alike. `mesh`: of those without their own."""
+    """The identity of a layout: equal for equivalent layouts. `mesh`: of those without their own."""
     splits = {dim: axes for dim, axes in of.layout.items() if axes}
     rest = {name: getattr(of, name) for name in Decided.model_fields}
     return json.dumps([of.mesh or dict(mesh), splits, rest], sort_keys=True)

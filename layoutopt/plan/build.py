@@ -230,8 +230,8 @@ def axes_of(layout: Layout) -> dict[str, list[str]]:
 
 
 def decided(options: Options, layout: Layout, pipeline: Mapping[str, int] = NO_STAGES) -> Decided:
-    """What is decided beside the plain rules of a layout, as a plan file says it; `options_of` and
-    `layout_of` read it.
+    """The decisions beside the plain rules of a layout, in a plan file's form; `options_of` and `layout_of`
+    read it.
 
     Args:
       pipeline: what the layout means by a rule about layers (`Model.stages`).
@@ -253,7 +253,7 @@ def given_fields(model: Model, mesh: Mesh, layout: Layout, options: Options) -> 
 
 
 def options_of(data: Decided) -> Options:
-    """What a plan file says beside a layout, as lowering takes it."""
+    """The options of lowering that a plan file states beside a layout."""
     said = {name: getattr(data, name) for name in SAID}
     return Options(**{name: value for kind in KINDS for name, value in kind.parsed(said).items()})
 

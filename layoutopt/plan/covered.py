@@ -1,4 +1,4 @@
-"""What a search looked at, and what it did not: what its proof is about, as files and people say it."""
+"""The space that a search covered, and what it left out: the subject of its proof, in files and in words."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ class CoveredSpace(Data):
 
     @property
     def limits(self) -> str:
-        """What was not looked at, and how to have it looked at; '' if that is nothing."""
+        """The choices that were not searched, and how to have them searched; '' if there are none."""
         allow = f" ({self.allow})" if self.allow else ""
         return self._limits(allow, " (see explain)")
 
     @property
     def names(self) -> str:
-        """What was not looked at, without how to have it looked at."""
+        """The choices that were not searched, without how to have them searched."""
         return self._limits("", "")
 
     def _limits(self, allow: str, see: str) -> str:

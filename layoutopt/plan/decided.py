@@ -69,7 +69,7 @@ class Decided(Refined):
         return "; ".join(found)
 
     def places(self) -> dict[str, dict[str, Names]]:
-        """What is `refined` at single places."""
+        """The decisions refined at single places."""
         return {path: rules for path, rules in self.refined.items() if path != ELSEWHERE}
 
 

@@ -1,4 +1,4 @@
-"""What a plan file carries beside the contract's fields, under `details`, so that a report needs no model.
+"""The part of a plan file beside the contract's fields, under `details`, so that a report needs no model.
 
 Every part is optional. `search --out` writes those from `source` to `calibration`, `explain --out` adds
 `sensitivity`, `robustness` and `proof`, `report --validation` shows a `validation`. Times are in seconds and
@@ -34,8 +34,8 @@ from layoutopt.space.decisions import ARGUMENTS
 
 @with_fields({name: (argument.plan | None, None) for name, argument in ARGUMENTS.items()})
 class Searched(Data):
-    """What was asked of the search, besides the model and the mesh; what may be chosen as the arguments of
-    every kind of decision (`space.recorded`), None where a plan does not say it.
+    """The request of the search, besides the model and the mesh; choices as the arguments of every kind of
+    decision (`space.recorded`), None where a plan does not state it.
 
     Attributes:
       hardware: a name or a file.

@@ -1,4 +1,4 @@
-"""What a plan tells of measurements: how its machine was calibrated, and what layouts took on it."""
+"""Measurements in a plan: how its machine was calibrated, and what layouts took on it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _listed(found: Any) -> Any:
 
 
 class CalibrationEvidence(Data):
-    """What a hardware profile was fitted to.
+    """The measurements that a hardware profile was fitted to.
 
     Attributes:
       fit: the fitted numbers; an object 'name: value' will do.
@@ -81,7 +81,7 @@ class MeasuredLayout(Data):
 
 
 class Noise(Data):
-    """What disturbed the measurements.
+    """The disturbances of the measurements.
 
     Attributes:
       drift: seconds that the calibration's reference takes now, relative to then; None: it has none.

@@ -1,4 +1,4 @@
-"""What an export says: a layout, the tensors that lie between steps, and what else is decided."""
+"""An export: a layout, the tensors that lie between steps, and the other decisions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ExportedTensor:
 
 @dataclass(frozen=True)
 class Exported:
-    """What is written: a layout, every tensor that lies between steps, and what else is decided.
+    """The written export: a layout, every tensor that lies between steps, and the other decisions.
 
     Attributes:
       arrays: of a model from JAX, by the name of a section: its arrays as the user's program has them.

@@ -1,4 +1,4 @@
-"""What the schemas of plans and results share: a base class, kinds of numbers, one line that refuses damage.
+"""The base of schemas of plans and results: a base class, kinds of numbers, one line that refuses damage.
 
 A file is read by its schema, never by hand. What is missing has a default where one makes sense, null counts
 as missing, and what a newer version adds is kept.
@@ -50,7 +50,7 @@ class Data(BaseModel):
         return {k: v for k, v in found.items() if v is not None or k not in needed}
 
     def to_json(self) -> dict[str, Any]:
-        """What was said, as JSON can hold it; defaults that nobody said are left out."""
+        """The object as JSON can hold it; fields with their defaults are left out."""
         return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
 
@@ -87,7 +87,8 @@ def _never_none(kind: type[Data]) -> frozenset[str]:
 
 
 def wrong(said: str, *at: str | int) -> PydanticCustomError:
-    """What a validator raises: the trouble in words, with the path of its field from the object checked."""
+    """The error that a validator raises: the trouble in words, with the path of its field from the object
+    checked."""
     return PydanticCustomError("wrong", "{said}", {"said": said, "at": at})
 
 

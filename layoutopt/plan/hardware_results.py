@@ -1,4 +1,4 @@
-"""What `hardware` and `calibrate` print with `--json`."""
+"""The objects that `hardware` and `calibrate` print with `--json`."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Compiled(Data):
 
 
 class Margin(Data):
-    """What a step may need beyond its predicted peak.
+    """The memory that a step may need beyond its predicted peak.
 
     Attributes:
       share: of the usable memory.
@@ -48,8 +48,8 @@ class Margin(Data):
 
 
 LEAST_MARGIN = 0.05
-"""Of any machine: vllm-project/compressed-tensors pull request 587 (2026-02-17) leaves 5 % for fragmentation
-alone, after GPUs ran out of memory with less."""
+"""The least margin of any machine: vllm-project/compressed-tensors pull request 587 (2026-02-17) leaves 5 %
+for fragmentation alone, after GPUs ran out of memory with less."""
 
 
 class Known(Data):
@@ -71,14 +71,14 @@ class Known(Data):
         return max(LEAST_MARGIN, compiled, self.memory.share if self.memory else 0.0)
 
     def fits(self, peak: float, limit: float) -> str:
-        """Whether a peak is within the limit: 'yes', 'no', or 'barely' if it leaves less than the margin."""
+        """The fit of a peak in the limit: 'yes', 'no', or 'barely' if it leaves less than the margin."""
         if peak > limit:
             return "no"
         return "yes" if peak <= limit * (1 - self.margin) else "barely"
 
     def barely(self, peak: float, limit: float) -> str:
-        """What a peak that barely fits leaves of the limit, and why that may not be enough; '' if it is, or
-        if the peak does not fit."""
+        """A warning where a peak barely fits the limit, with the reason; '' if the margin is enough, or if
+        the peak does not fit."""
         if self.fits(peak, limit) != "barely":
             return ""
         asks = "" if self.compiler is None else ", which `layoutopt verify` asks the compiler"

@@ -70,7 +70,7 @@ MAXTEXT_WEIGHTS = ("embed", "embed_no_exp")
 MAXTEXT_BETWEEN = "activation_norm_length"
 """The length of what layers carry and norms work on."""
 MAXTEXT_HOST = {OPTIMIZER: "optimizer_memory_host_offload", WEIGHTS: "parameter_memory_host_offload"}
-"""What lies on the hosts -> its name there."""
+"""The kind of values on the hosts -> its name in MaxText."""
 MAXTEXT_STORED = {"zero1": "data", "zero3": "fsdp"}
 """Stage -> the axis of MaxText that splits the batch, and at this stage the state too, or the weights too."""
 MAXTEXT_REMAT: Mapping[tuple[str, ...], str] = {
@@ -78,7 +78,8 @@ MAXTEXT_REMAT: Mapping[tuple[str, ...], str] = {
     ("products",): "minimal",
     ("products", "attention"): "minimal_with_context",
 }
-"""What a layer that runs again keeps -> the `remat_policy` that does so. (The last one saves the most.)"""
+"""The values that a recomputed layer keeps -> the `remat_policy` that keeps them. (The last one saves the
+most.)"""
 
 
 def _maxtext_stage(what: Exported) -> tuple[str, Axes]:

@@ -1,4 +1,4 @@
-"""What the commands print with `--json`: one schema each.
+"""The schemas of what commands print with `--json`, one each.
 
 Times are in seconds and sizes in bytes, both of one device; what is not finite is null. `search` prints a
 plan file (`layoutopt.plan.schema.PlanFile`).
@@ -25,7 +25,7 @@ MeshAxes = dict[str, int]
 
 
 class CommandResult(Data):
-    """What a command prints.
+    """The output of a command.
 
     Attributes:
       command: its name; `format` is made of it.
@@ -41,7 +41,7 @@ class CommandResult(Data):
 
 
 class LayoutResult(CommandResult):
-    """What a command says of one layout of one model."""
+    """The output of a command about one layout of one model."""
 
     model: ModelInfo
     mesh: MeshAxes
@@ -143,7 +143,7 @@ class Compared(Data):
 
 
 class Moved(Data):
-    """What the collectives of one family over groups of one size move: how many, and bytes put in."""
+    """The traffic of the collectives of one family over groups of one size: how many, and bytes put in."""
 
     family: str
     group_size: int
@@ -175,7 +175,7 @@ class VerifyResult(Decided, LayoutResult):
 
 
 class ProblemSolver(Data):
-    """What solved a problem, and what it proved."""
+    """The solver of a problem, and what it proved."""
 
     name: str
     status: str
@@ -195,7 +195,7 @@ class SolveProblemResult(CommandResult):
 
 
 class Binding(Data):
-    """What a device holds where it holds most, and whether the limit keeps a faster layout away."""
+    """The tensors at the peak, and whether the limit excludes a faster layout."""
 
     peak_bytes: int
     peak: str
@@ -205,7 +205,7 @@ class Binding(Data):
 
 
 class Worth(Data):
-    """What a rule costs: the best under it, and how much more that takes than the plan."""
+    """The cost of a rule: the best under it, and how much more that takes than the plan."""
 
     rule: str
     step_seconds: Figure

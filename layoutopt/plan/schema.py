@@ -97,7 +97,7 @@ class Predicted(Data):
 
     @property
     def speed(self) -> str:
-        """What a step achieves: '41.2% MFU (54.0% HFU), 12,300 tokens/s'; examples where no tokens are
+        """The speed of a step: '41.2% MFU (54.0% HFU), 12,300 tokens/s'; examples where no tokens are
         known."""
         tokens, examples = self.tokens_per_second, self.examples_per_second
         rate = [throughput_text(tokens, "tokens")] if tokens is not None else []
@@ -107,14 +107,15 @@ class Predicted(Data):
 
     @property
     def chip_speed(self) -> str:
-        """What a chip achieves: '69,428 tokens/s, 241 TFLOP/s of the model'."""
+        """The speed of a chip: '69,428 tokens/s, 241 TFLOP/s of the model'."""
         tokens, flops = self.tokens_per_second_per_chip, self.model_flops_per_second_per_chip
         found = [throughput_text(tokens, "tokens")] if tokens is not None else []
         return ", ".join([*found, *([f"{rate_text(flops, 'FLOP/s')} of the model"] if flops else [])])
 
     @property
     def host(self) -> str:
-        """What lies on a device's host: '1.2 GiB per device, 1.2 GiB loaded and 1.2 GiB stored in a step'."""
+        """The values on a device's host: '1.2 GiB per device, 1.2 GiB loaded and 1.2 GiB stored in a
+        step'."""
         if not self.host_memory_bytes:
             return ""
         moved = self.host_bytes_per_device or {}
@@ -134,7 +135,7 @@ INFEASIBLE = "INFEASIBLE"
 
 
 class SolverInfo(Data):
-    """What the solver proved. `objective` and `bound` are in the objective's own unit.
+    """The solver's proof. `objective` and `bound` are in the objective's own unit.
 
     Attributes:
       likely_bound, likely_gap: what they would be if tables were off by no more than on the layouts that were
@@ -191,7 +192,7 @@ class Renaming(Data):
 
 
 class Refinement(Data):
-    """What `search --refine` gained over the best layout in which a name has one placement.
+    """The gain of `search --refine` over the best layout in which a name has one placement.
 
     Attributes:
       plain_seconds, plain_status: of a step in that layout, and what is proven of it.
@@ -258,7 +259,7 @@ class PlanFile(Decided):
 
     @property
     def devices(self) -> int:
-        """Of the mesh."""
+        """The number of devices of the mesh."""
         return math.prod(self.mesh.values())
 
     @property
@@ -274,7 +275,7 @@ class PlanFile(Decided):
         return self.details.hardware.known if self.details.hardware else Known()
 
     def fit_of(self, choice: PricedAlternative) -> str:
-        """Whether a layout that was priced beside it fits: 'yes', 'barely' or 'no'."""
+        """The fit of a layout that was priced beside it: 'yes', 'barely' or 'no'."""
         limit, predicted = self.memory_limit, choice.predicted
         if limit is None or predicted is None or not choice.feasible:
             return "yes" if choice.feasible else "no"

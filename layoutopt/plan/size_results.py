@@ -1,4 +1,4 @@
-"""What `size` prints with `--json`, and what its report shows."""
+"""The objects that `size` prints with `--json`, and that its report shows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GOALS = {
     "tokens": "{:.3g} tokens",
     "days": "{:g} days",
 }
-"""What may be given, in words."""
+"""The goals that may be given, in words."""
 
 
 class SizedCandidate(Decided):

@@ -1,4 +1,5 @@
-"""What the trade calls each axis of a mesh: data, FSDP, tensor, sequence, context, expert or pipeline."""
+"""The usual names for the use of each axis of a mesh: data, FSDP, tensor, sequence, context, expert or
+pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What training with a plan takes and costs: time, chip-hours, money."""
+"""The time, chip-hours and money of training with a plan."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check_tokens(tokens: float | None, own: float | None) -> None:
 
 
 def training(rate: float | None, chips: float, tokens: float | None, price: float | None) -> TrainingForecast:
-    """What training takes at a rate of tokens a second; an hour of it without `tokens`."""
+    """The training at a rate of tokens a second; an hour of it without `tokens`."""
     seconds = HOUR
     if tokens is not None:
         assert rate

@@ -55,7 +55,7 @@ class AtLink(Data):
 
     @property
     def pays(self) -> bool:
-        """Whether the fastest way meets rarely."""
+        """True if the fastest way meets rarely."""
         return min(self.seconds, key=self.seconds.__getitem__, default=SYNCHRONOUS) != SYNCHRONOUS
 
 

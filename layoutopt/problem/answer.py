@@ -14,7 +14,7 @@ from layoutopt.problem.form import Choices, Problem, ProblemError
 
 
 class Status(enum.Enum):
-    """What is known when a solver stops."""
+    """The state of knowledge when a solver stops."""
 
     OPTIMAL = "OPTIMAL"  # the choices are proven best within `TOLERANCE`
     FEASIBLE = "FEASIBLE"  # there are choices; something better may exist above `bound`
@@ -28,8 +28,8 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Solution:
-    """What `solve` returns. `objective` is recomputed by `evaluate`; `bound` is a proven lower bound; Ctrl-C
-    ended it if it is `stopped`."""
+    """The result of `solve`. `objective` is recomputed by `evaluate`; `bound` is a proven lower bound;
+    `stopped`: Ctrl-C ended it."""
 
     status: Status
     choices: Choices | None
@@ -72,7 +72,7 @@ class Violation:
 
 @dataclass(frozen=True)
 class AnswerCheck:
-    """What choices really cost (inf if forbidden), which terms forbid them, which rows they overfill."""
+    """The true cost of choices (inf if forbidden), which terms forbid them, which rows they overfill."""
 
     objective: float
     forbidden: tuple[str, ...]

@@ -35,7 +35,7 @@ CELLS = 1 << 21
 
 @dataclass(frozen=True, eq=False)
 class Elimination:
-    """What elimination knows of a problem without its rows.
+    """The result of eliminating a problem without its rows.
 
     Attributes:
       bound: no choices cost less.
@@ -89,7 +89,7 @@ def eliminate(problem: Problem, cells: int = CELLS) -> Elimination:
 
 
 def constant(problem: Problem) -> float:
-    """What all choices cost alike; inf if it forbids all."""
+    """The cost that all choices have alike; inf if the problem forbids all."""
     return math.fsum([problem.constant, *(term.cost(()) for term in problem.terms if not term.scope)])
 
 

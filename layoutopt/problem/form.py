@@ -165,7 +165,7 @@ class RowTerm:
             )
 
     def use(self, choices: Sequence[int]) -> float:
-        """What the whole problem's `choices` use."""
+        """The use of the whole problem's `choices`."""
         key = tuple(choices[i] for i in self.scope)
         if isinstance(self.table, Sparse):
             return self.table.index.get(key, 0.0)
@@ -233,7 +233,7 @@ class Intervals:
         return tuple(time for time in events if time in starts and following[time] in ends)
 
     def profile(self, choices: Sequence[int]) -> Floats:
-        """What `choices` use at each of `points`."""
+        """The use of `choices` at each of `points`."""
         if not self.points:
             return np.zeros(0)
         live = [usage for usage in self.usages if usage.end > usage.start]

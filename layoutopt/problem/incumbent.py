@@ -14,7 +14,7 @@ ALIKE = 1e-9
 
 
 class Incumbent:
-    """What is found and proven of a problem as it was given.
+    """The best answer and bound of a problem as it was given.
 
     Attributes:
       limit: only answers of at most this objective count.
@@ -42,7 +42,7 @@ class Incumbent:
 
     @property
     def objective(self) -> float:
-        """Of the best so far; inf where nothing is known."""
+        """The objective of the best so far; inf where there is none."""
         return self._best[1]
 
     def evaluate(self, choices: Choices, equal: bool = False) -> AnswerCheck:

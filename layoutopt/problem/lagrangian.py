@@ -110,7 +110,7 @@ class LagrangianSearch:
 
     @property
     def cut(self) -> float:
-        """What costs more is no better than the incumbent, or over the limit."""
+        """The cost from which on choices are no better than the incumbent, or over the limit."""
         best, limit = self.incumbent.objective, self.incumbent.limit
         less = 0.5 if self.whole else ALIKE * abs(best)
         better = best - less if math.isfinite(best) else math.inf

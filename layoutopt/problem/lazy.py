@@ -33,7 +33,7 @@ class LazySearch:
     options: SolverOptions
     clock: Clock
     evaluate: Callable[[Choices], AnswerCheck]
-    """What the problem as it was given says about the reduced problem's choices."""
+    """Evaluates the reduced problem's choices in the problem as it was given."""
     on_bound: Callable[[float], None]
     upper_bound: float = math.inf
     excluded: Sequence[Choices] = ()

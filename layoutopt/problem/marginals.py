@@ -1,4 +1,4 @@
-"""What the best choices cost that have one given choice, or a row of a table: min-marginals."""
+"""Min-marginals: the cost of the best choices that have one given choice, or a row of a table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def marginals(known: Elimination, sizes: Sequence[int]) -> list[Floats]:
 
 
 def rows_below(known: Elimination, most: float) -> tuple[Relation, ...]:
-    """Of every table over several variables, the rows that are in some choices that cost at most `most`; as
+    """The rows, of every table over several variables, that are in some choices that cost at most `most`; as
     `marginals`."""
     costs, tree = _of_rows(known), known.costs.tree
     found = []

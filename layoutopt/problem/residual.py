@@ -1,4 +1,4 @@
-"""What is left of a join tree, as a problem of its own: fewer variables, choices and assignments."""
+"""The rest of a join tree, as a problem of its own: fewer variables, choices and assignments."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ResidualProblem:
         return tuple(found)
 
     def holds(self, choices: Sequence[int]) -> bool:
-        """Whether these choices of the other problem are among what is left."""
+        """True if these choices of the other problem are among what is left."""
         return all(choice in kept for kept, choice in zip(self.kept, choices, strict=True))
 
     def project(self, choices: Sequence[int]) -> Choices:

@@ -1,4 +1,4 @@
-"""What rows count, as vectors over the rows of relations, so that a price makes them costs."""
+"""The use of rows, as vectors over the rows of relations, so that a price makes them costs."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
-"""What naming costs: a layout in which single places are laid out otherwise, as if their dimensions had other
-names."""
+"""The cost of naming: a layout in which single places are laid out otherwise, as if their dimensions had
+other names."""

@@ -151,7 +151,7 @@ def _data(
 
 
 def new_names(layout: Layout, graph: Graph) -> dict[tuple[str, Axes], str]:
-    """Of each dimension and each placement that it has in single places: a name that the model lacks."""
+    """New names, unused in the model, for each dimension and each placement that it has in single places."""
     taken, found = {*graph.dims()}, dict[tuple[str, Axes], str]()
     for _, rules in layout.refined:
         for dim, axes in rules:

@@ -85,7 +85,7 @@ class RefineSearch:
 
     @property
     def late(self) -> bool:
-        """Whether no time is left for that."""
+        """True if no time is left for that."""
         return self.left <= 0
 
     def _evaluation(self, layout: Layout) -> Evaluation:

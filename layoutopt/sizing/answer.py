@@ -41,7 +41,7 @@ Tell = Callable[[int, int, str], None]
 
 @dataclass
 class Answering:
-    """What is known while a question is answered.
+    """The state while a question is answered.
 
     Attributes:
       count: of sizes.

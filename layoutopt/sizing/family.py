@@ -62,7 +62,7 @@ RULES = ("both", "depth", "width")
 DIGITS = 3
 """Binary digits that numbers of heads keep."""
 MULTIPLE = 8
-"""Of widths that no number of heads gives."""
+"""The multiple to which widths are rounded that no number of heads gives."""
 NEAR, TRIES = 0.02, 12
 """How near a size is to the one asked for where that is possible, and how often another factor is tried."""
 
@@ -89,7 +89,7 @@ class SizeCandidate:
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
+        """The tokens of one step."""
         assert self.model.tokens is not None
         return self.model.tokens
 

@@ -31,11 +31,11 @@ LEAST, KINDS, FALL = 6, 3, 1e-3
 """Runs, different sizes and numbers of tokens among them, and the part of the loss by which it falls from the
 fewest to the most of these, that five constants need at least."""
 SMALLEST, LARGEST = 1e-30, 1e40
-"""Of what is fitted."""
+"""The bounds of fitted numbers."""
 EXPONENTS, FLOORS = (0.2, 0.5, 1.0), (0.3, 0.6, 0.9)
 """Where the search of the constants begins; floors are parts of the least loss."""
 POLISHED = 8
-"""Of these, those from which the search goes on: the nearest to most runs."""
+"""The number of starts from which the search goes on: the nearest to most runs."""
 COLUMNS = {"N": ("n", "parameters", "params"), "D": ("d", "tokens"), "loss": ("loss", "l")}
 
 

@@ -1,4 +1,4 @@
-"""What a law is told besides size and tokens, and the loss that then follows.
+"""The inputs of a scaling law besides size and tokens, and the loss that follows.
 
 (1) repeated data  D' = U + U R_D (1 - exp(-(D / U - 1) / R_D)) of U tokens seen D / U times, and
                    N' = V + V R_N (1 - exp(-(N / V - 1) / R_N)) with V the size that U tokens suit, or N
@@ -21,7 +21,7 @@ from layoutopt.sizing.laws import FLOPS, Law, data, replicas_loss
 from mesh_tf_core.errors import UserError, known_names
 
 CHARACTERS = 4.0
-"""Of a token, where nothing is said: about what byte-pair codes of English have."""
+"""The characters of a token by default: about what byte-pair codes of English have."""
 STEPS = 60
 """Halvings of a range of logarithms."""
 SMALLEST, LARGEST = 1.0, 1e30
@@ -33,12 +33,12 @@ MOST = 1e40
 
 
 def is_positive(value: Any) -> bool:
-    """Whether a user's value is a positive number."""
+    """True if a user's value is a positive number."""
     return isinstance(value, Real) and 0 < float(value) < MOST
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is a whole number of at least one."""
+    """True if it is a whole number of at least one."""
     return isinstance(value, Integral) and int(value) >= 1
 
 
@@ -190,7 +190,7 @@ class Forecast:
         return said
 
     def sources(self) -> list[str]:
-        """What was told beyond the law, each with where its constants are from."""
+        """The inputs beyond the law, each with the source of its constants."""
         said = data()
         return [
             *([f"data that repeats: {said['repeated']['source']}"] if self.unique is not None else []),
@@ -199,6 +199,6 @@ class Forecast:
         ]
 
     def facts(self) -> dict[str, Any]:
-        """What it was told, as plain data."""
+        """The inputs, as plain data."""
         told = {"unique": self.unique, "pretrained": self.pretrained, "replicas": self.replicas}
         return {name: value for name, value in told.items() if value is not None}

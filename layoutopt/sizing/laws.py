@@ -146,7 +146,7 @@ FORMS: dict[str, type[Law]] = {"additive": Additive, "joint": JointLaw}
 
 @cache
 def data() -> dict[str, Any]:
-    """What `laws.json` says."""
+    """The content of `laws.json`."""
     text = resources.files("layoutopt.sizing").joinpath("laws.json").read_text(encoding="utf-8")
     found: dict[str, Any] = json.loads(text)
     return found

@@ -1,4 +1,4 @@
-"""What is asked of a sizing, and how many tokens follow from it for a candidate."""
+"""The question of a sizing, and the number of tokens of a candidate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mesh_tf_core.ir.mesh import MOST_DEVICES
 DAY, HOUR = 86_400.0, 3_600.0
 GOALS = ("budget", "loss", "money", "tokens")
 GUESSED_MFU = 0.4
-"""Of machines, before anything is searched: it only says which sizes are looked at."""
+"""The assumed MFU of machines before a search: it only decides which sizes are searched."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class SizingQuestion:
 
     @property
     def goal(self) -> str:
-        """What is given: one of `GOALS`, or `days`."""
+        """The given goal: one of `GOALS`, or `days`."""
         return next((name for name in GOALS if getattr(self, name) is not None), "days")
 
     @property
     def by_cost(self) -> bool:
-        """Whether sizes are told apart by their cost: all come to the same loss."""
+        """True if sizes are told apart by their cost: all come to the same loss."""
         return self.loss is not None
 
     @property

@@ -1,4 +1,4 @@
-"""What comes of a size on some devices, and which of several are worth a look."""
+"""The rows of a sizing: the result of a size on some devices, and which of several are worth a search."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class SizeRow:
         return self.timing.machine.name, self.timing.devices
 
     def beats(self, other: SizeRow) -> bool:
-        """Whether it is better in loss, days or cost, and worse in none."""
+        """True if it is better in loss, days or cost, and worse in none."""
         mine, its = (self.loss, self.days, self.cost), (other.loss, other.days, other.cost)
         ratios = [x / y for x, y in zip(mine, its, strict=True)]
         return max(ratios) <= 1 + SAME and min(ratios) < 1 - SAME
 
     def near(self, best: SizeRow, by_cost: bool) -> bool:
-        """Whether it is nearly as good; `by_cost`: all have the same loss."""
+        """True if it is nearly as good; `by_cost`: all have the same loss."""
         return self.cost <= NEAR_COST * best.cost if by_cost else self.loss <= best.loss + NEAR_LOSS
 
 

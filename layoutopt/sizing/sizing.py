@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 MOST_CANDIDATES = 200
 HARDWARE = "cpu-local"
 LAYOUTS = tuple(name for name, argument in ARGUMENTS.items() if not argument.names_axes)
-"""What layouts may choose: not what names axes, for meshes are searched."""
+"""The choices of layouts in a sizing: none that names axes, as meshes are searched."""
 LIMITS = ("memory", "max_axes", "time_limit", "keep_best")
-"""What is limited: fields of `Limits`."""
+"""The limits in a sizing: fields of `Limits`."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Sizing:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """What is given: one of `budget` (FLOP), `loss` (nats per token), `money` (in the unit of prices) and
+    """The given goal: one of `budget` (FLOP), `loss` (nats per token), `money` (in the unit of prices) and
     `tokens`, or `devices` and `days`. With one of the others, days are a deadline.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""What is said of an answer: how flat it is, where more devices stop paying, the law beside it."""
+"""The summary of an answer: how flat it is, where more devices stop paying, the law beside it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from layoutopt.sizing.forecast import Forecast
 from layoutopt.sizing.rows import NEAR_COST, NEAR_LOSS, SizeRow
 
 DECADES, PER_DECADE, MOST_COURSES = 2, 6, 8
-"""Of FLOPs that curves are of, on both sides, their points, and how many sizes have one."""
+"""The decades of FLOPs that curves span on both sides, the points of a decade, and how many sizes have a
+curve."""
 
 
 def flat(answering: Answering, best: SizeRow) -> Flat | None:
@@ -90,7 +91,7 @@ def courses(answering: Answering, best: SizeRow) -> list[Course]:
 
 
 def optimum(answering: Answering, best: SizeRow) -> Optimum:
-    """What the law alone says for the FLOPs of the answer."""
+    """The law's optimum for the FLOPs of the answer."""
     flops = best.candidate.flops_per_token * (best.tokens + answering.question.served / 3)
     n, d = answering.forecast.optimum(flops, answering.question.served)
     return Optimum(flops=flops, parameters=n, tokens=d, loss=answering.forecast.loss_of(n, d))
@@ -134,7 +135,7 @@ def said(row: SizeRow, forecast: Forecast, on_frontier: bool) -> SizedCandidate:
 
 
 def beaten(row: SizeRow) -> Beaten:
-    """What was not searched, as plain data."""
+    """The sizes that were not searched, as plain data."""
     return Beaten(
         parameters=int(row.candidate.size.total),
         hardware=row.timing.machine.name,

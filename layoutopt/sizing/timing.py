@@ -79,7 +79,8 @@ class Timer:
         return self.known[key]
 
     def at_best(self, candidate: SizeCandidate, machine: OfferedHardware, devices: int) -> Timing:
-        """What no layout is faster than: every device computes its share alone, and waits for nothing."""
+        """The seconds below which no layout is: every device computes its share alone, and waits for
+        nothing."""
         key = id(candidate), machine.name
         if key not in self._alone:
             self._alone[key] = computed_alone(candidate.model, machine.hardware)

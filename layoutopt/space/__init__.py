@@ -1,1 +1,1 @@
-"""What may be decided: one module per kind of decision, and the options of each."""
+"""The kinds of decisions: one module each, with the options of each."""

@@ -33,8 +33,8 @@ WAYS = (GATHER, *FORMS)
 
 
 def usual(objective: str) -> tuple[str, ...]:
-    """What is looked at if nothing is said: all for the least time. Problems about memory take a third longer
-    with them, and only gather."""
+    """The forms that are searched by default: all for the least time. Problems about memory take a third
+    longer with them, and only gather."""
     return WAYS if objective == "time" else (GATHER,)
 
 

@@ -49,7 +49,7 @@ from mesh_tf_core.tracing.graph import Graph
 
 
 class HasTrainingStep(Protocol):
-    """What has steps: a model, or what replicas do when they meet."""
+    """An object with training steps: a model, or the outer step of replicas."""
 
     def training_step(
         self,
@@ -76,7 +76,7 @@ KINDS: tuple[type[Decision], ...] = (
 )
 """The kinds of decisions, in the order of their variables in problems."""
 FEATURES: dict[str, Feature] = {f.name: f for kind in KINDS for f in kind.features}
-"""What of them users may forbid, by its name."""
+"""The features that users may forbid, by name."""
 ARGUMENTS: dict[str, Argument] = {
     f.name: f.metadata[ARGUMENT]
     for kind in KINDS
@@ -168,8 +168,9 @@ ANYTHING = SearchSpace(microbatches=(1,))
 
 @dataclass(frozen=True)
 class Structure:
-    """What decisions make of a step before any is taken: its graph, and which operations must be lowered
-    together. Problems that agree here share clusters and all that is known of them.
+    """The structure of a step that decisions imply before any option is chosen: its graph, and which
+    operations must be lowered together. Problems that agree here share clusters and all that is known of
+    them.
 
     Attributes:
       stages: dimensions of layers -> how many stages of a pipeline they are, in what `schedule`.
@@ -225,12 +226,12 @@ class Decisions:
 
     @cached_property
     def schedule(self) -> str:
-        """Of the stages of this subproblem."""
+        """The schedule of the stages of this subproblem."""
         return self.read({})[1].schedule
 
     @cached_property
     def again(self) -> frozenset[str]:
-        """What of the stages of this subproblem runs again, where that is another graph."""
+        """The recomputed part of the stages of this subproblem, where that makes another graph."""
         return of_stages(self.read({})[1].recompute, self.stages, alternates(self.schedule))
 
     @cached_property
@@ -248,7 +249,7 @@ class Decisions:
         return {dim: mesh.group_size(axes) for dim, axes in self.stages.items()}
 
     def structure(self, mesh: Mesh) -> Structure:
-        """What these decisions make of a step; the same for fewer options."""
+        """The structure of a step under these decisions; the same for fewer options."""
         return Structure(
             self.microbatches,
             tuple(self.stages_on(mesh).items()),
@@ -301,7 +302,7 @@ def everything(target: Target) -> SearchSpace:
 
 
 def left_out(target: Target, allowed: Space) -> list[LeftOut]:
-    """What `layoutopt.cost` prices and a search did not look at, in the order of the kinds."""
+    """The choices that `layoutopt.cost` prices and a search did not cover, in the order of the kinds."""
     return [left for kind in KINDS for left in kind.left_out(target, allowed)]
 
 

@@ -1,5 +1,5 @@
-"""What splits a dimension further where mesh axes split nothing else (`mesh_tf_core.ir.layout`): sequence
-parallelism, where the dimension is the length.
+"""Sequence parallelism: a dimension is split further between layers, where mesh axes split nothing else
+(`mesh_tf_core.ir.layout`).
 
 Only asked for: these decisions couple all that reads one value, so searches with them take longer.
 """

@@ -1,5 +1,5 @@
-"""What every kind of decision says of itself: its options, which operations they change, what a choice means,
-how it is read back, written and parsed.
+"""The base of kinds of decisions: a kind states its options, which operations they affect, what a choice
+means, how it is read back, written and parsed.
 
 A kind is a class in a module of its own, named in `layoutopt.space.decisions.KINDS`; the search knows no more
 of it. Its decisions are those instances of it that `about` finds in a graph.
@@ -104,13 +104,13 @@ class Chosen:
     options: dict[str, Any] = field(default_factory=dict)
 
     def done(self) -> tuple[Layout, Options]:
-        """What the choices mean."""
+        """The layout with the choices applied."""
         return Layout(self.splits), Options(**self.options)
 
 
 @dataclass(frozen=True)
 class Touched:
-    """What of an operation decisions may change.
+    """The parts of an operation that decisions may affect.
 
     Attributes:
       recomputed: names of the loops whose recomputation makes it run again, or changes what is saved of it.
@@ -238,8 +238,8 @@ class Decision(ABC):
 
     @classmethod
     def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:
-        """What of `everything` is not allowed. A kind of which no search can choose all that `layoutopt.cost`
-        prices says that too."""
+        """The choices of `everything` that are not allowed. A kind of which no search can choose all that
+        `layoutopt.cost` prices adds these."""
         yield from not_allowed(cls, target, allowed)
 
     @classmethod
@@ -293,13 +293,13 @@ class Decision(ABC):
 
 
 def not_allowed(kind: type[Decision], target: Target, allowed: Space) -> Iterator[LeftOut]:
-    """What of `everything` of a kind is not allowed."""
+    """The choices of `everything` of a kind that are not allowed."""
     for name, widest in kind.everything(target).items():
         yield from missing(kind.label, name, allowed.said(name), widest)
 
 
 def missing(label: str, field: str, allowed: Any, widest: Any) -> Iterator[LeftOut]:
-    """What of all values of a field of `Space` is not allowed; `label`: of the kind whose field it is."""
+    """The values of a field of `Space` that are not allowed; `label`: of the kind whose field it is."""
     option = f"--{field.replace('_', '-')}"
     if isinstance(widest, str):
         if allowed != widest:

@@ -1,4 +1,4 @@
-"""What lies in the hosts' memory between its uses (see `mesh_tf_core.lower.offload`).
+"""Values in the hosts' memory between their uses (see `mesh_tf_core.lower.offload`).
 
 Variables of the same dimensions are one class, and one decision about their optimizer's state, one about
 themselves; what loops save is an option of whether they
@@ -41,7 +41,7 @@ from mesh_tf_core.tracing.graph import Graph
 
 @dataclass(frozen=True, kw_only=True)
 class Hosted(Space):
-    """What may lie in the hosts' memory (`mesh_tf_core.lower.offload`)."""
+    """The values that may lie in the hosts' memory (`mesh_tf_core.lower.offload`)."""
 
     offload: tuple[str, ...] = argument(
         (),
@@ -60,7 +60,7 @@ class Hosted(Space):
 
 @dataclass(frozen=True)
 class OffloadDecision(Decision):
-    """Whether the optimizer's state of one class of variables lies on the host: (), or ("optimizer",)."""
+    """The placement of the optimizer's state of one class of variables on the host: (), or ("optimizer",)."""
 
     variables: tuple[str, ...] = ()
     prefix = "offload of "
@@ -180,7 +180,7 @@ class OffloadDecision(Decision):
 
 @dataclass(frozen=True)
 class Weights(OffloadDecision):
-    """Whether one class of variables itself lies on the host: (), or ("weights",)."""
+    """The placement of one class of variables itself on the host: (), or ("weights",)."""
 
     prefix = "weights of "
     asks = None

@@ -1,4 +1,4 @@
-"""What the dimensions of a model are to an expert, read off its graph: names decide nothing.
+"""The parallelism of the dimensions of a model, read off its graph: names decide nothing.
 
 data      the first dimension of the inputs, and what it is called after renames and reshapes
 sequence  other dimensions of inputs that no trained variable has (length, height), and their other names
@@ -39,12 +39,12 @@ class Parallelism:
     beside: frozenset[frozenset[str]]
 
     def apart(self, name: str, others: Iterable[str]) -> bool:
-        """Whether no tensor has a dimension together with any of some others."""
+        """True if no tensor has a dimension together with any of some others."""
         return not any(frozenset((name, other)) in self.beside for other in others if other != name)
 
 
 def parallelism(model: Model) -> Parallelism:
-    """What the dimensions of a model are."""
+    """The parallelism of the dimensions of a model."""
     graph = model.step_graph
     return graph.remembered("parallelism", lambda: _parallelism(model, graph))
 

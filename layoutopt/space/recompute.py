@@ -36,7 +36,7 @@ ON: Choice = ("on",)
 SELECTIVE = "selective"
 """Every set of kinds that a search knows may be kept (`kept.SETS`)."""
 KEEP = "keep="
-"""What is allowed begins so where it names a set of its own: "keep=attention+wi"."""
+"""The prefix of an allowed keep set of the user's own: "keep=attention+wi"."""
 HOST = "host"
 """Last among the words of a choice: what is kept lies on the hosts (`mesh_tf_core.lower.offload`)."""
 ON_HOSTS = " on the hosts"
@@ -76,7 +76,7 @@ def _again_text(value: Sequence[bool | str]) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeSpace(Space):
-    """Whether loops may (both), must or must not run again in backward; "selective": or may while they keep
+    """Loops that may (both), must or must not be recomputed in backward; "selective": or may while they keep
     some of their values; "keep=attention+wi": these."""
 
     recompute: tuple[bool | str, ...] = argument(
@@ -217,7 +217,7 @@ class Recompute(Decision):
 
 
 def kept_sets(allowed: Iterable[bool | str]) -> Sets:
-    """What loops that run again may keep, of what is allowed."""
+    """The allowed keep sets (remat policies) of recomputed loops."""
     found: list[tuple[str, ...]] = []
     for one in allowed:
         if isinstance(one, str):

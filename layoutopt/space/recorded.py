@@ -1,4 +1,4 @@
-"""What a search was allowed, as plans keep it and as words: every argument of every kind."""
+"""The space that a search was allowed, in plans and in words: every argument of every kind."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from layoutopt.space.argument import Space
 from layoutopt.space.decisions import ARGUMENTS, SearchSpace
 
 USUALLY = SearchSpace(**{name: a.unsaid() for name, a in ARGUMENTS.items() if a.unsaid is not None})
-"""What a plan means that says nothing of a field."""
+"""The meaning of a field that a plan does not state."""
 
 
 def recorded(allowed: Space) -> dict[str, Any]:
-    """What was asked, as fields of `layoutopt.plan.details.Searched`."""
+    """The request as fields of `layoutopt.plan.details.Searched`."""
     said = ((name, a, getattr(allowed, name)) for name, a in ARGUMENTS.items())
     return {name: a.text(value) if a.plan is str else value for name, a, value in said}
 
 
 def allowed_by(said: object) -> SearchSpace:
-    """What was asked, from an object with these fields; what it does not say is usual."""
+    """The request, from an object with these fields; missing ones have their defaults."""
     known = ((name, getattr(said, name, None)) for name in ARGUMENTS)
     return USUALLY.but(**{name: value for name, value in known if value is not None})
 
 
 def allowed_text(allowed: SearchSpace) -> str:
-    """What was asked, in words, as far as it is not usual for the least time; '' if all is."""
+    """The request in words, as far as it differs from the defaults for the least time; '' if it does not."""
     usual, said = recorded(SearchSpace().settled("time")), recorded(allowed)
     parts = ((name, value) for name, value in said.items() if value != usual[name])
     return "; ".join(f"{name.replace('_', ' ')} {_words(value)}" for name, value in parts)

@@ -1,4 +1,4 @@
-"""What each dimension is split over: tuples of mesh axes that divide it, less what the user pins and forbids.
+"""The splits of each dimension: tuples of mesh axes that divide it, less what the user pins and forbids.
 
 The axes are in the order of the mesh unless all orders are asked for. A pin may have another order.
 """
@@ -59,7 +59,7 @@ def rules_text(rules: Rules) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitsSpace(Space):
-    """What splits must and must not be.
+    """The splits that are pinned, forbidden or required.
 
     Attributes:
       pins: dimension -> the axes it must be split over (`()`: none).

@@ -98,7 +98,7 @@ class StageSplit(Split):
 
 
 def ways(model: Model, mesh: Mesh, allowed: Space) -> Iterator[Space]:
-    """What may be chosen beside each way to have pipelines on a mesh: without any first.
+    """The choices beside each use of pipelines on a mesh: without any first.
 
     Raises:
       UserError: a dimension that is asked for counts no layers, a pin on it is none of these ways, or a
@@ -138,7 +138,7 @@ def ways(model: Model, mesh: Mesh, allowed: Space) -> Iterator[Space]:
 def runs_again(
     model: Model, stages: Collection[str], schedule: str, allowed: Space
 ) -> Iterator[frozenset[str]]:
-    """What of stages may run again where that is another graph."""
+    """The recomputed parts of stages where that makes another graph."""
     if not alternates(schedule):
         yield frozenset()
         return

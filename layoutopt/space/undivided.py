@@ -98,8 +98,8 @@ def split_stages(storage: Placement) -> dict[str, str]:
 
 
 def undivided(storage: Placement) -> list[Undivided]:
-    """What stages leave whole, or split less than they ask for, the largest part first; too little to mention
-    is left out."""
+    """The dimensions that stages leave whole, or split less than they ask for, the largest part first;
+    negligible ones are left out."""
     trained = {n: v for n, v in storage.variables.items() if v.trainable}
     total = sum(v.bytes for v in trained.values())
     groups: dict[tuple[str, int, int], list[Variable]] = {}
@@ -140,7 +140,7 @@ def _pieces(storage: Placement, variable: Variable) -> Iterator[int]:
 
 
 def mostly_split(storage: Placement) -> bool:
-    """Whether most parameters are split further than the layout says."""
+    """True if most parameters are split further than the layout says."""
     trained = {n: v.shape.size for n, v in storage.variables.items() if v.trainable}
     split = sum(size for name, size in trained.items() if storage.further(name)[0])
     return split > math.fsum(trained.values()) / 2

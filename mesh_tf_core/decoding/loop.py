@@ -48,7 +48,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Prompts:
-    """What texts begin with.
+    """The texts to continue.
 
     Attributes:
       tokens: int32 [batch dimensions, length]; length is the room for prompt and text.

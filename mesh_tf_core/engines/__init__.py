@@ -36,7 +36,7 @@ def chosen(kind: str, cluster: Cluster | None = None) -> str:
 
 
 def running(kind: str, cluster: Cluster | None = None) -> bool:
-    """Whether this process has the devices of an engine that keeps those that it starts with."""
+    """True if this process has the devices of an engine that keeps those that it starts with."""
     return cluster.joined if cluster is not None else kind == "jax" and jax_compat.running()
 
 

@@ -76,7 +76,7 @@ def _check_width(name: str, array: Any, wanted: Any) -> None:
 
 
 def are_numbers(dtype: Any) -> bool:
-    """Whether a NumPy dtype is one of real numbers, those of ml_dtypes included: not complex, text, dates."""
+    """True if a NumPy dtype is one of real numbers, those of ml_dtypes included: not complex, text, dates."""
     return dtype.kind in "biuf" or (dtype.kind == "V" and dtype.type is not np.void)
 
 

@@ -283,7 +283,7 @@ class LockstepEngine(Stepping):
         return out
 
     def exchanged(self, instr: Collective, members: DevicePieces, v: Value) -> DevicePieces:
-        """What each member of one group holds afterwards (before taking its own part)."""
+        """The pieces that each member of one group holds after an exchange, before it takes its own part."""
         n = len(members)
         if isinstance(instr, AllReduce | ReduceScatter):
             fn = {"sum": "add", "max": "max", "min": "min"}[getattr(instr, "combine", "sum")]

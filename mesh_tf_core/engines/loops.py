@@ -1,5 +1,5 @@
-"""What a loop of a program does, whatever runs it: an engine fills in how values are added and stacked, and
-how iterations follow each other.
+"""Loops of a program, for any engine: an engine fills in how values are added and stacked, and how iterations
+follow each other.
 
 An iteration begins with its number, the state and its parts. The state is what is carried, and the sums so
 far; a sum so far goes by the name of the sum. One that does not run hands the state on and stacks zeros.
@@ -15,15 +15,15 @@ from typing import Generic, Protocol, TypeVar
 from mesh_tf_core.ir.program import Loop
 
 V = TypeVar("V")
-"""What an engine holds of a value."""
+"""An engine's own form of a value."""
 LoopState = list[V | None]
-"""What is carried, and the sums so far; None: nothing has been added yet."""
+"""The carried values, and the sums so far; None: nothing has been added yet."""
 Left = tuple[LoopState[V], list[V]]
-"""What an iteration leaves: the state, and what is stacked."""
+"""The results of an iteration: the state, and the values to stack."""
 
 
 class Arithmetic(Protocol[V]):
-    """What every engine fills in."""
+    """The arithmetic that every engine fills in."""
 
     def zeros(self, id: int) -> V:
         """A value of zeros, of the type of a value of the program."""
@@ -35,7 +35,7 @@ class Arithmetic(Protocol[V]):
 
 
 class InTurn(Arithmetic[V], Protocol[V]):
-    """What an engine fills in whose iterations are run, or written, one after the other (`in_turn`)."""
+    """The steps that an engine fills in if it runs, or writes, iterations one after the other (`in_turn`)."""
 
     def number(self, at: int) -> V:
         """An int32 scalar."""

@@ -44,7 +44,7 @@ class VariablePiece:
 
     @property
     def key(self) -> str:
-        """What a file calls it: `w` if it is all of w, else as `w[0:4,8:16]`."""
+        """The piece's name in a file: `w` for all of w, else `w[0:4,8:16]`."""
         if self.shape == self.whole:
             return self.name
         ranges = (f"{b}:{b + n}" for b, n in zip(self.begin, self.shape, strict=True))
@@ -52,12 +52,12 @@ class VariablePiece:
 
 
 def region(begin: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    """What part of a whole array a piece is."""
+    """The slice of a whole array that a piece is."""
     return tuple(slice(b, b + n) for b, n in zip(begin, sizes, strict=True))
 
 
 def per_device(v: Value, mesh: Mesh, ranks: Iterable[int], make: Callable[[Begin], T]) -> list[T]:
-    """What `make` makes of every device's piece, once for all devices that hold the same."""
+    """Calls `make` for every device's piece, once for all devices that hold the same one."""
     made: dict[Begin, T] = {}
     begins = [v.begin(mesh, rank) for rank in ranks]
     for begin in begins:
@@ -91,7 +91,7 @@ ReadPiece = Callable[[Begin, Sequence[int]], Any]
 
 @dataclass(frozen=True)
 class ContiguousRun:
-    """What of a stored piece the model has next to each other.
+    """Elements of a stored piece that are neighbours in the model's order too.
 
     Attributes:
       begin, sizes: where it begins in the variable, and its shape.
@@ -104,7 +104,7 @@ class ContiguousRun:
 
 
 def runs(stored: Stored, begin: Begin, extent: Sequence[int]) -> list[ContiguousRun]:
-    """What a stored piece has of the variable, in the order in which it lies. Padding is in none."""
+    """The runs of the variable's elements in a stored piece, in stored order. Padding is in none."""
     order, padded, sizes = stored.variable.order, stored.padded, tuple(extent)
     if order is not None:
         at, parts = 0, [*order.runs(stored.variable.shape.sizes[0], begin[0], sizes[0])]
@@ -138,7 +138,7 @@ def _counting(dim: PaddedDim, begin: int, count: int) -> list[tuple[int, int, in
 
 
 def in_runs(stored: Stored, read: ReadPiece) -> ReadPiece:
-    """What gives a variable's pieces as they lie, of what gives them in the model's order."""
+    """Turns a reader of pieces in the model's order into a reader of pieces in stored order."""
     if stored.variable.order is None and stored.padded is None:
         return read
 

@@ -1,5 +1,5 @@
-"""What every engine can do: run a program's steps on real devices, hold its variables, count what it
-moves."""
+"""The interface of every engine: it runs a program's steps on real devices, holds its variables, counts the
+bytes it moves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Engine(Protocol):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes checkpoints and speaks for all; of several processes one does."""
+        """True if this process writes checkpoints and speaks for all; of several processes one does."""
         ...
 
     @property
@@ -74,9 +74,9 @@ class Engine(Protocol):
         ...
 
     def snapshot(self) -> Mapping[VariablePiece, Any]:
-        """What this process writes of a checkpoint: the values that all variables have now, whatever later
-        steps do. In a process alone these are whole variables, else those pieces of its devices that no other
-        process writes.
+        """The part of a checkpoint that this process writes: the current values of all variables, unaffected
+        by later steps. In a process alone these are whole variables, else those pieces of its devices that no
+        other process writes.
 
         A value is put together when it is asked for, at most once, and may be asked for in another thread.
         """

@@ -39,7 +39,8 @@ def group_index(mesh: Mesh, rank: Any, axes: Axes) -> Any:
 
 
 def at(program: Program, instr: Local) -> Callable[[Callable[[Axes], Any]], At]:
-    """What a kernel is told of its operands, given a device's position in its group over some axes."""
+    """Returns the function that makes the `At` of an instruction, given a device's position in its group over
+    some axes."""
     values = [program.values[i] for i in (*instr.inputs, *instr.outputs)]
     types = tuple(v.local(program.mesh) for v in values)
     split: Mapping[str, Axes] = {

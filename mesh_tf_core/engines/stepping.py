@@ -1,4 +1,4 @@
-"""What engines share: steps made of a feed and a run, variables shared with another engine."""
+"""Code that engines share: steps made of a feed and a run, variables shared with another engine."""
 
 from __future__ import annotations
 

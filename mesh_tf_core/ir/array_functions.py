@@ -59,7 +59,7 @@ UNARY: Mapping[str, ArrayFunction] = {
     "not": F("logical_not", "logical_not", whole=True, gives_bool=True, flat=True),
     "is_finite": F("isfinite", whole=True, gives_bool=True, flat=True),
 }
-"""Of one operand, element by element."""
+"""Element-wise functions of one operand, by name."""
 BINARY: Mapping[str, ArrayFunction] = {
     "add": F("add", "add"),
     "sub": F("subtract", "subtract"),
@@ -82,7 +82,7 @@ BINARY: Mapping[str, ArrayFunction] = {
     "bit_and": F("bitwise_and", "bitwise.bitwise_and"),
     "shift_right": F("right_shift", "bitwise.right_shift"),
 }
-"""Of two operands, element by element."""
+"""Element-wise functions of two operands, by name."""
 REDUCE: Mapping[str, ArrayFunction] = {
     "sum": F("sum", "reduce_sum"),
     "max": F("max", "reduce_max"),

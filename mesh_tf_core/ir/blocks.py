@@ -1,4 +1,4 @@
-"""What a graph is made of: nodes, and blocks of nodes (the graph itself, and the bodies of loops)."""
+"""The parts of a graph: nodes, and blocks of nodes (the graph itself, and the bodies of loops)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Node:
 
     @property
     def path(self) -> str:
-        """What rules of a layout call it (`Layout.at`)."""
+        """The node's path in rules of a layout (`Layout.at`)."""
         return f"{self.scope}/{self.name}" if self.scope else self.name
 
 

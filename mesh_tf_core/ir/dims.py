@@ -11,7 +11,7 @@ from mesh_tf_core.arguments import is_whole
 from mesh_tf_core.errors import UserError, known_names
 
 NAME = re.compile(r"[^\s:;,+\[\]\x00-\x1f\x7f-\x9f]+")
-"""Of dimensions and mesh axes: what rules can be written with, and terminals can show."""
+"""The names that dimensions and mesh axes may have: those that rules can contain and terminals can show."""
 LARGEST = 2**63 - 1
 """Size of a dimension: what an index counts."""
 

@@ -21,7 +21,8 @@ _SIZES = {
 }
 DTYPES = tuple(_SIZES)
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-"""Of the factors of products alone (`mtf.float8_einsum`): nothing else is computed or stored in them."""
+"""The dtypes for factors of products only (`mtf.float8_einsum`): nothing else is computed or stored in
+them."""
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 INTEGERS = tuple(name for name in DTYPES if name not in (*FLOATS, "bool"))
 _EIGHT_BITS = re.compile("float8|fp8|f8|e4m3|e5m2")
@@ -60,7 +61,7 @@ def check_dtype(dtype: str) -> str:
 
 
 def is_float(dtype: str) -> bool:
-    """Whether `dtype` has fractions."""
+    """True if `dtype` has fractions."""
     return dtype in FLOATS
 
 

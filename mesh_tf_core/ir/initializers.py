@@ -119,7 +119,7 @@ class FromArray(Initializer):
 
 @dataclass(frozen=True)
 class FromFunction(Initializer):
-    """What a function of the model's own gives: fn(rng, shape) -> array of that shape.
+    """Values from a function of the model's own: fn(rng, shape) -> array of that shape.
 
     It is asked for a whole variable (in a stack, for one layer), and devices take their pieces of that, so
     every layout begins alike. That holds if all its random numbers come from `rng`: it is asked twice, and
@@ -165,12 +165,12 @@ class FromFunction(Initializer):
 
 
 Initial = Initializer | Callable[[np.random.Generator, tuple[int, ...]], Any] | Any
-"""What a variable may be told to begin with: an initializer, a number, an array, or a function as of
+"""The accepted initial values of a variable: an initializer, a number, an array, or a function as of
 `FromFunction`."""
 
 
 def initializer(what: str, given: Initial) -> Initializer:
-    """What is given as an initializer; UserError, in the name of `what`, if it can be none."""
+    """Converts a value to an initializer; UserError, in the name of `what`, if it cannot be one."""
     if isinstance(given, Initializer):
         return given
     if isinstance(given, type) and issubclass(given, Initializer):

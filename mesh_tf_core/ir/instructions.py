@@ -50,7 +50,7 @@ class Message(Instr):
     name: ClassVar[str]
 
     def parameters(self) -> str:
-        """What the text says in brackets."""
+        """The text in brackets after the instruction's name."""
         return ""
 
     def text(self) -> str:
@@ -345,7 +345,7 @@ class Loop(Instr):
 
     @property
     def results(self) -> tuple[Result, ...]:
-        """What is stacked and what is summed."""
+        """The stacked results, then the summed ones."""
         return *self.stacked, *self.summed
 
     @property

@@ -251,7 +251,7 @@ class Layout(Mapping[str, Axes]):
 
 
 def within(path: str, part: str) -> bool:
-    """Whether a path is another one, or inside of it."""
+    """True if a path is another one, or inside of it."""
     return path == part or path.startswith(f"{part}/")
 
 

@@ -35,7 +35,7 @@ Memories = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What one instruction does to memory.
+    """The memory that one instruction allocates and frees.
 
     Attributes:
       takes: held from here on.
@@ -83,7 +83,7 @@ class Liveness:
         return self._memory.get(id, id)
 
     def has(self, id: int) -> bool:
-        """Whether a value has memory of its own."""
+        """True if a value has memory of its own."""
         return self.memory(id) == id and id not in self._nowhere
 
     def span(self, instr: Instr) -> Span:
@@ -183,7 +183,8 @@ def _inside(loop: Loop) -> Iterator[Instr]:
 
 
 class Held:
-    """What a device holds while a program runs; who counts says what runs, and how many bytes values have.
+    """The bytes that a device holds while a program runs; the caller says which instructions run, and how
+    many bytes values have.
 
     Attributes:
       bytes: memory -> its bytes, in the order in which they were taken; `total` of all.

@@ -11,11 +11,11 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.dims import NAME
 
 MOST_DEVICES = 1 << 20
-"""Of one mesh: more than any job has."""
+"""The largest number of devices in one mesh: more than any job has."""
 DIGITS = 20
-"""Of a size that are read: Python refuses thousands of them."""
+"""The most digits read of a size: Python refuses thousands of them."""
 NO_AXIS = ("none", "-")
-"""What rules write in place of an axis where a dimension is not split."""
+"""The word in rules for no axis: the dimension is not split."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ __all__ = ["At", "Emitter", "Kernel", "Op", "Roles", "Tensor", "TensorType", "Wo
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """What splitting each dimension of an operation means.
+    """The role of each dimension of an operation when it is split.
 
     Attributes:
       parallel: a device that holds the matching pieces of the inputs computes its piece of the outputs.
@@ -48,7 +48,7 @@ class Roles:
 
 
 class MeshContext(Protocol):
-    """What an operation may ask about the mesh that it is lowered for."""
+    """The mesh as an operation sees it while it is lowered."""
 
     def ways(self, axes: Axes) -> int:
         """Number of devices in a group over some axes."""
@@ -66,7 +66,7 @@ PRODUCTS = ("matmul", "attention")
 
 
 class Emitter(Protocol):
-    """What an operation that lowers itself may ask of the lowering, and tell it."""
+    """The lowering as an operation with its own `lower` sees it."""
 
     values: list[Value]
 
@@ -77,7 +77,7 @@ class Emitter(Protocol):
 
     @property
     def oracle(self) -> MeshContext:
-        """What may be asked about the mesh."""
+        """The mesh's sizes and order of axes."""
         ...
 
     @property
@@ -217,7 +217,8 @@ class Op:
         raise NotImplementedError
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
-        """What one device does with its slices; `at` knows local sizes and where the slices begin."""
+        """Computes one device's outputs from its slices; `at` knows local sizes and where the slices
+        begin."""
         raise NotImplementedError
 
     def flops(self, *local: TensorType) -> float:
@@ -246,7 +247,8 @@ class Op:
         return None
 
     def work(self, *local: TensorType) -> Work:
-        """What it does beside its `flops`; without it, it is no product."""
+        """The matrix product and the further work besides `flops`; without it, the operation is no
+        product."""
         return NO_PRODUCT
 
     def describe(self) -> str:
@@ -257,12 +259,12 @@ class Op:
 
     @classmethod
     def lowers(cls) -> bool:
-        """Whether it has a `lower` of its own."""
+        """True if it has a `lower` of its own."""
         return cls.lower is not Op.lower
 
     @classmethod
     def expands(cls) -> bool:
-        """Whether it has an `expand` of its own."""
+        """True if it has an `expand` of its own."""
         return cls.expand is not Op.expand
 
 

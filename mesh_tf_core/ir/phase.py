@@ -6,11 +6,11 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """What an operation is part of; equal to its text, as plans and reports have it."""
+    """The part of a step that an operation belongs to; equal to its text, as plans and reports have it."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
     UPDATE = "update"
-    """Of variables."""
+    """The update of variables."""
     RECOMPUTE = "recompute"
     """A second run of forward, for backward."""

@@ -104,7 +104,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Program:
-    """What every device runs in one step.
+    """The instructions that every device runs in one step.
 
     Attributes:
       values: by id.

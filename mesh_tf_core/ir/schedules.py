@@ -51,7 +51,7 @@ IDLE = -1
 
 
 class StageAction(IntEnum):
-    """What a stage does in a part of a tick."""
+    """The action of a stage in a part of a tick."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -60,7 +60,7 @@ class StageAction(IntEnum):
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """What tells one kind of schedule from another.
+    """The properties that distinguish kinds of schedules.
 
     Attributes:
       rounds: how often microbatches go round is said with the name, as "circular:2".
@@ -78,7 +78,7 @@ class ScheduleKind:
 
     @property
     def lowers(self) -> bool:
-        """Whether one SPMD program does it: every stage hands on to the same neighbour in a tick."""
+        """True if one SPMD program does it: every stage hands on to the same neighbour in a tick."""
         return not (self.turns or self.mirrored)
 
 
@@ -122,7 +122,7 @@ def rounds_of(schedule: str) -> int:
 
 
 def alternates(schedule: str) -> bool:
-    """Whether a microbatch goes backward as soon as it has gone through all stages."""
+    """True if a microbatch goes backward as soon as it has gone through all stages."""
     return KINDS[kind_name(schedule)].at_once
 
 
@@ -138,7 +138,7 @@ class PipelineSchedule:
     @staticmethod
     @lru_cache(maxsize=1024)
     def named(schedule: str, stages: int, microbatches: int) -> PipelineSchedule:
-        """Of its name as it was asked for; the same one each time, which knows what was read off it."""
+        """The schedule with this name; one object per name, so that derived facts are computed once."""
         return PipelineSchedule(kind_name(schedule), stages, microbatches, rounds_of(schedule))
 
     @property

@@ -1,4 +1,4 @@
-"""What holds for everything that a graph is given next: names, phases, how variables are made."""
+"""Settings in force for everything added to a graph next: names, phases, how variables are made."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Scopes:
 
     @property
     def in_float8(self) -> bool:
-        """Whether layers multiply by their weights in float8."""
+        """True if layers multiply by their weights in float8."""
         return self._float8
 
     @contextmanager

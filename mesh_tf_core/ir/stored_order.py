@@ -31,7 +31,7 @@ class Interleaved:
         return -(-layers // parts) * parts
 
     def moves(self, layers: int) -> bool:
-        """Whether layers lie otherwise than the model has them."""
+        """True if layers lie otherwise than the model has them."""
         return self.rounds > 1 or self.size(layers) != layers
 
     def numbers(self, layers: int) -> np.ndarray:
@@ -46,7 +46,7 @@ class Interleaved:
         return found.reshape(self.rounds, self.stages, -1).transpose(1, 0, 2).reshape(self.stages, -1)
 
     def runs(self, layers: int, begin: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """What of the model lies from one place on, in runs of layers that it has next to each other.
+        """The runs of layers, contiguous in the model, that follow each other in storage from one place on.
 
         Args:
           begin, count: of the places.

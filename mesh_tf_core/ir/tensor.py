@@ -15,7 +15,7 @@ _RETURN = "return it as a result, or run this code with mtf.Eager outside of loo
 
 
 class Builder(Scopes):
-    """What a tensor knows of the graph that it is in: what model code may ask of it.
+    """The graph as a tensor, and so model code, sees it.
 
     Attributes:
       gradient_functions: those that the model wrote itself (see `custom_gradient`), by number.
@@ -28,7 +28,7 @@ class Builder(Scopes):
         raise NotImplementedError
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What `make` builds, built once for this key in the current block."""
+        """The result of `make`, built once for this key in the current block."""
         raise NotImplementedError
 
     def unary(self, fn: str, x: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class SumRules(Op, abstract=True):
     """True if its last operand is a term of its result, pending over the same axes."""
 
     def distributes(self, constant: Sequence[bool]) -> bool:
-        """Whether a sum of its operands, except the `constant` ones, may wait until after it; by default,
+        """True if a sum of its operands, except the `constant` ones, may wait until after it; by default,
         linear operations and casts do so."""
         return self.linear or self.converts
 
@@ -186,7 +186,7 @@ def all_bytes(inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> fl
 
 
 def distributes(op: Op, constant: Sequence[bool]) -> bool:
-    """Whether a sum of an operation's operands, except the `constant` ones, may wait until after it."""
+    """True if a sum of an operation's operands, except the `constant` ones, may wait until after it."""
     return op.distributes(constant) if isinstance(op, SumRules) else op.linear or op.converts
 
 
@@ -201,17 +201,17 @@ def crosses(op: Op) -> tuple[str, ...]:
 
 
 def derives_key(op: Op) -> bool:
-    """Whether an operation makes a random key."""
+    """True if an operation makes a random key."""
     return isinstance(op, StepCopies) and op.derives_key
 
 
 def scales(op: Op) -> bool:
-    """Whether an operation's result only scales tensors for a product."""
+    """True if an operation's result only scales tensors for a product."""
     return isinstance(op, StepCopies) and op.scales
 
 
 def in_place(op: Op) -> bool:
-    """Whether an operation writes a part of its first operand."""
+    """True if an operation writes a part of its first operand."""
     return isinstance(op, PartialAccess) and op.in_place
 
 

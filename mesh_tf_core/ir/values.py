@@ -1,4 +1,4 @@
-"""What instructions work on, and what all of them have: values, their pieces, where they come from."""
+"""Values, their pieces and their origins: the operands of instructions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operation does on one device, as far as its FLOPs and the types of its operands do not say it."""
+"""The work of an operation on one device that its FLOPs and the types of its operands do not tell."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of one device's pieces.
+    """The work on one device's pieces.
 
     Attributes:
       product: (batch, m, n, k) of the matrix product that the operation is; None: it is none.

@@ -1,4 +1,4 @@
-"""What the kernel protocol is in NumPy and in jax.numpy alike; each overrides where it differs."""
+"""The part of the kernel protocol that NumPy and jax.numpy share; each overrides where it differs."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def _factor(have: str, batch: str, left: str, right: str) -> ContractionOperand:
 
 
 def same_order(have: str, want: str, sizes: Mapping[str, int]) -> bool:
-    """Whether bringing `have` into the order `want` moves no data (axes of size 1 do not count)."""
+    """True if bringing `have` into the order `want` moves no data (axes of size 1 do not count)."""
     return [c for c in have if sizes[c] > 1] == [c for c in want if sizes[c] > 1]
 
 

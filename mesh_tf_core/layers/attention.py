@@ -22,7 +22,7 @@ from mesh_tf_core.ops.shape import rename
 from mesh_tf_core.ops.softmax import masked_softmax
 
 Segments = tuple[Tensor, Tensor]
-"""Of queries and of keys: the number of the text that each belongs to."""
+"""The segment ids of queries and of keys: the number of the text that each position belongs to."""
 
 FORMS = ("fused", "plain")
 """Attention as one operation, or written out."""
@@ -69,9 +69,9 @@ class Attention:
     d_model: str = "d_model"
     name: str = "attention"
     cached: ClassVar[bool] = True
-    """Whether it can decode position by position."""
+    """True if it can decode position by position."""
     biased: ClassVar[bool] = False
-    """Whether projections of its own have the biases."""
+    """True if projections of its own have the biases."""
 
     def __post_init__(self) -> None:
         check_rate(self, self.dropout)
@@ -97,7 +97,7 @@ class Attention:
 
     @property
     def fused(self) -> bool:
-        """Whether it is one operation."""
+        """True if it is one operation."""
         steps = ("mix", "weights", "seen", "allowed", "relative")
         return self.attention == "fused" and all(
             getattr(type(self), s) is getattr(Attention, s) for s in steps
@@ -119,7 +119,7 @@ class Attention:
 
     @property
     def value_dim(self) -> Dim:
-        """What a value has in place of d_kv."""
+        """The dimension of values in place of d_kv."""
         return self.d_kv
 
     def __call__(
@@ -166,7 +166,7 @@ class Attention:
         bias: Tensor | None,
         segments: Segments | None = None,
     ) -> Tensor:
-        """What the queries of x find, over all positions: q's dimensions."""
+        """Attends from the queries of x over all positions: [q's dimensions]."""
         if self.fused:
             return fused_attention(
                 q,
@@ -187,7 +187,7 @@ class Attention:
         return self.mix(q, k, v, self.length, self.memory_length, seen, bias)
 
     def memory_of(self, x: Tensor, memory: Tensor | None) -> Tensor:
-        """What is attended to: x itself under the memory's name if no memory is given."""
+        """The tensor that is attended to: the memory, or x itself under the memory's name."""
         if memory is None:
             return rename(x, **{self.length: self.memory_length})
         if self.causal or self.window or self.rotary:

@@ -1,4 +1,5 @@
-"""What layers share: weights in the activations' dtype, activation functions by name, checks of fields."""
+"""Code that layers share: weights in the activations' dtype, activation functions by name, checks of
+fields."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class AtPosition(Cache):
 
 
 def one_of_all(cache: Cache | None) -> TypeGuard[AtPosition]:
-    """Whether a layer is given one position, not all."""
+    """True if a layer is given one position, not all."""
     return cache is not None and cache.position is not None
 
 

@@ -77,8 +77,8 @@ class LearnedPositions:
 
     @classmethod
     def named(cls, positions: str, length: int, *others: str) -> LearnedPositions:
-        """What a model's hyperparameter says: "learned" is one for each of `length` positions, digits are
-        their number.
+        """Parses a model's hyperparameter: "learned" is one for each of `length` positions, digits are their
+        number.
 
         Args:
           others: further names that the model knows, for the error.

@@ -1,4 +1,4 @@
-"""What encoders of text and images are made of: a layer of a Transformer, and images as tokens."""
+"""The parts of encoders of text and images: a layer of a Transformer, and images as tokens."""
 
 from __future__ import annotations
 

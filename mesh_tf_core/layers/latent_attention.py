@@ -68,7 +68,7 @@ class LatentAttention(Attention):
 
     @property
     def value_dim(self) -> Dim:
-        """What a value has in place of d_kv."""
+        """The dimension of values in place of d_kv."""
         return self.d_v
 
     def __call__(

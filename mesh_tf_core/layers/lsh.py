@@ -107,7 +107,7 @@ class LSHAttention:
         return rename(argsort(keys, length), **{self.length: self._sorted})
 
     def mix(self, q: Tensor, v: Tensor, hashes: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-        """What every round gives each position, in sorted order, and the logarithm of its sum of
+        """Attends in every round, in sorted order; returns results and the logarithms of their sums of
         exponentials."""
         inside, around = f"chunk_{self.length}", f"chunk_memory_{self.length}"
         queries = self._cut(take_along(q, order, self.length))

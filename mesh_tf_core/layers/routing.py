@@ -60,7 +60,7 @@ class Routed:
 
 @dataclass(frozen=True)
 class Router:
-    """What routers share.
+    """The base of routers.
 
     Attributes:
       capacity_factor: room in the experts' buffers, relative to an even distribution.
@@ -160,7 +160,7 @@ class TokenChoice(Router):
 
     @property
     def normalized(self) -> bool:
-        """Whether a token's gates add up to 1."""
+        """True if a token's gates add up to 1."""
         return self.chosen > 1 and self.later != "overflow"
 
     def check(self, experts: int) -> None:

@@ -21,7 +21,7 @@ message of this size is within 2x of an empty one's)."""
 
 
 class BucketKey(NamedTuple):
-    """What small sums that travel together have in common.
+    """The properties that small sums need in common to travel together.
 
     Attributes:
       late: the update's total takes them (`lower.sums`, rule 5): they are summed over `axes`, maybe more.

@@ -90,7 +90,7 @@ class Decomposed(ProgramBuilder):
         return self.applied(ChunkOf(dim, self.size), id, number)
 
     def made(self, instr: Local, operands: Sequence[int], dim: str, total: int = -1) -> int:
-        """What an instruction makes of chunks of a dimension; a product, added to a total."""
+        """Applies an instruction to chunks of a dimension; a product is added to a total."""
         op, out = instr.op, self.values[instr.outputs[0]]
         if isinstance(op, Einsum):
             dims = (Dim(dim, self.size) if d.name == dim else d for d in op.output)

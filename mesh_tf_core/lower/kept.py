@@ -1,4 +1,4 @@
-"""What a loop that runs again in backward keeps all the same, and how that is said.
+"""The saveable values of recomputed loops (remat policies), and their texts.
 
     layers                          nothing but its state: all that backward reads is computed anew
     layers:keep=attention+products  these values too; what is not kept is computed anew from what is
@@ -37,7 +37,8 @@ SETS: Sets = (
     (PRODUCTS, ATTENTION),
     (PRODUCTS, OTHERS),
 )
-"""What a search decides between if nothing is named. Others are cheap to make and large: kept last."""
+"""The keep sets that a search decides between by default. Others are fast to recompute and large: kept
+last."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Recomputed:
     @classmethod
     @lru_cache(maxsize=1 << 12)
     def parse(cls, text: str) -> Recomputed:
-        """What `text` says; UserError if it says nothing."""
+        """Parses a text; UserError if it is no policy."""
         dim, colon, rest = text.partition(":")
         word, _, listed = rest.partition("=")
         words = listed.split("+") if colon else []
@@ -82,8 +83,9 @@ def dims_of(texts: Iterable[str]) -> frozenset[str]:
 
 
 def of_stages(texts: Iterable[str], stages: Iterable[str], at_once: bool) -> frozenset[str]:
-    """What some texts say of stages that go backward at once: it makes another graph of the step, where the
-    rest is for lowering. Whole stages that run again from what came in have all that their layers would keep.
+    """The texts that concern stages that go backward at once: they make another graph of the step, while the
+    others are for lowering. Whole stages that run again from what came in have all that their layers would
+    keep.
 
     Args:
       stages: dimensions of layers.
@@ -201,7 +203,7 @@ def check_kept(texts: Iterable[str], loops: Set[str], blocks: Iterable[Block], g
 
 
 def words_of(block: Block, graph: Graph) -> Iterator[str]:
-    """What may be said of a body; of names the single words."""
+    """The words that may name saveable values of a body; of scoped names the single words."""
     made = {*block.saved, *(o for node in block.nodes for o in node.outputs)}
     kinds = {kind_of(t, block, graph) for t in made}
     yield from (word for word in KINDS if word in kinds or (word == OUTPUTS and PRODUCTS in kinds))

@@ -1,4 +1,4 @@
-"""What lowering must know of a node under every layout: worked out once, remembered by `Subgraph`."""
+"""Facts about a node that lowering needs under every layout: computed once, remembered by `Subgraph`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def updated(node: Node, graph: Graph | Outline) -> str | None:
 
 
 def converts_variable(node: Node) -> bool:
-    """Whether a node, given a variable or a part of one, makes the same of it that stays where it is stored.
+    """True if a node, given a variable or a part of one, makes the same of it that stays where it is stored.
     (What an update converts belongs to the update.)"""
     return node.op.converts and node.phase != Phase.UPDATE
 
@@ -199,7 +199,7 @@ def check_context(graph: Graph, context: Mapping[str, str]) -> None:
 
 
 def is_product(op: Op, operands: Sequence[int]) -> bool:
-    """Whether what an operation gathers may come in chunks beside it, and what is scattered of it go."""
+    """True if what an operation gathers may come in chunks beside it, and what is scattered of it go."""
     return isinstance(op, Einsum) and not op.chooses and len(operands) == 2
 
 
@@ -282,7 +282,7 @@ class Expansion:
 
 @lru_cache(maxsize=1 << 12)
 def expansion(op: Op, types: tuple[TensorType, ...]) -> Expansion:
-    """What `op.expand` makes of operands of these types."""
+    """The expansion `op.expand` of operands of these types."""
     scratch = Graph(op.name)
     handles = [scratch.new_tensor(t, scratch.blocks[0]) for t in types]
     result = op.expand(*handles)

@@ -1,4 +1,4 @@
-"""What lies in the memory of the devices' hosts instead of their own.
+"""Values in the memory of the devices' hosts instead of the devices'.
 
     optimizer    the optimizer's state of a variable: the update loads it over the host link, works on it as
                  ever, and stores it there again (Ren et al. 2021, "ZeRO-Offload", but for the place of the
@@ -66,8 +66,8 @@ def check_offload(offload: OffloadSet, variables: Mapping[str, Variable]) -> Non
 def offload_of(
     words: Iterable[str], variables: Mapping[str, Variable], recompute: Iterable[str] = ()
 ) -> OffloadSet:
-    """What `KIND`, or `KIND=NAME`, means: of a kind alone, all trained variables that have dimensions, or all
-    loops that run again."""
+    """Parses `KIND` or `KIND=NAME`; a kind alone means all trained variables that have dimensions, or all
+    recomputed loops."""
     trained = [name for name, v in variables.items() if v.trainable and len(v.shape)]
     again = sorted(dims_of(recompute))
     found: set[tuple[str, str]] = set()

@@ -1,4 +1,4 @@
-"""What may be decided about lowering besides the layout."""
+"""The options of lowering besides the layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mesh_tf_core.tracing.diloco import DiLoCo
 
 @dataclass(frozen=True)
 class Options:
-    """What may be decided besides the layout.
+    """The options of lowering besides the layout.
 
     Attributes:
       storage: of variables that are not stored as the layout says (see `lower.storage`).

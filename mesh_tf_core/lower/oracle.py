@@ -1,4 +1,4 @@
-"""What a lowering asks besides the axes of dimensions: sizes and order of the mesh, rows of its table.
+"""Memoised queries of a lowering: sizes and order of the mesh, rows of its table.
 
 Everything else in a program follows from the graph and from which axes split which dimension; their names do
 not matter. So where all that was asked has the same answers, on another mesh, for other rows of where values
@@ -92,7 +92,7 @@ class Oracle:
         return tuple(replace(m, axes=tuple(here[a] for a in m.axes)) for m in moves)
 
     def agree(self, answers: Iterable[tuple[Question, Any]]) -> bool:
-        """Whether the answers to all these questions would be the same here."""
+        """True if the answers to all these questions would be the same here."""
         return all(self._answer(question) == answer for question, answer in answers)
 
     def row(self, what: str, name: str, phase: str) -> Row:
@@ -124,13 +124,13 @@ class Oracle:
         return found
 
     def divides(self, dim: Dim, axes: Axes) -> bool:
-        """Whether a dimension can be split over some axes of the layout."""
+        """True if a dimension can be split over some axes of the layout."""
         if not axes or ((sizes := self.known.get(dim.name)) and dim.size in sizes):
             return True
         return self.divides_evenly(dim, axes)
 
     def divides_evenly(self, dim: Dim, axes: Axes) -> bool:
-        """Whether a dimension can be split over any axes."""
+        """True if a dimension can be split over any axes."""
         return bool(self._ask("divides", dim.size, axes))
 
     def moves(

@@ -36,7 +36,7 @@ PASSES: tuple[tuple[str, Callable[[Program], Program]], ...] = (
 
 
 def paths(graph: Graph) -> Iterator[str]:
-    """What rules of a layout may be about: the operations and variables of a graph."""
+    """The paths that rules of a layout may name: the operations and variables of a graph."""
     yield from graph.variables
     yield from (node.path for node, _ in graph.walk())
 

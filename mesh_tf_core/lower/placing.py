@@ -141,8 +141,8 @@ class Placing(ProgramBuilder):
         return value
 
     def on_device(self, id: int) -> int:
-        """What lies on the host, brought to the device: in each block once for forward, for backward, and for
-        the update, so that nobody keeps it in between (see `moved`)."""
+        """Brings a value on the host to the device: in each block once for forward, for backward, and for the
+        update, so that it is not kept in between (see `moved`)."""
         v = self.values[id]
         if not v.host:
             return id
@@ -198,7 +198,7 @@ class Placing(ProgramBuilder):
         return bool(self.within) and block is None
 
     def loaded(self, id: int) -> int:
-        """What lies on the host, brought to the device."""
+        """Brings a value on the host to the device."""
         v = self.values[id]
         out = self.new(TensorType(v.shape, v.dtype), v.splits, (), v.tensor)
         self.emit(HostLoad((id,), (out,), self.origin))
@@ -321,7 +321,7 @@ class Placing(ProgramBuilder):
 
     @contextmanager
     def inside(self, axes: Axes) -> Iterator[None]:
-        """What is lowered inside is in iterations that are spread over some axes more."""
+        """Lowers the code inside it as iterations that are spread over further axes."""
         within, layout = self.within, self.layout
         self.within = (*within, *axes)
         self.lay_out(layout)

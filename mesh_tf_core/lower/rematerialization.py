@@ -22,11 +22,11 @@ from mesh_tf_core.tracing.virtual_stages import LayerAgain, RecomputeLayer
 
 NOTHING: frozenset[int] = frozenset()
 Handed = Callable[[Block], Set[int]]
-"""What a loop hands out for second runs inside of it: tensors of its body."""
+"""The tensors of a loop's body that it hands out for second runs inside it."""
 
 
 def rematerialization(graph: Graph, texts: frozenset[str]) -> Rematerialization:
-    """What some texts (`kept.Recomputed`) say of a graph, worked out once."""
+    """The recomputation that some texts (`kept.Recomputed`) ask for, worked out once per graph."""
     return graph.remembered((Rematerialization, texts), lambda: Rematerialization(graph, texts))
 
 
@@ -39,7 +39,7 @@ class Rematerialization:
         self._follows: dict[tuple[int, frozenset[int], bool], tuple[frozenset[int], frozenset[int]]] = {}
 
     def again(self, block: Block) -> bool:
-        """Whether a loop's body runs again in its backward."""
+        """True if a loop's body runs again in its backward."""
         return loop_name(block, self.graph) in self.names and has_backward(block, self.graph)
 
     def around(self, block: Block) -> Block | None:
@@ -48,14 +48,14 @@ class Rematerialization:
         return outer if outer is None or self.again(outer) else self.around(outer)
 
     def inside(self, block: Block, name: str) -> bool:
-        """Whether a loop is inside of one of some name, "" of the graph itself."""
+        """True if a loop is inside of one of some name, "" of the graph itself."""
         if not name:
             return True
         outer = None if block.parent is None else self.graph.blocks[block.parent]
         return outer is not None and (loop_name(outer, self.graph) == name or self.inside(outer, name))
 
     def unsaved(self, tensor: int) -> bool:
-        """Whether a stack of saved values is not made, for the loop that would save it runs again."""
+        """True if a stack of saved values is not made, for the loop that would save it runs again."""
         loop, inner = self._savers.get(tensor, (None, -1))
         return loop is not None and (self.again(loop) or self.unsaved(inner))
 
@@ -95,7 +95,7 @@ class Rematerialization:
         return {t for found in needs for t in found if self.graph.tensor(t).block == block.id}
 
     def handed(self, unread: frozenset[int]) -> Handed:
-        """What the loops of bodies that run hand out for the second runs of theirs; see `needed_for`."""
+        """The tensors that loops hand out for the second runs of their bodies; see `needed_for`."""
 
         def found(block: Block) -> Set[int]:
             if self.again(block):
@@ -213,7 +213,7 @@ class Rematerialization:
         return sorted(t for t in self.needs(block) if self.graph.tensor(t).block == block.id)
 
     def stacked(self, tensor: int, block: Block, unread: frozenset[int] = NOTHING) -> bool:
-        """Whether a tensor `of_body` must be stacked for it: nothing else brings it to the backward body."""
+        """True if a tensor `of_body` must be stacked for it: nothing else brings it to the backward body."""
         saved = tensor in block.saved and block.saved[tensor] not in unread and not self.unsaved(tensor)
         return not saved and not self.graph.is_free(self.graph.tensor(tensor), block)
 
@@ -228,12 +228,12 @@ def beside(block: Block) -> str:
 
 
 def has_backward(block: Block, graph: Graph) -> bool:
-    """Whether a loop saves values that a loop in backward reads."""
+    """True if a loop saves values that a loop in backward reads."""
     return bool(block.saved) and any(b.forward is block for b in graph.blocks)
 
 
 def stands_beside_backward(block: Block, graph: Graph) -> bool:
-    """Whether a loop's body can run again in its backward: both loops are in the same block."""
+    """True if a loop's body can run again in its backward: both loops are in the same block."""
     return bool(block.saved) and any(b.forward is block and b.parent == block.parent for b in graph.blocks)
 
 
@@ -354,7 +354,7 @@ def check_saved(texts: Iterable[str], offload: OffloadSet, whole: Graph, staged:
 
 
 def layer_again(graph: Graph, text: str) -> RecomputeLayer:
-    """What a text says runs again of the layers of stages that go backward at once."""
+    """The part of a layer that a text has recomputed, in stages that go backward at once."""
     asked, remat = Recomputed.parse(text), rematerialization(graph, frozenset({text}))
 
     def found(layers: Block) -> LayerAgain | None:

@@ -1,5 +1,5 @@
-"""What loops save for their backward, and how that has it again: stacks of saved values, what is kept for
-second runs, on the devices or on their hosts."""
+"""The values that loops save for backward, and how backward gets them again: stacks of saved values, and
+values kept for second runs, on the devices or on their hosts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from mesh_tf_core.tracing.residuals import several
 from mesh_tf_core.tracing.stage_layers import loop_name
 
 SavedKey = int | tuple[int, "SavedKey"]
-"""What a loop keeps for second runs: a tensor of its body, or what a loop inside (its id) keeps."""
+"""A value that a loop keeps for second runs: a tensor of its body, or a value that a loop inside (its id)
+keeps."""
 
 
 class Saving:

@@ -87,7 +87,7 @@ class Subgraph:
         return self._reads[block.id]
 
     def made(self, scan: Node, graph: Graph) -> tuple[IdPairs, IdPairs, IdPairs]:
-        """What a loop stacks, sums and saves of what kept nodes compute."""
+        """The stacks, sums and saved values that a loop makes of kept nodes' results."""
         block = scan.body
         assert block is not None
         if block.id not in self._made:
@@ -101,18 +101,17 @@ class Subgraph:
         return self._made[block.id]
 
     def computes(self, tensor: int, scan: Node, graph: Graph) -> bool:
-        """Whether a kept node computes a tensor in the body of `scan`."""
+        """True if a kept node computes a tensor in the body of `scan`."""
         return _source(tensor, scan, graph) in self.nodes
 
 
 def made_by(node: Node, graph: Graph) -> tuple[int, ...]:
-    """What a node computes itself: what else a loop gives, its body's nodes make."""
+    """The tensors that a node computes itself; its body's nodes compute the loop's other results."""
     return node.outputs if node.body is None else made_by_loop(node, graph)
 
 
 def made_by_loop(scan: Node, graph: Graph) -> tuple[int, ...]:
-    """What a loop itself makes, and no node of its body: final carries, and stacks of what it only passes
-    on."""
+    """The tensors that a loop itself makes: final carries, and stacks of values that it only passes on."""
     block = scan.body
     assert block is not None
     passed = (o for i, o in (*block.stacked, *block.summed) if _source(i, scan, graph) == scan.index)

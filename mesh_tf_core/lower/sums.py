@@ -51,13 +51,13 @@ from mesh_tf_core.ops.basic import Total
 
 
 def rounds(op: Op, dtype: str) -> bool:
-    """Whether an operation, with a result of this dtype, gives but for rounding the same before a sum and
+    """True if an operation, with a result of this dtype, gives but for rounding the same before a sum and
     after it: not one that drops fractions."""
     return op.converts and is_float(dtype)
 
 
 def across(phase: Phase, other: Phase) -> bool:
-    """Whether an update begins between two phases: no sum waits that long."""
+    """True if an update begins between two phases: no sum waits that long."""
     return (phase == Phase.UPDATE) != (other == Phase.UPDATE)
 
 

@@ -72,5 +72,5 @@ def selu(x: Tensor) -> Tensor:
 
 
 def logical_xor(x: Tensor, y: Tensor) -> Tensor:
-    """Whether just one of two holds."""
+    """True where exactly one of two holds."""
     return binary("ne", x.cast("int32"), y.cast("int32"))

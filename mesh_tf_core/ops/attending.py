@@ -1,4 +1,4 @@
-"""What forward and backward of attention have in common: dimensions, the order of operands, work (see
+"""The parts that forward and backward of attention share: dimensions, the order of operands, work (see
 `attention` for the mathematics)."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DRAWN = ("key", "part")
 EXTRAS = ("bias", "mask", "segments", "memory_segments", *DRAWN)
 """Operands besides query, key and value that there may be, in this order."""
 PLACES = ("place", "memory_place")
-"""Of a ring's pieces further ones [ring]: the positions of the first query and of the first key."""
+"""The further operands of a ring's pieces [ring]: the positions of the first query and of the first key."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Laid:
 
 @dataclass(frozen=True)
 class AnyAttention(StepCopies, ContextParallel, abstract=True):
-    """What forward and backward have in common.
+    """The base of attention and of its gradients.
 
     Attributes:
       d_kv: name of the dimension that queries and keys are multiplied over.
@@ -197,8 +197,8 @@ class AnyAttention(StepCopies, ContextParallel, abstract=True):
         return tuple(apart + start for apart in self.apart for start in own)
 
     def flops(self, *local: TensorType) -> float:
-        """Of the products, for queries and keys that the positions let see each other; where queries are
-        split, of the device that has most. (The softmax runs beside them.)"""
+        """FLOPs of the products, for queries and keys that the positions let see each other; where queries
+        are split, of the device that has most. (The softmax runs beside them.)"""
         return self._flops(self.products, *local)
 
     def work(self, *local: TensorType) -> Work:
@@ -288,6 +288,6 @@ def ordered(k: Kernel, x: Any, t: TensorType, names: Sequence[str]) -> Any:
 
 
 def back(k: Kernel, x: Any, names: Sequence[str], out: TensorType) -> Any:
-    """What a kernel made, whose axes are `names`, in the order of an output."""
+    """Transposes a kernel's result, whose axes are `names`, to the order of an output."""
     order = [names.index(name) for name in out.shape.names]
     return k.transpose(x, order) if order != list(range(len(order))) else x

@@ -1,4 +1,4 @@
-"""What several operations share: alignment by name, checks, roles of element-wise work."""
+"""Helpers that operations share: alignment by name, checks, roles of element-wise work."""
 
 from __future__ import annotations
 

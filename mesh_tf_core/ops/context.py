@@ -30,12 +30,13 @@ from mesh_tf_core.ops.ring import Ring
 from mesh_tf_core.ops.ring_pieces import ALL_TO_ALL, RING, ZIGZAG, refused, summed
 
 FORMS = (RING, ZIGZAG, ALL_TO_ALL)
-"""What a layout's options may say of a dimension of keys; without a word they are gathered."""
+"""The forms of context parallelism that options may name for a dimension of keys; by default keys are
+gathered."""
 
 
 @dataclass(frozen=True)
 class Spread(AnyAttention, abstract=True):
-    """What need not gather its keys: attention, and its gradients but that of a bias."""
+    """Attention whose keys need not be gathered: all but the gradient of a bias."""
 
     def spread(
         self,

@@ -1,5 +1,4 @@
-"""What the operations of convolution share: which dimension plays which part, and arrays in the kernel's
-order."""
+"""Helpers of convolutions: which dimension plays which part, and arrays in the kernel's order."""
 
 from __future__ import annotations
 

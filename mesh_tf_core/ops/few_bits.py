@@ -37,7 +37,7 @@ WHOLE = 32
 """Bits of what is not rounded."""
 BITS = (WHOLE, 8, 4)
 DTYPE = "int8"
-"""Of a byte of codes."""
+"""The dtype of packed codes."""
 
 
 def largest(bits: int) -> int:
@@ -107,7 +107,7 @@ class Pack(Elementwise):
 
 @dataclass(frozen=True)
 class Unpack(Elementwise):
-    """What `Pack` was given, of what it made."""
+    """The inverse of `Pack`."""
 
     row: str
 
@@ -161,7 +161,7 @@ def packed(codes: Tensor, row: Dim | None, bits: int) -> Tensor:
 
 
 def unpacked(sent: Tensor, row: Dim | None, bits: int) -> Tensor:
-    """What was packed, float32."""
+    """Unpacks codes to float32."""
     if bits != 4 or row is None:
         return sent.cast("float32")
     return slice_dim(sent.graph.apply(Unpack(row.name), sent), row, 0, row.size)

@@ -18,8 +18,8 @@ from mesh_tf_core.ops.einsum import broadcast
 from mesh_tf_core.ops.kinds import Source
 
 MOST_BYTES = 2**26
-"""Of a constant array: it is part of every compiled program, and compilers fold and copy what they are
-given."""
+"""The largest constant array in bytes: it is part of every compiled program, and compilers fold and copy
+constants."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What operations of one kind have in common, so that each class says only what is its own.
+"""Defaults of operations by kind, so that each class states only its own facets.
 
   Elementwise    every dimension may be split, the result has the first operand's type, one FLOP an element
   Move           elements only change their place or name: no FLOPs, every dimension may be split

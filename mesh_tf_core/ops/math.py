@@ -119,12 +119,12 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def is_finite(x: Tensor) -> Tensor:
-    """Whether x is neither infinite nor not a number."""
+    """True where x is finite: neither infinite nor NaN."""
     return unary("is_finite", x)
 
 
 def logical_not(x: Tensor) -> Tensor:
-    """Whether x does not hold."""
+    """True where x is False."""
     return unary("not", x)
 
 
@@ -174,40 +174,40 @@ def floordiv(x: Tensor | float, y: Tensor | float) -> Tensor:
 
 
 def equal(x: Tensor | float, y: Tensor | float) -> Tensor:
-    """Whether x and y are equal."""
+    """True where x and y are equal."""
     return binary("eq", x, y)
 
 
 def not_equal(x: Tensor | float, y: Tensor | float) -> Tensor:
-    """Whether x and y differ."""
+    """True where x and y differ."""
     return binary("ne", x, y)
 
 
 def less(x: Tensor | float, y: Tensor | float) -> Tensor:
-    """Whether x < y."""
+    """True where x < y."""
     return binary("lt", x, y)
 
 
 def less_equal(x: Tensor | float, y: Tensor | float) -> Tensor:
-    """Whether x <= y."""
+    """True where x <= y."""
     return binary("le", x, y)
 
 
 def greater(x: Tensor | float, y: Tensor | float) -> Tensor:
-    """Whether x > y."""
+    """True where x > y."""
     return binary("gt", x, y)
 
 
 def greater_equal(x: Tensor | float, y: Tensor | float) -> Tensor:
-    """Whether x >= y."""
+    """True where x >= y."""
     return binary("ge", x, y)
 
 
 def logical_and(x: Tensor | float, y: Tensor | float) -> Tensor:
-    """Whether both hold."""
+    """True where both hold."""
     return binary("and", x, y)
 
 
 def logical_or(x: Tensor | float, y: Tensor | float) -> Tensor:
-    """Whether at least one of two holds."""
+    """True where at least one of two holds."""
     return binary("or", x, y)

@@ -1,5 +1,4 @@
-"""What a device holds of its neighbours' pieces: windows over a split dimension that reach over a piece's
-ends.
+"""Windows over a split dimension that reach into neighbours' pieces.
 
 These operations are made by lowering only. Their dimension keeps its name and its split; its size is that of
 all the devices' windows laid end to end.

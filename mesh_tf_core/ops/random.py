@@ -176,7 +176,7 @@ _MIXING = ((0x7FEB352D, 16), (0x846CA68B, 15), (None, 16))
 
 
 def folded(key: int, number: int) -> int:
-    """What `FoldIn` makes of a key and a number that are known: mix(key * odd ^ number), below 2**32."""
+    """The key that `FoldIn` makes of a known key and number: mix(key * odd ^ number), below 2**32."""
     x = (key * _ODD ^ number) % 2**32
     for multiplier, shift in _MIXING:
         x ^= x >> shift
@@ -239,7 +239,7 @@ class FoldIn(StepCopies):
 
 @dataclass(frozen=True)
 class Drawn(StepCopies, abstract=True):
-    """What draws a number for every element of its output, from a key.
+    """Draws a number for every element of its output, from a key.
 
     Attributes:
       rows: of the whole batch, that a part of it has; the number of the part is the last operand then. None:

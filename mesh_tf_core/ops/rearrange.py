@@ -39,7 +39,7 @@ the operand it is, and how many they are."""
 
 
 def runs(parts: Sequence[OperandRun], sizes: Sequence[int], pieces: int, length: int) -> list[Run]:
-    """What goes where if every operand and the result are cut into as many pieces.
+    """The elements that move between pieces if every operand and the result are cut into as many pieces.
 
     Args:
       parts: one per operand.
@@ -114,7 +114,8 @@ _NOTHING = (0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What a device puts of one operand: per piece (begin in the operand, place in the result, elements)."""
+    """The elements that a device takes from one operand: per piece (begin in the operand, place in the
+    result, elements)."""
 
     operand: int
     table: tuple[tuple[int, int, int], ...]
@@ -215,7 +216,7 @@ def rearranged(
 def plan(
     parts: tuple[OperandRun, ...], sizes: tuple[int, ...], pieces: int, length: int
 ) -> tuple[list[Slot], list[list[Run]]]:
-    """What devices put of their own, and the rounds of what they send (see `runs`)."""
+    """The elements that devices put from their own pieces, and the rounds of messages (see `runs`)."""
     found = runs(parts, sizes, pieces, length) if pieces > 1 else []
     own: list[list[tuple[int, int, int]]] = [[] for _ in range(pieces)]
     for run in found:

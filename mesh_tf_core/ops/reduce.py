@@ -110,12 +110,12 @@ def reduce_min(x: Tensor, dims: Dim | str | Sequence[Dim | str] | None = None) -
 
 
 def reduce_any(x: Tensor, dims: Dim | str | Sequence[Dim | str] | None = None) -> Tensor:
-    """Whether any element over `dims` holds (None: all dims)."""
+    """True where any element over `dims` is True (None: all dims)."""
     return _reduce("any", x, dims)
 
 
 def reduce_all(x: Tensor, dims: Dim | str | Sequence[Dim | str] | None = None) -> Tensor:
-    """Whether all elements over `dims` hold (None: all dims)."""
+    """True where all elements over `dims` are True (None: all dims)."""
     return _reduce("all", x, dims)
 
 

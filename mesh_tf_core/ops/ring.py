@@ -25,9 +25,9 @@ RingParts = list[list[int]]
 
 
 Turned = Callable[[RingParts, RingParts, Turn], RingParts]
-"""What a turn makes of the keys that came and of some state."""
+"""The results of one step: from the received keys and the state."""
 Ended = Callable[[RingParts, Turn], RingParts]
-"""What is made of a state before or after the turns of one way."""
+"""A function of the state before or after the steps in one direction."""
 
 
 class Ring(Pieces):
@@ -88,7 +88,7 @@ class Ring(Pieces):
         return found
 
     def rounds(self, keys: RingParts, way: int) -> RingParts:
-        """Of all pieces."""
+        """Applies `round` to all pieces."""
         return [self.round(each, way, half) for half, each in enumerate(keys)]
 
     def around(
@@ -100,7 +100,7 @@ class Ring(Pieces):
         closed: Ended = lambda state, turn: state,
         landed: Callable[[], None] = lambda: None,
     ) -> RingParts:
-        """What is left of some state after the last turn.
+        """Runs all steps of the ring; returns the final state.
 
         Args:
           begun: the state that a device's own keys make; `turned`: that of other keys, a state, and the turn.
@@ -151,7 +151,7 @@ class Ring(Pieces):
     def part(
         self, operands: Sequence[int], first: bool = False, own: bool = False, turn: Turn | None = None
     ) -> list[int]:
-        """What the operation makes of some queries and some keys.
+        """Applies the operation to some queries and some keys.
 
         Args:
           first: no other keys of these queries come before.
@@ -185,7 +185,7 @@ class Ring(Pieces):
         return self.local(op, *operands)
 
     def step(self, kind: type[RingStep], turn: Turn | None, *operands: int, **fields: Any) -> list[int]:
-        """What a step makes that depends on the turn; None: of all devices alike."""
+        """Runs one step whose work depends on the step's number; None: on all devices alike."""
         if turn is None or turn.both:
             return self.local(kind(self.ring.name, **fields), *operands)
         number = () if turn.number is None else (turn.number,)
@@ -195,13 +195,13 @@ class Ring(Pieces):
         )
 
     def chosen(self, turn: Turn, one: Sequence[int], other: Sequence[int]) -> list[int]:
-        """Of two pieces of the operands, the earlier on devices that keys have come to without passing the
-        end of the ring, and on others the later."""
+        """Chooses of two pieces of the operands the earlier one on devices whose keys did not pass the end of
+        the ring, the later one on others."""
         pairs = zip(one, other, strict=True)
         return [x if x == y else self.step(ChoosePart, turn, x, y)[0] for x, y in pairs]
 
     def dtype(self, last: bool) -> str:
-        """Of sums over keys that a device keeps: wide until the last is in."""
+        """The dtype of sums over keys that a device accumulates: wide until the last is added."""
         own = self.low.values[self.query].dtype
         return own if last or own == "float64" else "float32"
 

@@ -29,7 +29,7 @@ def summed(low: Emitter, id: int) -> int:
 
 
 class Pieces:
-    """Of one attention, or its gradient.
+    """The pieces of one attention, or of its gradient.
 
     Args:
       axes: that split the positions.
@@ -43,8 +43,8 @@ class Pieces:
         self.steps = CollectiveSteps(low, axes, self.ring.name)
 
     def local(self, op: Op, *inputs: int) -> list[int]:
-        """What an operation makes of values whose dimensions, but the ring, lie as the layout says; sums over
-        what else is split are still to be taken."""
+        """Applies an operation to values whose dimensions, except the ring, lie as the layout says; sums over
+        other split dimensions stay pending."""
         given = [self.low.type_of(i) for i in inputs]
         made = op.infer(*given)
         types = made if isinstance(made, tuple) else (made,)
@@ -76,7 +76,7 @@ class Pieces:
         return self.low.local(Reshape(type.shape), [id], [type], [self.lies.axes_of(type.shape.names)])[0]
 
     def sent(self, id: int, shift: int = 1, pairs: tuple[tuple[int, int], ...] = ()) -> int:
-        """What lies on the device before; with `pairs`, on the one that is named."""
+        """Receives the value of the previous device; with `pairs`, of the named one."""
         return self.low.sent(id, self.axes, shift, False, pairs) if pairs else self.steps.start(id, shift)
 
     def position(self, id: int) -> str | None:

@@ -1,4 +1,4 @@
-"""What a device of a ring does between its messages (see `ops.context`, `ops.ring`)."""
+"""The computation of a ring's device between its messages (see `ops.context`, `ops.ring`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DONE = 1e30
 
 @dataclass(frozen=True)
 class RingStep(MadeByLowering, Elementwise, abstract=True):
-    """What depends on how far keys have come.
+    """An operation that depends on how far keys have travelled.
 
     Attributes:
       ring: the dimension that counts the pieces.

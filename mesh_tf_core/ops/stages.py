@@ -1,6 +1,5 @@
-"""What lowering makes where a loop's iterations run at once, each on devices of its own (`Block.spread`):
-how values come in and go out. Pieces stay where they are; they are only called otherwise.
-"""
+"""Operations that lowering makes where a loop's iterations run at once, each on devices of its own
+(`Block.spread`): values come in and go out. Pieces stay on their devices; only their names change."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from mesh_tf_core.ops.kinds import MadeByLowering, Move
 
 @dataclass(frozen=True)
 class CalledOtherwise(MadeByLowering, Move, abstract=True):
-    """What moves nothing and takes no work."""
+    """The same elements under another name: nothing moves, no work."""
 
     free: ClassVar[bool] = True
     linear: ClassVar[bool] = True

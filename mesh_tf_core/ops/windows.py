@@ -67,7 +67,7 @@ class Window:
         ) // self.stride + 1
 
     def split_alike(self, inputs: int, outputs: int, ways: int) -> bool:
-        """Whether cutting inputs and outputs into `ways` pieces cuts them at the same places."""
+        """True if cutting inputs and outputs into `ways` pieces cuts them at the same places."""
         return inputs % ways == 0 and outputs % ways == 0 and inputs == outputs * self.stride
 
 

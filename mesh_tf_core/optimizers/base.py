@@ -81,7 +81,7 @@ class Optimizer:
         raise NotImplementedError
 
     def scaled_loss(self, loss: Tensor) -> Tensor:
-        """What gradients are taken of."""
+        """The scaled loss, whose gradients are taken."""
         if self.loss_scale is None:
             return loss
         return loss * self.loss_scale.scale(graph_of(loss)).cast(loss.dtype)

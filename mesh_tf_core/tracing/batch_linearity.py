@@ -204,7 +204,7 @@ class BatchLinearity:
 
 
 def apart(op: Op, roles: Roles, inputs: Sequence[TensorType], output: TensorType, names: set[str]) -> bool:
-    """Whether row b of an operation's output is made of row b of its inputs.
+    """True if row b of an operation's output is made of row b of its inputs.
 
     Args:
       names: of the batch dimension.

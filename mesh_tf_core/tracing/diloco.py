@@ -28,7 +28,7 @@ OUTER: Settings = {
     "fragments": ("fragments", int),
     "bits": ("bits", int),
 }
-"""What all replicas that meet may say."""
+"""The settings of the outer step, equal in all replicas: word -> field, type."""
 T = TypeVar("T", Tensor, Any)
 ParameterSlice = slice | EllipsisType
 """Every so manyth layer of a stack, or all of a variable."""
@@ -88,7 +88,8 @@ def check_outer(
 
 
 def outer_step(before: T, momentum: T, came: T, rate: float, mu: float) -> tuple[T, T]:
-    """What all go on from, and the momentum then: algorithm 1 of Douillard et al. 2023, Nesterov's momentum.
+    """The outer step: the shared variables and the new momentum, by algorithm 1 of Douillard et al. 2023 with
+    Nesterov's momentum.
 
     Args:
       before: what all began from.

@@ -35,7 +35,7 @@ def gradients(loss: Tensor, wrt: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def unwidened(x: Tensor) -> Tensor:
-    """What a tensor was cast from, if from a smaller float: all that it knows, in half the bytes."""
+    """The smaller float that a tensor was cast from, if any: the same information in half the bytes."""
     graph = graph_of(x)
     maker = graph.producer.get(x.id)
     if maker is None or not isinstance(maker.op, Cast):

@@ -31,7 +31,8 @@ from mesh_tf_core.tracing.residuals import Residuals
 
 T = TypeVar("T")
 MOST_OPERATIONS = 250_000
-"""Of one graph, built in seconds: nothing that is done with a larger one would end in a day."""
+"""The largest number of operations in one graph, built in seconds: work on a larger one would not end in a
+day."""
 
 
 class Graph(Residuals):
@@ -85,7 +86,7 @@ class Graph(Residuals):
         return found
 
     def outline(self) -> Outline:
-        """What it is now, as plain data; one object until it changes."""
+        """The graph's current outline, as plain data; one object until the graph changes."""
         return self.remembered(Outline, self._outline)
 
     def _outline(self) -> Outline:
@@ -100,7 +101,7 @@ class Graph(Residuals):
 
     @property
     def unroll(self) -> bool:
-        """Whether `scan` calls its body once per iteration, through `unrolled`, instead of building it."""
+        """True if `scan` calls its body once per iteration, through `unrolled`, instead of building it."""
         return False
 
     @property

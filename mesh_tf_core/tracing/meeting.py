@@ -1,5 +1,5 @@
-"""What replicas do when they meet (`tracing.replicas`): a graph for every fragment of the variables, of its
-own beside that of the step.
+"""The outer (synchronisation) step of replicas (`tracing.replicas`): a graph for every fragment of the
+variables, beside that of the step.
 
   came = mean over replicas of (before - now)
   m = mu m + came      before = now = before - rate (came + mu m)
@@ -44,7 +44,7 @@ SENDER = "sender"
 
 @dataclass(frozen=True)
 class Named(Initializer):
-    """What the variable of another name begins with."""
+    """An initial value that is the initial value of another variable."""
 
     name: str
     one: Initializer

@@ -166,7 +166,7 @@ class Accumulation(StepCopy, PartCopy):
         return self._reading[maker.index]
 
     def is_whole(self, node: Node, operand: int) -> bool:
-        """Whether an operand, as a node in a loop over the parts reads it, is computed outside: it is made of
+        """True if an operand, as a node in a loop over the parts reads it, is computed outside: it is made of
         whole sums."""
         made = [] if node.body else [self.linearity.of(o) for o in node.outputs]
         if made and all(s.kind is Linearity.INSEPARABLE or s.after > 1 for s in made):
@@ -198,7 +198,7 @@ class Accumulation(StepCopy, PartCopy):
         return self._sums(sorted(read))
 
     def made_by(self, node: Node) -> set[int]:
-        """What a node makes, and what its loop keeps."""
+        """The tensors that a node makes, and those that its loop keeps."""
         return {*node.outputs, *(node.body.saved.values() if node.body else ())}
 
     # -- building --------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
-"""What of a microbatch runs when, where it goes through the stages of a pipeline forward and then backward:
-before the layers, behind them, behind their backward, or once, on sums over all microbatches.
-"""
+"""The order of a microbatch's work where it goes through the stages of a pipeline forward and then backward:
+before the layers, behind them, behind their backward, or once, on sums over all microbatches."""
 
 from __future__ import annotations
 
@@ -15,7 +14,8 @@ from mesh_tf_core.tracing.microbatch import Accumulation
 
 
 class When(IntEnum):
-    """What of a microbatch has to be over before something is known; of two, the later one counts."""
+    """The part of a microbatch's work that must end before a tensor is known; of two, the later one
+    counts."""
 
     BEFORE = 0  # nothing
     HEAD = 1  # forward through the layers
@@ -79,7 +79,7 @@ class MicrobatchOrder:
         return self.copy.linearity.of(tensor).kind
 
     def when(self, tensor: int) -> When:
-        """What has to be over before a tensor is known."""
+        """The part of the work that must end before a tensor is known."""
         return self.known.get(tensor, When.BEFORE)
 
     def _order(self) -> None:

@@ -31,7 +31,7 @@ class Replay:
         self.nodes += [self._node(node) for node in nodes]
 
     def tensor(self, old: int) -> Tensor:
-        """What stands for a tensor of the first time."""
+        """The new tensor in place of a tensor of the first run."""
         if old not in self.made:
             self.made[old] = self.graph.visible(self.graph.tensor(old))
         return self.made[old]

@@ -101,7 +101,7 @@ class Residuals(Builder):
         return any(source in other.inputs and not renames(other.op) for other in forward.nodes)
 
     def is_free(self, x: Tensor, forward: Block) -> bool:
-        """Whether x follows, by element-wise work alone, from variables, the index and values from
+        """True if x follows, by element-wise work alone, from variables, the index and values from
         outside."""
         if x.block != forward.id or x.id == forward.index:
             return True

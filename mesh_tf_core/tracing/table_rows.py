@@ -19,7 +19,7 @@ from mesh_tf_core.tracing.graph import Graph
 
 @dataclass(frozen=True)
 class SlotWork:
-    """What a stage does in a slot of a tick, all scalars.
+    """The action of a stage in a slot of a tick, all scalars.
 
     Attributes:
       works: whether it does anything; where not, the others are numbers like others.
@@ -57,7 +57,7 @@ class TableRows:
         return replace(self, block=block)
 
     def at(self, slot: StageAction, stages: Block) -> SlotWork:
-        """What the stage whose part of the tick is being built does in a slot."""
+        """The action, in a slot, of the stage whose part of the tick is being built."""
         item = self._column(slot, MICROBATCH, stages)
         chunk = maximum(self._column(slot, CHUNK, stages), 0) if self.schedule.chunks > 1 else None
         return SlotWork(item > IDLE, maximum(item, 0), chunk)

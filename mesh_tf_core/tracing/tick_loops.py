@@ -25,7 +25,7 @@ from mesh_tf_core.tracing.virtual_stages import IN_FLIGHT, RecomputeLayer, Virtu
 
 
 class TickState(NamedTuple):
-    """What goes from one loop over ticks to the next.
+    """The state that one loop over ticks hands to the next.
 
     Attributes:
       flow, back: what stages hand on, forward and backward.

@@ -53,7 +53,7 @@ class CopiedLayers:
 
 @dataclass(frozen=True)
 class LayerAgain:
-    """What of a layer runs again for its backward.
+    """The part of a layer that is recomputed for its backward.
 
     Attributes:
       kept: tensors of its body that stay: states as it begins, and others.
@@ -65,8 +65,8 @@ class LayerAgain:
 
 
 RecomputeLayer = Callable[[Block], LayerAgain | None]
-"""What runs again for backward, of the body of a loop over layers: parts of each layer, or None: the layers
-of a stage one after the other, from the state that came in."""
+"""The function that decides which parts of each layer in a loop's body are recomputed for backward; None: the
+layers of a stage one after the other, from the state that came in."""
 
 
 CopyLoops = Callable[
@@ -205,7 +205,7 @@ class VirtualStageCopy(Accumulation):
         return reordered(self._whole(tensor), self.order, self.all, lies=False)
 
     def stack(self, tensor: int) -> Tensor:
-        """What layers read by parts, as variables lie."""
+        """The variables that layers read by parts, in stored order."""
         if not self.moves:
             return self._whole(tensor)
         if tensor not in self.raw:
@@ -229,7 +229,7 @@ class VirtualStageCopy(Accumulation):
 
     @contextmanager
     def chunk_of(self, stages: Block, stage: Tensor, chunk: Tensor | None) -> Iterator[None]:
-        """What is copied inside is of one stage, and of one of its chunks if it has several."""
+        """Copies the code inside it for one stage, and for one of its chunks if it has several."""
         size = self.chunk.size
         of_all = stage if chunk is None else chunk * self.schedule.stages + stage
         first = None if chunk is None else chunk * size
@@ -242,7 +242,7 @@ class VirtualStageCopy(Accumulation):
 
     @contextmanager
     def running_again(self) -> Iterator[None]:
-        """What is copied inside runs for backward, and keeps what that reads."""
+        """Recomputes the code inside it for backward, and keeps the values that backward reads."""
         self.again = self.links = True
         try:
             yield

@@ -81,7 +81,7 @@ class ArrayLocation:
         return np.memmap(self.path, dtype, "r", self.offset, self.shape)
 
     def sha256(self) -> str:
-        """Of what its checksum covers."""
+        """The SHA-256 of the bytes that the checksum covers."""
         with self.path.open("rb") as file:
             file.seek(self.hashed)
             return digest(file, self.offset + self.bytes - self.hashed)

@@ -1,4 +1,4 @@
-"""What `layout="auto"` means: the search of an installed package above the runtime."""
+"""`layout="auto"`: the search of an installed package above the runtime."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mesh_tf_core.model import Model
 
 @runtime_checkable
 class PlannedTraining(Protocol):
-    """What a plan decides; `layoutopt.search` gives one."""
+    """The decisions of a plan; `layoutopt.search` gives one."""
 
     def check(self, model: Model) -> None:
         """UserError, naming the difference, unless it was made for this model."""

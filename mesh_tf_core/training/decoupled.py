@@ -63,7 +63,7 @@ class Decoupled:
 
     @property
     def shared(self) -> dict[str, float]:
-        """What all replicas of a directory have to say alike, by its name in the text."""
+        """The settings that all replicas of a directory must have alike, by name."""
         return {
             "replica": self.count,
             "rate": self.learning_rate,

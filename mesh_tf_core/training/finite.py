@@ -28,7 +28,7 @@ EXPONENT = {"float16": 0x7C00, "bfloat16": 0x7F80}
 
 
 def is_finite(array: Any) -> bool:
-    """Whether all elements are finite; of whole numbers they are."""
+    """True if all elements are finite; of whole numbers they are."""
     flat = np.asarray(array).reshape(-1)
     name = flat.dtype.name
     if not is_float(name):

@@ -92,7 +92,7 @@ def owned(directory: str | Path, mode: int | None = None) -> Iterator[str]:
 
 
 def unwritable(directory: str | Path, error: Exception) -> UserError:
-    """What the system said, as the user's error."""
+    """The user's error for an error of the operating system."""
     said, todo = (
         (error.strerror if isinstance(error, OSError) else None) or error,
         "give a directory with room",

@@ -26,9 +26,9 @@ from mesh_tf_core.errors import UserError
 
 FILE = ".lock"
 TAKEN = (errno.EAGAIN, errno.EACCES)
-"""What the system says if another process holds the lock."""
+"""The system's error numbers if another process holds the lock."""
 FOREIGN = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
-"""What it says if the lock's name is a link, a folder, or what has no device behind it."""
+"""The system's error numbers if the lock's name is a link, a folder, or a special file without a device."""
 LONGEST = 1024
 """Bytes that are read of a lock's file."""
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's manifest may hold. Nothing in it is believed before all of it is checked."""
+"""The schema of a checkpoint's manifest. Nothing in it is believed before all of it is checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mesh_tf_core.ir.dtypes import DTYPES
 
 FORMAT = "layoutopt-checkpoint/3"
 FORMATS = (FORMAT, "layoutopt-checkpoint/2")
-"""What is read: in the one before each variable was a .npy file."""
+"""The formats that can be read: in the older one each variable was a .npy file."""
 MANIFEST = "manifest.json"
 LARGEST = 1 << 32
 """Bytes of a manifest, written or read: some 30 million pieces."""

@@ -59,7 +59,7 @@ class UnusablePost(ValueError):
 
 
 class Post(BaseModel):
-    """What a post says of itself.
+    """The header of a post.
 
     Attributes:
       run: which the directory's first state began; round: into which it is.
@@ -76,7 +76,7 @@ class Post(BaseModel):
 
 
 class MeetingState(BaseModel):
-    """What a state says of itself.
+    """The header of a state.
 
     Attributes:
       present: replicas whose work of the round before is in it; left: those whose posts were left out, why.
@@ -163,7 +163,7 @@ class Directory:
     # -- reading ---------------------------------------------------------------------------------------------
 
     def has_post(self, round: int, replica: int) -> bool:
-        """Whether a replica has posted; a post of another run, left from before, is none."""
+        """True if a replica has posted; a post of another run, left from before, is none."""
         path = self.post(round, replica)
         try:
             return _about(_opened(path), Post).run == self.run
@@ -196,7 +196,7 @@ class Directory:
         return about, _read(arrays, wanted[about.bits])
 
     def about(self, round: int) -> MeetingState:
-        """What a state says of itself.
+        """The header of the state.
 
         Raises:
           FileNotFoundError: it is not there.

@@ -57,7 +57,7 @@ BEGAN, LOST = "meet/began", "meet/lost"
 """Names, below a variable's own, of what a checkpoint has of the meetings: the state that the replica began
 from, and what rounding lost of its last post."""
 EXTRA = "meet"
-"""What else a checkpoint says of them, by this name."""
+"""The name in a checkpoint of the further data of synchronisations."""
 POLL, SLOWEST = 0.05, 1.0
 """Seconds between two looks at the directory: a thousandth of the patience, within these."""
 
@@ -119,11 +119,11 @@ class Meetings:
             self._take(self.directory.newest())
 
     def stream(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-        """Of all batches, every replica its own in turn."""
+        """The stream of all batches, from which every replica takes its own in turn."""
         return _Own(batches, self.how.replica, self.how.count)
 
     def due(self, step: int) -> bool:
-        """Whether replicas meet after a step."""
+        """True if replicas meet after a step."""
         return step % (self.how.period // self.how.fragments) == 0
 
     def meet(self, stop: Callable[[], bool] = lambda: False) -> Met | None:
@@ -168,8 +168,7 @@ class Meetings:
     # -- a checkpoint ----------------------------------------------------------------------------------------
 
     def kept(self) -> tuple[dict[VariablePiece, Any], dict[str, Any]]:
-        """What a checkpoint must have so that a training goes on from it as if nothing had been: arrays, and
-        plain data."""
+        """The values that a checkpoint needs for a training to continue exactly: arrays, and plain data."""
         arrays = {f"{name}/{BEGAN}": array for name, array in self._began.items()}
         arrays |= {f"{name}/{LOST}": array for name, array in self._lost.items()}
         pieces: dict[VariablePiece, Any] = {}

@@ -76,7 +76,7 @@ class TrainedReplicas:
         return _StackedBatches(batches, self.count)
 
     def layout(self, layout: Layout) -> Layout:
-        """Of a program that reads what each replica has."""
+        """The layout of a program that reads each replica's values."""
         return layout.with_rules({REPLICA: (self.diloco.axis,)}) if self.own else layout
 
     def one(self, variable: Variable) -> Variable:

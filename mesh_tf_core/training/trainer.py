@@ -168,7 +168,7 @@ class Trainer:
         return found
 
     def stream(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-        """What steps take: a batch each; with replicas, one for each of them, stacked."""
+        """The stream that steps consume: a batch each; with replicas, one for each of them, stacked."""
         return iter(batches) if self._replicas is None else self._replicas.together(iter(batches))
 
     def _prepared(self, batch: Mapping[str, Any]) -> Any:

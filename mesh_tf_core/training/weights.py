@@ -84,7 +84,7 @@ PATTERN = ArgumentKind(_is_pattern, "a regular expression, as text")
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What was loaded.
+    """The result of loading weights.
 
     Attributes:
       variables: that have new values; `new`: that keep their initial ones.

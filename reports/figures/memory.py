@@ -1,4 +1,4 @@
-"""What a device holds: by layout against the limit, and instruction by instruction."""
+"""The memory of a device: by layout against the limit, and instruction by instruction."""
 
 from __future__ import annotations
 

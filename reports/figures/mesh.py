@@ -145,7 +145,7 @@ def _legend(sheet: FigureSheet, plan: PlanFile, axis: _Axis, y: float) -> None:
 
 
 def find_mesh(plan: PlanFile) -> str:
-    """What the mesh's axes are for."""
+    """The uses of the mesh's axes."""
     if not plan.mesh:
         return "One device: nothing is split"
     parts = []

@@ -55,7 +55,7 @@ def text_width(text: str, size: float = BODY) -> float:
 
 @dataclass(frozen=True)
 class Tips:
-    """What is said of the marks of one artist; `near`: of the nearest one, wherever the pointer is."""
+    """The text of the marks of one artist; `near`: of the nearest one, wherever the pointer is."""
 
     texts: tuple[str, ...]
     near: bool = False
@@ -107,8 +107,8 @@ class FigureSheet:
         )
 
     def tip(self, artist: Any, *texts: str, near: bool = False) -> None:
-        """What pages say of a mark under the pointer, or of each of a line's; `near`: of the nearest one
-        anywhere over the figure."""
+        """The text that pages show for a mark under the pointer, or for each of a line's; `near`: for the
+        nearest one anywhere over the figure."""
         name = f"tip{len(self.tips)}"
         artist.set_gid(name)
         self.tips[name] = Tips(texts, near)

@@ -1,4 +1,4 @@
-"""What a size promises: loss against compute with the law, and time against money over hardware."""
+"""The results of sizes: loss against compute with the law, and time against money over hardware."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 PLOT = 230.0
 UNITS = (("days", 1.0), ("hours", 24.0), ("minutes", 1440.0))
-"""Of time, the first that the longest training has two of."""
+"""The units of time, of which the first is used that the longest training has two of."""
 FLOPS = 6.0
-"""Of a parameter and token, where runs say no FLOPs."""
+"""The FLOPs of a parameter and token, where runs state no FLOPs."""
 
 
 def loss_compute(found: SizeResult, title: str = "") -> Figure:
@@ -73,7 +73,7 @@ def _dots(ax: Axes, points: Sequence[tuple[float, float]], token: str, size: flo
 
 
 def find_loss_compute(found: SizeResult) -> str:
-    """What the best size reaches, and how flat that is."""
+    """The best size's loss, and how flat the optimum is."""
     best = found.best
     text = f"{rounded(count(best.parameters))} parameters reach {best.loss:.3f} with {best.flops:.2g} FLOP"
     return text if found.flat is None else f"{text}; {found.flat.in_words()}"

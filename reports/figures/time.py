@@ -45,7 +45,7 @@ def key_of(bars: Sequence[Bar]) -> list[tuple[str, str]]:
 
 
 def time_parts(p: Predicted) -> tuple[BarSegment, ...]:
-    """What a step is made of."""
+    """The parts of a step's time."""
     sizes = (p.compute_seconds - p.hidden_seconds, p.hidden_seconds, p.exposed_communication_seconds)
     return tuple(
         BarSegment(size, token, f"{seconds_text(size)} {words}")

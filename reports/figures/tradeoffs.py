@@ -1,4 +1,4 @@
-"""What could be had instead: time against memory, and the best time as one factor changes."""
+"""The alternatives: time against memory, and the best time as one factor changes."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _name(ax: Axes, point: OnFrontier, position: int, points: Sequence[OnFrontie
 
 
 def find_frontier(plan: PlanFile) -> str:
-    """What the knees cost."""
+    """The cost of the knees of the frontier."""
     points = frontier(plan)
     if not points:
         return "Time against memory"
@@ -221,7 +221,7 @@ def _panel(sheet: FigureSheet, ax: Axes, one: FactorCurve, letters: dict[str, st
 
 
 def find_sensitivity(plan: PlanFile) -> str:
-    """What the largest change of each factor does."""
+    """The effect of the largest change of each factor."""
     parts = []
     for one in plan.details.sensitivity:
         done: list[tuple[Trial, float]] = [(t, t.step_seconds) for t in one.trials if t.step_seconds]

@@ -63,7 +63,7 @@ class AxisUse:
 
 
 def axis_uses(plan: PlanFile, most: int = 5) -> tuple[AxisUse, ...]:
-    """What lies on every axis, in words that fit one line or two."""
+    """The uses of every axis, in words that fit one line or two."""
     return tuple(
         AxisUse(
             AxisTag(shorten(axis, 32), axis_token(axis, plan.mesh)),
@@ -80,14 +80,14 @@ PARALLEL = ("data", "tensor", "expert", "pipeline", "context", "sequence")
 
 
 def parallelism_text(forms: str) -> str:
-    """What the trade calls the use of an axis: 'data parallelism (FSDP)', 'tensor + expert parallelism'."""
+    """The usual name for the use of an axis: 'data parallelism (FSDP)', 'tensor + expert parallelism'."""
     *others, last = forms.split(" + ")
     name, paren, stored = last.partition(" (")
     return " + ".join([*others, f"{name} parallelism{paren}{stored}"]) if name in PARALLEL else forms
 
 
 def run(plan: PlanFile) -> tuple[PageAnswer, ...]:
-    """What is trained, for how long and for how much, as far as the plan says."""
+    """The training run: its model, time and cost, as far as the plan states them."""
     p, found = plan.predicted, []
     examples = round((p.examples_per_second or 0.0) * p.step_seconds)
     tokens = round((p.tokens_per_second or 0.0) * p.step_seconds)
@@ -170,8 +170,8 @@ def fit(plan: PlanFile) -> PageAnswer:
 
 
 def sureness(plan: PlanFile) -> PageAnswer:
-    """What stands behind the predictions: measurements of steps, a calibration, or published numbers; and
-    whether the answer stays the fastest within what they leave open."""
+    """The evidence behind the predictions: measurements of steps, a calibration, or published numbers; and
+    whether the answer stays the fastest within their uncertainty."""
     found = _measured(plan)
     robust = plan.details.robustness
     said = told.robust(robust) if robust is not None else ""
@@ -242,7 +242,7 @@ def _off(found: CalibrationEvidence, middle: float, held_out: bool) -> str:
 
 
 def proof(plan: PlanFile) -> PageAnswer:
-    """What the solver proved, and never more."""
+    """The solver's proof, and never more."""
     found = told.proof(plan, plan.space.names if plan.space else "")
     note = "; ".join((found.words, *found.more))
     answer = PageAnswer("Proven or not", found.value, note, found.state)
@@ -260,7 +260,7 @@ def _checked(answer: PageAnswer, check: Proof | None) -> PageAnswer:
 
 
 def subject(plan: PlanFile) -> str:
-    """What was laid out on what."""
+    """The subject of the plan: which model on which devices."""
     parts = [f"{count(plan.model.parameters)} parameters"] if plan.model.parameters else []
     hardware = shorten(plan.hardware, 48)
     parts.append(

@@ -18,7 +18,8 @@ LINE = "text-align:left;padding:2px 12px 2px 0;vertical-align:top"
 
 
 def card_html(plan: Any) -> str:
-    """What is split, how fast, does it fit, how sure, proven or not; then the alternatives."""
+    """The answer in short: what is split, how fast, does it fit, how sure, proven or not; then the
+    alternatives."""
     found = plan_of(plan)
     facts = [
         (

@@ -1,4 +1,4 @@
-"""What a page is made of: views as tables of cells, panels with a figure, sections."""
+"""The parts of a page: views as tables of cells, panels with a figure, sections."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PageTable:
 
     @property
     def sorts(self) -> bool:
-        """Whether readers may sort it by its columns."""
+        """True if readers may sort it by its columns."""
         return not (self.view.fixed or self.view.wide) and len(self.rows) > 2
 
     @property

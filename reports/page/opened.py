@@ -1,4 +1,4 @@
-"""What readers move: sliders over what was searched."""
+"""Interactive parts of a page: sliders over what was searched."""
 
 from __future__ import annotations
 

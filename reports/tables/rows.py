@@ -67,7 +67,7 @@ def data(*keys: str) -> tuple[Column, ...]:
 
 
 def summary(plan: PlanFile) -> View:
-    """What was chosen and what it costs, a row per fact; numbers keep their type."""
+    """The answer and its cost, a row per fact; numbers keep their type."""
     p, s = plan.predicted, plan.solver
     facts: list[tuple[str, CellValue]] = [
         ("model", plan.model.name),
@@ -447,7 +447,7 @@ def axes(plan: PlanFile) -> View:
 
 
 def curve_layouts(plan: PlanFile) -> View:
-    """What the letters of the sensitivity curves stand for, and where each layout is best."""
+    """The layouts that the letters of the sensitivity curves stand for, and where each is best."""
 
     def best_at(layout: str) -> str:
         found = []
@@ -471,7 +471,7 @@ def curve_layouts(plan: PlanFile) -> View:
 
 
 def repairs(found: Sequence[Repair]) -> View:
-    """What would help where nothing fits, the fastest first, with the command lines."""
+    """The repairs where nothing fits, the fastest first, with the command lines."""
     columns = (
         Column("change", "change", lead=True),
         Column("step_seconds", "step", SECONDS),

@@ -18,7 +18,7 @@ def loss_text(each: SizedCandidate) -> str:
 
 
 def changed(each: SizedCandidate) -> str:
-    """What is not the user's, as `--set` takes it."""
+    """The changed hyperparameters, in the form of `--set`."""
     return " ".join(f"{name}={value}" for name, value in each.hparams.items()) or "as given"
 
 

@@ -1,1 +1,2 @@
-"""What figures, tables and pages share: ranked layouts, grouped variables, costly work, thinned timelines."""
+"""Views that figures, tables and pages share: ranked layouts, grouped variables, costly work, thinned
+timelines."""

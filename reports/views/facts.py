@@ -1,4 +1,4 @@
-"""What terminals and pages say of a plan's answer: one function for each fact."""
+"""The facts of a plan's answer on terminals and pages: one function for each fact."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONGEST = 300
 
 @dataclass(frozen=True)
 class ProofWords:
-    """What is proven.
+    """The proof in words.
 
     Attributes:
       value: in a word or two; state: 'good', 'warn' or 'bad'.
@@ -34,7 +34,7 @@ class ProofWords:
 
 
 def proof(plan: PlanFile, limits: str) -> ProofWords:
-    """What the solver proved, and never more.
+    """The solver's proof, and never more.
 
     Args:
       limits: what it did not look at, in words.
@@ -81,7 +81,7 @@ def step(p: Predicted) -> str:
 
 
 def achieved(p: Predicted) -> list[tuple[str, str]]:
-    """What a step and a chip achieve, as far as it is known."""
+    """The speed of a step and of a chip, as far as it is known."""
     return [(name, said) for name, said in (("speed", p.speed), ("per chip", p.chip_speed)) if said]
 
 
@@ -91,13 +91,13 @@ def work(p: Predicted) -> str:
 
 
 def traffic(p: Predicted) -> str:
-    """What a device sends in a step, by mesh axis."""
+    """The traffic of a device in a step, by mesh axis."""
     sent = ", ".join(f"{axes} {bytes_text(n)}" for axes, n in p.communication_bytes_per_device.items() if n)
     return f"per device: {sent}" if sent else "none"
 
 
 def forms(parallelism: Mapping[str, str]) -> str:
-    """What the trade calls the axes: 'data: data (ZeRO-2); model: tensor'."""
+    """The usual names for the axes: 'data: data (ZeRO-2); model: tensor'."""
     return "; ".join(f"{axis}: {form}" for axis, form in parallelism.items())
 
 

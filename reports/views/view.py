@@ -18,7 +18,7 @@ EVERYWHERE = "terminal, page, data"
 
 @dataclass(frozen=True)
 class Kind:
-    """What the values of a column are.
+    """The kind of a column's values.
 
     Attributes:
       say: a value in words; None, which is no value, has none.
@@ -116,7 +116,7 @@ class Column:
     share: str = ""
 
     def shown_on(self, where: str) -> bool:
-        """Whether 'terminal', 'page' or 'data' have it."""
+        """True if 'terminal', 'page' or 'data' have it."""
         return where in self.on
 
     def cell(self, found: CellValue | Cell) -> Cell:

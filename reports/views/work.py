@@ -23,7 +23,7 @@ class CollectiveWork:
 
     @property
     def name(self) -> str:
-        """What the field calls it, with where it goes."""
+        """The usual name of the collective, with where it goes."""
         return f"{collective_name(self.kind)} over {'+'.join(self.axes) or 'no axis'}"
 
 
@@ -45,7 +45,7 @@ class OperationWork:
 
     @property
     def seconds(self) -> float:
-        """What it adds to the step: hidden communication adds nothing."""
+        """The seconds that it adds to the step: hidden communication adds nothing."""
         return self.compute + self.exposed
 
     @property
@@ -89,7 +89,7 @@ def collective_name(kind: str) -> str:
 
 
 def is_collective(kind: str) -> bool:
-    """Whether a kind of work is communication."""
+    """True if a kind of work is communication."""
     return kind in COLLECTIVES or kind == "slice"
 
 

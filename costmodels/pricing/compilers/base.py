@@ -1,5 +1,6 @@
-"""What the itemiser (`costmodels.pricing.itemise`) asks of a compiler profile, and the plainest profile:
-every operation is a kernel of its own, nothing is copied, and messages travel as the program says."""
+"""The interface between the itemiser (`costmodels.pricing.itemise`) and a compiler profile, and the plainest
+profile: every operation is a kernel of its own, nothing is copied, and messages travel as the program
+says."""
 
 from __future__ import annotations
 
@@ -60,22 +61,21 @@ class Compiler:
         return program.expected()
 
     def computes(self, instr: Local) -> bool:
-        """Whether an instruction that no kernel has taken is one itself."""
+        """True if an instruction that no kernel has taken is one itself."""
         return not instr.op.free
 
     def stacked(self, program: Program, loop: Loop) -> Iterator[tuple[Unit, float]]:
-        """What is priced of the stacks that a loop writes, each with how often it runs for one run of the
-        loop."""
+        """The priced writes of the stacks of a loop, each with how often it runs for one run of the loop."""
         for inner, stack in loop.stacked:
             if stack not in program.added and not program.values[stack].host:
                 yield self.stack(loop, inner, stack), 1.0
 
     def stack(self, loop: Loop, inner: int, stack: int) -> Stack:
-        """What a loop writes of one stack, whose parts are `inner`."""
+        """The writes of a loop to one stack, whose parts are `inner`."""
         return Stack(loop, stack)
 
     def summed(self, program: Program, loop: Loop) -> Iterator[tuple[Unit, float]]:
-        """What a loop adds to its sums, and to parts of those of the loop around, as `stacked`."""
+        """The additions of a loop to its sums, and to parts of those of the loop around, as `stacked`."""
         terms = [s for s in loop.summed if s.inner not in program.added]
         parts = [s for s in loop.stacked if s.outer in program.added]
         for term, _ in (*terms, *parts):
@@ -93,11 +93,11 @@ class Compiler:
         yield Computed(quantity, quantity.flops)
 
     def known_by(self, values: Sequence[PlacedValue]) -> Hashable:
-        """What the items of a unit follow from besides the types of its pieces."""
+        """The key that the items of a unit follow from besides the types of its pieces."""
         return None
 
     def start(self, program: Program) -> Started | None:
-        """What a step takes under every layout; None where nothing is known of it."""
+        """The fixed seconds of a step under every layout; None where they are unknown."""
         return None
 
     # -- messages --------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ LONGEST_PERIOD = 12
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What layers of one model differ in.
+    """The properties in which layers of one model differ.
 
     Attributes:
       rotary: how positions turn queries and keys; None: not at all.

@@ -13,7 +13,7 @@ from mesh_tf_core.files import read_file
 LARGEST_FILE = 4_000_000
 """Bytes: published configurations have a few thousand."""
 LARGEST, MOST_LAYERS = 2**40, 10_000
-"""Of any whole number, and of layers: what is larger is a slip of the hand."""
+"""The largest whole number, and the largest number of layers: a larger one is taken for a typing error."""
 # fmt: off
 WITHOUT_EFFECT = frozenset((
     "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures", "auto_map",
@@ -32,7 +32,7 @@ WITHOUT_EFFECT = frozenset((
 
 
 class Fields:
-    """What a configuration says.
+    """The fields of a configuration.
 
     Attributes:
       source: the file, for errors.
@@ -55,7 +55,7 @@ class Fields:
         return found
 
     def has(self, name: str) -> bool:
-        """Whether there is such a field that is not null."""
+        """True if there is such a field that is not null."""
         return self.values.get(name) is not None
 
     def count(self, name: str, default: int | None = None, least: int = 1, most: int = LARGEST) -> int:
@@ -148,7 +148,7 @@ def read(path: Path, shown: str) -> dict[str, Any]:
 
 
 def is_configuration(source: str) -> bool:
-    """Whether a file is the configuration of a model, and not a plan or anything else."""
+    """True if a file is the configuration of a model, and not a plan or anything else."""
     path = Path(source).expanduser()
     if path.suffix != ".json" or not path.is_file():
         return False

@@ -86,7 +86,8 @@ def rotary(fields: Fields, base: float = 10000.0, kind: str = "") -> nn.Rotary:
 
 
 def stretched(fields: Fields, kind: str = "") -> Fields:
-    """What a configuration says of its rotations; `kind`: of which layers, where kinds are told apart."""
+    """The frequencies of a configuration's rotary embedding; `kind`: of which layers, where kinds are told
+    apart."""
     name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
     fields.raw("rope_scaling")
     said = fields.raw(name, {})

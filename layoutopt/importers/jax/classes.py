@@ -21,7 +21,7 @@ from layoutopt.importers.jax.relations import Axis, AxisPart, AxisRelation, Copi
 FactorNode = int
 
 PARAMETER, FLOAT, WHOLE = 1, 2, 4
-"""What a value is made of: parameters, the batch's fractions, the batch's whole numbers."""
+"""The kinds of values by origin: parameters, the batch's fractions, the batch's whole numbers."""
 
 
 @dataclass

@@ -41,12 +41,12 @@ Operand = Var | CapturedArray
 
 
 def has_fractions(v: Operand) -> bool:
-    """Whether an array's elements are no whole numbers, truth values or keys."""
+    """True if an array's elements are no whole numbers, truth values or keys."""
     return v.dtype.startswith(("float", "bfloat"))
 
 
 def is_empty(v: Operand) -> bool:
-    """Whether an array has no elements, as what `jnp.pad` puts where it pads by 0."""
+    """True if an array has no elements, as what `jnp.pad` puts where it pads by 0."""
     return 0 in v.shape
 
 

@@ -88,7 +88,7 @@ def _unite(left: Sequence[_Atom], right: Sequence[_Atom]) -> bool:
 
 @dataclass
 class Factors:
-    """What is known of a block's axes.
+    """The known factors of a block's axes.
 
     Attributes:
       sizes: (id of an operand, axis) -> sizes of its factors.

@@ -46,7 +46,7 @@ class EquationForms:
         return x.dtype == KEY or id(x) in self.keys
 
     def is_element(self, e: Equation) -> bool:
-        """Whether it takes one element of the first axis of something made of parameters."""
+        """True if it takes one element of the first axis of something made of parameters."""
         if e.prim != "slice" or id(e.ins[0]) not in self.of_parameters:
             return False
         x, y = e.ins[0].shape, e.out.shape

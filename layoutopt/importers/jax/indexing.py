@@ -1,4 +1,4 @@
-"""What gathers, scatters and slices do to the axes of their operands, in one plain form."""
+"""The effect of gathers, scatters and slices on the axes of their operands, in one plain form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the importer asks of JAX itself; nothing else here imports it.
+"""The importer's access to JAX itself; no other module here imports it.
 
 Between versions `scan`, `jit` and the homes of jaxprs differ, which ends here.
 """
@@ -189,7 +189,7 @@ class JaxprReader:
         return outs
 
     def saves_nothing(self, params: dict[str, Any], where: str) -> bool:
-        """Whether a jax.checkpoint recomputes all that it computes."""
+        """True if a jax.checkpoint recomputes all that it computes."""
         given = params.get("policy")
         policy = str(getattr(given, "__name__", given))
         if policy == "None" or re.match(r"nothing_?saveable", policy, re.IGNORECASE):
@@ -355,7 +355,7 @@ def _same(eqn: Any, left: Any) -> bool:
 
 
 def is_jax_own(inner: Any) -> bool:
-    """Whether a function with a derivative of its own is one of JAX, whose derivative is that of its
+    """True if a function with a derivative of its own is one of JAX, whose derivative is that of its
     operations but for rounding."""
     info = getattr(getattr(inner, "jaxpr", inner), "debug_info", None)
     home = f"{Path(jax_module().__file__).parent}{os.sep}"  # jaxopt, say, lies beside it

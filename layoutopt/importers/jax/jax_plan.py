@@ -27,7 +27,7 @@ from mesh_tf_core.ir.layout import ELSEWHERE
 from mesh_tf_core.lower.kept import dims_of
 
 SAYS = frozenset({"storage", ELSEWHERE, "recompute", "keep", "microbatches"})
-"""What of decisions is applied (`space.kind.Beyond.what`)."""
+"""The part of each decision that is applied (`space.kind.Beyond.what`)."""
 
 
 class JaxPlan(Shardings):

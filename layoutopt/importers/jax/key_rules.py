@@ -1,4 +1,4 @@
-"""What primitives make of random keys."""
+"""Rules of primitives on random keys."""
 
 from __future__ import annotations
 

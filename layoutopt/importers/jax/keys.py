@@ -26,7 +26,7 @@ KeyPart = Any
 """A number that is folded in: int, a scalar of the graph, or an array of either for an array of keys."""
 
 SEEDED = zlib.crc32(b"seed")
-"""What keys of known words begin with."""
+"""The first words of keys with known words."""
 _FEW = 64
 """As many keys of one iteration of a loop are followed one by one."""
 
@@ -73,7 +73,7 @@ class Keys:
         return {(self.stepped, *map(_identity, row)) for row in zip(*columns, strict=True)}
 
     def meets(self, other: Keys) -> bool:
-        """Whether a key of one array is known to be one of the other's."""
+        """True if a key of one array is known to be one of the other's."""
         if len(self.path) != len(other.path):
             return False
         for x, y in zip(self.parts, other.parts, strict=True):
@@ -136,7 +136,7 @@ def premixed(keys: Keys) -> Keys:
 
 
 def counted(x: KeyPart) -> bool:
-    """Whether a part is of the graph."""
+    """True if a part is of the graph."""
     return isinstance(x, Tensor) or (isinstance(x, np.ndarray) and x.dtype == object)
 
 
@@ -194,7 +194,7 @@ def _at_place(x: np.ndarray, place: Tensor, table: Callable[[Any], Tensor] | Non
 
 
 def state(graph: Graph, keys: Keys) -> KeyPart:
-    """What further numbers are folded into: int, or a scalar of the graph."""
+    """The value that further numbers are folded into: int, or a scalar of the graph."""
     keys = premixed(keys)
     return _fold(graph, keys.start, keys.path) if keys.path else keys.start
 
@@ -223,7 +223,7 @@ def _fold(graph: Graph, start: KeyPart, path: Sequence[KeyPart]) -> Tensor:
 
 @dataclass(frozen=True)
 class Draw:
-    """What was drawn: keys, and how.
+    """A draw of random numbers: its keys, and how.
 
     Attributes:
       how: distribution and sizes; equal keys draw equal numbers where it is equal.

@@ -1,4 +1,4 @@
-"""Whether equal sequences of equations are iterations of one loop, and which."""
+"""Rerolling: equal sequences of equations as iterations of one loop."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class LoopFit:
         return self.of.equations[begin : begin + self.period]
 
     def holds(self) -> bool:
-        """Whether the layers are iterations of one loop."""
+        """True if the layers are iterations of one loop."""
         layers = [self.layer(i) for i in range(self.count)]
         products = any(e.prim in PRODUCTS for e in layers[0])
         for rows in zip(*layers, strict=True):
@@ -311,7 +311,7 @@ class LoopFit:
         return True
 
     def body(self) -> EquationBlock:
-        """What the loop computes in every iteration."""
+        """The values that the loop computes in every iteration."""
         layer = self.layer(0)
         outs: list[Operand] = [layer[n].outs[o] for (n, o), _ in self.carries]
         outs += [layer[n].outs[o] for n, o in self.stacked]

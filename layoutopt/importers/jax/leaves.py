@@ -160,7 +160,8 @@ def structure(tree: Any) -> Any:
 
 
 def new_state(auxiliary: Any, state: Any) -> Any:
-    """What of a loss's auxiliary values is built like its state, and is its new value; None if nothing is."""
+    """The part of a loss's auxiliary values that is built like its state, and is its new value; None if there
+    is none."""
     if state is None or auxiliary is None:
         return None
     wanted = structure(state)

@@ -103,7 +103,8 @@ class JaxModel(mtf.Model):
         }
 
     def notes(self, options: mtf.Options) -> tuple[str, ...]:
-        """What of the function is not in the graph, and what of its own these options do otherwise."""
+        """Notes on parts of the function that are not in the graph, and on options that differ from the
+        function's own."""
         assert self.origin is not None
         parts = [f"{w}: jax.checkpoint of a part is left out: {KEEPS}" for w in self.origin.parts_recomputed]
         own = sorted(self.origin.recomputed - dims_of(options.recompute))

@@ -1,4 +1,4 @@
-"""What the names of dimensions are made from: the function's arguments, and the names given so far."""
+"""The sources of dimension names: the function's arguments, and the names given so far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an imported model remembers of the JAX function that it came from."""
+"""The JAX function that an imported model came from."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ImportedFunction:
     tensors: Mapping[int, int] = field(repr=False)
 
     def loop_dims(self, loop: Equation) -> frozenset[str]:
-        """What a loop's iterations are called."""
+        """The names of the dimensions of a loop's iterations."""
         carry = loop.params["carry"]
         stacks = [*loop.ins[loop.params["consts"] + carry :], *loop.outs[carry:]]
         return frozenset(self.names[c] for x in stacks if x.shape for c in self.classes.of(x, 0))

@@ -1,4 +1,4 @@
-"""Whether a JAX function's step may run in microbatches: parts of the batch must add up to the loss."""
+"""Microbatches of a JAX function's step: parts of the batch must add up to the loss."""
 
 from __future__ import annotations
 

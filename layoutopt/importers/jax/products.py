@@ -96,7 +96,7 @@ def _pairs(w: Writer, e: Equation, x: Operand, a: int, y: Operand, b: int) -> li
 
 
 def is_weight(w: Writer, v: Operand) -> bool:
-    """Whether an operand is a parameter, or one in another element type or order."""
+    """True if an operand is a parameter, or one in another element type or order."""
     found = w.value(v)
     while isinstance(found, Tensor):
         node = w.graph.producer.get(found.id)

@@ -1,5 +1,5 @@
-"""What numbers count: the experts that a router chose are linked to the experts' weights through them
-alone."""
+"""Tracking of which dimension a number indexes: the experts that a router chose are linked to the experts'
+weights through them alone."""
 
 from __future__ import annotations
 

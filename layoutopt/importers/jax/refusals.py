@@ -1,4 +1,4 @@
-"""What cannot be imported: all of a function in one error, each operation with the user's lines."""
+"""Refusals of an import: all of a function in one error, each operation with the user's lines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def refuse(equation: Equation, why: str, instead: str) -> NoReturn:
 
 
 class Refusals:
-    """What was refused while a function is written, and what nothing more is known of because of that.
+    """The refusals while a function is written, and the values that are unknown because of them.
 
     An operation that follows from a refused one may fail for that reason alone, so it is not listed.
 
@@ -50,7 +50,7 @@ class Refusals:
         self._unknown: set[int] = set()
 
     def follows(self, e: Equation) -> bool:
-        """Whether an equation is of what was refused; then so is what it makes."""
+        """True if an equation is of what was refused; then so is what it makes."""
         if not any(id(x) in self._unknown for x in e.ins):
             return False
         self.lose(e)

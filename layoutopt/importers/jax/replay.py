@@ -12,7 +12,7 @@ from layoutopt.importers.jax.equations import KEY, Equation
 
 
 class Calls:
-    """What is asked of JAX's own equations."""
+    """The interface to JAX's own equations."""
 
     def __init__(self) -> None:
         self.jax = internals.jax_module()
@@ -34,7 +34,7 @@ class Calls:
         return whole.val if self.is_literal(whole) and not whole.aval.shape else x.val
 
     def name(self, eqn: Any) -> str:
-        """What the importer calls an equation."""
+        """The importer's name of an equation."""
         name = str(eqn.primitive.name)
         if name in internals.CALLS:
             return internals.RANDOM.get(str(eqn.params.get("name", "")), name)

@@ -1,5 +1,5 @@
-"""What dimensions do, read off the operations, as names for them: what token numbers look up is `vocab`, what
-a product of two activations sums out and parameters have is `d_kv`, and so on."""
+"""Names of dimensions by their use in the operations: a dimension looked up by token numbers is `vocab`, one
+summed out by a product of two activations and part of parameters is `d_kv`, and so on."""
 
 from __future__ import annotations
 

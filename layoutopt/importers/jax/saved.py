@@ -9,7 +9,7 @@ from mesh_tf_core.lower.rematerialization import Rematerialization, rematerializ
 from mesh_tf_core.tracing.graph import Graph
 
 SAVED = "layoutopt_saved"
-"""What `jax.ad_checkpoint.checkpoint_name` calls them."""
+"""The names that `jax.ad_checkpoint.checkpoint_name` gives them."""
 
 
 def saved_values(graph: Graph, origin: ImportedFunction, texts: frozenset[str]) -> frozenset[int]:

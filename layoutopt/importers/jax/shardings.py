@@ -73,7 +73,8 @@ class Shardings:
         return jax.tree_util.tree_unflatten(tree, [self._named(self._slot(leaf, known)) for leaf in found])
 
     def gradient_shardings(self, params: Any) -> Any:
-        """Of gradients: as the optimizer's state from stage 2 of ZeRO on, else as parameters."""
+        """The shardings of gradients: as the optimizer's state from stage 2 of ZeRO on, else as
+        parameters."""
         stages = self.options.storage
         return self._tree(
             params,
@@ -85,8 +86,8 @@ class Shardings:
         )
 
     def updated_shardings(self, params: Any) -> Any:
-        """Of parameters while they are updated: as the optimizer's state, so that a device adds to its share
-        and the sum is gathered."""
+        """The shardings of parameters while they are updated: as the optimizer's state, so that a device adds
+        to its share and the sum is gathered."""
         return self._tree(
             params, self.origin.parameters, lambda a: self.placing.stored(a.path, slot=True), "parameter"
         )

@@ -1,4 +1,4 @@
-"""What every primitive needs to be written as our operations: values by variable, dimensions by axis.
+"""The base of writers of primitives as our operations: values by variable, dimensions by axis.
 
 An array need not have all dimensions of its axes: what it lacks is the same all along (a broadcast that
 nobody carried out), since our operations broadcast by name. A number stands for an array of that number.
@@ -203,7 +203,7 @@ class Writer:
         return self.renamed(found, names)
 
     def between(self, x: Operand, y: Operand, axes: Iterable[tuple[int, int]]) -> dict[str, str]:
-        """What the dimensions of axes of x are called in y."""
+        """Maps the dimensions of axes of x to their names in y."""
         out: dict[str, str] = {}
         for a, b in axes:
             old, new = self.dims(x, a), self.dims(y, b)

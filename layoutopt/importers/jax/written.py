@@ -22,7 +22,7 @@ STORED = 3
 
 @dataclass(frozen=True)
 class WrittenLayout:
-    """What shardings say.
+    """The layout that shardings imply.
 
     Attributes:
       doubts: arrays that place a dimension otherwise than others, in words.

@@ -16,13 +16,13 @@ from layoutopt.problem.incumbent import Incumbent
 from layoutopt.problem.lagrangian import whole
 
 PART = 0.1
-"""Of the time: what evaluating answers may take."""
+"""The fraction of the time that evaluating answers may take."""
 REST = 0.1
 """Seconds that are left over."""
 WORTH = 5.0
 """Seconds that have to be left for a partner to be started."""
 FADED = 0.9
-"""What is left of the longest step's seconds after another."""
+"""The decay of the longest step's seconds with each further step."""
 IDLE = 0.05
 """Seconds to wait where there is nothing to do."""
 
@@ -53,7 +53,7 @@ class Improver:
 
     @property
     def late(self) -> bool:
-        """What time is left is needed to evaluate the answer."""
+        """True if the remaining time is needed to evaluate the answer."""
         return self.clock.over or (self.clock.left is not None and self.clock.left <= self.reserve)
 
     @property

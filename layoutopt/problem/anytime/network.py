@@ -22,7 +22,7 @@ from layoutopt.problem.form import Choices, CostTable, Floats, Ints, Problem, Sp
 from layoutopt.problem.reductions.state import LARGEST_PAIR
 
 ROUNDED = 1e-12
-"""What a sum of numbers that are not whole can be off by, relative to their size."""
+"""The largest relative error of a sum of numbers that are not whole."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class Network:
         return {name: value for name, value in self.__dict__.items() if name != "tables"}
 
     def cost(self, choices: Ints) -> float:
-        """What `choices` cost, whatever they use."""
+        """The cost of `choices`, whatever they use."""
         return float(
             self.constant + self.unary[self.offsets[:-1] + choices].sum() + self.pairs(choices).sum()
         )
@@ -139,7 +139,7 @@ def network(problem: Problem) -> Network | None:
 
 
 def least_use(problem: Problem) -> Choices:
-    """Of every variable the choice that uses least, each use counted alike; of equals the cheapest."""
+    """The choice of every variable that uses least, each use counted alike; of equals the cheapest."""
     uses, costs = [np.zeros(size) for size in problem.sizes], [np.zeros(size) for size in problem.sizes]
     for usage in problem.intervals.usages if problem.intervals else ():
         uses[usage.variable] += usage.table

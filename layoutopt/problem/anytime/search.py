@@ -33,7 +33,7 @@ ASCENT = 80
 RATES, AT_MOST = (0.3, 0.1), 0.7
 """How fast prices change at first and in the end, and the logarithm of the most that one does in a step."""
 MEMORY = 0.8, 0.5
-"""What is kept of the uses of earlier choices: of those that are likely, of those of sweeps."""
+"""The fractions kept of the uses of earlier choices: of likely ones, of those of sweeps."""
 SMALL = 1e-3
 """The first prices, times all room, in parts of what the average choices cost."""
 FORGOTTEN = 1e-12

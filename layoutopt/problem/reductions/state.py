@@ -187,7 +187,7 @@ class ReductionState:
         self.forth.append(forth)
 
     def problem_now(self) -> tuple[Problem, list[int]]:
-        """What is left as a `Problem`, and the original number of each of its variables."""
+        """The remaining problem as a `Problem`, and the original number of each of its variables."""
         left = [index for index, alive in enumerate(self.alive) if alive]
         number = {index: position for position, index in enumerate(left)}
         original = self.problem

@@ -1,4 +1,4 @@
-"""What every solver takes and gives, so that the rest does not know which one ran."""
+"""The interface of every solver, so that the rest does not know which one ran."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SolverOptions:
 
 @dataclass(frozen=True)
 class Raw:
-    """What a solver says about one program, not yet believed; `bound` is -inf if nothing is proven."""
+    """A solver's claim about one program, not yet checked; `bound` is -inf if nothing is proven."""
 
     status: Status
     choices: Choices | None

@@ -1,4 +1,4 @@
-"""What passes between layoutopt and the process in which HiGHS runs: plain arrays."""
+"""The messages between layoutopt and the process in which HiGHS runs: plain arrays."""
 
 from __future__ import annotations
 

@@ -98,7 +98,8 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
 
     @property
     def store(self) -> JobStore:
-        """What all processes write and read; ClusterError if this one has not joined."""
+        """The key-value store that all processes write and read; ClusterError if this process has not
+        joined."""
         if self._store is None:
             raise ClusterError(OUTSIDE)
         return self._store
@@ -210,7 +211,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         return found
 
     def share(self, what: str, make: Callable[[], Any]) -> Any:
-        """What worker 0 makes, for all; it may take its time."""
+        """Broadcasts to all processes the value that worker 0 makes; worker 0 may take its time."""
         return self.gather(what, make() if self.is_writer else None, patient=True)[0]
 
     def same(self, what: str, value: Any) -> None:
@@ -241,7 +242,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             raise
 
     def fetch(self, key: str) -> Any:
-        """What another process posts, once it has; in any thread.
+        """The value that another process posts, once it is posted; callable from any thread.
 
         Raises:
           ClusterError: the job has failed, or nothing came within `watch.PATIENT` seconds.
@@ -255,7 +256,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
 
     @contextlib.contextmanager
     def doing(self, what: str, patient: bool = False) -> Iterator[None]:
-        """What needs all processes, or makes them wait; all must do it in the same order.
+        """Wraps an action that needs all processes, or makes them wait; all must run these in the same order.
 
         Args:
           patient: it may take long.
@@ -286,7 +287,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         self._asks = True
 
     def begins(self, step: int) -> bool:
-        """Whether all processes go on with a step, which this one is about to begin; the same answer in all.
+        """True if all processes go on with a step, which this one is about to begin; the same answer in all.
 
         A collective needs every process, so none may end before a step that another has begun. Once one asked
         to stop, each says what it has begun and begins nothing until the last such step is known.

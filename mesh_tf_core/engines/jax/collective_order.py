@@ -21,7 +21,7 @@ from mesh_tf_core.ir.program import Collective, Instr, Loop
 
 
 def exchanges(code: Iterable[Instr]) -> bool:
-    """Whether devices exchange something in it."""
+    """True if devices exchange something in it."""
     return any(isinstance(i, Collective) or (isinstance(i, Loop) and exchanges(i.body)) for i in code)
 
 
@@ -46,7 +46,7 @@ class CollectiveOrder:
         return after(pieces, self.looped)
 
     def loop(self, carries: Sequence[Any]) -> list[Any]:
-        """What a loop begins with, there when all before is done."""
+        """Starts a loop: the values it begins with become ready when every earlier collective is done."""
         return after(carries, [*self.looped, *self.since])
 
     def exchanged(self, given: Iterable[Any]) -> None:

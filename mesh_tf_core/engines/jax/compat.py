@@ -41,7 +41,7 @@ def require(package: str = "jax") -> None:
 
 
 def installed() -> bool:
-    """Whether JAX is there; loads nothing."""
+    """True if JAX is there; loads nothing."""
     return importlib.util.find_spec("jax") is not None
 
 
@@ -66,7 +66,7 @@ _CHIPS = {
 
 
 def accelerated() -> bool:
-    """Whether JAX would find a GPU or a TPU here; starts nothing. JAX_PLATFORMS decides, if it is set."""
+    """True if JAX would find a GPU or a TPU here; starts nothing. JAX_PLATFORMS decides, if it is set."""
     if named := os.environ.get("JAX_PLATFORMS"):
         return named != "cpu"
     here = (packages for pattern, packages in _CHIPS.items() if any(Path("/dev").glob(pattern)))
@@ -81,7 +81,7 @@ def make_ready() -> None:
 
 
 def running() -> bool:
-    """Whether JAX has its devices in this process already; starts nothing."""
+    """True if JAX has its devices in this process already; starts nothing."""
     if "jax" not in sys.modules:
         return False
     from jax._src import xla_bridge
@@ -282,7 +282,7 @@ def wide_numbers(needed: bool) -> AbstractContextManager[Any]:
 
 
 def compile_errors() -> tuple[type[Exception], ...]:
-    """What a compiler that refuses a program raises."""
+    """The exceptions that a compiler raises when it refuses a program."""
     import jax
 
     return (jax.errors.JaxRuntimeError, NotImplementedError)

@@ -29,7 +29,7 @@ class CompilerRefusal:
 
 @dataclass(frozen=True)
 class Executable:
-    """What the compiler made, for one device.
+    """The compiled program of one device.
 
     Attributes:
       text: compiled HLO.

@@ -25,13 +25,13 @@ watches. JAX's own sign of life would end a process where another one has come w
 LOOK = 0.2
 """Seconds between two looks at who is connected."""
 SOCKET = "unix:"
-"""Of an address that is a Unix socket: only who may write to it can connect."""
+"""The host part of an address that is a Unix socket, which only processes with write permission can reach."""
 ESTABLISHED, CONNECTED = "01", "03"
-"""Of a connection, in Linux's tables of them: of TCP, of Unix sockets."""
+"""The numbers of an open connection in Linux's tables: of TCP, of Unix sockets."""
 
 
 def connected(address: str) -> bool:
-    """Whether somebody is connected to an address of this machine; True where the system does not tell."""
+    """True if somebody is connected to an address of this machine; True where the system does not tell."""
     tables = ["/proc/net/tcp", "/proc/net/tcp6"]
     path, port = "", ""
     if address.startswith(SOCKET):

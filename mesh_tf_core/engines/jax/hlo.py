@@ -74,7 +74,7 @@ class HloCollective:
 
 @dataclass(frozen=True)
 class HloSummary:
-    """What a compiled text says.
+    """The facts read off a compiled text.
 
     Attributes:
       cycles: sum of the estimates of everything that computes, loops counted as often as they run.
@@ -101,7 +101,7 @@ class _Line:
 
 
 def read(text: str) -> HloSummary:
-    """What the text of one compiled module says."""
+    """Reads the text of one compiled module."""
     return _HloReader(text).run()
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 STEP = "step"
-"""What the engine calls a step (`jax.profiler.StepTraceAnnotation`)."""
+"""The name of the engine's step events (`jax.profiler.StepTraceAnnotation`)."""
 HOST = "/host:CPU"
 """XProf's name of the host, where CPU devices run too."""
 
 
 @dataclass
 class Track:
-    """What a thread or a stream of a device, or of the host, did.
+    """The events of one thread or stream of a device or the host.
 
     Attributes:
       home: the device, or the host, in words.

@@ -44,7 +44,7 @@ _WIDE = ("float64", "int64")
 
 
 def is_wide(program: Program) -> bool:
-    """Whether the program has 64-bit numbers."""
+    """True if the program has 64-bit numbers."""
     stored = (s.variable.dtype for s in program.variables.values())
     return any(dtype in _WIDE for dtype in (*(v.dtype for v in program.values), *stored))
 
@@ -108,7 +108,7 @@ class JaxProgram:
     def replica(
         self, variables: Mapping[str, Any], batch: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What one device does with its pieces."""
+        """Runs the program on one device's pieces."""
         kernel, read, feed = JaxKernel(self.platform), variables.__getitem__, batch.__getitem__
         device = _Device(self.program, kernel, read, feed, self.sent, self.moved)
         env: JaxValues = {}

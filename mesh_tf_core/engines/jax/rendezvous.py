@@ -35,7 +35,7 @@ ABORTS = 3600
 """Seconds after us that JAX stops to wait for the others: it aborts the process then."""
 LOOPBACK = "127.0.0.1"
 REFUSED = "bad_cast"
-"""What JAX says to a process that its service refuses."""
+"""JAX's message to a process that its service refuses."""
 OWN = "give every process a number of its own, from 0 on, and all the same --processes"
 
 

@@ -61,14 +61,14 @@ class JobStore:
             self._client.key_value_set(place, sealed, allow_overwrite=True)
 
     def under(self, place: str) -> dict[str, str]:
-        """What this job's processes wrote under a place, by the rest of its keys."""
+        """The values that this job's processes wrote under a place, by the rest of their keys."""
         start = f"{ROOT}/{place}/"
         found = {key.removeprefix(start): message for key, message in self._client.key_value_dir_get(start)}
         opened = {key: self._opened(f"{place}/{key}", message) for key, message in found.items()}
         return {key: value for key, value in opened.items() if value is not None}
 
     def raw(self, key: str) -> str | None:
-        """What lies under a key, whoever wrote it; None if nothing does."""
+        """The value under a key, whoever wrote it; None if there is none."""
         return self._read(key)
 
     def wanted(self, key: str) -> str | None:

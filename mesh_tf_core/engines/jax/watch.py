@@ -1,4 +1,4 @@
-"""What a process of a job knows of the others by their signs of life: what each does, and who is missing."""
+"""Signs of life between the processes of a job: each knows what the others do, and who is missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATIENT = 3600.0
 
 @dataclass(frozen=True)
 class Doing:
-    """What a process does.
+    """The current action of a process.
 
     Attributes:
       what: in words, since the moment `since` of this process's clock.
@@ -29,7 +29,7 @@ class Doing:
     patient: bool = True
 
     def told(self) -> list[Any]:
-        """What the others are told, which have another clock."""
+        """The action in a form for processes with another clock."""
         return [self.what, time.monotonic() - self.since, self.place, self.patient]
 
 

@@ -162,11 +162,11 @@ class GraphWriter:
     # -- operations ------------------------------------------------------------------------------------------
 
     def both(self, x: Wire, y: Wire, device: str) -> Wire:
-        """Whether two bool scalars hold."""
+        """True if two bool scalars hold."""
         return self.node("LogicalAnd", device, [x, y], [(tf.bool, ())])[0]
 
     def less(self, x: Wire, y: Wire, device: str) -> Wire:
-        """Whether x < y, of scalars."""
+        """True if x < y, of scalars."""
         return self.node("Less", device, [x, y], [(tf.bool, ())], [("T", x.dtype)])[0]
 
     def constant(self, value: int, device: str) -> Wire:

@@ -19,7 +19,7 @@ UNASKED = ("keras", "jax", "h5py")
 
 @cache
 def installed() -> bool:
-    """Whether TensorFlow is there; loads nothing."""
+    """True if TensorFlow is there; loads nothing."""
     return importlib.util.find_spec("tensorflow") is not None
 
 

@@ -46,7 +46,8 @@ class VocabularyCluster:
 
 
 EmbeddingTable = tuple[Tensor, Tensor | None]
-"""Of a cluster: [vocab_i, width or d_model], and [width, d_model] unless it is as wide as the model."""
+"""The weights of a cluster: [vocab_i, width or d_model], and [width, d_model] unless it is as wide as the
+model."""
 
 
 @dataclass(frozen=True)
