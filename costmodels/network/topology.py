@@ -130,7 +130,7 @@ def place(
 
 
 def one_slice(hardware: Hardware, devices: int) -> bool:
-    """Whether so many devices lie without a network between slices."""
+    """True if so many devices lie without a network between slices."""
     if not isinstance(hardware.topology, Torus):
         return True
     return hardware.chips(devices) <= math.prod(int(axis.value) for axis in hardware.topology.axes)
