@@ -9,6 +9,7 @@ from mesh_tf_core.lazy import load
 
 # A function and a package of one name: whichever is loaded last has it.
 from mesh_tf_core.lower import Options, lower
+from mesh_tf_core.renamed import RENAMED
 
 if TYPE_CHECKING:
     from mesh_tf_core import decoding, layers
@@ -337,6 +338,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in RENAMED:
+        ours = f"Mesh-TensorFlow's mtf.{name} is mtf.{RENAMED[name]}"
+        # With a name Python would add a suggestion of its own.
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; {ours}", name="")
     return load(__name__, name)
 
 

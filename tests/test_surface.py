@@ -9,6 +9,7 @@ import pytest
 
 import layoutopt
 import mesh_tf_core as mtf
+from mesh_tf_core.renamed import RENAMED
 
 ROOT = Path(__file__).parents[1]
 MARKS = {"=", "+", "~", "–"}
@@ -64,3 +65,13 @@ def test_every_row_has_a_mark_and_what_is_missing_is_marked() -> None:
 def test_a_slip_of_a_name_is_told_what_is_near(package: object, name: str, said: str) -> None:
     with pytest.raises(AttributeError, match=said):
         getattr(package, name)
+
+
+@pytest.mark.parametrize("theirs", RENAMED)
+def test_a_name_of_mesh_tensorflow_is_told_ours(theirs: str) -> None:
+    with pytest.raises(AttributeError, match=rf"Mesh-TensorFlow's mtf\.{theirs} is mtf\.{RENAMED[theirs]}$"):
+        getattr(mtf, theirs)
+    found: object = mtf
+    for part in RENAMED[theirs].split("."):
+        found = getattr(found, part)
+    assert any(theirs in row[0] for row in rows())

@@ -23,6 +23,8 @@ from pathlib import Path
 CUT = "…"
 MEASURES = ("layoutopt train", "layoutopt calibrate", "layoutopt validate", "--validation")
 """In commands that run steps or measure, or read what these wrote; they take most of the time."""
+PROGRESS = re.compile(r"^so far .*\n", re.MULTILINE)
+"""What a search prints on its way, another in every run."""
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -83,7 +85,7 @@ def run(step: Step, folder: Path) -> tuple[int, str]:
         text=True,
         check=False,
     )
-    return done.returncode, done.stdout
+    return done.returncode, PROGRESS.sub("", done.stdout)
 
 
 def head(line: str) -> str:
