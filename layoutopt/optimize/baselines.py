@@ -10,7 +10,8 @@
                           Lepikhin et al. 2021); of mixtures of experts alone
 
 `parallelism` says which dimension is which. A name stands for many plans: which of the weights' dimensions,
-the shape of the mesh, storage, recomputation and microbatches are left to choose (`restricted`). Where the
+the shape of the mesh, storage, recomputation and microbatches are left to choose (`restricted`), and where
+weights are split, what their axes split elsewhere (sequence parallelism, Korthikanti et al. 2022). Where the
 batch does not divide over all devices, what is left of them splits a sequence or an image.
 """
 
@@ -43,8 +44,8 @@ FSDP = "fully sharded (FSDP)"
 
 
 def chosen_by_name(allowed: SearchSpace) -> SearchSpace:
-    """The space of a named plan: the choices of a search that the name does not fix. They have no stages of
-    pipelines, split nothing further elsewhere, and the user's pins are none of theirs."""
+    """The space of a named plan: the choices of a search that the name does not fix. Named plans have no stages
+    of pipelines, and the user's pins are none of theirs."""
     whole = tuple(stage for stage in allowed.storage if stage != HYBRID and AT not in stage)
     said = {name: getattr(allowed, name) for name, argument in ARGUMENTS.items() if argument.by_name}
     return SearchSpace(**{**said, "storage": whole or STAGES[:1]})
@@ -90,10 +91,9 @@ class Restriction(Plans):
     def decided(self, allowed: SearchSpace, microbatches: int) -> Decisions | None:
         stages = tuple(s for s in allowed.storage if s in self.stages) or self.stages[:1] or allowed.storage
         wanted = replace(chosen_by_name(allowed), storage=stages, microbatches=(microbatches,))
-        # The same decisions as those of the whole search, so that what is lowered for it is known here.
-        wanted = replace(wanted, elsewhere=allowed.elsewhere)
         every = decisions(self.model.training_step(microbatches).graph, self.mesh, wanted)
-        every = every.within(dict.fromkeys(every.of(Elsewhere), ((),)))
+        further = {name: _within(every.options[name], self.rest) for name in every.of(Elsewhere)}
+        every = every.within(further)
         options = self.options({n: every.options[n] for n in every.of(Split)})
         return None if options is None else every.within(options)
 

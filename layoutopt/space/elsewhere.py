@@ -41,7 +41,6 @@ class Further(Space):
         (),
         parse=lambda value: names(value, "elsewhere"),
         plan=tuple[str, ...],
-        by_name=False,
         options=(
             Option(
                 "--elsewhere",

@@ -46,7 +46,9 @@ def check_whole(seed: int) -> None:
     plan = search(model, mesh="x:2", hardware=machine, **allowed.keywords)
     assert {a.name for a in plan.alternatives} >= {"replicated", "data parallel"}
     for each in plan.alternatives:
-        own = evaluate(model, mtf.Mesh(each.mesh), mtf.Layout(each.layout), machine, options_of(each))
+        own = evaluate(
+            model, mtf.Mesh(each.mesh), mtf.Layout(each.layout, each.refined), machine, options_of(each)
+        )
         assert each.predicted == own.predicted, each.name
 
 

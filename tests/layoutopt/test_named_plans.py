@@ -80,11 +80,13 @@ def test_names_are_of_no_matter() -> None:
     assert (found.data, found.sequence, set(found.weights)) == (("d_model",), (), {"length"})
 
 
-def every_plan(model: mtf.Model, mesh: mtf.Mesh, label: str, most: int) -> list[tuple[float, int]]:
+def every_plan(
+    model: mtf.Model, mesh: mtf.Mesh, label: str, most: int, asked: dict[str, Any] = ASKED
+) -> list[tuple[float, int]]:
     """Seconds and peaks of all plans of a name with one microbatch, stored as the layout says or split."""
     points = []
     for each in Baselines(model, mesh).restrictions()[label]:
-        decided = each.decided(SearchSpace(storage=ASKED["storage"], microbatches=(1,)), 1)
+        decided = each.decided(SearchSpace(**asked), 1)
         if decided is None:
             continue
         assert math.prod(map(len, decided.options.values())) <= most, label
@@ -116,6 +118,20 @@ def test_the_best_of_a_name_is_what_enumeration_finds(label: str) -> None:
         assert any(label in n for n in never) == (not best.feasible)
         if fits and min(fits) < FAR * plan.predicted.step_seconds:
             assert best.predicted.step_seconds <= min(fits) * (1 + AGREE)
+
+
+def test_named_plans_split_elsewhere_what_a_search_may() -> None:
+    """Sequence parallelism, of a dimension that counts rows here: only over the axes of weights."""
+    model, mesh, label = two_layers(4096, 512, 512), mtf.Mesh("x:4"), "tensor parallel"
+    further = {**ASKED, "elsewhere": ("batch",)}
+    plain, wide = (search(model, mesh=mesh, hardware=V3, **asked) for asked in (ASKED, further))
+    best = named(wide, label)
+    assert best.predicted is not None and mtf.Layout(best.layout).axes("batch") == ()
+    least = min(seconds for seconds, _ in every_plan(model, mesh, label, 1000, further))
+    assert best.predicted.step_seconds == pytest.approx(least, rel=AGREE)
+    assert least < named(plain, label).predicted.step_seconds  # type: ignore[union-attr]
+    assert best.refined["elsewhere"] == {"batch": ["x"]} and not named(wide, "data parallel").refined
+    assert not any("searched without" in note for note in wide.data.notes)
 
 
 @pytest.mark.parametrize(("name", "where"), crossed([{"mesh": "x:2;y:2"}, {"devices": 8}], MODELS, every=2))

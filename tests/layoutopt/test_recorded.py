@@ -166,20 +166,29 @@ def test_a_field_that_a_check_forgets_is_another_space(field: str) -> None:
 def test_named_plans_may_choose_whatever_names_do_not_say() -> None:
     found = chosen_by_name(SearchSpace(**{**SAID, "storage": ("layout", "zero3@a", "zero1")}))
     same = {name for name in SAID if getattr(found, name) == SAID[name]}
-    assert same == {"orders", "recompute", "microbatches", "context", "offload", "collective_matmul"}
+    assert same == {
+        "orders",
+        "recompute",
+        "microbatches",
+        "context",
+        "offload",
+        "collective_matmul",
+        "elsewhere",
+    }
     assert found.storage == ("layout", "zero1")
 
 
 def test_what_named_plans_could_not_choose_is_said() -> None:
-    pins = {"length@elsewhere": ("model",), "heads": ("model",), "d_ff": ("model",)}
     asked: dict[str, Any] = {"storage": ("layout",), "recompute": (False,), "microbatches": (1,)}
 
     def note(name: str, mesh: str, **more: Any) -> list[str]:
         plan = layoutopt.search(EXAMPLES[name](), mesh=mesh, **{"hardware": "h100", **asked, **more})
         return [n for n in plan.data.notes if n.startswith("layouts by name were searched without")]
 
-    (found,) = note("transformer", "model:4", hardware="tpu-v4", pins=pins, elsewhere=("length",))
-    assert found == "layouts by name were searched without sequence; the answer has sequence"
+    staged: dict[str, Any] = {"pipeline": ("layers",), "pins": {"layers": ("x",)}, "microbatches": (2,)}
+    (found,) = note("transformer", "x:2;y:2", **staged)
+    assert found == "layouts by name were searched without pipeline; the answer has pipeline"
+    assert not note("transformer", "x:4", elsewhere=("length",))
     hybrid, axis = ("layout", "zero1", "hybrid"), ("layout", "zero1", "zero1@x")
     (found,) = note("mlp", "node:2;own:8", storage=hybrid)
     assert found.startswith("layouts by name were searched without hybrid")
