@@ -31,6 +31,8 @@ class Wraparound:
 class Torus:
     """Chips on a 2-D or 3-D torus, slices joined by a data-centre network; bandwidths are one way."""
 
+    kind = "torus"
+    """In hardware files."""
     axes: Annotated[tuple[Count, ...], Length(1, 3)]
     links_per_axis: Count
     link_bandwidth_spec: Bandwidth | None
@@ -73,6 +75,8 @@ class GpuCluster:
     `network_launch` is added to one that leaves the node.
     """
 
+    kind = "cluster"
+    """In hardware files."""
     node_size: Count
     node_bandwidth_spec: Bandwidth
     node_bandwidth: ByGroup
@@ -91,6 +95,16 @@ class SharedMemory:
     """Devices that exchange data through one memory by copies; or, if the numbers were measured so, through
     collectives between processes that hold `devices_per_process` of them each, in the order of ranks."""
 
+    kind = "shared_memory"
+    """In hardware files."""
     copy_bandwidth: Bandwidth
     latency: Time
     devices_per_process: Count | None = None
+
+
+TOPOLOGIES: tuple[type[Torus] | type[GpuCluster] | type[SharedMemory], ...] = (
+    Torus,
+    GpuCluster,
+    SharedMemory,
+)
+"""All kinds of networks."""

@@ -170,11 +170,7 @@ _CHECKS: dict[type, Callable[[Any], str | None]] = {
     links.Torus: _torus,
     links.GpuCluster: _cluster,
 }
-_KINDS: dict[type, str] = {
-    links.Torus: "torus",
-    links.GpuCluster: "cluster",
-    links.SharedMemory: "shared_memory",
-}
+_KINDS: dict[type, str] = {each: each.kind for each in links.TOPOLOGIES}
 _ChipForm: Any = _form(model.Chip)
 _TopologyForm: Any = Annotated[reduce(or_, map(_form, _KINDS)), Field(discriminator="kind")]
 _Fraction: Any = _field(numbers.Fraction)

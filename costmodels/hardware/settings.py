@@ -15,7 +15,7 @@ from typing import Any, get_args, get_type_hints
 from costmodels.hardware import links, model, numbers
 from mesh_tf_core.errors import UserError, known_names
 
-_TOPOLOGIES = {"torus": links.Torus, "cluster": links.GpuCluster, "shared_memory": links.SharedMemory}
+_TOPOLOGIES = {each.kind: each for each in links.TOPOLOGIES}
 _VALUE = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(.*)", re.ASCII)
 
 

@@ -57,7 +57,7 @@ def _list(terminal: Terminal) -> None:
     rows = [
         (
             *(m.name, m.device, m.peak_flops("bfloat16"), m.memory_bytes, m.memory_bandwidth),
-            *(type(m.topology).__name__.lower(), m.calibration.date if m.calibration else "no"),
+            *(m.topology.kind, m.calibration.date if m.calibration else "no"),
         )
         for m in machines
     ]
@@ -107,7 +107,7 @@ def _summary(machine: Hardware) -> dict[str, Any]:
         "kind": machine.kind,
         "summary": machine.summary,
         "device": machine.device,
-        "topology": type(machine.topology).__name__.lower(),
+        "topology": machine.topology.kind,
         "calibrated": machine.calibrated,
         "memory_bytes": int(machine.memory_bytes),
         "usable_memory_bytes": int(machine.usable_memory_bytes),

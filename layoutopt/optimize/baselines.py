@@ -44,8 +44,8 @@ FSDP = "fully sharded (FSDP)"
 
 
 def chosen_by_name(allowed: SearchSpace) -> SearchSpace:
-    """The space of a named plan: the choices of a search that the name does not fix. Named plans have no stages
-    of pipelines, and the user's pins are none of theirs."""
+    """The space of a named plan: the choices of a search that the name does not fix. Named plans have no
+    stages of pipelines, and the user's pins are none of theirs."""
     whole = tuple(stage for stage in allowed.storage if stage != HYBRID and AT not in stage)
     said = {name: getattr(allowed, name) for name, argument in ARGUMENTS.items() if argument.by_name}
     return SearchSpace(**{**said, "storage": whole or STAGES[:1]})

@@ -102,6 +102,8 @@ LINES: dict[str, tuple[str, ...]] = {
 }
 """Command -> what is typed behind it, beside -h."""
 NUMBER = re.compile(r"(?<![\w#])[-+]?\d[\d,.]*(?:e[-+]?\d+)?|(?<=[a-z])\d+\b")
+UNIT = re.compile(r"# [mµn]?s\b")
+"""A time, whose unit changes from run to run where it is measured."""
 DRAWN = re.compile(r"[━╇─┼┃│]+")
 
 
@@ -130,7 +132,8 @@ def ran(line: str, folder: Path) -> str:
 def _lines(output: str) -> Iterator[str]:
     """What an output says, whatever its numbers, and however wide its columns."""
     for line in output.splitlines():
-        text = re.sub(" {2,}", "  ", NUMBER.sub("#", DRAWN.sub(" ", line))).rstrip()
+        text = UNIT.sub("# s", NUMBER.sub("#", DRAWN.sub(" ", line)))
+        text = re.sub(" {2,}", "  ", text).rstrip()
         if text.strip() and not text.startswith("so far"):
             yield text
 
