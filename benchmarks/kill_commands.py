@@ -58,7 +58,9 @@ PATIENCE = 30.0
 """Seconds that schedulers give."""
 LOADED = multiprocessing.get_context("forkserver")
 """Processes that begin with the libraries loaded, which takes most of a command's time."""
-LOADED.set_forkserver_preload(["tensorflow", "layoutopt.cli", "layoutopt.api", "mesh_tf_core.training"])
+LOADED.set_forkserver_preload(
+    ["tensorflow", "layoutopt.cli", "layoutopt.optimize.entry", "mesh_tf_core.training"]
+)
 
 
 @dataclass

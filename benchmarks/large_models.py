@@ -27,7 +27,7 @@ from costmodels import load_hardware
 from costmodels.utilisation import utilisation
 from examples.deepseek_lm import v3
 from examples.transformer_lm import llama3_405b
-from layoutopt.evaluator import evaluate
+from layoutopt.optimize.evaluator import evaluate
 
 OUT = Path(__file__).parent / "results" / "large_models.json"
 ANSWERED = "OPTIMAL"

@@ -11,8 +11,8 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of the next import either
     # Of the modules themselves: the package would be asked for such names first, and look for what is near.
-    from layoutopt.clock import begin
-    from layoutopt.signals import start
+    from layoutopt.runtime.clock import begin
+    from layoutopt.runtime.signals import start
 
     begin()
     start()

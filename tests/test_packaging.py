@@ -151,7 +151,7 @@ def test_tensorflow_loads_after_highs_has_solved() -> None:
     """MathOpt and TensorFlow cannot share a process in this order, so HiGHS runs in its own."""
     code = (
         "import numpy as np\n"
-        "from layoutopt.problem import ChoiceVariable, Problem, Term, solve\n"
+        "from layoutopt.solver import ChoiceVariable, Problem, Term, solve\n"
         "problem = Problem('p', (ChoiceVariable('a', 2), ChoiceVariable('b', 2)),"
         " (Term((0, 1), np.array([[3.0, 1.0], [2.0, 5.0]])), Term((0,), np.array([0.0, 0.5]))))\n"
         "print(solve(problem, 'highs').choices)\n"

@@ -19,14 +19,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.hardware import Hardware
-from layoutopt.evaluator import Evaluator
 from layoutopt.formulation.extract import count_layouts
 from layoutopt.optimize.candidates import MicrobatchBounds
+from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblems import Subproblem, subproblems
 from layoutopt.plan.build import Plan
-from layoutopt.problem import Choices, ResourceRow
+from layoutopt.solver import Choices, ResourceRow
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.mesh_shapes import meshes
 from mesh_tf_core.model import Model

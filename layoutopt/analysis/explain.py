@@ -16,10 +16,10 @@ from typing import Any
 
 from costmodels.hardware import Hardware
 from costmodels.pricing.pricer import Cost
-from layoutopt.clock import UNLIMITED, Clock
-from layoutopt.evaluator import Evaluation
+from layoutopt.optimize.evaluator import Evaluation
 from layoutopt.plan.build import Plan
-from layoutopt.problem import TOLERANCE
+from layoutopt.runtime.clock import UNLIMITED, Clock
+from layoutopt.solver import TOLERANCE
 from layoutopt.space.decisions import FEATURES, SearchSpace
 from layoutopt.space.elsewhere import written
 from layoutopt.space.splits import parse_rules
@@ -157,7 +157,7 @@ def finder(
     model: Model, plan: Plan, hardware: Hardware, asked: SearchSpace, objective: str = "time"
 ) -> FindBest:
     """Searches on the plan's mesh under other conditions, for the same `objective`."""
-    from layoutopt.api import search
+    from layoutopt.optimize.entry import search
 
     def find(
         condition: str,

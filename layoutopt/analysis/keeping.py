@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from costmodels.hardware import Hardware
 from costmodels.pricing.pricer import pricer
-from layoutopt.evaluator import evaluate
+from layoutopt.optimize.evaluator import evaluate
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options

@@ -19,14 +19,14 @@ from typing import Any
 
 from costmodels.hardware import Hardware, drawn, with_bandwidth
 from costmodels.pricing.pricer import pricer
-from layoutopt.clock import UNLIMITED, Clock
-from layoutopt.evaluator import evaluate
+from layoutopt.optimize.evaluator import evaluate
 from layoutopt.optimize.request import EXACT
 from layoutopt.plan import details
 from layoutopt.plan.build import Plan, layout_of, options_of
 from layoutopt.plan.details import Robustness
 from layoutopt.plan.schema import Told
 from layoutopt.plan.units import mesh_option
+from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.space.decisions import SearchSpace
 from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError
 from mesh_tf_core.ir.mesh import Mesh
@@ -96,7 +96,7 @@ def sensitivity(
     Args:
       told: hears every condition, in words, before it is searched.
     """
-    from layoutopt.api import search
+    from layoutopt.optimize.entry import search
 
     devices = plan.mesh.devices
     reshaped = not (asked.pins or asked.forbid or asked.diloco) and devices % 2 == 0

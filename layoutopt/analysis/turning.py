@@ -16,11 +16,11 @@ from costmodels.hardware import Hardware
 from costmodels.hardware.vary import NETWORK, varied
 from costmodels.network.topology import MeshPlacement, place
 from costmodels.pricing.pricer import pricer
-from layoutopt.clock import UNLIMITED, Clock
-from layoutopt.evaluator import Evaluation, evaluate
+from layoutopt.optimize.evaluator import Evaluation, evaluate
 from layoutopt.plan.build import options_of
 from layoutopt.plan.schema import Predicted
 from layoutopt.plan.ways import AtLink, ReplicaStrategy, Turning
+from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.space.decisions import SearchSpace
 from mesh_tf_core.errors import InfeasibleError, LimitError
 from mesh_tf_core.ir.layout import Layout
@@ -94,7 +94,7 @@ def searched(
       asked: what else was asked of the searches.
       limit: bytes that a device may hold.
     """
-    from layoutopt.api import Limits, search
+    from layoutopt.optimize.entry import Limits, search
 
     rare = _rare(ways)
     if rare is None:

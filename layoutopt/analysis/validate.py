@@ -145,7 +145,7 @@ def choose(
     """
     prices = pricer(hardware, mesh)
     if best is None:
-        from layoutopt.api import search
+        from layoutopt.optimize.entry import search
 
         plain: dict[str, Any] = {"storage": ("layout",), "recompute": (False,), "microbatches": (1,)}
         best = search(model, mesh=mesh, hardware=hardware, memory=math.inf, **plain).layout

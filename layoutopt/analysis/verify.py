@@ -20,11 +20,11 @@ from costmodels.hardware import Hardware
 from costmodels.kernels.compute import compute_cost
 from costmodels.pricing.items import Computed
 from costmodels.pricing.lines import Cost
-from layoutopt.evaluator import Evaluation
+from layoutopt.optimize.evaluator import Evaluation
 from layoutopt.plan.build import given_fields
+from layoutopt.plan.notebook import Shown, table
 from layoutopt.plan.results import Collectives, Compared, Moved, VerifyResult
 from layoutopt.plan.units import bytes_text, seconds_text
-from layoutopt.shown import Shown, table
 from mesh_tf_core.engines.jax.compile import CompilerRefusal, compile_for
 from mesh_tf_core.engines.jax.hlo import HloCollective, read
 from mesh_tf_core.errors import UserError, known_names

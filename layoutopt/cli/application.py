@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from layoutopt import signals
 from layoutopt.cli.defaults import Command, add_sources
 from layoutopt.cli.group import CommandGroup
 from layoutopt.cli.listing import COMMANDS, PURPOSE, VERSION
 from layoutopt.cli.panels import into_panels
+from layoutopt.runtime import signals
 
 
 class _Commands(Mapping[str, Any]):

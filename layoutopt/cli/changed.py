@@ -12,7 +12,7 @@ from reports.views.view import FLAG, NUMBER, SECONDS, TIMES, Cell, Column, View,
 
 if TYPE_CHECKING:
     from layoutopt.analysis.sensitivity import SensitivityCurve, SensitivityTrial
-    from layoutopt.answers.explaining import Conditions
+    from layoutopt.api.explaining import Conditions
     from layoutopt.plan.build import Plan
     from layoutopt.plan.details import Robustness
 

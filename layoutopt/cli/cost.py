@@ -36,8 +36,8 @@ from layoutopt.plan.units import seconds_text, used_text
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from layoutopt.analysis import lint as linting
-    from layoutopt.evaluator import Evaluation
     from layoutopt.models.loading import Loaded
+    from layoutopt.optimize.evaluator import Evaluation
     from layoutopt.plan.results import CostLine
     from layoutopt.plan.training import TrainingForecast
 
@@ -65,7 +65,7 @@ def cost(
     quiet: QuietOption = False,
 ) -> None:
     """Price a layout: per operation, per axis, per phase, and its peak memory."""
-    from layoutopt.answers.pricing import cost as priced
+    from layoutopt.api.pricing import cost as priced
     from layoutopt.models.loading import load_model
 
     terminal = Terminal(as_json, quiet)
@@ -153,8 +153,8 @@ def _show(
         phase_table,
     )
     from layoutopt.cli.plan_tables import decided_rows
-    from layoutopt.details.of_machine import errors_known, sure
     from layoutopt.plan.build import decided
+    from layoutopt.plan.machine_details import errors_known, sure
     from layoutopt.plan.trade_names import trade_names
     from reports.views import facts as told
 

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from layoutopt import signals
 from layoutopt.plan.units import clean, shorten
+from layoutopt.runtime import signals
 
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as programs that the signal ends
 LONGEST = 300

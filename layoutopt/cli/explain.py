@@ -26,15 +26,15 @@ from layoutopt.cli.plans import ModelOption, PlanArgument, Planned, open_plan
 from layoutopt.cli.progress import StepProgress
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.cli.ways import compared_on_links, show_turning, show_ways
-from layoutopt.details.of_machine import errors_known, sure
 from layoutopt.plan.covered import listed
+from layoutopt.plan.machine_details import errors_known, sure
 from layoutopt.plan.units import bytes_text, seconds_text, share_text
 from layoutopt.space.option import listed as listed_options
 from reports.views.view import View, texts
 
 if TYPE_CHECKING:
-    from layoutopt.answers.explaining import Explained
-    from layoutopt.evaluator import Evaluation
+    from layoutopt.api.explaining import Explained
+    from layoutopt.optimize.evaluator import Evaluation
     from layoutopt.space.undivided import Undivided
 
 EXAMPLES = examples(
@@ -88,8 +88,8 @@ def explain(
     quiet: QuietOption = False,
 ) -> None:
     """Say why a plan's layout and not another: what each split is worth, what binds, what a pin costs."""
-    from layoutopt.answers.explaining import explain as explained
-    from layoutopt.answers.explaining import with_found
+    from layoutopt.api.explaining import explain as explained
+    from layoutopt.api.explaining import with_found
     from mesh_tf_core.errors import UserError
 
     clock = time_limited(time_limit)
@@ -118,7 +118,7 @@ def explain(
 
 
 def _show(terminal: Terminal, planned: Planned, found: Explained) -> None:
-    from layoutopt.answers.explaining import peak_text
+    from layoutopt.api.explaining import peak_text
     from layoutopt.space.recorded import allowed_text
 
     evaluation, own, limit = found.evaluation, found.plan.data, planned.limit

@@ -14,7 +14,7 @@ from reports.views.view import BYTES, FLAG, SECONDS, Cell, Column, Kind, View, V
 if TYPE_CHECKING:
     from layoutopt.analysis.explain import Difference, WhatIfAnswer
     from layoutopt.analysis.keeping import Keeping
-    from layoutopt.evaluator import Evaluation
+    from layoutopt.optimize.evaluator import Evaluation
 
 MORE = Kind(
     lambda value: f"{'+' if value > 0 else '-' if value < 0 else ''}{seconds_text(abs(value))}", adds=True

@@ -99,7 +99,7 @@ def export(
 def _write_step(terminal: Terminal, plan: Plan, path: Path, model: str | None, out: Path | None) -> None:
     """Writes the predicted step, packed if that is what the file is called."""
     from layoutopt.analysis.perfetto import predicted, written
-    from layoutopt.evaluator import evaluate
+    from layoutopt.optimize.evaluator import evaluate
     from layoutopt.plan.results import ExportResult
     from mesh_tf_core.files import write_file
 

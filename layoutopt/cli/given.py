@@ -12,8 +12,8 @@ from layoutopt.space.option import listed
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
-    from layoutopt.evaluator import Evaluation
     from layoutopt.models.loading import Loaded
+    from layoutopt.optimize.evaluator import Evaluation
     from layoutopt.plan.build import Plan
     from mesh_tf_core import Layout, Mesh, Options
 
@@ -83,6 +83,6 @@ class GivenOptions:
 
     def priced(self, loaded: Loaded, machine: Hardware) -> Evaluation:
         """The model lowered so, and what it costs."""
-        from layoutopt.evaluator import evaluate
+        from layoutopt.optimize.evaluator import evaluate
 
         return evaluate(loaded.model, self.mesh, self.layout, machine, self.options)

@@ -10,11 +10,11 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from layoutopt import signals
 from layoutopt.cli.exits import fail, handled
 from layoutopt.cli.hints import usage
 from layoutopt.cli.listing import short_listing, show_help
 from layoutopt.cli.panels import asks_short, short_help
+from layoutopt.runtime import signals
 
 CTRL_C = 130  # 128 + SIGINT
 

@@ -57,7 +57,7 @@ def launch(
 
     Shows what the first worker shows. Training needs --checkpoint in the command to go on after a failure.
     """
-    from layoutopt.launching import launch as run
+    from layoutopt.runtime.launching import launch as run
     from mesh_tf_core.errors import UserError
 
     if command[0] not in AFTER_FAILURE:

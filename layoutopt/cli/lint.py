@@ -55,7 +55,7 @@ def lint(
     quiet: QuietOption = False,
 ) -> None:
     """Find likely mistakes of a layout, or of your own shardings, and what they cost."""
-    from layoutopt.answers.pricing import lint as linted
+    from layoutopt.api.pricing import lint as linted
     from layoutopt.models.loading import load_model
 
     terminal = Terminal(as_json, quiet)

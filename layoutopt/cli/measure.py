@@ -34,8 +34,8 @@ from layoutopt.cli.tracing import Trace, TraceOption
 from layoutopt.plan.units import bytes_text, seconds_text, throughput_text
 
 if TYPE_CHECKING:
-    from layoutopt.evaluator import Evaluation
     from layoutopt.models.loading import Loaded
+    from layoutopt.optimize.evaluator import Evaluation
     from mesh_tf_core.training import Trainer
 
 EXAMPLES = examples(

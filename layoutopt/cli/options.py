@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from layoutopt import clock as clocks
 from layoutopt.cli.completion import complete_setting
 from layoutopt.cli.units import parse_bytes
-from layoutopt.clock import Clock
+from layoutopt.runtime import clock as clocks
+from layoutopt.runtime.clock import Clock
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware

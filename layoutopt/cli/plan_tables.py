@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from layoutopt.cli.terminal import DOUBT, FITS, GOOD, Terminal, facts
-from layoutopt.details.of_machine import errors_known, sure
+from layoutopt.plan.machine_details import errors_known, sure
 from layoutopt.plan.units import (
     layout_text,
     used_text,

@@ -16,7 +16,7 @@ from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import duration_text
 
 if TYPE_CHECKING:
-    from layoutopt.api import SearchStatus
+    from layoutopt.optimize.entry import SearchStatus
 
 
 EVERY = 10.0

@@ -109,7 +109,7 @@ def refusal(
 def _changed(asked: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Changed]:
     """Options of `search` with which other arguments are asked: those that differ, whatever they are; None
     where the option is left out."""
-    from layoutopt.api import Limits, SearchSpace
+    from layoutopt.optimize.entry import Limits, SearchSpace
     from layoutopt.space.decisions import ARGUMENTS
 
     usual = {**asdict(Limits()), "hardware": THIS_MACHINE, **SearchSpace().keywords}

@@ -12,7 +12,7 @@ from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples, 
 from layoutopt.cli.plans import ModelOption, hardware_of, with_model
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.training_cost import PriceOption, TokensOption, read_prices, read_tokens, training_cost
-from layoutopt.details.of_plan import with_details
+from layoutopt.optimize.plan_details import with_details
 from layoutopt.plan.units import bytes_text
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layoutopt import signals
 from layoutopt.cli.given import GivenOptions
 from layoutopt.cli.options import THIS_MACHINE, read_hardware, read_mesh
 from layoutopt.cli.plans import hardware_of, is_plan, say_damage
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import plural
+from layoutopt.runtime import signals
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware

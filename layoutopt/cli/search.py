@@ -46,8 +46,8 @@ from layoutopt.cli.training_cost import (
     training_cost,
 )
 from layoutopt.cli.ways import AcceptLossOption, ReplicaModel, is_choice, show_ways
-from layoutopt.clock import Clock
 from layoutopt.plan.units import bytes_text, seconds_text
+from layoutopt.runtime.clock import Clock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,8 +120,8 @@ def search(
     """Find the best layout of a model, prove it, and show it with its alternatives."""
     clock = time_limited(time_limit)  # of all that this command does
     from costmodels.hardware import with_settings
-    from layoutopt.api import search as find
     from layoutopt.models.loading import load_model
+    from layoutopt.optimize.entry import search as find
     from layoutopt.plan.training import check_tokens
     from mesh_tf_core.errors import InfeasibleError
 
@@ -160,7 +160,7 @@ def search(
                     "keep_best": True,
                 }
                 if ways:
-                    from layoutopt.replicas import choose_replicas
+                    from layoutopt.api.replicas import choose_replicas
 
                     shares = ReplicaModel(model, settings or (), loaded)
                     more |= {"ways": ways, "accept_loss": accept_loss, "told": terminal.say}
@@ -240,7 +240,7 @@ def _detailed(
     terminal: Terminal, clock: Clock, plan: Plan, loaded: Loaded, machine: Hardware, limit: int
 ) -> Plan:
     """The plan with its details; without them if there is no time, or Ctrl-C ends their making."""
-    from layoutopt.details.of_plan import with_details
+    from layoutopt.optimize.plan_details import with_details
 
     full = plan
 
@@ -261,7 +261,7 @@ def _diagnosed(
 ) -> Diagnosis:
     """Why nothing fits, and what would help, as far as that is known in time."""
     from layoutopt.analysis.infeasible import Diagnosis, diagnose
-    from layoutopt.api import search as find
+    from layoutopt.optimize.entry import search as find
 
     found = [Diagnosis((), ())]
     with terminal.waiting("nothing fits; looking for what would help"), suppress(KeyboardInterrupt):

@@ -11,12 +11,12 @@ import typer
 from layoutopt.cli.options import JsonOption, QuietOption, TimeLimitOption, examples, in_time, time_limited
 from layoutopt.cli.progress import Bounds
 from layoutopt.cli.terminal import Terminal, facts
-from layoutopt.clock import Clock
 from layoutopt.plan.units import duration_text
+from layoutopt.runtime.clock import Clock
 from reports.views.view import View, texts
 
 if TYPE_CHECKING:
-    from layoutopt.problem import Problem, Solution
+    from layoutopt.solver import Problem, Solution
 
 EXAMPLES = examples(
     "layoutopt solve-problem problem.json",
@@ -52,7 +52,7 @@ def solve_problem(
     """Solve a problem in the general form, or in the contest's."""
     clock = time_limited(time_limit)  # of all that this command does
     from layoutopt.plan.results import ProblemSolver, SolveProblemResult
-    from layoutopt.problem import Status, load, solve
+    from layoutopt.solver import Status, load, solve
 
     terminal = Terminal(as_json, quiet)
     problem = in_time(clock, str(file), lambda: load(file))
@@ -85,7 +85,7 @@ def solve_problem(
 
 def _refuse(problem: Problem, found: Solution, clock: Clock) -> None:
     """Raises the error of a problem without an answer."""
-    from layoutopt.problem import Status
+    from layoutopt.solver import Status
     from mesh_tf_core.errors import InfeasibleError, LimitError
 
     if found.status is Status.LIMIT and found.stopped:
@@ -101,7 +101,7 @@ def _refuse(problem: Problem, found: Solution, clock: Clock) -> None:
 
 def _reason(problem: Problem, clock: Clock) -> str:
     """The smallest set of rows that cannot hold together, if it is known in time."""
-    from layoutopt.problem import ConflictGroup, ProblemError, conflict
+    from layoutopt.solver import ConflictGroup, ProblemError, conflict
 
     groups = {row.name: ConflictGroup({}, (row.name,)) for row in problem.rows}
     try:

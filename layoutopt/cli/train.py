@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layoutopt import signals
 from layoutopt.cli.given import UNDECIDED, ByHand, GivenOptions
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.job import ALONE, Job
@@ -35,6 +34,7 @@ from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.tracing import Trace, TraceOption
 from layoutopt.cli.training_run import TrainingRun
 from layoutopt.plan.units import seconds_text
+from layoutopt.runtime import signals
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
@@ -180,7 +180,7 @@ def _refuse_decided(decided: ByHand) -> None:
 def _searched(session: Session, loaded: Loaded, machine: Hardware, mesh: str | None) -> GivenOptions:
     """The best layout; of a cluster's processes one searches it for all. Without a mesh it is the best of all
     meshes of as many devices as there are."""
-    from layoutopt.api import search
+    from layoutopt.optimize.entry import search
     from layoutopt.plan.build import parse_plan
     from mesh_tf_core.engines import device_count
 

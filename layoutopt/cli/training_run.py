@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layoutopt import signals
 from layoutopt.cli.given import GivenOptions
 from layoutopt.cli.progress import StepProgress
 from layoutopt.cli.results import layout_text
@@ -29,6 +28,7 @@ from layoutopt.cli.running import (
 from layoutopt.cli.terminal import facts
 from layoutopt.cli.tracing import Trace
 from layoutopt.plan.units import duration_text, seconds_text, throughput_text, used_text
+from layoutopt.runtime import signals
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware

@@ -65,7 +65,7 @@ def validate(
     quiet: QuietOption = False,
 ) -> None:
     """Run many layouts on this machine and hold the predicted times against the measured ones."""
-    from layoutopt.answers.running import validate as run
+    from layoutopt.api.running import validate as run
     from mesh_tf_core.files import write_file
 
     check_out(out)

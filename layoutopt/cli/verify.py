@@ -28,8 +28,8 @@ from reports.views.view import BYTES, WHOLE, Cell, Column, Kind, View
 
 if TYPE_CHECKING:
     from layoutopt.analysis.verify import Verified
-    from layoutopt.evaluator import Evaluation
     from layoutopt.models.loading import Loaded
+    from layoutopt.optimize.evaluator import Evaluation
 
 EXAMPLES = examples(
     'layoutopt verify examples/transformer_lm.py --topology v5e:2x4 --mesh "data:2;model:4" '
@@ -71,8 +71,8 @@ def verify(
 ) -> None:
     """Compile with the real TPU compiler: collectives, peak memory and compute time against ours."""
     from layoutopt.analysis.verify import generation
-    from layoutopt.answers.pricing import cost
-    from layoutopt.answers.running import verify as compiled
+    from layoutopt.api.pricing import cost
+    from layoutopt.api.running import verify as compiled
     from layoutopt.cli.running import hushed
     from mesh_tf_core.errors import InfeasibleError
     from mesh_tf_core.files import write_file

@@ -14,10 +14,10 @@ from reports.views.view import BYTES, FLAG, SECONDS, SHARE, Cell, Column, Kind, 
 
 if TYPE_CHECKING:
     from layoutopt.cli.plans import Planned
-    from layoutopt.clock import Clock
     from layoutopt.models.loading import Loaded
     from layoutopt.plan.build import Plan
     from layoutopt.plan.ways import AtLink, ReplicaStrategy, Turning
+    from layoutopt.runtime.clock import Clock
     from mesh_tf_core.model import Model
 
 AcceptLossOption = Annotated[

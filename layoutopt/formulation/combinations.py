@@ -14,8 +14,8 @@ import numpy as np
 
 from layoutopt.formulation.index import Index
 from layoutopt.formulation.tables import Assignment, Table
-from layoutopt.problem.form import Bools
-from layoutopt.problem.relations import Relation, agree
+from layoutopt.solver.form import Bools
+from layoutopt.solver.relations import Relation, agree
 
 FEW = 32
 """Entries of a table that are not worth the look."""

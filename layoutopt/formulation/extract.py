@@ -1,4 +1,4 @@
-r"""From a model to a problem in the general form (`layoutopt.problem`), for one mesh.
+r"""From a model to a problem in the general form (`layoutopt.solver`), for one mesh.
 
 Variables
   x_d       for every decision d (see `decisions`): which of its options is chosen
@@ -41,8 +41,8 @@ from layoutopt.formulation.memory_constraints import MemoryConstraints
 from layoutopt.formulation.natural_memory import NaturalMemory
 from layoutopt.formulation.shared import shared_context
 from layoutopt.formulation.tables import Entry, Table, Tabler, is_large, legal
-from layoutopt.problem import ChoiceVariable, Problem, ResourceRow, Sparse, Term
-from layoutopt.problem.relations import Relation
+from layoutopt.solver import ChoiceVariable, Problem, ResourceRow, Sparse, Term
+from layoutopt.solver.relations import Relation
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
 from layoutopt.space.offload import OffloadDecision, Weights

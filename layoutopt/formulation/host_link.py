@@ -31,7 +31,7 @@ from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.index import Index
 from layoutopt.formulation.lowering_cache import LoweredCluster
 from layoutopt.formulation.tables import Table
-from layoutopt.problem import ChoiceVariable, Problem, ResourceRow, RowTerm, Sparse, Term
+from layoutopt.solver import ChoiceVariable, Problem, ResourceRow, RowTerm, Sparse, Term
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import HostLoad, Local, Loop, Program, Transfer

@@ -16,7 +16,7 @@ import numpy as np
 
 from layoutopt.formulation.index import Index
 from layoutopt.formulation.tables import Table
-from layoutopt.problem import ResourceRow, RowTerm, Sparse
+from layoutopt.solver import ResourceRow, RowTerm, Sparse
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program, WriteVariable
 

@@ -1,4 +1,4 @@
-"""Numbers of decisions and of their options: what the general form (`layoutopt.problem`) calls them."""
+"""Numbers of decisions and of their options: what the general form (`layoutopt.solver`) calls them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from layoutopt.formulation.tables import Table
-from layoutopt.problem.form import Ints
+from layoutopt.solver.form import Ints
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
 

@@ -24,7 +24,7 @@ from layoutopt.formulation.meeting import OuterStepContext
 from layoutopt.formulation.memory_points import PointKey, ProgramPoints, Thing, undominated
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import Table, Tabler
-from layoutopt.problem import ResourceRow, RowTerm, Sparse
+from layoutopt.solver import ResourceRow, RowTerm, Sparse
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.recompute import again_in
 from layoutopt.space.recompute import chosen as chosen_of

@@ -18,7 +18,7 @@ import numpy as np
 from layoutopt.formulation.memory_points import undominated
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import assignments
-from layoutopt.problem import ResourceRow, RowTerm, Sparse
+from layoutopt.solver import ResourceRow, RowTerm, Sparse
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.recompute import again_in
 from mesh_tf_core.ir.liveness import Held, Liveness

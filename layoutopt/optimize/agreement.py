@@ -17,7 +17,7 @@ from layoutopt.optimize.baselines import by_name
 from layoutopt.optimize.request import EXACT, Request
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem
-from layoutopt.problem import TOLERANCE
+from layoutopt.solver import TOLERANCE
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh

@@ -16,8 +16,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from layoutopt.evaluator import Evaluator
 from layoutopt.formulation.extract import count_layouts
+from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.fixing import SLACK, OptionCosts
 from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch

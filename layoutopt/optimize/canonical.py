@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from layoutopt.formulation.extract import Extraction
-from layoutopt.problem import Problem, cost
-from layoutopt.problem import evaluate as evaluate_choices
+from layoutopt.solver import Problem, cost
+from layoutopt.solver import evaluate as evaluate_choices
 
 EQUAL = 1e-12
 """Relative difference of sums that are taken in another order."""

@@ -19,16 +19,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from layoutopt.clock import UNLIMITED, Clock
-from layoutopt.evaluator import Evaluator
 from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.extract import Draft
+from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
-from layoutopt.problem import eliminate
-from layoutopt.problem.form import Floats
-from layoutopt.problem.marginals import marginals, rows_below
+from layoutopt.runtime.clock import UNLIMITED, Clock
+from layoutopt.solver import eliminate
+from layoutopt.solver.form import Floats
+from layoutopt.solver.marginals import marginals, rows_below
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
 from layoutopt.space.recompute import Recompute

@@ -10,14 +10,14 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from layoutopt.clock import UNLIMITED, Clock
 from layoutopt.optimize.baselines import axis_names, by_name
 from layoutopt.optimize.heuristics import greedy
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem, key_of
 from layoutopt.plan.build import decided
-from layoutopt.problem import Solution, Status
+from layoutopt.runtime.clock import UNLIMITED, Clock
+from layoutopt.solver import Solution, Status
 from layoutopt.space.decisions import Decisions
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout

@@ -23,11 +23,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from costmodels.liveness import Holding
-from layoutopt.evaluator import Evaluation
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.extract import Extraction
 from layoutopt.formulation.memory_points import PointKey
-from layoutopt.problem import ResourceRow, RowTerm, Sparse
+from layoutopt.optimize.evaluator import Evaluation
+from layoutopt.solver import ResourceRow, RowTerm, Sparse
 from layoutopt.space.recompute import Recompute, again_in
 from mesh_tf_core.ir.program import Collective, Instr, Program, Slice
 

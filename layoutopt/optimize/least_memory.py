@@ -10,10 +10,10 @@ from functools import partial
 
 import numpy as np
 
-from layoutopt.clock import UNLIMITED, Clock
 from layoutopt.optimize.subproblem import ROUNDING, EvaluatedLayout, SubproblemSearch, go_on, listed
 from layoutopt.plan.units import size_text
-from layoutopt.problem import (
+from layoutopt.runtime.clock import UNLIMITED, Clock
+from layoutopt.solver import (
     ChoiceVariable,
     Problem,
     ResourceRow,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 
-from layoutopt.evaluator import Evaluation
+from layoutopt.optimize.evaluator import Evaluation
 from layoutopt.optimize.request import EXACT
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout

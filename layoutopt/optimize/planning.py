@@ -2,7 +2,7 @@
 mesh.
 
 Seconds are proven of the tables; what a plan shows is the price of the lowered program. It is OPTIMAL only if
-the two agree on its layout within `layoutopt.problem.TOLERANCE` (relative), whoever found it. Where the
+the two agree on its layout within `layoutopt.solver.TOLERANCE` (relative), whoever found it. Where the
 tables come to less, their bound holds, and the difference is the gap. Where they come to more, other layouts
 may be cheaper than their tables, too: the bound is what is proven of every program, that no device computes
 less than its share of what one would alone. A note says what the bound would be if the tables counted no
@@ -18,8 +18,6 @@ from dataclasses import dataclass, replace
 from costmodels.hardware import Hardware
 from costmodels.network.topology import place
 from costmodels.repeated import near_sizes, repeated
-from layoutopt.details.of_machine import errors_known
-from layoutopt.evaluator import Evaluation
 from layoutopt.optimize.agreement import TableAgreement, compared, summed
 from layoutopt.optimize.alternatives import (
     Alternatives,
@@ -30,15 +28,17 @@ from layoutopt.optimize.alternatives import (
     ranked,
 )
 from layoutopt.optimize.baselines import axis_names
+from layoutopt.optimize.evaluator import Evaluation
 from layoutopt.optimize.request import BESIDE, BESIDE_SHARE, EXACT, PLANNED, Request, left_whole, space_of
 from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.build import Plan, axes_of, decided, model_info
+from layoutopt.plan.machine_details import errors_known
 from layoutopt.plan.schema import INFEASIBLE, PlanFile, SolverInfo
 from layoutopt.plan.trade_names import trade_names
 from layoutopt.plan.units import some
-from layoutopt.problem import TOLERANCE
+from layoutopt.solver import TOLERANCE
 from layoutopt.space.microbatches import impossible
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.verify import verify

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from costmodels.hardware import Hardware
-from layoutopt.clock import Clock
-from layoutopt.evaluator import Evaluation, Evaluator
+from layoutopt.optimize.evaluator import Evaluation, Evaluator
 from layoutopt.plan.covered import CoveredSpace, UncoveredChoices
+from layoutopt.runtime.clock import Clock
 from layoutopt.space.decisions import KINDS, SearchSpace, left_out
 from layoutopt.space.kind import Target
 from layoutopt.space.mesh_shapes import other_meshes

@@ -21,7 +21,7 @@ from layoutopt.optimize.fixing import ClusterWeights, faster, fill
 from layoutopt.optimize.request import EXACT, Request
 from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
-from layoutopt.problem import Solution, Status
+from layoutopt.solver import Solution, Status
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.microbatches import numbers

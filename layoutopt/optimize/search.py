@@ -26,9 +26,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from layoutopt.evaluator import Evaluation
 from layoutopt.formulation.extract import count_layouts
 from layoutopt.optimize.candidates import MicrobatchBounds, SubproblemCandidate, compute_at_least
+from layoutopt.optimize.evaluator import Evaluation
 from layoutopt.optimize.fixing import ClusterWeights, OptionCosts, faster, option_costs
 from layoutopt.optimize.incumbents import Incumbents
 from layoutopt.optimize.least_memory import leanest, least_memory, too_much

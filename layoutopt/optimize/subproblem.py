@@ -17,13 +17,13 @@ from functools import cached_property
 import numpy as np
 
 from costmodels.hardware import Hardware
-from layoutopt.clock import UNLIMITED, Clock
-from layoutopt.evaluator import Evaluation, Evaluator
 from layoutopt.formulation.cuts import PendingSum
 from layoutopt.formulation.extract import Extraction, extract
 from layoutopt.optimize.canonical import canonical
+from layoutopt.optimize.evaluator import Evaluation, Evaluator
 from layoutopt.optimize.lazy_cuts import lazy_cut
-from layoutopt.problem import (
+from layoutopt.runtime.clock import UNLIMITED, Clock
+from layoutopt.solver import (
     Elimination,
     Problem,
     ResourceRow,

@@ -155,7 +155,7 @@ class Plan:
 
     def to_frame(self) -> Any:
         """The answer and its alternatives as a pandas frame: one row for each layout."""
-        from layoutopt.shown import frame
+        from layoutopt.plan.notebook import frame
 
         return frame(self.data)
 
@@ -166,12 +166,12 @@ class Plan:
           path: where to write it too.
           validation: what `layoutopt.validate` gave, as `to_json()`.
         """
-        from layoutopt.shown import report
+        from layoutopt.plan.notebook import report
 
         return report([self.full().to_json()], path, validation)
 
     def _repr_html_(self) -> str:
-        from layoutopt.shown import card
+        from layoutopt.plan.notebook import card
 
         return card(self.full().data)
 

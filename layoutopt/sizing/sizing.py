@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from costmodels.hardware import Hardware, machine_of
-from layoutopt.api import Limits
-from layoutopt.arguments import gathered
-from layoutopt.clock import Clock
-from layoutopt.evaluator import check_limit
+from layoutopt.optimize.entry import Limits
+from layoutopt.optimize.evaluator import check_limit
 from layoutopt.plan.build import Plan
 from layoutopt.plan.size_results import LawInfo, SizedCandidate, SizeResult
+from layoutopt.runtime.clock import Clock
 from layoutopt.sizing import summary
 from layoutopt.sizing.answer import Answering, Tell
 from layoutopt.sizing.family import RULES, Family
@@ -25,6 +24,7 @@ from layoutopt.sizing.question import SizingQuestion
 from layoutopt.sizing.rows import SizeRow, frontier
 from layoutopt.sizing.timing import OfferedHardware, Timer
 from layoutopt.space.decisions import ARGUMENTS, SearchSpace
+from layoutopt.space.keywords import gathered
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.mesh import MOST_DEVICES
 from mesh_tf_core.model import Model

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from layoutopt.details.of_machine import errors_known, sure
 from layoutopt.plan.decided import Decided
+from layoutopt.plan.machine_details import errors_known, sure
 from layoutopt.plan.size_results import PAYS, Accuracy, Beaten, Course, Flat, Optimum, SizedCandidate, Sweep
 from layoutopt.sizing.answer import Answering
 from layoutopt.sizing.fitting import FittedLaw

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from costmodels.hardware import Hardware
-from layoutopt.api import search
-from layoutopt.clock import Clock
-from layoutopt.evaluator import computed_alone
+from layoutopt.optimize.entry import search
+from layoutopt.optimize.evaluator import computed_alone
 from layoutopt.plan.build import Plan
+from layoutopt.runtime.clock import Clock
 from layoutopt.sizing.family import SizeCandidate
 from mesh_tf_core.errors import InfeasibleError
 from mesh_tf_core.ir.mesh import MOST_DEVICES

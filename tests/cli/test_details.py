@@ -12,7 +12,7 @@ from costmodels.calibration.clock import ClockNoise
 from costmodels.calibration.profile import profile
 from costmodels.calibration.team import assemble
 from costmodels.hardware import load_hardware, write_profile
-from layoutopt.details.of_machine import calibration_details, hardware_details
+from layoutopt.plan.machine_details import calibration_details, hardware_details
 from mesh_tf_core import Mesh
 from tests.costmodels.calibration import test_fit
 

@@ -11,8 +11,8 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels import load_hardware
-from layoutopt.evaluator import evaluate
 from layoutopt.models.loading import load_model
+from layoutopt.optimize.evaluator import evaluate
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

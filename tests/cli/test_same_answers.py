@@ -15,7 +15,7 @@ import mesh_tf_core as mtf
 from examples.transformer_lm import model as transformer_lm
 from layoutopt.analysis import validate as validation
 from layoutopt.analysis.verify import Verified
-from layoutopt.answers.pricing import PricedLayout
+from layoutopt.api.pricing import PricedLayout
 from layoutopt.cli.terminal import plain
 from layoutopt.models.loading import load_model
 from mesh_tf_core.engines.jax.compile import CompilerRefusal
@@ -120,7 +120,7 @@ def test_verify(printed: Callable[..., Any], model: mtf.Model, monkeypatch: pyte
         of = priced.evaluation if isinstance(priced, PricedLayout) else priced
         return Verified(topology, of.cost.compute_seconds, (), None, CompilerRefusal("no room", True), (), of)
 
-    monkeypatch.setattr("layoutopt.answers.running.compiled", compiled)
+    monkeypatch.setattr("layoutopt.api.running.compiled", compiled)
     found = layoutopt.verify(layoutopt.cost(model, MESH, "batch:data"), "v5e:2x2")
     assert said(found)["reason"] == "no room"
     monkeypatch.setattr("layoutopt.cli.verify._verdict", lambda found: "refused")

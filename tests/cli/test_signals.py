@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from layoutopt import signals
+from layoutopt.runtime import signals
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY = pytest.mark.parametrize("number", signals.ENDING, ids=lambda number: signal.Signals(number).name)
@@ -127,7 +127,7 @@ def python(text: str, *args: str) -> subprocess.CompletedProcess[str]:
 
 @EVERY
 @pytest.mark.parametrize(
-    "where", ["layoutopt.signals", "typer", "layoutopt.cli.application", "layoutopt.cli.search"]
+    "where", ["layoutopt.runtime.signals", "typer", "layoutopt.cli.application", "layoutopt.cli.search"]
 )
 def test_no_traceback_while_the_command_line_is_imported(where: str, number: int) -> None:
     text = (
@@ -142,7 +142,7 @@ def test_no_traceback_while_the_command_line_is_imported(where: str, number: int
         "runpy.run_module('layoutopt', run_name='__main__')\n"
     )
     done = python(text, where, str(int(number)))
-    code = -number if where == "layoutopt.signals" else 128 + number  # to a shell they are the same
+    code = -number if where == "layoutopt.runtime.signals" else 128 + number  # to a shell they are the same
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
 
 
@@ -153,7 +153,7 @@ def test_the_console_script_hears_signals_first() -> None:
 
 STUCK = """
 import ctypes, os, signal, sys, threading, time
-from layoutopt import signals
+from layoutopt.runtime import signals
 
 signals.STUCK, signals.PATIENCE = 0.2, 0.4
 number, mutex = int(sys.argv[1]), ctypes.create_string_buffer(64)
@@ -179,7 +179,7 @@ def test_a_process_that_is_stuck_in_a_library_ends(number: int) -> None:
 
 WORKING = """
 import os, signal, sys, time
-from layoutopt import signals
+from layoutopt.runtime import signals
 
 signals.PATIENCE = 0.2
 signals.start()
@@ -200,7 +200,7 @@ def test_an_import_is_not_waited_for_where_nothing_can_be_lost(tmp_path: Path) -
     slow = "import signal, time\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(60)\n"
     (tmp_path / "slow.py").write_text(slow)
     program = """
-from layoutopt import signals
+from layoutopt.runtime import signals
 with signals.command(), signals.nothing_to_keep(lambda: print("said", flush=True)):
     with signals.nothing_to_keep(lambda: print("the inner one knows less")):
         with signals.put_right(lambda: print("put right", flush=True)):

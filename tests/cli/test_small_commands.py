@@ -14,10 +14,10 @@ import pytest
 from typer.testing import Result
 
 from layoutopt.cli.solve_problem import FIRST
-from layoutopt.clock import LEAST
 from layoutopt.models.loading import load_model
 from layoutopt.models.shipped import files, home, names
-from layoutopt.problem import Problem, Solution, Status, solve
+from layoutopt.runtime.clock import LEAST
+from layoutopt.solver import Problem, Solution, Status, solve
 
 PROBLEM: dict[str, Any] = {
     "format": "layoutopt-problem/1",
@@ -128,7 +128,7 @@ def test_a_file_that_takes_longer_than_the_limit_is_not_waited_for(
         while time.monotonic() < end:
             time.sleep(0.01)
 
-    monkeypatch.setattr("layoutopt.problem.load", slow)
+    monkeypatch.setattr("layoutopt.solver.load", slow)
     file = problem(tmp_path)
     line = refused("solve-problem", file, "--time-limit", "0.5", code=4)
     assert "the time was over before it was loaded; give more than --time-limit 0.5" in line
@@ -150,8 +150,8 @@ def test_where_reading_took_the_limit_only_a_first_answer_has_more_time(
             return Solution(Status.LIMIT, None, math.inf, 0.0, 0.0, "none")
         return solve(problem, solver, 60.0, *more)
 
-    monkeypatch.setattr("layoutopt.problem.solve", solved)
-    monkeypatch.setattr("layoutopt.clock.began", time.monotonic() - 100)
+    monkeypatch.setattr("layoutopt.solver.solve", solved)
+    monkeypatch.setattr("layoutopt.runtime.clock.began", time.monotonic() - 100)
     found = result("solve-problem", problem(tmp_path), "--time-limit", "100")
     assert (found["choices"], asked) == ([0, 0], limits)
 

@@ -23,12 +23,12 @@ import pytest
 from rich.console import Console
 from typer.testing import Result
 
-from layoutopt.api import SearchStatus
 from layoutopt.cli.completion import complete_setting
 from layoutopt.cli.plan_tables import frontier_table
 from layoutopt.cli.progress import Bounds, StepProgress, bounds_text
 from layoutopt.cli.sheet import Sheet
 from layoutopt.cli.terminal import GOOD, Terminal, facts, plain
+from layoutopt.optimize.entry import SearchStatus
 from layoutopt.plan.build import load_plan
 from layoutopt.plan.units import seconds_text
 from reports.reader import plan_of
@@ -159,7 +159,7 @@ def test_a_stopped_search_is_saved_and_says_how_it_ended(
 @pytest.mark.parametrize(
     "place",
     [
-        "layoutopt.details.of_plan.with_details",
+        "layoutopt.optimize.plan_details.with_details",
         "layoutopt.plan.build.Plan.save",
         "layoutopt.cli.search.training_cost",
     ],

@@ -180,7 +180,9 @@ def test_the_step_that_compiles_is_no_speed(run: Callable[..., Result]) -> None:
 def test_a_signal_while_the_layout_is_searched(
     run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("layoutopt.api.search", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(
+        "layoutopt.optimize.entry.search", lambda *_, **__: signal.raise_signal(signal.SIGTERM)
+    )
     done = run("train", MLP, "--mesh", "data:2", "--steps", "1")
     assert (done.exit_code, done.stderr.splitlines()[-1]) == (143, "stopped before the training began")
 

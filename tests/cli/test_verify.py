@@ -11,8 +11,8 @@ import pytest
 from typer.testing import Result
 
 from layoutopt.analysis.verify import GENERATIONS, collectives, counted, generation, moved
-from layoutopt.evaluator import evaluate
 from layoutopt.models.loading import load_model
+from layoutopt.optimize.evaluator import evaluate
 from mesh_tf_core import Layout, Mesh, UserError
 
 MLP = ("verify", "examples/mlp.py")

@@ -17,9 +17,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from layoutopt import launching
 from layoutopt.cli import app
-from layoutopt.launching import Attempt, launch, run_once
+from layoutopt.runtime import launching
+from layoutopt.runtime.launching import Attempt, launch, run_once
 from mesh_tf_core.engines import Cluster
 from mesh_tf_core.engines.jax import rendezvous
 from mesh_tf_core.errors import ClusterError, UserError

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import mesh_tf_core as mtf
-from layoutopt import launching
+from layoutopt.runtime import launching
 from mesh_tf_core.engines.jax import codes, coordinator, rendezvous, store, watch
 from mesh_tf_core.engines.jax.codes import DIGITS, SECRET, SECRET_FILE, Codes, given_secret
 from mesh_tf_core.engines.jax.rendezvous import SOCKET

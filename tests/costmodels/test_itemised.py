@@ -19,7 +19,7 @@ from costmodels.pricing.explanation import formula
 from costmodels.pricing.pricer import Pricer, price, pricer
 from costmodels.pricing.templates import ItemisedCost, Templates
 from examples.transformer_lm import model as transformer
-from layoutopt.api import search
+from layoutopt.optimize.entry import search
 from layoutopt.space.decisions import decisions
 from mesh_tf_core.ops.basic import Scale
 from tests.layoutopt.models import EXAMPLES, SMALL, some_choices

@@ -10,8 +10,8 @@ import pytest
 from benchmarks.known import known
 from costmodels.hardware import hardware_names, load_hardware
 from costmodels.hardware.known import FILE, known_errors
-from layoutopt.details.of_machine import errors_known
 from layoutopt.plan.known import LEAST_MARGIN, Known
+from layoutopt.plan.machine_details import errors_known
 
 
 def test_the_file_is_of_the_stored_results() -> None:

@@ -14,9 +14,9 @@ from costmodels.hardware.numbers import Number
 from costmodels.pricing.items import Sent
 from costmodels.pricing.overlap import ACTIVATION, CLASSES
 from costmodels.pricing.pricer import Cost, price, pricer
-from layoutopt.evaluator import evaluate
 from layoutopt.formulation.extract import extract
-from layoutopt.problem import evaluate as value_of
+from layoutopt.optimize.evaluator import evaluate
+from layoutopt.solver import evaluate as value_of
 from layoutopt.space.decisions import decisions
 from mesh_tf_core.ir.instructions import GRADIENT, PARAMETER, STEP
 from tests.core.test_context import round_of

@@ -13,7 +13,7 @@ import pytest
 
 from costmodels.hardware.known import known_errors
 from costmodels.hardware.load import load_hardware
-from layoutopt.details.of_machine import errors_known
+from layoutopt.plan.machine_details import errors_known
 from layoutopt.plan.units import percent
 
 ROOT = Path(__file__).resolve().parents[2]

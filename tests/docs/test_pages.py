@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 import mesh_tf_core
 from layoutopt.cli import app
-from layoutopt.problem import cost
-from layoutopt.problem.files import problem_from
+from layoutopt.solver import cost
+from layoutopt.solver.files import problem_from
 from reports.page import sections
 from reports.reader import plan_of
 from tests.reports import sample

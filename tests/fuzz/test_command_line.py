@@ -77,7 +77,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     (folder / "evil.json").write_text(json.dumps(evil))
     for what in (
         "layoutopt.cli.running.Session.start",
-        "layoutopt.launching.launch",
+        "layoutopt.runtime.launching.launch",
         "layoutopt.analysis.verify.verify",
         "costmodels.calibration.tpu.calibrate_tpu",
         "mesh_tf_core.engines.jax.compile.stablehlo",

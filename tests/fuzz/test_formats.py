@@ -17,16 +17,16 @@ from layoutopt.cli.terminal import plain
 from layoutopt.importers.huggingface import from_huggingface
 from layoutopt.plan.build import load_plan
 from layoutopt.plan.schema import load_json
-from layoutopt.problem import load
-from layoutopt.problem.files import to_json
+from layoutopt.solver import load
+from layoutopt.solver.files import to_json
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.training import checkpoint
 from reports.page.answers import answers
 from reports.reader import plan_of, validation_of
 from tests.core.saved import whole
 from tests.fuzz import hostile
-from tests.problem.strategies import random_problem
 from tests.reports import sample
+from tests.solver.strategies import random_problem
 
 CONTEST = {
     "problem": {

@@ -17,10 +17,10 @@ from typing import Any
 
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware, with_settings
-from layoutopt.clock import UNLIMITED
-from layoutopt.evaluator import Evaluation, Evaluator
+from layoutopt.optimize.evaluator import Evaluation, Evaluator
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblems import Subproblem, subproblems
+from layoutopt.runtime.clock import UNLIMITED
 from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.context import Context
 from layoutopt.space.decisions import KINDS, Decisions, SearchSpace

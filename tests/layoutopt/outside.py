@@ -21,11 +21,11 @@ from costmodels.pricing.pricer import pricer
 from examples.moe_lm import model as mixture
 from examples.transformer_lm import model as transformer
 from layoutopt import search
-from layoutopt.clock import Clock
-from layoutopt.evaluator import evaluate
 from layoutopt.optimize import request
+from layoutopt.optimize.evaluator import evaluate
 from layoutopt.optimize.request import Request, space_of
 from layoutopt.plan.covered import CoveredSpace
+from layoutopt.runtime.clock import Clock
 from layoutopt.space import decisions as space
 from layoutopt.space.decisions import ARGUMENTS, Decisions, SearchSpace
 from layoutopt.space.elsewhere import Elsewhere

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-import layoutopt.evaluator as evaluator_module
+import layoutopt.optimize.evaluator as evaluator_module
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
-from layoutopt.api import search
-from layoutopt.evaluator import Evaluation, Evaluator, evaluate
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.optimize import planning
+from layoutopt.optimize.entry import search
+from layoutopt.optimize.evaluator import Evaluation, Evaluator, evaluate
 from layoutopt.optimize.heuristics import HEURISTICS
 from layoutopt.optimize.request import Request
 from layoutopt.plan.build import options_of

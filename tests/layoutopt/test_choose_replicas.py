@@ -10,8 +10,8 @@ import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware, with_settings
 from layoutopt import Plan, choose_replicas, search
 from layoutopt.analysis.turning import link_times, turning
+from layoutopt.api.replicas import ways_of
 from layoutopt.plan.ways import SYNCHRONOUS, AtLink, ReplicaStrategy, Turning
-from layoutopt.replicas import ways_of
 from tests.core.test_replicas import model
 
 MESH, ROWS = "sites:2;data:8", 1 << 20

@@ -12,7 +12,7 @@ import mesh_tf_core as mtf
 from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.plan.build import Plan
-from layoutopt.problem import TOLERANCE
+from layoutopt.solver import TOLERANCE
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower.verify import ProgramError
 from tests.layoutopt.models import EXAMPLES

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from layoutopt.clock import UNLIMITED, Clock, Late
+from layoutopt.runtime.clock import UNLIMITED, Clock, Late
 
 PAUSE = 0.005
 

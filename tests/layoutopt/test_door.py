@@ -16,11 +16,11 @@ from costmodels.hardware import load_hardware, machine_of, preset_content, write
 from costmodels.hardware.profiles import made_profiles_directory
 from examples.mlp import model as mlp
 from layoutopt.analysis.verify import CollectiveComparison, CompilerResult, Verified
-from layoutopt.answers.running import Validated
+from layoutopt.api.replicas import choose_replicas
+from layoutopt.api.running import Validated
 from layoutopt.plan.build import Plan
 from layoutopt.plan.evidence import Validation
 from layoutopt.plan.units import bytes_text, seconds_text
-from layoutopt.replicas import choose_replicas
 from layoutopt.sizing.sizing import machines_of
 from mesh_tf_core.engines.jax.compile import CompilerRefusal
 from mesh_tf_core.engines.jax.hlo import HloCollective

@@ -12,15 +12,15 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware
 from costmodels.pricing.pricer import pricer
-from layoutopt.clock import Clock
-from layoutopt.evaluator import Evaluator
 from layoutopt.formulation.extract import Draft, extract, legal_problem
 from layoutopt.formulation.table_prices import TablePrices
+from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.fixing import _ways, faster, fill
 from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblems import Subproblem
-from layoutopt.problem import eliminate
-from layoutopt.problem import evaluate as value_of
+from layoutopt.runtime.clock import Clock
+from layoutopt.solver import eliminate
+from layoutopt.solver import evaluate as value_of
 from layoutopt.space.decisions import SearchSpace, decisions
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower import Options

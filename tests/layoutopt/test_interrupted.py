@@ -12,7 +12,7 @@ import layoutopt.optimize.search as places
 import layoutopt.optimize.subproblem as mesh_search
 from layoutopt import search
 from layoutopt.optimize.planning import make_plan
-from layoutopt.problem import Problem, Solution, solve
+from layoutopt.solver import Problem, Solution, solve
 from tests.layoutopt.models import EXAMPLES
 
 ON: dict[str, Any] = {"mesh": "data:2;model:2", "hardware": "tpu-v3", "microbatches": (1,)}
@@ -57,7 +57,7 @@ def test_ctrl_c_while_a_stopped_plan_is_made(monkeypatch: pytest.MonkeyPatch) ->
     def made(*asked: Any) -> Any:
         return make_plan(*asked) if next(calls) else ctrl_c()
 
-    monkeypatch.setattr("layoutopt.api.make_plan", made)
+    monkeypatch.setattr("layoutopt.optimize.entry.make_plan", made)
     plan = search(EXAMPLES["mlp"](), keep_best=True, on_better=ctrl_c, **ON)
     assert plan.stopped and next(calls) == 2
 

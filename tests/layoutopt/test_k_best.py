@@ -10,7 +10,7 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from examples.mlp import model as mlp
-from layoutopt.evaluator import Evaluator
+from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.mesh_shapes import meshes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt.analysis.keeping import keepings
-from layoutopt.evaluator import evaluate
+from layoutopt.optimize.evaluator import evaluate
 from tests.layoutopt.models import EXAMPLES
 
 ASKED = "layers:keep=attention+products"

@@ -10,8 +10,8 @@ import pytest
 import layoutopt
 import mesh_tf_core as mtf
 from examples.mlp import model as mlp
-from layoutopt.api import search
-from layoutopt.arguments import in_keywords
+from layoutopt.optimize.entry import search
+from layoutopt.space.keywords import in_keywords
 
 
 @pytest.mark.parametrize(

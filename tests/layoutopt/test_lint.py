@@ -7,7 +7,7 @@ import pytest
 from costmodels.hardware import load_hardware
 from costmodels.pricing.lines import Cost
 from layoutopt.analysis.lint import LikelyMistake, lint, slower
-from layoutopt.evaluator import evaluate
+from layoutopt.optimize.evaluator import evaluate
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options

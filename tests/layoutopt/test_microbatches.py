@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from costmodels.hardware import load_hardware
-from layoutopt.evaluator import Evaluator
+from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.fixing import faster
 from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblem import SubproblemSearch

@@ -15,9 +15,9 @@ from costmodels.hardware import load_hardware
 from examples.moe_lm import model as mixture
 from examples.resnet import model as resnet
 from layoutopt.analysis.lint import lint
-from layoutopt.api import search
-from layoutopt.evaluator import evaluate
 from layoutopt.optimize.baselines import Baselines
+from layoutopt.optimize.entry import search
+from layoutopt.optimize.evaluator import evaluate
 from layoutopt.optimize.restricted import FAR
 from layoutopt.plan.build import Plan, options_of
 from layoutopt.plan.schema import Alternative

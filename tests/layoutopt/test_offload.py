@@ -16,13 +16,13 @@ from costmodels.hardware import load_hardware
 from costmodels.pricing.pricer import pricer
 from examples.mlp import model as mlp
 from layoutopt.analysis.explain import without
-from layoutopt.evaluator import evaluate
 from layoutopt.formulation.extract import extract
+from layoutopt.optimize.evaluator import evaluate
 from layoutopt.plan.build import parse_plan
 from layoutopt.plan.decided import Decided
 from layoutopt.plan.export import FORMATS, export
 from layoutopt.plan.exported import Exported, ExportedTensor
-from layoutopt.problem import evaluate as value_of
+from layoutopt.solver import evaluate as value_of
 from layoutopt.space.decisions import SearchSpace, decisions
 from layoutopt.space.offload import OffloadDecision
 from layoutopt.space.recompute import Recompute, again_in

@@ -11,7 +11,7 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt import search
 from layoutopt.optimize.subproblem import SubproblemSearch
-from layoutopt.problem import Status, solve
+from layoutopt.solver import Status, solve
 from layoutopt.space.decisions import SearchSpace
 from tests.layoutopt.models import (
     EXAMPLES,

@@ -19,13 +19,13 @@ from examples.mlp import model as mlp
 from examples.moe_lm import model as experts
 from layoutopt import search
 from layoutopt.analysis.explain import without
-from layoutopt.evaluator import Evaluation, Evaluator, evaluate
 from layoutopt.formulation.extract import extract
 from layoutopt.optimize.candidates import MicrobatchBounds
+from layoutopt.optimize.evaluator import Evaluation, Evaluator, evaluate
 from layoutopt.optimize.fixing import faster, option_costs
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem, subproblems
-from layoutopt.problem import evaluate as value_of
+from layoutopt.solver import evaluate as value_of
 from layoutopt.space.decisions import SearchSpace, decisions
 from tests.core.test_pipelines import model as reading
 from tests.layoutopt.models import SMALL, some_choices

@@ -17,7 +17,7 @@ from costmodels.hardware import load_hardware
 from examples.moe_lm import model as experts
 from examples.transformer_lm import model as transformer
 from layoutopt.analysis.certificate import Certificate, certify, considered_by
-from layoutopt.evaluator import evaluate
+from layoutopt.optimize.evaluator import evaluate
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.splits import parse_rules

@@ -12,11 +12,11 @@ import layoutopt
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.pricing.pricer import pricer
-from layoutopt.clock import Clock
-from layoutopt.evaluator import evaluate
+from layoutopt.optimize.evaluator import evaluate
+from layoutopt.optimize.refine.improve import WORTH, RefineSearch
+from layoutopt.optimize.refine.places import placed, places
 from layoutopt.plan.build import Plan, parse_plan
-from layoutopt.refine.improve import WORTH, RefineSearch
-from layoutopt.refine.places import placed, places
+from layoutopt.runtime.clock import Clock
 from layoutopt.space.decisions import SearchSpace
 from tests.layoutopt.models import random_model
 

@@ -13,7 +13,7 @@ import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware, with_settings
 from layoutopt import Plan, search
 from layoutopt.analysis.certificate import certify
-from layoutopt.evaluator import Evaluator
+from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.decisions import SearchSpace

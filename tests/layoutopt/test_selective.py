@@ -13,10 +13,10 @@ from costmodels.hardware import load_hardware
 from costmodels.pricing.pricer import pricer
 from layoutopt import search
 from layoutopt.cli.allowed import OnMesh
-from layoutopt.evaluator import evaluate
 from layoutopt.formulation.extract import Extraction, extract
 from layoutopt.optimize import subproblem
-from layoutopt.problem import evaluate as value_of
+from layoutopt.optimize.evaluator import evaluate
+from layoutopt.solver import evaluate as value_of
 from layoutopt.space.decisions import SearchSpace, decisions
 from layoutopt.space.recompute import check_named
 from tests.layoutopt.models import EXAMPLES, some_choices

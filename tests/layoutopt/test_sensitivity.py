@@ -17,8 +17,8 @@ from layoutopt.analysis.sensitivity import (
     robustness,
     sensitivity,
 )
-from layoutopt.clock import Clock
 from layoutopt.plan.build import Plan
+from layoutopt.runtime.clock import Clock
 from layoutopt.space.decisions import SearchSpace
 from tests.layoutopt.models import EXAMPLES
 

@@ -12,10 +12,10 @@ import mesh_tf_core as mtf
 from examples.moe_lm import model as mixture
 from examples.transformer_lm import llama3_8b
 from examples.transformer_lm import model as transformer
-from layoutopt.clock import Clock
-from layoutopt.evaluator import unsplit_flops
 from layoutopt.models.hparams import defaults_of
+from layoutopt.optimize.evaluator import unsplit_flops
 from layoutopt.plan.build import Plan
+from layoutopt.runtime.clock import Clock
 from layoutopt.sizing import timing
 from layoutopt.sizing.answer import Answering
 from layoutopt.sizing.family import Family, counted, powers_of, rounded_to

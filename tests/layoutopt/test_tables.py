@@ -15,11 +15,11 @@ from costmodels.pricing.pricer import pricer
 from examples.moe_lm import model as experts
 from examples.transformer_lm import model as transformer
 from examples.transformer_seq2seq import model as translator
-from layoutopt.evaluator import evaluate
 from layoutopt.formulation import tables
 from layoutopt.formulation.extract import Draft, Extraction, extract, legal_problem
 from layoutopt.formulation.table_prices import TablePrices
-from layoutopt.problem import evaluate as value_of
+from layoutopt.optimize.evaluator import evaluate
+from layoutopt.solver import evaluate as value_of
 from layoutopt.space.decisions import Decisions, SearchSpace, decisions
 from layoutopt.space.recompute import again_in
 from layoutopt.space.storage import stored_classes

@@ -14,16 +14,16 @@ import pytest
 
 from costmodels.hardware import load_hardware
 from layoutopt import search
-from layoutopt.api import SearchStatus
-from layoutopt.evaluator import ONE_DEVICE as ONE
-from layoutopt.evaluator import evaluate
+from layoutopt.optimize.entry import SearchStatus
+from layoutopt.optimize.evaluator import ONE_DEVICE as ONE
+from layoutopt.optimize.evaluator import evaluate
 from layoutopt.optimize.subproblems import Subproblem, subproblems
 from layoutopt.plan.build import Plan
-from layoutopt.problem import TOLERANCE, Status, solve
+from layoutopt.solver import TOLERANCE, Status, solve
 from mesh_tf_core.errors import InfeasibleError, LimitError
 from mesh_tf_core.ir.layout import Layout
 from tests.layoutopt.models import EXAMPLES
-from tests.problem.test_solvers import knapsacks
+from tests.solver.test_solvers import knapsacks
 
 ON: dict[str, Any] = {"mesh": "data:2;model:2", "hardware": "tpu-v3", "microbatches": (1, 2)}
 PLAIN: dict[str, Any] = {"storage": ("layout",), "recompute": (False,)}
@@ -72,7 +72,7 @@ def check(plan: Plan, best: Plan) -> None:
     [
         ("layoutopt.formulation.tables:Tabler.table", 0),
         ("layoutopt.formulation.tables:Tabler.table", 40),
-        ("layoutopt.evaluator:evaluate", 6),
+        ("layoutopt.optimize.evaluator:evaluate", 6),
         ("layoutopt.optimize.fixing:eliminate", 0),
         ("layoutopt.formulation.table_prices:TablePrices.seconds", 0),
         ("layoutopt.optimize.alternatives:BestPlans.of", 1),
@@ -102,7 +102,7 @@ def test_what_is_not_listed_yet_is_not_proven(best: Plan, monkeypatch: pytest.Mo
         yield next(subproblems(*asked))
         stuck()
 
-    monkeypatch.setattr("layoutopt.api.subproblems", first)
+    monkeypatch.setattr("layoutopt.optimize.entry.subproblems", first)
     plan = search(EXAMPLES["mlp"](), time_limit=SOON, **ON)
     check(plan, best)
     assert plan.solver.status == "FEASIBLE"
@@ -113,7 +113,7 @@ def test_a_limit_that_is_over_at_once_leaves_time_for_any_answer(best: Plan) -> 
 
 
 def test_what_fits_most_likely_is_priced_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    stick(monkeypatch, "layoutopt.evaluator:evaluate", 1)
+    stick(monkeypatch, "layoutopt.optimize.evaluator:evaluate", 1)
     plan = search(EXAMPLES["mlp"](), time_limit=SOON, **ON)
     assert plan.layout.axes("batch")
 
@@ -134,7 +134,7 @@ def test_other_objectives(objective: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    stick(monkeypatch, "layoutopt.evaluator:evaluate")
+    stick(monkeypatch, "layoutopt.optimize.evaluator:evaluate")
     with pytest.raises(LimitError, match="raise time_limit"):
         search(EXAMPLES["mlp"](), time_limit=SOON, **ON)
 
@@ -149,9 +149,9 @@ def test_what_is_proven_needs_no_explanation(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("solver", "place"),
     [
-        ("auto", "layoutopt.problem.solve:price"),
-        ("cp-sat", "layoutopt.problem.solve:reduce"),
-        ("highs", "layoutopt.problem.lazy:linearise"),
+        ("auto", "layoutopt.solver.solve:price"),
+        ("cp-sat", "layoutopt.solver.solve:reduce"),
+        ("highs", "layoutopt.solver.lazy:linearise"),
     ],
 )
 def test_problems_have_an_answer_too(solver: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:

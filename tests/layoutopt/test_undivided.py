@@ -9,7 +9,7 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from examples.transformer_lm import model as transformer
 from layoutopt.analysis.lint import lint
-from layoutopt.evaluator import Evaluation, evaluate
+from layoutopt.optimize.evaluator import Evaluation, evaluate
 from layoutopt.plan.build import decided
 from layoutopt.plan.trade_names import trade_names
 from layoutopt.space.undivided import stored_at

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from layoutopt.arguments import in_keywords
 from layoutopt.importers.jax.constrain import constrained
 from layoutopt.importers.jax.saved import saved_values
 from layoutopt.importers.jax.shardings import Shardings
 from layoutopt.importers.jax.step import OptimizerStep
 from layoutopt.plan.build import decided
 from layoutopt.space.decisions import KINDS
+from layoutopt.space.keywords import in_keywords
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import ELSEWHERE
 from mesh_tf_core.lower.kept import dims_of

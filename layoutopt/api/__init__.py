@@ -1,0 +1,43 @@
+"""Public functions: a command parses, calls the one of its name, and renders what it answers."""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False  # typing's own takes longer to import than everything else here
+if TYPE_CHECKING:
+    from typing import Any
+
+    from layoutopt.api.explaining import explain
+    from layoutopt.api.pricing import cost, lint
+    from layoutopt.api.replicas import choose_replicas
+    from layoutopt.api.running import validate, verify
+    from layoutopt.importers.huggingface import from_huggingface
+    from layoutopt.importers.jax.model import from_jax
+    from layoutopt.optimize.entry import AUTO, Limits, search
+    from layoutopt.plan.build import Plan, load_plan
+    from layoutopt.sizing.sizing import size
+    from layoutopt.space.decisions import SearchSpace
+
+__all__ = [
+    "AUTO",
+    "Limits",
+    "Plan",
+    "SearchSpace",
+    "choose_replicas",
+    "cost",
+    "explain",
+    "from_huggingface",
+    "from_jax",
+    "lint",
+    "load_plan",
+    "search",
+    "size",
+    "validate",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what is asked for when it is first used."""
+    from mesh_tf_core.lazy import load
+
+    return load(__name__, name)

@@ -1,0 +1,383 @@
+"""Explains a plan: the worth of each split, the limit that binds, the cost of rules and decisions, a check of
+the proof, and the best layouts under other conditions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from costmodels.hardware import Hardware, machine_of
+from costmodels.liveness import MemoryProfile
+from layoutopt.analysis.certificate import Certificate, Ruled, certify, considered_by
+from layoutopt.analysis.explain import (
+    Difference,
+    WhatIfAnswer,
+    differences,
+    disagreements,
+    finder,
+    forbidden,
+    split_rules,
+)
+from layoutopt.analysis.keeping import Keeping, keepings
+from layoutopt.analysis.sensitivity import SensitivityCurve, as_details, robustness, sensitivity
+from layoutopt.api.pricing import layout_of
+from layoutopt.api.running import model_of
+from layoutopt.optimize.evaluator import Evaluation, evaluate
+from layoutopt.plan.build import Plan
+from layoutopt.plan.details import Proof, Robustness, RuledOut
+from layoutopt.plan.machine_details import hardware_details
+from layoutopt.plan.notebook import Shown, table
+from layoutopt.plan.results import (
+    Against,
+    Binding,
+    ExplainResult,
+    KeptStep,
+    OperationDifference,
+    Worth,
+)
+from layoutopt.plan.units import bytes_text, share_text, some
+from layoutopt.plan.ways import Turning
+from layoutopt.runtime.clock import UNLIMITED, Clock
+from layoutopt.space.recorded import allowed_text
+from mesh_tf_core.errors import LayoutError, UserError
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.lower import Options
+
+LARGEST = 3
+"""Tensors named at the peak."""
+CONDITIONS = 6
+"""Half and twice of three factors."""
+SAME = 1e-9
+"""Relative difference up to which two steps are the same."""
+Progress = Callable[[int, int, str], None]
+"""on_progress(searches done, of how many, what is looked at)."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The best under other conditions, and how robust the answer is."""
+
+    curves: tuple[SensitivityCurve, ...]
+    robust: Robustness
+
+
+@dataclass(frozen=True, repr=False)
+class Explained(Shown):
+    """Why a plan's layout.
+
+    Attributes:
+      memory: bytes that a device may hold.
+      evaluation: the plan, lowered and priced again.
+      disagreements: where that is not what the plan says.
+      limit: the best without the memory limit; None of a plan for the least memory.
+      splits: for every split the best where it is undone.
+      pins: the best under each further pin; decisions: without each decision that was forbidden.
+      against: another layout, where one was asked for; alike: with what the plan decides beside its layout.
+      kept: the step if loops that run again keep something else.
+      conditions: with `sensitivity`; proof: with `check`.
+      turning: how ways to synchronise compare on other links.
+    """
+
+    plan: Plan
+    hardware: Hardware = field(repr=False)
+    memory: float
+    evaluation: Evaluation = field(repr=False)
+    disagreements: tuple[str, ...]
+    limit: WhatIfAnswer | None
+    splits: tuple[WhatIfAnswer, ...]
+    pins: tuple[WhatIfAnswer, ...] = ()
+    decisions: tuple[WhatIfAnswer, ...] = ()
+    against: Evaluation | None = None
+    alike: Evaluation | None = None
+    kept: tuple[Keeping, ...] = ()
+    conditions: Conditions | None = None
+    proof: Certificate | None = None
+    turning: Turning | None = None
+
+    @property
+    def for_memory(self) -> bool:
+        """The plan's search was for the least memory."""
+        return self.plan.question.objective == "memory"
+
+    @property
+    def binds(self) -> bool:
+        """True if the memory limit keeps a faster layout away."""
+        free = None if self.limit is None else self.limit.seconds
+        return free is not None and free < self.evaluation.cost.step_seconds * (1 - SAME)
+
+    @property
+    def differences(self) -> list[Difference]:
+        """The operations whose time differs under the other layout."""
+        return [] if self.against is None else differences(self.evaluation.cost, self.against.cost)
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """Sensitivity, robustness and proof, as fields of a plan's details."""
+        found: dict[str, Any] = {}
+        if self.conditions is not None:
+            found["sensitivity"] = as_details(list(self.conditions.curves))
+            found["robustness"] = self.conditions.robust
+        return {**found, "proof": proven(self.proof)} if self.proof is not None else found
+
+    @property
+    def data(self) -> ExplainResult:
+        """The result that `layoutopt explain --json` prints."""
+        step, peak = self.evaluation.cost.step_seconds, self.evaluation.memory.peak
+        more = {**self.details, **({} if self.turning is None else {"turning": self.turning})}
+        return ExplainResult(
+            layout=self.plan.data.layout,
+            step_seconds=step,
+            agrees=not self.disagreements,
+            disagreements=list(self.disagreements),
+            memory=Binding(
+                peak_bytes=peak,
+                peak=peak_text(self.evaluation.memory),
+                limit_bytes=int(self.memory),
+                binds=self.binds,
+                step_seconds_without_limit=None if self.limit is None else self.limit.seconds,
+            ),
+            splits=[self._worth(a) for a in self.splits],
+            pins=[self._worth(a) for a in self.pins],
+            decisions=tuple(map(self._worth, self.decisions)),
+            against=self._beside(),
+            kept=tuple(
+                KeptStep(
+                    loop=k.dim,
+                    change=k.change,
+                    recompute=k.recompute,
+                    step_seconds=k.seconds,
+                    peak_bytes=k.peak,
+                    fits=k.peak <= self.memory,
+                )
+                for k in self.kept
+            ),
+            **more,
+        )
+
+    def _worth(self, a: WhatIfAnswer) -> Worth:
+        step, peak, memory = self.evaluation.cost.step_seconds, self.evaluation.memory.peak, self.for_memory
+        return Worth(
+            rule=a.condition,
+            step_seconds=a.seconds,
+            peak_bytes=a.peak,
+            costs_seconds=None if a.seconds is None or memory else max(a.seconds - step, 0.0),
+            costs_bytes=max(a.peak - peak, 0) if memory and a.peak is not None else None,
+            layout=a.layout,
+            proven=a.proven,
+            reason=a.reason or None,
+        )
+
+    def _beside(self) -> Against | None:
+        other, alike = self.against, self.alike
+        if other is None:
+            return None
+        return Against(
+            layout=str(other.layout),
+            step_seconds=other.cost.step_seconds,
+            step_seconds_with_the_plans_options=alike.cost.step_seconds if alike else None,
+            peak_bytes=other.memory.peak,
+            differences=[
+                OperationDifference(
+                    scope=d.scope,
+                    operation=d.name,
+                    phase=d.phase,
+                    axes=d.where,
+                    plan_seconds=d.ours,
+                    other_seconds=d.theirs,
+                )
+                for d in self.differences
+            ],
+        )
+
+    def to_frame(self) -> Any:
+        """A row for every condition: seconds of the best under it, and how much more than the plan's."""
+        step = self.plan.predicted.step_seconds
+        rows = []
+        for each in (*self.splits, *self.pins, *self.decisions, *([self.limit] if self.limit else [])):
+            more = None if each.seconds is None else each.seconds - step
+            rows.append({**asdict(each), "costs_seconds": more})
+        return table(rows)
+
+    def __repr__(self) -> str:
+        step = self.plan.predicted.step_seconds
+        said = [
+            f"without {a.condition} costs "
+            f"{'' if a.proven else 'at most '}{share_text(a.seconds - step, step)}"
+            for a in self.splits
+            if a.seconds
+        ]
+        memory = "the memory limit binds" if self.binds else "the memory limit does not bind"
+        return f"Explained({'; '.join([*said, memory])})"
+
+
+def explain(
+    plan: Plan,
+    against: Layout | str | None = None,
+    hardware: str | Hardware | None = None,
+    time_limit: float | Clock | None = None,
+    pins: Sequence[str] = (),
+    without: Sequence[str] = (),
+    sensitivity: bool = False,
+    check: bool = False,
+    on_progress: Progress = lambda *_: None,
+) -> Explained:
+    """Why a plan's layout and not another: the search again with each of its splits undone, and without the
+    memory limit.
+
+    Args:
+      plan: of `layoutopt.search`, or `load_plan(path).of(model)`.
+      against: another layout on the plan's mesh.
+      hardware: None: that which the plan says.
+      time_limit: seconds for all searches together.
+      pins: rules, each of which is searched with.
+      without: decisions that may not be chosen (`space.decisions.FEATURES`), each searched without; "all":
+        each that the plan has.
+      sensitivity: also search with half and twice the bandwidth, memory and devices, and vary the hardware's
+        numbers within their uncertainties.
+      check: show without a solver that nothing that was searched is faster.
+
+    Raises:
+      UserError: the plan's model is not at hand, a decision that the plan's search could not choose, or what
+        `sensitivity` and `check` cannot do with this plan.
+    """
+    if not isinstance(plan, Plan):
+        raise UserError(f"explain {plan!r}: give what layoutopt.search gave, or load_plan(path).of(model)")
+    against = None if against is None else layout_of(against)
+    model, machine = model_of(plan), machine_of(hardware or plan.data.hardware)
+    asked, rules, memory = plan.question, plan.allowed, float(plan.limit(machine))
+    features = forbidden(plan, rules, without)
+    found = evaluate(model, plan.mesh, plan.layout, machine, plan.options)
+    wrong = disagreements(plan, found)
+    if wrong and (numbers := _other_numbers(plan, machine)):
+        wrong.insert(0, f"made with other hardware numbers: {some(numbers, LARGEST)}")
+    least = asked.objective == "memory"
+    if sensitivity and least:
+        raise UserError("--sensitivity varies what makes a step fast: it needs a plan of another --objective")
+    other = None if against is None else evaluate(model, plan.mesh, against, machine)
+    clock = time_limit if isinstance(time_limit, Clock) else Clock(time_limit) if time_limit else UNLIMITED
+
+    questions: list[tuple[str, str, float, str | None, str | None]] = []
+    questions += [] if least else [("limit", "any memory", math.inf, None, None)]
+    questions += [("splits", rule, memory, undone, None) for rule, undone in split_rules(plan)]
+    questions += [("pins", rules_of, memory, rules_of, None) for rules_of in pins]
+    questions += [("decisions", name, memory, None, name) for name in features]
+    total = check + len(questions) + (CONDITIONS + 1) * sensitivity
+    done = iter(range(total + CONDITIONS))
+
+    # What is asked for shares the time.
+    proof = None
+    if check:
+        on_progress(next(done), total, "ruling out what was searched")
+        proof = _checked(plan, machine, memory, found, wrong, clock.part(1 / (2 + sensitivity)))
+    find = finder(model, plan, machine, rules, "memory" if least else "time")
+    answers: dict[str, list[WhatIfAnswer]] = {"limit": [], "splits": [], "pins": [], "decisions": []}
+    time = clock.part(1 / (1 + sensitivity))
+    for n, (kind, condition, bytes_, pinned, feature) in enumerate(questions):
+        on_progress(next(done), total, condition)
+        own = time.part(1 / (len(questions) - n))
+        answers[kind].append(find(condition, bytes_, pinned, own, feature))
+    kept = keepings(model, plan.mesh, plan.layout, plan.options, machine)
+    varied = None
+    if sensitivity:
+        varied = _varied(plan, machine, memory, clock, lambda what: on_progress(next(done), total, what))
+    return Explained(
+        plan,
+        machine,
+        memory,
+        found,
+        tuple(wrong),
+        next(iter(answers["limit"]), None),
+        tuple(answers["splits"]),
+        tuple(answers["pins"]),
+        tuple(answers["decisions"]),
+        other,
+        None if other is None else _alike(plan, machine, other),
+        tuple(kept),
+        varied,
+        proof,
+    )
+
+
+def peak_text(memory: MemoryProfile) -> str:
+    """The largest tensors at the peak, and the operation where it is."""
+    most = ", ".join(f"{h.what} ({bytes_text(h.bytes)})" for h in memory.holdings[:LARGEST])
+    if not memory.points:
+        return most
+    at = memory.points[memory.at]
+    where = "/".join(filter(None, (at.origin.scope, at.name)))
+    return f"at {where} in {at.origin.phase}: {most}"
+
+
+def proven(found: Certificate) -> Proof:
+    """Every problem of the search and how it was ruled out."""
+    return Proof(
+        verified=found.verified,
+        words=str(found),
+        layouts=found.layouts,
+        allowed=allowed_text(found.allowed),
+        problems=tuple(RuledOut(**asdict(p)) for p in found.problems),
+    )
+
+
+def _other_numbers(plan: Plan, machine: Hardware) -> list[str]:
+    """Numbers of the hardware that are not those that the plan was made with, as far as it says these."""
+    said, now = plan.data.details.hardware, hardware_details(machine, plan.mesh)
+    before = {n.path: n.value for n in said.numbers} if said else {}
+    return [n.path for n in now.numbers if n.path in before and before[n.path] != n.value]
+
+
+def _alike(plan: Plan, machine: Hardware, other: Evaluation) -> Evaluation | None:
+    """The other layout with the plan's storage and recomputation, if that is anything and legal there."""
+    if plan.options == Options():
+        return None
+    try:
+        return evaluate(other.model, plan.mesh, other.layout, machine, plan.options)
+    except LayoutError:
+        return None
+
+
+def _checked(
+    plan: Plan, machine: Hardware, limit: float, found: Evaluation, wrong: Sequence[str], clock: Clock
+) -> Certificate:
+    """Rules out every problem of the plan's search once more, or as many as there is time for.
+
+    Raises:
+      UserError: a plan that was for memory, claims no proof, or is not what it says.
+    """
+    asked = plan.question
+    if plan.data.details.search is None:
+        raise UserError("--check: the plan does not say what was asked; make it again with search --out")
+    if asked.objective == "memory":
+        raise UserError("--check shows that nothing is faster: it needs a plan of another --objective")
+    if plan.solver.status != "OPTIMAL":
+        raise UserError(f"--check: the plan claims no proof, its status is {plan.solver.status}")
+    if wrong:
+        raise UserError(f"--check: the plan is not what its layout comes to: {'; '.join(wrong)}")
+    if found.memory.peak > limit:
+        needs = bytes_text(found.memory.peak)
+        raise UserError(f"--check: the plan's layout needs {needs} and was searched for {bytes_text(limit)}")
+    rules = plan.allowed
+    problems = certify(found.model, plan, machine, limit, rules, asked.devices, asked.max_axes)
+    ruled: list[Ruled] = []
+    complete = clock.within(0.0, lambda: ruled.extend(problems))
+    return Certificate(tuple(ruled), rules, considered_by(plan), complete)
+
+
+def _varied(
+    plan: Plan, machine: Hardware, limit: float, clock: Clock, told: Callable[[str], None]
+) -> Conditions:
+    """Searches under every changed condition, and prices the alternatives on varied hardware."""
+    model, asked = model_of(plan), plan.allowed
+    curves = sensitivity(model, plan, machine, limit, asked, told, clock)
+    told("uncertain hardware")
+    return Conditions(tuple(curves), robustness(model, plan, machine, clock=clock))
+
+
+def with_found(found: Explained) -> Plan:
+    """The plan with what was found out about it among its details."""
+    ways, plan = found.plan.data.details.ways, found.plan
+    if ways is not None and found.turning is not None:
+        plan = plan.with_details(ways=ways.model_copy(update={"turning": found.turning}))
+    return plan.with_details(**found.details)

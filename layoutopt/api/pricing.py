@@ -1,0 +1,274 @@
+"""Prices a layout, and finds likely mistakes in it.
+
+priced = layoutopt.cost(model, "data:2;model:4", "batch:data;heads:model", hardware="tpu-v5e")
+priced.predicted.step_seconds, priced.fits, priced.to_frame()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from costmodels.hardware import Hardware, machine_of
+from layoutopt.analysis import lint as linting
+from layoutopt.optimize.entry import search
+from layoutopt.optimize.evaluator import Evaluation, check_limit, evaluate
+from layoutopt.plan.build import Plan, axes_of, given_fields
+from layoutopt.plan.machine_details import errors_known
+from layoutopt.plan.notebook import Shown, table
+from layoutopt.plan.results import Best, CostResult, Finding, LintResult
+from layoutopt.plan.schema import Predicted
+from layoutopt.plan.training import TrainingForecast, check_tokens, training
+from layoutopt.plan.units import seconds_text, times_text, used_text
+from layoutopt.runtime.clock import Clock
+from layoutopt.space.decisions import BY_HAND, typed
+from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.instructions import STEP
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.program import Permute
+from mesh_tf_core.lower import Options
+from mesh_tf_core.model import Model
+
+HARDWARE = "cpu-local"
+LOOKING = 60.0
+"""Seconds that `lint` looks for the best layout."""
+
+
+@dataclass(frozen=True, repr=False)
+class PricedLayout(Shown):
+    """A layout with its price.
+
+    Attributes:
+      limit: bytes that a device may hold.
+      evaluation: the lowered program, its `cost` line by line, its `memory` instruction by instruction.
+      training: time and cost of training, where tokens or a price were given.
+    """
+
+    evaluation: Evaluation = field(repr=False)
+    options: Options
+    limit: float
+    training: TrainingForecast | None = None
+
+    @property
+    def predicted(self) -> Predicted:
+        return self.evaluation.predicted
+
+    @property
+    def fits(self) -> bool:
+        return self.reason is None
+
+    @property
+    def reason(self) -> str | None:
+        """Why it does not fit, naming the largest tensors; None if it fits."""
+        return self.evaluation.reason(self.limit)
+
+    @cached_property
+    def findings(self) -> list[linting.LikelyMistake]:
+        """Likely mistakes of the layout."""
+        of = self.evaluation
+        return linting.lint(of.model, of, of.prices.hardware, self.options)
+
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on the price and on the memory."""
+        of, said = self.evaluation, {found.message for found in self.findings}
+        doubt = errors_known(of.prices.hardware).barely(self.predicted.peak_memory_bytes, self.limit)
+        notes = [n for n in (*of.model.notes(self.options), *of.notes) if n not in said]
+        return (*notes, *_idle(of, self.options), *([doubt] if doubt else []))
+
+    @property
+    def data(self) -> CostResult:
+        """The result that `layoutopt cost --json` prints."""
+        of = self.evaluation
+        notes: dict[str, Any] = {"notes": list(self.notes)} if self.notes else {}
+        return CostResult(
+            **given_fields(of.model, of.program.mesh, of.layout, of.decided),
+            hardware=of.prices.hardware.name,
+            predicted=self.predicted,
+            training=self.training,
+            feasible=self.fits,
+            reason=self.reason,
+            findings=[Finding(**asdict(found)) for found in self.findings],
+            **notes,
+        )
+
+    @property
+    def _fit(self) -> str:
+        """A doubt about the memory; '' where there is none."""
+        if not self.fits:
+            return ", does not fit"
+        known = errors_known(self.evaluation.prices.hardware)
+        return ", barely fits" if known.barely(self.predicted.peak_memory_bytes, self.limit) else ""
+
+    def to_frame(self) -> Any:
+        """Every priced instruction, in the order of the program; numbers are of one of its `runs`."""
+        return table(
+            [
+                {
+                    "operation": x.name,
+                    "scope": x.origin.scope,
+                    "phase": x.origin.phase,
+                    "axes": "+".join(x.axes),
+                    "runs": x.times,
+                    "seconds": x.seconds,
+                    "exposed_seconds": x.exposed,
+                    "flops": x.flops,
+                    "bytes": x.bytes,
+                    "sent_bytes": x.sent,
+                }
+                for x in self.evaluation.cost.lines
+            ]
+        )
+
+    def __repr__(self) -> str:
+        p, program = self.predicted, self.evaluation.program
+        return (
+            f"PricedLayout({self.evaluation.layout} on {program.mesh}: "
+            f"{seconds_text(p.step_seconds)} a step, {used_text(p.peak_memory_bytes, self.limit)}{self._fit})"
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Linted(Shown):
+    """Likely mistakes of a layout, and the best layout of its mesh."""
+
+    priced: PricedLayout
+    best: Plan
+    findings: tuple[linting.LikelyMistake, ...]
+
+    @property
+    def data(self) -> LintResult:
+        """The result that `layoutopt lint --json` prints."""
+        of, best = self.priced.evaluation, self.best
+        return LintResult(
+            **given_fields(of.model, of.program.mesh, of.layout, of.decided),
+            hardware=of.prices.hardware.name,
+            predicted=self.priced.predicted,
+            findings=[Finding(**asdict(found)) for found in self.findings],
+            best=Best(
+                layout=axes_of(best.layout),
+                step_seconds=best.predicted.step_seconds,
+                status=best.solver.status,
+            ),
+        )
+
+    def to_frame(self) -> Any:
+        """A row for every finding."""
+        return table([asdict(found) for found in self.findings])
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(found.kind for found in self.findings) or "no likely mistake"
+        loses = times_text(self.priced.predicted.step_seconds, self.best.predicted.step_seconds)
+        return f"Linted({kinds}; {loses} of the best)"
+
+
+def cost(
+    model: Model,
+    mesh: Mesh | str | Plan,
+    layout: Layout | str = "",
+    hardware: str | Hardware | None = None,
+    memory: float | None = None,
+    options: Options | None = None,
+    tokens: float | None = None,
+    price: float | None = None,
+    **decided: Any,
+) -> PricedLayout:
+    """Prices a layout.
+
+    Args:
+      mesh: or a plan, which has the layout and the options too.
+      hardware: a preset's name, a file, or a Hardware (None: that which the plan says; without one,
+        `cpu-local`).
+      memory: bytes that a device may hold (None: what the hardware has).
+      options: the decisions beside the layout.
+      tokens, price: also what training on so many takes and costs, at so much a chip-hour.
+      decided: instead of `options`: storage, recompute, microbatches, context, offload, schedule,
+        collective_matmul and diloco as the options of the command say them, as text or lists of texts.
+
+    Raises:
+      UserError: a layout that is not legal; one that does not fit is priced.
+    """
+    check_limit(memory)
+    if not isinstance(model, Model):
+        raise UserError(f"cost: {model!r} is no Model; build one, as a model file's model() does")
+    check_tokens(tokens, model.tokens)
+    if isinstance(mesh, Plan):
+        if layout or options is not None or decided:
+            raise UserError("a plan has its layout and options; leave them out")
+        plan = mesh
+        mesh, layout, options = plan.mesh, plan.layout, plan.options
+        hardware = plan.data.hardware if hardware is None else hardware
+    machine = machine_of(HARDWARE if hardware is None else hardware)
+    mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
+    options = options_of(model, options, decided)
+    found = evaluate(model, mesh, layout_of(layout), machine, options)
+    limit = machine.usable_memory_bytes if memory is None else float(memory)
+    rate, chips = found.predicted.tokens_per_second, machine.chips(mesh.devices)
+    total = None if tokens is None and price is None else training(rate, chips, tokens, price)
+    return PricedLayout(found, options, limit, total)
+
+
+def lint(
+    model: Model,
+    mesh: Mesh | str | Plan,
+    layout: Layout | str = "",
+    hardware: str | Hardware | None = None,
+    options: Options | None = None,
+    time_limit: float | Clock | None = LOOKING,
+    odd: Sequence[str] = (),
+    **decided: Any,
+) -> Linted:
+    """Likely mistakes of a layout, and what they cost against the best layout of the mesh.
+
+    Args:
+      mesh, layout, hardware, options, decided: as in `cost`.
+      time_limit: seconds to look for the best layout.
+      odd: further findings, about how the layout was written.
+
+    Raises:
+      UserError: a layout that is not legal.
+    """
+    priced = cost(model, mesh, layout, hardware, options=options, **decided)
+    of = priced.evaluation
+    best = search(model, mesh=of.program.mesh, hardware=of.prices.hardware, time_limit=time_limit)
+    least = evaluate(model, best.mesh, best.layout, of.prices.hardware, best.options)
+    loss = linting.slower(of.cost, least.cost)
+    findings = [*(linting.LikelyMistake("placed unlike", text) for text in odd), *priced.findings]
+    return Linted(priced, best, (*findings, *([loss] if loss is not None else [])))
+
+
+def layout_of(said: Layout | str) -> Layout:
+    """A layout as Python gives it."""
+    if not isinstance(said, Layout | str):
+        raise UserError(f'layout {said!r}: write it as "batch:data;heads:model"')
+    return Layout(said) if isinstance(said, str) else said
+
+
+def options_of(model: Model, options: Options | None, decided: dict[str, Any]) -> Options:
+    """The decisions beside a layout, given as `Options` or as keywords named after options of commands."""
+    if options is not None and decided:
+        raise UserError(f"options say all that is decided; leave {', '.join(decided)} out")
+    if options is not None:
+        return options
+    known = {option.parameter: option.name for option in BY_HAND}
+    for name in decided:
+        if name not in known:
+            raise UserError(f"cost: no argument {name!r}; {known_names(name, known)}")
+    given = {known[name]: said for name, said in decided.items() if said is not None}
+    many = {n: [*v] if isinstance(v, list | tuple | set | frozenset) else [str(v)] for n, v in given.items()}
+    return typed(model, {name: [*map(str, said)] for name, said in many.items() if said})
+
+
+def _idle(found: Evaluation, options: Options) -> list[str]:
+    """That nothing goes in chunks beside products, where it was asked for."""
+    asked = ",".join(sorted(options.collective_matmul))
+    sent = (i for i, _ in found.program.walk() if isinstance(i, Permute))
+    if not asked or any(i.rule == STEP for i in sent):
+        return []
+    return [
+        f"--collective-matmul {asked} changes nothing here: no product with these dimensions, split over an "
+        "axis, gathers or scatters over it, as under sequence parallelism (length@elsewhere:AXIS)"
+    ]

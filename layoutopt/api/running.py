@@ -1,0 +1,136 @@
+"""Runs layouts and compares with their predictions; compiles a layout with the real TPU compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from costmodels.calibration.runner import OnProbe
+from costmodels.hardware import Hardware, load_hardware, machine_of
+from layoutopt.analysis import validate as validation
+from layoutopt.analysis.verify import Verified, generation
+from layoutopt.analysis.verify import verify as compiled
+from layoutopt.api.pricing import HARDWARE, PricedLayout
+from layoutopt.optimize.evaluator import evaluate
+from layoutopt.plan.build import Plan
+from layoutopt.plan.evidence import Validation
+from layoutopt.plan.notebook import Shown, table
+from layoutopt.plan.results import ValidateResult
+from layoutopt.plan.units import plural, share_text
+from layoutopt.space.keywords import gathered
+from mesh_tf_core.engines import Cluster
+from mesh_tf_core.errors import UserError
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.model import Model
+
+
+@dataclass(frozen=True)
+class ValidationRuns:
+    """How `validate` runs layouts.
+
+    Attributes:
+      count: how many layouts, where none are given: the best, named ones, and others.
+      steps: samples of each layout.
+      seed: of the random layouts.
+      batch: the input of every step (None: zeros).
+      engine: runs the steps (`mesh_tf_core.engines.open_engine`).
+      cluster: the processes that run them together; one chooses the layouts for all.
+    """
+
+    count: int = 12
+    steps: int = 7
+    seed: int = 0
+    batch: Mapping[str, Any] | None = None
+    engine: str = "auto"
+    cluster: Cluster | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Validated(Shown):
+    """Layouts that ran, beside their predictions."""
+
+    found: Validation
+
+    @property
+    def data(self) -> Validation:
+        """The result that `layoutopt validate --json` prints."""
+        return self.found
+
+    def to_frame(self) -> Any:
+        """A row for every layout."""
+        return table([row.model_dump() for row in self.data.rows])
+
+    def __repr__(self) -> str:
+        d = self.data
+        known = [("error", d.mape), ("regret", d.regret)]
+        said = [f"{name} {share_text(value, 1)}" for name, value in known if value is not None]
+        return f"Validated({', '.join([plural(len(d.timed), 'layout'), *said])})"
+
+
+def validate(
+    model: Model,
+    mesh: Mesh | str,
+    hardware: str | Hardware = HARDWARE,
+    layouts: Sequence[Layout | str] | None = None,
+    runs: ValidationRuns | None = None,
+    on_progress: OnProbe | None = None,
+    **more: Any,
+) -> Validated:
+    """Runs layouts of a model on this machine's mesh, and compares with their predictions.
+
+    Args:
+      hardware: that predicts; this machine's calibrated profile stands for `cpu-local`, if there is one.
+      layouts: those to run, two at least (None: the best, named ones, and others).
+      runs: how they are run.
+      more: fields of `ValidationRuns`, as `steps=20`; they count more.
+
+    Raises:
+      UserError: fewer than two layouts, or one that is not legal.
+    """
+    if isinstance(layouts, str):
+        raise UserError(f"layouts {layouts!r}: give a list of them, two at least")
+    (how,) = gathered("validate", more, (ValidationRuns, runs))
+    found = validation.validate(
+        model, mesh, machine_of(hardware), layouts, on_progress=on_progress, **vars(how)
+    )
+    return Validated(ValidateResult.model_validate(found))
+
+
+def verify(priced: Plan | PricedLayout, topology: str) -> Verified:
+    """Compiles a layout with the TPU compiler, without a TPU: collectives, peak memory, compute time.
+
+    Args:
+      priced: a result of `cost` or `search`.
+      topology: chips as the compiler names them, as "v5e:2x4"; as many devices as the mesh has.
+
+    Raises:
+      UserError: JAX or libtpu is missing, an unknown topology, one of another number of devices, or replicas.
+    """
+    if not isinstance(priced, Plan | PricedLayout):
+        raise UserError(
+            f"verify {priced!r}: give what layoutopt.search or layoutopt.cost gave, "
+            "or load_plan(path).of(model)"
+        )
+    machine = load_hardware(generation(topology).hardware)
+    if isinstance(priced, PricedLayout):
+        of = priced.evaluation
+        model, mesh, layout = of.model, of.program.mesh, of.layout
+    else:
+        model, mesh, layout = model_of(priced), priced.mesh, priced.layout
+    options, own = priced.options, getattr(model, "step_on", None)
+    if options.diloco is not None:
+        raise UserError(
+            f"{options.diloco} makes two programs, a step and a meeting, and `verify` compiles one; leave "
+            "--diloco out, with the mesh of one replica"
+        )
+    step = own and (lambda devices: own(mesh, layout, options, devices))
+    return compiled(evaluate(model, mesh, layout, machine, options), topology, machine, step)
+
+
+def model_of(plan: Plan) -> Model:
+    """The model that a plan is for, which must be at hand."""
+    if plan.model is None:
+        raise UserError("a plan file holds no model; write load_plan(path).of(model)")
+    return plan.model

@@ -1,0 +1,277 @@
+"""The door of the search: a question about a model, checked, and its answer as a plan."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from costmodels.hardware import Hardware, machine_of
+from layoutopt.optimize.evaluator import check_limit
+from layoutopt.optimize.k_best import k_best
+from layoutopt.optimize.plan_details import with_details
+from layoutopt.optimize.planning import make_plan, nearest_plan
+from layoutopt.optimize.request import OBJECTIVES, SEARCHED, Better, OnSearchStatus, Request, SearchStatus
+from layoutopt.optimize.search import LayoutSearch
+from layoutopt.optimize.subproblem import EvaluatedLayout
+from layoutopt.optimize.subproblems import subproblems
+from layoutopt.plan.build import Plan, parse_plan
+from layoutopt.plan.details import Searched
+from layoutopt.plan.fields import LARGEST
+from layoutopt.runtime.clock import Clock
+from layoutopt.space.allow import resolved
+from layoutopt.space.decisions import ARGUMENTS, SearchSpace
+from layoutopt.space.keywords import from_python, gathered
+from layoutopt.space.kind import Target
+from layoutopt.space.mesh_shapes import meshes
+from layoutopt.space.recorded import recorded
+from mesh_tf_core.arguments import is_number, is_whole
+from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.model import Model
+
+__all__ = ["AUTO", "OBJECTIVES", "Limits", "OnSearchStatus", "SearchSpace", "SearchStatus", "search"]
+MOST_LISTED = 1000
+"""The largest number of best layouts that may be listed: each takes a search of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How far a search goes.
+
+    Attributes:
+      memory: bytes that a device may hold (None: the hardware's memory).
+      max_axes: with a number of devices: at most so many axes of a mesh.
+      top: how many of the best layouts to list.
+      time_limit: seconds, or a clock that counts them already; the best so far, with what is proven of it, is
+        there at most two seconds later.
+      refine: then place dimensions otherwise in single operations, as if they had other names there, where
+        that takes less time (at most 40 s of looking).
+      alternatives: look for named and simpler layouts to stand beside the answer, which take longer than it.
+      keep_best: Ctrl-C is not raised, but ends the search with the best layout so far, which is not proven;
+        the plan is then `stopped`.
+    """
+
+    memory: float | None = None
+    max_axes: int = 2
+    top: int = 1
+    time_limit: float | Clock | None = None
+    refine: bool = False
+    alternatives: bool = True
+    keep_best: bool = False
+
+
+def search(
+    model: Model,
+    mesh: Mesh | str | None = None,
+    devices: int | None = None,
+    hardware: str | Hardware = "cpu-local",
+    space: SearchSpace | None = None,
+    limits: Limits | None = None,
+    objective: str = "time",
+    on_progress: OnSearchStatus | None = None,
+    on_better: Better | None = None,
+    **asked: Any,
+) -> Plan:
+    """The best layout of a model, with its proof.
+
+    Args:
+      mesh: the mesh; or give `devices`, and its shape is searched too.
+      hardware: a preset's name, a file, or a Hardware.
+      space: the choices: splits, storage, recomputation, microbatches, pipelines and so on.
+      limits: how far the search goes.
+      objective: `time` (least seconds that fit), `memory` (least peak), or `pareto` (adds the frontier of
+        both).
+      asked: fields of `SearchSpace` and of `Limits`, as `pins="batch:data"`, `memory=16e9`; they count more
+        than those of `space` and `limits`.
+
+    Raises:
+      InfeasibleError: proven that nothing fits; the message names the largest tensors, `nearest` is the plan
+        that needs least, where one is legal; without `alternatives` it says no more than that.
+      LimitError: nothing was found in time.
+      UserError: wrong input.
+    """
+    if not isinstance(model, Model):
+        raise UserError(f"search: {model!r} is no Model; build one, as a model file's model() does")
+    allowed, limits = gathered("search", asked, (SearchSpace, space), (Limits, limits))
+    clock = limits.time_limit.again() if isinstance(limits.time_limit, Clock) else Clock(limits.time_limit)
+    chosen = machine_of(hardware)
+    _check(mesh, devices, objective, limits, clock.limit, allowed)
+    shapes = meshes(mesh, devices, limits.max_axes, chosen)
+    hosts = chosen.host_link is not None and not chosen.is_host
+    allowed = resolved(allowed, [Target(model, shape, hosts) for shape in shapes])
+    allowed = allowed.settled(objective)
+    if limits.refine and allowed.pipeline:
+        raise UserError("--refine knows no stages of pipelines; leave it or --pipeline out")
+    if allowed.diloco is not None:
+        _check_replicas(limits.refine, allowed)
+    if allowed.offload:
+        _check_host(chosen)
+    keep_best, top = limits.keep_best, limits.top
+    request = Request(
+        model,
+        chosen,
+        chosen.usable_memory_bytes if limits.memory is None else float(limits.memory),
+        objective,
+        allowed,
+        top,
+        clock,
+        on_progress,
+        on_better,
+        limits.alternatives,
+    )
+    question = Searched(
+        hardware=hardware if isinstance(hardware, str) else hardware.name,
+        memory_bytes=int(min(request.limit, LARGEST)),
+        devices=None if devices is None else int(devices),
+        max_axes=int(limits.max_axes),
+        objective=objective,
+        **recorded(allowed),
+    )
+
+    # No function of its own: a plan goes to other processes (pickle) with what completes it.
+    full = partial(with_details, model=model, hardware=chosen, limit=int(min(request.limit, LARGEST)))
+    candidates = LayoutSearch(request, renames=mesh is None)
+    try:
+        best = candidates.run(subproblems(model, shapes, allowed, request.evaluator.near), keep_best)
+    except InfeasibleError as error:
+        if (nearest := nearest_plan(request, candidates, mesh is None)) is not None:
+            error.nearest = nearest.with_details(search=question)
+        raise
+    best = _waiting(request, best, shapes, keep_best)
+    if candidates.stopped:
+        clock.hurry()  # the plan has its own time
+    others: list[EvaluatedLayout] = []
+
+    def rank() -> None:
+        if top > 1 and not request.late:
+            for other in itertools.islice(k_best(candidates, best), top - 1):
+                others.append(other)
+
+    def plan() -> Plan:
+        return make_plan(
+            request,
+            best,
+            candidates.subproblem_of(best),
+            others,
+            candidates.frontier,
+            candidates.bound,
+            candidates.proven,
+            candidates.considered,
+            mesh is None,
+            frozenset(m.shape for m in shapes) if mesh is None else None,
+            clock.elapsed,
+            candidates.stopped,
+            tuple(candidates.unsplit),
+            limits.alternatives and allowed.diloco is None,
+        ).with_details(search=question)
+
+    try:
+        clock.within(SEARCHED, rank)
+        found = plan()
+        if limits.refine and not candidates.stopped:
+            from layoutopt.optimize.refine.answer import refined
+
+            found = refined(found, request, keep_best)
+        return Plan(found.data, found.stopped, model, full)
+    except KeyboardInterrupt:
+        if not keep_best:
+            raise
+        clock.hurry()
+        candidates.stopped = True
+        return Plan(plan().data, True, model, full)
+
+
+def _waiting(
+    request: Request, best: EvaluatedLayout, shapes: Sequence[Mesh], keep_best: bool
+) -> EvaluatedLayout:
+    """An answer, or that of tables in which a delay hides nothing, if it is better: those of the search hide
+    all that crosses the axis, so where steps are too short for that they do not tell how much there is."""
+    by = request.allowed.diloco
+    if by is None or not by.delay or request.objective != "time" or request.late:
+        return best
+    if not any(x.exposed for x in best.evaluation.cost.lines if by.axis in x.axes):
+        return best
+    at_once = replace(request, allowed=replace(request.allowed, diloco=replace(by, delay=0)))
+    problems = subproblems(request.model, shapes, at_once.allowed, request.evaluator.near)
+    try:
+        found = LayoutSearch(at_once).run(problems, keep_best)
+    except (InfeasibleError, LimitError):
+        return best
+    except KeyboardInterrupt:
+        if not keep_best:
+            raise
+        return best
+    options = replace(found.options, diloco=by)
+    priced = request.evaluator(found.mesh, found.layout, options)
+    better = priced.cost.step_seconds < best.seconds and priced.memory.peak <= request.limit
+    return replace(found, options=options, evaluation=priced) if better else best
+
+
+def _check(
+    mesh: Any, devices: Any, objective: Any, limits: Limits, seconds: Any, allowed: SearchSpace
+) -> None:
+    """Refuses arguments of the wrong kind, whatever their annotations say."""
+    if objective not in OBJECTIVES:
+        raise UserError(f"objective {objective!r}: choose one of {', '.join(OBJECTIVES)}")
+    if not isinstance(mesh, Mesh | str | None):
+        raise UserError(f"mesh {mesh!r}: give a Mesh, or its axes as 'data:2;model:4'")
+    if mesh is not None and not str(mesh).strip():
+        raise UserError("--mesh '' names no axis; write for example --mesh 'data:2;model:4'")
+    if limits.refine and objective != "time":
+        raise UserError(
+            f"--refine looks for less time, not for less memory; leave --objective {objective} out"
+        )
+    if (mesh is None) == (devices is None):
+        raise UserError("give either a mesh (--mesh 'data:2;model:4') or a number of devices (--devices 8)")
+    top = limits.top
+    for name, number in (("--devices", devices), ("--max-axes", limits.max_axes), ("--top", top)):
+        if number is not None and not is_whole(number):
+            raise UserError(f"{name} {number!r}: needs a whole number")
+    check_limit(limits.memory)
+    if top < 1:
+        raise UserError(f"--top {top}: needs at least 1")
+    if top > MOST_LISTED:
+        raise UserError(f"--top {top}: at most {MOST_LISTED:,} are listed")
+    if seconds is not None and not (is_number(seconds) and 0 < float(seconds) < math.inf):
+        raise UserError(f"--time-limit {seconds!r}: needs a positive number of seconds")
+    for name, argument in ARGUMENTS.items() if mesh is None else ():
+        if argument.names_axes and getattr(allowed, name):
+            option = argument.options[0].name
+            raise UserError(f"{option} names mesh axes: give the mesh with --mesh instead of --devices")
+
+
+def _check_replicas(refine: bool, allowed: SearchSpace) -> None:
+    """UserError where a search knows no replicas."""
+    if refine:
+        raise UserError("--refine knows no replicas; leave it or --diloco out")
+    if allowed.offload:
+        raise UserError(
+            "--diloco: the tables of meetings know nothing that lies on the hosts; search without --offload"
+        )
+
+
+def _check_host(hardware: Hardware) -> None:
+    """UserError unless something may lie on the hosts of some hardware."""
+    if hardware.is_host:
+        raise UserError(
+            f"--offload: on {hardware.name} devices and host have one memory, so there is nothing to gain; "
+            "leave it out"
+        )
+    hardware.host_seconds(0.0)
+
+
+class _Auto:
+    """The search of `mtf.Trainer(model, mesh, layout="auto")`, named in pyproject.toml."""
+
+    def best(self, model: Model, mesh: Mesh) -> Mapping[str, Any]:
+        return from_python(search)(model, mesh=mesh).to_json()
+
+    def read(self, plan: Mapping[str, Any]) -> Plan:
+        return parse_plan(plan, "of the search")
+
+
+AUTO = _Auto()

@@ -1,0 +1,54 @@
+"""Finite choices, cost tables over a few of them, resource rows: the general form, and its solvers."""
+
+from __future__ import annotations
+
+from layoutopt.solver.answer import TOLERANCE, AnswerCheck, Solution, Status, Violation, cost, evaluate
+from layoutopt.solver.conflict import Conflict, ConflictGroup, conflict
+from layoutopt.solver.elimination import Elimination, eliminate
+from layoutopt.solver.files import dump, load
+from layoutopt.solver.form import (
+    Choices,
+    ChoiceVariable,
+    Intervals,
+    Problem,
+    ProblemError,
+    ResourceRow,
+    RowTerm,
+    Sparse,
+    Term,
+    Usage,
+)
+from layoutopt.solver.several import Frontier, FrontierPoint, pareto, top_k
+from layoutopt.solver.solve import solve
+
+__all__ = [
+    "TOLERANCE",
+    "AnswerCheck",
+    "ChoiceVariable",
+    "Choices",
+    "Conflict",
+    "ConflictGroup",
+    "Elimination",
+    "Frontier",
+    "FrontierPoint",
+    "Intervals",
+    "Problem",
+    "ProblemError",
+    "ResourceRow",
+    "RowTerm",
+    "Solution",
+    "Sparse",
+    "Status",
+    "Term",
+    "Usage",
+    "Violation",
+    "conflict",
+    "cost",
+    "dump",
+    "eliminate",
+    "evaluate",
+    "load",
+    "pareto",
+    "solve",
+    "top_k",
+]

@@ -1,0 +1,101 @@
+"""The interface of every solver, so that the rest does not know which one ran."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from layoutopt.solver.answer import Status
+from layoutopt.solver.form import Choices
+from layoutopt.solver.linear import Constraint, LinearProgram
+
+WorkResult = TypeVar("WorkResult")
+SolverProgress = Callable[[float, float], None]
+"""Called with (best objective so far or inf, proven lower bound or -inf) whenever one of them improves."""
+LEAVING = 0.3
+"""Seconds that stopped work has to end before its thread is left behind."""
+
+
+@dataclass(frozen=True)
+class SolverOptions:
+    """How long and how to search. `workers` threads share the work; the result is the same on every run."""
+
+    time_limit: float | None = None
+    workers: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A solver's claim about one program, not yet checked; `bound` is -inf if nothing is proven."""
+
+    status: Status
+    choices: Choices | None
+    bound: float
+
+
+@dataclass(frozen=True)
+class SolverRequest:
+    """One call of a solver: the program, the resource rows and exclusions in it, and where to start."""
+
+    program: LinearProgram
+    constraints: Sequence[Constraint]
+    options: SolverOptions
+    hint: Choices | None = None
+    on_solution: Callable[[Choices, float], None] | None = None
+    """Called with each better solution of the program and the bound known then."""
+    on_bound: Callable[[float], None] | None = None
+    """Called with each better bound."""
+    meanwhile: Callable[[], None] | None = None
+    """A little other work: called again and again while a solver works in a process of its own."""
+
+
+class Solver(Protocol):
+    """Solves one 0/1 program."""
+
+    def __call__(self, request: SolverRequest) -> Raw:
+        """The best choices of `request.program` under `request.constraints`."""
+
+
+def interruptible(
+    work: Callable[[], WorkResult],
+    stop: Callable[[], None],
+    over: Callable[[], bool] = lambda: False,
+    meanwhile: Callable[[], None] | None = None,
+) -> WorkResult:
+    """Runs `work` in a thread, so that Python hears Ctrl-C meanwhile and the clock can end it, and does
+    `meanwhile` again and again; calls `stop` once it is `over`, or ended.
+
+    Raises what `work` raises, and what `stop` raises if the work cannot be stopped; its thread is then left
+    behind.
+    """
+    results: list[WorkResult] = []
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:  # carried to the calling thread
+            errors.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        while not done.wait(0.0 if meanwhile else 0.1):
+            if over():
+                stop()
+            elif meanwhile:
+                meanwhile()
+    except BaseException:
+        with contextlib.suppress(Exception):
+            stop()
+        done.wait(LEAVING)
+        raise
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -1,0 +1,137 @@
+"""HiGHS through OR-tools' MathOpt: branch and cut over the exact local polytope.
+
+HiGHS works in floating point: its answer is rounded to choices and evaluated by the caller, its bound is
+lowered by its own feasibility tolerance. It runs on one thread: MathOpt offers no other way in this release.
+
+It runs in a process of its own (`highs_process`): in one process, TensorFlow cannot be imported after MathOpt
+(both bring pybind11_abseil), and MathOpt cannot be interrupted, while a process can be ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from layoutopt.solver.answer import Status
+from layoutopt.solver.backends.base import Raw, SolverRequest, interruptible
+from layoutopt.solver.backends.highs_task import HighsAnswer, LinearRow, Task
+from layoutopt.solver.backends.highs_worker import Worker
+from layoutopt.solver.linear import Constraint, LinearProgram
+
+DUAL_TOLERANCE = 1e-10
+"""HiGHS accepts reduced costs down to minus this. A solution has one column per group at 1, so what the
+proven bound can be too high by is at most this times the number of groups (weak duality: c x >= y b + sum
+of reduced costs * x).
+"""
+
+LATE = 0.2
+"""Seconds after its time limit in which HiGHS may still answer."""
+
+_worker = Worker()
+
+
+def solve(request: SolverRequest) -> Raw:
+    """Solves the program with HiGHS, whose process Ctrl-C ends."""
+    program = request.program
+    unit = _unit(program)
+    task = _task(request, unit)
+    try:
+        answer = interruptible(lambda: _worker.ask(task), _leave, _over(request), request.meanwhile)
+    except _LeftError:
+        return Raw(Status.LIMIT, None, -math.inf)
+    return _read(answer, program, unit)
+
+
+def _over(request: SolverRequest) -> Callable[[], bool]:
+    """Whether to end the process: it looks at its own limit only now and then."""
+    limit = request.options.time_limit
+    latest = math.inf if limit is None else time.monotonic() + limit + LATE
+    return lambda: time.monotonic() > latest
+
+
+class _LeftError(Exception):
+    pass
+
+
+def _leave() -> None:
+    _worker.end()
+    raise _LeftError
+
+
+def _read(answer: HighsAnswer, program: LinearProgram, unit: float) -> Raw:
+    status = _status(answer.reason)
+    bound = -math.inf
+    if math.isfinite(answer.dual_bound):
+        bound = answer.dual_bound * unit + program.constant - _doubt(program, unit)
+    if status is Status.INFEASIBLE:
+        return Raw(status, None, math.inf)
+    if status is Status.LIMIT or answer.values is None:
+        return Raw(Status.LIMIT, None, bound)
+    return Raw(status, program.choices(answer.values), bound)
+
+
+def _status(name: str) -> Status:
+    """MathOpt's termination reasons as ours."""
+    known = {
+        "OPTIMAL": Status.OPTIMAL,
+        "FEASIBLE": Status.FEASIBLE,
+        "INFEASIBLE": Status.INFEASIBLE,
+        "INFEASIBLE_OR_UNBOUNDED": Status.INFEASIBLE,  # every column is 0 or 1: it cannot be unbounded
+        "NO_SOLUTION_FOUND": Status.LIMIT,
+        "IMPRECISE": Status.LIMIT,
+    }
+    if name not in known:
+        raise RuntimeError(f"HiGHS stopped with {name}: the program that layoutopt wrote is not valid for it")
+    return known[name]
+
+
+def _doubt(program: LinearProgram, unit: float) -> float:
+    return DUAL_TOLERANCE * unit * (len(program.offsets) - 1 + len(program.joints))
+
+
+def _unit(program: LinearProgram) -> float:
+    """A power of two that brings costs near 1: HiGHS's tolerances are absolute."""
+    sizes = np.abs(program.costs[program.costs != 0])
+    return float(2.0 ** math.floor(math.log2(float(np.median(sizes))))) if sizes.size else 1.0
+
+
+def _task(request: SolverRequest, unit: float) -> Task:
+    """(1)-(6) of `linear` as plain data; joint columns are continuous."""
+    program = request.program
+    upper = np.ones(program.columns)
+    upper[program.forbidden] = 0.0
+    starts = program.offsets.tolist()
+    groups = [
+        LinearRow(np.arange(a, b, dtype=np.int64), np.ones(b - a), 1.0, 1.0)
+        for a, b in itertools.pairwise(starts)
+    ]
+    rows, cells, signs = program.marginals
+    order = np.argsort(rows, kind="stable")
+    cuts = np.flatnonzero(np.diff(rows[order])) + 1
+    parts = np.split(order, cuts) if len(order) else []
+    marginals = [LinearRow(cells[part], signs[part].astype(float), 0.0, 0.0) for part in parts]
+    limits = []
+    for constraint in request.constraints:
+        scale = _scale(constraint)
+        limit = constraint.limit * scale
+        low = limit if constraint.equality else -math.inf
+        limits.append(LinearRow(constraint.columns, constraint.coefficients * scale, low, limit))
+    return Task(
+        program.costs / unit,
+        upper,
+        int(program.offsets[-1]),
+        (*groups, *marginals, *limits),
+        request.options.time_limit,
+        request.options.seed,
+        DUAL_TOLERANCE,
+    )
+
+
+def _scale(constraint: Constraint) -> float:
+    """A power of two that brings the row's largest coefficient near 1."""
+    largest = float(np.abs(constraint.coefficients).max()) if len(constraint.coefficients) else 1.0
+    return float(2.0 ** -math.floor(math.log2(largest)))

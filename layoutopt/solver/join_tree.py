@@ -1,0 +1,213 @@
+"""The assignments that tables allow together, variable by variable: what elimination needs to know once,
+whatever the tables' values are.
+
+A bucket belongs to one variable: it joins all relations that name it, and leaves a message, the assignments
+of the other variables in it, which is a relation for the buckets after it (Dechter, "Bucket elimination",
+1999). Tables of layouts allow a small part of all assignments, so the joins stay small where dense tables
+would not. Costs travel through the tree as vectors (`messages`).
+
+Where a join would have too many rows, a variable gets several buckets that need not agree on it
+(mini-buckets, Dechter and Rish 2003): costs through the tree are then lower bounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from layoutopt.solver.form import Bools, Ints, Scope
+from layoutopt.solver.relations import Relation, codes, join, match
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """One variable with all that is joined over it; rows with the same message are neighbours.
+
+    Attributes:
+      choices: (rows,) of the variable.
+      parts: relations, and which of its rows belongs to each row here; messages are numbered after the
+        tree's relations, in the order of the buckets that they come from.
+      group: (rows,) the row of the message; rises.
+      begins: (messages + 1,) the first row of each row of the message.
+    """
+
+    variable: int
+    scope: Scope
+    choices: Ints
+    parts: tuple[tuple[int, Ints], ...]
+    group: Ints
+    begins: Ints
+
+    def __len__(self) -> int:
+        return len(self.choices)
+
+    def masked(self, keep: Bools) -> Bucket:
+        """Some of the rows; the message keeps its numbers."""
+        group = self.group[keep]
+        parts = tuple((number, rows[keep]) for number, rows in self.parts)
+        begins = np.searchsorted(group, np.arange(len(self.begins)))
+        return replace(self, choices=self.choices[keep], parts=parts, group=group, begins=begins)
+
+
+@dataclass(frozen=True, eq=False)
+class JoinTree:
+    """Buckets in the order of elimination.
+
+    Attributes:
+      exact: one bucket per variable.
+    """
+
+    relations: tuple[Relation, ...]
+    buckets: tuple[Bucket, ...]
+    exact: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows of all buckets."""
+        return sum(map(len, self.buckets))
+
+    def sources(self, bucket: Bucket) -> list[tuple[int, Ints]]:
+        """The buckets whose messages come in, and the row of each message."""
+        first = len(self.relations)
+        return [(number - first, rows) for number, rows in bucket.parts if number >= first]
+
+    @cached_property
+    def parents(self) -> dict[int, tuple[int, Ints]]:
+        """The bucket that takes each bucket's message, and which message is in each row there."""
+        return {
+            source: (k, rows)
+            for k, bucket in enumerate(self.buckets)
+            for source, rows in self.sources(bucket)
+        }
+
+    @cached_property
+    def homes(self) -> dict[int, tuple[int, Ints]]:
+        """The bucket that holds each relation, and which of its rows is in each row there."""
+        return {
+            number: (k, rows)
+            for k, bucket in enumerate(self.buckets)
+            for number, rows in bucket.parts
+            if number < len(self.relations)
+        }
+
+    def within(self, keep: Sequence[Bools]) -> JoinTree:
+        """The tree with only these rows of the buckets, less those that have no partner left."""
+        alive = list(keep)
+        held: list[Bools] = []
+        for k, bucket in enumerate(self.buckets):
+            for source, rows in self.sources(bucket):
+                alive[k] = alive[k] & held[source][rows]
+            held.append(_marked(len(bucket.begins) - 1, bucket.group[alive[k]]))
+        for k in range(len(self.buckets) - 1, -1, -1):
+            for source, rows in self.sources(self.buckets[k]):
+                wanted = _marked(len(held[source]), rows[alive[k]])
+                alive[source] = alive[source] & wanted[self.buckets[source].group]
+        return replace(self, buckets=tuple(b.masked(a) for b, a in zip(self.buckets, alive, strict=True)))
+
+    def left(self, relation: int) -> Bools:
+        """Which rows of a relation are still in its bucket."""
+        return _marked(len(self.relations[relation]), self.homes[relation][1])
+
+
+def _marked(count: int, rows: Ints) -> Bools:
+    found = np.zeros(count, bool)
+    found[rows] = True
+    return found
+
+
+def grow(
+    relations: Sequence[Relation], sizes: Sequence[int], most: int, total: int | None = None
+) -> JoinTree:
+    """The tree over variables with so many choices each, all named by some relation; the one whose bucket
+    could have the fewest rows comes first, those that no relation links to others last.
+
+    Args:
+      most: joins of more rows are not made.
+      total: an exact tree of at most so many rows is wanted: where there is none, what comes back is inexact
+        and not finished.
+    """
+    live = dict(enumerate(relations))
+    named: list[set[int]] = [set() for _ in sizes]
+    for number, relation in live.items():
+        for v in relation.scope:
+            named[v].add(number)
+    apart = [all(len(live[i].scope) == 1 for i in found) for found in named]
+    weights: dict[int, int] = {}
+    buckets: list[Bucket] = []
+    left, exact = set(range(len(sizes))), True
+    while left:
+        for v in left - weights.keys():
+            weights[v] = math.prod(sizes[u] for u in {u for i in named[v] for u in live[i].scope})
+        v = min(left, key=lambda v: (apart[v], weights[v], v))
+        left.remove(v)
+        members = {i: live.pop(i) for i in sorted(named[v])}
+        for number, relation in members.items():
+            for u in relation.scope:
+                named[u].discard(number)
+                weights.pop(u, None)
+        groups = _joined(members, most)
+        exact &= len(groups) == 1
+        if total is not None and not (exact and sum(map(len, buckets)) <= total):
+            return JoinTree(tuple(relations), tuple(buckets), False)
+        for joined, parts in groups:
+            bucket, message = _bucket(v, joined, parts)
+            number = len(relations) + len(buckets)
+            live[number] = message
+            buckets.append(bucket)
+            for u in message.scope:
+                named[u].add(number)
+    tree = JoinTree(tuple(relations), tuple(buckets), exact)
+    return tree.within([np.ones(len(bucket), bool) for bucket in buckets])
+
+
+def _joined(members: dict[int, Relation], most: int) -> list[tuple[Relation, dict[int, Ints]]]:
+    """The join of all, or joins of some of them with at most `most` rows each (a relation alone may have
+    more), with the rows of every member."""
+    found: list[tuple[Relation, dict[int, Ints]]] = []
+    left = dict(members)
+    while left:
+        first = min(left, key=lambda i: (len(left[i]), i))
+        joined = left.pop(first)
+        parts = {first: np.arange(len(joined))}
+        tried = dict(left)
+        while tried:
+            number = _next(joined, tried)
+            other = tried.pop(number)
+            matches = match(joined, other)
+            if matches.count > most:
+                continue
+            mine, others = matches.pairs
+            joined = join(joined, other, (mine, others))
+            parts = {i: rows[mine] for i, rows in parts.items()}
+            parts[number] = others
+            del left[number]
+        found.append((joined, parts))
+    return found
+
+
+def _next(joined: Relation, others: dict[int, Relation]) -> int:
+    """The one that brings the fewest new variables; before a product of small ones one that has all their
+    variables: joined with it, nothing has more rows than it has."""
+    scope = set(joined.scope)
+    number = min(others, key=lambda i: (len(set(others[i].scope) - scope), len(others[i]), i))
+    wanted = scope | set(others[number].scope)
+    around = [i for i, other in others.items() if wanted <= set(other.scope)]
+    widest = min(around, key=lambda i: (len(others[i]), i), default=number)
+    product = len(joined) * len(others[number])
+    return widest if wanted > scope and len(others[widest]) <= product else number
+
+
+def _bucket(v: int, joined: Relation, parts: dict[int, Ints]) -> tuple[Bucket, Relation]:
+    rest = tuple(u for u in joined.scope if u != v)
+    order = np.argsort(codes(joined.columns((*rest, v))), kind="stable")
+    code = codes(joined.columns(rest))[order]
+    fresh = np.diff(code, prepend=-1) != 0
+    begins = np.append(np.flatnonzero(fresh), len(code))
+    rows = tuple((number, parts[number][order]) for number in sorted(parts))
+    choices = joined.columns((v,))[order, 0]
+    bucket = Bucket(v, joined.scope, choices, rows, np.cumsum(fresh) - 1, begins)
+    return bucket, Relation(rest, joined.columns(rest)[order[begins[:-1]]])
