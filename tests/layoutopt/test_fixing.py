@@ -58,7 +58,7 @@ def check(model: mtf.Model, space: Subproblem, hardware: Hardware, above: float,
             patch.setattr("layoutopt.optimize.fixing.MORE", 0.0)
             patch.setattr("layoutopt.formulation.combinations.FEW", 1)
         bound, search = faster(Evaluator(model, hardware), space, upper, propose)
-    if above <= 1:
+    if above <= 1 or least == math.inf:  # nothing is faster, or no layout is legal
         assert search is None and bound >= upper * (1 - EXACT)
         return
     assert search is not None and bound <= least * (1 + PRICE)
