@@ -26,11 +26,11 @@ from mesh_tf_core.ir.dtypes import itemsize
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
-from mesh_tf_core.lower import Options, Subgraph, lower
+from mesh_tf_core.lower import Options, Subgraph
 from mesh_tf_core.lower.combine import BucketKey, Waiting, together, waiting
-from mesh_tf_core.lower.cut import Cut
+from mesh_tf_core.lower.cut import NO_CUT, Cut
 from mesh_tf_core.lower.oracle import Oracle
-from mesh_tf_core.lower.pipeline import WHOLE
+from mesh_tf_core.lower.pipeline import lower_part
 from mesh_tf_core.lower.placement import placement
 from mesh_tf_core.lower.replicas import alone
 from mesh_tf_core.lower.storage import Stage, narrow_reads
@@ -249,7 +249,7 @@ class Tabler:
         number, named = naming.number, zip(cluster.dims, splits, strict=False)
         layout = Layout({n: tuple([number[a] for a in axes]) for n, axes in named if axes})
         if not cluster.sums:
-            return naming, layout, WHOLE
+            return naming, layout, NO_CUT
         waits = dict(zip(cluster.sums, splits[len(cluster.dims) :], strict=True))
         given, left = (
             {
@@ -320,7 +320,7 @@ class Tabler:
         options: Options,
         oracle: Oracle,
         naming: Naming,
-        cut: Cut = WHOLE,
+        cut: Cut = NO_CUT,
     ) -> LoweredCluster:
         """A subgraph of a cluster, lowered now unless it is known."""
         known = self.cache.of(subgraph).setdefault((oracle.layout, options.told, cut.key), [])
@@ -331,10 +331,7 @@ class Tabler:
         found: tuple[ItemisedCost | None, tuple[Waiting, ...], tuple[tuple[Axes, str], ...]] = (None, (), ())
         program: Program | None = None
         try:
-            results = subgraph.returned(self.graph)
-            program = lower(
-                self.graph, naming.mesh, oracle.layout, results, options, subgraph, oracle, cut=cut
-            )
+            program = lower_part(self.graph, subgraph, oracle, options, cut)
             every = self.cache.templates.itemised(program, bool(subgraph.again))
             cost = tuple([each for each in every if not each[0].loads_or_stores])  # rows see to these
             found = cost, waiting(program), totalled(program, cluster.totalled)

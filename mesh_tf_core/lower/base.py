@@ -43,7 +43,7 @@ from mesh_tf_core.lower.options import DEFAULT, Options
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placement import BACKWARD, FORWARD, GRADIENT, UPDATE, VARIABLE
 from mesh_tf_core.lower.placing import Placing
-from mesh_tf_core.lower.subgraph import Subgraph, Twin
+from mesh_tf_core.lower.subgraph import WHOLE, Twin, Whole
 from mesh_tf_core.ops.basic import AddN, Cast
 from mesh_tf_core.tracing.graph import Graph
 
@@ -56,10 +56,8 @@ class Lowering(Placing):
       collective_matmul: dimensions of products that messages go beside (`Options`).
     """
 
-    def __init__(
-        self, graph: Graph, oracle: Oracle, options: Options = DEFAULT, subgraph: Subgraph | None = None
-    ) -> None:
-        super().__init__(graph, oracle, subgraph)
+    def __init__(self, graph: Graph, oracle: Oracle, options: Options = DEFAULT, part: Whole = WHOLE) -> None:
+        super().__init__(graph, oracle, part)
         self.context, self.collective_matmul = dict(options.context), options.collective_matmul
         self.stored: dict[str, Stored] = {}
         self.feeds: dict[str, int] = {}
@@ -157,7 +155,7 @@ class Lowering(Placing):
         if dtype is None:
             return master
         self.masters[v.tensor] = master
-        if self.subgraph is not None and self.subgraph.again:
+        if self.part.again:
             plain = TensorType(self.plain_type(v).shape, dtype)
             return self.new(plain, self.natural(plain.shape), (), v.tensor)
         half = self.new(TensorType(v.shape, dtype), v.splits, (), v.tensor)
@@ -231,12 +229,10 @@ class Lowering(Placing):
         if tensor < 0:
             return False
         block = self.graph.blocks[self.graph.tensor(tensor).block]
-        unread = frozenset() if self.subgraph is None else self.subgraph.unread
         remat = self.loops.remat
-        running = self.loops.running if self.subgraph is None else self.subgraph.again
-        if not remat.inside(block, running) or not remat.again(block):
+        if not remat.inside(block, self.loops.running) or not remat.again(block):
             return False
-        if tensor in remat.kept(block, unread, self.subgraph is not None):
+        if tensor in remat.kept(block, self.part.unread, self.part.alone):
             return False
         leaving = (*block.carry_out, *(i for i, _ in (*block.stacked, *block.summed)))
         return tensor not in leaving and not any(tensor in node.inputs for node in block.nodes)
@@ -268,12 +264,12 @@ class Lowering(Placing):
         return [env[found.result]]
 
     def nodes(self, block: Block) -> None:
-        beside = {} if self.subgraph is None else {each.tensor: each for each in self.subgraph.beside}
-        for node in block.nodes if self.subgraph is None else self.subgraph.within(block):
+        beside = {each.tensor: each for each in self.part.beside}
+        for node in self.part.within(block):
             for tensor in beside.keys() & node.inputs if beside else ():
                 self._moved_beside(beside.pop(tensor))
             self.node(node)
-        for phase, tensor in self.subgraph.natural_in(block) if self.subgraph else ():
+        for phase, tensor in self.part.natural_in(block):
             self.origin = replace(self.origin, phase=Phase(phase))
             self.to_natural(self.value_of(tensor))
 
@@ -306,19 +302,19 @@ def lower_base(
     oracle: Oracle,
     results: Mapping[str, Tensor] | None = None,
     options: Options = DEFAULT,
-    subgraph: Subgraph | None = None,
+    part: Whole = WHOLE,
 ) -> Program:
     """Lowers every node alone; see the module's text. LayoutError if the layout is not legal for the
     graph."""
-    state = Lowering(graph, oracle, options, subgraph)
+    state = Lowering(graph, oracle, options, part)
     state.nodes(graph.blocks[0])
-    if subgraph is not None:
+    if part.alone:
         state.deliver_gradients()
     for tensor, id in state.env.items():
         if state.values[id].tensor != tensor:
             state.values[id] = state.values[id].of(tensor)
     # A part of a graph returns what it has.
-    wanted = ((n, t.id) for n, t in (results or {}).items() if subgraph is None or t.id in state.env)
+    wanted = ((n, t.id) for n, t in (results or {}).items() if not part.alone or t.id in state.env)
     env, returned = {**state.env, **state.masters}, {}
     for name, tensor in wanted:
         value = state.on_device(env[tensor]) if tensor in env else state.value_of(tensor)

@@ -68,3 +68,6 @@ class Cut:
             raise LayoutError(f"no such sums are pending of tensors {sorted(left)}")
         results = {name: renamed.get(i, i) for name, i in program.results.items()}
         return replace(program, code=tuple(code), results=results) if renamed else program
+
+
+NO_CUT = Cut()

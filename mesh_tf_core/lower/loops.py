@@ -12,7 +12,6 @@ from mesh_tf_core.ir.program import AllReduce, Carry, Instr, Local, Origin, Resu
 from mesh_tf_core.lower.placement import BACKWARD, GRADIENT
 from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.saving import Saving
-from mesh_tf_core.lower.subgraph import IdPairs
 from mesh_tf_core.ops.stages import StageNumbers, StagePart, StageStack, StageTerm
 from mesh_tf_core.tracing.residuals import several
 
@@ -39,12 +38,12 @@ class Loops(Saving):
         block, origin = node.body, self.low.origin
         assert block is not None and block.dim is not None
         over = self._over(block)
-        whole = self.low.subgraph is None or node.index in self.low.subgraph.nodes
+        whole = self.low.part.has({node.index})
         decides = block.runs if whole else None
         first = None if block.first is None else self.low.value_of(block.first)
         inputs, starts = (node.inputs, block.carry_in) if whole else ((), ())
         init = [self.low.to_natural(self.low.value_of(i)) for i in inputs]
-        if self.low.subgraph is None:
+        if not self.low.part.alone:
             self._bring(block)
         with self.low.block() as code:
             with self.low.inside(over):
@@ -61,7 +60,8 @@ class Loops(Saving):
                 ends = block.carry_out if whole else ()
                 carry_out = [self.low.to_natural(self.low.value_of(t)) for t in ends]
             finals = [self._outer(v, None) for v in carry_in]
-            stacks, sums, saves = self._made(node, block)
+            # A loop's own carries belong to its scan.
+            stacks, sums, saves = self.low.part.made(node, self.low.graph)
             sums = tuple(self._read_again([*sums], block))
             pairs = self._read_again([*stacks], block)
             stacked = [self._result(inner, outer, block) for inner, outer in pairs]
@@ -145,29 +145,17 @@ class Loops(Saving):
         low.code[:] = [i for i in low.code if unread.isdisjoint(i.outputs)]
         return found, after
 
-    def _made(self, scan: Node, block: Block) -> tuple[IdPairs, IdPairs, IdPairs]:
-        """What this lowering computes of what a loop stacks, sums and saves (a loop's own carries belong to
-        its scan)."""
-        subgraph = self.low.subgraph
-        if subgraph is not None:
-            return subgraph.made(scan, self.low.graph)
-        return tuple(block.stacked), tuple(block.summed), tuple(block.saved.items())
-
     def _sliced(self, block: Block) -> list[Sliced]:
         """Parts of stacked values; with recomputation, saved values are computed anew instead."""
-        if self.low.subgraph is not None:
-            env, reads = self.low.env, self.low.subgraph.reads(block)
-            return [
-                self._part(self.low.lying(outer), inner)
-                for outer, inner in block.sliced
-                if outer in env or inner in reads
-            ]
+        taken = self.low.part.takes(block, self.low.env)
+        if self.low.part.alone:
+            return [self._part(self.low.lying(outer), inner) for outer, inner in taken]
         forward = block.forward
         saved = {o: i for i, o in forward.saved.items()} if forward else {}
         then = self._stands_for(block)
         pairs = []
         again: list[tuple[int, int]] = []
-        for outer, inner in block.sliced:
+        for outer, inner in taken:
             tensor = saved.get(then.get(outer, outer))
             if tensor is not None and forward and self.remat.again(forward):
                 again.append((tensor, inner))

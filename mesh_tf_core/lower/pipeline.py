@@ -12,12 +12,12 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower.base import lower_base
 from mesh_tf_core.lower.collective_matmul import decompose
 from mesh_tf_core.lower.combine import combine_small
-from mesh_tf_core.lower.cut import Cut
+from mesh_tf_core.lower.cut import NO_CUT, Cut
 from mesh_tf_core.lower.dead import drop_dead
 from mesh_tf_core.lower.nodes import check_context, check_products
 from mesh_tf_core.lower.options import DEFAULT, Options
 from mesh_tf_core.lower.oracle import Oracle
-from mesh_tf_core.lower.placement import check_counted, placement
+from mesh_tf_core.lower.placement import Placement, check_counted, placement
 from mesh_tf_core.lower.rematerialization import check_recompute
 from mesh_tf_core.lower.start_done import start_and_done
 from mesh_tf_core.lower.subgraph import Subgraph
@@ -41,29 +41,22 @@ def paths(graph: Graph) -> Iterator[str]:
     yield from (node.path for node, _ in graph.walk())
 
 
-WHOLE = Cut()
-
-
 def lower(
     graph: Graph,
     mesh: Mesh,
     layout: Layout,
     results: Mapping[str, Tensor] | None = None,
     options: Options = DEFAULT,
-    subgraph: Subgraph | None = None,
-    oracle: Oracle | None = None,
+    where: Placement | None = None,
     check: bool = True,
-    cut: Cut = WHOLE,
 ) -> Program:
     """Lowers a graph to the program that every device of the mesh runs.
 
     Args:
       results: name -> tensor to return from a step.
-      subgraph: lower only some nodes (for pricing them alone); `results` are then ignored dead-code roots.
-      oracle: of a table of this mesh, layout and options; notes what is read of it. None: of `placement`.
-      cut: of `subgraph`.
+      where: the table of where values live; None: that of the graph, mesh, layout and options.
       check: hold the program against the rules of `lower.verify`. A search lowers many programs and checks
-        that of its answer. What is lowered with `subgraph` is never checked: it is no whole program.
+        that of its answer.
 
     Raises:
       ProgramError: the program breaks a rule; a defect of ours.
@@ -71,23 +64,34 @@ def lower(
       LayoutError: the layout names an unknown axis or dimension, does not divide a size, or would split two
         dimensions of one operation over the same axis.
     """
-    forms = dict(options.context)
-    if subgraph is None:
-        check_context(graph, forms)
-        check_products(graph, options.collective_matmul)
-        known = {name: max(sizes) for name, sizes in graph.dims().items()}
-        layout.check(mesh, known, paths(graph))
-        if options.microbatches > 1:
-            check_counted(layout, MICROBATCH, (*layout.axes(MICROBATCH), *layout.further(MICROBATCH)))
-        check_recompute(graph, options.recompute)
-    oracle = oracle or Oracle(placement(graph, mesh, layout, options))
-    program, beside = lower_base(graph, oracle, results, options, subgraph), options.collective_matmul
-    if subgraph is not None:
-        # What is dead or travels together is not known from a part of the graph.
-        program = cut.end(decompose(delay_sums(cut.begin(program), oracle), beside, oracle))
-        return start_and_done(program)
+    check_context(graph, dict(options.context))
+    check_products(graph, options.collective_matmul)
+    known = {name: max(sizes) for name, sizes in graph.dims().items()}
+    layout.check(mesh, known, paths(graph))
+    if options.microbatches > 1:
+        check_counted(layout, MICROBATCH, (*layout.axes(MICROBATCH), *layout.further(MICROBATCH)))
+    check_recompute(graph, options.recompute)
+    program = lower_base(graph, Oracle(where or placement(graph, mesh, layout, options)), results, options)
     for name, run in PASSES:
         program = run(program)
         if name == "pending sums":
-            program = decompose(program, beside)
+            program = decompose(program, options.collective_matmul)
     return verify(program) if check else program
+
+
+def lower_part(
+    graph: Graph, part: Subgraph, oracle: Oracle, options: Options = DEFAULT, cut: Cut = NO_CUT
+) -> Program:
+    """Lowers a part of a graph by itself, to be priced; it is no whole program, so nothing checks it.
+
+    Args:
+      oracle: of the table of where values live; notes what is read of it.
+      cut: sums that wait on the part's border.
+
+    Raises:
+      LayoutError: as `lower`, or a sum does not wait there.
+    """
+    program = lower_base(graph, oracle, part.returned(graph), options, part)
+    # What is dead or travels together is not known from a part of the graph.
+    program = delay_sums(cut.begin(program), oracle)
+    return start_and_done(cut.end(decompose(program, options.collective_matmul, oracle)))

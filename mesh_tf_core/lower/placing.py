@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 
 from mesh_tf_core.errors import LayoutError
@@ -27,7 +27,7 @@ from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.lower.nodes import pass_of, read_nodes, repeated, weights
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placement import Row
-from mesh_tf_core.lower.subgraph import Subgraph
+from mesh_tf_core.lower.subgraph import WHOLE, Whole
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.ops.pieces import CutPadding, PadPieces
 from mesh_tf_core.tracing.graph import Graph
@@ -50,9 +50,9 @@ class Placing(ProgramBuilder):
         half of it.
     """
 
-    def __init__(self, graph: Graph, oracle: Oracle, subgraph: Subgraph | None = None) -> None:
+    def __init__(self, graph: Graph, oracle: Oracle, part: Whole = WHOLE) -> None:
         super().__init__()
-        self.graph, self.oracle, self.subgraph = graph, oracle, subgraph
+        self.graph, self.oracle, self.part = graph, oracle, part
         self.mesh, self.layout = oracle.mesh, oracle.layout
         self.within: Axes = ()
         self.chunked = False
@@ -149,14 +149,13 @@ class Placing(ProgramBuilder):
         updates = self.origin.phase == Phase.UPDATE
         key = id, v.splits, Phase.UPDATE if updates else pass_of(self._phase)
         if key not in self.moved:
-            brings = self.subgraph is None or updates or self._brings(self.subgraph, v.tensor)
+            # What reads the variable brings it to all who read it before the update.
+            brings = updates or v.tensor not in self._weights or self.part.has(self._reads_of(v.tensor))
             self.moved[key] = self.loaded(id) if brings else self._brought(v)
         return self.moved[key]
 
-    def _brings(self, subgraph: Subgraph, tensor: int) -> bool:
-        """Whether a subgraph brings a weight to all who read it before the update: it has what reads the
-        variable."""
-        return not subgraph.nodes.isdisjoint(read_nodes(self.graph)[self._weights[tensor]])
+    def _reads_of(self, weight: int) -> Set[int]:
+        return read_nodes(self.graph)[self._weights[weight]]
 
     def _brought(self, v: Value) -> int:
         """A weight that others bring, gathered as its readers want it."""
@@ -170,7 +169,7 @@ class Placing(ProgramBuilder):
         return TensorType(v.shape if long is None else v.shape.resized(long.plain), v.dtype)
 
     def _given(self, tensor: int) -> int:
-        assert self.subgraph is not None, f"tensor %{tensor} is used before it is computed"
+        assert self.part.alone, f"tensor %{tensor} is used before it is computed"
         first = repeated(self.graph).get(tensor)
         if first is not None:
             return self.lying(first)
@@ -226,10 +225,8 @@ class Placing(ProgramBuilder):
     @property
     def _phase(self) -> Phase:
         """The phase of what is lowered; what runs again may be lowered by itself."""
-        phase, subgraph = self.origin.phase, self.subgraph
-        return (
-            Phase.RECOMPUTE if phase == Phase.FORWARD and subgraph is not None and subgraph.again else phase
-        )
+        phase = self.origin.phase
+        return Phase.RECOMPUTE if phase == Phase.FORWARD and self.part.again else phase
 
     def _move(self, id: int, splits: Splits) -> int:
         shape = self.values[id].shape

@@ -13,7 +13,6 @@ from mesh_tf_core.ir.program import AllGather, AllReduce, Collective, Program
 from mesh_tf_core.ir.schedules import GPIPE
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower.options import Options
-from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.pipeline import lower, paths
 from mesh_tf_core.lower.placement import placement
 from mesh_tf_core.lower.storage import Stage, narrow_reads, read_stage
@@ -132,8 +131,8 @@ def _met(
     """The program of an outer step."""
     storage = {name: stage for name, stage in options.storage.items() if name in graph.variables}
     layout, options = rules_about(layout, graph), Options(storage, offload=options.offload)
-    oracle = Oracle(placement(graph, mesh, layout, options, narrow, {}))
-    return lower(graph, mesh, layout, {}, options, oracle=oracle, check=check)
+    where = placement(graph, mesh, layout, options, narrow, {})
+    return lower(graph, mesh, layout, {}, options, where, check)
 
 
 def check_alone(program: Program, axis: str) -> None:

@@ -15,7 +15,7 @@ from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Origin, Result, Sliced
 from mesh_tf_core.lower.placement import BACKWARD, SAVED, check_counted
 from mesh_tf_core.lower.placing import Placing
-from mesh_tf_core.lower.rematerialization import NOTHING, leading_to, rematerialization
+from mesh_tf_core.lower.rematerialization import leading_to, rematerialization
 from mesh_tf_core.lower.subgraph import IdPairs
 from mesh_tf_core.tracing.residuals import several
 from mesh_tf_core.tracing.stage_layers import loop_name
@@ -41,7 +41,7 @@ class Saving:
         self.low, self._node = low, node
         self.remat = rematerialization(low.graph, recompute)
         self._kept: dict[int, dict[SavedKey, int]] = {}
-        self.running = ""
+        self.running = low.part.again
 
     # -- in forward ------------------------------------------------------------------------------------------
 
@@ -52,10 +52,8 @@ class Saving:
             return []
         found: dict[SavedKey, int] = {}
         if self.remat.again(block):
-            subgraph = self.low.subgraph
-            unread = NOTHING if subgraph is None else subgraph.unread
-            alone = subgraph is not None  # the whole program drops what is dead
-            read = self.remat.read_again(block, live=alone)
+            unread, alone = self.low.part.unread, self.low.part.alone
+            read = self.remat.read_again(block, live=alone)  # the whole program drops what is dead
             found.update((t, self.low.env[t]) for t in starts if t in read)
             stays = self.remat.kept(block, unread, alone)
             found.update((t, self.low.value_of(t)) for t in sorted(stays) if self._here(t, node))
@@ -66,9 +64,8 @@ class Saving:
             for inner in self.remat.inner(block):
                 kept = self._kept.get(inner.id, {})
                 found.update(((inner.id, key), value) for key, value in kept.items())
-            unread = NOTHING if self.low.subgraph is None else self.low.subgraph.unread
             for t in self.remat.of_body(block):
-                if self.remat.stacked(t, block, unread) and self._here(t, node):
+                if self.remat.stacked(t, block, self.low.part.unread) and self._here(t, node):
                     found[t] = self.low.value_of(t)
         self._kept[block.id] = {key: self._outer(value, block) for key, value in found.items()}
         return [Result(value, self._kept[block.id][key]) for key, value in found.items()]
@@ -106,31 +103,29 @@ class Saving:
         """Whether nobody reads what a loop would save in this run: it is inside of another one that runs
         again before its backward does, or it is not inside of the one whose second run this is. (The whole
         program drops that as dead.)"""
-        subgraph = self.low.subgraph
-        if subgraph is None:
+        if not self.low.part.alone:
             return False
         around = self.remat.around(block)
-        later = around is not None and self.remat.inside(around, subgraph.again)
-        return later or not self.remat.inside(block, subgraph.again)
+        later = around is not None and self.remat.inside(around, self.running)
+        return later or not self.remat.inside(block, self.running)
 
     def _read_again(self, pairs: list[tuple[int, int]], block: Block) -> list[tuple[int, int]]:
         """What a loop stacks in a second run: only what backward reads. (The whole program drops the rest as
         dead.)"""
-        subgraph = self.low.subgraph
-        if subgraph is None or not subgraph.again:
+        part = self.low.part
+        if not part.again:
             return pairs
         around = self.remat.around(block)
-        while around is not None and loop_name(around, self.low.graph) != subgraph.again:
+        while around is not None and loop_name(around, self.low.graph) != part.again:
             around = self.remat.around(around)
         if around is None:
             return []
-        needed = self.remat.read_again(around, subgraph.unread, live=True)
+        needed = self.remat.read_again(around, part.unread, live=True)
         return [(i, outer) for i, outer in pairs if outer in needed]
 
     def _here(self, tensor: int, scan: Node) -> bool:
         """Whether this lowering computes a body tensor."""
-        subgraph = self.low.subgraph
-        return subgraph is None or subgraph.computes(tensor, scan, self.low.graph)
+        return self.low.part.computes(tensor, scan, self.low.graph)
 
     # -- in backward -----------------------------------------------------------------------------------------
 

@@ -1,9 +1,10 @@
-"""Parts of a graph: which of its nodes are lowered by themselves, with everything around them given."""
+"""Choose what lowering makes: all of a graph, or a part by itself, with everything around it given."""
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Container, Sequence, Set
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.tensor import Tensor
@@ -23,8 +24,55 @@ class Twin:
     readers: tuple[Node, ...] = field(hash=False)
 
 
+class Whole:
+    """All of a graph.
+
+    Attributes:
+      alone: it is a part: what others compute is taken as given, and nothing is known to be dead.
+      again, beside, unread: see `Subgraph`.
+    """
+
+    alone: ClassVar[bool] = False
+    again: str = ""
+    beside: tuple[Twin, ...] = ()
+    unread: frozenset[int] = frozenset()
+
+    def has(self, nodes: Set[int]) -> bool:
+        """True if some of these nodes are lowered."""
+        return True
+
+    def within(self, block: Block) -> Sequence[Node]:
+        """The nodes of a block to lower, and the loops to enter."""
+        return block.nodes
+
+    def natural_in(self, block: Block) -> Sequence[tuple[str, int]]:
+        """The phases and tensors of `Subgraph.natural` in a block."""
+        return ()
+
+    def takes(self, block: Block, known: Container[int]) -> Sequence[tuple[int, int]]:
+        """The parts of stacks that a loop's body is given: (stack, part).
+
+        Args:
+          known: tensors that have a value by then.
+        """
+        return block.sliced
+
+    def made(self, scan: Node, graph: Graph) -> tuple[IdPairs, IdPairs, IdPairs]:
+        """The stacks, sums and saved values that a loop makes of lowered nodes' results."""
+        block = scan.body
+        assert block is not None
+        return tuple(block.stacked), tuple(block.summed), tuple(block.saved.items())
+
+    def computes(self, tensor: int, scan: Node, graph: Graph) -> bool:
+        """True if a lowered node computes a tensor in the body of `scan`."""
+        return True
+
+
+WHOLE = Whole()
+
+
 @dataclass(frozen=True)
-class Subgraph:
+class Subgraph(Whole):
     """Lowers only these nodes (by index); what others compute is taken as given, in natural sharding.
 
     Attributes:
@@ -40,6 +88,7 @@ class Subgraph:
       unread: stacks that nothing reads in the whole graph: no loop makes them.
     """
 
+    alone: ClassVar[bool] = True
     nodes: frozenset[int]
     blocks: frozenset[int]
     natural: frozenset[Access] = frozenset()
@@ -62,8 +111,10 @@ class Subgraph:
         """`early`, as results of a program."""
         return {f"%{t}": graph.tensor(t) for t in sorted(self.early)}
 
-    def within(self, block: Block) -> list[Node]:
-        """The nodes of a block to lower, and the loops to enter."""
+    def has(self, nodes: Set[int]) -> bool:
+        return not self.nodes.isdisjoint(nodes)
+
+    def within(self, block: Block) -> Sequence[Node]:
         if block.id not in self._visits:
             self._visits[block.id] = [
                 n
@@ -72,13 +123,16 @@ class Subgraph:
             ]
         return self._visits[block.id]
 
-    def natural_in(self, block: Block) -> tuple[tuple[str, int], ...]:
-        """The phases and tensors of `natural` in a block."""
+    def natural_in(self, block: Block) -> Sequence[tuple[str, int]]:
         if block.id not in self._by_block:
             self._by_block[block.id] = tuple(sorted((p, t) for b, p, t in self.natural if b == block.id))
         return self._by_block[block.id]
 
-    def reads(self, block: Block) -> frozenset[int]:
+    def takes(self, block: Block, known: Container[int]) -> Sequence[tuple[int, int]]:
+        reads = self._read_in(block)
+        return [(outer, inner) for outer, inner in block.sliced if inner in reads or outer in known]
+
+    def _read_in(self, block: Block) -> frozenset[int]:
         """The tensors that the kept nodes of a block read."""
         if block.id not in self._reads:
             kept = (n for n in block.nodes if n.index in self.nodes)
@@ -87,7 +141,6 @@ class Subgraph:
         return self._reads[block.id]
 
     def made(self, scan: Node, graph: Graph) -> tuple[IdPairs, IdPairs, IdPairs]:
-        """The stacks, sums and saved values that a loop makes of kept nodes' results."""
         block = scan.body
         assert block is not None
         if block.id not in self._made:
@@ -101,7 +154,6 @@ class Subgraph:
         return self._made[block.id]
 
     def computes(self, tensor: int, scan: Node, graph: Graph) -> bool:
-        """True if a kept node computes a tensor in the body of `scan`."""
         return _source(tensor, scan, graph) in self.nodes
 
 

@@ -40,7 +40,6 @@ from mesh_tf_core.ir.structure import Assign, Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.traits import StepCopies, SumRules
 from mesh_tf_core.lower import Options, lower
-from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placement import placement
 from mesh_tf_core.model import Model
 from mesh_tf_core.ops.basic import Cast, Constant
@@ -101,8 +100,8 @@ class EvaluationPass:
             for name, stored in training.program.variables.items()
             if stored.padded is not None
         }
-        oracle = Oracle(placement(graph, mesh, layout, how, padded=padded))
-        program = lower(graph, mesh, layout, results, how, oracle=oracle)
+        where = placement(graph, mesh, layout, how, padded=padded)
+        program = lower(graph, mesh, layout, results, how, where)
         self.engine = training.beside(program)
         has_rows = cluster is not None and model.batch_dim is not None
         self.rows = rows_of(program, str(model.batch_dim), self.engine.ranks) if has_rows else None

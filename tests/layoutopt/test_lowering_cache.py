@@ -21,8 +21,11 @@ from layoutopt.formulation.tables import Entry, Tabler
 from layoutopt.space.decisions import Decisions, SearchSpace, decisions
 from layoutopt.space.kind import Choice
 from mesh_tf_core.ir.program import AllReduce
-from mesh_tf_core.lower import Options, lower
+from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.combine import BucketKey, together, waiting
+from mesh_tf_core.lower.oracle import Oracle
+from mesh_tf_core.lower.pipeline import lower_part
+from mesh_tf_core.lower.placement import placement
 from tests.layoutopt.models import EXAMPLES, HARDWARE, crossed, random_model
 from tests.marks import by_day
 
@@ -40,8 +43,9 @@ def anew(
     """The price of a cluster, lowered by itself on this mesh with its own axes."""
     graph = model.training_step(decided.microbatches).graph
     layout, options = decided.read(chosen)
+    oracle = Oracle(placement(graph, mesh, layout, options))
     try:
-        program = lower(graph, mesh, layout, cluster.subgraph.returned(graph), options, cluster.subgraph)
+        program = lower_part(graph, cluster.subgraph, oracle, options)
     except mtf.LayoutError:
         return None
     seconds, small = prices.seconds(program), {}
@@ -53,7 +57,7 @@ def anew(
             seconds -= prices.message_seconds(instr.axes, 4, late=True)
             small.update({BucketKey((a,), "float32", late=True): () for a in instr.axes})
     for second in cluster.second_runs(options.recompute):
-        again = lower(graph, mesh, layout, second.returned(graph), options, second)
+        again = lower_part(graph, second, oracle, options)
         seconds += prices.seconds(again, again=True)
     return Entry(max(seconds, 0.0), small)
 
