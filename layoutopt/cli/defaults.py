@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from layoutopt.cli.listing import COMMANDS
+from layoutopt.cli.listing import COMMANDS, unpadded
 from layoutopt.space.option import listed
 
 if TYPE_CHECKING:
@@ -45,6 +45,10 @@ class Command(TyperCommand):
     """
 
     sources: tuple[str, ...] = ()
+
+    def format_help(self, *given: Any) -> None:
+        with unpadded():
+            super().format_help(*given)
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         typed: Mapping[str, Any] = {}

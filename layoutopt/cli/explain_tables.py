@@ -1,20 +1,29 @@
-"""Tables of what a plan's decisions are worth."""
+"""Shows what `explain` found: the answer, what binds it, and tables of what its decisions are worth."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
-from layoutopt.cli.plan_tables import Fits, rules_text
+from layoutopt.cli.changed import show_conditions
+from layoutopt.cli.cost_tables import overlap_table
+from layoutopt.cli.plan_tables import Fits, rules_text, summary, verdicts
+from layoutopt.cli.plans import Planned
 from layoutopt.cli.results import layout_text
-from layoutopt.cli.terminal import Terminal
+from layoutopt.cli.terminal import Terminal, facts
+from layoutopt.cli.ways import show_turning, show_ways
+from layoutopt.plan.covered import listed
+from layoutopt.plan.machine_details import errors_known, sure
 from layoutopt.plan.units import bytes_text, seconds_text, share_text
-from reports.views.view import BYTES, FLAG, SECONDS, Cell, Column, Kind, View, ViewRow
+from reports.views.view import BYTES, FLAG, SECONDS, Cell, Column, Kind, View, ViewRow, texts
 
 if TYPE_CHECKING:
     from layoutopt.analysis.explain import Difference, WhatIfAnswer
     from layoutopt.analysis.keeping import Keeping
+    from layoutopt.api.explaining import Explained
     from layoutopt.optimize.evaluator import Evaluation
+    from layoutopt.space.undivided import Undivided
 
 MORE = Kind(
     lambda value: f"{'+' if value > 0 else '-' if value < 0 else ''}{seconds_text(abs(value))}", adds=True
@@ -99,3 +108,73 @@ def show_against(
         f"{layout_text(other.layout)}: {seconds_text(theirs)} a step, "
         f"{bytes_text(other.memory.peak)} of memory; the plan: {bytes_text(evaluation.memory.peak)}"
     )
+
+
+def show_explained(terminal: Terminal, planned: Planned, found: Explained) -> None:
+    """Shows all that `explain` found."""
+    from layoutopt.api.explaining import peak_text
+    from layoutopt.space.recorded import allowed_text
+
+    evaluation, own, limit = found.evaluation, found.plan.data, planned.limit
+    said = "; ".join(found.disagreements)
+    checks = [("checked", said or "lowered and priced again: the same")]
+    if (proof := found.proof) is not None:
+        checks += [("recheck", str(proof)), ("allowed", allowed_text(proof.allowed) or "what is usual")]
+    held = [("waits", words) for words in evaluation.waits]
+    held += [("peak", peak_text(evaluation.memory)), ("binds", _binds(found))]
+    known = errors_known(found.hardware)
+    fits = partial(known.fits, limit=limit)
+    rows = [*summary(found.plan, fits, limit, sure(found.hardware)), *checks, *held]
+    terminal.show(facts(rows, verdicts(found.plan, fits)))
+    worths = (
+        ("What each split is worth", found.splits, "without it"),
+        ("What each pin costs", found.pins, "with it"),
+        ("What each decision is worth", found.decisions, "without it"),
+    )
+    for title, answers, best in worths:
+        if answers or answers is found.splits:
+            terminal.show("", worth_table(title, evaluation, found.for_memory, [*answers], best))
+    if found.kept:
+        terminal.show("", kept_table(evaluation, fits, [*found.kept]))
+    if found.against is not None:
+        show_against(terminal, evaluation, found.against, found.differences)
+        if (alike := found.alike) is not None:
+            step, peak = seconds_text(alike.cost.step_seconds), bytes_text(alike.memory.peak)
+            terminal.show(f"with the plan's {own.in_short()} too: {step} a step, {peak} of memory")
+    if (overlap := overlap_table(evaluation)) is not None:
+        terminal.show("", overlap)
+    if found.conditions is not None:
+        show_conditions(terminal, found.plan, found.conditions)
+    show_ways(terminal, found.plan)
+    show_turning(terminal, found.turning)
+    if own.space is not None and own.space.not_looked_at:
+        left = listed(own.space.not_looked_at)
+        terminal.show("", View("Not looked at", texts("choices", "looked at with"), left))
+    doubt = known.barely(found.plan.predicted.peak_memory_bytes, limit)
+    whole = map(str, _whole(planned, evaluation))
+    for note in (*planned.loaded.model.notes(found.plan.options), *whole, *([doubt] if doubt else [])):
+        terminal.show("", f"note: {note}")
+
+
+def _binds(found: Explained) -> str:
+    """Whether the memory limit keeps a faster layout away."""
+    step, free = found.evaluation.cost.step_seconds, found.limit
+    room = bytes_text(found.memory - found.evaluation.memory.peak)
+    if free is None:
+        return f"not the limit, of which {room} are free: the least memory was searched for"
+    if not free.proven and (free.seconds is None or free.seconds >= step):
+        return f"unknown: {room} are free, and there was no time to search with more"
+    if not found.binds or free.seconds is None:
+        return f"not the memory: {room} are free, and more would not make it faster"
+    return (
+        f"the memory: with more than {bytes_text(found.memory)}, {rules_text_of(free.layout)} would take "
+        f"{seconds_text(free.seconds)} ({share_text(step - free.seconds, step)} less)"
+    )
+
+
+def _whole(found: Planned, evaluation: Evaluation) -> tuple[Undivided, ...]:
+    """Variables that the plan's search could not store split."""
+    from mesh_tf_core.lower.storage import STAGES
+
+    stages = [stage for stage in STAGES[1:] if stage in found.plan.allowed.storage]
+    return evaluation.left_whole(stages[-1]) if stages else ()

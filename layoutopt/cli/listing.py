@@ -6,7 +6,10 @@ here is the first paragraph of its docstring; tests hold the help to what typer 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 
 COMMANDS: Mapping[str, Mapping[str, str]] = {
     "Find a layout": {
@@ -62,6 +65,18 @@ def short_listing() -> str:
     return "\n".join([*lines, *more])
 
 
+@contextmanager
+def unpadded() -> Iterator[None]:
+    """Lines that are printed within end without spaces, where no terminal shows them."""
+    if sys.stdout.isatty():
+        yield
+        return
+    with redirect_stdout(StringIO()) as found:
+        yield
+    print("\n".join(line.rstrip() for line in found.getvalue().splitlines()))
+
+
+@unpadded()
 def show_help() -> None:
     """Prints the commands and the options that come before one."""
     from rich.console import Console

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from shutil import get_terminal_size
 from typing import Any
 
 TARGET, CHOICES, RULES, OUTPUT = "Target", "What may be chosen", "Rules", "Output"
@@ -28,7 +29,7 @@ MOST_USED = ("mesh", "devices", "layout", "hardware", "memory", "allow", "steps"
 """Parameters that `-h` says, the first few that a command has."""
 FEW = 5
 WIDE = 100
-"""Columns of `-h`."""
+"""Columns of `-h` at most."""
 
 
 def into_panels(command: Any) -> None:
@@ -68,8 +69,9 @@ def _typed(param: Any) -> str:
 
 
 def _cut(line: str) -> str:
-    """A line, cut at a word."""
-    return line if len(line) <= WIDE else f"{line[: WIDE - 2].rsplit(' ', 1)[0]} …"
+    """A line, cut at a word where the terminal ends."""
+    wide = min(WIDE, get_terminal_size((WIDE, 0)).columns)
+    return line if len(line) <= wide else f"{line[: wide - 2].rsplit(' ', 1)[0]} …"
 
 
 def _example(epilog: str) -> str:

@@ -34,7 +34,6 @@ from layoutopt.cli.options import (
     read_mesh,
     time_limited,
 )
-from layoutopt.cli.plan_tables import show_plan
 from layoutopt.cli.progress import Bounds
 from layoutopt.cli.repairs import refusal, repairs_of, show_repairs, smaller_batch
 from layoutopt.cli.terminal import Terminal
@@ -201,6 +200,8 @@ def search(
                 terminal.say("stopped: this is the best so far")
             terminal.result(plan.data)
             if not as_json:
+                from layoutopt.cli.plan_tables import show_plan
+
                 show_plan(terminal, plan, limit, machine)
                 show_ways(terminal, plan)
             if report is not None:

@@ -138,7 +138,7 @@ def search(
     try:
         best = candidates.run(subproblems(model, shapes, allowed, request.evaluator.near), keep_best)
     except InfeasibleError as error:
-        if (nearest := nearest_plan(request, candidates, mesh is None)) is not None:
+        if (nearest := nearest_plan(request, candidates)) is not None:
             error.nearest = nearest.with_details(search=question)
         raise
     best = _waiting(request, best, shapes, keep_best)
@@ -154,19 +154,11 @@ def search(
     def plan() -> Plan:
         return make_plan(
             request,
+            candidates,
             best,
-            candidates.subproblem_of(best),
             others,
-            candidates.frontier,
-            candidates.bound,
-            candidates.proven,
-            candidates.considered,
-            mesh is None,
             frozenset(m.shape for m in shapes) if mesh is None else None,
-            clock.elapsed,
-            candidates.stopped,
-            tuple(candidates.unsplit),
-            limits.alternatives and allowed.diloco is None,
+            alternatives=limits.alternatives and allowed.diloco is None,
         ).with_details(search=question)
 
     try:

@@ -52,40 +52,29 @@ REPEATED_SHARE = 0.1
 
 def make_plan(
     request: Request,
+    search: LayoutSearch,
     best: EvaluatedLayout,
-    subproblem: Subproblem,
-    others: Sequence[EvaluatedLayout],
-    frontier: Sequence[EvaluatedLayout],
-    bound: float,
-    proven: bool,
-    considered: int,
-    searched_mesh: bool,
-    shapes: Shapes,
-    seconds: float,
-    stopped: bool = False,
-    unsplit: Sequence[str] = (),
+    others: Sequence[EvaluatedLayout] = (),
+    shapes: Shapes = None,
+    bound: float | None = None,
     alternatives: bool = True,
 ) -> Plan:
     """The plan of the best layout.
 
     Args:
-      subproblem: what was decided where `best` is.
+      search: has ended.
       others: the next best layouts.
-      bound: no layout takes fewer seconds (or bytes, if these are the objective); `proven` says whether all
-        meshes were searched to the end.
-      considered: number of combinations of decisions.
-      searched_mesh: give the mesh's axes speaking names.
       shapes: of meshes that baselines may have (None: all of one or two axes).
-      seconds: wall time of the search.
-      stopped: Ctrl-C ended it.
-      unsplit: dimensions that had to stay whole.
+      bound: no layout takes fewer seconds, or bytes if these are the objective (None: the bound of `search`).
       alternatives: look for those that stand beside the answer.
 
     Raises:
       ProgramError: the program of the layout is not well-formed; a defect of lowering.
     """
+    subproblem, proven = search.subproblem_of(best), search.proven
+    bound = search.bound if bound is None else bound
     verify(best.evaluation.program)
-    names = axis_names(best.layout, best.mesh, request.model) if searched_mesh else {}
+    names = axis_names(best.layout, best.mesh, request.model) if search.renames else {}
     # A bound is known of all: then so is a device's share of the work, which needs no time that is left.
     limited = request.clock.limit is not None or not proven
     known = request.objective != "memory" and limited and 0 < bound < math.inf
@@ -110,7 +99,7 @@ def make_plan(
         *best.evaluation.notes,
         *left_whole(request, best.evaluation),
         *_tight(request, best.evaluation),
-        *_notes(proof, bound, missing, unsplit),
+        *_notes(proof, bound, missing, tuple(search.unsplit)),
         *beside.notes(),
         *repeats,
         *_unsplit(request),
@@ -127,34 +116,23 @@ def make_plan(
         hardware=request.hardware.name,
         slices={names.get(axis, axis): n for axis, n in _slices(request.hardware, best.mesh)},
         predicted=predicted_of(best.evaluation, names),
-        solver=_solver(request, best, proof, bound, considered, seconds),
-        space=space_of(request, best.mesh, considered, shapes),
-        alternatives=[*beside.found, *ranked(request, others, searched_mesh)],
-        frontier=[point(request, f, i, searched_mesh) for i, f in enumerate(frontier)] or None,
+        solver=_solver(request, best, proof, bound, search.considered),
+        space=space_of(request, best.mesh, search.considered, shapes),
+        alternatives=[*beside.found, *ranked(request, others, search.renames)],
+        frontier=[point(request, f, i, search.renames) for i, f in enumerate(search.frontier)] or None,
         notes=[*dict.fromkeys(notes)],
     )
-    plan = Plan(data, stopped)
+    plan = Plan(data, search.stopped)
     return plan.with_details(parallelism=trade_names(request.model, plan.mesh, plan.layout, data))
 
 
-def nearest_plan(request: Request, search: LayoutSearch, searched_mesh: bool) -> Plan | None:
+def nearest_plan(request: Request, search: LayoutSearch) -> Plan | None:
     """The plan that needs least memory, of a search that proved that none fits; None if none is known."""
     if search.nearest is None:
         return None
-    plan = make_plan(
-        replace(request, objective="memory", top=1),
-        search.nearest,
-        search.subproblem_of(search.nearest),
-        (),
-        (),
-        min(candidate.low for candidate in search.candidates),
-        True,
-        search.considered,
-        searched_mesh,
-        None,
-        request.clock.elapsed,
-        alternatives=False,
-    )
+    least = min(candidate.low for candidate in search.candidates)
+    memory = replace(request, objective="memory", top=1)
+    plan = make_plan(memory, search, search.nearest, bound=least, alternatives=False)
     proof = plan.solver.model_copy(update={"status": INFEASIBLE, "likely_bound": None, "likely_gap": None})
     return Plan(plan.data.model_copy(update={"solver": proof}), model=request.model)
 
@@ -199,7 +177,7 @@ class _Proof:
 
 
 def _solver(
-    request: Request, best: EvaluatedLayout, proof: _Proof, bound: float, considered: int, seconds: float
+    request: Request, best: EvaluatedLayout, proof: _Proof, bound: float, considered: int
 ) -> SolverInfo:
     memory, tables, proven = request.objective == "memory", proof.tables, proof.proven
     value, searched = float(best.peak) if memory else best.seconds, bound
@@ -216,7 +194,7 @@ def _solver(
         objective=value,
         bound=bound,
         gap=gap,
-        wall_seconds=seconds,
+        wall_seconds=request.clock.elapsed,
         layouts_considered=f"{considered:,}",
         likely_bound=likely,
         likely_gap=None if likely is None else (value - likely) / value,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -46,3 +48,22 @@ def test_options_are_in_their_panels(name: str) -> None:
 def test_panels_name_parameters_that_there_are() -> None:
     known = {p.name for command in GROUP.commands.values() for p in command.params}  # type: ignore[attr-defined]
     assert {*MOST_USED} <= known and {n for names in PANELS.values() for n in names} <= known | {"help"}
+
+
+def test_the_help_of_no_command_waits_for_the_runtime() -> None:
+    code = (
+        "import sys\nfrom layoutopt.cli.application import _Commands\n[*_Commands().values()]\n"
+        "print({'mesh_tf_core', 'pydantic', 'numpy'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_help_follows_the_terminal_and_pads_no_line(
+    name: str, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    for words in ([name, "--help"], [name, "-h"]):
+        lines = [line for line in run(*words).stdout.splitlines() if not line.startswith("Example: ")]
+        assert all(line == line.rstrip() and len(line) <= 60 for line in lines)

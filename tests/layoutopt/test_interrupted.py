@@ -54,8 +54,8 @@ def test_ctrl_c_again_keeps_the_best_so_far_too(objective: str) -> None:
 def test_ctrl_c_while_a_stopped_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = itertools.count()
 
-    def made(*asked: Any) -> Any:
-        return make_plan(*asked) if next(calls) else ctrl_c()
+    def made(*asked: Any, **more: Any) -> Any:
+        return make_plan(*asked, **more) if next(calls) else ctrl_c()
 
     monkeypatch.setattr("layoutopt.optimize.entry.make_plan", made)
     plan = search(EXAMPLES["mlp"](), keep_best=True, on_better=ctrl_c, **ON)
