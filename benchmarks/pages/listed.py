@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from benchmarks import forbidden
-from benchmarks.pages import accuracy, commands, compiler, diloco, jax_models, picks, speed, training
+from benchmarks.pages import (
+    accuracy,
+    commands,
+    compiler,
+    diloco,
+    examples,
+    jax_models,
+    picks,
+    speed,
+    training,
+)
 from benchmarks.pages.tables import ROOT, stored
 
 
@@ -34,6 +44,7 @@ PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "docs/results/picks.md": picks.page,
     "docs/results/decisions.md": decisions,
     "docs/results/compiler.md": compiler.page,
+    "docs/results/examples.md": examples.page,
     "docs/results/speed.md": speed.page,
     "docs/results/jax_models.md": jax_models.page,
     "docs/results/diloco.md": diloco.page,
