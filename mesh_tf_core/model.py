@@ -19,8 +19,8 @@ from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import GPIPE, alternates, rounds_of
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
-from mesh_tf_core.lower.kept import of_stages
 from mesh_tf_core.lower.offload import check_offload
+from mesh_tf_core.lower.remat_policy import of_stages
 from mesh_tf_core.lower.rematerialization import check_saved, layer_again
 from mesh_tf_core.lower.replicas import ReplicaPrograms, check_whole, lower_replicas
 from mesh_tf_core.optimizers import SGD, Optimizer, by_name

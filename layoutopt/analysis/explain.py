@@ -21,7 +21,7 @@ from layoutopt.plan.build import Plan
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.solver import TOLERANCE
 from layoutopt.space.decisions import FEATURES, SearchSpace
-from layoutopt.space.elsewhere import written
+from layoutopt.space.sequence_parallel import written
 from layoutopt.space.splits import parse_rules
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError, known_names
 from mesh_tf_core.ir.schedules import GPIPE

@@ -1,8 +1,8 @@
 """The worth of the values that recomputed layers keep: the plan's step with one of them more, or less, and
 all else as it is.
 
-Each is the whole program, lowered and priced. Of words that keep the same values the first of `kept.words_of`
-is asked about.
+Each is the whole program, lowered and priced. Where several words keep the same values, the first of
+`remat_policy.words_of` is asked about.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from layoutopt.optimize.evaluator import evaluate
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.kept import KINDS, OTHERS, Recomputed, words_of
+from mesh_tf_core.lower.remat_policy import KINDS, OTHERS, Recomputed, words_of
 from mesh_tf_core.lower.rematerialization import has_backward, rematerialization
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import Graph

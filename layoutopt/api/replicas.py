@@ -2,7 +2,7 @@
 accepts.
 
   never            all devices meet in every step: the search on the whole mesh
-  AXIS:period=H    replicas along an axis train alone for H steps and then meet (`formulation.meeting`)
+  AXIS:period=H    replicas along an axis train alone for H steps and then meet (`outer_step_context`)
   free             never, and with H = 30 every axis between nodes or slices (all axes, where links are alike)
   AXIS:...=A/B     a way for every value, as sites:period=30/100,fragments=1/4 (those that fit together)
 Every way is a search of its own, so the fastest is proven if each is. All take the same examples in a step: n

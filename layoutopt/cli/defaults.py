@@ -64,7 +64,7 @@ class Command(TyperCommand):
 
 
 @dataclass(frozen=True)
-class Source:
+class OptionSource:
     """An option that gives others their values.
 
     Attributes:
@@ -263,5 +263,5 @@ def _settings(command: str) -> list[str]:
     return [value for option, value in pairwise(shlex.split(command)) if option == "--set"]
 
 
-SOURCES = {"like": Source(of_plan, "search"), "target": Source(of_target)}
+SOURCES = {"like": OptionSource(of_plan, "search"), "target": OptionSource(of_target)}
 """Parameter -> where it finds values; a later one counts more."""

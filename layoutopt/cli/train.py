@@ -129,7 +129,7 @@ def train(
         if checkpoint is not None and terminal.shown:
             _own(stack, terminal, checkpoint, mode)  # before any work is done for it
         if meets is not None:
-            from mesh_tf_core.training.meeting_files import only
+            from mesh_tf_core.training.outer_step_files import only
 
             if trouble := stack.enter_context(only(meets)):
                 terminal.say(f"warning: {trouble}")

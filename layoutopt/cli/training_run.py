@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mesh_tf_core import Model
     from mesh_tf_core.training import Trainer
     from mesh_tf_core.training.decoupled import Decoupled
-    from mesh_tf_core.training.meetings import Met
+    from mesh_tf_core.training.outer_step_rounds import Met
 
 LINES = 10
 """Messages of progress where there is no terminal to draw a bar on."""

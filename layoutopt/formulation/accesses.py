@@ -10,12 +10,12 @@ from layoutopt.formulation.cluster import Cluster, numbers_of, pairs_of, rules_o
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.second_runs import LoopNames, SecondRun, SecondRuns
 from layoutopt.space.decisions import changing
-from layoutopt.space.kind import Touched
+from layoutopt.space.kind import Affects
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.lower import Subgraph
-from mesh_tf_core.lower.kept import Recomputed
+from mesh_tf_core.lower.remat_policy import Recomputed
 from mesh_tf_core.lower.subgraph import Access
 
 
@@ -52,7 +52,7 @@ class Accesses:
         nodes = [*reads, *casts]
         again = self._access_again(casts, accesses)
         loops = self._loops(again)
-        switches = changing(Touched(recomputed=loops, variables=[variable], read=[variable]))
+        switches = changing(Affects(recomputed=loops, variables=[variable], read=[variable]))
         subgraph = subgraph_of(self.dependencies, nodes, frozenset(accesses))
         own = variable.shape.names
         dims = tuple(dict.fromkeys((*own, *stages_of(self.graph, (), subgraph))))

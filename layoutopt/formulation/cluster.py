@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from layoutopt.formulation.dependencies import Dependencies
-from layoutopt.space.elsewhere import written
 from layoutopt.space.kind import Choice
+from layoutopt.space.sequence_parallel import written
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.lower import Subgraph
-from mesh_tf_core.lower.kept import Recomputed
+from mesh_tf_core.lower.remat_policy import Recomputed
 from mesh_tf_core.lower.subgraph import Access
 from mesh_tf_core.tracing.graph import Graph
 
@@ -23,7 +23,7 @@ class Cluster:
       name: for reports.
       subgraph: what lowering sees of the graph.
       again: what runs a second time when loops are recomputed, by what says so of one of its `nests`
-        (`kept.Recomputed`).
+        (`remat_policy.Recomputed`).
       first: what is said of a nest -> what then runs at first, if it is not all of `subgraph`.
       nests: names of loops that are one inside of the other: together they say what runs again.
       crossed: decision about keys -> the dimensions that anything but its plain option needs split alike.

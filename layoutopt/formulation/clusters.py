@@ -22,7 +22,7 @@ from layoutopt.formulation.cuts import PendingSum
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.second_runs import SecondRun, SecondRuns
 from layoutopt.space.decisions import changing
-from layoutopt.space.kind import Touched
+from layoutopt.space.kind import Affects
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.op import TensorType
@@ -136,7 +136,7 @@ class _Builder:
         own = [] if updated is None else [updated]
         products = sorted(self.products.get(node.index, frozenset()) & self.dependencies.products)
         keys = crosses(node.op)[:1]
-        return changing(Touched(self._recomputed(node), [*own, *variables], keys, own, products=products))
+        return changing(Affects(self._recomputed(node), [*own, *variables], keys, own, products=products))
 
     def _recomputed(self, node: Node) -> tuple[str, ...]:
         """Names of the loops whose recomputation makes a node run again, or changes what it saves."""
@@ -180,7 +180,7 @@ class _Builder:
             alike={}
             if any(n.body is not None for n in nodes)
             else self.runs.alike(again, kept, names, first_runs),
-            crossed={s: crosses(n.op) for n in nodes for s in changing(Touched(keys=crosses(n.op)[:1]))},
+            crossed={s: crosses(n.op) for n in nodes for s in changing(Affects(keys=crosses(n.op)[:1]))},
             nests=tuple(nest for nest in self.runs.nests if not nest.isdisjoint(names)),
             first=first_runs,
         )

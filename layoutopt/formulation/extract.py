@@ -33,12 +33,12 @@ from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.combinations import Combinations
 from layoutopt.formulation.cuts import MOST_LOWERED, PendingSum, most_cells
+from layoutopt.formulation.default_memory import NaturalMemory
 from layoutopt.formulation.host_link import HostLink, Waits
 from layoutopt.formulation.host_memory import host_row
 from layoutopt.formulation.index import Index
-from layoutopt.formulation.meeting import meetings
 from layoutopt.formulation.memory_constraints import MemoryConstraints
-from layoutopt.formulation.natural_memory import NaturalMemory
+from layoutopt.formulation.outer_step_context import meetings
 from layoutopt.formulation.shared import shared_context
 from layoutopt.formulation.tables import Entry, Table, Tabler, is_large, legal
 from layoutopt.solver import ChoiceVariable, Problem, ResourceRow, Sparse, Term
@@ -158,7 +158,7 @@ class Draft:
         self.model, self.mesh, self.decided, self.pricer = model, mesh, decided, pricer
         if (
             decided.diloco is not None and decided.diloco.delay
-        ):  # what does not fit beside them, see `meeting`
+        ):  # what does not fit beside them, see `outer_step_context`
             self.pricer = pricer = pricer.without(decided.diloco.axis)
         self.context = shared_context(model, decided.structure(mesh))
         if not whole:

@@ -38,7 +38,7 @@ from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.ops.stages import StageStack
 
 
-class Reading(Enum):
+class ByteRule(Enum):
     """How the bytes of a tensor are read off a lowered cluster.
 
     OWN: of the tensor's value; 0 where it lies in another's memory or in a kernel.
@@ -267,7 +267,7 @@ class ClusterMemory:
     mesh: Mesh
     tiles: Tiles
 
-    def bytes(self, reading: Reading, what: int, more: Hashable) -> int:
+    def bytes(self, reading: ByteRule, what: int, more: Hashable) -> int:
         """Bytes of a tensor (INSIDE: of what a node holds) on one device.
 
         Args:
@@ -275,32 +275,32 @@ class ClusterMemory:
         """
         found, value = self.lifetimes, self.lifetimes.value.get(what)
         match reading:
-            case Reading.VARIABLE:
+            case ByteRule.VARIABLE:
                 stored = self.program.variables.get(str(more))
                 if stored is None or stored.host:
                     return 0
                 return held_bytes(stored.value, self.mesh, self.tiles)
-            case Reading.INSIDE:
+            case ByteRule.INSIDE:
                 assert isinstance(more, frozenset)
                 values = (v for v in found.inside.get(what, ()) if not self._over(v, found.main[what], more))
                 return sum(map(self._size, values))
-            case Reading.STACK:
+            case ByteRule.STACK:
                 assert isinstance(more, int)
                 return self._size(found.stacks.get((what, more)))
-            case Reading.KEPT:
+            case ByteRule.KEPT:
                 reading, more = more  # type: ignore[misc]
                 return self.bytes(reading, what, more) if what in found.stacked else 0
-            case Reading.GIVEN:
+            case ByteRule.GIVEN:
                 return self._size(found.given.get(what))
-            case Reading.OPERAND:
+            case ByteRule.OPERAND:
                 assert isinstance(more, int)
                 return self._size(found.read(what, more))
-            case Reading.COPY:
+            case ByteRule.COPY:
                 assert isinstance(more, int)
                 return self._size(found.copies.get((what, more)))
-            case Reading.ANY:
+            case ByteRule.ANY:
                 return self._size(value)
-            case Reading.CASTS:
+            case ByteRule.CASTS:
                 made = found.maker.get(-1 if value is None else value)
                 sources = (found.maker.get(i) for i in made.inputs) if made is not None else ()
                 return 0 if any(isinstance(each, HostLoad) for each in sources) else self._size(value)
@@ -308,14 +308,14 @@ class ClusterMemory:
             return 0
         return 0 if self._absent(value, reading, what, more) else self._size(value)
 
-    def _absent(self, value: int, reading: Reading, what: int, more: Hashable) -> bool:
+    def _absent(self, value: int, reading: ByteRule, what: int, more: Hashable) -> bool:
         found = self.lifetimes
         match reading, more:
-            case Reading.UNCOPIED, _:
+            case ByteRule.UNCOPIED, _:
                 return (what, more) in found.copies
-            case Reading.ONCE, _:
+            case ByteRule.ONCE, _:
                 return value in found.twice
-            case Reading.RESULT, (int(node), frozenset() as dying):
+            case ByteRule.RESULT, (int(node), frozenset() as dying):
                 at = found.main.get(node, -1)
                 return found.born[value] > at or self._over(value, at, dying)
         return False

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.dependencies import Dependencies
-from layoutopt.space.elsewhere import written
+from layoutopt.space.sequence_parallel import written
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.structure import Assign, Feed, Read
 from mesh_tf_core.lower import Subgraph

@@ -20,8 +20,8 @@ import numpy as np
 
 from costmodels.liveness import tiles_of
 from layoutopt.formulation.lifetimes import ClusterMemory
-from layoutopt.formulation.meeting import OuterStepContext
-from layoutopt.formulation.memory_points import PointKey, ProgramPoints, Thing, undominated
+from layoutopt.formulation.memory_points import HeldBytes, PointKey, ProgramPoints, undominated
+from layoutopt.formulation.outer_step_context import OuterStepContext
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import Table, Tabler
 from layoutopt.solver import ResourceRow, RowTerm, Sparse
@@ -109,7 +109,7 @@ class MemoryConstraints:
             np.add.at(changes, (after, tables), -1)
         return list(number), changes.cumsum(axis=0)[:-1]
 
-    def _entries(self, things: Iterable[Thing]) -> Counter[RowTerm]:
+    def _entries(self, things: Iterable[HeldBytes]) -> Counter[RowTerm]:
         return Counter(entry for thing in things if (entry := self._bytes.entry(thing)) is not None)
 
     def _row(self, points: ProgramPoints, point: int, held: Mapping[RowTerm, int]) -> ResourceRow:
@@ -169,10 +169,10 @@ class _Bytes:
         self._number = {n: i for i, n in enumerate(names)}
         self._tables = {id(table.cluster): table for table in tables}
         self._clusters: dict[int, _Lowered] = {}
-        self._entries: dict[Thing, RowTerm | None] = {}
+        self._entries: dict[HeldBytes, RowTerm | None] = {}
         self._same: dict[Hashable, RowTerm] = {}
 
-    def entry(self, thing: Thing) -> RowTerm | None:
+    def entry(self, thing: HeldBytes) -> RowTerm | None:
         """The bytes of a thing; None if it never has any."""
         if thing not in self._entries:
             found = self._cluster(thing.cluster)

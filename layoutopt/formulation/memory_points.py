@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from costmodels.liveness import kernel_memory
-from layoutopt.formulation.lifetimes import Reading, stacks_of
+from layoutopt.formulation.lifetimes import ByteRule, stacks_of
 from layoutopt.formulation.makers import Makers, TensorMaker
 from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.ir.liveness import Held, Liveness
@@ -33,7 +33,7 @@ PointKey = tuple[str, int]
 node)."""
 
 
-class Thing(NamedTuple):
+class HeldBytes(NamedTuple):
     """Bytes to be read off a cluster.
 
     Attributes:
@@ -41,7 +41,7 @@ class Thing(NamedTuple):
       share: how much of it is held.
     """
 
-    reading: Reading
+    reading: ByteRule
     cluster: int
     what: int
     more: Hashable
@@ -55,7 +55,7 @@ class Counted(NamedTuple):
     first: int
     last: int
     key: PointKey
-    thing: Thing
+    thing: HeldBytes
 
 
 class ProgramPoints:
@@ -96,7 +96,7 @@ class ProgramPoints:
         twins = {now: saved[then] for b in blocks for then, now in b.captured.items() if then in saved}
         self._saved = {**saved, **twins}
         self._alive: dict[int, list[int]] = {}
-        self._since: dict[int, tuple[int, PointKey, Thing]] = {}
+        self._since: dict[int, tuple[int, PointKey, HeldBytes]] = {}
         self._changing: set[int] = set()
         self._died: dict[int, int] = {}
         self._starts: list[int] = []
@@ -106,13 +106,13 @@ class ProgramPoints:
         self._copies()
         self._casts(kernels.casts)
 
-    def variables(self) -> Iterator[Thing]:
+    def variables(self) -> Iterator[HeldBytes]:
         """The variables: every point holds them."""
         for name in self.program.variables:
             cluster, like = self.makers.variable[name]
-            yield Thing(Reading.VARIABLE, cluster, 0, like, "", 1.0)
+            yield HeldBytes(ByteRule.VARIABLE, cluster, 0, like, "", 1.0)
 
-    def at(self, point: int) -> Iterator[tuple[PointKey, Thing]]:
+    def at(self, point: int) -> Iterator[tuple[PointKey, HeldBytes]]:
         """The tensors that a point holds besides the variables."""
         return ((c.key, c.thing) for c in self.counted if c.first <= point <= c.last)
 
@@ -195,10 +195,10 @@ class ProgramPoints:
         self._changing = set(special)
         runs = self.makers.runs.get(instr.origin.node)
         if runs is not None and isinstance(instr, Local):
-            thing = Thing(Reading.INSIDE, *runs, self._dying(instr), self._run(instr), 1.0)
+            thing = HeldBytes(ByteRule.INSIDE, *runs, self._dying(instr), self._run(instr), 1.0)
             self.counted.append(Counted(point, point, ("inside", instr.origin.node), thing))
 
-    def _note(self, value: int, point: int, thing: Thing | None) -> None:
+    def _note(self, value: int, point: int, thing: HeldBytes | None) -> None:
         known = self._since.get(value)
         if known is not None and known[2] != thing:
             self._close(value, point - 1)
@@ -220,16 +220,16 @@ class ProgramPoints:
         tensor = self._tensor(value)
         return ("tensor", tensor) if tensor >= 0 else ("inside", self._maker.get(value, -1))
 
-    def _steady(self, value: int, point: int) -> Thing | None:
+    def _steady(self, value: int, point: int) -> HeldBytes | None:
         """What a value counts as where nothing is done with it."""
         if self._outer(value) in self._stacked:
-            return self._thing(value, Reading.STACK, self._stacked[self._outer(value)][1])
+            return self._thing(value, ByteRule.STACK, self._stacked[self._outer(value)][1])
         found = self._around(value, point)
         if found is None or point <= self._kept.get(value, point):
             return found
-        return found._replace(reading=Reading.KEPT, more=(found.reading, found.more))
+        return found._replace(reading=ByteRule.KEPT, more=(found.reading, found.more))
 
-    def _around(self, value: int, point: int) -> Thing | None:
+    def _around(self, value: int, point: int) -> HeldBytes | None:
         """The same, whatever keeps it alive."""
         root = self._full.memory(value)
         if (
@@ -239,19 +239,19 @@ class ProgramPoints:
             and root not in self._last
         ):
             # Its memory is that of a value that is not read under its own name any more.
-            reading = Reading.ANY
+            reading = ByteRule.ANY
         elif self._tensor(value) in self.makers.renamed:
             return None
         else:
-            reading = Reading.ONCE if value in self._twice else Reading.OWN
+            reading = ByteRule.ONCE if value in self._twice else ByteRule.OWN
         if value in self._part:
-            return self._thing(value, Reading.ANY if reading is Reading.OWN else reading)
+            return self._thing(value, ByteRule.ANY if reading is ByteRule.OWN else reading)
         home = next((b for b, first, last in self._readers.get(value, ()) if first <= point <= last), None)
-        if home is not None and reading is not Reading.ONCE:
-            return self._thing(value, Reading.UNCOPIED, home)
+        if home is not None and reading is not ByteRule.ONCE:
+            return self._thing(value, ByteRule.UNCOPIED, home)
         return self._thing(value, reading)
 
-    def _touched(self, instr: Instr) -> Iterator[tuple[int, Thing | None]]:
+    def _touched(self, instr: Instr) -> Iterator[tuple[int, HeldBytes | None]]:
         """The values that a point treats otherwise, and what they count as there."""
         node = instr.origin.node
         runs, given = self.makers.runs.get(node), self.makers.given.get(node, {})
@@ -259,7 +259,7 @@ class ProgramPoints:
             dying = self._dying(instr)
             for v in filter(self._last.__contains__, instr.outputs):
                 if v not in self._stacked:
-                    yield v, None if runs is None else self._thing(v, Reading.RESULT, (runs[1], dying))
+                    yield v, None if runs is None else self._thing(v, ByteRule.RESULT, (runs[1], dying))
         if runs is None:
             return
         cluster, like = runs
@@ -276,9 +276,9 @@ class ProgramPoints:
             ):
                 continue
             if updates and source.cluster != cluster:
-                thing = Thing(Reading.GIVEN, cluster, what, None, "", 1.0)
+                thing = HeldBytes(ByteRule.GIVEN, cluster, what, None, "", 1.0)
             elif v in ends:
-                thing = Thing(Reading.OPERAND, cluster, what, like, self._run(instr), 1.0)
+                thing = HeldBytes(ByteRule.OPERAND, cluster, what, like, self._run(instr), 1.0)
                 self._died[v] = len(self.instrs)
             else:
                 continue
@@ -296,11 +296,11 @@ class ProgramPoints:
         found = (self._tensor(i) for i in instr.inputs if self._own.memory(i) in frees)
         return frozenset(given[t] for t in found if t in given)
 
-    def _thing(self, value: int, reading: Reading, more: Hashable = None) -> Thing | None:
+    def _thing(self, value: int, reading: ByteRule, more: Hashable = None) -> HeldBytes | None:
         source = self._source(value)
         if source is None:
             return None
-        return Thing(
+        return HeldBytes(
             reading,
             source.cluster,
             source.tensor,
@@ -410,7 +410,7 @@ class ProgramPoints:
             for block, first, last in readers:
                 source = self.makers.gathered.get((block, tensor))
                 if source is not None:
-                    thing = Thing(Reading.COPY, source.cluster, source.tensor, block, "", 1.0)
+                    thing = HeldBytes(ByteRule.COPY, source.cluster, source.tensor, block, "", 1.0)
                     if first <= self._died.get(value, -1) <= last:
                         last = self._died[value] - 1
                     if first <= last:
@@ -424,7 +424,7 @@ class ProgramPoints:
             one = first.setdefault(self._full.memory(source), cast.outputs[0])
             kept[one] = times, kept.get(one, (times, position))[1], position
         for value, (times, begin, end) in kept.items():
-            thing = self._thing(value, Reading.CASTS)
+            thing = self._thing(value, ByteRule.CASTS)
             if thing is not None:
                 thing = thing._replace(share=thing.share * times)
                 last = self._starts[end + 1] - 1

@@ -17,8 +17,8 @@ from layoutopt.space.kind import Choice
 from layoutopt.space.recompute import ON_HOSTS, chosen
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.lower import Subgraph
-from mesh_tf_core.lower.kept import Recomputed, dims_of
 from mesh_tf_core.lower.nodes import moved_dims
+from mesh_tf_core.lower.remat_policy import Recomputed, dims_of
 from mesh_tf_core.lower.rematerialization import (
     Rematerialization,
     beside,
@@ -31,7 +31,7 @@ from mesh_tf_core.lower.subgraph import Twin, made_by
 from mesh_tf_core.tracing.stage_layers import loop_name
 
 LoopNames = frozenset[str]
-"""The texts about the recomputed loops of a nest (`kept.Recomputed`)."""
+"""The texts about the recomputed loops of a nest (`remat_policy.Recomputed`)."""
 
 
 NOTHING: Mapping[LoopNames, Subgraph] = {}

@@ -24,9 +24,9 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
 from layoutopt.space.decisions import ANYTHING, ARGUMENTS, Decisions, SearchSpace, decisions
-from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import HYBRID
 from layoutopt.space.parallelism import parallelism
+from layoutopt.space.sequence_parallel import Elsewhere
 from layoutopt.space.splits import Split, domains
 from layoutopt.space.stages import runs_again
 from layoutopt.space.undivided import mostly_split, storage_of
@@ -74,7 +74,7 @@ class Plans(ABC):
 
 
 @dataclass(frozen=True)
-class Restriction(Plans):
+class NamedStrategy(Plans):
     """Plans of one name on one mesh.
 
     Attributes:
@@ -187,7 +187,7 @@ class Baselines:
         self.model, self.mesh, self.devices, self.shapes = model, mesh, mesh.devices, shapes
         self.dims, self.sizes = parallelism(model), model.graph.dims()
 
-    def restrictions(self) -> dict[str, list[Restriction]]:
+    def restrictions(self) -> dict[str, list[NamedStrategy]]:
         """Name -> where its plans are."""
         found = {
             "data parallel": [*self._data(WHOLE)],
@@ -198,7 +198,7 @@ class Baselines:
         }
         return {name: plans for name, plans in found.items() if plans}
 
-    def _data(self, stages: tuple[str, ...]) -> Iterator[Restriction]:
+    def _data(self, stages: tuple[str, ...]) -> Iterator[NamedStrategy]:
         most = self.devices
         if self.dims.data:
             most = math.gcd(most, *self.sizes[self.dims.data[0]])
@@ -206,30 +206,32 @@ class Baselines:
             data = max(self._parts(mesh), key=mesh.group_size, default=())
             rest = tuple(a for a in _axes(mesh) if a not in data)
             if data:
-                found = Restriction(self.model, mesh, data, rest, self.dims.sequence if rest else (), stages)
+                found = NamedStrategy(
+                    self.model, mesh, data, rest, self.dims.sequence if rest else (), stages
+                )
                 if found.is_split or stages != SPLIT:
                     yield found
             if not rest:
                 break
 
-    def _tensor(self) -> Iterator[Restriction]:
+    def _tensor(self) -> Iterator[NamedStrategy]:
         for mesh in self._meshes([(("model", self.devices),)]):
-            yield Restriction(self.model, mesh, (), _axes(mesh), self.dims.weights)
+            yield NamedStrategy(self.model, mesh, (), _axes(mesh), self.dims.weights)
             break
 
-    def _both(self) -> Iterator[Restriction]:
+    def _both(self) -> Iterator[NamedStrategy]:
         ways = self._ways(self.dims.weights)
         for mesh in self._meshes((("data", self.devices // n), ("model", n)) for n in ways):
             for data in self._parts(mesh):
                 rest = tuple(a for a in _axes(mesh) if a not in data)
                 if rest:
-                    yield Restriction(self.model, mesh, data, rest, self.dims.weights)
+                    yield NamedStrategy(self.model, mesh, data, rest, self.dims.weights)
 
-    def _experts(self) -> Iterator[Restriction]:
+    def _experts(self) -> Iterator[NamedStrategy]:
         ways = self._ways(self.dims.experts)
         for mesh in self._meshes([(("data", self.devices // n), ("data2", n)) for n in ways]):
             if self.dims.experts and _axes(mesh) in self._parts(mesh):
-                yield Restriction(self.model, mesh, _axes(mesh), _axes(mesh), self.dims.experts)
+                yield NamedStrategy(self.model, mesh, _axes(mesh), _axes(mesh), self.dims.experts)
 
     def _meshes(self, others: Iterable[Iterable[tuple[str, int]]]) -> Iterator[Mesh]:
         """The given mesh and others, without axes of one device."""

@@ -15,10 +15,10 @@ from costmodels.hardware import Hardware
 from costmodels.kernels.compute import MATMUL_CLASSES
 from costmodels.kernels.fused import Fused
 from costmodels.liveness import MemoryProfile, memory
+from costmodels.pipeline_bubble import waiting
 from costmodels.pricing.pricer import Cost, Line, Pricer, pricer
 from costmodels.pricing.refused import sentences
 from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
-from costmodels.waiting import waiting
 from layoutopt.formulation.extract import Draft
 from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.plan.schema import Predicted

@@ -23,9 +23,9 @@ from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.solver import Solution, Status
 from layoutopt.space.decisions import Decisions
-from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.microbatches import numbers
 from layoutopt.space.recompute import Recompute
+from layoutopt.space.sequence_parallel import Elsewhere
 from layoutopt.space.splits import Split
 from layoutopt.space.storage import stage_of, stored_classes
 from mesh_tf_core.errors import LayoutError

@@ -16,7 +16,7 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.schedules import PipelineSchedule, alternates
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.kept import of_stages
+from mesh_tf_core.lower.remat_policy import of_stages
 from mesh_tf_core.model import Model
 
 

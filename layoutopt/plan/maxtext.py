@@ -16,8 +16,8 @@ from layoutopt.space.storage import by_stage
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.lower.kept import Recomputed
 from mesh_tf_core.lower.offload import ACTIVATIONS, OPTIMIZER, WEIGHTS
+from mesh_tf_core.lower.remat_policy import Recomputed
 from mesh_tf_core.lower.storage import STAGES, read_stage
 
 # Dimension -> the logical axes that mean it, of activations and of weights (`logical_axis_rules`).

@@ -1,1 +1,1 @@
-"""What a command runs in: its clock, its signals, processes of its own, and jobs of several."""
+"""The environment of a command: its clock, its signals, processes of its own, and jobs of several."""

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 from layoutopt.space.argument import Space, argument, names
 from layoutopt.space.kind import (
     PLAIN,
+    Affects,
     Beyond,
     Choice,
     Chosen,
@@ -21,7 +22,6 @@ from layoutopt.space.kind import (
     Feature,
     LeftOut,
     Target,
-    Touched,
     Typed,
     Words,
     missing,
@@ -125,7 +125,7 @@ class CollectiveMatmul(Decision):
         return (ON,) if self.subject in options.collective_matmul else ()
 
     @classmethod
-    def changing(cls, touched: Touched) -> list[str]:
+    def changing(cls, touched: Affects) -> list[str]:
         return [cls.prefix + dim for dim in touched.products]
 
     @classmethod

@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Self
 from layoutopt.space.argument import Space, argument, names
 from layoutopt.space.kind import (
     GATHER,
+    Affects,
     Beyond,
     Choice,
     Chosen,
     Decision,
     Feature,
     Target,
-    Touched,
     Typed,
     Words,
     about_each,
@@ -114,7 +114,7 @@ class Context(Decision):
         return (form,) if form else ()
 
     @classmethod
-    def changing(cls, touched: Touched) -> list[str]:
+    def changing(cls, touched: Affects) -> list[str]:
         return [cls.prefix + dim for dim in touched.keys]
 
     @classmethod

@@ -2,7 +2,7 @@
 
 Every decision has a name and a finite list of options, each a tuple of words; `()` is the plain one:
   a dimension's name         the mesh axes that it is split over                             `splits`
-  "<dimension>@elsewhere"    the mesh axes that split it further where they split nothing    `elsewhere`
+  "<dimension>@elsewhere"    the mesh axes that split it further between layers     `sequence_parallel`
   "storage of <class>"       (), ("zero1",), ("zero2",), ("zero3",)                          `storage`
   "recompute <dim>"          (), ("on",): the loop over <dim> is recomputed in backward   `recompute`
                              ("on", "products"): but for what it keeps
@@ -27,14 +27,14 @@ from typing import Any, Protocol
 from layoutopt.space.argument import ARGUMENT, Argument, Space, argument, names
 from layoutopt.space.collective_matmul import Chunked, CollectiveMatmul
 from layoutopt.space.context import Context, Forms
-from layoutopt.space.elsewhere import Elsewhere, Further
-from layoutopt.space.kind import Choice, Chosen, Decision, Feature, LeftOut, Target, Touched, Typed
+from layoutopt.space.diloco import Rarely, Replicas
+from layoutopt.space.kind import Affects, Choice, Chosen, Decision, Feature, LeftOut, Target, Typed
 from layoutopt.space.microbatches import Microbatches, MicrobatchesSpace
 from layoutopt.space.offload import Hosted, OffloadDecision, Weights
 from layoutopt.space.option import Option
-from layoutopt.space.rarely import Rarely, Replicas
 from layoutopt.space.recompute import Recompute, RecomputeSpace
 from layoutopt.space.schedule import Scheduled, ScheduleDecision
+from layoutopt.space.sequence_parallel import Elsewhere, Further
 from layoutopt.space.splits import Split, SplitsSpace
 from layoutopt.space.stages import Piped, StageSplit
 from layoutopt.space.storage import Storage, StorageSpace
@@ -42,7 +42,7 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.schedules import GPIPE, alternates
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.kept import Sets, of_stages
+from mesh_tf_core.lower.remat_policy import Sets, of_stages
 from mesh_tf_core.model import NO_STAGES, NOTHING, Model, TrainingStep
 from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
@@ -174,9 +174,9 @@ class Structure:
 
     Attributes:
       stages: dimensions of layers -> how many stages of a pipeline they are, in what `schedule`.
-      again: what of them runs again (`mesh_tf_core.lower.kept.of_stages`).
+      again: what of them runs again (`mesh_tf_core.lower.remat_policy.of_stages`).
       further: dimensions that may be split further elsewhere.
-      keeps: what loops that run again may keep (`kept.Recomputed`).
+      keeps: what loops that run again may keep (`remat_policy.Recomputed`).
       products: dimensions; messages may go in chunks beside products that have one.
     """
 
@@ -306,6 +306,6 @@ def left_out(target: Target, allowed: Space) -> list[LeftOut]:
     return [left for kind in KINDS for left in kind.left_out(target, allowed)]
 
 
-def changing(touched: Touched) -> tuple[str, ...]:
+def changing(touched: Affects) -> tuple[str, ...]:
     """Names of the decisions, splits apart, that change how an operation is lowered."""
     return tuple(dict.fromkeys(name for kind in KINDS for name in kind.changing(touched)))

@@ -109,7 +109,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Touched:
+class Affects:
     """The parts of an operation that decisions may affect.
 
     Attributes:
@@ -256,7 +256,7 @@ class Decision(ABC):
         """The option that a layout and options have taken."""
 
     @classmethod
-    def changing(cls, touched: Touched) -> list[str]:
+    def changing(cls, touched: Affects) -> list[str]:
         """Names of this kind's decisions that change how an operation is lowered; splits are known."""
         return []
 

@@ -15,6 +15,7 @@ from layoutopt.space.argument import Space, argument, names
 from layoutopt.space.kind import (
     OFFLOADING,
     PLAIN,
+    Affects,
     Beyond,
     Choice,
     Chosen,
@@ -22,7 +23,6 @@ from layoutopt.space.kind import (
     Feature,
     LeftOut,
     Target,
-    Touched,
     Typed,
     Words,
     not_allowed,
@@ -144,7 +144,7 @@ class OffloadDecision(Decision):
         return cls.prefix + " ".join(variable.shape.names)
 
     @classmethod
-    def changing(cls, touched: Touched) -> list[str]:
+    def changing(cls, touched: Affects) -> list[str]:
         return [cls.class_of(v) for v in touched.updated]
 
     @classmethod
@@ -200,7 +200,7 @@ class Weights(OffloadDecision):
         return tuple(v.name for v in variables)
 
     @classmethod
-    def changing(cls, touched: Touched) -> list[str]:
+    def changing(cls, touched: Affects) -> list[str]:
         return [cls.class_of(v) for v in (*touched.updated, *touched.read)]
 
     @classmethod

@@ -1,5 +1,5 @@
 """Activation checkpointing: whether loops over a dimension are recomputed in backward instead of saving what
-their bodies compute, and what of it they keep (`mesh_tf_core.lower.kept`)."""
+their bodies compute, and what of it they keep (`mesh_tf_core.lower.remat_policy`)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 from layoutopt.space.argument import Space, argument, names
 from layoutopt.space.kind import (
     OFFLOADING,
+    Affects,
     Beyond,
     Choice,
     Chosen,
@@ -17,7 +18,6 @@ from layoutopt.space.kind import (
     Feature,
     LeftOut,
     Target,
-    Touched,
     Typed,
     Words,
     missing,
@@ -27,20 +27,20 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.kept import SETS, Recomputed, Sets
 from mesh_tf_core.lower.offload import ACTIVATIONS
+from mesh_tf_core.lower.remat_policy import SETS, Recomputed, Sets
 from mesh_tf_core.lower.rematerialization import check_recompute, keep_sets, recomputable
 from mesh_tf_core.tracing.graph import Graph
 
 ON: Choice = ("on",)
 SELECTIVE = "selective"
-"""Every set of kinds that a search knows may be kept (`kept.SETS`)."""
+"""Every set of kinds that a search knows may be kept (`remat_policy.SETS`)."""
 KEEP = "keep="
 """The prefix of an allowed keep set of the user's own: "keep=attention+wi"."""
 HOST = "host"
 """Last among the words of a choice: what is kept lies on the hosts (`mesh_tf_core.lower.offload`)."""
 ON_HOSTS = " on the hosts"
-"""Behind what says a loop and what it keeps (`kept.Recomputed`), the same in a text."""
+"""Behind what says a loop and what it keeps (`remat_policy.Recomputed`), the same in a text."""
 
 
 WORDS: Mapping[str, tuple[bool | str, ...]] = {
@@ -188,7 +188,7 @@ class Recompute(Decision):
         return next((c for text in again_in(options) for d, c in [chosen(text)] if d == self.name), ())
 
     @classmethod
-    def changing(cls, touched: Touched) -> list[str]:
+    def changing(cls, touched: Affects) -> list[str]:
         return [recompute_name(dim) for dim in touched.recomputed]
 
     @classmethod

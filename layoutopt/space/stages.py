@@ -22,7 +22,7 @@ from mesh_tf_core.ir.blocks import TICK
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.schedules import GPIPE, alternates
-from mesh_tf_core.lower.kept import Recomputed
+from mesh_tf_core.lower.remat_policy import Recomputed
 from mesh_tf_core.lower.rematerialization import keep_sets
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import Graph
@@ -36,7 +36,7 @@ class Piped(Space):
     Attributes:
       stages: of a subproblem: those that do, each with its axes.
       again: of a subproblem: what of stages that go backward at once runs again
-        (`mesh_tf_core.lower.kept.of_stages`).
+        (`mesh_tf_core.lower.remat_policy.of_stages`).
     """
 
     pipeline: tuple[str, ...] = argument(

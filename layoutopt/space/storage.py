@@ -15,6 +15,7 @@ from layoutopt.space.kind import (
     HYBRID,
     STORED,
     UNEQUAL,
+    Affects,
     Beyond,
     Choice,
     Chosen,
@@ -22,7 +23,6 @@ from layoutopt.space.kind import (
     Feature,
     LeftOut,
     Target,
-    Touched,
     Typed,
     Words,
     about_each,
@@ -160,7 +160,7 @@ class Storage(Decision):
         return _choice(stages.pop()) if len(stages) == 1 else ()
 
     @classmethod
-    def changing(cls, touched: Touched) -> list[str]:
+    def changing(cls, touched: Affects) -> list[str]:
         return [storage_class(v) for v in touched.variables]
 
     @classmethod

@@ -4,8 +4,8 @@
                  ever, and stores it there again (Ren et al. 2021, "ZeRO-Offload", but for the place of the
                  arithmetic, which stays on the device; MaxText's `optimizer_memory_host_offload`)
     activations  what loops over a dimension save for their backward: all that it reads, or where they run
-                 again what that keeps (their state, and what `kept` says): stored as an iteration begins or
-                 ends, loaded as its backward does
+                 again what that keeps (their state, and what `remat_policy` says): stored as an iteration
+                 begins or ends, loaded as its backward does
     weights      a variable: forward loads it where it reads it, in a loop over layers one layer at a time,
                  backward once more, and the update, which stores it (Rajbhandari et al. 2021,
                  "ZeRO-Infinity", section 5.1.1)
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.initializers import Variable
-from mesh_tf_core.lower.kept import dims_of
+from mesh_tf_core.lower.remat_policy import dims_of
 
 OPTIMIZER, ACTIVATIONS, WEIGHTS = "optimizer", "activations", "weights"
 KINDS = (OPTIMIZER, ACTIVATIONS, WEIGHTS)

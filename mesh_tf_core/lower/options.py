@@ -9,8 +9,8 @@ from functools import cached_property
 from mesh_tf_core import arguments
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.schedules import GPIPE, check_schedule
-from mesh_tf_core.lower.kept import written
 from mesh_tf_core.lower.offload import OffloadSet
+from mesh_tf_core.lower.remat_policy import written
 from mesh_tf_core.lower.storage import StageByVariable, read_stage
 from mesh_tf_core.tracing.diloco import DiLoCo
 
@@ -22,7 +22,7 @@ class Options:
     Attributes:
       storage: of variables that are not stored as the layout says (see `lower.storage`).
       recompute: the loops whose bodies run again in backward, by their dimension, and what they keep
-        (`kept.Recomputed`): "layers", "layers:keep=products".
+        (`remat_policy.Recomputed`): "layers", "layers:keep=products".
       microbatches: parts of the batch that a step runs one after the other, adding up their gradients.
       context: (dimension of keys, form): how attention to keys that are split is done, of those to which it
         does not gather them (`ops.context.FORMS`).

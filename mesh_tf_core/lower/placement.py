@@ -17,7 +17,7 @@ or in the memory of their hosts, in which dtype, and how who reads them once mor
                                                                                   load from the host; keep
     operation   any             layout at its path, with rules for elsewhere around it
 
-Stages are those of `storage`, hosts' memory is that of `offload`, and what loops compute again says `kept`.
+Stages are those of `storage`, hosts' memory is that of `offload`, and `remat_policy` says what is recomputed.
 Lowering brings values to where their rows say (`Placing.reshard`). A search reads a program again under other
 options where all rows that lowering read are the same (`oracle`); what is said of plans reads the same rows.
 """
@@ -31,10 +31,10 @@ from mesh_tf_core.errors import LayoutError, UserError, known_names
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.lower.kept import Recomputed
 from mesh_tf_core.lower.offload import ACTIVATIONS, OPTIMIZER, place_of
 from mesh_tf_core.lower.options import DEFAULT, Options
 from mesh_tf_core.lower.padding import paddable
+from mesh_tf_core.lower.remat_policy import Recomputed
 from mesh_tf_core.lower.storage import narrow_reads, read_stage, shard_layout
 from mesh_tf_core.tracing.graph import Graph
 
@@ -61,7 +61,7 @@ class Row(NamedTuple):
       host: they lie in the memory of the devices' hosts.
       dtype: None: their own.
       again: how they are had when they are read once more.
-      keep: of what is computed again, what is kept all the same (`kept.Recomputed`).
+      keep: of what is computed again, what is kept all the same (`remat_policy.Recomputed`).
     """
 
     layout: Layout | None

@@ -3,7 +3,7 @@
 A loop that runs again saves its state instead of what its backward reads. Where it is inside of another one,
 which does not run again, that one stacks this state once more, with everything that the second run reads from
 its own body; the backward body then begins with the parts of these stacks. What it keeps besides its state
-says `kept`.
+says `remat_policy`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from itertools import compress
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import TICK, Block, Node
-from mesh_tf_core.lower.kept import KINDS, SETS, Recomputed, Sets, check_kept, kept_values
 from mesh_tf_core.lower.offload import ACTIVATIONS, OffloadSet
+from mesh_tf_core.lower.remat_policy import KINDS, SETS, Recomputed, Sets, check_kept, kept_values
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.stage_layers import loop_name
 from mesh_tf_core.tracing.virtual_stages import LayerAgain, RecomputeLayer
@@ -26,7 +26,7 @@ Handed = Callable[[Block], Set[int]]
 
 
 def rematerialization(graph: Graph, texts: frozenset[str]) -> Rematerialization:
-    """The recomputation that some texts (`kept.Recomputed`) ask for, worked out once per graph."""
+    """The recomputation that some texts (`remat_policy.Recomputed`) ask for, worked out once per graph."""
     return graph.remembered((Rematerialization, texts), lambda: Rematerialization(graph, texts))
 
 

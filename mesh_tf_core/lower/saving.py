@@ -30,7 +30,7 @@ class Saving:
 
     Args:
       low: its state.
-      recompute: the loops that run again in backward, and what they keep (`kept.Recomputed`).
+      recompute: the loops that run again in backward, and what they keep (`remat_policy.Recomputed`).
       node: lowers a node, a second time or not.
 
     Attributes:

@@ -26,8 +26,8 @@ from mesh_tf_core.ops.binary import binary
 from mesh_tf_core.ops.random import FoldIn
 from mesh_tf_core.ops.shape import Reshape
 from mesh_tf_core.ops.unary import unary
-from mesh_tf_core.tracing.places import caller
 from mesh_tf_core.tracing.residuals import Residuals
+from mesh_tf_core.tracing.source_locations import caller
 
 T = TypeVar("T")
 MOST_OPERATIONS = 250_000

@@ -3,10 +3,10 @@ that train alone for some steps, each on batches of its own, and then meet.
 
 A training step becomes graphs on the same variables, of which each replica has a copy: [replica, own dims].
 The inner step, here, is the step as it was, side by side for every replica (`Block.spread`): nothing in it
-reads another one's numbers. The outer steps (`tracing.meeting`) make of how far the replicas came, in their
-mean, one update of the variables that they all began from, so that with H inner steps what crosses the axis
-is one sum of the variables in H steps. What the optimizer keeps stays with its replica. What no batch and no
-random number has a part in, as the number of the step, is one for all.
+reads another one's numbers. The outer steps (`tracing.outer_steps`) make one update of the common variables
+from the mean of how far the replicas came, so that with H inner steps what crosses the axis is one sum of the
+variables in H steps. The optimizer's state stays with its replica. State that depends on no batch and no
+random number, as the number of the step, is one for all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How replicas that are jobs of their own meet in a directory (`meetings`)."""
+"""How replicas that are jobs of their own meet in a directory (`outer_step_rounds`)."""
 
 from __future__ import annotations
 

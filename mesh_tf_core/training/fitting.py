@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.training import checkpoint as checkpoints
 from mesh_tf_core.training.finite import FiniteLoss
-from mesh_tf_core.training.meetings import Meetings, Met
+from mesh_tf_core.training.outer_step_rounds import Meetings, Met
 from mesh_tf_core.training.prefetch import Prefetch, Ready
 from mesh_tf_core.training.saving import Saver
 

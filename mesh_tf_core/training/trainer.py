@@ -39,8 +39,8 @@ from mesh_tf_core.training.decoupled import Decoupled
 from mesh_tf_core.training.evaluation import NO_MEANS, EvaluationBatches, EvaluationPass, running_means
 from mesh_tf_core.training.finite import FiniteLoss, FinitePieces, finite_names
 from mesh_tf_core.training.fitting import Fitting, OnStep
-from mesh_tf_core.training.meetings import Meetings, Met
 from mesh_tf_core.training.opened import Checkpoint
+from mesh_tf_core.training.outer_step_rounds import Meetings, Met
 from mesh_tf_core.training.prefetch import Ready, continued
 from mesh_tf_core.training.replicas import TrainedReplicas
 from mesh_tf_core.training.saving import Saver

@@ -14,8 +14,8 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
+from costmodels.pipeline_bubble import waiting
 from costmodels.pricing.pricer import pricer
-from costmodels.waiting import waiting
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.pieces import in_order, in_runs, lying, runs
 from mesh_tf_core.ir.initializers import Variable

@@ -20,8 +20,8 @@ import mesh_tf_core as mtf
 from mesh_tf_core.ops.few_bits import quantised, restored
 from mesh_tf_core.training import checkpoint
 from mesh_tf_core.training.decoupled import Decoupled
-from mesh_tf_core.training.meeting_files import _write, only
-from mesh_tf_core.training.meetings import Meetings, Met
+from mesh_tf_core.training.outer_step_files import _write, only
+from mesh_tf_core.training.outer_step_rounds import Meetings, Met
 from mesh_tf_core.training.trainer import Trainer
 from tests.core.test_replicas import alone, data, model
 
@@ -343,7 +343,7 @@ def test_replicas_that_would_meet_otherwise_are_refused(
 
 def test_nobody_is_a_replica_twice(tmp_path: Path) -> None:
     how = Decoupled(tmp_path / "run", 0, 2)
-    code = "import sys; from mesh_tf_core.training.meeting_files import *; "
+    code = "import sys; from mesh_tf_core.training.outer_step_files import *; "
     code += "from mesh_tf_core.training.decoupled import Decoupled; "
     code += "only(Decoupled(sys.argv[1], 0, 2)).__enter__()"
     with only(how) as trouble:

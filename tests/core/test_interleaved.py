@@ -14,8 +14,8 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.liveness import memory
+from costmodels.pipeline_bubble import waiting
 from costmodels.pricing.pricer import pricer
-from costmodels.waiting import waiting
 from examples import transformer_seq2seq
 from mesh_tf_core.ir.instructions import Instr, Local, Loop, Permute
 from mesh_tf_core.ir.schedules import PipelineSchedule

@@ -19,7 +19,7 @@ from mesh_tf_core.engines import open_engine
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Loop, Program
 from mesh_tf_core.lower import loops
-from mesh_tf_core.lower.kept import KINDS, Recomputed
+from mesh_tf_core.lower.remat_policy import KINDS, Recomputed
 from mesh_tf_core.lower.verify import verify
 from tests.marks import by_day
 

@@ -11,8 +11,8 @@ import pytest
 
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
+from costmodels.pipeline_bubble import waiting
 from costmodels.pricing.pricer import pricer
-from costmodels.waiting import waiting
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.instructions import AllReduce, Instr, Local, Loop, Permute
 from mesh_tf_core.ir.phase import Phase

@@ -9,7 +9,7 @@ import pytest
 
 import mesh_tf_core as mtf
 from examples import moe_lm, resnet, transformer_lm
-from layoutopt.optimize.refine.places import places
+from layoutopt.optimize.refine.model_places import places
 from layoutopt.space.decisions import SearchSpace
 from mesh_tf_core.ir.program import AllGather, AllReduce, AllToAll, Local, Program, ReduceScatter
 from tests.examples.helper import SMALL

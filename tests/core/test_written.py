@@ -14,10 +14,10 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from costmodels.liveness import memory
+from costmodels.pipeline_bubble import waiting
 from costmodels.pricing.compilers import COMPILERS, compiler_of
 from costmodels.pricing.pricer import price
 from costmodels.repeated import repeated
-from costmodels.waiting import waiting
 from examples.transformer_lm import model as transformer
 from mesh_tf_core.engines.lockstep import LockstepEngine
 from mesh_tf_core.ir.program import Program, text

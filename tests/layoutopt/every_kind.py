@@ -24,13 +24,13 @@ from layoutopt.runtime.clock import UNLIMITED
 from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.context import Context
 from layoutopt.space.decisions import KINDS, Decisions, SearchSpace
-from layoutopt.space.elsewhere import Elsewhere
+from layoutopt.space.diloco import Rarely
 from layoutopt.space.kind import HYBRID, Choice, Decision
 from layoutopt.space.microbatches import Microbatches
 from layoutopt.space.offload import OffloadDecision, Weights
-from layoutopt.space.rarely import Rarely
 from layoutopt.space.recompute import Recompute
 from layoutopt.space.schedule import ScheduleDecision
+from layoutopt.space.sequence_parallel import Elsewhere
 from layoutopt.space.splits import Split
 from layoutopt.space.stages import StageSplit
 from layoutopt.space.storage import Storage

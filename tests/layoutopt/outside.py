@@ -28,21 +28,21 @@ from layoutopt.plan.covered import CoveredSpace
 from layoutopt.runtime.clock import Clock
 from layoutopt.space import decisions as space
 from layoutopt.space.decisions import ARGUMENTS, Decisions, SearchSpace
-from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import Decision, Target
 from layoutopt.space.microbatches import Microbatches, numbers
 from layoutopt.space.recompute import Recompute
 from layoutopt.space.schedule import ScheduleDecision
+from layoutopt.space.sequence_parallel import Elsewhere
 from layoutopt.space.splits import Split
 from layoutopt.space.stages import StageSplit, count, ways
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.schedules import alternates
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.kept import SETS, Recomputed, of_stages
 from mesh_tf_core.lower.nodes import crossed, product_dims
 from mesh_tf_core.lower.offload import KINDS as HOSTED
 from mesh_tf_core.lower.offload import OPTIMIZER, WEIGHTS
+from mesh_tf_core.lower.remat_policy import SETS, Recomputed, of_stages
 from mesh_tf_core.lower.storage import Stage
 from mesh_tf_core.ops.context import FORMS
 from mesh_tf_core.optimizers import by_name

@@ -19,10 +19,10 @@ from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.subproblems import Subproblem, subproblems
 from layoutopt.plan.build import Plan
 from layoutopt.space.decisions import KINDS, SearchSpace
+from layoutopt.space.diloco import Rarely
 from layoutopt.space.kind import Decision
 from layoutopt.space.microbatches import USUAL
 from layoutopt.space.offload import Weights
-from layoutopt.space.rarely import Rarely
 from layoutopt.space.recompute import Recompute
 from layoutopt.space.schedule import ScheduleDecision
 from layoutopt.space.splits import Split

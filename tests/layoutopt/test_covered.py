@@ -13,8 +13,8 @@ from examples.transformer_lm import model as transformer
 from layoutopt.plan.build import parse_plan
 from layoutopt.plan.covered import CoveredSpace, UncoveredChoices, count_text
 from layoutopt.space.decisions import ARGUMENTS, KINDS, SearchSpace, everything, left_out
+from layoutopt.space.diloco import Rarely
 from layoutopt.space.kind import Decision, Target
-from layoutopt.space.rarely import Rarely
 from tests.layoutopt.models import EXAMPLES, SMALL
 from tests.searching import search
 

@@ -27,10 +27,10 @@ from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.context import Context
 from layoutopt.space.decisions import KINDS, SearchSpace, decisions
-from layoutopt.space.elsewhere import Elsewhere
 from layoutopt.space.kind import Choice, Decision
 from layoutopt.space.offload import OffloadDecision, Weights
 from layoutopt.space.recompute import Recompute, again_in
+from layoutopt.space.sequence_parallel import Elsewhere
 from layoutopt.space.splits import Split, parse_rules
 from layoutopt.space.storage import Storage
 from tests.layoutopt.every_kind import alone, question_of

@@ -23,7 +23,7 @@ from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.splits import parse_rules
 from mesh_tf_core.errors import InfeasibleError
 from mesh_tf_core.ir.schedules import alternates
-from mesh_tf_core.lower.kept import SETS, Recomputed
+from mesh_tf_core.lower.remat_policy import SETS, Recomputed
 from tests.searching import search
 
 SAME = 1e-9

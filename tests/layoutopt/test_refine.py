@@ -14,7 +14,7 @@ from costmodels.hardware import load_hardware
 from costmodels.pricing.pricer import pricer
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.optimize.refine.improve import WORTH, RefineSearch
-from layoutopt.optimize.refine.places import placed, places
+from layoutopt.optimize.refine.model_places import placed, places
 from layoutopt.plan.build import Plan, parse_plan
 from layoutopt.runtime.clock import Clock
 from layoutopt.space.decisions import SearchSpace

@@ -4,7 +4,8 @@ internals   what is asked of JAX itself
 leaves      the arrays of pytrees: paths, types, names of axes that libraries note
 equations   the traced function as plain data, calls inlined
 reroll      equal layers that are written one after the other, as the loop that they are: `layers` says
-            whether they are one, `forms` which equations compute the same, `apart` why alike ones are not
+            whether they are one, `forms` which equations compute the same, `single_layers` why alike ones are
+            none
 relations   which axes of an operation's operands and results mean the same
 indexing    what gathers and scatters do to axes
 ranges      what numbers count: experts that a router chose

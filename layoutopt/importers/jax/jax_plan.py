@@ -24,7 +24,7 @@ from layoutopt.space.decisions import KINDS
 from layoutopt.space.keywords import in_keywords
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import ELSEWHERE
-from mesh_tf_core.lower.kept import dims_of
+from mesh_tf_core.lower.remat_policy import dims_of
 
 SAYS = frozenset({"storage", ELSEWHERE, "recompute", "keep", "microbatches"})
 """The part of each decision that is applied (`space.kind.Beyond.what`)."""

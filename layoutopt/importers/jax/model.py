@@ -38,7 +38,7 @@ from layoutopt.plan.build import Plan, check_plan_model
 from layoutopt.plan.exported import ExportedTensor
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.lower.kept import dims_of
+from mesh_tf_core.lower.remat_policy import dims_of
 from mesh_tf_core.model import TrainingStep
 from mesh_tf_core.optimizers import Adam, Optimizer, by_name
 from mesh_tf_core.tracing.graph import Graph

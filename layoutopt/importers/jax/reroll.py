@@ -18,10 +18,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from layoutopt.importers.jax.apart import why_apart
 from layoutopt.importers.jax.classes import Classes
 from layoutopt.importers.jax.equations import KEY, Equation, EquationBlock, Operand, Var
 from layoutopt.importers.jax.layers import PRODUCTS, LoopFit, RerolledBlock
+from layoutopt.importers.jax.single_layers import why_apart
 
 _NEAR = 32
 """How many later occurrences of an equation are tried as the next layer's."""

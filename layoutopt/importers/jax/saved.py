@@ -1,4 +1,4 @@
-"""Which values of a JAX function are saved though their layer is recomputed (`mesh_tf_core.lower.kept`)."""
+"""Saved values of a JAX function whose layers are recomputed (`mesh_tf_core.lower.remat_policy`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def saved_values(graph: Graph, origin: ImportedFunction, texts: frozenset[str]) 
 
     Args:
       graph: with the gradients.
-      texts: which loops run again, and what they keep (`kept.Recomputed`).
+      texts: which loops run again, and what they keep (`remat_policy.Recomputed`).
 
     Raises:
       UserError: what is to be kept is no value of the function (a part of an operation of its own).

@@ -10,7 +10,7 @@ from costmodels.pricing.pricer import pricer
 from layoutopt.optimize.evaluator import Evaluation, evaluate
 from layoutopt.optimize.planning import repeated_work, share_bound
 from layoutopt.optimize.refine.improve import RefineSearch
-from layoutopt.optimize.refine.places import regions
+from layoutopt.optimize.refine.model_places import regions
 from layoutopt.optimize.request import Request
 from layoutopt.plan.build import Plan, axes_of, decided
 from layoutopt.plan.decided import Decided

@@ -23,7 +23,7 @@ import numpy as np
 
 from costmodels.pricing.pricer import Pricer
 from layoutopt.optimize.evaluator import Evaluation, evaluate
-from layoutopt.optimize.refine.places import AxisMove, ModelPlaces, levels, regions, without
+from layoutopt.optimize.refine.model_places import AxisMove, ModelPlaces, levels, regions, without
 from layoutopt.runtime.clock import LEAST, Clock
 from layoutopt.solver import ChoiceVariable, Problem, ResourceRow, RowTerm, Term, solve
 from layoutopt.space.decisions import SearchSpace

@@ -60,7 +60,7 @@ def main() -> None:
 
     address, processes = sys.argv[1:]
     service = _jax.get_distributed_runtime_service(
-        # Or it would end all of them when one comes with a number that is taken (see `meeting.take_number`).
+        # Or it would end all of them when one comes with a number that is taken (`rendezvous.take_number`).
         address,
         int(processes),
         heartbeat_timeout=HEARTBEAT,

@@ -1,5 +1,5 @@
 """An axis that synchronises rarely (DiLoCo): each way to have one, or none, is a search of its own
-(`optimize.rarely`), so in a subproblem nothing is left to choose.
+(`api.replicas`), so in a subproblem nothing is left to choose.
 
 Nothing is split over the axis, and the dimension of the replicas alone lies along it.
 """

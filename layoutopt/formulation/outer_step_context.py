@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from layoutopt.formulation.lifetimes import Reading
-from layoutopt.formulation.memory_points import Thing
+from layoutopt.formulation.lifetimes import ByteRule
+from layoutopt.formulation.memory_points import HeldBytes
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.space.decisions import Decisions, Structure
 from mesh_tf_core.ir.layout import Layout
@@ -69,11 +69,11 @@ class OuterStepContext(SharedContext):
         self.kept = tuple(name for name in _written(graph) if name not in known)
         self.clusters = tuple(replace(c, multiplicity=c.multiplicity / by.period) for c in self.clusters)
 
-    def variables(self) -> Iterator[Thing]:
+    def variables(self) -> Iterator[HeldBytes]:
         """The bytes of variables that every point of the step holds for the outer step."""
         for name in self.kept:
             cluster, like = self.makers.variable[name]
-            yield Thing(Reading.VARIABLE, cluster, 0, like, "", 1.0)
+            yield HeldBytes(ByteRule.VARIABLE, cluster, 0, like, "", 1.0)
 
 
 def meetings(model: Model, mesh: Mesh, decided: Decisions) -> tuple[OuterStepContext, ...]:

@@ -45,11 +45,11 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ops.few_bits import BITS, DTYPE, WHOLE, quantised, restored
 from mesh_tf_core.tracing.diloco import ParameterSlice, fragments_of, outer_step, wide
-from mesh_tf_core.tracing.meeting import MOMENTUM
+from mesh_tf_core.tracing.outer_steps import MOMENTUM
 from mesh_tf_core.training.decoupled import Decoupled
 from mesh_tf_core.training.finite import is_finite
-from mesh_tf_core.training.meeting_files import FLOATS, ArraysByName, Directory, MeetingState, UnusablePost
 from mesh_tf_core.training.opened import Checkpoint
+from mesh_tf_core.training.outer_step_files import FLOATS, ArraysByName, Directory, MeetingState, UnusablePost
 
 CODES, SCALES = "codes", "scales"
 """Names, below a variable's own, of what stands for it in few bits."""
