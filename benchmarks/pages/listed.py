@@ -12,6 +12,7 @@ from benchmarks.pages import (
     diloco,
     examples,
     jax_models,
+    machines,
     picks,
     speed,
     training,
@@ -40,6 +41,7 @@ def readme() -> Iterator[str]:
 PAGES: dict[str, Callable[[], Iterator[str]]] = {
     "README.md": readme,
     "docs/reference/commands.md": commands.page,
+    "docs/reference/hardware.md": machines.page,
     "docs/results/accuracy.md": accuracy.page,
     "docs/results/picks.md": picks.page,
     "docs/results/decisions.md": decisions,

@@ -1,0 +1,55 @@
+"""The reference of hardware presets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.pages.tables import share, table
+from costmodels.hardware import Hardware, hardware_names, load_hardware
+from costmodels.hardware.known import known_errors
+from layoutopt.plan.units import bytes_text, rate_text
+
+HEAD = """\
+# Hardware presets
+
+`--hardware NAME` takes a preset or a JSON file. `layoutopt hardware NAME` prints every number with its
+source and date. `--set-hardware node_egress=100GB/s` changes one number.
+[Adding a chip](../guides/extending.md#a-chip). `cpu-local` is this machine, once
+[calibrated](../explanation/calibration.md); `cpu-jax` has the times of XLA on virtual CPU devices.
+
+Errors are those of predicted steps beside published ones ([accuracy](../results/accuracy.md)); rows in
+brackets helped to set a constant.
+"""
+HEADS = (
+    "name",
+    "a device is",
+    "peak, bfloat16",
+    "usable memory",
+    "memory bandwidth",
+    "network",
+    "mean error",
+)
+
+
+def page() -> Iterator[str]:
+    """docs/reference/hardware.md."""
+    yield HEAD
+    machines = (load_hardware(name) for name in hardware_names() if not name.startswith("cpu-"))
+    yield from table(HEADS, map(_row, machines))
+
+
+def _row(machine: Hardware) -> tuple[object, ...]:
+    return (
+        f"`{machine.name}`",
+        machine.device,
+        rate_text(machine.peak_flops("bfloat16"), "FLOP/s"),
+        f"{bytes_text(machine.usable_memory_bytes)} of {bytes_text(machine.memory_bytes)}",
+        rate_text(machine.memory_bandwidth, "B/s"),
+        machine.topology.kind,
+        _error(machine),
+    )
+
+
+def _error(machine: Hardware) -> str:
+    steps = known_errors(machine).get("steps")
+    return f"{share(steps['mean'])} of {steps['rows']} ({steps['fitted']})" if steps else "not compared"
