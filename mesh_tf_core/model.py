@@ -29,7 +29,6 @@ from mesh_tf_core.tracing.gradients import gradients, unwidened
 from mesh_tf_core.tracing.graph import Graph, graph_of
 from mesh_tf_core.tracing.microbatch import accumulate
 from mesh_tf_core.tracing.pipeline import loop_dims, pipelined
-from mesh_tf_core.tracing.pipelined_step import pipelined_step
 
 DEFAULT = Options()
 NOTHING: frozenset[str] = frozenset()
@@ -178,6 +177,8 @@ class Model:
                     f"{' and '.join(stages)}; take the schedule {GPIPE}, or split one of them"
                 )
             ((dim, count),) = stages.items()
+            from mesh_tf_core.tracing.pipelined_step import pipelined_step
+
             second = next((layer_again(whole.graph, text) for text in again), None)
             return self._added_up(
                 lambda wanted: pipelined_step(

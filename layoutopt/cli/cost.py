@@ -23,8 +23,7 @@ from layoutopt.cli.options import (
     read_hardware,
     read_memory,
 )
-from layoutopt.cli.results import layout_text
-from layoutopt.cli.terminal import BAD, FITS, Terminal, facts
+from layoutopt.cli.terminal import BAD, FITS, Terminal, facts, layout_text
 from layoutopt.cli.training_cost import (
     PriceOption,
     TokensOption,

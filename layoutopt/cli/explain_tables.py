@@ -10,8 +10,7 @@ from layoutopt.cli.changed import show_conditions
 from layoutopt.cli.cost_tables import overlap_table
 from layoutopt.cli.plan_tables import Fits, rules_text, summary, verdicts
 from layoutopt.cli.plans import Planned
-from layoutopt.cli.results import layout_text
-from layoutopt.cli.terminal import Terminal, facts
+from layoutopt.cli.terminal import Terminal, facts, layout_text
 from layoutopt.cli.ways import show_turning, show_ways
 from layoutopt.plan.covered import listed
 from layoutopt.plan.machine_details import errors_known, sure

@@ -25,8 +25,7 @@ from layoutopt.cli.options import (
     read_hardware,
     read_mesh,
 )
-from layoutopt.cli.results import layout_text
-from layoutopt.cli.terminal import Terminal, facts
+from layoutopt.cli.terminal import Terminal, facts, layout_text
 from layoutopt.plan.units import seconds_text, times_text
 
 if TYPE_CHECKING:

@@ -27,9 +27,8 @@ from layoutopt.cli.options import (
     read_hardware,
 )
 from layoutopt.cli.progress import StepProgress
-from layoutopt.cli.results import layout_text
 from layoutopt.cli.running import COMPILING, Session, Timed, batches, items_of, machine_of_run, timed_steps
-from layoutopt.cli.terminal import Terminal, facts
+from layoutopt.cli.terminal import Terminal, facts, layout_text
 from layoutopt.cli.tracing import Trace, TraceOption
 from layoutopt.plan.units import bytes_text, seconds_text, throughput_text
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -11,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from layoutopt.cli.completion import complete_setting
 from layoutopt.cli.units import parse_bytes
 from layoutopt.runtime import clock as clocks
 from layoutopt.runtime.clock import Clock
@@ -32,6 +33,25 @@ def complete_hardware(incomplete: str) -> list[str]:
     from costmodels.hardware import hardware_names
 
     return [name for name in hardware_names() if name.startswith(incomplete)]
+
+
+def complete_setting(context: typer.Context, incomplete: str) -> list[str]:
+    """Hyperparameters of the MODEL on the command line as `name=`, the values of those that are on or off;
+    nothing where there is no model, or none that can be read."""
+    name, equals, value = incomplete.partition("=")
+    source = context.params.get("model")
+    if not source:
+        return []
+    # What a model file prints, or is wrong with it, has no place on a line that is being typed.
+    with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
+        from layoutopt.models.loading import hyperparameters
+
+        known = hyperparameters(source)
+        if not equals:
+            return [f"{each}=" for each in known if each.startswith(name)]
+        if name in known and known[name].kind == "bool":
+            return [f"{name}={each}" for each in ("true", "false") if each.startswith(value)]
+    return []
 
 
 ModelArgument = Annotated[

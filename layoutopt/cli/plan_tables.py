@@ -12,8 +12,8 @@ from layoutopt.plan.units import (
     layout_text,
     used_text,
 )
-from reports.tables.rows import frontier, layouts
 from reports.views import facts as told
+from reports.views.layouts import frontier, layouts
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware

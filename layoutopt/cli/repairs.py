@@ -87,7 +87,7 @@ def show_repairs(terminal: Terminal, repairs: Sequence[Repair]) -> None:
     """Prints repairs, the fastest first, then the commands, each on a line of its own."""
     if not repairs:
         return
-    from reports.tables.rows import repairs as view
+    from reports.views.layouts import repairs as view
 
     terminal.show(view(repairs), "")
     terminal.show_whole(*(each.command for each in repairs))

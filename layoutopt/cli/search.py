@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
-from layoutopt.cli.advice import after_search
 from layoutopt.cli.again import command_line
 from layoutopt.cli.allowed import Allowed, MaxAxesOption, OnMesh
 from layoutopt.cli.exits import tell
@@ -35,7 +34,6 @@ from layoutopt.cli.options import (
     time_limited,
 )
 from layoutopt.cli.progress import Bounds
-from layoutopt.cli.repairs import refusal, repairs_of, show_repairs, smaller_batch
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.training_cost import (
     PriceOption,
@@ -168,6 +166,8 @@ def search(
                 else:
                     kept.plan = find(loaded.model, **where, **asked, **more)
         except InfeasibleError as error:
+            from layoutopt.cli.repairs import refusal, repairs_of, show_repairs
+
             diagnosis = _diagnosed(terminal, clock, loaded, {**where, **asked}, error)
             found = repairs_of(diagnosis, {**where, **asked}, typed)
             refused = refusal(error, diagnosis, found, as_json)
@@ -211,6 +211,8 @@ def search(
         if full.stopped:
             raise KeyboardInterrupt  # all that was found is saved
     if out is not None:
+        from layoutopt.cli.advice import after_search
+
         terminal.say(after_search(kept.plan, out, loaded, [*(settings or ()), *_shared(kept.plan)], machine))
 
 
@@ -262,6 +264,7 @@ def _diagnosed(
 ) -> Diagnosis:
     """Why nothing fits, and what would help, as far as that is known in time."""
     from layoutopt.analysis.infeasible import Diagnosis, diagnose
+    from layoutopt.cli.repairs import smaller_batch
     from layoutopt.optimize.entry import search as find
 
     found = [Diagnosis((), ())]

@@ -24,6 +24,7 @@ from reports.views.view import View
 
 if TYPE_CHECKING:
     from layoutopt.plan.fields import Data
+    from mesh_tf_core import Layout
 
 PIPE_WIDTH = 240
 GOOD, DOUBT, BAD = "bold green", "bold yellow", "bold red"
@@ -148,3 +149,8 @@ def facts(rows: Iterable[tuple[str, str]], verdicts: Mapping[str, str] = PLAIN) 
       verdicts: name to `GOOD`, `DOUBT` or `BAD`, the colour of its value.
     """
     return Facts(tuple(rows), verdicts)
+
+
+def layout_text(layout: Layout) -> str:
+    """A layout for people."""
+    return str(layout) or "replicated (nothing is split)"

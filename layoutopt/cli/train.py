@@ -28,9 +28,8 @@ from layoutopt.cli.options import (
     read_mesh,
 )
 from layoutopt.cli.progress import Bounds
-from layoutopt.cli.results import layout_text
 from layoutopt.cli.running import Session, machine_of_run
-from layoutopt.cli.terminal import Terminal
+from layoutopt.cli.terminal import Terminal, layout_text
 from layoutopt.cli.tracing import Trace, TraceOption
 from layoutopt.cli.training_run import TrainingRun
 from layoutopt.plan.units import seconds_text

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from layoutopt.cli.given import GivenOptions
 from layoutopt.cli.progress import StepProgress
-from layoutopt.cli.results import layout_text
 from layoutopt.cli.running import (
     COMPILING,
     Session,
@@ -25,7 +24,7 @@ from layoutopt.cli.running import (
     runs_on,
     warnings_said,
 )
-from layoutopt.cli.terminal import facts
+from layoutopt.cli.terminal import facts, layout_text
 from layoutopt.cli.tracing import Trace
 from layoutopt.plan.units import duration_text, seconds_text, throughput_text, used_text
 from layoutopt.runtime import signals

@@ -21,8 +21,7 @@ from layoutopt.cli.options import (
     read_hardware,
 )
 from layoutopt.cli.plans import ModelOption, open_plan, say_damage
-from layoutopt.cli.results import layout_text
-from layoutopt.cli.terminal import Terminal, facts
+from layoutopt.cli.terminal import Terminal, facts, layout_text
 from layoutopt.plan.units import bytes_text, duration_text, seconds_text, times_text
 from reports.views.view import BYTES, WHOLE, Cell, Column, Kind, View
 

@@ -26,6 +26,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -34,8 +35,6 @@ from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.combinations import Combinations
 from layoutopt.formulation.cuts import MOST_LOWERED, PendingSum, most_cells
 from layoutopt.formulation.default_memory import NaturalMemory
-from layoutopt.formulation.host_link import HostLink, Waits
-from layoutopt.formulation.host_memory import host_row
 from layoutopt.formulation.index import Index
 from layoutopt.formulation.memory_constraints import MemoryConstraints
 from layoutopt.formulation.outer_step_context import meetings
@@ -53,6 +52,9 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.combine import BucketKey
 from mesh_tf_core.model import Model
+
+if TYPE_CHECKING:
+    from layoutopt.formulation.host_link import Waits
 
 
 @dataclass(frozen=True)
@@ -273,12 +275,16 @@ class Draft:
     def _waits(self, index: Index) -> tuple[Waits, ...]:
         if not self._keeps:
             return ()
+        from layoutopt.formulation.host_link import HostLink
+
         return HostLink(self.context.dependencies, self.pricer, index).waits(self.tables)
 
     def _host_rows(self, index: Index) -> Iterable[ResourceRow]:
         limit = self.pricer.hardware.host_memory_bytes
         if limit is None or not (self._keeps or self.decided.of(OffloadDecision)):
             return ()
+        from layoutopt.formulation.host_memory import host_row
+
         return host_row(self.tables, index, limit)
 
 

@@ -30,7 +30,6 @@ from layoutopt.models.recorded import (
 from layoutopt.models.source import function_of, told, typed
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.model import Model
-from mesh_tf_core.training.prefetch import position
 
 TEXTS = "OSUMm"
 """Kinds of NumPy elements that are no numbers: objects, texts, dates."""
@@ -179,11 +178,15 @@ class Batches(Iterator[dict[str, Any]]):
 
     def get_state(self) -> dict[str, Any]:
         """The place, as plain data."""
+        from mesh_tf_core.training.prefetch import position
+
         with self._told():
             return {"batches": self._count, "inner": position(self._made)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Goes to a place that `get_state` told."""
+        from mesh_tf_core.training.prefetch import position
+
         self._open()
         with self._told():
             if state["inner"] is not None and position(self._made) is not None:

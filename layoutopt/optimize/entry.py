@@ -11,7 +11,6 @@ from typing import Any
 
 from costmodels.hardware import Hardware, machine_of
 from layoutopt.optimize.evaluator import check_limit
-from layoutopt.optimize.k_best import k_best
 from layoutopt.optimize.plan_details import with_details
 from layoutopt.optimize.planning import make_plan, nearest_plan
 from layoutopt.optimize.request import OBJECTIVES, SEARCHED, Better, OnSearchStatus, Request, SearchStatus
@@ -148,6 +147,8 @@ def search(
 
     def rank() -> None:
         if top > 1 and not request.late:
+            from layoutopt.optimize.k_best import k_best
+
             for other in itertools.islice(k_best(candidates, best), top - 1):
                 others.append(other)
 

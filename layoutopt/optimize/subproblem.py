@@ -21,7 +21,6 @@ from layoutopt.formulation.cuts import PendingSum
 from layoutopt.formulation.extract import Extraction, extract
 from layoutopt.optimize.canonical import canonical
 from layoutopt.optimize.evaluator import Evaluation, Evaluator
-from layoutopt.optimize.lazy_cuts import lazy_cut
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.solver import (
     Elimination,
@@ -292,6 +291,8 @@ class SubproblemSearch:
 
     def _cut(self, choices: tuple[int, ...]) -> ResourceRow:
         """The row of choices that do not fit: of the step of one replica, where there are several."""
+        from layoutopt.optimize.lazy_cuts import lazy_cut
+
         found = self.evaluate(choices)
         if found.replicas is None:
             return lazy_cut(self.extraction, choices, found)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from layoutopt.solver.answer import TOLERANCE, AnswerCheck, Solution, Status, Violation, cost, evaluate
-from layoutopt.solver.conflict import Conflict, ConflictGroup, conflict
 from layoutopt.solver.elimination import Elimination, eliminate
-from layoutopt.solver.files import dump, load
 from layoutopt.solver.form import (
     Choices,
     ChoiceVariable,
@@ -18,8 +16,15 @@ from layoutopt.solver.form import (
     Term,
     Usage,
 )
-from layoutopt.solver.several import Frontier, FrontierPoint, pareto, top_k
 from layoutopt.solver.solve import solve
+
+TYPE_CHECKING = False  # typing's own takes longer to import than everything else here
+if TYPE_CHECKING:
+    from typing import Any
+
+    from layoutopt.solver.conflicts import Conflict, ConflictGroup, conflict
+    from layoutopt.solver.files import dump, load
+    from layoutopt.solver.several import Frontier, FrontierPoint, pareto, top_k
 
 __all__ = [
     "TOLERANCE",
@@ -52,3 +57,10 @@ __all__ = [
     "solve",
     "top_k",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what few ask for when it is first used."""
+    from mesh_tf_core.lazy import load as loaded
+
+    return loaded(__name__, name)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Set
 from functools import cached_property
 from itertools import compress
+from typing import TYPE_CHECKING
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import TICK, Block, Node
@@ -18,7 +19,9 @@ from mesh_tf_core.lower.offload import ACTIVATIONS, OffloadSet
 from mesh_tf_core.lower.remat_policy import KINDS, SETS, Recomputed, Sets, check_kept, kept_values
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.stage_layers import loop_name
-from mesh_tf_core.tracing.virtual_stages import LayerAgain, RecomputeLayer
+
+if TYPE_CHECKING:
+    from mesh_tf_core.tracing.virtual_stages import LayerAgain, RecomputeLayer
 
 NOTHING: frozenset[int] = frozenset()
 Handed = Callable[[Block], Set[int]]
@@ -355,6 +358,8 @@ def check_saved(texts: Iterable[str], offload: OffloadSet, whole: Graph, staged:
 
 def layer_again(graph: Graph, text: str) -> RecomputeLayer:
     """The part of a layer that a text has recomputed, in stages that go backward at once."""
+    from mesh_tf_core.tracing.virtual_stages import LayerAgain
+
     asked, remat = Recomputed.parse(text), rematerialization(graph, frozenset({text}))
 
     def found(layers: Block) -> LayerAgain | None:

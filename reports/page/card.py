@@ -10,7 +10,7 @@ from layoutopt.plan.units import shorten
 from reports.page.answers import answers, axis_uses, run, subject
 from reports.page.cells import grid
 from reports.reader import plan_of
-from reports.tables.rows import layouts
+from reports.views.layouts import layouts
 
 MOST = 8
 """Layouts beside the answer."""

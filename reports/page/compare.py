@@ -24,8 +24,8 @@ from reports.page.answers import fit, proof, sureness
 from reports.page.cells import PageBlock
 from reports.plan import one_model, words
 from reports.svg import figure_svg
-from reports.tables.rows import chips
 from reports.views.dims import DimensionRow, dimension_rows
+from reports.views.layouts import chips
 from reports.views.variables import VariableGroup, grouped, piece_shares, shape_text, split_text
 from reports.views.view import BYTES, FLOP, RULES, SECONDS, Cell, Column, Kind, View, ViewRow
 

@@ -26,6 +26,7 @@ from reports.plan import rules, words
 from reports.svg import figure_svg
 from reports.tables import rows
 from reports.views import facts as told
+from reports.views.layouts import frontier, layouts, record, repairs
 from reports.views.view import View
 
 LONGEST = 8000
@@ -104,7 +105,7 @@ def _repairs(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
         return (PageBlock(missing="`layoutopt search` lists what would fit where nothing does"),)
     notes = [f"These cannot hold together: {', '.join(conflict)}."] if len(conflict) > 1 else []
     finding = f"{plural(len(found), 'change')} under which it fits, each searched anew; the fastest first"
-    return (PageBlock(finding, grid=grid(rows.repairs(found)), notes=tuple(notes)),)
+    return (PageBlock(finding, grid=grid(repairs(found)), notes=tuple(notes)),)
 
 
 def _mesh(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
@@ -130,7 +131,7 @@ def _time(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     return (
         _chart(figures.step_time, plan, name),
         _chart(figures.time_by_kind, plan, name),
-        PageBlock(grid=grid(rows.layouts(plan))),
+        PageBlock(grid=grid(layouts(plan))),
     )
 
 
@@ -147,7 +148,7 @@ def _memory(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
 
 
 def _frontier(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
-    return (_chart(figures.frontier, plan, name, rows.frontier(plan)),)
+    return (_chart(figures.frontier, plan, name, frontier(plan)),)
 
 
 def _sensitivity(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
@@ -219,4 +220,4 @@ def _record(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
         ("Command", plan.details.search.command if plan.details.search else ""),
         *solver,
     ]
-    return (PageBlock(grid=grid(rows.record(pairs, "The plan"), LONGEST), notes=tuple(plan.notes)),)
+    return (PageBlock(grid=grid(record(pairs, "The plan"), LONGEST), notes=tuple(plan.notes)),)

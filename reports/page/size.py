@@ -20,8 +20,8 @@ from reports.page.answers import ENOUGH, GOOD_ERROR, PageAnswer
 from reports.page.cells import PageBlock, Panel, Section, grid
 from reports.page.render import environment, script, style
 from reports.svg import figure_svg
-from reports.tables.rows import record
 from reports.tables.sizes import candidates
+from reports.views.layouts import record
 
 LEADS = {
     "loss": (

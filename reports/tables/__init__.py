@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from layoutopt.plan.schema import PlanFile
 from reports.reader import PlanLike, plan_of
 from reports.tables import rows
+from reports.views import layouts as tables
 from reports.views.view import Cell, View
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def _frame(build: Callable[[PlanFile], View]) -> Frame:
 
 
 summary = _frame(rows.summary)
-layouts = _frame(rows.layouts)
+layouts = _frame(tables.layouts)
 dims = _frame(rows.dims)
 variables = _frame(rows.variables)
 operations = _frame(rows.operations)
@@ -47,7 +48,7 @@ collectives = _frame(rows.collectives)
 time_by_kind = _frame(rows.time_by_kind)
 memory_timeline = _frame(rows.memory_timeline)
 peak = _frame(rows.peak)
-frontier = _frame(rows.frontier)
+frontier = _frame(tables.frontier)
 sensitivity = _frame(rows.sensitivity)
 validation = _frame(rows.validation)
 calibration = _frame(rows.calibration)

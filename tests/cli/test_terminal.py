@@ -23,7 +23,7 @@ import pytest
 from rich.console import Console
 from typer.testing import Result
 
-from layoutopt.cli.completion import complete_setting
+from layoutopt.cli.options import complete_setting
 from layoutopt.cli.plan_tables import frontier_table
 from layoutopt.cli.progress import Bounds, StepProgress, bounds_text
 from layoutopt.cli.sheet import Sheet

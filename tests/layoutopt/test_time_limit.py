@@ -149,8 +149,8 @@ def test_what_is_proven_needs_no_explanation(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("solver", "place"),
     [
-        ("auto", "layoutopt.solver.solve:price"),
-        ("cp-sat", "layoutopt.solver.solve:reduce"),
+        ("auto", "layoutopt.solver.run:price"),
+        ("cp-sat", "layoutopt.solver.run:reduce"),
         ("highs", "layoutopt.solver.lazy:linearise"),
     ],
 )

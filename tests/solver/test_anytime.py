@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
-import sys
 import threading
 import time
 from pathlib import Path
@@ -28,6 +27,7 @@ from layoutopt.solver import (
     lagrangian,
     solve,
 )
+from layoutopt.solver import run as solving
 from layoutopt.solver.anytime import blend
 from layoutopt.solver.anytime.messages import Messages
 from layoutopt.solver.anytime.network import Network, network
@@ -37,7 +37,6 @@ from layoutopt.solver.anytime.sweep import EliminationOrder
 from layoutopt.solver.contest import problem_from
 from tests.solver.strategies import contest_instance, table
 
-solving = sys.modules["layoutopt.solver.solve"]
 MANY = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 

@@ -33,8 +33,8 @@ from layoutopt.solver.backends.highs_task import LinearRow, Task
 from layoutopt.solver.backends.highs_worker import Worker
 from layoutopt.solver.linear import linearise
 from layoutopt.solver.reductions import reduce
+from layoutopt.solver.run import SOLVERS
 from layoutopt.solver.scaling import scale_costs, scale_row
-from layoutopt.solver.solve import SOLVERS
 from tests.solver.strategies import problems
 
 MANY = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
