@@ -3,6 +3,7 @@ first element."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -105,25 +106,19 @@ class ContiguousRun:
 
 def runs(stored: Stored, begin: Begin, extent: Sequence[int]) -> list[ContiguousRun]:
     """The runs of the variable's elements in a stored piece, in stored order. Padding is in none."""
-    order, padded, sizes = stored.variable.order, stored.padded, tuple(extent)
+    shape, order, padded = stored.variable.shape, stored.variable.order, stored.padded
+    parts: list[list[tuple[int, int, int]]]
+    parts = [[(first, size, 0)] for first, size in zip(begin, extent, strict=True)]
     if order is not None:
-        at, parts = 0, [*order.runs(stored.variable.shape.sizes[0], begin[0], sizes[0])]
-    elif padded is not None:
-        at = stored.variable.shape.index(padded.name)
-        parts = _counting(padded, begin[at], sizes[at])
-    else:
-        return [ContiguousRun(tuple(begin), sizes, region((0,) * len(sizes), sizes))]
-
-    def with_(values: Sequence[int], value: int) -> tuple[int, ...]:
-        return (*values[:at], value, *values[at + 1 :])
-
-    nothing = (0,) * len(sizes)
-    return [
-        ContiguousRun(
-            with_(begin, first), with_(sizes, count), region(with_(nothing, offset), with_(sizes, count))
-        )
-        for first, count, offset in parts
-    ]
+        parts[0] = [*order.runs(shape.sizes[0], begin[0], extent[0])]
+    if padded is not None:
+        at = shape.index(padded.name)
+        parts[at] = _counting(padded, begin[at], extent[at])
+    found = []
+    for run in itertools.product(*parts):
+        first, sizes, offsets = zip(*run, strict=True) if run else ((), (), ())
+        found.append(ContiguousRun(first, sizes, region(offsets, sizes)))
+    return found
 
 
 def _counting(dim: PaddedDim, begin: int, count: int) -> list[tuple[int, int, int]]:

@@ -33,8 +33,8 @@ def _paddable(graph: Graph) -> dict[str, frozenset[str]]:
     gradients = {name: tensor for tensor, name in graph.gradient_of.items()}
     found = {}
     for name, variable in graph.variables.items():
-        # Replicas have their parts in another order, as stages with chunks have.
-        own = variable.order is None and not variable.even and REPLICA not in variable.shape.names
+        # Outer steps of replicas may mix what each of them holds (codes that share a scale).
+        own = not variable.even and REPLICA not in variable.shape.names
         if variable.trainable and variable.slot_of is None and own and name in gradients:
             zero = {gradients[name]}
             found[name] = _alone(nodes[name], zero, frozenset(variable.shape.names), graph)

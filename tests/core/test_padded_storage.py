@@ -25,10 +25,17 @@ def model(**more: Any) -> mtf.Model:
 
 
 def lowered(
-    found: mtf.Model, mesh: str, layout: str, stage: int, parts: int = 1, again: bool = False
+    found: mtf.Model,
+    mesh: str,
+    layout: str,
+    stage: int,
+    parts: int = 1,
+    again: bool = False,
+    schedule: str = "gpipe",
 ) -> Program:
     trained = [n for n, v in found.training_step().graph.variables.items() if v.trainable]
     options = mtf.Options(
+        schedule=schedule,
         storage=dict.fromkeys(trained, stage),
         recompute=frozenset({"layers"} if again else ()),
         microbatches=parts,
@@ -57,16 +64,23 @@ CASES = [
 ]
 
 
-def check(mesh: str, layout: str, stage: int, parts: int, again: bool, engine: str) -> None:
+IN_STAGES = [
+    (4, "interleaved:2", 3, True),
+    (4, "circular:2", 2, False),
+    (5, "interleaved:2", 1, False),
+    (5, "1f1b", 3, False),
+]
+"""Layers, schedule, stage of storage, whether layers run again."""
+
+
+def compare(program: Program, found: mtf.Model, engine: str) -> None:
     """An engine with padded shards against one device."""
-    program = lowered(model(), mesh, layout, stage, parts, again)
-    padded = [s for s in program.variables.values() if s.padded is not None]
-    assert padded
     losses, variables, running = learned(program, engine)
-    expected, wanted, one = learned(lowered(model(), "data:1", "", 0), "lockstep")
+    expected, wanted, one = learned(lowered(found, "data:1", "", 0), "lockstep")
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     for name, array in wanted.items():
-        np.testing.assert_allclose(variables[name], array, atol=2e-6, err_msg=name)
+        # Adam divides by small moments: sums in another order differ as much without padding.
+        np.testing.assert_allclose(variables[name], array, atol=5e-6, err_msg=name)
     held = {axis: n for axis, n in running.communication_bytes.items() if n}
     for axis, sent in program.communication_bytes().items():
         assert held.get(axis, 0.0) == pytest.approx(sent)
@@ -79,7 +93,19 @@ def check(mesh: str, layout: str, stage: int, parts: int, again: bool, engine: s
 @pytest.mark.parametrize("case", by_day([(case,) for case in CASES]))
 @pytest.mark.parametrize("engine", ["lockstep", "local"])
 def test_padded_shards_learn_as_one_device_does(case: Any, engine: str) -> None:
-    check(*case, engine)
+    program = lowered(model(), *case)
+    assert [s for s in program.variables.values() if s.padded is not None]
+    compare(program, model(), engine)
+
+
+@pytest.mark.parametrize("case", by_day([(case,) for case in IN_STAGES]))
+@pytest.mark.parametrize("engine", ["lockstep", pytest.param("local", marks=pytest.mark.nightly)])
+def test_layers_that_lie_in_the_order_of_stages_are_padded_too(case: Any, engine: str) -> None:
+    layers, schedule, stage, again = case
+    mesh, layout = "data:3;pipe:2", "batch:data;layers:pipe"
+    program = lowered(model(layers=layers), mesh, layout, stage, 4, again, schedule)
+    assert [s for s in program.variables.values() if s.padded is not None and s.variable.order is not None]
+    compare(program, model(layers=layers), engine)
 
 
 def test_gradients_are_scattered_and_weights_gathered_with_their_padding() -> None:
@@ -113,10 +139,14 @@ def test_small_variables_and_updates_that_mix_elements_stay_whole() -> None:
     assert all(s.padded is None or s.padded.real >= 64 for s in tiny.variables.values())
 
 
-def test_what_is_saved_goes_on_over_another_number_of_devices() -> None:
-    _, variables, running = learned(lowered(model(), "data:3", "batch:data", 3), "lockstep")
+@pytest.mark.parametrize("stages", [False, True])
+def test_what_is_saved_goes_on_over_another_number_of_devices(stages: bool) -> None:
+    how = ("data:3;pipe:2", "batch:data;layers:pipe", 3, 4, False, "interleaved:2")
+    found = model(layers=5)
+    first = lowered(found, *how) if stages else lowered(found, "data:3", "batch:data", 3)
+    _, variables, running = learned(first, "lockstep")
     saved = {piece.name: np.asarray(array) for piece, array in running.snapshot().items()}
-    other = open_engine(lowered(model(), "data:4;model:2", "batch:data;d_ff:model", 2), "lockstep")
+    other = open_engine(lowered(found, "data:4;model:2", "batch:data;d_ff:model", 2), "lockstep")
     for name, array in variables.items():
         np.testing.assert_array_equal(saved[name], array)
         other.write(name, array)
