@@ -116,6 +116,15 @@ def test_anchors_exist(page: Path) -> None:
     assert [str(p) for p, anchor in ours if p.suffix == ".md" and anchor not in anchors(p)] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_sentences_begin_with_their_subject(page: Path) -> None:
+    """No sentence begins with "Of" or "What", and none tells the history of the project."""
+    lines = [line for line in text_of(page).splitlines() if not line.startswith(("|", "#", "    "))]
+    text = " ".join(lines)
+    assert re.findall(r"(?:^|[.;] |- )(?:Of|What) [a-z]+ [^.]{0,40}", text) == []
+    assert re.findall(r"[^.]{0,40}(?:today's|busy machine|older code|in the mean)[^.]{0,20}", text) == []
+
+
 def test_the_report_page_explains_every_section() -> None:
     page = (ROOT / "docs" / "guides" / "report.md").read_text(encoding="utf-8")
     for section in sections.sections([plan_of(sample.full_plan())]):
