@@ -63,7 +63,7 @@ def program_from_json(content: Mapping[str, Any]) -> Program:
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"the written program is damaged: {type(error).__name__}: {error}") from None
     if not isinstance(found, Program):
-        raise UserError("the written program is damaged: it is no program")
+        raise UserError("the written program is damaged: it is not a program")
     return found
 
 
@@ -97,12 +97,12 @@ class _Writer:
         return self.object(x)
 
     def name(self, cls: type) -> str:
-        """What a class is called; UserError if it is no operation, or has the name of another one."""
+        """What a class is called; UserError if it is not an operation, or has the name of another one."""
         found = self.names.get(cls)
         if found is None:
             raise UserError(
-                f"a program with {cls.__name__} of {cls.__module__} cannot be written: it is no operation, "
-                "or another one is called so"
+                f"a program with {cls.__name__} of {cls.__module__} cannot be written: it is not an "
+                "operation, or another operation has its name"
             )
         return found
 

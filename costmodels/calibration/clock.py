@@ -2,7 +2,7 @@ r"""Times of a step on a machine that others may be using as well.
 
 A sample has the wall time of a few steps, the CPU time of this process (or of all that run the program
 together, `combined`), and the CPU time of everyone else.
-On an idle machine the wall time is the answer. On a shared one, waiting for others is no property of the
+On an idle machine the wall time is the answer. On a shared one, waiting for others is not a property of the
 program:
 
 (1) one sample: seconds = max(wall - foreign / cores, own / cores)

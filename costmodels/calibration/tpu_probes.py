@@ -49,7 +49,7 @@ PRODUCTS = (
     "8192x2048x512 2048x768x3072 8x4096x4096 100x4096x4096 2048x2048x200 16384x1536x1536"
 )
 """m x k x n of [m, k] x [k, n]: square ones; activations by weights; gradients of weights, which sum over
-many rows; sizes that are no multiples of the matrix unit's; a few rows, as in decoding."""
+many rows; sizes that are not multiples of the matrix unit's; a few rows, as in decoding."""
 FEED_FORWARD = (
     ((3, 4, 512, 768), 3072),
     ((2, 16, 512, 1536), 1536),

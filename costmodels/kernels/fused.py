@@ -13,7 +13,7 @@ kernels, one after the other:
   (5) a cast of a variable runs once in a step: in a loop that of all layers is kept, for backward too;
       outside of loops it is made where it is read, and costs what its readers have to read more, but for
       the half of a split master copy (`mesh_tf_core.lower.storage`): that is written
-  (6) a cast that its readers make (`costmodels.kernels.fusion`, rule (6)) is no kernel and no array
+  (6) a cast that its readers make (`costmodels.kernels.fusion`, rule (6)) is not a kernel and no array
   (7) the kernel that makes a term of a loop's sum adds it to the sum
 So a chain of maps behind a product costs the product, its operands and the chain's last result.
 

@@ -193,7 +193,7 @@ def cost(
     """
     check_limit(memory)
     if not isinstance(model, Model):
-        raise UserError(f"cost: {model!r} is no Model; build one, as a model file's model() does")
+        raise UserError(f"cost: {model!r} is not a Model; build one, as a model file's model() does")
     check_tokens(tokens, model.tokens)
     if isinstance(mesh, Plan):
         if layout or options is not None or decided:

@@ -170,7 +170,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"[{TARGETS}.NAME] of options, as devices = 64"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: this is no TOML: {error}") from None
+        raise UserError(f"{path}: this is not TOML: {error}") from None
     targets = content.get(TARGETS)
     if content.keys() != {TARGETS} or not isinstance(targets, dict):
         raise UserError(f"{path}: needs tables [{TARGETS}.NAME] and nothing else, found {[*content]}")

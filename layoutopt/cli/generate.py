@@ -157,7 +157,7 @@ def _check_names(loaded: Loaded, encoded: Mapping[str, Any]) -> None:
     for name in encoded:
         if name not in inputs or len(inputs[name].shape) != 2:
             raise UserError(
-                f"{loaded.source}: encode() gives {name!r}, which is no [batch, length] input of the model; "
+                f"{loaded.source}: encode() gives {name!r}, which is not a [batch, length] input; "
                 f"{known_names(name, inputs)}"
             )
     for name in inputs:

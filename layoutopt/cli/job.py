@@ -37,7 +37,9 @@ class Job:
     ] = None
     processes: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="With --coordinator: how many there are.", show_default=False),
+        typer.Option(
+            min=1, metavar="N", help="With --coordinator: the number of processes.", show_default=False
+        ),
     ] = None
     process: Annotated[
         int | None,

@@ -97,7 +97,7 @@ def search(
         bool,
         typer.Option(
             "--refine",
-            help="Then place dimensions otherwise in single operations, as if renamed, if that gains time.",
+            help="After the search, try other splits in single operations, as if dimensions were renamed.",
         ),
     ] = False,
     tokens: TokensOption = None,

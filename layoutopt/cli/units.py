@@ -19,7 +19,7 @@ _AMOUNT = re.compile(
     r"(?P<number>\d+(\.\d*)?(e[+-]?\d+)?|\.\d+)\s*(?P<unit>[A-Za-z]*)", re.IGNORECASE | re.ASCII
 )
 BARE = 1 << 20
-"""A number without a unit below this is no number of bytes that a device has."""
+"""A number without a unit below this is not a number of bytes that a device has."""
 
 
 def parse_bytes(text: str, option: str = "--memory") -> int:

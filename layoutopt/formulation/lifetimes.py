@@ -234,7 +234,7 @@ class Lifetimes:
 
 
 def stacks_of(program: Program, tensor: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """The stacks that loops keep and that are no tensors: value -> the tensor that is stacked, and by how
+    """The stacks that loops keep and that are not tensors: value -> the tensor that is stacked, and by how
     many loops one after the other.
 
     Args:

@@ -9,7 +9,7 @@ With a delay the exchange of a fragment waits only for what is longer than the s
 
   exposed = max(0, exchange - delay * step)
 
-which is no sum over clusters. The tables say 0: they are a bound, and the price where all of it is hidden.
+which is not a sum over clusters. The tables say 0: they are a bound, and the price where all of it is hidden.
 """
 
 from __future__ import annotations

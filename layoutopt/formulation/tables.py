@@ -118,7 +118,7 @@ def legal(cluster: Cluster, decided: Decisions) -> Table:
     names = tuple(n for n in cluster.decisions if n in free)
     pinned = tuple(n for n in cluster.dims if n in decided.fixed)
     found = assignments((*pinned, *names), cluster.shapes, decided.options, cluster.follows)
-    # A form that is the only one allowed is no decision, and needs its splits all the same.
+    # A form that is the only one allowed is not a decision, and needs its splits all the same.
     given = {s for s in cluster.crossed if s not in free and any(decided.options.get(s, ()))}
     if given or cluster.crossed.keys() & free:
         found = [*_crossing(cluster, (*pinned, *names), found, given)]

@@ -32,7 +32,7 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.model import Model
 
 TEXTS = "OSUMm"
-"""Kinds of NumPy elements that are no numbers: objects, texts, dates."""
+"""Kinds of NumPy elements that are not numbers: objects, texts, dates."""
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,7 @@ def _shown(file: Path, model: Path) -> str:
 
 
 def _text(file: Path) -> bytes | None:
-    """All of a file; None if it is no file, or one that cannot be read."""
+    """All of a file; None if it is not a file, or one that cannot be read."""
     try:
         return read_file(file) if os.path.isfile(file) else None
     except OSError:

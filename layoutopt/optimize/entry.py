@@ -94,7 +94,7 @@ def search(
       UserError: wrong input.
     """
     if not isinstance(model, Model):
-        raise UserError(f"search: {model!r} is no Model; build one, as a model file's model() does")
+        raise UserError(f"search: {model!r} is not a Model; build one, as a model file's model() does")
     allowed, limits = gathered("search", asked, (SearchSpace, space), (Limits, limits))
     clock = limits.time_limit.again() if isinstance(limits.time_limit, Clock) else Clock(limits.time_limit)
     chosen = machine_of(hardware)
@@ -104,7 +104,7 @@ def search(
     allowed = resolved(allowed, [Target(model, shape, hosts) for shape in shapes])
     allowed = allowed.settled(objective)
     if limits.refine and allowed.pipeline:
-        raise UserError("--refine knows no stages of pipelines; leave it or --pipeline out")
+        raise UserError("--refine cannot be combined with --pipeline: remove one of them")
     if allowed.diloco is not None:
         _check_replicas(limits.refine, allowed)
     if allowed.offload:
@@ -238,13 +238,11 @@ def _check(
 
 
 def _check_replicas(refine: bool, allowed: SearchSpace) -> None:
-    """UserError where a search knows no replicas."""
+    """UserError for what a search does not combine with replicas."""
     if refine:
-        raise UserError("--refine knows no replicas; leave it or --diloco out")
+        raise UserError("--refine cannot be combined with --diloco: remove one of them")
     if allowed.offload:
-        raise UserError(
-            "--diloco: the tables of meetings know nothing that lies on the hosts; search without --offload"
-        )
+        raise UserError("--diloco cannot be combined with --offload in a search: remove one of them")
 
 
 def _check_host(hardware: Hardware) -> None:

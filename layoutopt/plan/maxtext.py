@@ -212,7 +212,7 @@ def _maxtext_policy(what: Exported) -> str:
 
 
 def _stacks(what: Exported) -> list[str]:
-    """Dimensions of layers: several trained variables begin with one, and it is no logical axis."""
+    """Dimensions of layers: several trained variables begin with one, and it is not a logical axis."""
     first = Counter(v.dims[0] for v in what.variables if v.trained and len(v.dims) > 1)
     return [dim for dim, n in first.items() if n > 1 and dim not in MAXTEXT_ROWS]
 

@@ -241,7 +241,7 @@ def powers_of(rule: str, hparams: Mapping[str, Any]) -> dict[str, float]:
                 'as "layers:1;d_model:1;heads:1"'
             )
         if name.strip() not in sizes:
-            raise UserError(f"--scale {rule!r}: {name.strip()!r} is no size; {known_names(name, sizes)}")
+            raise UserError(f"--scale {rule!r}: {name.strip()!r} is not a size; {known_names(name, sizes)}")
         powers[name.strip()] = power
     if not powers:
         raise UserError(f"--scale {rule!r}: write {', '.join(RULES)}, or powers by name")

@@ -234,7 +234,7 @@ def read_runs(path: str | Path) -> Any:
     """The runs of a CSV file with a header, as a frame with columns N, D and loss.
 
     Raises:
-      UserError: no such file, no such columns, or a value that is no number.
+      UserError: no such file, no such columns, or a value that is not a number.
     """
     import pandas as pd
 
@@ -245,8 +245,8 @@ def read_runs(path: str | Path) -> Any:
         raise UserError(f"{what}: {error.strerror or error}; give a CSV file with N, D and loss") from None
     try:
         frame = pd.read_csv(content, comment="#", skipinitialspace=True)
-    except ValueError as error:  # also of what is no text, and of rows that do not agree
-        raise UserError(f"{what} is no CSV file with a header ({' '.join(str(error).split())})") from None
+    except ValueError as error:  # also of what is not a text, and of rows that do not agree
+        raise UserError(f"{what} is not a CSV file with a header ({' '.join(str(error).split())})") from None
     by_name = {str(c).strip().lower(): c for c in frame.columns}
     found = {}
     for column, names in COLUMNS.items():

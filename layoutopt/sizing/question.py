@@ -42,8 +42,8 @@ class SizingQuestion:
             raise UserError(f"--{given[0]} and --{given[1]}: ask for one of them; the other follows from it")
         if not given and (self.days is None or not self.devices):
             raise UserError(
-                "what is given? write --budget FLOP, --loss L, --money M with --price, --tokens T for this "
-                "very size, or --devices N with --days D"
+                "size needs a target: write --budget FLOP, --loss L, --money M with --price, --tokens T for "
+                "this very size, or --devices N with --days D"
             )
         for name in (*given, *(["days"] if self.days is not None else [])):
             value = getattr(self, name)

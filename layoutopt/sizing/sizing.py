@@ -192,7 +192,7 @@ def _sized(
         for machine in machines:
             if machine.price is None:
                 raise UserError(
-                    f"--money: what is a chip-hour of {machine.name}? write --price {machine.name}=4.2"
+                    f"--money: a chip-hour of {machine.name} has no price; write --price {machine.name}=4.2"
                 )
     told = scaling.unique, scaling.pretrained, scaling.characters, scaling.replicas
     forecast = Forecast(_law(scaling.law, scaling.runs), *told)

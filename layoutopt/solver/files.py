@@ -81,7 +81,7 @@ def _bytes(path: Path) -> bytes:
 
 def _parse(data: bytes) -> Any:
     def refuse(word: str) -> NoReturn:
-        raise ProblemError(f"holds {word}, which is not a JSON number")
+        raise ProblemError(f"holds {word}, which is not JSON number")
 
     try:
         return json.loads(data, parse_constant=refuse)

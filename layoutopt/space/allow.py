@@ -24,7 +24,7 @@ def resolved(space: SearchSpace, targets: Sequence[Target]) -> SearchSpace:
       targets: of every mesh that is searched.
 
     Raises:
-      UserError: a word that is no name, or a name of what this model has nothing of.
+      UserError: a word that is not a name, or a name of what this model has nothing of.
     """
     if not space.allow:
         return space

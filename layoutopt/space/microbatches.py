@@ -25,7 +25,7 @@ USUAL = (1, 2, 4, 8, 16, 32)
 
 
 def _numbers(value: Any) -> tuple[Any, ...]:
-    """In order; what is no number is refused when a search is asked for."""
+    """In order; what is not a number is refused when a search is asked for."""
     if isinstance(value, str):
         parts = [part.strip() for part in value.split(",")]
         if not all(re.fullmatch(r"0*[1-9][0-9]{0,8}", part) for part in parts):
@@ -64,7 +64,12 @@ class Microbatches(Decision):
     asks = MicrobatchesSpace
     says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"microbatches": (int, 1)}
     always = True
-    by_hand = Option("--microbatches", "N", "Parts of the batch, one after the other.", usual="1")
+    by_hand = Option(
+        "--microbatches",
+        "N",
+        "Number of microbatches: equal parts of the batch, computed one after the other.",
+        usual="1",
+    )
     word = "microbatches"
     place = 6
     features = (

@@ -118,7 +118,7 @@ def ways(model: Model, mesh: Mesh, allowed: Space) -> Iterator[Space]:
         if pin is not None and set(pin) not in map(set, found):
             known = ", ".join("+".join(axes) for axes in found if axes) or "none"
             raise UserError(
-                f"--pin {dim}:{'+'.join(pin)}: these are no stages of its layers; axes that can be: {known}"
+                f"--pin {dim}:{'+'.join(pin)}: these are not stages of its layers; axes that can be: {known}"
             )
         options.append([axes for axes in found if axes] if pin is None else [pin] * bool(pin))
         options[-1] += [()] * (not pin)

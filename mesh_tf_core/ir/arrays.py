@@ -69,7 +69,7 @@ def usual_dtype(array: Any) -> str:
 
 
 def check_numbers(what: str, array: Any, dtype: str) -> None:
-    """UserError if an element is no number of a dtype: a fraction is never cut off."""
+    """UserError if an element is not a number of a dtype: a fraction is never cut off."""
     if is_float(dtype) or not array.size:
         return
     low, high = whole_numbers(dtype)

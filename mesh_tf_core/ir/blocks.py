@@ -86,7 +86,7 @@ class Block:
         passes its carries on, stacks zeros and adds nothing.
       first: int scalar from outside: the element at which iterations begin in stacks that are longer than the
         loop; what they stack there has zeros elsewhere.
-      single: a block of one iteration that is no loop to the model: what is made inside lacks its dimension.
+      single: a block of one iteration that the model does not see as a loop: values lack its dimension.
       branch: of a choice: the share of the times in which it is taken, as a price counts it.
       spread: its iterations run at once, each on the devices that hold its part of `dim`: the stages of a
         pipeline, or replicas. It carries nothing. An iteration's part of a stack has one element, or several:

@@ -35,7 +35,7 @@ def check_contract(cls: Any, contract: Any, abstract: bool) -> None:
             known = [fact for one in (contract, *traits) for fact in one.FACTS]
             meant = get_close_matches(name, known, 1, 0.75)
             if meant and name not in known:
-                raise TypeError(f"{what}: {name!r} is no fact of the contract; did you mean {meant[0]!r}?")
+                raise TypeError(f"{what}: {name!r} is not a fact of the contract; did you mean {meant[0]!r}?")
         elif _UNHASHABLE.match(getattr(annotation, "__name__", str(annotation))):
             raise TypeError(f"{what}: {name!r} of type {annotation} has no hash; use a tuple")
 

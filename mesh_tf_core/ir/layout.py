@@ -71,7 +71,7 @@ class Layout(Mapping[str, Axes]):
         tables: dict[str, dict[str, Axes]] = {"": {}}
         for name, axes in items:
             if not isinstance(name, str):
-                raise UserError(f"layout: {shown(name)} is no dimension; give its name")
+                raise UserError(f"layout: {shown(name)} is not a dimension; give its name")
             dim, _, path = name.partition(AT)
             _add(tables.setdefault(path, {}), name, dim, _axes(axes, bool(path)))
         for path, found in (refined or {}).items():
@@ -273,7 +273,7 @@ def _axes(axes: str | Iterable[str], somewhere: bool) -> Axes:
         found = (axes,) if isinstance(axes, str) else tuple(axes)
         "".join(found)
     except TypeError:
-        raise UserError(f"layout: {shown(axes)} is no axis; give its name, or a list of names") from None
+        raise UserError(f"layout: {shown(axes)} is not an axis; give its name, or a list of names") from None
     return () if somewhere and found == (NOWHERE,) else found
 
 

@@ -193,8 +193,8 @@ class Op:
         # A dataclass has its own, so that only a class that is none comes here with something to keep.
         if args or kwargs:
             raise TypeError(
-                f"operation {type(self).__name__} is no dataclass; write @dataclass(frozen=True) above its "
-                "class"
+                f"operation {type(self).__name__} is not a dataclass; write "
+                "@dataclass(frozen=True) above its class"
             )
 
     def __init_subclass__(cls, abstract: bool = False, **kwargs: Any) -> None:

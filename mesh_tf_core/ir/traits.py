@@ -44,7 +44,7 @@ class SumRules(Op, abstract=True):
 
     def unreduced(self, dim: Dim, inputs: Sequence[Tensor]) -> Tensor | None:
         """The result [dim, dimensions of the output] before `dim`, which the inputs have, is summed out; None
-        if it is no sum over `dim`."""
+        if it is not a sum over `dim`."""
         return None
 
     def summand(self, dim: Dim, parts: Sequence[Tensor], constant: Sequence[bool]) -> Tensor | None:

@@ -56,7 +56,7 @@ class ArrayKernel:
     joining: Functions
 
     def quiet(self) -> AbstractContextManager[Any]:
-        """Where the library says nothing of infinities and of what is no number."""
+        """Where the library says nothing of infinities and of what is not a number."""
         return nullcontext()
 
     def unary(self, fn: str, x: A) -> A:

@@ -163,7 +163,7 @@ class Decomposed(ProgramBuilder):
         self._called(dict(zip(state, (result for result, _ in wanted), strict=True)))
 
     def _called(self, names: dict[int, int]) -> None:
-        """Gives what the code makes last, which is no loop, the names that others know."""
+        """Gives what the code makes last, which is not a loop, the names that others know."""
         for i, instr in enumerate(self.code):
             if names.keys() & {*instr.outputs}:
                 self.code[i] = replace(instr, outputs=tuple(names.get(o, o) for o in instr.outputs))

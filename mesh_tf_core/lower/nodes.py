@@ -187,7 +187,7 @@ def crossed(graph: Graph) -> tuple[str, ...]:
 
 
 def check_context(graph: Graph, context: Mapping[str, str]) -> None:
-    """UserError if a form is none, or of what is no dimension of keys."""
+    """UserError if a form is none, or of what is not a dimension of keys."""
     for name, form in context.items():
         if form not in FORMS:
             raise UserError(f"context {name}={form}: {known_names(form, FORMS)}")

@@ -53,7 +53,7 @@ def check_offload(offload: OffloadSet, variables: Mapping[str, Variable]) -> Non
         if kind == WEIGHTS:
             if not variables[name].trainable:
                 raise UserError(
-                    f"offload {kind}: {name!r} is no trained variable; name one that is, or leave it out"
+                    f"offload {kind}: {name!r} is not a trained variable; name one that is, or leave it out"
                 )
             continue
         if not any(v.slot_of == name for v in variables.values()):

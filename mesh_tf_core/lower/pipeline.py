@@ -82,7 +82,7 @@ def lower(
 def lower_part(
     graph: Graph, part: Subgraph, oracle: Oracle, options: Options = DEFAULT, cut: Cut = NO_CUT
 ) -> Program:
-    """Lowers a part of a graph by itself, to be priced; it is no whole program, so nothing checks it.
+    """Lowers a part of a graph by itself, to be priced; it is not a whole program, so nothing checks it.
 
     Args:
       oracle: of the table of where values live; notes what is read of it.

@@ -54,7 +54,7 @@ class Recomputed:
     @classmethod
     @lru_cache(maxsize=1 << 12)
     def parse(cls, text: str) -> Recomputed:
-        """Parses a text; UserError if it is no policy."""
+        """Parses a text; UserError if it is not a policy."""
         dim, colon, rest = text.partition(":")
         word, _, listed = rest.partition("=")
         words = listed.split("+") if colon else []

@@ -217,7 +217,7 @@ class _Verifier:
             self.role(instr, set().union(*partial))
 
     def is_number(self, id: int, instr: Local) -> bool:
-        """Whether an operand of a linear operation is no term, but a number that all devices have."""
+        """Whether an operand of a linear operation is not a term, but a number that all devices have."""
         v = self.of(id)
         whole = v.dtype == "int32" and not len(v.shape) and not v.partial
         return instr.op.linear and whole and self.of(instr.outputs[0]).dtype != "int32"

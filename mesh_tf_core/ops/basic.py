@@ -118,7 +118,7 @@ class Cast(Elementwise):
 
     @property
     def converts(self) -> bool:  # type: ignore[override]
-        """A truth value is no number."""
+        """A truth value is not a number."""
         return self.dtype != "bool"
 
     def infer(self, *inputs: TensorType) -> TensorType:

@@ -63,7 +63,7 @@ class Optimizer:
                 re.compile(pattern)
             except re.error as error:
                 raise UserError(
-                    f"{name}: rates has {pattern!r}, which is no regular expression ({error})"
+                    f"{name}: rates has {pattern!r}, which is not a regular expression ({error})"
                 ) from None
         check(name, clip_norm=(self.clip_norm, NUMBER), ema=(self.ema, NUMBER))
         if not self.clip_norm >= 0:

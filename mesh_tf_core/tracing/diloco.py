@@ -62,7 +62,7 @@ def read_settings(what: str, text: str, pairs: str, known: Settings, cls: type) 
             due = "whole number" if kind is int else "number"
             usual = getattr(cls, field)
             raise UserError(
-                f"{what} {text!r}: {name}={value!r} is no {due}; write {name}={usual}, say"
+                f"{what} {text!r}: {name}={value!r} is not a {due}; write {name}={usual}, say"
             ) from None
     return said
 

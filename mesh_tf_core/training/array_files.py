@@ -135,7 +135,7 @@ def _safetensors(path: Path) -> dict[str, ArrayLocation]:
         with _parsing(f"{path.name}: its header"):
             header = json.loads(file.read(size).decode(), object_pairs_hook=_once, parse_constant=_refuse)
             if not isinstance(header, dict):
-                raise ValueError("it is no object")
+                raise ValueError("it is not an object")
             about = header.pop("__metadata__", None) or {}
             "".join([*header, *about, *about.values()]).encode()  # all are text
             found = {name: _place(path, name, 8 + size, said) for name, said in header.items()}

@@ -107,7 +107,7 @@ class EvaluationPass:
         self.rows = rows_of(program, str(model.batch_dim), self.engine.ranks) if has_rows else None
 
     def _results(self, model: Model, graph: Graph) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """What the program returns; for results that are no sums over rows, the operation that is why."""
+        """What the program returns; for results that are not sums over rows, the operation that is why."""
         tensors = {"loss": model.loss, **model.metrics}
         results: dict[str, Tensor] = {}
         whole: dict[str, str] = {}
@@ -198,7 +198,7 @@ class EvaluationPass:
             if count < most and self.whole:
                 name, why = next(iter(self.whole.items()))
                 raise UserError(
-                    f"evaluate: a batch has {count} rows instead of {most}, and {name!r} is no sum over "
+                    f"evaluate: a batch has {count} rows instead of {most}, and {name!r} is not a sum over "
                     f"rows ({why}); leave the short batch out, or leave {name!r} out of the metrics"
                 )
             counts.append(count)

@@ -90,7 +90,7 @@ class FiniteLoss:
         self.scaled, self._skipped = scaled, 0
 
     def check(self, step: int, loss: float) -> None:
-        """UserError for a loss that is no finite number, or for too many of them in a row."""
+        """UserError for a loss that is not a finite number, or for too many of them in a row."""
         if math.isfinite(loss):
             self._skipped = 0
             return

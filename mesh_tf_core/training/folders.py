@@ -145,7 +145,7 @@ def begun(directory: str | Path, step: int, name: Any) -> Path:
     found = UNFINISHED.fullmatch(name) if isinstance(name, str) else None
     if found is None or int(found[1]) != step:
         raise UserError(
-            f"checkpoint {str(directory)!r}: asked to write step {step} to {str(name)[:80]!r}, which is no "
-            "unfinished checkpoint of it; nothing is written"
+            f"checkpoint {str(directory)!r}: asked to write step {step} to {str(name)[:80]!r}, which is not "
+            "an unfinished checkpoint of it; nothing is written"
         )
     return Path(directory) / found[0]

@@ -48,26 +48,26 @@ class Checkpoint:
                 met = f"{variable.slot_of}/{BEFORE}"
                 other = "another model"
                 if variable.slot_of is not None and name.startswith(met):
-                    other = "replicas that met otherwise, or none; train on with the same diloco"
-                raise UserError(f"checkpoint {where!r} has no variable {name!r}: it is of {other}")
+                    other = "other replicas, or none; continue with the same diloco"
+                raise UserError(f"checkpoint {where!r} has no variable {name!r}: it was saved by {other}")
             there = self.variables[name].shape
             if variable.shape.names[:1] == (REPLICA,) and there[-len(shape) + 1 :] == shape[1:] != shape:
                 count = there[0] if len(there) == len(shape) else 0
                 if count != shape[0]:
                     raise UserError(
-                        f"checkpoint {where!r} is of {count or 'no'} replicas, here are {shape[0]}, each "
-                        "with an optimizer state of its own: train on with as many, or begin anew from "
-                        "weights (`save_weights`, `load`)"
+                        f"checkpoint {where!r} was saved by {count or 'no'} replicas, this training has "
+                        f"{shape[0]}, and each has its own optimizer state: continue with as many, or start "
+                        "from weights (`save_weights`, `load`)"
                     )
             if there[1:] == shape and f"{name}/{BEFORE}" in self.variables:
                 raise UserError(
-                    f"checkpoint {where!r} is of {there[0]} replicas that meet rarely, here are none: train "
-                    "on with their diloco, or begin anew from weights (`save_weights`, `load`)"
+                    f"checkpoint {where!r} was saved by {there[0]} replicas (diloco), this training has "
+                    "none: continue with their diloco, or start from weights (`save_weights`, `load`)"
                 )
             if there != shape:
                 raise UserError(
-                    f"checkpoint {where!r}: variable {name!r} has shape {there} there, [{variable.shape}] "
-                    "here; use the same hyperparameters"
+                    f"checkpoint {where!r}: variable {name!r} has shape {there} in the checkpoint, "
+                    f"[{variable.shape}] in the model; use the same hyperparameters"
                 )
 
     def read(self, name: str) -> Any:

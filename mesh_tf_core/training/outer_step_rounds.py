@@ -141,8 +141,8 @@ class Meetings:
             open = self.directory.newest()
             if open < since:
                 raise UserError(
-                    f"meet: {str(self.how.directory)!r} had state {since} and has it no longer; somebody "
-                    "removed it: begin all replicas anew, in another directory"
+                    f"meet: {str(self.how.directory)!r} no longer has state {since}, which this replica "
+                    "started from; restart all replicas in a new directory"
                 )
             held = self._held(since, open)
             if held is not None:  # before this process was

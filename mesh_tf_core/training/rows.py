@@ -46,7 +46,7 @@ class Rows:
       batch: name of the batch dimension; `size`: of a whole batch.
 
     Attributes:
-      why: the operation because of which the last tensor asked for is no sum over rows.
+      why: the operation because of which the last tensor asked for is not a sum over rows.
     """
 
     def __init__(self, graph: Graph, batch: str, size: int) -> None:

@@ -120,7 +120,7 @@ def read_weights(
     wanted = {v.name: v for v in variables if v.slot_of is None and v.name != "step"}
     for name in names:
         if name not in wanted:
-            raise UserError(f"load: names has {name!r}, which is no variable; {known_names(name, wanted)}")
+            raise UserError(f"load: names has {name!r}, which is not a variable; {known_names(name, wanted)}")
     found: dict[str, _Parts] = {}
     missing: list[str] = []
     wrong: list[str] = []
@@ -241,7 +241,7 @@ def _arrays(weights: GivenWeights) -> dict[str, Any]:
         raise
     except (OSError, ValueError) as error:
         raise UserError(f"load: {str(path)!r} cannot be read: {error}; give a whole file") from None
-    raise UserError(f"load: {str(path)!r} is no .npz or .safetensors file, and no directory")
+    raise UserError(f"load: {str(path)!r} is not a .npz or .safetensors file, and not a directory")
 
 
 def _given(name: str, array: Any) -> _Array:
@@ -251,9 +251,9 @@ def _given(name: str, array: Any) -> _Array:
         dtype = getattr(array, "dtype", None)
         dtype = dtype if isinstance(dtype, np.dtype) else np.asarray(array).dtype
         return _Array(tuple(np.shape(array)), dtype, partial(np.asarray, array))
-    except Exception as error:  # as many kinds as there are things that are no arrays
+    except Exception as error:  # as many kinds as there are things that are not arrays
         why = " ".join(f"{type(error).__name__} {error}".split())[:200]
-        raise UserError(f"load: {name!r} is no array ({why}); give arrays by name") from None
+        raise UserError(f"load: {name!r} is not an array ({why}); give arrays by name") from None
 
 
 def _checkpointed(path: Path) -> dict[str, _Array]:

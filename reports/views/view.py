@@ -21,7 +21,7 @@ class Kind:
     """The kind of a column's values.
 
     Attributes:
-      say: a value in words; None, which is no value, has none.
+      say: a value in words; None, which is not a value, has none.
       number: set right, and sorted by value.
       adds: rows that are left out may be summed up.
     """

@@ -87,7 +87,7 @@ def test_a_target_is_found_beside_the_model_else_in_the_current_folder(
         ("[targets.pod]\ndevcies = 3", "no command has an option --devcies; near are --devices"),
         ("[targets.pod]\nquiet = 1", "quiet = 1: needs true or false"),
         ("[targets.pod]\ndevices = true", "devices = True: needs a text, a number, a list"),
-        ("[targets.pod", "this is no TOML: "),
+        ("[targets.pod", "this is not TOML: "),
     ],
 )
 def test_a_wrong_file_is_said_in_one_line(

@@ -54,7 +54,7 @@ def test_a_plan_with_stages(
         ),
         (("--schedule", "gpipe,circular:2"), "circular:2: nothing may be the stages of a pipeline; add"),
         (("--pipeline", "layers", "--schedule", "interleaved:1"), "as interleaved:2"),
-        (("--pipeline", "layers", "--refine"), "--refine knows no stages of pipelines"),
+        (("--pipeline", "layers", "--refine"), "--refine cannot be combined with --pipeline"),
         (("--pipeline", "layers", "--pin", "layers:pipe", "--pin", "batch:pipe"), "tell stages apart"),
     ],
 )

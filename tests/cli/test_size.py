@@ -62,10 +62,10 @@ def test_people_see_what_to_train_where_and_the_plan_is_kept(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "what is given? write --budget FLOP"),
+        ((), "size needs a target: write --budget FLOP"),
         (("--budget", "lots"), "--budget 'lots' is not a number; write for example --budget 1e22"),
         (("--budget", "1e20", "--tokens", "3B"), "--budget and --tokens: ask for one of them"),
-        (("--money", "1e6"), "--money: what is a chip-hour of tpu-v5e? write --price tpu-v5e=4.2"),
+        (("--money", "1e6"), "--money: a chip-hour of tpu-v5e has no price; write --price tpu-v5e=4.2"),
         (("--money", "1e6", "--price", "h100=3"), "'h100' is no --hardware here"),
         (("--budget", "1e20", "--devices", "many"), "--devices 'many': write numbers"),
         (("--budget", "1e20", "--sizes", "1B"), "--sizes '1B': write the fewest and the most"),

@@ -174,7 +174,7 @@ def test_a_folder_is_believed_below_ones_own_directory_alone(tmp_path: Path, nam
     """Even of worker 0."""
     from mesh_tf_core.training import folders
 
-    with pytest.raises(mtf.UserError, match="which is no unfinished checkpoint of it; nothing is written"):
+    with pytest.raises(mtf.UserError, match="not an unfinished checkpoint of it; nothing is written"):
         folders.begun(tmp_path, 1, name)
     found = folders.begun(tmp_path, 2, ".step-000000002.0123456789abcdef")
     assert found.parent == tmp_path

@@ -18,9 +18,9 @@ MODEL = mlp()
 BATCH = {name: np.zeros(x.shape.sizes, x.dtype) for name, x in MODEL.graph.inputs.items()}
 WRONG: dict[str, Callable[[Any], Any]] = {
     "Layout: rules is None; give": lambda _: mtf.Layout(None),
-    "layout: 3 is no axis; give": lambda _: mtf.Layout({"batch": 3}),
-    "layout: a list is no axis; give": lambda _: mtf.Layout({"batch": [3]}),
-    "layout: 3 is no dimension; give": lambda _: mtf.Layout({3: "data"}),
+    "layout: 3 is not an axis; give": lambda _: mtf.Layout({"batch": 3}),
+    "layout: a list is not an axis; give": lambda _: mtf.Layout({"batch": [3]}),
+    "layout: 3 is not a dimension; give": lambda _: mtf.Layout({3: "data"}),
     "mesh is None; give": lambda _: mtf.Mesh(None),
     "mesh is a list; give": lambda _: mtf.Mesh([3]),
     "dimension 'a': size must be a positive integer, found True": lambda _: mtf.Dim("a", True),

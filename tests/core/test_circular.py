@@ -31,8 +31,8 @@ E = mtf.Dim("e", 8)
 
 
 def model(linear: bool = False) -> mtf.Model:
-    """Layers that read a stack which is no variable, carry and stack losses; a variable that is read outside
-    of them too, and one that they store."""
+    """Layers that read a stack which is not a variable, carry and stack losses; a variable that is read
+    outside of them too, and one that they store."""
     g = mtf.Graph()
     x = g.input("x", [B, D], "float64")
     rates = mtf.mtf_range(g, L, "float64") * 0.01 + 0.9

@@ -140,7 +140,7 @@ def bare() -> None:
         (of_unknown_linearity, r"operation Half: linear is 'mostly'; it may be False, True$"),
         (
             with_a_misspelt_fact,
-            r"operation Half: 'liner' is no fact of the contract; did you mean 'linear'\?$",
+            r"operation Half: 'liner' is not a fact of the contract; did you mean 'linear'\?$",
         ),
         (
             with_a_short_lower,
@@ -169,7 +169,7 @@ def bare() -> None:
         ),
         (unhashable, r"operation Half: 'sizes' of type list\[int\] has no hash; use a tuple$"),
         (mutable, r"cannot inherit non-frozen dataclass from a frozen one"),
-        (bare, r"operation Half is no dataclass; write @dataclass\(frozen=True\) above its class$"),
+        (bare, r"operation Half is not a dataclass; write @dataclass\(frozen=True\) above its class$"),
     ],
 )
 def test_a_class_that_breaks_the_contract(made: Callable[[], None], match: str) -> None:

@@ -29,7 +29,7 @@ DAMAGE = {
     ),
     "a flipped bit": (lambda p: flip(p / FILE), "variable 'b' differs from its checksum"),
     "a lost file": (lambda p: (p / FILE).unlink(), "00000.safetensors cannot be read"),
-    "a damaged header": (lambda p: (p / FILE).write_bytes(b"\2" + bytes(7) + b"[]"), "it is no object"),
+    "a damaged header": (lambda p: (p / FILE).write_bytes(b"\2" + bytes(7) + b"[]"), "it is not an object"),
     "a header without its arrays": (lambda p: (p / FILE).write_bytes(b"\2" + bytes(7) + b"{}"), "lacks 'w'"),
     "a cut manifest": (lambda p: cut(p / manifest.MANIFEST), "Expecting"),
     "an edited manifest": (

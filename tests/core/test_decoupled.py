@@ -216,7 +216,7 @@ def test_what_is_too_old_is_dropped(tmp_path: Path) -> None:
 
 
 def test_nobody_reads_half_a_file(tmp_path: Path) -> None:
-    """A file that is being written is no post and no state, and a state that is there stays as it is."""
+    """A file that is being written is not a post and no state, and a state that is there stays as it is."""
     one = trainer()
     its = meetings(one, tmp_path)
     (tmp_path / ".round-00000000-replica-1.npz.half").write_bytes(b"PK")
@@ -305,8 +305,8 @@ def test_codes() -> None:
         ("dir=/x,replica=0/2,periode=3", "'periode' is unknown; did you mean 'period'"),
         ("dir=/x,replica=0/2,fragments=4", "4 fragments do not divide a period of 30 steps"),
         ("dir=/x,replica=0/2,bits=5", "bits=5: choose 32, 8 or 4"),
-        ("dir=/x,replica=0/2,period=x", "period='x' is no whole number; write period=30"),
-        ("dir=/x,replica=0/2,rate=x", "rate='x' is no number; write rate=0.7"),
+        ("dir=/x,replica=0/2,period=x", "period='x' is not a whole number; write period=30"),
+        ("dir=/x,replica=0/2,rate=x", "rate='x' is not a number; write rate=0.7"),
         ("dir=/x,replica=0/0", "there is at least one replica, found 0/0"),
         ("dir=/x,replica=0/2,rate=inf", "learning rate must be positive and finite, found inf"),
     ],

@@ -305,7 +305,7 @@ def mutate(path: Path, rng: random.Random) -> None:
     with np.errstate(all="ignore"):
         try:
             arrays[name] = rng.choice(changes)()
-        except ValueError:  # letters are no numbers
+        except ValueError:  # letters are not numbers
             del arrays[name]
     if rng.random() < 0.2:
         del arrays[rng.choice([*arrays])]

@@ -302,7 +302,7 @@ def test_planted_faults_are_caught() -> None:
         (["optimiser"], "offload 'optimiser': did you mean 'optimizer'?"),
         (["optimizer=v"], "the model has no variable 'v'"),
         (["weights=v"], "the model has no variable 'v'"),
-        (["weights=w/adam_m"], "'w/adam_m' is no trained variable"),
+        (["weights=w/adam_m"], "'w/adam_m' is not a trained variable"),
         (["activations=layer"], "no loop over 'layer' has a backward; did you mean 'layers'?"),
         (["activations"], "no loop runs again in backward"),
     ],

@@ -170,7 +170,7 @@ def test_a_resumed_training_is_the_same(tmp_path: Any) -> None:
     three.fit(data(), 7, tmp_path)
     assert three.resumed["mesh"] == MESH
     with pytest.raises(
-        mtf.UserError, match="is of 2 replicas that meet rarely, here are none: train on with"
+        mtf.UserError, match=r"was saved by 2 replicas \(diloco\), this training has none: continue with"
     ):
         Trainer(model(mtf.Adam(1e-2)), "x:1", engine="lockstep").restore(tmp_path)
     for name in ("wi", "wi/outer", "wo/outer_momentum", "wo/adam_v"):
@@ -267,8 +267,8 @@ def test_replicas_begin_from_weights(layout: str, tmp_path: Any) -> None:
         ("site", "", "diloco: mesh sites:2;data:2;model:2 has no axis 'site'; did you mean 'sites'"),
         ("sites", "batch:sites", "replicas lie along 'sites', which synchronises rarely"),
         ("sites:period=0", "", "the period must be at least one step, found 0"),
-        ("sites:period=often", "", "period='often' is no whole number; write period=30"),
-        ("sites:rate=much", "", "rate='much' is no number; write rate=0.7"),
+        ("sites:period=often", "", "period='often' is not a whole number; write period=30"),
+        ("sites:rate=much", "", "rate='much' is not a number; write rate=0.7"),
         ("sites:rate=0", "", "the outer learning rate must be positive and finite, found 0"),
         ("sites:momentum=1", "", "the outer momentum must be in"),
         ("sites:perod=3", "", "'perod' is unknown; did you mean 'period'"),

@@ -227,12 +227,12 @@ def test_what_is_in_flight_is_not_merged_into_weights_that_are_loaded(tmp_path: 
         (
             "sites:4",
             "sites:period=2",
-            "is of 2 replicas, here are 4, each with an optimizer state of its",
+            "was saved by 2 replicas, this training has 4, and each has its own",
         ),
         (
             "sites:2",
             "sites:period=2,bits=8",
-            "'wi/outer_lost': it is of replicas that met otherwise",
+            "'wi/outer_lost': it was saved by other replicas",
         ),
     ],
 )

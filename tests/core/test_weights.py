@@ -154,7 +154,7 @@ def test_what_is_wrong_is_named_and_nothing_is_set(tmp_path: Path) -> None:
         mtf.UserError, match=r"'head' \[d_model:4 out:5\] needs shape \[4, 5\], 'head.weight'"
     ):
         run.load(given, {**NAMES, "head": "head.weight"})
-    with pytest.raises(mtf.UserError, match=r"names has 'haed', which is no variable; did you mean 'head'"):
+    with pytest.raises(mtf.UserError, match=r"'haed', which is not a variable; did you mean 'head'"):
         run.load(given, {"haed": "head.weight"})
     with pytest.raises(mtf.UserError, match="cannot be transposed"):
         run.load(given, {**NAMES, "head": mtf.Source("head.weight", (0, 2))})
@@ -172,7 +172,7 @@ def test_what_is_wrong_is_named_and_nothing_is_set(tmp_path: Path) -> None:
             run.load(tmp_path / "torn.safetensors")
     with pytest.raises(mtf.UserError, match=r"must end in .npz or .safetensors"):
         run.save_weights(tmp_path / "w.bin")
-    with pytest.raises(mtf.UserError, match=r"is no .npz or .safetensors file"):
+    with pytest.raises(mtf.UserError, match=r"is not a .npz or .safetensors file"):
         run.load(tmp_path / "w.bin")
 
 
@@ -211,7 +211,7 @@ def test_one_variable_is_held_at_a_time(suffix: str, tmp_path: Path) -> None:
     }
 
 
-# -- what is not whole, and what is no number ----------------------------------------------------------------
+# -- damaged files, and values that are not numbers --
 
 F32, ZEROS8 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, b"\0" * 8
 

@@ -23,7 +23,7 @@ parts = st.sampled_from([2, 3, 4, 8])
 
 
 def product(m: int, n: int, k: int, batch: int, dtype: str) -> Quantity:
-    """As `quantities.quantity_of` sees a product: with a dimension of one it is no matrix product."""
+    """As `quantities.quantity_of` sees a product: with a dimension of one it is not a matrix product."""
     flops, moved = 2.0 * m * n * k * batch, float(ITEM[dtype] * batch * (m * k + k * n + m * n))
     if min(m, n, k) == 1:
         return Quantity(flops, moved, "elementwise", dtype, (m, n, k, batch))

@@ -108,7 +108,7 @@ def test_training_is_not_disturbed() -> None:
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_mean_over_weights_may_have_a_least_divisor(turned: bool) -> None:
-    """maximum(sum of weights, 1.0): a batch without any is no division by 0, and counts nothing."""
+    """maximum(sum of weights, 1.0): a batch without any is not a division by 0, and counts nothing."""
     g = mtf.Graph("guarded")
     error, weight = scores(g)
     total = mtf.reduce_sum(weight)
@@ -135,7 +135,7 @@ def test_results_that_mix_rows_need_whole_batches() -> None:
     error = (np.tanh(data["x"] @ w) @ v - data["y"]) ** 2
     assert found["spread"] == pytest.approx(np.mean([e.var(0).mean() for e in (error[:8], error[8:])]))
     with pytest.raises(
-        mtf.UserError, match=r"a batch has 5 rows instead of 8, and 'spread' is no sum over rows \(sub"
+        mtf.UserError, match=r"a batch has 5 rows instead of 8, and 'spread' is not a sum over rows \(sub"
     ):
         run.evaluate(cut(examples(21)))
 

@@ -286,9 +286,11 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
         run.fit(data, 4, tmp_path)
     run.position = None
     run.save(tmp_path)
-    with pytest.raises(mtf.UserError, match=r"has shape \(2, 4, 8\) there, \[.*\bhidden:6\] here"):
+    with pytest.raises(
+        mtf.UserError, match=r"has shape \(2, 4, 8\) in the checkpoint, \[.*\bhidden:6\] in the model"
+    ):
         trainer(hidden=6).restore(tmp_path)
-    with pytest.raises(mtf.UserError, match="has no variable 'bias': it is of another model"):
+    with pytest.raises(mtf.UserError, match="has no variable 'bias': it was saved by another model"):
         trainer(bias=True).restore(tmp_path)
 
 

@@ -67,7 +67,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "path", list(sys.path))
     (folder / "little.py").write_text(MODEL)
     (folder / "contest.json").write_text(json.dumps(CONTEST))
-    (folder / "notes.txt").write_text("this is no JSON")
+    (folder / "notes.txt").write_text("this is not JSON")
     (folder / "deep.json").write_text("[" * 3000 + "]" * 3000)
     (folder / "folder").mkdir()
     code, _, err = run(["search", "little.py", "--mesh", "data:2", "--out", "plan.json"])

@@ -193,14 +193,14 @@ def test_names_are_those_that_the_user_gives() -> None:
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        ({"layers/0/q": ("a", "b")}, "names has 'layers/0/q', which is no array; did you mean"),
+        ({"layers/0/q": ("a", "b")}, "names has 'layers/0/q', which is not an array; did you mean"),
         ({"layers/0/w": ("a",)}, r"names\['layers/0/w'\] has 1 entries, the array 2 axes \(12, 16\)"),
         (
             {"layers/0/w": ("a", "b"), "layers/0/b": ("c",)},
             "'b' and.*they are one dimension|'c' and.*one dimension",
         ),
         ({"layers/1/w": ("a", "a")}, "they meet in one array, or differ in size"),
-        ({"vocabulary": "labels"}, "names renames 'vocabulary', which is no dimension"),
+        ({"vocabulary": "labels"}, "names renames 'vocabulary', which is not a dimension"),
     ],
 )
 def test_names_that_do_not_fit_are_refused(names: dict[str, object], said: str) -> None:

@@ -88,7 +88,7 @@ def test_a_way_for_every_value() -> None:
     assert set(found) == {mtf.DiLoCo("sites", h, fragments=p, bits=b) for h, p in fits for b in (8, 4)}
     for said, error in (
         ("sites:period=30,fragments=4/7", "4 fragments do not divide a period of 30"),
-        ("sites:period=30/x", "period='x' is no whole number"),
+        ("sites:period=30/x", "period='x' is not a whole number"),
     ):
         with pytest.raises(mtf.UserError, match=error):
             list(ways_of([said], mesh, machine))

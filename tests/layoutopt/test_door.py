@@ -152,7 +152,7 @@ def test_what_is_no_such_argument_is_said_in_a_line(model: mtf.Model, plan: Plan
         layoutopt.explain("plan.json")  # type: ignore[arg-type]
     with pytest.raises(mtf.UserError, match=r'layout .*: write it as "batch:data;heads:model"'):
         layoutopt.explain(plan, model)  # type: ignore[arg-type]
-    with pytest.raises(mtf.UserError, match=r"cost: .* is no Model; build one"):
+    with pytest.raises(mtf.UserError, match=r"cost: .* is not a Model; build one"):
         layoutopt.cost(EXAMPLES["mlp"], plan)  # type: ignore[arg-type]
 
 

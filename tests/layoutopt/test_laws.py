@@ -232,13 +232,13 @@ def test_one_wild_run_does_not_move_the_fit() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "is no CSV file with a header"),
+        ("", "is not a CSV file with a header"),
         ("N,loss\n1,2\n", "has no column 'D'"),
         ("N,D,loss\n1e6,1e7,three\n", "row 1 of column 'loss' is 'three', no number"),
         ("N,D,loss\n1e6,1e7,\n", "row 1 of column 'loss' is 'nan', no number"),
         ("N,D,loss\n1e6,1e7,3\n", "1 runs of 1 sizes N and 1 numbers of tokens D"),
         ("N,D,loss\n" + "1e6,1e7,-3\n" * 8, "column 'loss' must hold positive numbers"),
-        ("N,D,loss\n1e6,1e7,3\n1,2,3,4,5\n", "is no CSV file"),
+        ("N,D,loss\n1e6,1e7,3\n1,2,3,4,5\n", "is not a CSV file"),
     ],
 )
 def test_runs_that_make_no_law_are_refused_in_one_line(tmp_path: Path, text: str, said: str) -> None:

@@ -69,7 +69,7 @@ def test_a_stage_that_is_named_twice_is_allowed_once(model: mtf.Model) -> None:
 
 
 def test_a_file_is_no_model() -> None:
-    with pytest.raises(UserError, match=r"search: 'examples/mlp.py' is no Model; build one"):
+    with pytest.raises(UserError, match=r"search: 'examples/mlp.py' is not a Model; build one"):
         search("examples/mlp.py", mesh="data:2")  # type: ignore[arg-type]
 
 

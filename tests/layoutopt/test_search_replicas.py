@@ -124,7 +124,7 @@ def test_the_proof_holds_without_a_solver(evaluator: Evaluator) -> None:
         ({"pins": "batch:sites"}, "pins batch: replicas lie along 'sites'"),
         ({"storage": ["zero3@sites"]}, "storage zero3@sites: replicas lie along 'sites'"),
         ({"mesh": None, "devices": 8}, "diloco names mesh axes"),
-        ({"refine": True}, "refine knows no replicas"),
+        ({"refine": True}, "refine cannot be combined with diloco"),
     ],
 )
 def test_errors(evaluator: Evaluator, asked: dict[str, object], error: str) -> None:

@@ -336,10 +336,10 @@ def test_a_deadline_is_met_by_the_cheapest() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({}, "what is given? write budget"),
+        ({}, "size needs a target: write budget"),
         ({"budget": 1e20, "loss": 2.0}, "budget and loss: ask for one of them"),
-        ({"days": 3}, "what is given?"),
-        ({"money": 1e6}, "money: what is a chip-hour of tpu-v5e"),
+        ({"days": 3}, "size needs a target"),
+        ({"money": 1e6}, "money: a chip-hour of tpu-v5e has no price"),
         ({"budget": float("nan")}, "budget nan: needs a positive number"),
         ({"budget": 1e20, "devices": 0}, "devices=0: needs whole numbers, 1 to"),
         ({"budget": 1e20, "devices": "64"}, "devices='64': needs whole numbers"),

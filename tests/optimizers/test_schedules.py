@@ -206,7 +206,7 @@ def test_variables_with_rates_of_their_own() -> None:
 def test_bad_rates() -> None:
     with pytest.raises(mtf.UserError, match=r"'offset', which holds for no variable; there are w, bias"):
         engine_of(mtf.SGD(0.1, rates={"offset": 0.5}))
-    with pytest.raises(mtf.UserError, match=r"'\(', which is no regular expression"):
+    with pytest.raises(mtf.UserError, match=r"'\(', which is not a regular expression"):
         mtf.SGD(0.1, rates={"(": 0.5})
     with pytest.raises(mtf.UserError, match="learning_rate must be positive, found 0"):
         mtf.SGD(0.1, rates={"w": 0.0})

@@ -79,7 +79,7 @@ def test_no_cell_of_a_csv_file_is_a_formula(tmp_path: Path) -> None:
             cells = [cell for row in csv.reader(file) for cell in row]
         for cell in cells:
             if cell.startswith(("=", "+", "-", "@", "\t", "\r")):
-                float(cell)  # ValueError for what is no number
+                float(cell)  # ValueError for what is not a number
         if path.stem == "variables":
             assert {"'=1+1", "'+x", "'-x", "'@x", "-1.5"} <= {*cells}
     text = csv_text(pd.DataFrame({"=a": [-1.5, 2], "b": ["+3", None], "c": ["\tx", "x"]}))

@@ -121,7 +121,7 @@ def instance(**changes: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"problem__nodes__costs": [[1, math.nan], [3]]}, "holds NaN, which is not a JSON number"),
+        ({"problem__nodes__costs": [[1, math.nan], [3]]}, "holds NaN, which is not JSON number"),
         (
             {"problem__nodes__costs": [[1, "2"], [3]]},
             r"nodes.costs\[0\] must hold numbers only, not the text '2'",

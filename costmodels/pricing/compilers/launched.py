@@ -1,7 +1,7 @@
 """Programs that a host runs, launching one kernel after the other, as PyTorch's do.
 
-(1) The host counts itself: an operation on single whole numbers alone is no kernel. So PyTorch counts layers
-    and microbatches in Python, and hands a dropout's seed and offset to its kernel as arguments
+(1) The host counts: an operation on single whole numbers alone is not a kernel. PyTorch counts layers and
+    microbatches in Python, and hands a dropout's seed and offset to its kernel as arguments
     (pytorch/pytorch aten/src/ATen/cuda/CUDAGeneratorImpl.cpp @03e68c4b).
 (2) FSDP lays a layer's weights end to end, so that small messages travel with large ones (Zhao et al. 2023,
     section 3.2).

@@ -367,7 +367,7 @@ def constrained(
         missing = recompute - run.met
         if missing:
             raise UserError(
-                f"plan.jax: the plan recomputes {', '.join(sorted(missing))}, which are no layers of the "
+                f"plan.jax: the plan recomputes {', '.join(sorted(missing))}, which are not layers of the "
                 "function; write them as jax.lax.scan, or search again with --recompute never"
             )
         if saved - run.named:

@@ -250,7 +250,7 @@ class JaxprReader:
         back = jax.make_jaxpr(backward)(types, floats)
         made.params = {"real": tuple(real)}
         ins = [self.var(v) for v in closed.jaxpr.invars]
-        # Literals of the call are no variables of the body.
+        # Literals of the call are not variables of the body.
         named = {id(v): n for n, v in enumerate(closed.jaxpr.invars)}
         made.ins = [made.ins[i] for i in self._order(eqn, named)]
         # What a derivative is taken of has the value that its author's forward gives, which may be another.

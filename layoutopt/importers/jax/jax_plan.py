@@ -5,7 +5,7 @@ Every decision of the plan is applied, or refused by name:
   storage       shardings of parameters, gradients and the optimizer's state; parameters that are stored split
                 are gathered where they are used
   recompute     jax.checkpoint of a loop's body, or of each layer that is written out, with a policy
-                that saves what they keep; refused where that is no value of the function
+                that saves what they keep; refused where that is not a value of the function
   microbatches  a loop over parts of the batch that adds up gradients
   others        refused (`Decision.beyond`): no sharding says them
 """
@@ -40,7 +40,7 @@ class JaxPlan(Shardings):
           loss: the function that was imported; the default.
 
         Raises:
-          UserError: what is kept is no value of the function.
+          UserError: what is kept is not a value of the function.
         """
         again = self.options.recompute
         saved = saved_values(self.model.step_graph, self.origin, again)

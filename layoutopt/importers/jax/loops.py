@@ -165,7 +165,7 @@ def _once(
     parts: Sequence[Var],
     stacks: Sequence[Operand],
 ) -> None:
-    """A loop of one iteration is no loop: axes of one element are no dimensions."""
+    """A loop of one iteration is not a loop: axes of one element are not dimensions."""
     assert e.body is not None
     for x, inner in zip((*init, *stacks), (*states, *parts), strict=True):
         shift = len(x.shape) - len(inner.shape)

@@ -162,7 +162,7 @@ def from_jax(
       UserError: a primitive that has no rule, with the user's line; arguments that do not fit.
     """
     if not callable(loss):
-        raise UserError(f"from_jax: {loss!r} is no function; give loss(params, batch)")
+        raise UserError(f"from_jax: {loss!r} is not a function; give loss(params, batch)")
     given = [("params", params), ("state", state), ("batch", batch), ("rng", rng)]
     given = [(role, tree) for role, tree in given if role in ("params", "batch") or tree is not None]
     found: dict[str, list[Leaf]] = {}

@@ -70,7 +70,7 @@ class _Naming:
                 continue
             if path not in leaves:
                 raise UserError(
-                    f"from_jax: names has {path!r}, which is no array; {known_names(path, leaves)}"
+                    f"from_jax: names has {path!r}, which is not an array; {known_names(path, leaves)}"
                 )
             leaf, v, first = leaves[path]
             axes = list(said) if isinstance(said, tuple | list) else [said]
@@ -118,7 +118,7 @@ class _Naming:
                 continue
             if old not in known:
                 raise UserError(
-                    f"from_jax: names renames {old!r}, which is no dimension; {known_names(old, known)}"
+                    f"from_jax: names renames {old!r}, which is not a dimension; {known_names(old, known)}"
                 )
             if new in known and new != old:
                 raise UserError(

@@ -20,7 +20,7 @@ def saved_values(graph: Graph, origin: ImportedFunction, texts: frozenset[str]) 
       texts: which loops run again, and what they keep (`remat_policy.Recomputed`).
 
     Raises:
-      UserError: what is to be kept is no value of the function (a part of an operation of its own).
+      UserError: what is to be kept is not a value of the function (a part of an operation of its own).
     """
     remat = rematerialization(graph, texts)
     kept = [(block, t) for block in graph.blocks if remat.again(block) for t in sorted(remat.kept(block))]

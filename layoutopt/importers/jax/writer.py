@@ -146,7 +146,7 @@ class Writer:
         return self.values[id(v)]
 
     def number(self, v: Operand) -> Any | None:
-        """The number that an operand is everywhere, None if it is no number."""
+        """The number that an operand is everywhere, None if it is not a number."""
         found = self.value(v)
         return found.value if isinstance(found, ScalarArray) else None
 
