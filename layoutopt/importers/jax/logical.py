@@ -117,8 +117,8 @@ def said_of(names: Any, known: Sequence[Leaf]) -> tuple[dict[str, Any], dict[str
                 "a new name for a dimension, or a pytree of PartitionSpec built like params"
             )
         if path not in paths:
-            known = known_names(path, paths)
-            raise UserError(f"from_jax: names has {path!r}, which is not an array; {known}")
+            hint = known_names(path, paths)
+            raise UserError(f"from_jax: names has {path!r}, which is not an array; {hint}")
         found = noted_names(leaf, logical=True)
         if found is not None:
             noted[path] = found
