@@ -72,8 +72,8 @@ class Context(Decision):
     by_hand = Option(
         "--context",
         "[DIM=]FORM",
-        "Attention to keys that lie split along DIM: ring, zigzag or all_to_all (again for more).",
-        usual="they are gathered",
+        "Attention to keys that lie split along DIM: gather, ring, zigzag or all_to_all (again for more).",
+        usual="gather",
         several=True,
     )
     word = "context"
@@ -133,6 +133,7 @@ class Context(Decision):
             if not dim and not crossed(graph):
                 raise UserError(f"--context {text}: the model has no fused attention; leave it out")
             forms.update(dict.fromkeys([dim] if dim else crossed(graph), form))
+        forms = {dim: form for dim, form in forms.items() if form != GATHER or dim not in crossed(graph)}
         check_context(graph, forms)
         return {"context": frozenset(forms.items())}
 

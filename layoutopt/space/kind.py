@@ -19,6 +19,7 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.rematerialization import recomputable
 from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import Graph
@@ -34,6 +35,8 @@ UNEQUAL = "unequal shards"
 """In words of what is left out: what would need them (`Storage`, `Split`)."""
 OFFLOADING = "offloading"
 """The label of kinds that keep something in the hosts' memory."""
+ALWAYS, NEVER = "always", "never"
+"""Words of --recompute, for all loops."""
 GATHER = "gather"
 """Attention to keys that lie split, if nothing else is chosen."""
 Words = tuple[str, str]
@@ -54,9 +57,22 @@ class Typed:
 
     @property
     def recomputed(self) -> Sequence[str]:
-        """The loops that run again; where nothing is said, those of a JAX program (jax.checkpoint)."""
+        """The loops that run again; where nothing is said, those of a JAX program (jax.checkpoint).
+
+        Raises:
+          UserError: `NEVER` beside others.
+        """
         own = getattr(getattr(self.model, "origin", None), "recomputed", ())
-        return self.texts.get("--recompute") or sorted(own)
+        texts = self.texts.get("--recompute") or None
+        if texts and NEVER in texts and {*texts} != {NEVER}:
+            others = ", ".join(text for text in texts if text != NEVER)
+            raise UserError(f"--recompute {NEVER} and --recompute {others}: leave one of them out")
+        found: list[str] = []
+        for text in sorted(own) if texts is None else texts:
+            word, colon, keep = text.partition(":")
+            every = recomputable(self.model.step_graph) if word == ALWAYS else [word] * (text != NEVER)
+            found += [f"{loop}{colon}{keep}" for loop in every]
+        return found
 
 
 @dataclass(frozen=True)

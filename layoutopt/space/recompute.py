@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Self
 
 from layoutopt.space.argument import Space, argument, names
 from layoutopt.space.kind import (
+    ALWAYS,
+    NEVER,
     OFFLOADING,
     Affects,
     Beyond,
@@ -46,8 +48,8 @@ ON_HOSTS = " on the hosts"
 WORDS: Mapping[str, tuple[bool | str, ...]] = {
     "auto": (False, True),
     "selective": (False, SELECTIVE, True),
-    "always": (True,),
-    "never": (False,),
+    ALWAYS: (True,),
+    NEVER: (False,),
     "always-selective": (SELECTIVE, True),
     "never-whole": (False, SELECTIVE),
     "only-selective": (SELECTIVE,),
@@ -62,7 +64,9 @@ def _again(value: Any) -> tuple[bool | str, ...]:
         words = [word.strip() for word in value.split(",") if word.strip()]
         for word in words:
             if word not in WORDS and not word.startswith(KEEP):
-                raise UserError(f"--recompute {word!r}: {known_names(word, SHOWN)}")
+                keep = Recomputed.parse(word).keep
+                own = f"; sets to keep are --keep {'+'.join(keep)}" * bool(keep)
+                raise UserError(f"--recompute {word!r}: {known_names(word, SHOWN)}{own}")
         value = [each for word in words for each in WORDS.get(word, (word,))]
     return tuple(each if isinstance(each, str) else bool(each) for each in names(value, "recompute"))
 
@@ -121,7 +125,7 @@ class Recompute(Decision):
         "--recompute",
         "DIM[:keep=KIND+...]",
         "Recompute the loop over DIM in backward, but for what to keep: products, outputs, attention, "
-        "others, or names of weights and scopes.",
+        "others, or names of weights and scopes; always: every loop; never.",
         usual="none; of JAX, what the program does",
         several=True,
     )
