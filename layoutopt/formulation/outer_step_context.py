@@ -27,6 +27,7 @@ from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import GPIPE
 from mesh_tf_core.ir.structure import Assign
 from mesh_tf_core.lower import Options, lower
+from mesh_tf_core.lower.padding import paddable_with
 from mesh_tf_core.lower.replicas import replica_graphs, rules_about
 from mesh_tf_core.lower.storage import narrow_reads
 from mesh_tf_core.model import DEFAULT, NO_STAGES, NOTHING, Model, TrainingStep
@@ -57,15 +58,21 @@ class OuterStepContext(SharedContext):
     """A meeting of some replicas after a step.
 
     Attributes:
-      narrow: see `storage.narrow_reads`; of the step, for a meeting updates what that reads.
+      narrow, padded: see `Tabler`; of the step, for a meeting updates what that reads.
       kept: the variables that it writes, and neither the step nor a meeting before it.
     """
 
     def __init__(
-        self, step: TrainingStep, structure: Structure, by: DiLoCo, graph: Graph, known: Collection[str]
+        self,
+        step: TrainingStep,
+        structure: Structure,
+        by: DiLoCo,
+        graph: Graph,
+        known: Collection[str],
+        padded: Mapping[str, frozenset[str]],
     ) -> None:
         super().__init__(_Meets(TrainingStep(graph, {}, ())), structure)
-        self.period, self.narrow = by.period, narrow_reads(step.graph)
+        self.period, self.narrow, self.padded = by.period, narrow_reads(step.graph), padded
         self.kept = tuple(name for name in _written(graph) if name not in known)
         self.clusters = tuple(replace(c, multiplicity=c.multiplicity / by.period) for c in self.clusters)
 
@@ -89,9 +96,11 @@ def meetings(model: Model, mesh: Mesh, decided: Decisions) -> tuple[OuterStepCon
 
 def _meetings(step: TrainingStep, structure: Structure, count: int, by: DiLoCo) -> Iterator[OuterStepContext]:
     known = set(step.graph.variables)
-    met = replica_graphs(step.graph, step.results, count, by)[2]
-    for graph in (graph for each in met for graph in each.graphs):
-        yield OuterStepContext(step, structure, by, graph, known)
+    inner, _, met = replica_graphs(step.graph, step.results, count, by)
+    graphs = [graph for each in met for graph in each.graphs]
+    padded = paddable_with(inner, graphs)
+    for graph in graphs:
+        yield OuterStepContext(step, structure, by, graph, known, padded)
         known |= _written(graph).keys()
 
 

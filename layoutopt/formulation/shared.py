@@ -37,7 +37,7 @@ class SharedContext:
 
     Attributes:
       dependencies: which of its operations must be priced together; `clusters` of these.
-      narrow: see `Tabler`.
+      narrow, padded: see `Tabler`.
 
     Args:
       structure: what decisions make of it.
@@ -45,6 +45,7 @@ class SharedContext:
     """
 
     narrow: Mapping[str, str] | None = None
+    padded: Mapping[str, frozenset[str]] | None = None
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class SharedContext:
     def tabler(self, mesh: Mesh, pricer: Pricer) -> Tabler:
         """Makes its tables on a mesh; what it made for the pricer that was asked for last is known."""
         if self._tabler is None or self._tabler.pricer is not pricer:
-            self._tabler = Tabler(self.graph, mesh, pricer, self.narrow)
+            self._tabler = Tabler(self.graph, mesh, pricer, self.narrow, self.padded)
         return self._tabler
 
     @cached_property

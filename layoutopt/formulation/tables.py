@@ -30,6 +30,7 @@ from mesh_tf_core.lower import Options, Subgraph
 from mesh_tf_core.lower.combine import BucketKey, Waiting, together, waiting
 from mesh_tf_core.lower.cut import NO_CUT, Cut
 from mesh_tf_core.lower.oracle import Oracle
+from mesh_tf_core.lower.padding import paddable
 from mesh_tf_core.lower.pipeline import lower_part
 from mesh_tf_core.lower.placement import placement
 from mesh_tf_core.lower.replicas import alone
@@ -186,14 +187,20 @@ class Tabler:
     """Builds the tables of one graph on one mesh; no entry twice.
 
     Args:
-      narrow: see `storage.narrow_reads`; None: of this graph.
+      narrow, padded: see `storage.narrow_reads` and `padding.paddable`; None: of this graph.
     """
 
     def __init__(
-        self, graph: Graph, mesh: Mesh, pricer: Pricer, narrow: Mapping[str, str] | None = None
+        self,
+        graph: Graph,
+        mesh: Mesh,
+        pricer: Pricer,
+        narrow: Mapping[str, str] | None = None,
+        padded: Mapping[str, frozenset[str]] | None = None,
     ) -> None:
         self.graph, self.mesh, self.pricer = graph, mesh, pricer
         self.narrow = narrow_reads(graph) if narrow is None else narrow
+        self.padded = paddable(graph) if padded is None else padded
         self.cache, self.namings = lowering_cache(graph, pricer), Namings(pricer)
         self.sizes = graph.dims()
         self._entries: dict[Cluster, dict[Assignment, Entry | None]] = {}
@@ -269,7 +276,7 @@ class Tabler:
         if not self._divides(layout, naming.mesh):
             return None
         options = self._numbered(options, naming)
-        where = placement(self.graph, naming.mesh, layout, options, self.narrow)
+        where = placement(self.graph, naming.mesh, layout, options, self.narrow, self.padded)
         oracle = Oracle(where, self.sizes, naming.real)
         first = options if cluster.saves or not options.recompute else replace(options, recompute=NOTHING)
         runs = cluster.first_run(options.recompute)

@@ -81,7 +81,7 @@ def summed(
         options = request.meeting(replace(options, microbatches=best.options.microbatches))
         seconds = of(layout, options)
         if seconds < math.inf:
-            ratios.append(seconds / request.evaluator(best.mesh, layout, options).cost.step_seconds)
+            ratios.append(seconds / _program_seconds(request, best.mesh, layout, options))
     return replace(found, over=max(ratios) - 1, count=len(ratios))
 
 

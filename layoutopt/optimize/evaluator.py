@@ -66,7 +66,8 @@ class Evaluation:
         variables = (stored.variable for stored in self.program.variables.values())
         mesh, layout = self.program.mesh, self.program.layout
         step = self.model.step_of(mesh, layout, self.options)
-        return storage_of(step.graph, mesh, layout, self.options.storage, variables)
+        padded = None if self.replicas is None else self.replicas.paddable
+        return storage_of(step.graph, mesh, layout, self.options.storage, variables, padded)
 
     @cached_property
     def undivided(self) -> tuple[Undivided, ...]:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -77,19 +76,20 @@ def storage_of(
     layout: Layout,
     stages: Mapping[str, str | int | Stage],
     variables: Iterable[Variable] = (),
+    padded: Mapping[str, frozenset[str]] | None = None,
 ) -> Placement:
     """The storage of the trained variables of a graph with its update, as lowering has it, shards padded or
     not; stages of others are left out.
 
     Args:
       variables: as a program has them (those of replicas have one dimension more); none: the graph's.
+      padded: see `padding.paddable`; None: of the graph.
     """
     known = {v.name: v for v in variables or graph.variables.values() if v.trainable}
     held = {n: read_stage(s) for n, s in stages.items() if n in known}
-    may = {
-        n: dims for n, dims in paddable(graph).items() if n in known and REPLICA not in known[n].shape.names
-    }
-    return Placement(mesh, layout, known, Options(held), paddable=may)
+    return Placement(
+        mesh, layout, known, Options(held), paddable=paddable(graph) if padded is None else padded
+    )
 
 
 def split_stages(storage: Placement) -> dict[str, str]:

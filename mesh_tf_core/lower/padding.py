@@ -9,9 +9,9 @@ of them, and a sum over the dimension is the same where the zeros are zeros stil
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from mesh_tf_core.ir.blocks import REPLICA, Node
+from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.op import Op
 from mesh_tf_core.ir.structure import Connection
 from mesh_tf_core.ir.traits import SumRules, distributes
@@ -24,21 +24,35 @@ def paddable(graph: Graph) -> Mapping[str, frozenset[str]]:
     return graph.remembered(paddable, lambda: _paddable(graph))
 
 
+def paddable_with(graph: Graph, others: Iterable[Graph]) -> Mapping[str, frozenset[str]]:
+    """The same where other graphs (outer steps of replicas) update the same variables too."""
+    found = dict(paddable(graph))
+    for other in others:
+        nodes = _updates(other)
+        for name in found.keys() & nodes.keys():
+            found[name] = _alone(nodes[name], set(), found[name], other)
+    return found
+
+
 def _paddable(graph: Graph) -> dict[str, frozenset[str]]:
+    nodes = _updates(graph)
+    gradients = {name: tensor for tensor, name in graph.gradient_of.items()}
+    found = {}
+    for name, variable in graph.variables.items():
+        if variable.trainable and variable.slot_of is None and not variable.even and name in gradients:
+            zero = {gradients[name]}
+            found[name] = _alone(nodes[name], zero, frozenset(variable.shape.names), graph)
+    return found
+
+
+def _updates(graph: Graph) -> dict[str, list[Node]]:
+    """Variable -> the nodes of its update."""
     nodes: dict[str, list[Node]] = defaultdict(list)
     for node, _ in graph.walk():
         owner = updated(node, graph)
         if owner is not None:
             nodes[owner].append(node)
-    gradients = {name: tensor for tensor, name in graph.gradient_of.items()}
-    found = {}
-    for name, variable in graph.variables.items():
-        # Outer steps of replicas may mix what each of them holds (codes that share a scale).
-        own = not variable.even and REPLICA not in variable.shape.names
-        if variable.trainable and variable.slot_of is None and own and name in gradients:
-            zero = {gradients[name]}
-            found[name] = _alone(nodes[name], zero, frozenset(variable.shape.names), graph)
-    return found
+    return nodes
 
 
 def _alone(nodes: list[Node], zero: set[int], names: frozenset[str], graph: Graph) -> frozenset[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mesh_tf_core.errors import LayoutError, UserError, known_names
 from mesh_tf_core.ir.blocks import REPLICA
@@ -13,9 +13,10 @@ from mesh_tf_core.ir.program import AllGather, AllReduce, Collective, Program
 from mesh_tf_core.ir.schedules import GPIPE
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower.options import Options
+from mesh_tf_core.lower.padding import paddable_with
 from mesh_tf_core.lower.pipeline import lower, paths
-from mesh_tf_core.lower.placement import placement
-from mesh_tf_core.lower.storage import Stage, narrow_reads, read_stage
+from mesh_tf_core.lower.placement import Placement, placement
+from mesh_tf_core.lower.storage import Stage, read_stage
 from mesh_tf_core.lower.verify import ProgramError
 from mesh_tf_core.ops.few_bits import DTYPE, WHOLE
 from mesh_tf_core.tracing.diloco import DiLoCo
@@ -33,12 +34,14 @@ class ReplicaPrograms:
         there too: they lie beside the others all the time.
       outer: each fragment of the variables meets (`DiLoCo.meets`), on those of the inner one.
       merges: with a delay, the end of each meeting: nothing of it crosses the axis.
+      paddable: variable -> its dimensions that may be padded where it is stored.
     """
 
     inner: Program
     outer: tuple[Program, ...]
     merges: tuple[Program, ...]
     diloco: DiLoCo
+    paddable: Mapping[str, frozenset[str]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def meetings(self) -> tuple[Program, ...]:
@@ -111,27 +114,31 @@ def lower_replicas(
         )
     inner, found, outer = replica_graphs(graph, results, count, diloco)
     split = layout.with_rules({REPLICA: (diloco.axis,)})
-    alone = lower(inner, mesh, split, found, options, check=check)
+    padded = paddable_with(inner, (each for step in outer for each in step.graphs))
+    where = placement(inner, mesh, split, options, padded=padded)
+    alone = lower(inner, mesh, split, found, options, where, check)
     check_alone(alone, diloco.axis)
-    narrow = narrow_reads(inner)
-    met = tuple(_met(each.exchange, mesh, split, options, narrow, check) for each in outer)
+    met = tuple(_met(each.exchange, where, options, check) for each in outer)
     merged = (each.merge for each in outer if each.merge is not None)
-    merges = tuple(_met(each, mesh, split, options, narrow, check) for each in merged)
+    merges = tuple(_met(each, where, options, check) for each in merged)
     for each in met:
         check_meeting(each, diloco)
     for each in merges:
         check_alone(each, diloco.axis)
     kept = {**alone.variables, **{n: v for each in (*met, *merges) for n, v in each.variables.items()}}
-    return ReplicaPrograms(replace(alone, variables=kept), met, merges, diloco)
+    return ReplicaPrograms(replace(alone, variables=kept), met, merges, diloco, padded)
 
 
-def _met(
-    graph: Graph, mesh: Mesh, layout: Layout, options: Options, narrow: Mapping[str, str], check: bool
-) -> Program:
-    """The program of an outer step."""
+def _met(graph: Graph, inner: Placement, options: Options, check: bool) -> Program:
+    """The program of an outer step.
+
+    Args:
+      inner: where the variables live that it shares with the inner step.
+    """
     storage = {name: stage for name, stage in options.storage.items() if name in graph.variables}
-    layout, options = rules_about(layout, graph), Options(storage, offload=options.offload)
-    where = placement(graph, mesh, layout, options, narrow, {})
+    mesh, layout = inner.mesh, rules_about(inner.layout, graph)
+    options = Options(storage, offload=options.offload)
+    where = placement(graph, mesh, layout, options, inner.narrow, inner.paddable)
     return lower(graph, mesh, layout, {}, options, where, check)
 
 

@@ -96,6 +96,30 @@ def test_with_a_meeting_every_step_it_is_synchronous(layout: str, options: mtf.O
             np.testing.assert_allclose(copy, whole.engine.read(name), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("how", ["", ",delay=1"])
+def test_stored_shards_are_padded_where_devices_do_not_divide_them(stage: int, how: str) -> None:
+    found = []
+    for options in (mtf.Options({"wi": stage, "wo": stage}), mtf.Options()):
+        rare = replace(options, diloco=mtf.DiLoCo.parse(f"sites:period=3{how}"))
+        train = Trainer(model(mtf.Adam(3e-2)), "sites:2;data:3", "", rare, engine="lockstep")
+        losses = [r["loss"] for r in train.fit(data(), 7)]
+        stored = train.engine.program.variables
+        assert bool(options.storage) == any(s.padded is not None for s in stored.values())
+        found.append([losses, *(np.asarray(train.engine.read(n)) for n in sorted(stored))])
+    for padded, plain in zip(*found, strict=True):
+        np.testing.assert_allclose(padded, plain, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("how", ["bits=4", "fragments=2"])
+def test_outer_steps_that_mix_elements_keep_variables_whole(how: str) -> None:
+    """Codes share a scale, and fragments are slices, along dimensions that a padded one is among."""
+    options = mtf.Options({"wi": 3, "wo": 3}, diloco=mtf.DiLoCo.parse(f"sites:period=4,{how}"))
+    programs = model(mtf.Adam(3e-2)).replicas(mtf.Mesh("sites:2;data:3"), mtf.Layout(""), options)
+    assert programs.paddable == {"wi": frozenset(), "wo": frozenset()}
+    assert all(s.padded is None for s in programs.inner.variables.values())
+
+
 @pytest.fixture(scope="module")
 def apart() -> tuple[list[float], dict[str, np.ndarray]]:
     return alone(2, 3, lambda: mtf.Adam(3e-2), 7)

@@ -95,6 +95,23 @@ def test_the_answer_is_the_best_of_all_layouts(evaluator: Evaluator, allowed: Se
         best(evaluator, allowed, peaks[0] - 1)
 
 
+def test_tables_know_shards_that_are_padded(evaluator: Evaluator) -> None:
+    mesh = mtf.Mesh("sites:2;data:3")
+    allowed = SearchSpace(
+        storage=("zero3",), recompute=(False,), diloco=mtf.DiLoCo("sites", 4), microbatches=(1,)
+    )
+    (subproblem,) = subproblems(evaluator.model, [mesh], allowed, evaluator.near)
+    layout, options = subproblem.decided.read({n: o[0] for n, o in subproblem.decided.options.items()})
+    priced = evaluator(mesh, layout, options)
+    assert any(s.padded is not None for s in priced.program.variables.values())
+    summed = evaluator.table_prices(mesh, subproblem.decided).seconds(layout, options)
+    assert summed == pytest.approx(priced.cost.step_seconds, rel=1e-9)
+    its = SubproblemSearch(evaluator.model, mesh, subproblem.decided, evaluator.hardware, evaluator=evaluator)
+    choices = its.extraction.choices(layout, options)
+    assert choices is not None
+    assert all(row.use(choices) <= priced.memory.peak + 0.5 for row in its.rows)
+
+
 @pytest.mark.parametrize("hidden", [True, False])
 def test_what_a_delay_hides_is_in_the_answer(hidden: bool) -> None:
     """Tables hide all of an exchange: where steps do, the answer is proven, else a gap says what is not."""
