@@ -60,7 +60,7 @@ def calibrate(
     chosen = list(probes(mesh, quick, each) if wanted is None else wanted)
     key = {"mesh": str(mesh), "processes": team.processes, "quick": quick, "versions": versions(team.engine)}
     partial = Partial(Path(resume) if resume is not None and team.is_writer else None, key)
-    partial.done = team.told("the partial results", partial.done)
+    partial.done = team.broadcast("the partial results", partial.done)
     rounds, seconds, budget = (5, 0.02, QUICK) if quick else (15, 0.05, THOROUGH)
     measure(team, chosen, rounds, seconds, budget, partial.done, on_progress, partial.save)
     done = [partial.done[p.name] for p in chosen]

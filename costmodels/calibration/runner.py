@@ -49,7 +49,7 @@ def measure(
     start = time.monotonic()
     for batch in _batches(left, 12):
         share = (time.monotonic() - start) / budget
-        late = team.told("the time", share > (len(done) + 1) / max(1, len(wanted)))
+        late = team.broadcast("the time", share > (len(done) + 1) / max(1, len(wanted)))
         try:
             for probe in batch:
                 few = late and probe.target not in ("stores", LAUNCH)
@@ -77,7 +77,7 @@ def _samples(team: Team, probe: Probe, rounds: int, seconds: float) -> list[Timi
         engine.initialize()
         step()
         step()
-        (steps,) = team.told("the number of steps", [steps_for(step, seconds)])
+        (steps,) = team.broadcast("the number of steps", [steps_for(step, seconds)])
         return [team.sample(step, steps) for _ in range(rounds)]
     finally:
         engine.close()

@@ -1,7 +1,8 @@
 """Who measures: this process alone, or those of a cluster, which all do the same in the same order.
 
-What depends on time differs between processes, so worker 0 says it (`Team.told`), and a sample is one of all
-(`costmodels.calibration.clock.combined`): every process begins it when all are ready, and hears the others'.
+Values that depend on time differ between processes, so worker 0 sends its own (`Team.broadcast`). A sample
+is one of all (`costmodels.calibration.clock.combined`): every process begins it when all are ready, and
+receives the samples of the others.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Team:
     def open(self, program: Program) -> Engine:
         return open_engine(program, self.engine, cluster=self.cluster)
 
-    def told(self, what: str, value: Any) -> Any:
+    def broadcast(self, what: str, value: Any) -> Any:
         """Worker 0's value (what JSON holds), for all."""
         return value if self.cluster is None else self.cluster.gather(what, value)[0]
 

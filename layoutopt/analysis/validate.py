@@ -201,7 +201,7 @@ def run(
             if on_progress is not None:
                 on_progress(f"building {c.layout or 'replicated'}", i + 1, total)
         found = [steps_for(lambda e=e: e.step(fed), SAMPLE_SECONDS) for e in engines]  # type: ignore[misc]
-        counts = team.told("the numbers of steps", found)
+        counts = team.broadcast("the numbers of steps", found)
         samples: list[list[TimingSample]] = [[] for _ in chosen]
         for turn in range(steps):
             each_turn()

@@ -173,7 +173,7 @@ def _searched(
     asked: Mapping[str, Any],
 ) -> _WayResult:
     count = 1 if rare is None else check_axis(rare, mesh)
-    loss = None if rare is None else lost(whole.parameters, count, rare)
+    loss = None if rare is None else loss_of(whole.parameters, count, rare)
     about = {"name": _name(rare), "replicas": count, "loss": loss, "mesh": mesh.as_dict()}
     way = ReplicaStrategy.model_validate({**about, "diloco": str(rare or "")})
     if rare is not None and accept is not None and (loss is None or loss > accept):
@@ -225,7 +225,7 @@ def shared(build: BuildReplica, whole: Model, count: int) -> Model:
     return model
 
 
-def lost(parameters: int, replicas: int, rare: DiLoCo) -> float | None:
+def loss_of(parameters: int, replicas: int, rare: DiLoCo) -> float | None:
     """By how much replicas lose, relatively, as the law says it; None for ways that it says nothing of."""
     known = rare.period <= LAW_PERIOD and _plain(rare)
     return replicas_loss(parameters, replicas) - 1 if known else None

@@ -108,7 +108,7 @@ class TrainingRun:
         numbers = (signal.SIGINT,) if cluster is None else signals.ENDING
         with (
             StepProgress(self.terminal, "training", self.steps, lines=False) as bar,
-            signals.told(stop, numbers),
+            signals.handled(stop, numbers),
         ):
             count = self.steps - self.began_at
             if count > 0:

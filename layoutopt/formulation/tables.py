@@ -330,7 +330,7 @@ class Tabler:
         cut: Cut = NO_CUT,
     ) -> LoweredCluster:
         """A subgraph of a cluster, lowered now unless it is known."""
-        known = self.cache.of(subgraph).setdefault((oracle.layout, options.told, cut.key), [])
+        known = self.cache.of(subgraph).setdefault((oracle.layout, options.without_placement, cut.key), [])
         for lowered in known:
             if oracle.agree(lowered.asked):
                 return lowered

@@ -27,7 +27,7 @@ from layoutopt.models.recorded import (
     hashes,
     loaded_files,
 )
-from layoutopt.models.source import function_of, told, typed
+from layoutopt.models.source import function_of, typed, user_errors
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.model import Model
 
@@ -81,7 +81,7 @@ class Loaded:
         given = {**self.hparams, **extra}
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             given = {p.name: given[p.name] for p in parameters if p.name in given}
-        with told(f"{self.source}: {name}()", self.module):
+        with user_errors(f"{self.source}: {name}()", self.module):
             return function(**given)
 
     def data(self, split: str = "train", rows: Any = None, endless: bool = True) -> Batches:
@@ -207,7 +207,7 @@ class Batches(Iterator[dict[str, Any]]):
         self._count = 0
 
     def _told(self) -> contextlib.AbstractContextManager[None]:
-        return told(f"{self._loaded.source}: data()", self._loaded.module)
+        return user_errors(f"{self._loaded.source}: data()", self._loaded.module)
 
 
 def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) -> Loaded:
@@ -232,7 +232,7 @@ def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) ->
             f"{source}: {name}() has no default for {missing[0]!r}; give one, or --set {missing[0]}=VALUE"
         )
     asked = ", ".join(f"{n}={value!r}"[:MOST] for n, value in changed.items())
-    with told(f"{source}: {name}({asked})", module):
+    with user_errors(f"{source}: {name}({asked})", module):
         model = function(**hparams)
     if not isinstance(model, Model):
         raise UserError(

@@ -78,7 +78,7 @@ def _import(source: str) -> tuple[ModuleType, str]:
     if match := _MODULE.fullmatch(source):
         _search_path(Path.cwd())
         name = match["module"]
-        with told(f"module {name}", None):
+        with user_errors(f"module {name}", None):
             try:
                 return importlib.import_module(name), match["function"] or FUNCTION
             except ModuleNotFoundError as error:
@@ -98,7 +98,7 @@ def _import_file(path: Path, shown: str) -> ModuleType:
     name, folders = search_folders(path)
     for folder in reversed(folders):
         _search_path(folder)
-    with told(f"model file {shown}", None, path):
+    with user_errors(f"model file {shown}", None, path):
         if not _is_ours(name, path):
             name = f"_model_{sha256(str(path).encode()).hexdigest()[:12]}"
         spec = importlib.util.spec_from_file_location(name, path, loader=loader_of(name, path))
@@ -121,7 +121,7 @@ def _search_path(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def told(what: str, module: ModuleType | None, path: Path | None = None) -> Iterator[None]:
+def user_errors(what: str, module: ModuleType | None, path: Path | None = None) -> Iterator[None]:
     """Turns whatever the user's code raises into one line; what it prints goes to stderr."""
     file = str(path or getattr(module, "__file__", None) or "")
     try:

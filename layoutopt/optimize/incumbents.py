@@ -116,11 +116,11 @@ class Incumbents:
                     if clock.over:
                         return
                     parts = subproblem.microbatches
-                    wanted = subproblem.decided.leanest if lean else replace(options, microbatches=parts)
+                    wanted = subproblem.decided.least_memory if lean else replace(options, microbatches=parts)
                     known = len(self.fitting(self.request.limit))
                     self.offer(mesh, layout, wanted)
                     if not lean and len(self.fitting(self.request.limit)) == known and not clock.over:
-                        self.offer(mesh, layout, subproblem.decided.leanest)
+                        self.offer(mesh, layout, subproblem.decided.least_memory)
 
     def price_on(self, subproblem: Subproblem) -> None:
         """Prices layouts by name where one problem is, leaner if none fits as it is: they stand beside an
@@ -130,7 +130,7 @@ class Incumbents:
             for _, layout, options in self._named(mesh, {}):
                 if not self.fitting(self.request.limit) or not lean:
                     self.offer(
-                        mesh, layout, decided.leanest if lean else replace(options, microbatches=parts)
+                        mesh, layout, decided.least_memory if lean else replace(options, microbatches=parts)
                     )
 
     def beat_named(self, limit: float) -> None:

@@ -153,7 +153,7 @@ class _StrategySearch:
         evaluator = self.request.evaluator
         draft = Draft(evaluator.model, plans.mesh, decided, evaluator.prices(plans.mesh))
         weights = fill(self.weights.setdefault(number, {}), draft)
-        chosen = decided.write(plain[0], replace(decided.leanest, recompute=frozenset()))
+        chosen = decided.write(plain[0], replace(decided.least_memory, recompute=frozenset()))
         total = 0.0
         for cluster in sorted(draft.left, key=lambda c: -weights[id(c)].seconds)[:HEAVY]:
             entry = draft.tabler_of(cluster).entry(cluster, decided, chosen)
@@ -270,7 +270,7 @@ def lean(request: Request, subproblem: Subproblem) -> EvaluatedLayout | None:
     """A layout with little memory, without tables of seconds."""
     evaluator, (mesh, decided) = request.evaluator, (subproblem.mesh, subproblem.decided)
     if not set(decided.free) & set(decided.of(Split)):
-        options = decided.leanest
+        options = decided.least_memory
         layout = decided.read({})[0]
         with suppress(LayoutError):
             evaluation = evaluator(mesh, layout, options)
@@ -287,7 +287,7 @@ def lean(request: Request, subproblem: Subproblem) -> EvaluatedLayout | None:
 def held(model: Model, mesh: Mesh, decided: Decisions) -> float:
     """Bytes of variables that a device holds at least between steps, whatever is chosen."""
     graph, stages = model.step_graph, dict[str, int]()
-    masters, there = narrow_reads(graph), decided.leanest.offload
+    masters, there = narrow_reads(graph), decided.least_memory.offload
     for name, variables in stored_classes(graph).items():
         last = max(stage_of(choice).number for choice in decided.options[name])
         stages.update(dict.fromkeys((v.name for v in variables), last))

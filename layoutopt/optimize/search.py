@@ -290,7 +290,7 @@ class LayoutSearch:
                 found = incumbents.offer(subproblem.mesh, layout, options)
                 fits = found is None or found.peak <= limit  # else what is faster does not either, mostly
                 if found is not None and not fits and LEAN * found.seconds < incumbents.seconds(limit):
-                    incumbents.offer(subproblem.mesh, layout, subproblem.decided.leanest)
+                    incumbents.offer(subproblem.mesh, layout, subproblem.decided.least_memory)
             return incumbents.seconds(limit)
 
         def heard(bound: float, part: float) -> None:

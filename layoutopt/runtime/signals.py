@@ -6,7 +6,7 @@ Nothing else in the project sets a handler. How to use this module:
   schedulers kill what still runs 30 s after SIGTERM.
 
       stopped = threading.Event()
-      with signals.told(stopped.set):
+      with signals.handled(stopped.set):
           while more and not stopped.is_set():
               ...  # one whole step
       ...  # save
@@ -104,7 +104,7 @@ def command(numbers: Sequence[int] = ENDING) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def told(stop: Callable[[], None], numbers: Sequence[int] = (signal.SIGINT,)) -> Iterator[None]:
+def handled(stop: Callable[[], None], numbers: Sequence[int] = (signal.SIGINT,)) -> Iterator[None]:
     """Within it, the first signal calls `stop`, in the main thread between two bytecodes.
 
     In other threads it does nothing, for signals are not theirs.

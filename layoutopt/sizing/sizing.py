@@ -298,7 +298,7 @@ def _result(answering: Answering, best: SizeRow) -> SizeResult:
     rows = sorted(
         answering.rows, key=lambda r: (r.candidate.size.total, r.timing.machine.name, r.timing.devices)
     )
-    told = {id(r): summary.said(r, forecast, id(r) in best_of_all) for r in rows}
+    told = {id(r): summary.sized(r, forecast, id(r) in best_of_all) for r in rows}
     answer = told[id(best)]
     batch = critical_batch(best.loss)
     return SizeResult(

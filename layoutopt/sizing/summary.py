@@ -97,7 +97,7 @@ def optimum(answering: Answering, best: SizeRow) -> Optimum:
     return Optimum(flops=flops, parameters=n, tokens=d, loss=answering.forecast.loss_of(n, d))
 
 
-def said(row: SizeRow, forecast: Forecast, on_frontier: bool) -> SizedCandidate:
+def sized(row: SizeRow, forecast: Forecast, on_frontier: bool) -> SizedCandidate:
     """A row as plain data."""
     plan, candidate, law = row.timing.plan, row.candidate, forecast.law
     assert plan is not None

@@ -69,7 +69,7 @@ class SolverRun:
     improver: Improver | None = None
 
     def solution(self, stopped: bool) -> Solution:
-        """What is known in the end."""
+        """The best answer and bound at the end of the run."""
         known, elapsed = self.incumbent, self.clock.elapsed
         choices, best = known.choices, known.objective
         if choices is None:
@@ -144,7 +144,7 @@ class SolverRun:
             self.rest("auto", gentle.problem, ways)
 
     def rest(self, solver: str, problem: Problem, ways: list[_Way]) -> None:
-        """What solvers find of a `problem` after all `ways`."""
+        """Runs solvers on a `problem` after all `ways`."""
         incumbent, improver = self.incumbent, self.improver
         reduced = reduce(problem, keep_all=bool(incumbent.banned))
         self.name = name = _chosen(solver, reduced.problem)

@@ -112,7 +112,7 @@ class CollectiveMatmul(Decision):
             yield cls(dim, ((), (ON,)))
 
     @property
-    def leanest(self) -> Choice:
+    def least_memory(self) -> Choice:
         # What is gathered for others too lies there whole either way.
         return self.options[0]
 

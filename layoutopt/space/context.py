@@ -101,7 +101,7 @@ class Context(Decision):
             yield cls(dim, options)
 
     @property
-    def leanest(self) -> Choice:
+    def least_memory(self) -> Choice:
         # The others need splits; who asks has a layout.
         return self.options[0]
 

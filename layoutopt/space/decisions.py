@@ -281,9 +281,9 @@ class Decisions:
         return {d.name: d.read(layout, options) for d in self.every}
 
     @cached_property
-    def leanest(self) -> Options:
+    def least_memory(self) -> Options:
         """The options with which a device holds least, whatever the layout."""
-        return self.read({d.name: d.leanest for d in self.every})[1]
+        return self.read({d.name: d.least_memory for d in self.every})[1]
 
 
 def decisions(graph: Graph, mesh: Mesh, allowed: Space = ANYTHING) -> Decisions:

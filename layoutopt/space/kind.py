@@ -234,7 +234,7 @@ class Decision(ABC):
         return self.prefix + self.subject
 
     @property
-    def leanest(self) -> Choice:
+    def least_memory(self) -> Choice:
         """The option with which a device holds least."""
         return self.options[-1]
 

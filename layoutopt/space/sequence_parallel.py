@@ -111,7 +111,7 @@ class Elsewhere(Decision):
         return self.subject.partition(AT)[0]
 
     @property
-    def leanest(self) -> Choice:
+    def least_memory(self) -> Choice:
         # What this holds depends on the layout.
         return self.options[0]
 

@@ -138,7 +138,7 @@ class Split(Decision):
             yield cls(dim, options)
 
     @property
-    def leanest(self) -> Choice:
+    def least_memory(self) -> Choice:
         # What splits hold depends on each other; who asks has a layout.
         return self.options[0]
 

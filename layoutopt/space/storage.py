@@ -147,7 +147,7 @@ class Storage(Decision):
             yield cls(name.removeprefix(cls.prefix), stages if own else few, tuple(v.name for v in variables))
 
     @property
-    def leanest(self) -> Choice:
+    def least_memory(self) -> Choice:
         return max(self.options, key=_holds_less)
 
     def apply(self, choice: Choice, to: Chosen) -> None:

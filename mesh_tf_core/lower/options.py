@@ -58,7 +58,7 @@ class Options:
     def key(self) -> Hashable:
         """Equal for equal options, and hashable."""
         stages = frozenset((name, read_stage(s)) for name, s in self.storage.items())
-        return stages, self.offload, *self.told
+        return stages, self.offload, *self.without_placement
 
     def renamed(self, axes: Mapping[str, str]) -> Options:
         """With other names for mesh axes."""
@@ -66,7 +66,7 @@ class Options:
         return replace(self, storage=storage)
 
     @cached_property
-    def told(self) -> tuple[Hashable, ...]:
+    def without_placement(self) -> tuple[Hashable, ...]:
         """All but storage and offload, whose rows lowering reads: hashable."""
         return tuple(getattr(self, f.name) for f in fields(self) if f.name not in ("storage", "offload"))
 

@@ -32,7 +32,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @EVERY
 def test_work_that_is_told_goes_on_to_its_end(number: int) -> None:
     told: list[str] = []
-    with signals.command(), signals.told(lambda: told.append("stop")):
+    with signals.command(), signals.handled(lambda: told.append("stop")):
         signal.raise_signal(number)
         told.append("still at work")
     assert told == ["stop", "still at work"]
@@ -48,7 +48,7 @@ def test_other_work_is_interrupted(number: int) -> None:
 
 def test_ctrl_c_again_interrupts_work_that_was_told() -> None:
     told: list[str] = []
-    with pytest.raises(KeyboardInterrupt), signals.command(), signals.told(lambda: told.append("stop")):
+    with pytest.raises(KeyboardInterrupt), signals.command(), signals.handled(lambda: told.append("stop")):
         signal.raise_signal(signal.SIGINT)
         told.append("still at work")
         signal.raise_signal(signal.SIGINT)
@@ -59,7 +59,7 @@ def test_ctrl_c_again_interrupts_work_that_was_told() -> None:
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP])
 def test_what_machines_repeat_is_one_request(first: int, second: int) -> None:
     told: list[str] = []
-    with signals.command(), signals.told(lambda: told.append("stop")):
+    with signals.command(), signals.handled(lambda: told.append("stop")):
         signal.raise_signal(first)
         signal.raise_signal(second)
     assert told == ["stop"] and signals.exit_code() == 128 + first
@@ -68,7 +68,7 @@ def test_what_machines_repeat_is_one_request(first: int, second: int) -> None:
 def test_a_ctrl_c_that_is_forwarded_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "BURST", 60.0)
     told: list[str] = []
-    with signals.command(), signals.told(lambda: told.append("stop")):
+    with signals.command(), signals.handled(lambda: told.append("stop")):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
     assert told == ["stop"]
@@ -76,18 +76,18 @@ def test_a_ctrl_c_that_is_forwarded_counts_once(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_innermost_work_is_told_first() -> None:
     told: list[str] = []
-    with signals.command(), signals.told(lambda: told.append("outer")):
-        with signals.told(lambda: told.append("inner")):
+    with signals.command(), signals.handled(lambda: told.append("outer")):
+        with signals.handled(lambda: told.append("inner")):
             pass
         signal.raise_signal(signal.SIGINT)
-        with signals.told(lambda: told.append("inner")):
+        with signals.handled(lambda: told.append("inner")):
             signal.raise_signal(signal.SIGINT)
     assert told == ["outer", "inner"]
 
 
 def test_without_a_command_ctrl_c_is_told() -> None:
     told: list[str] = []
-    with pytest.raises(KeyboardInterrupt), signals.told(lambda: told.append("stop")):
+    with pytest.raises(KeyboardInterrupt), signals.handled(lambda: told.append("stop")):
         signal.raise_signal(signal.SIGINT)
         told.append("still at work")
         signal.raise_signal(signal.SIGINT)
@@ -98,7 +98,7 @@ def test_without_a_command_ctrl_c_is_told() -> None:
 def test_what_was_ignored_stays_ignored(number: int) -> None:
     before = signal.signal(number, signal.SIG_IGN)
     try:
-        with signals.command(), signals.told(lambda: pytest.fail("told")):
+        with signals.command(), signals.handled(lambda: pytest.fail("told")):
             signal.raise_signal(number)
             assert signal.getsignal(number) is signal.SIG_IGN
     finally:
@@ -184,7 +184,7 @@ from layoutopt.runtime import signals
 signals.PATIENCE = 0.2
 signals.start()
 with signals.command():
-    with signals.told(lambda: print("told", flush=True)):
+    with signals.handled(lambda: print("told", flush=True)):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(1.5)
     print("done", flush=True)
@@ -218,7 +218,7 @@ def test_work_that_is_told_outlives_an_import_there(tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(tmp_path)
     told: list[str] = []
     left = signals.nothing_to_keep(lambda: told.append("left"))
-    with signals.command(), left, signals.told(lambda: told.append("stop")):
+    with signals.command(), left, signals.handled(lambda: told.append("stop")):
         importlib.import_module("signalled")
         while not told:
             time.sleep(0.01)

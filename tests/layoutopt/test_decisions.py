@@ -54,7 +54,7 @@ def test_names_and_words_are_those_of_plans() -> None:
     assert decided.of(Recompute) == ("recompute layers",)
     assert decided.of(Microbatches) == ("number of microbatches",)
     assert decided.microbatches == 4
-    lean = decided.leanest
+    lean = decided.least_memory
     assert set(lean.storage.values()) == {3} and lean.recompute == {"layers"} and lean.microbatches == 4
     assert (
         decided_of(lean, mtf.Layout()).in_short()
@@ -70,7 +70,7 @@ def test_the_leanest_options_are_among_those_allowed() -> None:
     graph = EXAMPLES["transformer"]().training_step().graph
     lean = decisions(
         graph, MESH, SearchSpace(storage=("zero2", "layout"), recompute=(False,), microbatches=(1,))
-    ).leanest
+    ).least_memory
     assert set(lean.storage.values()) == {2} and not lean.recompute
 
 

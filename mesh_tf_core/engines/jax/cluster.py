@@ -30,7 +30,7 @@ GRACE = 3.0
 OUTSIDE = "this process is not part of the job: it has not joined, or has left"
 
 
-def said(text: str) -> None:
+def print_error(text: str) -> None:
     """Says why the job failed, where nobody else can."""
     print(f"error: {text}", file=sys.stderr, flush=True)
 
@@ -70,7 +70,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         *,
         timeout: float = 25.0,
         start_timeout: float = 300.0,
-        tell: Callable[[str], None] = said,
+        tell: Callable[[str], None] = print_error,
     ) -> None:
         self.place = rendezvous.JobAddress.of(coordinator, processes, process)
         self.timeout, self.start_timeout, self.tell = max(timeout, 3 * BEAT), start_timeout, tell

@@ -39,9 +39,9 @@ def team(cluster: Cluster | None, hosts: tuple[str, ...], device: str = "/CPU:0"
 
 
 def test_worker_0_tells_what_depends_on_time() -> None:
-    assert team(Written(0, [[7]]), ("a", "a")).told("numbers", [5]) == [5]
-    assert team(Written(1, [[7]]), ("a", "a")).told("numbers", [5]) == [7]
-    assert team(None, ("",)).told("numbers", [5]) == [5]
+    assert team(Written(0, [[7]]), ("a", "a")).broadcast("numbers", [5]) == [5]
+    assert team(Written(1, [[7]]), ("a", "a")).broadcast("numbers", [5]) == [7]
+    assert team(None, ("",)).broadcast("numbers", [5]) == [5]
 
 
 def test_a_sample_is_one_of_all() -> None:
