@@ -24,7 +24,8 @@ from benchmarks.published_rows import PIPELINED, Run, stored
 from costmodels import Hardware, load_hardware
 from costmodels.utilisation import model_flops, utilisation
 from examples.transformer_lm import model as transformer
-from layoutopt.optimize.evaluator import Evaluation, evaluate
+from layoutopt.optimize.evaluation import Evaluation
+from layoutopt.optimize.evaluator import evaluate
 from layoutopt.plan.units import bytes_text, share_text
 
 PARTS = (1, 2, 3, 4, 8, 16, 32)

@@ -16,7 +16,7 @@ from typing import Any
 
 from costmodels.hardware import Hardware
 from costmodels.pricing.pricer import Cost
-from layoutopt.optimize.evaluator import Evaluation
+from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.plan.build import Plan
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.solver import TOLERANCE

@@ -21,7 +21,8 @@ from costmodels.hardware import Hardware
 from costmodels.pricing.lines import Cost, Line
 from costmodels.pricing.refused import sentences
 from costmodels.repeated import Repeated, near_sizes, repeated
-from layoutopt.optimize.evaluator import Evaluation, evaluate
+from layoutopt.optimize.evaluation import Evaluation
+from layoutopt.optimize.evaluator import evaluate
 from layoutopt.plan.units import seconds_text, size_text
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from costmodels.pricing.hidden import Under
     from costmodels.pricing.lines import Line
     from costmodels.pricing.pricer import Pricer
-    from layoutopt.optimize.evaluator import Evaluation
+    from layoutopt.optimize.evaluation import Evaluation
     from mesh_tf_core.engines.jax.profile import Track
 
 Event = Mapping[str, Any]

@@ -16,7 +16,8 @@ from costmodels.hardware import Hardware
 from costmodels.hardware.vary import NETWORK, varied
 from costmodels.network.topology import MeshPlacement, place
 from costmodels.pricing.pricer import pricer
-from layoutopt.optimize.evaluator import Evaluation, evaluate
+from layoutopt.optimize.evaluation import Evaluation
+from layoutopt.optimize.evaluator import evaluate
 from layoutopt.plan.build import options_of
 from layoutopt.plan.schema import Predicted
 from layoutopt.plan.ways import AtLink, ReplicaStrategy, Turning

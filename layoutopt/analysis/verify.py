@@ -20,7 +20,7 @@ from costmodels.hardware import Hardware
 from costmodels.kernels.compute import compute_cost
 from costmodels.pricing.items import Computed
 from costmodels.pricing.lines import Cost
-from layoutopt.optimize.evaluator import Evaluation
+from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.plan.build import given_fields
 from layoutopt.plan.notebook import Shown, table
 from layoutopt.plan.results import Collectives, Compared, Moved, VerifyResult

@@ -24,7 +24,8 @@ from layoutopt.analysis.keeping import Keeping, keepings
 from layoutopt.analysis.sensitivity import SensitivityCurve, as_details, robustness, sensitivity
 from layoutopt.api.pricing import layout_of
 from layoutopt.api.running import model_of
-from layoutopt.optimize.evaluator import Evaluation, evaluate
+from layoutopt.optimize.evaluation import Evaluation
+from layoutopt.optimize.evaluator import evaluate
 from layoutopt.plan.build import Plan
 from layoutopt.plan.details import Proof, Robustness, RuledOut
 from layoutopt.plan.machine_details import hardware_details

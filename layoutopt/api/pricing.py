@@ -14,7 +14,8 @@ from typing import Any
 from costmodels.hardware import Hardware, machine_of
 from layoutopt.analysis import lint as linting
 from layoutopt.optimize.entry import search
-from layoutopt.optimize.evaluator import Evaluation, check_limit, evaluate
+from layoutopt.optimize.evaluation import Evaluation
+from layoutopt.optimize.evaluator import check_limit, evaluate
 from layoutopt.plan.build import Plan, axes_of, given_fields
 from layoutopt.plan.machine_details import errors_known
 from layoutopt.plan.notebook import Shown, table

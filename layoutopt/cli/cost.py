@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from layoutopt.analysis import lint as linting
     from layoutopt.models.loading import Loaded
-    from layoutopt.optimize.evaluator import Evaluation
+    from layoutopt.optimize.evaluation import Evaluation
     from layoutopt.plan.results import CostLine
     from layoutopt.plan.training import TrainingForecast
 

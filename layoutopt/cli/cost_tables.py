@@ -11,7 +11,7 @@ from reports.views.view import BYTES, FLOP, RUNS, SECONDS, SHARE, Cell, CellValu
 if TYPE_CHECKING:
     from costmodels.liveness import MemoryProfile
     from costmodels.pricing.pricer import Cost, Line
-    from layoutopt.optimize.evaluator import Evaluation
+    from layoutopt.optimize.evaluation import Evaluation
     from layoutopt.plan.results import CostLine
 
 PHASES = ("forward", "recompute", "backward", "update")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from layoutopt.analysis.explain import Difference, WhatIfAnswer
     from layoutopt.analysis.keeping import Keeping
     from layoutopt.api.explaining import Explained
-    from layoutopt.optimize.evaluator import Evaluation
+    from layoutopt.optimize.evaluation import Evaluation
     from layoutopt.space.undivided import Undivided
 
 MORE = Kind(

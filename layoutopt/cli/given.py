@@ -13,7 +13,7 @@ from layoutopt.space.option import listed
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
     from layoutopt.models.loading import Loaded
-    from layoutopt.optimize.evaluator import Evaluation
+    from layoutopt.optimize.evaluation import Evaluation
     from layoutopt.plan.build import Plan
     from mesh_tf_core import Layout, Mesh, Options
 

@@ -11,7 +11,7 @@ from layoutopt.cli.options import path_option
 from layoutopt.cli.running import Session
 
 if TYPE_CHECKING:
-    from layoutopt.optimize.evaluator import Evaluation
+    from layoutopt.optimize.evaluation import Evaluation
 
 TRACED = 3
 """Steps that are recorded."""

@@ -28,7 +28,7 @@ from reports.views.view import BYTES, WHOLE, Cell, Column, Kind, View
 if TYPE_CHECKING:
     from layoutopt.analysis.verify import Verified
     from layoutopt.models.loading import Loaded
-    from layoutopt.optimize.evaluator import Evaluation
+    from layoutopt.optimize.evaluation import Evaluation
 
 EXAMPLES = examples(
     'layoutopt verify examples/transformer_lm.py --topology v5e:2x4 --mesh "data:2;model:4" '

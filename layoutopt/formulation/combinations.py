@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from layoutopt.formulation.index import Index
-from layoutopt.formulation.tables import Assignment, Table
+from layoutopt.formulation.tables import Assignment, Index, Table
 from layoutopt.solver.form import Bools
 from layoutopt.solver.relations import Relation, agree
 

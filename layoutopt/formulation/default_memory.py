@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from layoutopt.formulation.memory_points import undominated
+from layoutopt.formulation.held_bytes import undominated
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import assignments
 from layoutopt.solver import ResourceRow, RowTerm, Sparse

@@ -35,11 +35,10 @@ from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.combinations import Combinations
 from layoutopt.formulation.cuts import MOST_LOWERED, PendingSum, most_cells
 from layoutopt.formulation.default_memory import NaturalMemory
-from layoutopt.formulation.index import Index
 from layoutopt.formulation.memory_constraints import MemoryConstraints
 from layoutopt.formulation.outer_step_context import meetings
 from layoutopt.formulation.shared import shared_context
-from layoutopt.formulation.tables import Entry, Table, Tabler, is_large, legal
+from layoutopt.formulation.tables import Entry, Index, Table, Tabler, is_large, legal
 from layoutopt.solver import ChoiceVariable, Problem, ResourceRow, Sparse, Term
 from layoutopt.solver.relations import Relation
 from layoutopt.space.decisions import Decisions

@@ -28,9 +28,8 @@ from costmodels.pricing.items import Computed
 from costmodels.pricing.pricer import Pricer
 from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.dependencies import Dependencies
-from layoutopt.formulation.index import Index
 from layoutopt.formulation.lowering_cache import LoweredCluster
-from layoutopt.formulation.tables import Table
+from layoutopt.formulation.tables import Index, Table
 from layoutopt.solver import ChoiceVariable, Problem, ResourceRow, RowTerm, Sparse, Term
 from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.mesh import Mesh

@@ -14,8 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from layoutopt.formulation.index import Index
-from layoutopt.formulation.tables import Table
+from layoutopt.formulation.tables import Index, Table
 from layoutopt.solver import ResourceRow, RowTerm, Sparse
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program, WriteVariable

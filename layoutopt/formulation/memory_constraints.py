@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from costmodels.liveness import tiles_of
+from layoutopt.formulation.held_bytes import HeldBytes, PointKey, undominated
 from layoutopt.formulation.lifetimes import ClusterMemory
-from layoutopt.formulation.memory_points import HeldBytes, PointKey, ProgramPoints, undominated
+from layoutopt.formulation.memory_points import ProgramPoints
 from layoutopt.formulation.outer_step_context import OuterStepContext
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import Table, Tabler

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
-from typing import NamedTuple
-
-import numpy as np
 
 from costmodels.liveness import kernel_memory
+from layoutopt.formulation.held_bytes import Counted, HeldBytes, PointKey, last_reads
 from layoutopt.formulation.lifetimes import ByteRule, stacks_of
 from layoutopt.formulation.makers import Makers, TensorMaker
 from mesh_tf_core.ir.blocks import Block
@@ -27,35 +25,6 @@ from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Instr, Local, Loop, Program
 from mesh_tf_core.lower.nodes import pass_of
 from mesh_tf_core.tracing.stage_layers import loop_name
-
-PointKey = tuple[str, int]
-"""The key of a counted item: ("tensor", its id), ("copy", id of the tensor that is moved), ("inside",
-node)."""
-
-
-class HeldBytes(NamedTuple):
-    """Bytes to be read off a cluster.
-
-    Attributes:
-      run: the second run that makes it (`Subgraph.again`); "" if the first does.
-      share: how much of it is held.
-    """
-
-    reading: ByteRule
-    cluster: int
-    what: int
-    more: Hashable
-    run: str
-    share: float
-
-
-class Counted(NamedTuple):
-    """A thing that the points from `first` to `last` hold."""
-
-    first: int
-    last: int
-    key: PointKey
-    thing: HeldBytes
 
 
 class ProgramPoints:
@@ -383,18 +352,7 @@ class ProgramPoints:
 
     def _last_reads(self) -> dict[int, int]:
         """A value that a loop stacks for backward -> the last point of the loop that reads it."""
-        found, position = dict[int, int](), 0
-
-        def visit(code: Sequence[Instr]) -> None:
-            nonlocal position
-            for instr in code:
-                at, position = position, position + 1
-                found.update(dict.fromkeys((*instr.outputs, *instr.inputs), at))
-                if isinstance(instr, Loop):
-                    visit(instr.body)
-                    found.update(dict.fromkeys((*instr.inputs, *instr.outside), position - 1))
-
-        visit(self.program.code)
+        found = last_reads(self.program)
         loops = (instr for instr, _ in self.program.walk() if isinstance(instr, Loop))
         stacks = [(r.inner, r.outer) for loop in loops for r in loop.stacked]
         kept = {i for i, o in stacks if o in self._stacked or self._tensor(o) in self._saved} & found.keys()
@@ -433,19 +391,3 @@ class ProgramPoints:
 
 def _one(_: int) -> int:
     return 1
-
-
-def undominated(counts: np.ndarray) -> list[int]:
-    """The points that hold something which no other single point holds as well, those that hold most first.
-
-    Args:
-      counts: how much of everything each point holds, of shape (points, things).
-    """
-    first = np.sort(np.unique(counts, axis=0, return_index=True)[1])
-    order = first[np.argsort(-counts[first].sum(axis=1), kind="stable")]
-    kept, found = np.empty_like(counts[order]), list[int]()
-    for row in order.tolist():
-        if not (kept[: len(found)] >= counts[row]).all(axis=1).any():
-            kept[len(found)] = counts[row]
-            found.append(row)
-    return found

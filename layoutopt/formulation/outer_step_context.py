@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from layoutopt.formulation.held_bytes import HeldBytes
 from layoutopt.formulation.lifetimes import ByteRule
-from layoutopt.formulation.memory_points import HeldBytes
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.space.decisions import Decisions, Structure
 from mesh_tf_core.ir.layout import Layout

@@ -15,10 +15,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from costmodels.pricing.pricer import Pricer
 from costmodels.pricing.templates import ItemisedCost
 from layoutopt.formulation.cluster import Cluster, rules_of
 from layoutopt.formulation.lowering_cache import LoweredCluster, Naming, Namings, lowering_cache
+from layoutopt.solver.form import Ints
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
 from mesh_tf_core.errors import LayoutError
@@ -346,3 +349,23 @@ class Tabler:
             pass
         known.append(LoweredCluster(subgraph, tuple(oracle.asked.items()), *found, program))
         return known[-1]
+
+
+class Index:
+    """Numbers of decisions and of their options."""
+
+    def __init__(self, names: Sequence[str], decided: Decisions) -> None:
+        self.number = {n: i for i, n in enumerate(names)}
+        self.place = {n: {c: j for j, c in enumerate(decided.options[n])} for n in names}
+
+    def rows(self, names: Sequence[str], assignments: Iterable[Sequence[Choice]]) -> list[list[int]]:
+        places = [self.place[n] for n in names]
+        return [[place[c] for place, c in zip(places, a, strict=True)] for a in assignments]
+
+    def scope(self, names: Sequence[str]) -> tuple[int, ...]:
+        return tuple(self.number[n] for n in names)
+
+    def listed(self, table: Table) -> Ints:
+        """The assignments of a table, of shape (assignments, decisions)."""
+        rows = np.array(self.rows(table.names, table.entries), np.int64)
+        return rows.reshape(len(table.entries), len(table.names))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from layoutopt.optimize.baselines import FSDP, Baselines, Pinned, axis_names, by_name, chosen_by_name
-from layoutopt.optimize.evaluator import Evaluation
+from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.heuristics import HEURISTICS
 from layoutopt.optimize.request import EXACT, Request
 from layoutopt.optimize.restricted import FAR, BestPlans, StrategyAnswer

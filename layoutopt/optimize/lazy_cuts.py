@@ -25,8 +25,8 @@ import numpy as np
 from costmodels.liveness import Holding
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.extract import Extraction
-from layoutopt.formulation.memory_points import PointKey
-from layoutopt.optimize.evaluator import Evaluation
+from layoutopt.formulation.held_bytes import PointKey
+from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.solver import ResourceRow, RowTerm, Sparse
 from layoutopt.space.recompute import Recompute, again_in
 from mesh_tf_core.ir.program import Collective, Instr, Program, Slice

@@ -10,7 +10,9 @@ from functools import partial
 
 import numpy as np
 
+from layoutopt.optimize.request import Request, left_whole
 from layoutopt.optimize.subproblem import ROUNDING, EvaluatedLayout, SubproblemSearch, go_on, listed
+from layoutopt.plan.covered import CoveredSpace
 from layoutopt.plan.units import size_text
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.solver import (
@@ -166,13 +168,16 @@ def _legal(term: Term) -> Term:
     return Term(term.scope, np.where(np.isinf(term.table), term.table, 0.0), term.name)
 
 
-def too_much(leanest: EvaluatedLayout, limit: float, low: float) -> str:
-    """The bytes that a layout needs beyond a limit that nothing fits into; `low`: bytes that are proven
-    needed."""
+def too_much(request: Request, leanest: EvaluatedLayout, low: float, advice: str, space: CoveredSpace) -> str:
+    """The bytes that a layout needs beyond a limit that nothing fits into, what to do, and what was looked
+    at; `low`: bytes that are proven needed."""
+    limit = request.limit
+    whole = "".join(f"; {each}" for each in left_whole(request, leanest.evaluation))
+    looked = f"; {space.count} were looked at ({space.limits})" if space.limits else ""
     held = ", ".join(f"{h.what} ({size_text(h.bytes)})" for h in leanest.evaluation.memory.holdings[:3])
     sure = f"; it is proven that none needs less than {size_text(low)}" if low < leanest.peak else ""
     return (
         f": the leanest one found, {str(leanest.layout) or 'replicated'} on {leanest.mesh}, needs "
         f"{size_text(leanest.peak)}, {size_text(leanest.peak - limit)} over; its largest "
-        f"tensors: {held}{sure}"
+        f"tensors: {held}{sure}{whole}{advice}{looked}"
     )

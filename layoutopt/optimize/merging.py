@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
-from layoutopt.optimize.evaluator import Evaluation
+from layoutopt.optimize.evaluation import Evaluation
+from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.request import EXACT
+from layoutopt.optimize.subproblem import EvaluatedLayout
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -41,6 +44,20 @@ def merged(
         if as_fast and found.memory.peak <= now.memory.peak:
             return merged(fewer, alike, meshes, evaluate)
     return mesh, layout
+
+
+def simplest(
+    best: EvaluatedLayout, meshes: Mapping[AxisLengths, Mesh], evaluator: Evaluator
+) -> EvaluatedLayout:
+    """As good on one of these meshes, by shape, with fewer axes; itself where there is none."""
+
+    def evaluate(mesh: Mesh, layout: Layout) -> Evaluation:
+        return evaluator(mesh, layout, best.options)
+
+    mesh, layout = merged(best.mesh, best.layout, meshes, evaluate)
+    if mesh == best.mesh:
+        return best
+    return replace(best, mesh=mesh, layout=layout, evaluation=evaluate(mesh, layout))
 
 
 def ordered(layout: Layout, mesh: Mesh) -> bool:

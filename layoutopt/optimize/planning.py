@@ -28,7 +28,7 @@ from layoutopt.optimize.alternatives import (
     ranked,
 )
 from layoutopt.optimize.baselines import axis_names
-from layoutopt.optimize.evaluator import Evaluation
+from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.request import BESIDE, BESIDE_SHARE, EXACT, PLANNED, Request, left_whole, space_of
 from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from costmodels.hardware import Hardware
-from layoutopt.optimize.evaluator import Evaluation, Evaluator
+from layoutopt.optimize.evaluation import Evaluation
+from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.plan.covered import CoveredSpace, UncoveredChoices
 from layoutopt.runtime.clock import Clock
 from layoutopt.space.decisions import KINDS, SearchSpace, left_out

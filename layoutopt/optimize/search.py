@@ -24,17 +24,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from layoutopt.formulation.extract import count_layouts
 from layoutopt.optimize.candidates import MicrobatchBounds, SubproblemCandidate, compute_at_least
-from layoutopt.optimize.evaluator import Evaluation
 from layoutopt.optimize.fixing import ClusterWeights, OptionCosts, faster, option_costs
 from layoutopt.optimize.incumbents import Incumbents
 from layoutopt.optimize.least_memory import leanest, least_memory, too_much
-from layoutopt.optimize.merging import merged
+from layoutopt.optimize.merging import simplest
 from layoutopt.optimize.pace import Pace, looked_at
-from layoutopt.optimize.request import ANSWERED, BESIDE, SEARCHED, Request, SearchStatus, left_whole, space_of
+from layoutopt.optimize.request import ANSWERED, BESIDE, SEARCHED, Request, SearchStatus, space_of
 from layoutopt.optimize.restricted import held, lean
 from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
@@ -43,7 +42,6 @@ from layoutopt.space.decisions import left_out
 from layoutopt.space.kind import UNEQUAL, Target
 from mesh_tf_core.errors import InfeasibleError, LimitError
 from mesh_tf_core.ir.layout import Layout
-from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.storage import Stage
 
@@ -202,19 +200,11 @@ class LayoutSearch:
         """As good on a mesh with fewer axes, if the shape was searched."""
         if not self.renames or any(isinstance(s, Stage) for s in best.options.storage.values()):
             return best  # what names axes by themselves stays on them
-        evaluator = self.request.evaluator
-
-        def evaluate(mesh: Mesh, layout: Layout) -> Evaluation:
-            return evaluator(mesh, layout, best.options)
-
         parts, stages = best.options.microbatches, best.evaluation.pipeline
         alike = (c.subproblem for c in self.candidates if c.subproblem.microbatches == parts)
         alike = (s for s in alike if s.decided.schedule == best.options.schedule)
         own = (s.mesh for s in alike if s.decided.stages_on(s.mesh) == stages)
-        mesh, layout = merged(best.mesh, best.layout, {mesh.shape: mesh for mesh in own}, evaluate)
-        if mesh == best.mesh:
-            return best
-        return replace(best, mesh=mesh, layout=layout, evaluation=evaluate(mesh, layout))
+        return simplest(best, {mesh.shape: mesh for mesh in own}, self.request.evaluator)
 
     # -- the fastest -----------------------------------------------------------------------------------------
 
@@ -411,8 +401,6 @@ class LayoutSearch:
         if nearest is None:
             return ": the pins and prohibitions allow no legal layout; drop one of them" if ended else advice
         low = max(request.limit, min(candidate.low for candidate in self.candidates))
-        whole = "".join(f"; {each}" for each in left_whole(request, nearest.evaluation))
         shapes = {each.subproblem.mesh.shape for each in self.candidates} if self.renames else None
         space = space_of(request, nearest.mesh, self.considered, shapes)
-        said = f"; {space.count} were looked at ({space.limits})" if space.limits else ""
-        return too_much(nearest, request.limit, low) + whole + advice + said
+        return too_much(request, nearest, low, advice, space)

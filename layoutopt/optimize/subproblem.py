@@ -19,8 +19,8 @@ import numpy as np
 from costmodels.hardware import Hardware
 from layoutopt.formulation.cuts import PendingSum
 from layoutopt.formulation.extract import Extraction, extract
-from layoutopt.optimize.canonical import canonical
-from layoutopt.optimize.evaluator import Evaluation, Evaluator
+from layoutopt.optimize.evaluation import Evaluation
+from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.solver import (
     Elimination,
@@ -34,6 +34,8 @@ from layoutopt.solver import (
     eliminate,
     solve,
 )
+from layoutopt.solver import cost as objective
+from layoutopt.solver import evaluate as evaluate_choices
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
 from layoutopt.space.recompute import again_in, chosen
@@ -52,6 +54,8 @@ CELLS = 30_000
 ROUNDING = 0.5
 """Bytes by which a row may be wrong: it never counts more than the evaluator but for the rounding of a sum of
 whole numbers (tests/layoutopt/test_tables.py)."""
+EQUAL = 1e-12
+"""Relative difference of sums that are taken in another order."""
 
 
 @dataclass(frozen=True)
@@ -322,3 +326,20 @@ def unlike(decided: Mapping[int, int], sizes: Sequence[int]) -> ResourceRow:
     tables = {i: (np.arange(sizes[i]) == choice).astype(float) for i, choice in decided.items()}
     entries = tuple(RowTerm((i,), table) for i, table in tables.items())
     return ResourceRow(f"not {tuple(decided.values())}", len(decided) - 1.0, entries)
+
+
+def canonical(problem: Problem, extraction: Extraction, choices: tuple[int, ...]) -> tuple[int, ...]:
+    """Choices that cost no more, with the plain option wherever it makes no difference."""
+    best = list(choices)
+    most = objective(problem, choices) * (1 + EQUAL)
+    for i, name in enumerate(extraction.names):
+        plain = extraction.decided.options[name].index(()) if () in extraction.decided.options[name] else 0
+        for option in sorted({plain, *range(best[i])}, key=lambda o: (o != plain, o)):
+            if option == best[i]:
+                break
+            other = (*best[:i], option, *best[i + 1 :])
+            # Most options already cost more; only of the others are the rows worth adding up.
+            if objective(problem, other) <= most and evaluate_choices(problem, other).feasible:
+                best[i] = option
+                break
+    return tuple(best)

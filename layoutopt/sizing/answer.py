@@ -105,7 +105,7 @@ class Answering:
     @property
     def dtype(self) -> str:
         """That most products of the model run in."""
-        from layoutopt.optimize.evaluator import unsplit_flops
+        from layoutopt.optimize.evaluation import unsplit_flops
 
         found = unsplit_flops(self.family.own.model)
         return max(found, key=lambda d: found[d])

@@ -17,7 +17,8 @@ from typing import Any
 
 import mesh_tf_core as mtf
 from costmodels.hardware import Hardware, load_hardware, with_settings
-from layoutopt.optimize.evaluator import Evaluation, Evaluator
+from layoutopt.optimize.evaluation import Evaluation
+from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblems import Subproblem, subproblems
 from layoutopt.runtime.clock import UNLIMITED

@@ -13,7 +13,8 @@ from costmodels.hardware import load_hardware
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.optimize import planning
 from layoutopt.optimize.entry import search
-from layoutopt.optimize.evaluator import Evaluation, Evaluator, evaluate
+from layoutopt.optimize.evaluation import Evaluation
+from layoutopt.optimize.evaluator import Evaluator, evaluate
 from layoutopt.optimize.heuristics import HEURISTICS
 from layoutopt.optimize.request import Request
 from layoutopt.plan.build import options_of

@@ -20,7 +20,7 @@ from examples.resnet import model as resnet
 from examples.transformer_lm import model as transformer
 from layoutopt.formulation.extract import Extraction
 from layoutopt.optimize import lazy_cuts, subproblem
-from layoutopt.optimize.evaluator import Evaluation
+from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.lazy_cuts import lazy_cut
 from layoutopt.optimize.least_memory import leanest
 from layoutopt.optimize.subproblem import SubproblemSearch

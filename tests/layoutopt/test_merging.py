@@ -8,7 +8,8 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from examples.mlp import model as perceptron
 from layoutopt import search
-from layoutopt.optimize.evaluator import Evaluation, evaluate
+from layoutopt.optimize.evaluation import Evaluation
+from layoutopt.optimize.evaluator import evaluate
 from layoutopt.optimize.merging import merged
 from tests.layoutopt.models import SMALL, transformer
 

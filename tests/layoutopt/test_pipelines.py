@@ -21,7 +21,8 @@ from layoutopt import search
 from layoutopt.analysis.explain import without
 from layoutopt.formulation.extract import extract
 from layoutopt.optimize.candidates import MicrobatchBounds
-from layoutopt.optimize.evaluator import Evaluation, Evaluator, evaluate
+from layoutopt.optimize.evaluation import Evaluation
+from layoutopt.optimize.evaluator import Evaluator, evaluate
 from layoutopt.optimize.fixing import faster, option_costs
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem, subproblems

@@ -13,7 +13,7 @@ from examples.moe_lm import model as mixture
 from examples.transformer_lm import llama3_8b
 from examples.transformer_lm import model as transformer
 from layoutopt.models.hparams import defaults_of
-from layoutopt.optimize.evaluator import unsplit_flops
+from layoutopt.optimize.evaluation import unsplit_flops
 from layoutopt.plan.build import Plan
 from layoutopt.runtime.clock import Clock
 from layoutopt.sizing import timing

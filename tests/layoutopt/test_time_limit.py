@@ -15,7 +15,7 @@ import pytest
 from costmodels.hardware import load_hardware
 from layoutopt import search
 from layoutopt.optimize.entry import SearchStatus
-from layoutopt.optimize.evaluator import ONE_DEVICE as ONE
+from layoutopt.optimize.evaluation import ONE_DEVICE as ONE
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.optimize.subproblems import Subproblem, subproblems
 from layoutopt.plan.build import Plan

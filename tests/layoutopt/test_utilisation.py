@@ -16,7 +16,8 @@ from examples.bert import model as bert
 from examples.moe_lm import model as mixture
 from examples.resnet import model as resnet
 from examples.transformer_lm import model as transformer
-from layoutopt.optimize.evaluator import evaluate, unsplit_flops
+from layoutopt.optimize.evaluation import unsplit_flops
+from layoutopt.optimize.evaluator import evaluate
 from mesh_tf_core import layers as nn
 
 SIZES: dict[str, Any] = {

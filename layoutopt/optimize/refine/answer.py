@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 
 from costmodels.pricing.pricer import pricer
-from layoutopt.optimize.evaluator import Evaluation, evaluate
+from layoutopt.optimize.evaluation import Evaluation
+from layoutopt.optimize.evaluator import evaluate
 from layoutopt.optimize.planning import repeated_work, share_bound
 from layoutopt.optimize.refine.improve import RefineSearch
 from layoutopt.optimize.refine.model_places import regions

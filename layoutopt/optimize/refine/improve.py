@@ -22,7 +22,8 @@ from typing import NamedTuple
 import numpy as np
 
 from costmodels.pricing.pricer import Pricer
-from layoutopt.optimize.evaluator import Evaluation, evaluate
+from layoutopt.optimize.evaluation import Evaluation
+from layoutopt.optimize.evaluator import evaluate
 from layoutopt.optimize.refine.model_places import AxisMove, ModelPlaces, levels, regions, without
 from layoutopt.runtime.clock import LEAST, Clock
 from layoutopt.solver import ChoiceVariable, Problem, ResourceRow, RowTerm, Term, solve

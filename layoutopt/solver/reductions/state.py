@@ -28,7 +28,6 @@ from layoutopt.solver.form import (
     Term,
     Usage,
 )
-from layoutopt.solver.reductions.rows import needed
 
 PairKey = tuple[int, int]
 RestoreStep = Callable[[dict[int, int]], None]
@@ -241,3 +240,27 @@ def _sliced(table: CostTable, axis: int, kept: Sequence[int] | Ints) -> CostTabl
 def choices_of(found: dict[int, int], count: int) -> Choices:
     """The dictionary as a vector."""
     return tuple(found[index] for index in range(count))
+
+
+def needed(rows: Iterable[ResourceRow]) -> tuple[ResourceRow, ...]:
+    """The rows that can bind; of rows with the same entries only the one with the lowest limit."""
+    tightest: dict[tuple[object, ...], ResourceRow] = {}
+    for row in rows:
+        if math.fsum(_most(entry) for entry in row.entries) > row.limit:
+            key = tuple(sorted(map(_key, row.entries)))
+            if key not in tightest or row.limit < tightest[key].limit:
+                tightest[key] = row
+    return tuple(tightest.values())
+
+
+def _most(entry: RowTerm) -> float:
+    """The most that an entry can use."""
+    if isinstance(entry.table, Sparse):
+        return float(entry.table.values.max(initial=0.0))
+    return float(entry.table.max())
+
+
+def _key(entry: RowTerm) -> tuple[object, ...]:
+    if isinstance(entry.table, Sparse):
+        return entry.scope, entry.table.assignments.tobytes(), entry.table.values.tobytes()
+    return entry.scope, b"", entry.table.tobytes()

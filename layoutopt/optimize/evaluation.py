@@ -1,0 +1,295 @@
+"""A layout's program with what follows from it: its price, its memory, and what a plan says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from costmodels.kernels.fused import Fused
+from costmodels.liveness import MemoryProfile, memory
+from costmodels.pipeline_bubble import waiting
+from costmodels.pricing.pricer import Cost, Line, Pricer
+from costmodels.pricing.refused import sentences
+from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
+from layoutopt.plan.schema import Predicted
+from layoutopt.plan.units import seconds_text, share_text, size_text
+from layoutopt.space.undivided import Undivided, split_stages, storage_of, stored_at, undivided
+from mesh_tf_core.ir.blocks import REPLICA
+from mesh_tf_core.ir.instructions import HOST
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.program import Program
+from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.placement import Placement
+from mesh_tf_core.lower.replicas import ReplicaPrograms
+from mesh_tf_core.model import Model
+from mesh_tf_core.tracing.diloco import DiLoCo
+
+DEFAULT = Options()
+ONE_DEVICE = Mesh("all:1")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A layout's program, and what follows from it when it is asked for: its price and its memory.
+
+    Attributes:
+      replicas: those that train alone for some steps, whose step `program` is: they and their meeting,
+        of which a step's price has its share.
+      options: what the program was lowered with.
+    """
+
+    model: Model = field(repr=False, compare=False)
+    program: Program
+    prices: Pricer = field(repr=False, compare=False)
+    replicas: ReplicaPrograms | None = None
+    options: Options = field(default=DEFAULT, repr=False, compare=False)
+
+    @cached_property
+    def storage(self) -> Placement:
+        """How the program's variables are stored."""
+        variables = (stored.variable for stored in self.program.variables.values())
+        mesh, layout = self.program.mesh, self.program.layout
+        step = self.model.step_of(mesh, layout, self.options)
+        padded = None if self.replicas is None else self.replicas.paddable
+        return storage_of(step.graph, mesh, layout, self.options.storage, variables, padded)
+
+    @cached_property
+    def undivided(self) -> tuple[Undivided, ...]:
+        """Variables that their stage cannot split."""
+        return tuple(undivided(self.storage))
+
+    def left_whole(self, stage: str) -> tuple[Undivided, ...]:
+        """Variables that a stage could not split under this layout, of those with no stage of their own."""
+        stages = stored_at(self.storage.variables.values(), stage)
+        known = split_stages(self.storage)
+        others = replace(self.options, storage={n: s for n, s in stages.items() if n not in known})
+        return replace(self, options=others).undivided
+
+    @property
+    def decided(self) -> Options:
+        """The options without stages that split nothing."""
+        split = split_stages(self.storage)
+        return replace(self.options, storage={n: s for n, s in self.options.storage.items() if n in split})
+
+    @cached_property
+    def _kernels(self) -> Fused | None:
+        return self.prices.itemiser.compiler.kernels(self.program)
+
+    @cached_property
+    def cost(self) -> Cost:
+        step = self.prices.cost(self.program, self._kernels)
+        if self.replicas is None:
+            return step
+        lines, share = [*step.lines], 1 / self.replicas.diloco.period
+        for met in self._outer:
+            found = beside_steps(self.prices.cost(met), self.replicas.diloco, step.step_seconds)
+            lines += (replace(x, times=x.times * share, value=-1) for x in found)
+        return Cost(tuple(lines))
+
+    @property
+    def _outer(self) -> tuple[Program, ...]:
+        """What runs once in a period."""
+        return () if self.replicas is None else self.replicas.meetings
+
+    @cached_property
+    def memory(self) -> MemoryProfile:
+        compiler = self.prices.itemiser.compiler
+        step = memory(self.program, compiler.fuses, self._kernels, compiler.tiles)
+        return max((step, *map(self._met, self._outer)), key=lambda found: found.peak)
+
+    def _met(self, outer: Program) -> MemoryProfile:
+        """What a device holds while replicas meet: what the step keeps lies there too."""
+        met, compiler = replace(outer, variables=self.program.variables), self.prices.itemiser.compiler
+        return memory(met, compiler.fuses, compiler.kernels(met), compiler.tiles)
+
+    @property
+    def sent(self) -> dict[str, float]:
+        """Bytes that a device sends in a step, by mesh axis."""
+        found = self.program.communication_bytes()
+        for met in self._outer:
+            for axis, sent in met.communication_bytes().items():
+                found[axis] = found.get(axis, 0.0) + sent / self.replicas.diloco.period  # type: ignore[union-attr]
+        return found
+
+    @property
+    def layout(self) -> Layout:
+        """The program's layout as a user writes it."""
+        rules = {name: axes for name, axes in self.program.layout.written.items() if name != REPLICA}
+        return Layout(rules, {path: dict(found) for path, found in self.program.layout.refined})
+
+    @property
+    def pipeline(self) -> Mapping[str, int]:
+        """Dimensions of layers that are stages of a pipeline -> how many stages."""
+        return self.model.stages(self.program.mesh, self.program.layout)
+
+    @property
+    def predicted(self) -> Predicted:
+        model, seconds, mesh = self.model, self.cost.step_seconds, self.program.mesh
+        replicas = 1 if self.replicas is None else self.replicas.count
+        machine = self.prices.hardware
+        flops = {dtype: replicas * n for dtype, n in unsplit_flops(model).items()}
+        chips = machine.chips(mesh.devices)
+
+        def rate(items: float | None, of: float = 1.0) -> float | None:
+            return items / seconds / of if items and seconds else None
+
+        tokens = None if model.tokens is None else model.tokens * replicas
+        run = run_flops(self.program) if recomputes(self.program) else {}
+
+        return Predicted(
+            step_seconds=seconds,
+            compute_seconds=self.cost.compute_seconds,
+            communication_seconds=self.cost.communication_seconds,
+            exposed_communication_seconds=self.cost.exposed_communication_seconds,
+            peak_memory_bytes=self.memory.peak,
+            usable_memory_bytes=int(machine.usable_memory_bytes),
+            flops_per_device=self.cost.flops,
+            communication_bytes_per_device=self.sent,
+            mfu=utilisation(flops, machine, mesh.devices, seconds),
+            hfu=utilisation(run, machine, mesh.devices, seconds) if run else None,
+            model_flops=sum(flops.values()),
+            model_flops_per_second_per_chip=rate(sum(flops.values()), chips),
+            examples_per_second=rate(model.examples * replicas),
+            tokens_per_second=rate(tokens),
+            tokens_per_second_per_chip=rate(tokens, chips),
+            host_memory_bytes=self.program.host_bytes or None,
+            host_bytes_per_device=self.program.transfer_bytes() if self.program.host_bytes else None,
+        )
+
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on the price: where it is of another kind, what it prices too low, and where it claims more
+        than anyone published."""
+        own = (
+            *map(str, self.undivided),
+            *self._offloads(),
+            *self._meets(),
+            *self.waits,
+            *self.cost.notes,
+            *sentences(self.program, self.prices.hardware),
+            *filter(None, map(self.prices.hardware.peak_note, unsplit_flops(self.model))),
+        )
+        best, mfu = self.prices.hardware.chip.published_mfu, self.predicted.mfu
+        if best is None or mfu is None or mfu <= best.value:
+            return own
+        step, waits = self.cost.step_seconds, self.cost.exposed_communication_seconds
+        again = self.cost.by(lambda x: x.origin.phase).get("recompute", 0.0)
+        return (
+            *own,
+            f"{share_text(mfu, 1)} MFU is more than any published run of this chip that is known here "
+            f"({share_text(best.value, 1)}: {best.source}); of its step the plan spends "
+            f"{share_text(again, step)} on recomputation and {share_text(waits, step)} waiting for messages, "
+            "and the price leaves out input, the host and stragglers",
+        )
+
+    def _meets(self) -> Iterator[str]:
+        """What replicas send, at once and in the mean, and what of it a delay hides."""
+        if self.replicas is None:
+            return
+        how = self.replicas.diloco
+        sent = [met.communication_bytes().get(how.axis, 0.0) for met in self.replicas.outer]
+        costs = [self.prices.cost(met) for met in self.replicas.outer]
+        longest = max(over_axis(cost, how.axis) for cost in costs)
+        said = (
+            f"a device sends {size_text(max(sent))} over {how.axis!r} every {how.every} steps, "
+            f"{size_text(sum(sent) / how.period)} a step in the mean, in {seconds_text(longest)}"
+        )
+        if not how.delay:
+            yield f"{said}, in which the replicas wait"
+            return
+        step = self.prices.cost(self.program, self._kernels).step_seconds
+        waits = max(0.0, longest - how.delay * step)
+        yield (
+            f"{said}, of which they wait for {seconds_text(waits)}: the rest is beside {how.delay} steps, if "
+            "the engine runs messages beside steps (none here does yet)"
+        )
+
+    def _offloads(self) -> Iterator[str]:
+        """What to know of what lies on the hosts."""
+        machine = self.prices.hardware
+        if self.program.host_bytes and machine.is_host:
+            yield f"on {machine.name} devices and host have one memory: what is offloaded leaves none free"
+        elif self.program.host_bytes:
+            lines = [x for x in self.cost.lines if x.axes == (HOST,)]
+            total, waits = sum(x.seconds * x.times for x in lines), sum(x.exposed * x.times for x in lines)
+            share = share_text(waits, self.cost.step_seconds)
+            yield (
+                f"the step waits {seconds_text(waits)} or {share} for the host link, which takes "
+                f"{seconds_text(total)}: loads and stores one after the other, beside them the products of "
+                "loops alone"
+            )
+        if self.program.host_bytes and machine.host_memory_bytes is None and not machine.is_host:
+            yield (
+                f"how much memory the hosts of {machine.name} have is not known, so whether "
+                f"{size_text(self.program.host_bytes)} for each device fit there is not checked; say it with "
+                "--set-hardware host_memory=64GB"
+            )
+
+    @cached_property
+    def waits(self) -> tuple[str, ...]:
+        """The pipeline bubble of the stages, in words."""
+        said = []
+        for found in waiting(self.program, self.cost):
+            stages = f"each of the {found.stages} stages of {found.dim!r} waits in {found.waits} of"
+            share = f"{share_text(found.seconds, self.cost.step_seconds)} of the step"
+            said.append(
+                f"{stages} {found.ticks} ticks for microbatches, {seconds_text(found.seconds)} or {share}; "
+                "more microbatches wait less"
+            )
+            if found.empty:
+                said[-1] += (
+                    f"; {found.empty} of the {found.places} places for {found.dim} are empty and take as long"
+                )
+        return tuple(said)
+
+    @cached_property
+    def beyond_hosts(self) -> str | None:
+        """Why what it keeps on the hosts does not fit there; None if it does, as far as is known."""
+        host, held = self.prices.hardware.host_memory_bytes, self.program.host_bytes
+        if host is None or held <= host:
+            return None
+        return (
+            f"host memory {size_text(held)} per device is {size_text(held - host)} over "
+            f"{size_text(host)}; offload less"
+        )
+
+    def reason(self, limit: float | None) -> str | None:
+        """Why it does not fit into `limit` bytes, naming the largest tensors, or on the hosts; None if it
+        fits."""
+        if limit is not None and self.beyond_hosts is not None:
+            return self.beyond_hosts
+        if limit is None or self.memory.peak <= limit:
+            return None
+        over = self.memory.peak - limit
+        largest = ", ".join(f"{h.what} ({size_text(h.bytes)})" for h in self.memory.holdings[:3])
+        return (
+            f"peak memory {size_text(self.memory.peak)} is {size_text(over)} over {size_text(limit)}; "
+            f"largest: {largest}"
+        )
+
+
+def over_axis(cost: Cost, axis: str) -> float:
+    """Seconds of all messages over an axis."""
+    return sum(x.seconds * x.times for x in cost.lines if axis in x.axes)
+
+
+def beside_steps(met: Cost, how: DiLoCo, step: float) -> Iterator[Line]:
+    """The lines of a meeting, of whose messages between replicas the steps of its delay hide as much as they
+    take; `step`: seconds of one."""
+    total = over_axis(met, how.axis)
+    left = max(0.0, 1 - how.delay * step / total) if total else 1.0
+    for x in met.lines:
+        yield replace(x, exposed=x.exposed * left) if how.delay and how.axis in x.axes else x
+
+
+def unsplit(model: Model) -> Program:
+    """The step on one device."""
+    return model.step_graph.remembered("unsplit", lambda: model.lower(ONE_DEVICE, Layout(), check=False))
+
+
+def unsplit_flops(model: Model) -> Mapping[str, float]:
+    """FLOPs that a step of the model needs, by dtype (`costmodels.utilisation`): those of its program on one
+    device, the same under every layout."""
+    return model.step_graph.remembered("model_flops", lambda: model_flops(unsplit(model)))
