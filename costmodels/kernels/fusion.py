@@ -28,7 +28,7 @@ from functools import lru_cache
 from mesh_tf_core.ir.blocks import Node, reads
 from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.op import Op, TensorType
-from mesh_tf_core.ir.outline import Outline
+from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.structure import Connection, Read
@@ -83,9 +83,10 @@ def role(op: Op, inputs: tuple[TensorType, ...]) -> str:
     return REDUCE if roles.reduced else MAP
 
 
+@per_graph
 def fusion(graph: Outline) -> Fusion:
-    """The groups of a graph, worked out once."""
-    return graph.remembered(fusion, lambda: _Groups(graph).found())
+    """The groups of a graph."""
+    return _Groups(graph).found()
 
 
 def fusion_of(program: Program) -> Fusion:

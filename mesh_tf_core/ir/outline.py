@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, TypeVar
 
 from mesh_tf_core.ir.blocks import Block, Node
@@ -17,6 +17,35 @@ from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.dtypes import TensorType
 
 T = TypeVar("T")
+
+
+class Remembering:
+    """Keeps what follows from it: an outline for good, a graph until it changes."""
+
+    _remembered: dict[Hashable, Any]
+
+    def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
+        """`make()`, which follows from the graph and `key` alone, worked out once."""
+        if key not in self._remembered:
+            self._remembered[key] = make()
+        found: T = self._remembered[key]
+        return found
+
+
+G = TypeVar("G", bound=Remembering)
+
+
+def per_graph(make: Callable[[G], T]) -> Callable[[G], T]:
+    """Makes a function of a graph or outline work its answer out once for each."""
+
+    @wraps(make)
+    def known(graph: G) -> T:
+        if make not in graph._remembered:
+            graph._remembered[make] = make(graph)
+        found: T = graph._remembered[make]
+        return found
+
+    return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +65,7 @@ class Outlined:
 
 
 @dataclass(frozen=True, eq=False)
-class Outline:
+class Outline(Remembering):
     """Nodes, blocks and tensors of a graph, under the numbers that they have there.
 
     Attributes:
@@ -86,10 +115,3 @@ class Outline:
     def producer(self) -> Mapping[int, Node]:
         """Tensor -> the node that makes it."""
         return {o: node for block in self.blocks for node in block.nodes for o in node.outputs}
-
-    def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
-        """`make()`, which follows from the outline and `key` alone, worked out once."""
-        if key not in self._remembered:
-            self._remembered[key] = make()
-        found: T = self._remembered[key]
-        return found

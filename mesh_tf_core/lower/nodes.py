@@ -11,7 +11,7 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.op import Op, Roles, TensorType
-from mesh_tf_core.ir.outline import Outline
+from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Origin
 from mesh_tf_core.ir.structure import Assign, Connection, Read
@@ -60,13 +60,10 @@ def converts_variable(node: Node) -> bool:
     return node.op.converts and node.phase != Phase.UPDATE
 
 
+@per_graph
 def weights(graph: Graph | Outline) -> Mapping[int, str]:
     """Tensors that are the value of a trained variable, or parts or casts of it before the update -> its
     name."""
-    return graph.remembered(weights, lambda: _weights(graph))
-
-
-def _weights(graph: Graph | Outline) -> dict[int, str]:
     parts: dict[int, list[int]] = defaultdict(list)
     found: dict[int, str] = {}
     for block in graph.blocks:
@@ -91,12 +88,9 @@ def pass_of(phase: Phase) -> Phase:
     return Phase.FORWARD if phase == Phase.FORWARD else Phase.BACKWARD
 
 
+@per_graph
 def read_nodes(graph: Graph) -> Mapping[str, frozenset[int]]:
     """Variable -> the nodes that read it."""
-    return graph.remembered(read_nodes, lambda: _read_nodes(graph))
-
-
-def _read_nodes(graph: Graph) -> dict[str, frozenset[int]]:
     found: dict[str, set[int]] = defaultdict(set)
     for node, _ in graph.walk():
         if isinstance(node.op, Read):
@@ -104,13 +98,10 @@ def _read_nodes(graph: Graph) -> dict[str, frozenset[int]]:
     return {name: frozenset(nodes) for name, nodes in found.items()}
 
 
+@per_graph
 def delivered(graph: Graph) -> Mapping[int, str]:
     """Tensors that are a variable's gradient, or of several loops that add up to it what one adds -> the
     variable."""
-    return graph.remembered(delivered, lambda: _delivered(graph))
-
-
-def _delivered(graph: Graph) -> dict[int, str]:
     owner = graph.gradient_of
     sums = [n for n in graph.nodes if isinstance(n.op, AddN) and n.outputs[0] in owner]
     ends = {o for n in graph.nodes if n.body is not None for o in n.outputs}
@@ -118,26 +109,20 @@ def _delivered(graph: Graph) -> dict[int, str]:
     return {**added, **owner}
 
 
+@per_graph
 def gradient_terms(graph: Graph) -> Mapping[int, str]:
     """Tensors that are a variable's gradient, or that a loop stacks or sums up to one -> the variable. (What
     loops inside of that loop sum up is such a term only when they have ended.)"""
-    return graph.remembered(gradient_terms, lambda: _gradient_terms(graph))
-
-
-def _gradient_terms(graph: Graph) -> dict[int, str]:
     owner = delivered(graph)
     ends = ((b, pair) for b in graph.blocks for pair in (*b.stacked, *b.summed))
     terms = {i: owner[o] for b, (i, o) in ends if o in owner and graph.tensor(i).block == b.id}
     return {**terms, **owner}
 
 
+@per_graph
 def repeated(graph: Graph | Outline) -> Mapping[int, int]:
     """Tensors that repeat a conversion -> what the first such of the same tensor in the same block makes:
     lowering converts once for all who ask before the update."""
-    return graph.remembered(repeated, lambda: _repeated(graph))
-
-
-def _repeated(graph: Graph | Outline) -> dict[int, int]:
     first: dict[tuple[int, int, Op], int] = {}
     found: dict[int, int] = {}
     for node, _ in graph.walk():
@@ -179,11 +164,10 @@ def _moved_dims(node: Node, tensor: int, graph: Graph) -> list[str]:
     return [n for n in graph.tensor(tensor).shape.names if n in whole or (op.regroups and n not in stay)]
 
 
+@per_graph
 def crossed(graph: Graph) -> tuple[str, ...]:
     """The dimensions that forms of attention are chosen for."""
-    return graph.remembered(
-        crossed, lambda: tuple(dict.fromkeys(n for node, _ in graph.walk() for n in crosses(node.op)[:1]))
-    )
+    return tuple(dict.fromkeys(n for node, _ in graph.walk() for n in crosses(node.op)[:1]))
 
 
 def check_context(graph: Graph, context: Mapping[str, str]) -> None:
@@ -203,12 +187,9 @@ def is_product(op: Op, operands: Sequence[int]) -> bool:
     return isinstance(op, Einsum) and not op.chooses and len(operands) == 2
 
 
+@per_graph
 def product_dims(graph: Graph) -> Mapping[int, frozenset[str]]:
     """Node -> the dimensions of products of two operands that it is, or that read what it renames."""
-    return graph.remembered(product_dims, lambda: _product_dims(graph))
-
-
-def _product_dims(graph: Graph) -> dict[int, frozenset[str]]:
     found: dict[int, frozenset[str]] = {}
     for node, _ in graph.walk():
         if is_product(node.op, node.inputs):

@@ -13,28 +13,16 @@ from collections.abc import Iterable, Mapping
 
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.ir.op import Op
+from mesh_tf_core.ir.outline import per_graph
 from mesh_tf_core.ir.structure import Connection
 from mesh_tf_core.ir.traits import SumRules, distributes
 from mesh_tf_core.lower.nodes import plan_of, updated
 from mesh_tf_core.tracing.graph import Graph
 
 
+@per_graph
 def paddable(graph: Graph) -> Mapping[str, frozenset[str]]:
     """Trained variable -> its dimensions that may be padded where it is stored."""
-    return graph.remembered(paddable, lambda: _paddable(graph))
-
-
-def paddable_with(graph: Graph, others: Iterable[Graph]) -> Mapping[str, frozenset[str]]:
-    """The same where other graphs (outer steps of replicas) update the same variables too."""
-    found = dict(paddable(graph))
-    for other in others:
-        nodes = _updates(other)
-        for name in found.keys() & nodes.keys():
-            found[name] = _alone(nodes[name], set(), found[name], other)
-    return found
-
-
-def _paddable(graph: Graph) -> dict[str, frozenset[str]]:
     nodes = _updates(graph)
     gradients = {name: tensor for tensor, name in graph.gradient_of.items()}
     found = {}
@@ -42,6 +30,16 @@ def _paddable(graph: Graph) -> dict[str, frozenset[str]]:
         if variable.trainable and variable.slot_of is None and not variable.even and name in gradients:
             zero = {gradients[name]}
             found[name] = _alone(nodes[name], zero, frozenset(variable.shape.names), graph)
+    return found
+
+
+def paddable_with(graph: Graph, others: Iterable[Graph]) -> Mapping[str, frozenset[str]]:
+    """`paddable`, where other graphs (outer steps of replicas) update the same variables too."""
+    found = dict(paddable(graph))
+    for other in others:
+        nodes = _updates(other)
+        for name in found.keys() & nodes.keys():
+            found[name] = _alone(nodes[name], set(), found[name], other)
     return found
 
 

@@ -24,13 +24,13 @@ parts of a program have the rules of the whole.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
 from mesh_tf_core.ir.instructions import GRADIENT, HOST, PARAMETER, STEP
 from mesh_tf_core.ir.op import PRODUCTS
-from mesh_tf_core.ir.outline import Outline
+from mesh_tf_core.ir.outline import Outline, per_graph
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import (
     AllGather,
@@ -144,12 +144,9 @@ def _without_products(code: Iterable[Instr]) -> set[int]:
 # -- what messages are for -----------------------------------------------------------------------------------
 
 
+@per_graph
 def _stored_tensors(outline: Outline) -> frozenset[int]:
     """Tensors that are variables, or parts or casts of them."""
-    return outline.remembered(_stored_tensors, lambda: frozenset(_stored_of(outline)))
-
-
-def _stored_of(outline: Outline) -> Collection[int]:
     parts: dict[int, list[int]] = {}
     for block in outline.blocks:
         for outer, inner in block.sliced:
@@ -165,7 +162,7 @@ def _stored_of(outline: Outline) -> Collection[int]:
         passes = converts_variable(node) or (node.op.free and node.inputs and node.phase != Phase.UPDATE)
         if isinstance(node.op, Read) or (passes and found.issuperset(node.inputs)):
             add(node.outputs[0])
-    return found
+    return frozenset(found)
 
 
 def _stored(program: Program) -> set[int]:

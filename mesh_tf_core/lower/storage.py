@@ -32,6 +32,7 @@ from mesh_tf_core.ir.dtypes import is_float, itemsize
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import AT, Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
+from mesh_tf_core.ir.outline import per_graph
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.ir.values import Splits
@@ -124,13 +125,10 @@ def stage_number(name: str | int) -> int:
     return STAGES.index(str(name))
 
 
+@per_graph
 def narrow_reads(graph: Graph) -> Mapping[str, str]:
     """The trained variables that all before the update reads through casts to one smaller float -> this
     dtype."""
-    return graph.remembered(narrow_reads, lambda: _narrow_reads(graph))
-
-
-def _narrow_reads(graph: Graph) -> dict[str, str]:
     owner: dict[int, str] = {}
     found: dict[str, set[str | None]] = {}
     parts: dict[int, list[int]] = {}

@@ -17,7 +17,7 @@ from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import check_dtype
 from mesh_tf_core.ir.initializers import ZEROS, Initial, Variable
 from mesh_tf_core.ir.op import Op, TensorType, inferred
-from mesh_tf_core.ir.outline import Outline, Outlined
+from mesh_tf_core.ir.outline import Outline, Outlined, Remembering
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
 from mesh_tf_core.ir.tensor import Tensor
@@ -35,7 +35,7 @@ MOST_OPERATIONS = 250_000
 day."""
 
 
-class Graph(Residuals):
+class Graph(Residuals, Remembering):
     """A model under construction, and afterwards its operations.
 
     Attributes:
@@ -77,13 +77,6 @@ class Graph(Residuals):
         dictionaries of a graph directly calls this."""
         self.version += 1
         self._remembered.clear()
-
-    def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
-        """`make()`, which follows from the graph and `key` alone, worked out once until it changes."""
-        if key not in self._remembered:
-            self._remembered[key] = make()
-        found: T = self._remembered[key]
-        return found
 
     def outline(self) -> Outline:
         """The graph's current outline, as plain data; one object until the graph changes."""

@@ -32,6 +32,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import MICROBATCH, Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
+from mesh_tf_core.ir.outline import per_graph
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.schedules import CIRCULAR, GPIPE, PipelineSchedule, StageAction
 from mesh_tf_core.ir.stored_order import PADDING, Interleaved
@@ -80,12 +81,9 @@ def pipelined(
     return _Pipelines(graph, batch, parts, stages, rounds).run(wanted)
 
 
+@per_graph
 def loop_dims(graph: Graph) -> Mapping[str, list[Node]]:
     """The dimensions that forward loops run over -> these loops."""
-    return graph.remembered(loop_dims, lambda: _loop_dims(graph))
-
-
-def _loop_dims(graph: Graph) -> dict[str, list[Node]]:
     found: dict[str, list[Node]] = {}
     for node, _ in graph.walk():
         if node.phase == Phase.FORWARD and node.body is not None and node.body.dim is not None:
