@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
@@ -12,7 +12,7 @@ from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.plan.covered import CoveredSpace, UncoveredChoices
 from layoutopt.runtime.clock import Clock
 from layoutopt.space.decisions import KINDS, SearchSpace, left_out
-from layoutopt.space.kind import Target
+from layoutopt.space.kind import UNEQUAL, Target
 from layoutopt.space.mesh_shapes import other_meshes
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import Mesh
@@ -110,6 +110,12 @@ def left_whole(request: Request, of: Evaluation) -> list[str]:
     """Variables that the search could not store split, where it was allowed to."""
     stages = [stage for stage in STAGES[1:] if stage in request.allowed.storage]
     return [] if not stages else [str(each) for each in of.left_whole(stages[-1])]
+
+
+def uneven(request: Request, meshes: Iterable[Mesh]) -> bool:
+    """True if unequal shards could split more on some mesh."""
+    targets = (Target(request.model, mesh) for mesh in dict.fromkeys(meshes))
+    return any(UNEQUAL in left.what for target in targets for left in left_out(target, request.allowed))
 
 
 def space_of(

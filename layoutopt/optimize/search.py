@@ -33,13 +33,11 @@ from layoutopt.optimize.incumbents import Incumbents
 from layoutopt.optimize.least_memory import leanest, least_memory, too_much
 from layoutopt.optimize.merging import simplest
 from layoutopt.optimize.pace import Pace, looked_at
-from layoutopt.optimize.request import ANSWERED, BESIDE, SEARCHED, Request, SearchStatus, space_of
+from layoutopt.optimize.request import ANSWERED, BESIDE, SEARCHED, Request, SearchStatus, space_of, uneven
 from layoutopt.optimize.restricted import held, lean
 from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.units import size_text
-from layoutopt.space.decisions import left_out
-from layoutopt.space.kind import UNEQUAL, Target
 from mesh_tf_core.errors import InfeasibleError, LimitError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower import Options
@@ -145,20 +143,11 @@ class LayoutSearch:
         if best is not None:
             self.best = self.simpler(best)
         elif self.proven:
-            even = EVENLY if self._uneven else ""
+            even = EVENLY if uneven(request, (c.subproblem.mesh for c in self.candidates)) else ""
             self.none = (
                 f"no layout of {request.model.name!r}{even} fits into {size_text(request.limit)} a device"
             )
             self.none += self._needed() if request.explains else ""
-
-    @property
-    def _uneven(self) -> bool:
-        """Whether unequal shards could split more on some mesh."""
-        request = self.request
-        targets = (
-            Target(request.model, m) for m in dict.fromkeys(c.subproblem.mesh for c in self.candidates)
-        )
-        return any(UNEQUAL in left.what for target in targets for left in left_out(target, request.allowed))
 
     def _conclude(self) -> None:
         """Makes the best so far the answer of a search that was ended, or came to its end with none for want
