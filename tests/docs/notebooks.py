@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-SPENT = re.compile(r"(shown in |considered in )[\d.]+\s?\w+")
+SPENT = re.compile(r"(shown in |considered in |gap [\d.]+%, )[\d.]+\s?\w+")
 """How long a search took, which no two have in common."""
 
 
