@@ -60,7 +60,13 @@ class Command(TyperCommand):
                 found |= SOURCES[name].read(ctx, typed[name], {**found, **typed})
         without = {other for name in typed if typed[name] is not None for other in REPLACES.get(name, ())}
         ctx.default_map = {name: value for name, value in found.items() if name not in without}
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            if getattr(error.param, "name", "") in ctx.default_map:
+                said = " and ".join(f"--{name} {typed[name]}" for name in self.sources if typed.get(name))
+                error.message += f", found in {said}"
+            raise
 
 
 @dataclass(frozen=True)
