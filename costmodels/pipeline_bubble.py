@@ -1,4 +1,4 @@
-"""How long the stages of pipelines wait, of a step's price.
+"""The pipeline bubble: the seconds of a step's price that stages wait.
 
 The schedule's table (`mesh_tf_core.ir.schedules`) says in how many ticks of a pass a stage works and in how
 many it is idle. The ticks may be those of one loop, or of several, one after the other (1F1B: some only

@@ -1,4 +1,4 @@
-"""Which products the devices of a mesh axis do alike: those that are not split over it."""
+"""The products that the devices of a mesh axis repeat: those that are not split over it."""
 
 from __future__ import annotations
 

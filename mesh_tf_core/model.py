@@ -90,12 +90,12 @@ class Model:
 
     @property
     def examples(self) -> int:
-        """How many examples a step learns from: the largest first dimension of an input."""
+        """The number of examples of a step: the largest first dimension of an input."""
         return max((t.shape.sizes[0] for t in self.graph.inputs.values() if len(t.shape)), default=1)
 
     @property
     def tokens(self) -> int | None:
-        """How many tokens a step learns from; None if `token_dims` names none."""
+        """The number of tokens of a step; None if `token_dims` names none."""
         names = tuple(d.name if isinstance(d, Dim) else d for d in self.token_dims)
         shapes = [t.shape for t in self.graph.inputs.values()]
         found = next((s for s in shapes if set(names) <= set(s.names)), None)
@@ -261,7 +261,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained: hyperparameters that model files have in common.
+    """The training of a model: hyperparameters that model files have in common.
 
     Attributes:
       dtype: of activations; variables and their updates are float32.

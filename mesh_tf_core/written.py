@@ -35,7 +35,7 @@ from mesh_tf_core.ir.program import Carry, Instr, Program, Result, Sliced, Value
 
 FORMAT = "mesh-tf-program/1"
 ROOMS = ("ir", "ops", "lower", "tracing")
-"""Where the classes are defined that programs are made of."""
+"""The rooms with the classes that programs are made of."""
 
 
 def program_to_json(program: Program) -> dict[str, Any]:

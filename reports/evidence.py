@@ -1,4 +1,4 @@
-"""How far a calibration's fit is from its measurements."""
+"""The distance of a calibration's fit from its measurements."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def _split(layout: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
 
 
 def lies_on(plan: PlanFile, axis: str) -> str:
-    """Where a mesh axis lies on the hardware, in words; '' where the plan does not say."""
+    """The position of a mesh axis on the hardware, in words; '' where the plan does not say."""
     return plan.details.hardware.lies.get(axis, "") if plan.details.hardware else ""
 
 

@@ -57,7 +57,7 @@ class TimingSample:
 
 @dataclass(frozen=True, slots=True)
 class ClockNoise:
-    """How far a measurement can be trusted.
+    """The reliability of a measurement.
 
     Attributes:
       foreign: median share of the cores that other processes used.
@@ -116,7 +116,7 @@ def _of_machine(samples: Sequence[TimingSample]) -> TimingSample:
 
 
 def steps_for(run: Callable[[], object], seconds: float) -> int:
-    """How many steps take about `seconds`, from one step."""
+    """The number of steps that take about `seconds`, from one step."""
     start = time.perf_counter()
     run()
     return max(1, min(200, round(seconds / max(time.perf_counter() - start, 1e-6))))

@@ -103,7 +103,7 @@ class Probe:
 
     @property
     def stores(self) -> int:
-        """How many results a step stores."""
+        """The number of results that a step stores."""
         if self.target == LAUNCH:
             return sum(isinstance(instr, WriteVariable) for instr in self.program(ALONE).code)
         if self.op is None or self.stored:

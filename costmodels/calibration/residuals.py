@@ -1,4 +1,4 @@
-"""How well a calibrated profile meets the measurements that it was fitted to, and those that it was not."""
+"""The errors of a calibrated profile on the measurements that it was fitted to, and on others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Who measures: this process alone, or those of a cluster, which all do the same in the same order.
+"""The processes that measure: this process alone, or those of a cluster, which all do the same in the same
+order.
 
 Values that depend on time differ between processes, so worker 0 sends its own (`Team.broadcast`). A sample
 is one of all (`costmodels.calibration.clock.combined`): every process begins it when all are ready, and

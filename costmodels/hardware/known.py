@@ -1,4 +1,4 @@
-"""How far predictions for each preset are off: `known.json`, which `benchmarks/known.py` makes of results."""
+"""The errors of predictions for each preset: `known.json`, which `benchmarks/known.py` makes of results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How devices are joined: a torus, a cluster of nodes, or processes that share memory."""
+"""The links between devices: a torus, a cluster of nodes, or processes that share memory."""
 
 from __future__ import annotations
 

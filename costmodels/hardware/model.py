@@ -149,7 +149,7 @@ class ComputeCurve:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """How a profile was made; mappings and measurements are JSON text, so that the value is hashable."""
+    """The origin of a profile; mappings and measurements are JSON text, so that the value is hashable."""
 
     date: str
     machine: str
@@ -264,7 +264,8 @@ class Hardware:
         return None if self.is_host else note_of(dtype, self._peaks, self.name)
 
     def contention(self, devices: int) -> float:
-        """How many devices share one core when `devices` of them run: 1 unless devices are virtual."""
+        """The number of devices that share one core when `devices` of them run: 1 unless devices are
+        virtual."""
         if self.chip.host_cores is None:
             return 1.0
         return max(1.0, devices / self.chip.host_cores.value)

@@ -1,4 +1,4 @@
-"""Which peak rate products of a type run at on a chip whose file has none for that type.
+"""The peak rate of products of a type on a chip whose file has none for that type.
 
 A type without a peak of its own is computed in another one, the first of a list that the chip has. No float
 is ever computed in integers.

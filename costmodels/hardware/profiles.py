@@ -9,7 +9,7 @@ from mesh_tf_core.errors import UserError
 
 
 def profiles_directory() -> Path | None:
-    """Where calibrated profiles lie; None for a user without a home."""
+    """The directory of calibrated profiles; None for a user without a home."""
     return cache_directory("profiles")
 
 

@@ -1,4 +1,5 @@
-"""Which operations a compiler may run as one kernel: a fact of the graph alone, of no layout and no machine.
+"""The operations that a compiler may run as one kernel: a fact of the graph alone, of no layout and no
+machine.
 
 The rules are those of XLA, kept simple (openxla/xla, xla/service/instruction_fusion.cc, and what its TPU
 compiler makes of training steps):
@@ -39,7 +40,7 @@ from mesh_tf_core.lower.rematerialization import running_again
 
 @dataclass(frozen=True)
 class Fusion:
-    """Which operations of a graph a compiler may run as one kernel.
+    """The operations of a graph that a compiler may run as one kernel.
 
     Attributes:
       group: node -> its group; nodes that fuse with nothing are alone in theirs or not listed.
@@ -67,7 +68,7 @@ FREE, PRODUCT, MAP, REDUCE, ALONE = "free", "product", "map", "reduce", "alone"
 
 @lru_cache(maxsize=1 << 16)
 def role(op: Op, inputs: tuple[TensorType, ...]) -> str:
-    """How an operation fuses on operands of these types: FREE, PRODUCT, MAP, REDUCE or ALONE."""
+    """The role of an operation in fusion on operands of these types: FREE, PRODUCT, MAP, REDUCE or ALONE."""
     if op.free:
         return FREE
     dims = op.work(*inputs).product

@@ -42,7 +42,7 @@ class GroupContext:
         return self.same.get(value, value)
 
     def role(self, instr: Local) -> str:
-        """How an instruction fuses, whatever is left of its operands on a device."""
+        """The role of an instruction in fusion, whatever is left of its operands on a device."""
         values = (self.program.values[i] for i in instr.inputs)
         return role(instr.op, tuple(TensorType(v.shape, v.dtype) for v in values))
 

@@ -1,4 +1,4 @@
-"""How the steps of a group fall into kernels, by the rules of `costmodels.kernels.fused`.
+"""The kernels of a group's steps, by the rules of `costmodels.kernels.fused`.
 
 Nearly all of it follows from how the steps are connected. Sizes decide only whether a later kernel reads a
 value or computes it again (rule (3)); where no step has that choice, nothing is decided twice.
@@ -149,7 +149,7 @@ class Partition:
         return frozenset(o for o in self._results if o not in self.leaving or o in self.stacked)
 
     def outcome(self, size: Mapping[OperandKey, int]) -> Outcome:
-        """Which values are written, and which kernel runs which steps."""
+        """The values that are written, and the steps of each kernel."""
         if self._settled is not None:
             return self._settled
         found = _Settling(self, size)

@@ -1,1 +1,1 @@
-"""How a mesh lies on hardware, and seconds of its collectives."""
+"""The placement of a mesh on hardware, and seconds of its collectives."""

@@ -1,4 +1,4 @@
-r"""How the axes of a mesh lie on hardware, and what links a group of devices then has.
+r"""The placement of a mesh's axes on hardware, and the links that a group of devices then has.
 
 A *placement* factors every mesh axis over the levels of the hardware: `core` (devices of one chip), the torus
 axes `x`, `y`, `z`, and `slice` (over the data-centre network); or `node` and `network` for GPUs; or
@@ -36,7 +36,7 @@ BETWEEN = ("network", "slice")
 
 @dataclass(frozen=True)
 class MeshPlacement:
-    """Where a mesh lies on hardware.
+    """The placement of a mesh on hardware.
 
     Attributes:
       hardware: the hardware.
@@ -191,7 +191,7 @@ def _shape(topology: Torus | GpuCluster | SharedMemory, assignment: AxisAssignme
 
 
 def wraps(topology: Torus, shape: tuple[int, ...]) -> tuple[bool, ...]:
-    """Which axes of a slice of `shape` chips have their ends joined."""
+    """The axes of a slice of `shape` chips whose ends are joined."""
     rule, value = topology.wraparound.rule, topology.wraparound.value
     if rule == "axis_size" and value is not None:
         return tuple(n == value.value for n in shape)

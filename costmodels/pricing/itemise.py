@@ -28,7 +28,7 @@ from mesh_tf_core.lower.combine import SMALL_BYTES
 
 @dataclass(frozen=True)
 class Itemiser:
-    """How programs fall into items. Itemisers that are equal make the same items.
+    """The division of programs into items. Itemisers that are equal make the same items.
 
     Attributes:
       compiler: whose kernels they are.

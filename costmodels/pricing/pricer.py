@@ -77,7 +77,7 @@ class Pricer:
 
     @cached_property
     def itemiser(self) -> Itemiser:
-        """How programs fall into items on this hardware."""
+        """The division of programs into items on this hardware."""
         return Itemiser.of(self.hardware)
 
     @cached_property

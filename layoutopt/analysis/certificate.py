@@ -84,7 +84,8 @@ class Certificate:
 
     @property
     def other(self) -> str:
-        """How this is not the space that the plan's search had; '' if it is, as far as is known."""
+        """The difference between this space and that of the plan's search; '' if there is none,
+        as far as is known."""
         if not self.complete or self.considered in (None, self.layouts):
             return ""
         return f"the plan's search had {self.considered:,} layouts, what it says of them has {self.layouts:,}"
@@ -158,7 +159,7 @@ def rule_out(
 
 
 def considered_by(plan: Plan) -> int | None:
-    """How many layouts a plan's search had; None where it does not say that in a number."""
+    """The number of layouts of a plan's search; None where it does not say that in a number."""
     said = plan.solver.layouts_considered.partition(" and ")[0].replace(",", "")
     return int(said) if said.isascii() and said.isdigit() else None
 

@@ -61,7 +61,7 @@ def differences(ours: Cost, theirs: Cost) -> list[Difference]:
 
 
 def disagreements(plan: Plan, evaluation: Evaluation) -> list[str]:
-    """Where the plan's prediction is not what lowering and pricing its layout gives now."""
+    """The differences between the plan's prediction and the price of its layout now."""
     said, found = plan.predicted.model_dump(), evaluation.predicted.model_dump()
     wrong = []
     for name, old in said.items():

@@ -64,7 +64,7 @@ def lint(model: Model, evaluation: Evaluation, hardware: Hardware, options: Opti
 
 
 def slower(found: Cost, best: Cost) -> LikelyMistake | None:
-    """Where a step loses most of the time that it takes longer than the best one; None if it hardly does."""
+    """The largest part of the time that a step takes longer than the best one; None if it hardly does."""
     if found.step_seconds <= SLOWER * best.step_seconds:
         return None
     place = _more(found, best, lambda x: x.origin.scope)

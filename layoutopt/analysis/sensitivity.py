@@ -1,5 +1,5 @@
-"""Where the answer would be another one: with other bandwidth, memory or devices, and if the numbers that the
-prediction rests on are off by what their sources admit.
+"""The conditions under which the answer changes: with other bandwidth, memory or devices, and if the numbers
+that the prediction rests on are off by what their sources admit.
 
     sensitivity   a search under every changed condition: its best time and layout. What one search found is
                   priced under the other conditions of its mesh too, and its bound holds with less of a thing:

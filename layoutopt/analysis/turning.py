@@ -1,4 +1,4 @@
-"""Where it starts to pay that an axis synchronises rarely: the ways that a search compared, as the link
+"""The link speed at which rare synchronisation starts to pay: the ways that a search compared, as the link
 between replicas becomes faster or slower.
 
 Either the layouts that the search found are priced on every link, or every way is searched anew there.
@@ -59,8 +59,8 @@ def turning(
     hardware: Hardware,
     factors: Sequence[float] = FACTORS,
 ) -> Turning | None:
-    """How the layouts of some ways compare on other links, the link of the fastest that synchronises rarely;
-    None if there is none beside the synchronous one.
+    """The comparison of some ways on other links, the link of the fastest that synchronises rarely; None if
+    there is none beside the synchronous one.
 
     Args:
       build: the model of a way.

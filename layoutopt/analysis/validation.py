@@ -1,4 +1,4 @@
-"""How well predicted times agree with measured ones, over many layouts of a model.
+"""The agreement of predicted with measured times, over many layouts of a model.
 
 (1) mape         mean of |predicted - measured| / measured
 (2) kendall_tau  tau-b of the two orders (Kendall 1945)          1: the model orders all layouts rightly

@@ -28,7 +28,7 @@ from mesh_tf_core.model import Model
 
 @dataclass(frozen=True)
 class ValidationRuns:
-    """How `validate` runs layouts.
+    """The options of runs by `validate`.
 
     Attributes:
       count: how many layouts, where none are given: the best, named ones, and others.

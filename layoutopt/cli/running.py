@@ -285,8 +285,8 @@ def _zeros(model: Model) -> Iterator[dict[str, Any]]:
 
 
 def items_of(model: Model, given: GivenOptions) -> tuple[int, str]:
-    """How many things a step learns from, and what they are: tokens where the model names them, or else
-    examples."""
+    """The number of things that a step learns from, and what they are: tokens where the model names them, or
+    else examples."""
     tokens = model.tokens
     count, name = (model.examples, "examples") if tokens is None else (tokens, "tokens")
     diloco = given.options.diloco

@@ -377,5 +377,5 @@ def _message_terms(
 
 
 def count_layouts(options: Mapping[str, Sequence[Choice]]) -> int:
-    """How many combinations the options allow, legal or not."""
+    """The number of combinations of the options, legal or not."""
     return math.prod(len(found) for found in options.values())

@@ -39,7 +39,7 @@ from mesh_tf_core.ops.stages import StageStack
 
 
 class ByteRule(Enum):
-    """How the bytes of a tensor are read off a lowered cluster.
+    """The rule by which the bytes of a tensor are read off a lowered cluster.
 
     OWN: of the tensor's value; 0 where it lies in another's memory or in a kernel.
     ANY: the same in whatever memory it lies.

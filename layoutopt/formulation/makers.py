@@ -1,4 +1,4 @@
-"""Which cluster makes each tensor of a step, and what the tensor is called there.
+"""The cluster that makes each tensor of a step, and the tensor's name there.
 
 Equal clusters are lowered once: a tensor of any of them is read off the first one, in which the tensor at the
 same place stands for it.
@@ -18,7 +18,7 @@ from mesh_tf_core.lower import Subgraph
 
 
 class TensorMaker(NamedTuple):
-    """Where a tensor is made: the number of a cluster, the tensor's id there, and how much of that it is."""
+    """The maker of a tensor: the number of a cluster, the tensor's id there, and how much of that it is."""
 
     cluster: int
     tensor: int

@@ -110,7 +110,7 @@ class SharedContext:
 
     @cached_property
     def makers(self) -> Makers:
-        """Which cluster makes each tensor."""
+        """The cluster that makes each tensor."""
         return Makers(self.dependencies, self.clusters)
 
     def points(self, again: frozenset[str], fuses: bool) -> ProgramPoints:

@@ -172,7 +172,7 @@ def is_local(file: Path, folders: Iterable[Path]) -> bool:
 
 
 def place_of(file: Path) -> Path:
-    """Where a file lies, by whatever path it is named; a link is a file of its own."""
+    """The real path of a file, by whatever path it is named; a link is a file of its own."""
     return Path(os.path.realpath(file.parent), file.name)
 
 

@@ -17,7 +17,7 @@ FOLDER = "examples"
 
 @cache
 def home() -> Path:
-    """Where the examples lie: in the installed package, or in the checkout beside it."""
+    """The folder of the examples: in the installed package, or in the checkout beside it."""
     package = Path(__file__).resolve().parents[1]
     installed = package / FOLDER
     return installed if installed.is_dir() else package.parent / FOLDER

@@ -51,7 +51,7 @@ class TableAgreement:
 
     @property
     def said(self) -> str:
-        """Where they differ from programs; "" if nowhere that is known."""
+        """The differences between tables and programs; "" if none is known."""
         shared = "what operations share is not all in the tables"
         if abs(self.seconds - self.program) > EXACT * self.program:
             return (

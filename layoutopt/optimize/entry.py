@@ -39,7 +39,7 @@ MOST_LISTED = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How far a search goes.
+    """The limits of a search.
 
     Attributes:
       memory: bytes that a device may hold (None: the hardware's memory).

@@ -48,7 +48,7 @@ class Evaluation:
 
     @cached_property
     def storage(self) -> Placement:
-        """How the program's variables are stored."""
+        """The storage of the program's variables."""
         variables = (stored.variable for stored in self.program.variables.values())
         mesh, layout = self.program.mesh, self.program.layout
         step = self.model.step_of(mesh, layout, self.options)

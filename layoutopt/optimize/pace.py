@@ -1,4 +1,4 @@
-"""How far a search is, in words and seconds, for those who wait."""
+"""The progress of a search, in words and seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from layoutopt.optimize.subproblems import Subproblem
 
 @dataclass
 class Pace:
-    """How fast a search goes through its problems.
+    """The pace of a search through its problems.
 
     Attributes:
       spent: seconds that each problem took.

@@ -243,7 +243,7 @@ def _notes(proof: _Proof, bound: float, missing: Sequence[str], unsplit: Sequenc
 
 
 def repeated_work(request: Request, of: Evaluation, microbatches: int, names: Mapping[str, str]) -> list[str]:
-    """Which devices do the same work, and what would have to be another size for them to share it."""
+    """The devices that repeat work, and the sizes that would let them share it."""
     notes, batch, mesh, layout = [], request.model.batch_dim, of.program.mesh, of.program.layout
     for axis, found in repeated(of.program).items():
         if found.share < REPEATED_SHARE:

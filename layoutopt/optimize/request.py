@@ -23,7 +23,7 @@ from mesh_tf_core.model import Model
 
 @dataclass(frozen=True)
 class SearchStatus:
-    """How far a search is.
+    """The progress of a search.
 
     Attributes:
       looked: the mesh that is looked at, and what else is given there, in words.

@@ -94,7 +94,7 @@ class LayoutSearch:
 
     @property
     def considered(self) -> int:
-        """How many combinations of decisions there are."""
+        """The number of combinations of decisions."""
         return sum(count_layouts(candidate.subproblem.decided.options) for candidate in self.candidates)
 
     def run(self, subproblems: Iterable[Subproblem], keep_best: bool = False) -> EvaluatedLayout:

@@ -44,7 +44,7 @@ class AppliesPlans(Protocol):
         """The plan in that program."""
 
     def arrays(self, plan: Plan) -> Mapping[str, tuple[ExportedTensor, ...]]:
-        """That program's arrays as the plan stores them, by the name of a section."""
+        """The arrays of that program as the plan stores them, by the name of a section."""
 
 
 class Plan:
@@ -215,7 +215,7 @@ class Plan:
 
 
 def model_info(model: Model) -> ModelInfo:
-    """Which model: name, fingerprint of its step, hyperparameters, number of trained parameters."""
+    """The model's identity: name, fingerprint of its step, hyperparameters, number of trained parameters."""
     return ModelInfo(
         name=model.name,
         fingerprint=model.fingerprint,

@@ -74,7 +74,7 @@ class HardwareNumber(Data):
 
 
 def sources_text(numbers: Sequence[HardwareNumber]) -> str:
-    """How many numbers there are, and how many of them are assumptions."""
+    """The number of numbers, and of assumptions among them."""
     said = f"{len(numbers):,} number{'s' * (len(numbers) != 1)} with sources"
     return f"{said}, {sum(number.assumed for number in numbers)} of them assumptions"
 

@@ -43,7 +43,7 @@ class SourcedNumber(Data):
 
 
 class SourcedCurve(Data):
-    """Where a measured curve is from."""
+    """The source of a measured curve."""
 
     path: str
     source: str

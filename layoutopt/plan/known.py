@@ -1,5 +1,5 @@
-"""How far predictions for a piece of hardware are from what others published and what its compiler says, and
-how much memory a plan should leave."""
+"""The errors of predictions for a piece of hardware against what others published and what its compiler says,
+and how much memory a plan should leave."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def hardware_details(machine: Hardware, mesh: Mesh) -> HardwareInfo:
 
 
 def errors_known(machine: Hardware) -> Known:
-    """How far predictions for a machine are off, as far as that was compared, and what memory they should
+    """The errors of predictions for a machine, as far as that was compared, and what memory they should
     leave."""
     from costmodels.hardware.known import known_errors
     from layoutopt.plan.known import Known, Margin

@@ -128,7 +128,7 @@ class ValidateResult(Validation, CommandResult):
 
 
 class Collectives(Data):
-    """How many collectives of one kind over groups of one size a step has."""
+    """The number of collectives of one kind over groups of one size in a step."""
 
     kind: str
     group_size: int

@@ -38,7 +38,7 @@ AGAIN = "make it again with `layoutopt search MODEL --out PLAN.json`"
 
 
 class ModelInfo(Data):
-    """Which model a plan is for; no `parameters`: not known."""
+    """The model of a plan; no `parameters`: not known."""
 
     name: str
     fingerprint: str = ""
@@ -271,7 +271,7 @@ class PlanFile(Decided):
 
     @property
     def known(self) -> Known:
-        """How far predictions for its hardware are off, as far as the plan says."""
+        """The errors of predictions for its hardware, as far as the plan says."""
         return self.details.hardware.known if self.details.hardware else Known()
 
     def fit_of(self, choice: PricedAlternative) -> str:

@@ -63,7 +63,7 @@ class SizedCandidate(Decided):
     frontier: Flag = False
 
     def lasts(self) -> str:
-        """How long training takes."""
+        """The duration of training."""
         return lasts(86_400 * (self.days or 0.0))
 
     def costs(self) -> str:
@@ -146,7 +146,7 @@ class Optimum(Data):
 
 
 class Flat(Data):
-    """How far sizes may lie from the best one: those that were searched on the same devices."""
+    """The range of sizes near the best one: those that were searched on the same devices."""
 
     within: str
     low: int
@@ -181,7 +181,7 @@ class Sweep(Data):
 
 
 class Accuracy(Data):
-    """How sure the times of a piece of hardware are.
+    """The accuracy of the times of a piece of hardware.
 
     Attributes:
       words: what stands behind them.
@@ -233,7 +233,7 @@ class SizeResult(CommandResult):
     notes: Names = Field(default_factory=list)
 
     def accuracy_of(self, hardware: str) -> Accuracy:
-        """How sure the times of a piece of hardware are."""
+        """The accuracy of the times of a piece of hardware."""
         unknown = Accuracy(hardware=hardware, words="nothing is known of it")
         return next((each for each in self.accuracy if each.hardware == hardware), unknown)
 

@@ -15,7 +15,7 @@ from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.model import Model
 
 STORED = {"zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "FSDP"}
-"""How most parameters are stored along an axis of the batch, and what that is called."""
+"""The storage of most parameters along an axis of the batch, and its usual name."""
 IDLE, RARE = "idle", "data, synchronised rarely (DiLoCo)"
 
 

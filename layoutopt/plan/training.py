@@ -38,7 +38,7 @@ class TrainingForecast(Data):
 
 
 def lasts(seconds: float) -> str:
-    """How long training takes: '12.5 days', '18 h 45 min'."""
+    """The duration of training: '12.5 days', '18 h 45 min'."""
     days = seconds / 24 / HOUR
     return f"{days:,.1f} days" if days >= 2 else duration_text(seconds)
 

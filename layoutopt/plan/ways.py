@@ -60,7 +60,7 @@ class AtLink(Data):
 
 
 class Turning(Data):
-    """How ways compare as the link between replicas changes.
+    """The comparison of ways as the link between replicas changes.
 
     Attributes:
       axis: that the link is of.

@@ -44,7 +44,7 @@ STACK = ("@", "***", "terminate called", "what():")
 
 @dataclass(frozen=True)
 class Attempt:
-    """How one run of all workers ended.
+    """The end of one run of all workers.
 
     Attributes:
       codes: what each returned; -N if signal N ended it.

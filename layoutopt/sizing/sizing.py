@@ -119,7 +119,7 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeRange:
-    """Which sizes are looked at.
+    """The sizes that are searched.
 
     Attributes:
       scale: how they differ (`layoutopt.sizing.family`).

@@ -52,7 +52,7 @@ def sweeps(answering: Answering, best: SizeRow) -> Iterator[Sweep]:
 
 
 def accuracy(answering: Answering) -> Iterator[Accuracy]:
-    """How sure the times of each machine with a row are."""
+    """The accuracy of the times of each machine with a row."""
     for machine in answering.machines:
         if any(r.timing.machine is machine for r in answering.rows):
             steps = errors_known(machine.hardware).steps

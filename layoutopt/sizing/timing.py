@@ -1,4 +1,4 @@
-"""How fast a candidate trains on a machine: the best layout of all, searched and proven.
+"""The speed of a candidate on a machine: the best layout of all, searched and proven.
 
 Before anything is searched a bound is known: no layout computes less on a device than its share of what one
 device would compute alone.

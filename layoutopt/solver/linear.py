@@ -81,7 +81,7 @@ class LinearProgram:
 
     @property
     def columns(self) -> int:
-        """How many columns there are."""
+        """The number of columns."""
         return len(self.costs)
 
     @property

@@ -38,7 +38,7 @@ TablesByScope = dict[Scope, tuple[Relation, Floats]]
 
 @dataclass(frozen=True, eq=False)
 class Matches:
-    """Which rows of a second relation agree with each row of a first one: `order[low:high]`."""
+    """The rows of a second relation that agree with each row of a first one: `order[low:high]`."""
 
     low: Ints
     high: Ints
@@ -69,7 +69,7 @@ def match(first: Relation, second: Relation) -> Matches:
 
 
 def agree(first: Relation, second: Relation) -> Bools:
-    """Which rows of a relation agree with a row of a second one in all variables that both have."""
+    """The rows of a relation that agree with a row of a second one in all variables that both have."""
     matches = match(first, second)
     return matches.low < matches.high
 

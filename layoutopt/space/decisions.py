@@ -241,11 +241,11 @@ class Decisions:
 
     @cached_property
     def diloco(self) -> DiLoCo | None:
-        """How replicas meet in this subproblem, if it has any."""
+        """The synchronisation of replicas in this subproblem, if it has any."""
         return next((d.diloco for d in self.every if isinstance(d, Rarely)), None)
 
     def stages_on(self, mesh: Mesh) -> dict[str, int]:
-        """How many stages they are."""
+        """The number of stages."""
         return {dim: mesh.group_size(axes) for dim, axes in self.stages.items()}
 
     def structure(self, mesh: Mesh) -> Structure:

@@ -33,7 +33,7 @@ def _one(value: Any) -> DiLoCo | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas(Space):
-    """How replicas along an axis meet, where one synchronises rarely."""
+    """The synchronisation of replicas along an axis, where one synchronises rarely."""
 
     diloco: DiLoCo | None = argument(
         None,

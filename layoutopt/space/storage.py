@@ -1,4 +1,4 @@
-"""How variables are stored: as the layout says, or split further (see `mesh_tf_core.lower.storage`).
+"""The storage of variables: as the layout says, or split further (see `mesh_tf_core.lower.storage`).
 
 Variables of the same dimensions are one class, and one decision.
 """

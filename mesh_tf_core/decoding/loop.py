@@ -82,7 +82,7 @@ class Prompts:
 
     @property
     def own(self) -> Tensor:
-        """How many tokens each prompt has: the first is always its own."""
+        """The number of tokens of each prompt: the first is always its own."""
         one = constant_like(self.tokens, 1)
         return one if self.lengths is None else maximum(self.lengths, one)
 

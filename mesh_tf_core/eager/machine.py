@@ -104,7 +104,7 @@ class EagerMachine:
     # -- placement -------------------------------------------------------------------------------------------
 
     def value(self, type: TensorType, what: str = "") -> Value:
-        """How the layout places a tensor; LayoutError if it cannot."""
+        """The splits that the layout gives a tensor; LayoutError if it cannot."""
         return Value(-1, type.shape, type.dtype, self._rules.natural(type.shape, what))
 
     def placed(self, array: Any, type: TensorType, what: str) -> DevicePieces:

@@ -19,7 +19,7 @@ from mesh_tf_core.kernels.array_kernel import np_dtype
 
 @dataclass
 class HeldVariable:
-    """Where the value of a variable is.
+    """The place of a variable's value.
 
     Attributes:
       engines: those whose copy is the present one.
@@ -72,7 +72,7 @@ class VariableStore:
         self._versions[held.variable.name] += 1
 
     def version(self, name: str) -> int:
-        """How often the value has been replaced."""
+        """The number of times that the value has been replaced."""
         return self._versions[name]
 
     def read(self, name: str) -> Any:

@@ -41,8 +41,8 @@ def running(kind: str, cluster: Cluster | None = None) -> bool:
 
 
 def device_count(kind: str, cluster: Cluster | None = None) -> int | None:
-    """How many devices there are for an engine: those of a job's processes, or the accelerators of this one;
-    None where that is for the user to say."""
+    """The number of devices for an engine: those of a job's processes, or the accelerators of this one; None
+    where that is for the user to say."""
     if cluster is not None:
         return cluster.device_count()
     return jax_compat.device_count() if chosen(kind) == "jax" and jax_compat.accelerated() else None

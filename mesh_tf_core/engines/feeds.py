@@ -81,8 +81,8 @@ def are_numbers(dtype: Any) -> bool:
 
 
 def holds(array: Any, dtype: str) -> Any:
-    """Which numbers of an array a dtype holds, bool [n...]: finite ones, rounded to a narrower float where
-    they are floats, and else exact."""
+    """The numbers of an array that a dtype can hold, bool [n...]: finite ones, rounded to a narrower float
+    where they are floats, and else exact."""
     kind = array.dtype.kind
     with np.errstate(over="ignore", invalid="ignore"):
         if is_float(dtype):

@@ -197,7 +197,7 @@ class LockstepEngine(Stepping):
                 env.pop(i, None)
 
     def on(self, rank: int) -> AbstractContextManager[Any]:
-        """Where a device's own work is done."""
+        """The context in which a device's own work is done."""
         return nullcontext()
 
     def local(self, instr: Local, env: dict[int, DevicePieces]) -> None:

@@ -31,8 +31,8 @@ class Engine(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """How many steps may be begun before the results of the first one are asked for; more than 1 where
-        `begin` does not wait for the devices, so that they find the next step waiting."""
+        """The number of steps that may be begun before the results of the first one are asked for; more than
+        1 where `begin` does not wait for the devices, so that they find the next step waiting."""
         ...
 
     def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:

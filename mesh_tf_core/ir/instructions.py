@@ -334,8 +334,8 @@ class Loop(Instr):
 
     @property
     def times(self) -> float:
-        """How often a program's price counts the body: a branch as often as it is taken, a loop that may stop
-        early as if it did not."""
+        """The number of times that a program's price counts the body: a branch as often as it is taken, a
+        loop that may stop early as if it did not."""
         return self.dim.size if self.branch is None else float(self.dim.size * self.branch)
 
     @property

@@ -22,7 +22,7 @@ LoopStep = Callable[[Any, Sequence[T]], tuple[list[T], list[T]]]
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """How an axis is padded: `apart` - 1 zeros between its elements, `before` ahead of them (cut off if
+    """The padding of an axis: `apart` - 1 zeros between its elements, `before` ahead of them (cut off if
     negative), as many behind (or cut off) as make `length`."""
 
     apart: int
@@ -240,7 +240,7 @@ class PartRows:
 
 @dataclass(frozen=True)
 class At:
-    """Where a device stands in one operation.
+    """The position of a device in one operation.
 
     Attributes:
       inputs, outputs: types of the local pieces.
@@ -260,7 +260,7 @@ class At:
         return self.offset_of(name) if name in self.split else 0
 
     def shard(self, name: str) -> Any:
-        """Which of the pieces of `name` lies on this device (0 for the first, and when it is not split)."""
+        """The number of the piece of `name` on this device (0 for the first, and when it is not split)."""
         if name not in self.split:
             return 0
         # Engines multiply the piece's number by its size, in the last operand that has the dimension.

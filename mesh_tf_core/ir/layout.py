@@ -134,7 +134,7 @@ class Layout(Mapping[str, Axes]):
         return next((axes for dim, axes in self.elsewhere if dim == name), ())
 
     def split(self, names: Iterable[str]) -> list[str]:
-        """Those of some dimensions that are split."""
+        """The split ones of some dimensions."""
         table = self._table
         return [n for n in names if n in table]
 

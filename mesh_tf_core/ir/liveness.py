@@ -1,4 +1,4 @@
-"""Which values of a program share memory, and when memory is taken and free again: the one answer for whoever
+"""The memory that values of a program share, and when it is taken and freed: the one answer for whoever
 counts bytes.
 
 As on a device that knows ahead of time what runs:

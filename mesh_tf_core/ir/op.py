@@ -82,7 +82,7 @@ class Emitter(Protocol):
 
     @property
     def origin(self) -> Origin:
-        """Where the instructions of this operation come from."""
+        """The origin of this operation's instructions."""
         ...
 
     def natural(self, shape: Shape) -> Splits:
@@ -177,7 +177,7 @@ class Op:
     """Fact -> the values that it may have."""
 
     kind: ClassVar[str] = "elementwise"
-    """How the work is priced; `data` moves bytes only."""
+    """The class of work by which it is priced; `data` moves bytes only."""
     free: ClassVar[bool] = False
     """True if the output is the input under another name (or a scalar): no time, no memory of its own."""
     linear: ClassVar[bool] = False

@@ -100,7 +100,7 @@ class Outline(Remembering):
 
     @property
     def nodes(self) -> list[Node]:
-        """Those outside of loops."""
+        """The nodes outside of loops."""
         return self.blocks[0].nodes
 
     def walk(self) -> Iterator[tuple[Node, int]]:

@@ -83,7 +83,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Stored:
-    """How a variable lies on the devices, or in the memory of their hosts, between steps.
+    """The storage of a variable on the devices, or in the memory of their hosts, between steps.
 
     Attributes:
       padded: the dimension that is stored longer than the variable has it, so that its devices divide it.

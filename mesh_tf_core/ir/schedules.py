@@ -206,7 +206,7 @@ class PipelineSchedule:
         return _places(self, begin)
 
     def ring(self, begin: StageAction) -> int:
-        """How many places that ring has."""
+        """The number of places in the ring."""
         return int(self.places(begin).max()) + 1
 
     @property

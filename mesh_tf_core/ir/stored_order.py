@@ -26,7 +26,7 @@ class Interleaved:
     rounds: int
 
     def size(self, layers: int) -> int:
-        """How many places these layers take."""
+        """The number of places that these layers take."""
         parts = self.stages * self.rounds
         return -(-layers // parts) * parts
 

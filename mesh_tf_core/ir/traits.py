@@ -176,7 +176,7 @@ class GradientOperands(Op, abstract=True):
     FACTS: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
     def operands(self, inputs: Sequence[int]) -> Sequence[int]:
-        """Those of its inputs that a device reads."""
+        """The inputs that a device reads."""
         raise NotImplementedError
 
 
@@ -216,5 +216,5 @@ def in_place(op: Op) -> bool:
 
 
 def read_operands(op: Op, inputs: Sequence[int]) -> Sequence[int]:
-    """Those of an operation's inputs that a device reads; the others, only its gradient wants."""
+    """The inputs of an operation that a device reads; the others, only its gradient wants."""
     return op.operands(inputs) if isinstance(op, GradientOperands) else inputs

@@ -87,7 +87,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where an instruction comes from: graph node, the model's scope, phase."""
+    """The origin of an instruction: graph node, the model's scope, phase."""
 
     node: int
     scope: str

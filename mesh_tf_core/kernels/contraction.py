@@ -105,7 +105,7 @@ def same_order(have: str, want: str, sizes: Mapping[str, int]) -> bool:
 
 
 def cheapest_pair(terms: Sequence[str], out: str, sizes: Mapping[str, int]) -> tuple[int, int, str]:
-    """Which two of several operands to contract first (those of the smallest result), and its letters."""
+    """The two of several operands to contract first (those of the smallest result), and its letters."""
     best: tuple[int, tuple[int, int, str]] | None = None
     for i in range(len(terms)):
         for j in range(i + 1, len(terms)):

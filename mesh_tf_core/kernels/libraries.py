@@ -1,4 +1,4 @@
-"""Which attention the libraries' own kernels take: Pallas's splash attention on TPUs, cuDNN's on GPUs."""
+"""The attention that the libraries' own kernels take: Pallas's splash attention on TPUs, cuDNN's on GPUs."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ class Attention:
         return memory
 
     def seen(self, x: Tensor, mask: Tensor | None, segments: Segments | None = None) -> Tensor | None:
-        """Where the mask, the segments and the positions let a query see a key."""
+        """True where the mask, the segments and the positions let a query see a key."""
         if segments is not None:
             mask = both(mask, segments[0].equal(segments[1]))
         if self.causal or self.window:
@@ -316,7 +316,7 @@ class Attention:
         return einsum([dropout(weights, self.dropout), v], found)
 
     def weights(self, logits: Tensor, mask: Tensor | None, memory: str) -> Tensor:
-        """How much of every key's value a query takes: the logits' dimensions."""
+        """The fraction of every key's value that a query takes: the logits' dimensions."""
         return masked_softmax(logits, mask, memory, self.extra_logit)
 
     def joined(self, mixed: Tensor, x: Tensor) -> Tensor:
@@ -326,5 +326,5 @@ class Attention:
 
 
 def both(a: Tensor | None, b: Tensor) -> Tensor:
-    """Where both masks hold."""
+    """True where both masks hold."""
     return b if a is None else logical_and(a, b)

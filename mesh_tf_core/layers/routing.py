@@ -45,7 +45,7 @@ KEPT = ("first", "largest")
 
 @dataclass(frozen=True)
 class Routed:
-    """Where tokens go.
+    """The destinations of tokens.
 
     Attributes:
       combine, dispatch: float32 [others, token, router, capacity]: a token's gate, or 1, where it lies in a

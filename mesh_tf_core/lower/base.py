@@ -163,7 +163,7 @@ class Lowering(Placing):
         return self.to_natural(half)
 
     def stored_as(self, variable: Variable) -> Stored:
-        """How a variable lies between steps."""
+        """The storage of a variable between steps."""
         row = self.oracle.stored(variable)
         type, splits = self.held(row, variable.lying, f"variable {variable.name!r}")
         stored = Stored(variable, splits, row.host, type.shape.padded)

@@ -101,7 +101,7 @@ class Oracle:
         return row
 
     def stored(self, variable: Variable) -> Row:
-        """Where a variable (or an optimizer's slot) lives between steps."""
+        """The storage of a variable (or an optimizer's slot) between steps."""
         if variable.slot_of is not None:
             return self.row(STATE, variable.slot_of, BETWEEN)
         return self.row(VARIABLE, variable.name, BETWEEN)

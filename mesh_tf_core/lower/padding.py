@@ -1,5 +1,4 @@
-"""Which dimensions of a variable's state may be longer than what they hold, so that any number of devices can
-share it.
+"""The dimensions of a variable's state that may be padded, so that any number of devices can share it.
 
 What is stored of a variable is then padded with zeros. Its update works on shards as they are stored, so it
 must not mix elements along that dimension: element by element zeros do no harm, as nobody reads what becomes

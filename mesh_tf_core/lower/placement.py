@@ -1,4 +1,4 @@
-"""Where values live: one table, made before lowering from a mesh, a layout and options.
+"""The placement of values: one table, made before lowering from a mesh, a layout and options.
 
 A row says of a class of tensors, in a phase, how they are split (and padded), whether they are on the devices
 or in the memory of their hosts, in which dtype, and how who reads them once more has them again:
@@ -54,7 +54,7 @@ PHASES = {
 
 
 class Row(NamedTuple):
-    """Where tensors of a class live in a phase.
+    """The placement of a class of tensors in a phase.
 
     Attributes:
       layout: what splits and pads them; None: as they are made.

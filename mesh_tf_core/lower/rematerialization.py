@@ -1,4 +1,4 @@
-"""Which loops run their bodies again in backward, and what that needs besides what is saved.
+"""The loops that are recomputed in backward, and what that needs besides the saved values.
 
 A loop that runs again saves its state instead of what its backward reads. Where it is inside of another one,
 which does not run again, that one stacks this state once more, with everything that the second run reads from

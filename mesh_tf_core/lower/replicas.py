@@ -50,12 +50,12 @@ class ReplicaPrograms:
 
     @property
     def count(self) -> int:
-        """How many replicas there are."""
+        """The number of replicas."""
         return self.inner.mesh.group_size(self.inner.layout.axes(REPLICA))
 
 
 def check_axis(diloco: DiLoCo, mesh: Mesh) -> int:
-    """How many replicas lie along its axis; UserError if the mesh has none, or one of a single device."""
+    """The number of replicas along its axis; UserError if the mesh has none, or one of a single device."""
     axis = diloco.axis
     if axis not in mesh.names:
         raise UserError(f"diloco: mesh {mesh} has no axis {axis!r}; {known_names(axis, mesh.names)}")

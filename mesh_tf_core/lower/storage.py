@@ -1,5 +1,5 @@
-"""How variables are stored between steps: whole as the layout says, or split further over the axes that it
-leaves unused.
+"""Storage of variables between steps: whole as the layout says, or split further over the axes that it leaves
+unused.
 
 Stages, per variable (Rajbhandari et al. 2020, "ZeRO", section 5; Xu et al. 2020, "Automatic cross-replica
 sharding of weight update"):
@@ -67,7 +67,7 @@ _MEANT = {
 
 
 class Stage(NamedTuple):
-    """How a variable is stored.
+    """The storage of a variable.
 
     Attributes:
       number: of the stage.

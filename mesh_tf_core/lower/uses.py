@@ -1,4 +1,4 @@
-"""Who reads a value of a program, or a tensor of a graph: the bookkeeping that passes share."""
+"""The readers of values of a program, or of tensors of a graph: the bookkeeping that passes share."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mesh_tf_core.tracing.graph import Graph
 
 
 def count_uses(code: Iterable[Instr], results: Iterable[int] = ()) -> defaultdict[int, int]:
-    """How often each value is read by an instruction, leaves a loop, or is returned; to wait for it is not to
-    read it."""
+    """The number of times that each value is read by an instruction, leaves a loop, or is returned; to wait
+    for it is not to read it."""
     uses: defaultdict[int, int] = defaultdict(int)
 
     def visit(code: Iterable[Instr]) -> None:
@@ -78,7 +78,7 @@ def compact(program: Program) -> Program:
 
 
 class Readers:
-    """Who reads the tensors of a graph, and what loops make of them.
+    """The readers of the tensors of a graph, and the results of loops.
 
     Args:
       nodes: those that count, in order.

@@ -88,17 +88,17 @@ class AnyAttention(StepCopies, ContextParallel, abstract=True):
     extras: tuple[str, ...] = ()
     kind: ClassVar[str] = "attention"
     products: ClassVar[tuple[int, int]] = (1, 1)
-    """How many products run over the width of the keys, and how many over that of the values."""
+    """The number of products over the width of the keys, and over that of the values."""
     again: ClassVar[tuple[int, int]] = (0, 0)
     """How many of these another operation of the step made already."""
     twice: ClassVar[tuple[int, int]] = (0, 0)
-    """How many of them a TPU's kernels make twice."""
+    """The number of them that a TPU's kernels make twice."""
     softmax: ClassVar[tuple[int, int]] = (6, 1)
     """Operations of a TPU's vector unit for a logit, and how often positions are compared: three more each
     time."""
     handed: ClassVar[tuple[int, int]] = (2, 2)
-    """How many arrays of the queries' rows (query, result) and of the keys' are given to a TPU's kernels and
-    taken from them."""
+    """The number of arrays of the queries' rows (query, result) and of the keys' that are given to a TPU's
+    kernels and taken from them."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate < 1:

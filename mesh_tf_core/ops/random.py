@@ -67,7 +67,7 @@ are from each other."""
 
 
 def places_of(k: Kernel, at: At, rows: PartRows | None, number: Any) -> Places:
-    """Where the rows of a part of the batch lie in the whole one.
+    """The positions of a part's rows in the whole batch.
 
     Args:
       number: of the part, an int32 scalar.
@@ -249,7 +249,7 @@ class Drawn(StepCopies, abstract=True):
     rows: PartRows | None = field(default=None, kw_only=True)
     kind: ClassVar[str] = "random"
     given: ClassVar[int] = 1
-    """How many operands it has without the number of a part; the last one is the key."""
+    """The number of operands without the number of a part; the last one is the key."""
 
     def of_part(self, rows: PartRows) -> tuple[Op, int]:
         return replace(self, rows=rows), self.given

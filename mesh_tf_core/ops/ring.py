@@ -141,7 +141,7 @@ class Ring(Pieces):
 
     @property
     def place(self) -> int:
-        """Which operand says where keys begin."""
+        """The operand that holds the position of the first key."""
         return 4 + len(self.op.extras) if self.placed else -1
 
     def met(self, rows: Sequence[int], keys: Sequence[int]) -> list[int]:

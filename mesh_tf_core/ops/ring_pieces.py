@@ -18,7 +18,7 @@ RING, ZIGZAG, ALL_TO_ALL = "ring", "zigzag", "all_to_all"
 
 
 def refused(op: AnyAttention, form: str, why: str, instead: str) -> LayoutError:
-    """That a form cannot be had, and what can."""
+    """The error that a form is unavailable, and what is available."""
     return LayoutError(f"{op.name}: {form} of {op.memory.name!r} {why}; {instead}")
 
 

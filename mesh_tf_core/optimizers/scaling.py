@@ -25,7 +25,7 @@ LARGEST = 2.0**24
 
 @dataclass(frozen=True)
 class LossScale:
-    """How much larger the loss is made, and when that changes.
+    """The scale of the loss, and when it changes.
 
     Attributes:
       initial: the first scale, a power of two so that scaling rounds nothing.

@@ -1,5 +1,5 @@
-"""How the tensors of a step depend on the batch, and what has to be known before each can be computed: what a
-step in parts (see `microbatch`) must know to give what the whole one gives.
+"""The dependence of a step's tensors on the batch, and what has to be known before each can be computed: what
+a step in parts (see `microbatch`) must know to give what the whole one gives.
 
   REPLICATED    in every part the same: made of variables and numbers, or of whole sums
   PER_EXAMPLE   it has the batch dimension; row b is made of row b of the inputs and of what is the same
@@ -30,7 +30,7 @@ from mesh_tf_core.tracing.graph import Graph
 
 
 class Linearity(IntEnum):
-    """How a tensor depends on the batch; of two in a sum, the larger counts."""
+    """The dependence of a tensor on the batch; of two in a sum, the larger counts."""
 
     REPLICATED = 0
     PER_EXAMPLE = 1
@@ -40,7 +40,7 @@ class Linearity(IntEnum):
 
 @dataclass(frozen=True)
 class TensorLinearity:
-    """How one tensor depends on the batch.
+    """The dependence of one tensor on the batch.
 
     Attributes:
       after: how many passes over the parts have to be over before it can be computed.
@@ -55,7 +55,7 @@ INSEPARABLE = TensorLinearity(Linearity.INSEPARABLE)
 
 
 class BatchLinearity:
-    """How the tensors of nodes depend on the batch.
+    """The dependence of nodes' tensors on the batch.
 
     Args:
       names: of the batch dimension (see `batch_names`).
@@ -82,7 +82,7 @@ class BatchLinearity:
             self._visit(node)
 
     def of(self, tensor: int) -> TensorLinearity:
-        """How a tensor depends on the batch."""
+        """The dependence of a tensor on the batch."""
         return self._found.get(tensor, REPLICATED)
 
     def _visit(self, node: Node) -> None:

@@ -1,5 +1,5 @@
-"""How replicas meet that train alone for some steps: what a user says of it, and which part of the variables
-meets when.
+"""DiLoCo: replicas that train alone for some steps and then synchronise: its settings, and which part of the
+variables synchronises when.
 
 Those along an axis of the mesh (`DiLoCo`) and those that are jobs of their own (`training.decoupled`) say the
 same of the outer step in the same words; here these words are read and checked.
@@ -135,7 +135,7 @@ def fragments_of(variables: Iterable[Variable], count: int) -> list[dict[str, Pa
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """How an axis of the mesh synchronises rarely.
+    """An axis of the mesh that synchronises rarely.
 
     Attributes:
       axis: of the mesh; each place along it holds a replica.

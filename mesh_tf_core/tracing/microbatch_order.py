@@ -75,7 +75,7 @@ class MicrobatchOrder:
         return node.body
 
     def kind(self, tensor: int) -> Linearity:
-        """How a tensor depends on the batch."""
+        """The dependence of a tensor on the batch."""
         return self.copy.linearity.of(tensor).kind
 
     def when(self, tensor: int) -> When:

@@ -1,4 +1,4 @@
-"""Where the model's own code writes an operation."""
+"""The source location of an operation in the model's own code."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ IN_FLIGHT = "in_flight"
 
 @dataclass(frozen=True)
 class CopiedLayers:
-    """Which layers are copied.
+    """The layers that are copied.
 
     Attributes:
       stage, chunk: numbers of the stage, and of its chunk if it has several.

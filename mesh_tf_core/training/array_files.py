@@ -57,7 +57,7 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class ArrayLocation:
-    """Where an array lies in a file, in row-major order.
+    """The location of an array in a file, in row-major order.
 
     Attributes:
       offset: of its first byte; hashed: of the first that its checksum covers.

@@ -1,4 +1,4 @@
-"""How replicas that are jobs of their own meet in a directory (`outer_step_rounds`)."""
+"""Replicas that are jobs of their own and synchronise in a directory (`outer_step_rounds`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SETTINGS: Settings = {
 
 @dataclass(frozen=True)
 class Decoupled:
-    """How a replica meets others.
+    """The synchronisation of a replica with others.
 
     Attributes:
       directory: where; all replicas reach it.

@@ -20,8 +20,8 @@ LOOK = 0.1
 
 
 def position(stream: Any) -> Any:
-    """Where an iterator stands, if it can tell (`get_state`, as iterators of the library Grain have it), or
-    None."""
+    """The position of an iterator, if it can tell (`get_state`, as iterators of the library Grain have it),
+    or None."""
     return stream.get_state() if hasattr(stream, "get_state") and hasattr(stream, "set_state") else None
 
 

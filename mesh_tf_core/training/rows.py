@@ -1,4 +1,4 @@
-"""Which tensors of a graph hold one example of the batch per row, and results as sums over rows.
+"""The tensors of a graph that hold one example of the batch per row, and results as sums over rows.
 
 A result such as a loss is, in most models, a sum of what the rows of the batch give,
 
@@ -28,7 +28,7 @@ from mesh_tf_core.tracing.graph import Graph
 
 
 class RowDependence(IntEnum):
-    """How a tensor depends on the rows of the batch."""
+    """The dependence of a tensor on the rows of the batch."""
 
     CONSTANT = 0
     ROWS = 1

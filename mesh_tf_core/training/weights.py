@@ -54,7 +54,7 @@ _PIECEWISE: tuple[Literal["external_loop", "buffered", "zerosize_ok"], ...] = (
 
 @dataclass(frozen=True)
 class Source:
-    """Where a variable's weights are.
+    """The source of a variable's weights.
 
     Attributes:
       name: of the array; of a stack of layers, with `{}` for the number of the layer, or all their names (a

@@ -134,6 +134,6 @@ class Bars:
 
 
 def cut_scale(values: Sequence[float], answer: float, most: float = 6.0) -> float:
-    """Where a common scale ends: at the largest value, but not so far out that the answer's bar is a dot."""
+    """The end of a common scale: at the largest value, but not so far out that the answer's bar is a dot."""
     high = max([*values, answer], default=1.0) or 1.0
     return min(high, answer * most) if answer > 0 else high

@@ -1,4 +1,4 @@
-"""How far the numbers can be trusted: predicted against measured steps, residuals of a calibration."""
+"""The reliability of the numbers: predicted against measured steps, residuals of a calibration."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _size(value: float) -> str:
 
 
 def find_calibration(plan: PlanFile) -> str:
-    """How well the fit meets its measurements."""
+    """The errors of the fit on its measurements."""
     found = plan.details.calibration
     if found is None or not found.samples:
         return "Calibration"

@@ -203,7 +203,7 @@ def _holdings(sheet: FigureSheet, found: MemoryTimeline, y: float) -> None:
 
 
 def find_memory_timeline(plan: PlanFile) -> str:
-    """Where the peak is, and what it is made of."""
+    """The peak, and its largest tensors."""
     found = plan.details.memory
     if found is None or not found.points:
         return "Memory over the program"

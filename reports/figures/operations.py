@@ -34,7 +34,7 @@ def _bar(one: OperationWork) -> Bar:
 
 
 def find_operations(plan: PlanFile) -> str:
-    """How concentrated the time is."""
+    """The concentration of the time on few operations."""
     rows = work(plan)
     total = sum(w.seconds for w in rows)
     if not total:

@@ -1,4 +1,4 @@
-"""How dimensions and variables are cut: dimensions against axes, the piece of each variable on a device."""
+"""The shards of dimensions and variables: dimensions against axes, the piece of each variable on a device."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def draw_matrix(plan: PlanFile, title: str = "") -> Figure:
 
 
 def find_matrix(plan: PlanFile) -> str:
-    """How many dimensions are split."""
+    """The number of dimensions that are split."""
     rows = dimension_rows(plan)
     split = [r for r in rows if r.axes]
     whole = len(rows) - len(split)
@@ -93,7 +93,7 @@ def _piece(sheet: FigureSheet, variable: VariableGroup, plan: PlanFile, x: float
 
 
 def find_pieces(plan: PlanFile) -> str:
-    """How much of all variables a device holds."""
+    """The fraction of all variables that a device holds."""
     whole, local = totals(plan)
     if not whole:
         return "The plan's variables hold no bytes"

@@ -1,4 +1,4 @@
-"""Where the step's time goes: by layout, and by kind of work."""
+"""The step's time by layout, and by kind of work."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ SHOWN = 3
 
 
 def verdict(plans: Sequence[PlanFile]) -> str:
-    """Which plan is fastest, and by how much; of plans whose steps differ, what differs."""
+    """The fastest plan, and by how much; of plans whose steps differ, what differs."""
     if not one_model(plans):
         return _unlike(plans)
     usable = [(p.predicted.step_seconds, i) for i, p in enumerate(plans) if p.fits is not False]

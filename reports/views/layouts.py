@@ -26,7 +26,7 @@ from reports.views.view import (
 )
 
 STATES = {"barely": "warn", "no": "bad", "not legal": "bad"}
-"""How pages mark a layout that does not fit well."""
+"""The marks on pages of layouts that do not fit well."""
 
 
 TYPED = ("Mesh", "Layout", "Command")

@@ -1,4 +1,4 @@
-"""Where a step's time goes: by operation with its collectives, and by kind of work."""
+"""A step's time by operation with its collectives, and by kind of work."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from mesh_tf_core.ops.binary import Binary
 
 @dataclass(frozen=True)
 class Compiler:
-    """How programs fall into kernels. Profiles that are equal make the same items of a program.
+    """The division of programs into kernels. Profiles that are equal make the same items of a program.
 
     Attributes:
       name: in hardware files.
@@ -107,7 +107,7 @@ class Compiler:
         return {}
 
     def sending(self, instr: Collective, purpose: str, parts: Mapping[int, int]) -> Sending:
-        """How a collective is sent.
+        """The form in which a collective is sent.
 
         Args:
           purpose: its rule (`costmodels.pricing.overlap`).

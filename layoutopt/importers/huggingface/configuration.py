@@ -69,8 +69,8 @@ def from_huggingface(config: str | Path | Mapping[str, Any], **changes: Any) -> 
 
 
 def names_of(config: str | Path | Mapping[str, Any], **changes: Any) -> dict[str, Source]:
-    """Where a Hugging Face checkpoint has the weights of `from_huggingface(config, **changes)`: what
-    `Trainer.load(folder, names)` takes.
+    """The locations in a Hugging Face checkpoint of the weights of `from_huggingface(config, **changes)`:
+    what `Trainer.load(folder, names)` takes.
 
     Raises:
       UserError: a family whose checkpoints are not known.

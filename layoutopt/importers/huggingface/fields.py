@@ -71,7 +71,7 @@ class Fields:
         return found
 
     def layers(self) -> int:
-        """How many layers there are."""
+        """The number of layers."""
         return self.count("num_hidden_layers", most=MOST_LAYERS)
 
     def listed(self, name: str) -> list[Any]:

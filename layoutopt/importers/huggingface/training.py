@@ -1,4 +1,4 @@
-"""How a model of a configuration is trained: what a configuration does not say."""
+"""The training of a configuration's model: what a configuration does not say."""
 
 from __future__ import annotations
 

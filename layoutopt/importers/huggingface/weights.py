@@ -1,4 +1,4 @@
-"""Where the weights of Hugging Face checkpoints are, for `Trainer.load`."""
+"""The locations of the weights of Hugging Face checkpoints, for `Trainer.load`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which factors are one dimension, and so have one name.
+"""The factors that are one dimension, and so have one name.
 
 Two factors of one array never are: a dimension that would meet itself there (the lengths of queries and keys
 in self-attention, the two sides of a square weight) is kept apart by refusing one of the relations that would

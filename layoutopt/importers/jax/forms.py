@@ -1,4 +1,4 @@
-"""Which equations compute the same, whatever of."""
+"""The equations that compute the same, whatever their operands."""
 
 from __future__ import annotations
 

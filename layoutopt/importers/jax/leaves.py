@@ -155,7 +155,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def structure(tree: Any) -> Any:
-    """How a pytree is built, to be compared."""
+    """The structure of a pytree, to be compared."""
     return jax_module().tree_util.tree_structure(tree)
 
 

@@ -26,7 +26,7 @@ Spec = tuple[Axes | None, ...]
 
 @dataclass(frozen=True)
 class ArrayPlacing:
-    """How everything lies.
+    """The placement of all arrays.
 
     Attributes:
       program: the model, lowered under the plan.
@@ -49,7 +49,7 @@ class ArrayPlacing:
         return found
 
     def value(self, v: Operand) -> Spec:
-        """How a value of the traced function lies."""
+        """The placement of a value of the traced function."""
         if v.dtype == KEY:
             return ((),) * len(v.shape)
         classes, names = self.origin.classes, self.origin.names
@@ -60,7 +60,7 @@ class ArrayPlacing:
         )
 
     def argument(self, found: ArrayAxes) -> Spec:
-        """How an argument lies when the step begins, but for parameters."""
+        """The placement of an argument at the start of the step, but for parameters."""
         layout = self.layout.around(n for names in found.axes for n in names)
         return tuple(
             self.axis(sizes, list(map(layout.axes, names)))
@@ -68,7 +68,7 @@ class ArrayPlacing:
         )
 
     def stored(self, path: str, slot: bool = False) -> Spec:
-        """How a parameter is stored between steps, or what the optimizer remembers of it.
+        """The storage of a parameter between steps, or of what the optimizer remembers of it.
 
         Raises:
           UserError: no PartitionSpec says so.

@@ -1,4 +1,4 @@
-"""Which axes of an operation's operands and results mean the same, primitive by primitive.
+"""The axes of an operation's operands and results that mean the same, primitive by primitive.
 
 The best description of these rules is Shardy's (openxla/shardy, `op_sharding_rule_registry.cc`).
 """

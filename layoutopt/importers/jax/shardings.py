@@ -21,7 +21,7 @@ SPLIT_GRADIENTS = 2
 
 
 class Shardings:
-    """Where parameters, inputs, gradients and an optimizer's state lie.
+    """The shardings of parameters, inputs, gradients and an optimizer's state.
 
     Args:
       devices: a mesh of JAX with the axes of ours; its own devices by default.

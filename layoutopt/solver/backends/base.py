@@ -21,7 +21,8 @@ LEAVING = 0.3
 
 @dataclass(frozen=True)
 class SolverOptions:
-    """How long and how to search. `workers` threads share the work; the result is the same on every run."""
+    """The time limit and manner of a search. `workers` threads share the work; the result is the same on
+    every run."""
 
     time_limit: float | None = None
     workers: int = 1

@@ -225,7 +225,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
                 )
 
     def name(self, index: int) -> str:
-        """How messages call a process."""
+        """The name of a process in messages."""
         parts = [self.hosts[index]] if self.hosts else []
         if self._devices:
             first, last = index * self._devices, (index + 1) * self._devices - 1

@@ -243,8 +243,8 @@ def _chip_config(topology: str) -> dict[str, str]:
 
 
 def sharding(mesh: Any, splits: Sequence[tuple[str, ...]], host: bool = False) -> Any:
-    """How an array lies on JAX's mesh, or on its devices' hosts: for every dimension the axes that split it,
-    the major one first."""
+    """The sharding of an array on JAX's mesh, or on its devices' hosts: for every dimension the axes that
+    split it, the major one first."""
     import jax
 
     kind = {"memory_kind": HOST} if host else {}

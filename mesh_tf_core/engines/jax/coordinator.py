@@ -1,4 +1,4 @@
-"""Where the processes of a job meet: JAX's coordination service, in a process of its own.
+"""The meeting point of a job's processes: JAX's coordination service, in a process of its own.
 
     python coordinator.py ADDRESS:PORT|unix:PATH PROCESSES
 

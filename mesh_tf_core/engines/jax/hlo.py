@@ -30,7 +30,7 @@ _OPCODE = re.compile(r"(?:^|[\s)}\]])([a-z][a-z0-9-]*)\(")
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _PLACED = re.compile(r"\b([a-z]+\d*\[[\d,]*\])\{([^}]*)\}")
 HOST_SPACE = "S(5)"
-"""How the TPU compiler marks an array in the host's memory."""
+"""The TPU compiler's mark of an array in the host's memory."""
 COPIES = {
     "copy-start": (0, 1, 0),
     "dynamic-slice-start": (-2, 0, -2),

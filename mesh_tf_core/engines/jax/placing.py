@@ -1,4 +1,4 @@
-"""Which device takes which place in a mesh: on a torus as JAX lays axes there, over slices as a plan says.
+"""The device for each position in a mesh: on a torus as JAX lays axes there, over slices as a plan says.
 
 A slice is what fast links join: the chips of a TPU slice, the GPUs of one host or NVLink domain (JAX's
 `slice_index`). Between slices is the data-centre network. A mesh axis of n devices over s slices has n / s of

@@ -1,6 +1,5 @@
-"""How the processes of a job meet: JAX's distributed runtime, started so that it listens no wider than it
-must and says who is missing. What no release of JAX promises to keep is in `join`.
-"""
+"""The rendezvous of a job's processes: JAX's distributed runtime, started so that it listens no wider than it
+must and says who is missing. What no release of JAX promises to keep is in `join`."""
 
 from __future__ import annotations
 
@@ -41,8 +40,8 @@ OWN = "give every process a number of its own, from 0 on, and all the same --pro
 
 @dataclass(frozen=True)
 class JobAddress:
-    """Where the processes of a job meet, how many there are, and which this is; JAX finds what is None. By
-    the secret they know each other's messages."""
+    """The address where a job's processes meet, how many there are, and which this is; JAX finds what is
+    None. By the secret they know each other's messages."""
 
     coordinator: str | None
     processes: int | None

@@ -76,7 +76,7 @@ class Watch:
         self._heard = {i: _Heard(heard.number, now, heard.doing) for i, heard in self._heard.items()}
 
     def missing(self, name: Callable[[int], str]) -> str:
-        """Who is missing, in words; nothing if nobody is."""
+        """The missing processes, in words; '' if there are none."""
         now, own = time.monotonic(), self.own
         if now - self._answered > SILENCE:
             return f"{name(0)} was lost: the service that it started has not answered for {SILENCE:.0f} s"

@@ -56,7 +56,7 @@ def make_virtual(devices: int) -> None:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """The number of cores that this process may use."""
     return len(cpus())
 
 

@@ -72,7 +72,7 @@ class DoublyNormalizedAttention(Attention):
     cached: ClassVar[bool] = False
 
     def weights(self, logits: Tensor, mask: Tensor | None, memory: str) -> Tensor:
-        """How much of every key's value a query takes: the logits' dimensions."""
+        """The fraction of every key's value that a query takes: the logits' dimensions."""
         seen = logits if mask is None else masked(logits, mask)
         shares = log_softmax(seen, self.length)
         # Masked again: a key that no query sees has equal shares of them all.
