@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from layoutopt.plan.fields import Data, Flag, Whole
+from layoutopt.plan.fields import Data, Flag, WholeNumber
 
 EVERYTHING = "--allow everything"
 """Allows all but what only users can name, as the AXIS of --diloco."""
@@ -36,7 +36,7 @@ class CoveredSpace(Data):
       not_looked_at: what is none of them.
     """
 
-    layouts: Whole
+    layouts: WholeNumber
     not_looked_at: tuple[UncoveredChoices, ...] = ()
 
     @property

@@ -23,7 +23,7 @@ from layoutopt.plan.fields import (
     LayoutText,
     PositiveInteger,
     TextTuple,
-    Whole,
+    WholeNumber,
     with_fields,
     wrong,
 )
@@ -45,7 +45,7 @@ class Searched(Data):
     """
 
     hardware: str | None = None
-    memory_bytes: Whole | None = None
+    memory_bytes: WholeNumber | None = None
     devices: PositiveInteger | None = None
     max_axes: PositiveInteger = 2
     objective: str = "time"
@@ -194,7 +194,7 @@ class MemoryTimeline(Data):
     """
 
     points: tuple[Point, ...] = ()
-    at: Whole | None = None
+    at: WholeNumber | None = None
     holdings: tuple[LiveTensor, ...] = ()
     variables: AsGiven = 0.0
     limit: AsGiven | None = None
@@ -239,11 +239,11 @@ class Robustness(Data):
       uncertain: numbers that have an uncertainty; without any nothing was drawn.
     """
 
-    draws: Whole = 0
-    wins: Whole = 0
+    draws: WholeNumber = 0
+    wins: WholeNumber = 0
     worst: AsGiven = 0.0
     runner_up: str = ""
-    uncertain: Whole = 0
+    uncertain: WholeNumber = 0
 
     @model_validator(mode="after")
     def _at_most_all(self) -> Robustness:
@@ -262,11 +262,11 @@ class RuledOut(Data):
     proof is wrong."""
 
     mesh: str = ""
-    microbatches: Whole = 1
-    layouts: Whole = 0
+    microbatches: WholeNumber = 1
+    layouts: WholeNumber = 0
     how: str = ""
     bound: float = Field(default=0.0, allow_inf_nan=True)
-    listed: Whole = 0
+    listed: WholeNumber = 0
     faster: str = ""
 
 
@@ -280,7 +280,7 @@ class Proof(Data):
 
     verified: Flag = False
     words: str = ""
-    layouts: Whole = 0
+    layouts: WholeNumber = 0
     allowed: str = ""
     problems: tuple[RuledOut, ...] = ()
 

@@ -153,7 +153,7 @@ AsGiven = Annotated[int | float, PlainValidator(_amount)]
 """The same; a whole number is written again as one."""
 Score = Annotated[float | None, BeforeValidator(_score)]
 """A finite number; not-a-number (of too few rows) is none."""
-Whole = Annotated[int, BeforeValidator(_whole)]
+WholeNumber = Annotated[int, BeforeValidator(_whole)]
 PositiveInteger = Annotated[int, BeforeValidator(_size)]
 """A whole number, at least 1."""
 Figure = Annotated[int | float | None, PlainValidator(_finite)]

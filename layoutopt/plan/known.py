@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from layoutopt.plan.fields import Data, Whole
+from layoutopt.plan.fields import Data, WholeNumber
 from layoutopt.plan.units import percent, plural
 
 
@@ -17,8 +17,8 @@ class PublishedSteps(Data):
       mean, worst: error of a predicted step, as a share of the published one.
     """
 
-    rows: Whole
-    fitted: Whole = 0
+    rows: WholeNumber
+    fitted: WholeNumber = 0
     mean: float
     worst: float
 
@@ -30,7 +30,7 @@ class Compiled(Data):
       compute, memory: error of the prediction against the compiler's own estimate, the median.
     """
 
-    rows: Whole
+    rows: WholeNumber
     compute: float
     memory: float
 

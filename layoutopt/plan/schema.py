@@ -24,7 +24,17 @@ from pydantic import (
 from layoutopt.plan.covered import CoveredSpace
 from layoutopt.plan.decided import Decided
 from layoutopt.plan.details import Details
-from layoutopt.plan.fields import LARGEST, Amount, Data, Flag, Names, PositiveInteger, Whole, refusal, wrong
+from layoutopt.plan.fields import (
+    LARGEST,
+    Amount,
+    Data,
+    Flag,
+    Names,
+    PositiveInteger,
+    WholeNumber,
+    refusal,
+    wrong,
+)
 from layoutopt.plan.known import Known
 from layoutopt.plan.training import TrainingForecast
 from layoutopt.plan.units import bytes_text, clean, rate_text, share_text, throughput_text
@@ -43,7 +53,7 @@ class ModelInfo(Data):
     name: str
     fingerprint: str = ""
     hparams: dict[str, Any] = Field(default_factory=dict)
-    parameters: Whole = 0
+    parameters: WholeNumber = 0
 
 
 class Predicted(Data):
@@ -64,8 +74,8 @@ class Predicted(Data):
     compute_seconds: Amount
     communication_seconds: Amount
     exposed_communication_seconds: Amount
-    peak_memory_bytes: Whole
-    usable_memory_bytes: Whole | None = None
+    peak_memory_bytes: WholeNumber
+    usable_memory_bytes: WholeNumber | None = None
     flops_per_device: Amount = 0.0
     communication_bytes_per_device: dict[str, Amount] = Field(default_factory=dict)
     mfu: Amount | None = None
@@ -75,7 +85,7 @@ class Predicted(Data):
     examples_per_second: Amount | None = None
     tokens_per_second: Amount | None = None
     tokens_per_second_per_chip: Amount | None = None
-    host_memory_bytes: Whole | None = None
+    host_memory_bytes: WholeNumber | None = None
     host_bytes_per_device: dict[str, Amount] | None = None
 
     @model_serializer(mode="wrap")

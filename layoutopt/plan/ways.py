@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from layoutopt.plan.decided import Decided
-from layoutopt.plan.fields import Amount, Data, Flag, Names, PositiveInteger, Whole
+from layoutopt.plan.fields import Amount, Data, Flag, Names, PositiveInteger, WholeNumber
 
 SYNCHRONOUS = "synchronous"
 """The name of the way in which all devices meet in every step."""
@@ -33,7 +33,7 @@ class ReplicaStrategy(Decided):
     layout: dict[str, Names] = Field(default_factory=dict)
     step_seconds: Amount | None = None
     mfu: Amount | None = None
-    peak_memory_bytes: Whole | None = None
+    peak_memory_bytes: WholeNumber | None = None
     rare_bytes: Amount | None = None
     status: str = ""
     loss: float | None = None

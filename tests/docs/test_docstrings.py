@@ -1,4 +1,4 @@
-"""Docstrings of public names begin with their subject: a noun, a verb or a condition, not a riddle."""
+"""Docstrings of public names begin with their subject, and a type has a name that no other module defines."""
 
 from __future__ import annotations
 
@@ -59,3 +59,32 @@ def test_riddles_are_seen_wherever_they_stand() -> None:
     source = '"""What it is."""\nA = 1\n"""Of a."""\n_B = 2\n"""Of b."""\nclass C:\n    """Ours."""\n'
     source += '    x: int\n    """Whether x."""\n    def f():\n        """What f does."""\n'
     assert riddles(source) == ["A", "C.x", "C.f", ""]
+
+
+def types(source: str) -> set[str]:
+    """The classes and type aliases that a module defines."""
+    found = set()
+    for one in ast.parse(source).body:
+        targets = one.targets if isinstance(one, ast.Assign) else getattr(one, "target", None)
+        names = (
+            [one] if isinstance(one, ast.ClassDef) else targets if isinstance(targets, list) else [targets]
+        )
+        for name in names:
+            text = getattr(name, "name", None) or getattr(name, "id", "")
+            if text[:1].isupper() and not text.isupper():
+                found.add(text)
+    return found
+
+
+def test_a_type_has_a_name_of_its_own() -> None:
+    """Except an operation and its layer or initializer, sources of operations and of weights, and clusters of
+    processes and of operations."""
+    shared = {"Cluster", "Constant", "Conv", "CrossEntropy", "Source"}
+    where: dict[str, list[str]] = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for name in types(path.read_text(encoding="utf-8")):
+                where.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    found = {name: paths for name, paths in where.items() if len(paths) > 1 and name not in shared}
+    assert len(where) > 1000
+    assert not found, f"give each of these types a name that says whose it is: {found}"
