@@ -1,8 +1,9 @@
 """JAX functions as models: traced once, dimensions inferred, written as a graph.
 
 internals   what is asked of JAX itself
+interpreter one walk over a jaxpr, calls inlined, for two visitors: `reader` and `replay`
 leaves      the arrays of pytrees: paths, types, names of axes that libraries note
-equations   the traced function as plain data, calls inlined
+equations   the traced function as plain data, calls inlined, which `reader` makes
 reroll      equal layers that are written one after the other, as the loop that they are: `layers` says
             whether they are one, `forms` which equations compute the same, `single_layers` why alike ones are
             none

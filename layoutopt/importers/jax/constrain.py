@@ -1,6 +1,6 @@
 """The user's function with its values placed as a plan says: the same equations, with constraints in between.
 
-The function is traced again and read as the importer reads it (`internals`), equation by equation, so each
+The function is traced again and read as the importer reads it (`interpreter`), equation by equation, so each
 value meets the one that was imported. Layers that the importer made a loop of (`reroll`) run one after the
 other as they are written, each as a loop's body would. A constraint stands where XLA's own propagation from
 the operands could choose otherwise: not behind an element-wise operation whose operands lie as its result
@@ -24,39 +24,21 @@ import numpy as np
 
 from layoutopt.importers.jax import elementwise
 from layoutopt.importers.jax.equations import Equation, EquationBlock, Operand, Var, layered
-from layoutopt.importers.jax.internals import jax_module
+from layoutopt.importers.jax.internals import jax_module, without_dead
+from layoutopt.importers.jax.interpreter import Site, differs, interpret
 from layoutopt.importers.jax.origin import ImportedFunction
 from layoutopt.importers.jax.placing import ArrayPlacing, Spec, partition_spec
-from layoutopt.importers.jax.replay import Calls
+from layoutopt.importers.jax.replay import (
+    KnownValue,
+    Ref,
+    ReplayedEquation,
+    ReplayVisitor,
+    bind,
+    bind_scan,
+    retraced,
+)
 from layoutopt.importers.jax.saved import SAVED
 from mesh_tf_core.errors import UserError
-
-Ref = int
-"""A value of the function that runs: a number of its own, also where one jaxpr is called twice."""
-
-
-@dataclass(frozen=True)
-class ReplayedEquation:
-    """One equation of the function that runs.
-
-    Attributes:
-      same: the equation of the whole batch.
-      equations: what was imported of it; several where JAX's own function runs as it is.
-      ins: values, or references to them.
-    """
-
-    eqn: Any
-    same: Any
-    equations: tuple[Equation, ...]
-    ins: tuple[Ref | KnownValue, ...]
-    outs: tuple[Ref, ...]
-
-
-@dataclass(frozen=True)
-class KnownValue:
-    """A value that is there before the function runs."""
-
-    value: Any
 
 
 @dataclass
@@ -94,7 +76,7 @@ class Constrained:
           block: the same function as it was imported.
         """
         begin = [self.entry(x, v) for x, v in zip(args, block.ins, strict=True)]
-        return self._results(Calls(), closed, whole, begin, block, self._layers(block))
+        return self._results(closed, whole, begin, block, self._layers(block))
 
     def _layers(self, block: EquationBlock) -> dict[int, tuple[int, bool]]:
         """Number of an equation -> the layer that it is of, and whether this is recomputed."""
@@ -137,7 +119,6 @@ class Constrained:
 
     def _results(
         self,
-        calls: Calls,
         closed: Any,
         whole: Any,
         args: Sequence[Any],
@@ -147,11 +128,11 @@ class Constrained:
         """Runs a closed jaxpr of these arguments, layer by layer."""
         begin = [next(self.refs) for _ in args]
         self.values.update(zip(begin, block.ins, strict=True))
-        steps: list[ReplayedEquation] = []
-        equations = iter(block.equations)
-        outs = self._steps(calls, closed, whole, begin, equations, steps)
-        if next(equations, None) is not None:
-            raise _differs("it ends before the imported one does")
+        visitor = ReplayVisitor(iter(block.equations), self.refs, self.values)
+        outs = interpret(visitor, closed, begin, whole)
+        steps = visitor.steps
+        if next(visitor.rest, None) is not None:
+            raise differs("it ends before the imported one does")
         known = dict(zip(begin, args, strict=True))
         number = {id(e): n for n, e in enumerate(block.equations)}
         parts = itertools.groupby(
@@ -163,14 +144,13 @@ class Constrained:
         for layer, part in listed:
             read.subtract(x for s in part for x in s.ins if not isinstance(x, KnownValue))
             if layer is None:
-                self._run(calls, part, known)
+                self._run(part, known)
             else:
-                self._layer(calls, part, known, +read, layer[1])
+                self._layer(part, known, +read, layer[1])
         return [x.value if isinstance(x, KnownValue) else known[x] for x in outs]
 
     def _layer(
         self,
-        calls: Calls,
         part: Sequence[ReplayedEquation],
         known: dict[Ref, Any],
         later: Mapping[Ref, int],
@@ -189,70 +169,22 @@ class Constrained:
         def run(*xs: Any) -> list[Any]:
             inside = dict(zip(given, xs, strict=True))
             inside.update((ref, self.gathered(inside[ref], self.values[ref])) for ref in gathers)
-            self._run(calls, part, inside)
+            self._run(part, inside)
             return [inside[y] for y in left]
 
         saving = self._saving(run, again, bool(gathers))
         known.update(zip(left, saving(*(known[x] for x in given)), strict=True))
 
-    def _steps(
-        self,
-        calls: Calls,
-        closed: Any,
-        whole: Any,
-        args: Sequence[Ref | KnownValue],
-        equations: Iterator[Equation],
-        steps: list[ReplayedEquation],
-    ) -> list[Ref | KnownValue]:
-        """Appends the equations of a closed jaxpr, calls inlined; its results."""
-        known: dict[Any, Ref | KnownValue] = {
-            v: KnownValue(value) for v, value in zip(closed.jaxpr.constvars, closed.consts, strict=True)
-        }
-        known.update(zip(closed.jaxpr.invars, args, strict=True))
-        if len(closed.jaxpr.eqns) != len(whole.jaxpr.eqns):
-            raise _differs("a part of the batch is computed by other operations than the whole")
-        for eqn, same in zip(closed.jaxpr.eqns, whole.jaxpr.eqns, strict=True):
-            ins = [
-                KnownValue(calls.literal(x, y)) if calls.is_literal(x) else known[x]
-                for x, y in zip(eqn.invars, same.invars, strict=True)
-            ]
-            if calls.kind(eqn) == "inline":
-                inner = calls.inner(eqn)
-                outs = self._steps(calls, inner, calls.inner(same), ins, equations, steps)
-            else:
-                made = [next(self.refs) for _ in eqn.outvars]
-                own = self._imported(calls, eqn, equations)
-                if calls.kind(eqn) == "one":
-                    self.values.update(zip(made, own[0].outs, strict=True))
-                steps.append(ReplayedEquation(eqn, same, own, tuple(ins), tuple(made)))
-                outs = list[Ref | KnownValue](made)
-            known.update(zip(eqn.outvars, outs, strict=True))
-        return [KnownValue(x.val) if calls.is_literal(x) else known[x] for x in closed.jaxpr.outvars]
-
-    def _imported(self, calls: Calls, eqn: Any, equations: Iterator[Equation]) -> tuple[Equation, ...]:
-        """What was imported of an equation."""
-        if calls.kind(eqn) == "kept":
-            # JAX's own function with its own derivative runs as it is.
-            return tuple(next(equations) for _ in range(calls.count(eqn)))
-        e = next(equations, None)
-        if e is None or e.prim != calls.name(eqn):
-            raise _differs(
-                f"{e.where if e else 'its end'} had {e.prim if e else 'nothing'}, now {calls.name(eqn)}"
-            )
-        return (e,)
-
-    def _run(self, calls: Calls, steps: Sequence[ReplayedEquation], known: dict[Ref, Any]) -> None:
+    def _run(self, steps: Sequence[ReplayedEquation], known: dict[Ref, Any]) -> None:
         for step in steps:
             ins = [x.value if isinstance(x, KnownValue) else known[x] for x in step.ins]
-            known.update(zip(step.outs, self._step(calls, step, ins), strict=True))
+            known.update(zip(step.outs, self._step(step, ins), strict=True))
 
-    def _step(self, calls: Calls, step: ReplayedEquation, ins: list[Any]) -> Sequence[Any]:
-        if calls.kind(step.eqn) == "kept":
-            return calls.bind(step.eqn, ins)
+    def _step(self, step: ReplayedEquation, ins: list[Any]) -> Sequence[Any]:
+        if step.site.own:
+            return bind(step.site.eqn, ins)
         (e,) = step.equations
-        outs = (
-            self._scan(calls, step.eqn, step.same, ins, e) if e.prim == "scan" else calls.bind(step.eqn, ins)
-        )
+        outs = self._scan(step.site, ins, e) if e.prim == "scan" else bind(step.site.eqn, ins)
         if any(id(x) in self.shared for x in e.ins) and e.prim in _PASSING:
             self.shared.update(map(id, e.outs))
             return outs
@@ -265,10 +197,10 @@ class Constrained:
         named: Any = import_module("jax.ad_checkpoint").checkpoint_name(x, SAVED)
         return named
 
-    def _scan(self, calls: Calls, eqn: Any, same: Any, ins: list[Any], e: Equation) -> Sequence[Any]:
+    def _scan(self, site: Site, ins: list[Any], e: Equation) -> Sequence[Any]:
         body = e.body
         assert body is not None
-        inner, whole = calls.scanned(eqn), calls.scanned(same)
+        inner, whole = (without_dead(x.params["jaxpr"]) for x in (site.eqn, site.whole))
         first, last = e.params["consts"], e.params["consts"] + e.params["carry"]
         places = [
             self.placed
@@ -281,10 +213,10 @@ class Constrained:
 
         def run(*xs: Any) -> list[Any]:
             placed = [place(x, v) for place, x, v in zip(places, xs, body.ins, strict=True)]
-            return self._results(calls, inner, whole, placed, body, {})
+            return self._results(inner, whole, placed, body, {})
 
         run = self._saving(run, self._again(e), self.gathered in places)
-        return calls.bind_scan(eqn, inner, run, ins)
+        return bind_scan(site.eqn, inner, run, ins)
 
     def _saving(self, run: Callable[..., Any], again: bool, gathers: bool) -> Callable[..., Any]:
         """A layer that saves for backward what it should: nothing if it runs again but what is kept then;
@@ -329,13 +261,6 @@ def _split(spec: Spec) -> bool:
     return any(a is None or a for a in spec)
 
 
-def _differs(how: str) -> UserError:
-    return UserError(
-        f"plan.jax: the function is not the one that was imported: {how}; import this one with from_jax "
-        "and search again"
-    )
-
-
 def constrained(
     loss: Callable[..., Any],
     placing: ArrayPlacing,
@@ -354,14 +279,13 @@ def constrained(
     shared, gathers = split & layers, set[Any]()
 
     def applied(*args: Any) -> Any:
-        calls = Calls()
-        closed, tree = calls.traced(loss, args)
+        closed, tree = retraced(loss, args)
         jax = jax_module()
         sizes = [
             [np.shape(x) for x in jax.tree_util.tree_leaves(given)] for given in (args, origin.arguments)
         ]
         # Only a part of the batch has other numbers than the whole.
-        whole = closed if sizes[0] == sizes[1] else calls.traced(loss, origin.arguments)[0]
+        whole = closed if sizes[0] == sizes[1] else retraced(loss, origin.arguments)[0]
         run = Constrained(placing, mesh, recompute, split, set(shared), saved, gathers=gathers)
         flat = run.run(closed, whole, jax.tree_util.tree_leaves(args), origin.block)
         missing = recompute - run.met

@@ -19,7 +19,6 @@ from layoutopt.importers.jax.equations import (
     has_fractions,
 )
 from layoutopt.importers.jax.factors import Factors, factors
-from layoutopt.importers.jax.internals import KEEPS, traced
 from layoutopt.importers.jax.jax_plan import JaxPlan
 from layoutopt.importers.jax.keys import Keys
 from layoutopt.importers.jax.leaves import Leaf, leaves, leaves_of, new_state, stacked_leaf
@@ -30,6 +29,7 @@ from layoutopt.importers.jax.optax_of import optax_of
 from layoutopt.importers.jax.origin import ArrayAxes, ImportedFunction
 from layoutopt.importers.jax.parts import why_whole
 from layoutopt.importers.jax.placing import ArrayPlacing, inner_dims
+from layoutopt.importers.jax.reader import KEEPS, traced
 from layoutopt.importers.jax.relations import Axis
 from layoutopt.importers.jax.reroll import Rerolled, rerolled
 from layoutopt.importers.jax.shardings import jax_mesh

@@ -1,84 +1,111 @@
-"""Running a traced function again, equation by equation, in the order in which `internals` reads it."""
+"""The equations of a function that runs again, each with what was imported of it: the visitor of jaxprs that
+`constrain` runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from layoutopt.importers.jax import internals
-from layoutopt.importers.jax.equations import KEY, Equation
+from layoutopt.importers.jax.equations import Equation, Operand
+from layoutopt.importers.jax.internals import jax_module, without_dead
+from layoutopt.importers.jax.interpreter import Site, differs
+
+Ref = int
+"""A value of the function that runs: a number of its own, also where one jaxpr is called twice."""
 
 
-class Calls:
-    """The interface to JAX's own equations."""
+@dataclass(frozen=True)
+class KnownValue:
+    """A value that is there before the function runs."""
 
-    def __init__(self) -> None:
-        self.jax = internals.jax_module()
-        self.reader = internals.JaxprReader(self.jax)
+    value: Any
 
-    def traced(self, fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
-        """The closed jaxpr of fn(*args) as the importer reads it, and the tree of its results."""
-        types = self.jax.tree_util.tree_map(
-            lambda x: self.jax.ShapeDtypeStruct(np.shape(x), self.jax.dtypes.result_type(x)), tuple(args)
-        )
-        closed, shapes = self.jax.make_jaxpr(fn, return_shape=True)(*types)
-        return internals.without_dead(closed), self.jax.tree_util.tree_structure(shapes)
 
-    def is_literal(self, x: Any) -> bool:
-        return isinstance(x, self.reader.core.Literal)
+ReplayedValue = Ref | KnownValue
 
-    def literal(self, x: Any, whole: Any) -> Any:
-        """The number of a part of the batch, or where they differ that of the whole."""
-        return whole.val if self.is_literal(whole) and not whole.aval.shape else x.val
 
-    def name(self, eqn: Any) -> str:
-        """The importer's name of an equation."""
-        name = str(eqn.primitive.name)
-        if name in internals.CALLS:
-            return internals.RANDOM.get(str(eqn.params.get("name", "")), name)
-        return "custom" if name in internals.CUSTOM else name
+@dataclass(frozen=True)
+class ReplayedEquation:
+    """One equation of the function that runs.
 
-    def kind(self, eqn: Any) -> str:
-        """inline: its body's equations stand for it; kept: they do, but it runs as it is; one: itself."""
-        name = str(eqn.primitive.name)
-        if name in internals.CALLS:
-            random = str(eqn.params.get("name", "")) in internals.RANDOM and self._keyed(eqn)
-            return "one" if random else "inline"
-        if name == "custom_jvp_call" and internals.is_jax_own(self.inner(eqn)):
-            return "kept"
-        return "one"
+    Attributes:
+      equations: what was imported of it; several where JAX's own function runs as it is.
+    """
 
-    def _keyed(self, eqn: Any) -> bool:
-        return bool(eqn.invars) and self.reader.dtype(eqn.invars[0].aval) in (KEY, "uint32")
+    site: Site
+    equations: tuple[Equation, ...]
+    ins: tuple[ReplayedValue, ...]
+    outs: tuple[Ref, ...]
 
-    def inner(self, eqn: Any) -> Any:
-        """The closed jaxpr of a call."""
-        return self.reader.called(eqn.params)
 
-    def scanned(self, eqn: Any) -> Any:
-        """The closed jaxpr of a loop's body."""
-        return internals.without_dead(eqn.params["jaxpr"])
+class ReplayVisitor:
+    """Lists the equations to run, in order.
 
-    def count(self, eqn: Any) -> int:
-        """How many equations the importer reads of a call."""
-        found: list[Equation] = []
-        inner = self.inner(eqn)
-        self.reader.inline(found, inner, [self.reader.var(v) for v in inner.jaxpr.invars], "", "")
-        return len(found)
+    Attributes:
+      rest: imported equations that were not met so far.
+      refs: numbers for new values.
+      values: what was imported of a value; added to.
+    """
 
-    def bind(self, eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
-        """The results of an equation as it is."""
-        params = eqn.primitive.get_bind_params(eqn.params)
-        # Older versions give the functions of a call apart.
-        functions, params = params if isinstance(params, tuple) else ((), params)
-        found = eqn.primitive.bind(*functions, *ins, **params)
-        return found if eqn.primitive.multiple_results else [found]
+    def __init__(self, rest: Iterator[Equation], refs: Iterator[Ref], values: dict[Ref, Operand]) -> None:
+        self.rest, self.refs, self.values = rest, refs, values
+        self.steps: list[ReplayedEquation] = []
 
-    def bind_scan(self, eqn: Any, inner: Any, body: Callable[..., Any], ins: Sequence[Any]) -> Sequence[Any]:
-        """The results of a loop with another body."""
-        types = [self.jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.jaxpr.invars]
-        closed = self.jax.make_jaxpr(body)(*types)
-        found: Sequence[Any] = eqn.primitive.bind(*ins, **{**eqn.params, "jaxpr": closed})
-        return found
+    def constant(self, value: Any, aval: Any) -> ReplayedValue:
+        return KnownValue(value)
+
+    def equation(self, site: Site, ins: Sequence[ReplayedValue]) -> Sequence[ReplayedValue]:
+        e = next(self.rest, None)
+        if e is None or e.prim != site.name:
+            raise differs(f"{e.where if e else 'its end'} had {e.prim if e else 'nothing'}, now {site.name}")
+        outs = self._step(site, (e,), ins)
+        self.values.update(zip(outs, e.outs, strict=True))
+        return outs
+
+    def call(
+        self, site: Site, ins: Sequence[ReplayedValue], inline: Callable[[], Sequence[ReplayedValue]]
+    ) -> Sequence[ReplayedValue]:
+        if site.own:
+            # JAX's own function with its own derivative runs as it is.
+            before = len(self.steps)
+            inline()
+            inside = self.steps[before:]
+            del self.steps[before:]
+            return self._step(site, [e for s in inside for e in s.equations], ins)
+        return self.equation(site, ins) if site.name == "custom" else inline()
+
+    def _step(self, site: Site, equations: Sequence[Equation], ins: Sequence[ReplayedValue]) -> list[Ref]:
+        outs = [next(self.refs) for _ in site.eqn.outvars]
+        self.steps.append(ReplayedEquation(site, tuple(equations), tuple(ins), tuple(outs)))
+        return outs
+
+
+def retraced(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
+    """The closed jaxpr of fn(*args) as the importer reads it, and the tree of its results."""
+    jax = jax_module()
+    types = jax.tree_util.tree_map(
+        lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)), tuple(args)
+    )
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*types)
+    return without_dead(closed), jax.tree_util.tree_structure(shapes)
+
+
+def bind(eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
+    """The results of an equation as it is."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    # Older versions give the functions of a call apart.
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    found = eqn.primitive.bind(*functions, *ins, **params)
+    return found if eqn.primitive.multiple_results else [found]
+
+
+def bind_scan(eqn: Any, inner: Any, body: Callable[..., Any], ins: Sequence[Any]) -> Sequence[Any]:
+    """The results of a loop with another body for the variables of `inner`."""
+    jax = jax_module()
+    types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inner.jaxpr.invars]
+    closed = jax.make_jaxpr(body)(*types)
+    found: Sequence[Any] = eqn.primitive.bind(*ins, **{**eqn.params, "jaxpr": closed})
+    return found

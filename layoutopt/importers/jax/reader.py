@@ -1,0 +1,243 @@
+"""A traced function as a block of plain equations: the visitor of jaxprs that the graph is written from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from layoutopt.importers.jax.equations import (
+    FLAT,
+    KEY,
+    CapturedArray,
+    Equation,
+    EquationBlock,
+    Operand,
+    Var,
+    constant,
+)
+from layoutopt.importers.jax.internals import jax_module, type_of, without_dead
+from layoutopt.importers.jax.interpreter import RANDOM, Site, interpret
+
+KEEPS = "--recompute DIM:keep=KIND says what layers that run again keep"
+REMAT = ("remat2", "checkpoint", "remat")
+
+
+@dataclass(frozen=True)
+class TracedBlock:
+    """A function of arrays as a block.
+
+    Attributes:
+      results: pytree of the results, with numbers of the block's results as leaves.
+      notes: what the function says that is not kept.
+    """
+
+    block: EquationBlock
+    results: Any
+    notes: Sequence[str]
+
+
+def traced(fn: Callable[..., Any], args: Sequence[Any]) -> TracedBlock:
+    """The block of fn(*args), for pytrees of types; its variables come in the order of the leaves."""
+    jax = jax_module()
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    reader = JaxprReader(jax)
+    ins = [reader.var(v) for v in closed.jaxpr.invars]
+    flat, tree = jax.tree_util.tree_flatten(shapes)
+    block = reader.block(closed, ins)
+    return TracedBlock(block, jax.tree_util.tree_unflatten(tree, range(len(flat))), tuple(reader.notes))
+
+
+class JaxprReader:
+    """Writes jaxprs as blocks of plain equations.
+
+    Attributes:
+      notes: what the function says that is not kept.
+    """
+
+    def __init__(self, jax: Any) -> None:
+        self.jax = jax
+        import jax.extend.core as core
+
+        self.core = core
+        self.notes: dict[str, None] = {}
+        self._inside = 0
+        self._made: list[Equation] = []
+        self._constants: dict[tuple[Any, ...], CapturedArray] = {}
+
+    def var(self, v: Any) -> Var:
+        """A variable for one of JAX's."""
+        return Var(tuple(map(int, getattr(v.aval, "shape", ()))), type_of(v.aval))
+
+    def block(self, closed: Any, ins: list[Var], scope: str = "", where: str = "") -> EquationBlock:
+        """The block of a closed jaxpr, whose variables are `ins`."""
+        block = EquationBlock(ins)
+        outer, self._made = self._made, block.equations
+        block.outs = interpret(self, without_dead(closed), list[Operand](ins), scope=scope, where=where)
+        self._made = outer
+        return block
+
+    def constant(self, value: Any, aval: Any) -> Operand:
+        """A constant as an operand; equal arrays are one."""
+        dtype = type_of(aval)
+        if dtype == KEY:
+            return CapturedArray(np.asarray(self.jax.random.key_data(value)), tuple(aval.shape), KEY)
+        array = np.asarray(value)
+        if array.ndim == 0:
+            return constant(array, dtype)
+        # One array that every layer has, as a mask, is one.
+        key = (dtype, array.shape, sha256(np.ascontiguousarray(array).tobytes()).digest())
+        if key not in self._constants:
+            self._constants[key] = constant(array, dtype)
+        return self._constants[key]
+
+    def equation(self, site: Site, ins: Sequence[Operand]) -> Sequence[Operand]:
+        """Appends an operation, of a loop with its body."""
+        outs = [self.var(v) for v in site.eqn.outvars]
+        # A random function that is taken as a whole has its operands alone.
+        params = {} if site.name in RANDOM.values() else {k: _plain(v) for k, v in site.eqn.params.items()}
+        made = Equation(site.name, list(ins), outs, params, site.where, site.scope)
+        if site.name == "scan":
+            made.params = self._scan(params, len(ins), len(outs))
+            inner = params["jaxpr"]
+            made.body = self.block(inner, [self.var(v) for v in inner.jaxpr.invars], site.scope, site.where)
+        self._made.append(made)
+        return outs
+
+    def call(
+        self, site: Site, ins: Sequence[Operand], inline: Callable[[], Sequence[Operand]]
+    ) -> Sequence[Operand]:
+        """Appends the equations of a call, or it alone with the derivative that its author wrote."""
+        if site.name == "custom" and not (site.own or self._inside):
+            outs = [self.var(v) for v in site.eqn.outvars]
+            made = Equation("custom", list(ins), outs, {}, site.where, site.scope)
+            self._custom(made, site)
+            self._made.append(made)
+            return outs
+        before = len(self._made)
+        found = inline()
+        equations = self._made[before:]
+        if site.own:
+            _flattened(equations)
+        if site.name in REMAT and self._saves_nothing(site):
+            for each in equations:
+                each.recomputed = site.where or "?"
+        return found
+
+    def _saves_nothing(self, site: Site) -> bool:
+        """True if a jax.checkpoint recomputes all that it computes."""
+        given = site.eqn.params.get("policy")
+        policy = str(getattr(given, "__name__", given))
+        if policy == "None" or re.match(r"nothing_?saveable", policy, re.IGNORECASE):
+            return True
+        self.notes[f"{site.where}: jax.checkpoint with the policy {policy} is left out: {KEEPS}"] = None
+        return False
+
+    def _scan(self, params: dict[str, Any], ins: int, outs: int) -> dict[str, Any]:
+        """The parameters of a scan in one form."""
+        found = {"length": int(params["length"]), "reverse": bool(params["reverse"])}
+        if "num_consts" in params:
+            return {**found, "consts": int(params["num_consts"]), "carry": int(params["num_carry"])}
+        consts, carry = (len(self.jax.tree_util.tree_leaves(t)) for t in params["ft_in"].unpack()[:2])
+        return {**found, "consts": consts, "carry": carry}
+
+    def _custom(self, made: Equation, site: Site) -> None:
+        """The body of a function with a derivative of its own, and this derivative, for the operands with
+        fractions."""
+        jax, eqn, inner = self.jax, site.eqn, site.inner
+        from jax.extend.core import jaxpr_as_fun
+
+        closed = self.core.ClosedJaxpr(self._alone(eqn, inner), ())
+        function = jaxpr_as_fun(closed)
+        types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
+        real = [i for i, t in enumerate(types) if jax.dtypes.issubdtype(t.dtype, np.floating)]
+
+        def differentiated(xs: Sequence[Any]) -> Any:
+            def of_real(*some: Any) -> Any:
+                given = list(xs)
+                for i, x in zip(real, some, strict=True):
+                    given[i] = x
+                return function(*given)
+
+            return jax.vjp(of_real, *(xs[i] for i in real))
+
+        def backward(xs: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+            ys, pull = differentiated(xs)
+            given = iter(cotangents)
+            return pull(
+                [
+                    next(given)
+                    if jax.dtypes.issubdtype(y.dtype, np.floating)
+                    else np.zeros(y.shape, jax.dtypes.float0)
+                    for y in ys
+                ]
+            )
+
+        results = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+        floats = [t for t in results if jax.dtypes.issubdtype(t.dtype, np.floating)]
+        back = jax.make_jaxpr(backward)(types, floats)
+        made.params = {"real": tuple(real)}
+        ins = [self.var(v) for v in closed.jaxpr.invars]
+        # Literals of the call are not variables of the body.
+        named = {id(v): n for n, v in enumerate(closed.jaxpr.invars)}
+        made.ins = [made.ins[i] for i in self._order(eqn, named)]
+        # What a derivative is taken of has the value that its author's forward gives, which may be another.
+        if real:
+            forward = jax.make_jaxpr(lambda *xs: differentiated(xs)[0])(*types)
+        else:
+            forward = self._primal(eqn, inner, closed)
+        # Nobody differentiates these once more: what they call is its plain body.
+        self._inside += 1
+        made.body = self.block(forward, ins, made.scope, made.where)
+        made.backward = self.block(back, [self.var(v) for v in back.jaxpr.invars], made.scope, made.where)
+        self._inside -= 1
+
+    def _alone(self, eqn: Any, inner: Any) -> Any:
+        """A jaxpr of one call alone."""
+        seen = dict.fromkeys(v for v in eqn.invars if not isinstance(v, self.core.Literal))
+        return inner.jaxpr.replace(
+            constvars=[], invars=list(seen), outvars=list(eqn.outvars), eqns=[eqn], effects=eqn.effects
+        )
+
+    def _order(self, eqn: Any, named: dict[int, int]) -> list[int]:
+        """Which operand of the equation each variable of its one-equation jaxpr is."""
+        found: dict[int, int] = {}
+        for i, v in enumerate(eqn.invars):
+            if id(v) in named:
+                found.setdefault(named[id(v)], i)
+        return [found[n] for n in range(len(named))]
+
+    def _primal(self, eqn: Any, inner: Any, closed: Any) -> Any:
+        """The call's own body as a function of the variables of `closed`."""
+        from jax.extend.core import jaxpr_as_fun
+
+        body = jaxpr_as_fun(inner)
+
+        def call(*xs: Any) -> Any:
+            given = dict(zip(map(id, closed.jaxpr.invars), xs, strict=True))
+            literal = self.core.Literal
+            return body(*(v.val if isinstance(v, literal) else given[id(v)] for v in eqn.invars))
+
+        return self.jax.make_jaxpr(call)(
+            *(self.jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars)
+        )
+
+
+def _flattened(equations: Sequence[Equation]) -> None:
+    """Marks what is flat at its corners in a function of JAX with a derivative of its own: the modulus (in
+    `logaddexp`), and ends that nothing but other ends are beside (`relu`, `relu6`)."""
+    ends = {e.prim for e in equations} <= {"max", "min", "broadcast_in_dim", "convert_element_type"}
+    for e in equations:
+        if e.prim == "abs" or (ends and e.prim in ("max", "min")):
+            e.params = {**e.params, FLAT: True}
+
+
+def _plain(x: Any) -> Any:
+    """Python's whole numbers for NumPy's, also in tuples."""
+    if isinstance(x, np.integer):
+        return int(x)
+    return tuple(map(_plain, x)) if type(x) is tuple else x
