@@ -102,7 +102,7 @@ def test_bad_input(trained: tuple[str, str], run: Run, options: list[str], match
     [
         (
             "def encode(text): return {'prompt': [1]}",
-            "'prompt', which is not a [batch, length] input of the model",
+            "'prompt', which is not a [batch, length] input",
         ),
         ("def encode(text): return {}", "encode() does not give the model's input 'prompts'"),
         ("del encode", "has no function encode(); write encode(**hparams) beside model()"),
