@@ -195,7 +195,7 @@ def solved(case: Case, limit: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--only", action="append", default=[], help="only this case (again for more)")
+    parser.add_argument("--only", action="append", default=[], help="only this case (repeatable)")
     parser.add_argument("--time-limit", type=float, default=600.0, help="seconds of each search")
     args = parser.parse_args()
     known = json.loads(OUT.read_text(encoding="utf-8")) if OUT.exists() else {}

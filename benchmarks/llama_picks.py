@@ -275,7 +275,7 @@ def keep(part: str, found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--only", action="append", default=[], help="only this case (again for more)")
+    parser.add_argument("--only", action="append", default=[], help="only this case (repeatable)")
     parser.add_argument("--time-limit", type=float, default=600.0, help="seconds of each search")
     args = parser.parse_args()
     for case in CASES:

@@ -138,9 +138,7 @@ def others() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument(
-        "--table", action="append", default=[], help="only tables of this name (again for more)"
-    )
+    parser.add_argument("--table", action="append", default=[], help="only tables of this name (repeatable)")
     args = parser.parse_args()
     rows = priced(args.table)
     tables: dict[str, list[Priced]] = defaultdict(list)

@@ -117,7 +117,7 @@ class Certificate:
         said = f"{space}, ruled out without a solver: {', '.join(parts)}"
         if counts["open"]:
             said += f"; {counts['open']} not checked: too many layouts to list"
-        return said if self.complete else f"{said}; then the time was over, and the others are not checked"
+        return said if self.complete else f"{said}; time ran out before the others were checked"
 
 
 def certify(

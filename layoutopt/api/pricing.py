@@ -198,7 +198,7 @@ def cost(
     check_tokens(tokens, model.tokens)
     if isinstance(mesh, Plan):
         if layout or options is not None or decided:
-            raise UserError("a plan has its layout and options; leave them out")
+            raise UserError("a plan has its own layout and options; remove these arguments")
         plan = mesh
         mesh, layout, options = plan.mesh, plan.layout, plan.options
         hardware = plan.data.hardware if hardware is None else hardware
@@ -251,7 +251,7 @@ def layout_of(said: Layout | str) -> Layout:
 def options_of(model: Model, options: Options | None, decided: dict[str, Any]) -> Options:
     """The decisions beside a layout, given as `Options` or as keywords named after options of commands."""
     if options is not None and decided:
-        raise UserError(f"options say all that is decided; leave {', '.join(decided)} out")
+        raise UserError(f"options= sets every decision; remove {', '.join(decided)}")
     if options is not None:
         return options
     known = {option.parameter: option.name for option in BY_HAND}

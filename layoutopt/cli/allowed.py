@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from layoutopt.space.decisions import SearchSpace
 
 MaxAxesOption = Annotated[
-    int, typer.Option("--max-axes", metavar="K", help="With --devices: at most so many axes of a mesh.")
+    int,
+    typer.Option("--max-axes", metavar="K", help="Search meshes of at most this many axes (with --devices)."),
 ]
 BETWEEN = ","
 """Stands between rules and words that were given one after the other."""

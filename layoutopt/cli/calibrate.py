@@ -45,21 +45,24 @@ DEFAULT_MESH = "data:2;model:4"
 def calibrate(
     mesh: MeshOption = None,
     thorough: Annotated[
-        bool, typer.Option("--thorough", help="More sizes and repeats: some minutes.")
+        bool, typer.Option("--thorough", help="Measure more sizes, more often (takes some minutes).")
     ] = False,
     target: Annotated[
         str | None,
         typer.Option(
             "--target",
             metavar="TPU",
-            help="Instead of this machine a TPU, as tpu-v5e, by its compiler's estimates; no TPU is needed.",
+            help="Fit a profile to the TPU compiler's estimates instead of this machine's times, e.g. "
+            "tpu-v5e; no TPU is needed.",
             show_default=False,
         ),
     ] = None,
     refresh: Annotated[
         bool,
         typer.Option(
-            "--refresh", help="With --target: compile again what ships with the project; some minutes."
+            "--refresh",
+            help="Compile the probes again instead of reading the shipped estimates (with --target; takes "
+            "some minutes).",
         ),
     ] = False,
     out: Annotated[
@@ -67,7 +70,7 @@ def calibrate(
         path_option(
             "PROFILE.json",
             "The profile.",
-            show_default="where cpu-local is looked for, in the cache; of a TPU only what --out says",
+            show_default="the file of cpu-local in the cache; with --target, no file",
         ),
     ] = None,
     engine: EngineOption = EngineName.auto,

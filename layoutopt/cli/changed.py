@@ -53,5 +53,5 @@ def _row(plan: Plan, curve: SensitivityCurve, t: SensitivityTrial) -> ViewRow:
 def robust_text(found: Robustness) -> str:
     """Describes how much of the answer's lead remains under the uncertainties of the hardware's numbers."""
     words = told.robust(found)
-    nothing = "No number of the hardware has an uncertainty, so nothing is known of how robust the answer is."
+    nothing = "The hardware's numbers have no uncertainties, so the robustness of the plan is unknown."
     return f"The answer is {words}." if words else nothing

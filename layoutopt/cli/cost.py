@@ -87,7 +87,10 @@ def cost(
     opened = opened_lines(of) if lines else []
     if given.plan is not None and hardware == THIS_MACHINE != given.plan.data.hardware:
         its = given.plan.data.hardware
-        notes.append(f"the plan is for {its}, this price for {THIS_MACHINE}: name the plan's with --hardware")
+        notes.append(
+            f"the plan is for {its}, this prediction for {THIS_MACHINE}: add --hardware {its} to "
+            f"predict for the plan's"
+        )
     more: dict[str, Any] = {"notes": notes} if notes else {}
     terminal.result(found.data.model_copy(update=more | ({"lines": opened} if lines else {})))
     if not as_json:

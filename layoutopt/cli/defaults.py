@@ -99,14 +99,16 @@ def _made() -> dict[str, Any]:
         target: Annotated[
             str | None,
             typer.Option(
-                metavar="NAME", help=f"Options from a target of {FILE} beside MODEL.", expose_value=False
+                metavar="NAME",
+                help=f"Use the options of this target in the {FILE} beside MODEL.",
+                expose_value=False,
             ),
         ] = None,
         like: Annotated[
             str | None,
             typer.Option(
                 metavar="PLAN.json",
-                help="The options of the search that made a plan; its model, if MODEL is left out.",
+                help="Use the options of the search that made this plan, and its model if MODEL is left out.",
                 expose_value=False,
             ),
         ] = None,

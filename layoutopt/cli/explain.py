@@ -45,8 +45,8 @@ def explain(
         list[str] | None,
         typer.Option(
             metavar="DECISION",
-            help="Show what the best step is if this may not be chosen: "
-            f"{', '.join(listed_options()['features'])}; all: each that the plan has.",
+            help="Show the best step without this decision: "
+            f"{', '.join(listed_options()['features'])}; all: each decision of the plan in turn.",
             show_default=False,
         ),
     ] = None,
@@ -54,18 +54,18 @@ def explain(
         bool,
         typer.Option(
             "--sensitivity",
-            help="Also search with half and twice the bandwidth, memory and devices, and vary the hardware's "
-            "numbers within their uncertainties.",
+            help="Search again with half and twice the bandwidth, memory and devices, and with the "
+            "hardware's numbers varied within their uncertainties.",
         ),
     ] = False,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Show without a solver that nothing that was searched is faster."),
+        typer.Option("--check", help="Check without a solver that no layout in the search space is faster."),
     ] = False,
     out: Annotated[
         Path | None,
         path_option(
-            "PLAN.json", "Write the plan again, with what --sensitivity and --check found, for its report."
+            "PLAN.json", "Write the plan with the results of --sensitivity and --check, for its report."
         ),
     ] = None,
     model: ModelOption = None,

@@ -119,7 +119,7 @@ def show_explained(terminal: Terminal, planned: Planned, found: Explained) -> No
     checks = [("checked", said or "lowered and priced again: the same")]
     if (proof := found.proof) is not None:
         checks += [("recheck", str(proof)), ("allowed", allowed_text(proof.allowed) or "what is usual")]
-    held = [("waits", words) for words in evaluation.waits]
+    held = [("idle", words) for words in evaluation.waits]
     held += [("peak", peak_text(evaluation.memory)), ("binds", _binds(found))]
     known = errors_known(found.hardware)
     fits = partial(known.fits, limit=limit)

@@ -41,13 +41,14 @@ def export(
     to: Annotated[
         Library,
         typer.Option(
-            help="The library; perfetto is the predicted step, for trace viewers.", show_default=False
+            help="Form to write: a library's, or perfetto, the predicted step as a trace for trace viewers.",
+            show_default=False,
         ),
     ],
     model: ModelOption = None,
     out: Annotated[
         Path | None,
-        path_option("FILE", "Write there instead of stdout."),
+        path_option("FILE", "Write to this file instead of stdout."),
     ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -93,7 +94,9 @@ def export(
         words = Decided(refined=unsaid).listed()
         terminal.say(f"not in this form: {'; '.join(filter(None, words.values()))}")
     for axis, number in slices.items():
-        terminal.say(f"not in this form: {axis} lies over {number} slices; lay its devices out so")
+        terminal.say(
+            f"not expressed in this form: axis {axis} spans {number} slices; arrange its devices accordingly"
+        )
 
 
 def _write_step(terminal: Terminal, plan: Plan, path: Path, model: str | None, out: Path | None) -> None:

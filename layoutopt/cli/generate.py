@@ -51,12 +51,12 @@ ONE_DEVICE = "device:1"
 def generate(
     model: ModelArgument,
     checkpoint: Annotated[Path, checkpoint_option("What `train --checkpoint` wrote.")],
-    prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="A text to begin with (again for more).")],
+    prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="Text to continue (repeatable).")],
     mesh: MeshOption = None,
     layout: LayoutOption = None,
     settings: SetOption = None,
     seed: Annotated[
-        int, typer.Option(min=-(2**31), max=2**31 - 1, help="Of the draws, if the model draws.")
+        int, typer.Option(min=-(2**31), max=2**31 - 1, help="Seed of the sampling, if the model samples.")
     ] = 0,
     engine: EngineOption = EngineName.auto,
     job: Job = ALONE,

@@ -42,10 +42,7 @@ class ByHand:
             return GivenOptions(read_mesh(mesh), Layout(layout or ""), options)
         plan = read_plan(loaded, layout, plan)
         if self:
-            raise UserError(
-                f"{layout} says all that is decided beside the layout; leave "
-                f"{', '.join(sorted(self.texts))} out"
-            )
+            raise UserError(f"{layout} sets every decision itself; remove {', '.join(sorted(self.texts))}")
         if mesh is not None and read_mesh(mesh) != plan.mesh:
             raise UserError(
                 f"--mesh {mesh!r} is not the mesh of {layout}, which is {plan.mesh}; leave --mesh out"

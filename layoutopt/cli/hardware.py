@@ -23,7 +23,7 @@ def hardware(
         str | None,
         typer.Argument(
             metavar="[NAME_OR_FILE]",
-            help="One of the list, or a file.",
+            help="A preset or a profile file.",
             autocompletion=complete_hardware,
             show_default=False,
         ),

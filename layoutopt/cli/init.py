@@ -36,12 +36,12 @@ def init(
         typer.Option(
             "--example",
             metavar="NAME",
-            help="Instead of FILE: an example as examples/NAME.py, with what it imports.",
+            help="Write this example and the files it imports to examples/NAME.py, instead of FILE.",
             autocompletion=complete_example,
             show_default=False,
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:

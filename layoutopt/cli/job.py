@@ -28,33 +28,37 @@ class Job:
         bool,
         typer.Option(
             "--cluster",
-            help="Run with the other processes of the job, as JAX finds them (see docs/guides/clusters.md).",
+            help="Run as one of the job's processes, which JAX finds from the environment (see "
+            "docs/guides/clusters.md).",
         ),
     ] = False
     coordinator: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Where they meet, at the first of them.", show_default=False),
+        typer.Option(
+            metavar="HOST:PORT", help="Address of the job's first process, HOST:PORT.", show_default=False
+        ),
     ] = None
     processes: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="With --coordinator: the number of processes.", show_default=False
+            min=1,
+            metavar="N",
+            help="Number of processes in the job (with --coordinator).",
+            show_default=False,
         ),
     ] = None
     process: Annotated[
         int | None,
         typer.Option(
-            min=0, metavar="I", help="With --coordinator: which is this one, from 0.", show_default=False
+            min=0, metavar="I", help="Rank of this process, from 0 (with --coordinator).", show_default=False
         ),
     ] = None
     timeout: Annotated[
         float | None,
-        _seconds(
-            "With --cluster: how long to wait for a process that lives but does not come to a step.", "25"
-        ),
+        _seconds("Seconds to wait for a live process that does not reach a step (with --cluster).", "25"),
     ] = None
     start_timeout: Annotated[
-        float | None, _seconds("With --cluster: how long to wait for one to start.", "300")
+        float | None, _seconds("Seconds to wait for a process to start (with --cluster).", "300")
     ] = None
 
     @property

@@ -90,15 +90,12 @@ def show_help() -> None:
     console.print(Padding(usage, 1), style="bold")
     console.print(Padding(PURPOSE, (0, 1, 1, 1)))
     width = max(len(name) for listed in COMMANDS.values() for name in listed)
-    panels: dict[str, list[list[str | Text]]] = {
-        "Options": [[name, Text("<bool>", "bold yellow"), said] for name, said in OPTIONS.items()]
-    }
+    panels: dict[str, list[list[str | Text]]] = {"Options": [[name, said] for name, said in OPTIONS.items()]}
     panels |= {title: [[name, said] for name, said in listed.items()] for title, listed in COMMANDS.items()}
     for title, rows in panels.items():
         table = Table(box=None, show_header=False, pad_edge=False, expand=True)
         if title == "Options":
             table.add_column(style="bold cyan")
-            table.add_column()
             table.add_column()
         else:
             table.add_column(style="bold cyan", no_wrap=True, width=width)

@@ -54,7 +54,7 @@ def measure(
     decided: ByHand = UNDECIDED,
     settings: SetOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 10,
-    warm_up: Annotated[int, typer.Option(min=1, help="Steps before, which are not timed.")] = 2,
+    warm_up: Annotated[int, typer.Option(min=1, help="Warm-up steps that are run first and not timed.")] = 2,
     trace: TraceOption = None,
     hardware: RunsOnOption = None,
     set_hardware: SetHardwareOption = None,

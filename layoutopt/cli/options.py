@@ -67,21 +67,26 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="NAME=VALUE",
-        help="Change a hyperparameter (again for more).",
+        help="Change a hyperparameter (repeatable).",
         autocompletion=complete_setting,
         show_default=False,
     ),
 ]
 MeshOption = Annotated[
     str | None,
-    typer.Option("--mesh", metavar="MESH", help='Axes and sizes, as "data:2;model:4".', show_default=False),
+    typer.Option(
+        "--mesh",
+        metavar="MESH",
+        help='Mesh: axes and their sizes, e.g. "data:2;model:4".',
+        show_default=False,
+    ),
 ]
 LayoutOption = Annotated[
     str | None,
     typer.Option(
         "--layout",
         metavar="LAYOUT",
-        help='Which dimension is split over which axes, as "batch:data;heads:model", or a PLAN.json.',
+        help='Layout, e.g. "batch:data;heads:model" (dimension:axis), or a PLAN.json.',
         show_default="nothing is split",
     ),
 ]
@@ -90,7 +95,7 @@ HardwareOption = Annotated[
     typer.Option(
         "--hardware",
         metavar="NAME_OR_FILE",
-        help="See `layoutopt hardware`.",
+        help="Hardware to predict for, by name or file (see `layoutopt hardware`).",
         autocompletion=complete_hardware,
     ),
 ]
@@ -101,7 +106,7 @@ RunsOnOption = Annotated[
         metavar="NAME_OR_FILE",
         help="Predict for this hardware (see `layoutopt hardware`).",
         autocompletion=complete_hardware,
-        show_default=f"a plan's own if this run is on it, else {THIS_MACHINE}",
+        show_default=f"the plan's own if this run uses it, else {THIS_MACHINE}",
     ),
 ]
 HardwaresOption = Annotated[
@@ -109,7 +114,7 @@ HardwaresOption = Annotated[
     typer.Option(
         "--hardware",
         metavar="NAME_OR_FILE",
-        help="See `layoutopt hardware` (again for more).",
+        help="Hardware to compare, by name or file (see `layoutopt hardware`; repeatable).",
         autocompletion=complete_hardware,
         show_default=THIS_MACHINE,
     ),
@@ -119,20 +124,23 @@ SetHardwareOption = Annotated[
     typer.Option(
         "--set-hardware",
         metavar="NAME=VALUE",
-        help="Another number in it, as node_egress=100GB/s (again for more).",
+        help="Change a number of the hardware, e.g. node_egress=100GB/s (repeatable).",
         show_default=False,
     ),
 ]
 MemoryOption = Annotated[
     str | None,
     typer.Option(
-        "--memory", metavar="AMOUNT", help="Memory of a device, as 16GiB.", show_default="the hardware's"
+        "--memory", metavar="AMOUNT", help="Memory of a device, e.g. 16GiB.", show_default="the hardware's"
     ),
 ]
 TimeLimitOption = Annotated[
     float | None,
     typer.Option(
-        "--time-limit", metavar="SECONDS", help="Stop there with the best so far.", show_default="none"
+        "--time-limit",
+        metavar="SECONDS",
+        help="Stop after this many seconds and return the best layout found.",
+        show_default="none",
     ),
 ]
 
@@ -174,8 +182,8 @@ EngineOption = Annotated[
     EngineName,
     typer.Option(
         "--engine",
-        help="What runs the steps: local is TensorFlow on the CPU, jax JAX on TPUs or GPUs if it finds any, "
-        "or the CPU, lockstep NumPy, for tests; auto is jax where there is an accelerator, else local.",
+        help="Engine that runs the steps: local (TensorFlow on the CPU), jax (JAX on TPUs, GPUs or the "
+        "CPU), lockstep (NumPy, for tests), auto (jax if there is an accelerator, else local).",
     ),
 ]
 
@@ -207,9 +215,10 @@ def checkpoint_option(help: str) -> Any:
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 LinesOption = Annotated[
-    bool, typer.Option("--lines", help="Also every priced instruction: its formula and the numbers in it.")
+    bool,
+    typer.Option("--lines", help="Add every priced instruction, with its formula and the numbers in it."),
 ]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no messages.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no messages.")]
 
 
 def examples(*lines: str) -> str:

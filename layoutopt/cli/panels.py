@@ -33,9 +33,14 @@ WIDE = 100
 
 
 def into_panels(command: Any) -> None:
-    """Puts a command's options into panels; those of kinds of decisions are in theirs."""
+    """Puts a command's options into panels; those of kinds of decisions are in theirs.
+
+    Flags and arguments show no type: their names and texts say what they take.
+    """
     panels = {name: panel for panel, names in PANELS.items() for name in names}
     for param in command.params:
+        if param.param_type_name == "argument" or param.is_flag:
+            param.display_type_rich = lambda ctx: None
         if param.name in panels and param.param_type_name == "option":
             param.rich_help_panel = panels[param.name]
 

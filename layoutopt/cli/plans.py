@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from layoutopt.plan.schema import Told
 
 PlanArgument = Annotated[
-    Path, typer.Argument(metavar="PLAN", help="A file made by `search --out`.", show_default=False)
+    Path, typer.Argument(metavar="PLAN", help="Plan file, made by `search --out`.", show_default=False)
 ]
 ModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
         metavar="MODEL",
-        help="The model that the plan is for.",
-        show_default="the file it was made from, if that is the same",
+        help="Model of the plan.",
+        show_default="the file recorded in the plan, if it is unchanged",
     ),
 ]
 

@@ -29,7 +29,7 @@ FULL = {"lines", "variables", "memory"}
 def report(
     plans: Annotated[
         list[Path],
-        typer.Argument(metavar="PLAN...", help="Files made by `search --out`.", show_default=False),
+        typer.Argument(metavar="PLAN...", help="Plan files, made by `search --out`.", show_default=False),
     ],
     out: Annotated[Path, path_option("FILE.html", "The page.", show_default=True)] = Path("report.html"),
     validation: Annotated[
@@ -38,11 +38,11 @@ def report(
     ] = None,
     figures: Annotated[
         Path | None,
-        path_option("DIR", "Write the figures there too: SVG, PNG, PDF."),
+        path_option("DIR", "Folder for the figures, as SVG, PNG and PDF."),
     ] = None,
     tables: Annotated[
         Path | None,
-        path_option("DIR", "Write the tables there too: CSV."),
+        path_option("DIR", "Folder for the tables, as CSV."),
     ] = None,
     tokens: TokensOption = None,
     price: PriceOption = None,

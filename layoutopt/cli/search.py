@@ -80,7 +80,11 @@ def search(
     mesh: MeshOption = None,
     devices: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Instead of --mesh: search the mesh's shape too.", show_default=False),
+        typer.Option(
+            metavar="N",
+            help="Number of devices; searches the mesh's shape too (instead of --mesh).",
+            show_default=False,
+        ),
     ] = None,
     max_axes: MaxAxesOption = 2,
     settings: SetOption = None,
@@ -88,7 +92,10 @@ def search(
     set_hardware: SetHardwareOption = None,
     memory: MemoryOption = None,
     objective: Annotated[
-        Objective, typer.Option(help="Least time that fits, least memory, or the frontier of both.")
+        Objective,
+        typer.Option(
+            help="Minimise time within the memory, minimise memory, or list the Pareto frontier of both."
+        ),
     ] = Objective.TIME,
     allowed: Allowed = OnMesh(),  # noqa: B008
     accept_loss: AcceptLossOption = None,
@@ -97,7 +104,7 @@ def search(
         bool,
         typer.Option(
             "--refine",
-            help="After the search, try other splits in single operations, as if dimensions were renamed.",
+            help="After the search, try other splits of single operations, and report the gain.",
         ),
     ] = False,
     tokens: TokensOption = None,

@@ -51,7 +51,7 @@ def size(
         str | None, typer.Option(metavar="FLOP", help="Training work, as 1e22.", show_default=False)
     ] = None,
     loss: Annotated[
-        float | None, typer.Option(metavar="L", help="To reach, in nats per token.", show_default=False)
+        float | None, typer.Option(metavar="L", help="Loss to reach, in nats per token.", show_default=False)
     ] = None,
     money: Annotated[
         str | None, typer.Option(metavar="M", help="To spend; needs --price.", show_default=False)
@@ -60,14 +60,14 @@ def size(
         str | None,
         typer.Option(
             metavar="T",
-            help="To train the size given on, as 300B: only chips are asked for.",
+            help="Train MODEL at its given size on this many tokens, e.g. 300B, and choose only the chips.",
             show_default=False,
         ),
     ] = None,
     days: Annotated[
         float | None,
         typer.Option(
-            metavar="D", help="With --devices: to use them for; else the deadline.", show_default=False
+            metavar="D", help="Days of training with --devices; without it, the deadline.", show_default=False
         ),
     ] = None,
     devices: Annotated[
@@ -87,7 +87,9 @@ def size(
     fit: Annotated[
         Path | None,
         typer.Option(
-            metavar="RUNS.csv", help="Instead: a law of your own runs (N, D, loss).", show_default=False
+            metavar="RUNS.csv",
+            help="Fit the scaling law to your own runs instead: a CSV with columns N, D and loss.",
+            show_default=False,
         ),
     ] = None,
     scale: Annotated[
@@ -104,21 +106,23 @@ def size(
     unique: Annotated[
         str | None,
         typer.Option(
-            metavar="T", help="Tokens that your data has: more of them are repetitions.", show_default=False
+            metavar="T",
+            help="Number of unique tokens in your data; training beyond it repeats them.",
+            show_default=False,
         ),
     ] = None,
     inference: Annotated[
         str | None,
         typer.Option(
             metavar="T",
-            help="Tokens that the model is to make afterwards: they are paid for too.",
+            help="Number of tokens to generate after training; their cost counts too.",
             show_default=False,
         ),
     ] = None,
     pretrained: Annotated[
         str | None,
         typer.Option(
-            metavar="DATA", help="What it was trained on before: text or text+code.", show_default=False
+            metavar="DATA", help="Data of an earlier pretraining: text or text+code.", show_default=False
         ),
     ] = None,
     characters: Annotated[float, typer.Option(metavar="C", help="Of a token, for --pretrained.")] = 4.0,
@@ -126,7 +130,7 @@ def size(
         int | None, typer.Option(metavar="M", help="Of DiLoCo, which costs loss.", show_default=False)
     ] = None,
     every: Annotated[
-        bool, typer.Option("--every", help="Search also what cannot be on the frontier.")
+        bool, typer.Option("--every", help="Also search candidates that cannot be on the frontier.")
     ] = False,
     max_axes: MaxAxesOption = 2,
     allowed: Allowed = OnAnyMesh(),  # noqa: B008
@@ -134,7 +138,9 @@ def size(
     set_hardware: SetHardwareOption = None,
     memory: MemoryOption = None,
     time_limit: TimeLimitOption = None,
-    out: Annotated[Path | None, path_option("PLAN.json", "Write the best size's plan there.")] = None,
+    out: Annotated[
+        Path | None, path_option("PLAN.json", "Write the plan of the best size to this file.")
+    ] = None,
     report: Annotated[Path | None, path_option("FILE.html", "Write a report there.")] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,

@@ -41,10 +41,14 @@ def solve_problem(
     file: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE", help="As docs/explanation/search.md shows, .json or .json.gz.", show_default=False
+            metavar="FILE",
+            help="Problem file, .json or .json.gz, in the format of docs/explanation/search.md.",
+            show_default=False,
         ),
     ],
-    solver: Annotated[SolverName, typer.Option(help="auto chooses by the problem's size.")] = SolverName.AUTO,
+    solver: Annotated[
+        SolverName, typer.Option(help="Solver; auto chooses by the problem's size.")
+    ] = SolverName.AUTO,
     time_limit: TimeLimitOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -107,15 +111,15 @@ def _reason(problem: Problem, clock: Clock) -> str:
     try:
         found = conflict(problem, groups, min(CONFLICT_SECONDS, clock.rest or CONFLICT_SECONDS))
     except ProblemError:
-        return "no choices keep all its rows; there was no time to see which of them exclude each other"
+        return "no assignment satisfies all its rows; there was no time to find which of them conflict"
     if found is not None and found.names:
         rows = {row.name: row for row in problem.rows}
         named = ", ".join(f"{name!r} (limit {rows[name].limit:g})" for name in found.names)
-        return f"these rows cannot hold together: {named}; raise one of their limits"
+        return f"these rows conflict: {named}; raise one of their limits"
     if problem.intervals:
         limit = f"{problem.intervals.name!r} limit {problem.intervals.limit:g}"
         return f"the forbidden costs and the {limit} leave no choice; raise the limit"
-    return "the forbidden costs alone leave no choice"
+    return "the forbidden costs alone exclude every choice"
 
 
 def _show(terminal: Terminal, problem: Problem, found: Solution) -> None:

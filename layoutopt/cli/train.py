@@ -53,21 +53,25 @@ SEARCHING = "searching the layout"
 def train(
     model: ModelArgument,
     layout: Annotated[
-        str, typer.Option(metavar="auto|LAYOUT|PLAN.json", help="auto searches the best one first.")
+        str,
+        typer.Option(
+            metavar="auto|LAYOUT|PLAN.json",
+            help="Layout, a PLAN.json, or auto to search for the best one first.",
+        ),
     ] = AUTO,
     mesh: MeshOption = None,
     decided: ByHand = UNDECIDED,
     settings: SetOption = None,
     steps: Annotated[int, typer.Option(min=1, help="Train until this step.")] = 100,
     checkpoint: Annotated[
-        Path | None, checkpoint_option("Save there, and resume from there under any layout.")
+        Path | None, checkpoint_option("Folder to save checkpoints in and to resume from, under any layout.")
     ] = None,
     resume: Annotated[
         int | None,
         typer.Option(
             min=0,
             metavar="STEP",
-            help="Go on from the checkpoint of this step, not from the newest; newer ones are set aside.",
+            help="Resume from the checkpoint of this step instead of the newest; newer ones are set aside.",
             show_default=False,
         ),
     ] = None,
@@ -76,25 +80,29 @@ def train(
         str | None,
         typer.Option(
             metavar="MODE",
-            help="Mode of the folders of checkpoints, and of their files without x: 0700 for you alone.",
+            help="File mode of the checkpoint folders, and of their files without x (0700: only you can "
+            "read them).",
             show_default="as the umask says",
         ),
     ] = None,
     held_out: Annotated[
         int,
-        typer.Option("--held-out", min=0, metavar="N", help="Held-out batches to evaluate on at the end."),
+        typer.Option(
+            "--held-out", min=0, metavar="N", help="Number of held-out batches to evaluate on at the end."
+        ),
     ] = 8,
     evaluate_every: Annotated[
         int,
-        typer.Option(min=0, metavar="K", help="Evaluate on them after every K steps too; 0: only then."),
+        typer.Option(min=0, metavar="K", help="Also evaluate after every K steps; 0: only at the end."),
     ] = 0,
     meet: Annotated[
         str | None,
         typer.Option(
             "--meet",
             metavar="dir=DIR,replica=I/N[,period=30,...]",
-            help="Train as one of N jobs that meet rarely in a directory; one that is late or lost stops no "
-            "other (patience=60, staleness=1, bits=32, fragments=1, rate=0.7, momentum=0.9).",
+            help="Train as one of N jobs that synchronise rarely through a directory; a late or lost job "
+            "does not stop the others (patience=60, staleness=1, bits=32, fragments=1, rate=0.7, "
+            "momentum=0.9).",
             show_default=False,
         ),
     ] = None,
@@ -171,7 +179,7 @@ def _refuse_decided(decided: ByHand) -> None:
 
     if decided:
         raise UserError(
-            f"--layout auto searches as `search` does if nothing is said; leave "
+            f"--layout auto searches with the defaults of `search`; leave "
             f"{', '.join(decided.texts)} out, or train the plan of a search"
         )
 

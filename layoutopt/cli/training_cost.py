@@ -16,13 +16,17 @@ if TYPE_CHECKING:
 
 TokensOption = Annotated[
     str | None,
-    typer.Option(metavar="T", help="Also what training on so many takes, as 300B.", show_default=False),
+    typer.Option(
+        metavar="T",
+        help="Also report the days and cost of training on this many tokens, e.g. 300B.",
+        show_default=False,
+    ),
 ]
 PriceOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="[NAME=]P",
-        help="Of a chip-hour, for what training costs: 4.2, or tpu-v5p=4.2 (again for more).",
+        help="Price of a chip-hour: 4.2, or tpu-v5p=4.2 (repeatable).",
         show_default=False,
     ),
 ]

@@ -49,7 +49,9 @@ MOST = 1000
 def validate(
     model: ModelArgument,
     mesh: MeshOption = None,
-    layouts: Annotated[int, typer.Option(min=2, max=MOST, metavar="N", help="How many layouts to run.")] = 12,
+    layouts: Annotated[
+        int, typer.Option(min=2, max=MOST, metavar="N", help="Number of layouts to run.")
+    ] = 12,
     steps: Annotated[int, typer.Option(min=1, help="Samples of each.")] = 7,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Which random layouts.")] = 0,
     settings: SetOption = None,
@@ -58,7 +60,7 @@ def validate(
     engine: EngineOption = EngineName.auto,
     out: Annotated[
         Path | None,
-        path_option("FILE.json", "Write the JSON there, for `report`."),
+        path_option("FILE.json", "Write the JSON to this file, for `report --validation`."),
     ] = None,
     job: Job = ALONE,
     as_json: JsonOption = False,

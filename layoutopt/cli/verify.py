@@ -52,7 +52,7 @@ def verify(
         str,
         typer.Option(
             metavar="NAME",
-            help="Chips, as the compiler names them: v4:2x2x1, v5e:2x4, v5p:4x4x4, v6e:4x4, tpu7x:2x2x1.",
+            help="Chips by the compiler's names: v4:2x2x1, v5e:2x4, v5p:4x4x4, v6e:4x4, tpu7x:2x2x1.",
             show_default=False,
         ),
     ],
@@ -63,7 +63,7 @@ def verify(
     model: ModelOption = None,
     text: Annotated[
         Path | None,
-        path_option("FILE", "Write the compiled program (HLO) there."),
+        path_option("FILE", "Write the compiled program (HLO) to this file."),
     ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,

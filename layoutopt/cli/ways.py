@@ -25,7 +25,8 @@ AcceptLossOption = Annotated[
     typer.Option(
         "--accept-loss",
         metavar="SHARE",
-        help="With several --diloco: leave out what loses more than this by the published law, as 0.02.",
+        help="Drop the ways that lose more than this share of the loss by the published law, e.g. 0.02 "
+        "(with several --diloco).",
         show_default=False,
     ),
 ]

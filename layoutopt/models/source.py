@@ -27,7 +27,7 @@ from layoutopt.models.recorded import (
 )
 from mesh_tf_core.errors import UserError, known_names
 
-PLANS = "a plan goes to --layout, as in layoutopt train MODEL --layout PLAN.json"
+PLANS = "pass a plan with --layout, as in layoutopt train MODEL --layout PLAN.json"
 _MODULE = re.compile(r"(?P<module>[A-Za-z_][\w.]*)(?::(?P<function>[^:/]*))?")
 EXTRAS = {"jax": "jax", "optax": "jax", "tensorflow": "tensorflow"}
 """Optional packages, by the extra that brings them."""

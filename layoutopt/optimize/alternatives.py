@@ -98,10 +98,10 @@ class Alternatives:
         """Why names whose plan does not fit have no other; where the mesh that was given costs time."""
         notes = []
         if self.over:
-            why = "too large with every storage, recomputation and number of microbatches that was allowed"
+            why = "do not fit with any storage, recomputation or number of microbatches that is allowed"
             notes.append(f"{why}: {', '.join(self.over)}")
         if self.far:
-            why = f"none that fits was looked for, as all take {FAR:g} times the answer's step at least"
+            why = f"skipped, as every variant takes at least {FAR:g} times as long"
             notes.append(f"{why}: {', '.join(self.far)}")
         if self.none and self._unsplit():
             notes.append(f"no plan is {', '.join(self.none)}: {self._unsplit()}")
@@ -124,8 +124,8 @@ class Alternatives:
         if not lost:
             return []
         without, had = (", ".join(f.name for f in some) for some in (lost, used))
-        said = f"layouts by name were searched without {without}"
-        return [said + (f"; the answer has {had}" if had else "")]
+        said = f"named layouts were searched without {without}"
+        return [said + (f"; the best layout uses {had}" if had else "")]
 
     def _unsplit(self) -> str:
         """Why storage splits too little where nothing else is split; '' if it does not."""

@@ -249,8 +249,8 @@ def _check_host(hardware: Hardware) -> None:
     """UserError unless something may lie on the hosts of some hardware."""
     if hardware.is_host:
         raise UserError(
-            f"--offload: on {hardware.name} devices and host have one memory, so there is nothing to gain; "
-            "leave it out"
+            f"--offload: on {hardware.name}, devices and host share one memory, so offloading gains "
+            f"nothing; remove it"
         )
     hardware.host_seconds(0.0)
 

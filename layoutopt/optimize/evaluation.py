@@ -178,10 +178,10 @@ class Evaluation:
         again = self.cost.by(lambda x: x.origin.phase).get("recompute", 0.0)
         return (
             *own,
-            f"{share_text(mfu, 1)} MFU is more than any published run of this chip that is known here "
-            f"({share_text(best.value, 1)}: {best.source}); of its step the plan spends "
-            f"{share_text(again, step)} on recomputation and {share_text(waits, step)} waiting for messages, "
-            "and the price leaves out input, the host and stragglers",
+            f"{share_text(mfu, 1)} MFU is more than any published run of this chip in layoutopt's records "
+            f"({share_text(best.value, 1)}: {best.source}); the plan spends {share_text(again, step)} of "
+            f"the step on recomputation and {share_text(waits, step)} on exposed communication, and the "
+            "prediction leaves out input, the host and stragglers",
         )
 
     def _meets(self) -> Iterator[str]:
@@ -194,37 +194,36 @@ class Evaluation:
         longest = max(over_axis(cost, how.axis) for cost in costs)
         said = (
             f"a device sends {size_text(max(sent))} over {how.axis!r} every {how.every} steps, "
-            f"{size_text(sum(sent) / how.period)} a step in the mean, in {seconds_text(longest)}"
+            f"{size_text(sum(sent) / how.period)} per step on average, in {seconds_text(longest)}"
         )
         if not how.delay:
-            yield f"{said}, in which the replicas wait"
+            yield f"{said}, all of it exposed"
             return
         step = self.prices.cost(self.program, self._kernels).step_seconds
         waits = max(0.0, longest - how.delay * step)
         yield (
-            f"{said}, of which they wait for {seconds_text(waits)}: the rest is beside {how.delay} steps, if "
-            "the engine runs messages beside steps (none here does yet)"
+            f"{said}, of which {seconds_text(waits)} is exposed; the rest overlaps {how.delay} steps on an "
+            "engine that sends messages beside steps (no engine here does)"
         )
 
     def _offloads(self) -> Iterator[str]:
         """What to know of what lies on the hosts."""
         machine = self.prices.hardware
         if self.program.host_bytes and machine.is_host:
-            yield f"on {machine.name} devices and host have one memory: what is offloaded leaves none free"
+            yield f"on {machine.name}, devices and host share one memory: offloading frees none of it"
         elif self.program.host_bytes:
             lines = [x for x in self.cost.lines if x.axes == (HOST,)]
             total, waits = sum(x.seconds * x.times for x in lines), sum(x.exposed * x.times for x in lines)
             share = share_text(waits, self.cost.step_seconds)
             yield (
-                f"the step waits {seconds_text(waits)} or {share} for the host link, which takes "
-                f"{seconds_text(total)}: loads and stores one after the other, beside them the products of "
-                "loops alone"
+                f"{seconds_text(waits)} or {share} of the step is exposed traffic on the host link, of "
+                f"{seconds_text(total)} in all; loads and stores run one after the other and overlap only "
+                "with the products of loops"
             )
         if self.program.host_bytes and machine.host_memory_bytes is None and not machine.is_host:
             yield (
-                f"how much memory the hosts of {machine.name} have is not known, so whether "
-                f"{size_text(self.program.host_bytes)} for each device fit there is not checked; say it with "
-                "--set-hardware host_memory=64GB"
+                f"the host memory of {machine.name} is unknown, so {size_text(self.program.host_bytes)} "
+                "per device are not checked against it; set it, e.g. --set-hardware host_memory=64GB"
             )
 
     @cached_property
@@ -232,15 +231,16 @@ class Evaluation:
         """The pipeline bubble of the stages, in words."""
         said = []
         for found in waiting(self.program, self.cost):
-            stages = f"each of the {found.stages} stages of {found.dim!r} waits in {found.waits} of"
+            stages = f"each of the {found.stages} stages of {found.dim!r} is idle in {found.waits} of"
             share = f"{share_text(found.seconds, self.cost.step_seconds)} of the step"
             said.append(
-                f"{stages} {found.ticks} ticks for microbatches, {seconds_text(found.seconds)} or {share}; "
-                "more microbatches wait less"
+                f"{stages} {found.ticks} ticks (pipeline bubble), {seconds_text(found.seconds)} or "
+                f"{share}; more microbatches shorten the bubble"
             )
             if found.empty:
                 said[-1] += (
-                    f"; {found.empty} of the {found.places} places for {found.dim} are empty and take as long"
+                    f"; {found.empty} of the {found.places} places for {found.dim} are padding and take as "
+                    f"long"
                 )
         return tuple(said)
 

@@ -214,13 +214,13 @@ def share_bound(request: Request, mesh: Mesh) -> float:
 
 
 def _notes(proof: _Proof, bound: float, missing: Sequence[str], unsplit: Sequence[str]) -> list[str]:
-    why = "not the best of their names for certain, or not looked for, in the time that they are given"
+    why = "named layouts not searched to the end in their time"
     notes = [f"{why}: {', '.join(missing)}"] if missing else []
     tables = proof.tables
     if unsplit:
         notes.append(
-            f"too many dimensions meet in one operation to list all their splits; {some(unsplit, NAMED)} "
-            "stayed whole somewhere, so nothing is proven; pin some of them (--pin)"
+            f"one operation has too many dimensions to list all their splits; {some(unsplit, NAMED)} "
+            "stayed whole in some operations, so optimality is not proven; pin some of them (--pin)"
         )
     elif (
         not proof.proven

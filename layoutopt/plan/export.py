@@ -47,7 +47,7 @@ def export(what: Exported, to: str) -> str:
         for beyond in kind.beyond(what.decided):
             if beyond.what not in form.says:
                 raise UserError(
-                    f"{to} cannot say that {beyond.words}, as in this plan; train with layoutopt, "
+                    f"{to} cannot express that {beyond.words}, as in this plan; train with layoutopt, "
                     f"{beyond.instead}, or choose another form"
                 )
     if (refined := what.decided.places()) and not form.every_variable:

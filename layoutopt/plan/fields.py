@@ -136,7 +136,7 @@ def _rules(value: Any) -> Any:
         return value
     layout = {dim: _names(axes) for dim, axes in value.items()}
     if not all(isinstance(x, list | tuple) and all(isinstance(a, str) for a in x) for x in layout.values()):
-        raise wrong("must be a text, or an object of dimensions with the names of their axes")
+        raise wrong("must be a string, or an object of dimensions with the names of their axes")
     return ";".join(f"{dim}:{'+'.join(axes)}" for dim, axes in layout.items() if axes)
 
 

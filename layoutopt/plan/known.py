@@ -91,11 +91,11 @@ class Known(Data):
         if (s := self.steps) is not None:
             fitted = f", {s.fitted} of them part of the fit" if s.fitted else ""
             yield (
-                f"{plural(s.rows, 'published step')} on this hardware: {percent(s.mean)} off in the mean, "
-                f"{percent(s.worst)} at most{fitted}"
+                f"{plural(s.rows, 'published step')} on this hardware: mean error {percent(s.mean)}, worst "
+                f"{percent(s.worst)}{fitted}"
             )
         if (c := self.compiler) is not None:
             yield (
-                f"against its compiler, {plural(c.rows, 'program')}: compute {percent(c.compute)} and memory "
-                f"{percent(c.memory)} off in the median"
+                f"against its compiler, {plural(c.rows, 'program')}: median error {percent(c.compute)} in "
+                f"compute, {percent(c.memory)} in memory"
             )

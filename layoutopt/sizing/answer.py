@@ -92,10 +92,11 @@ class Answering:
         if question.loss is not None:
             works = [forecast.budget_for(question.loss, question.served)]
             if math.isinf(works[0]):
-                told = " with what it is told" if forecast.facts() else ""
+                told = " under the conditions given" if forecast.facts() else ""
                 raise InfeasibleError(
-                    f"--loss {question.loss:g}: no size comes to it by the law {forecast.law.name!r}, whose "
-                    f"least is {digits(forecast.least(question.served), 4)}{told}; ask for more"
+                    f"--loss {question.loss:g}: no size reaches it by the law {forecast.law.name!r}, whose "
+                    f"least loss is {digits(forecast.least(question.served), 4)}{told}; ask for a higher "
+                    "loss"
                 )
         else:
             works = [w for m in self.machines for w in question.work(m, self.dtype)]

@@ -104,7 +104,7 @@ def fit(runs: Any, name: str = "own", source: str = "own runs", resamples: int =
         ends = constants[factor] * np.array([values.min(), values.max()]) ** -constants[power]
         if not ends[0] - ends[1] > FALL * loss.min():
             raise UserError(
-                f"{source}: from the least {column} to the most the loss falls by less than {FALL:.1%}, so "
+                f"{source}: from the least {column} to the most, the loss falls by less than {FALL:.1%}, so "
                 f"these runs do not say what more of it is worth; add runs whose {column} differs more"
             )
     rng, samples = np.random.default_rng(0), list[FloatArray]()

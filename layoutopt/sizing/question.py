@@ -106,7 +106,7 @@ class SizingQuestion:
     def refusal(self, candidate: SizeCandidate, tokens: float) -> str:
         """Why a candidate cannot answer; '' if it can."""
         if self.loss is not None and math.isinf(tokens):
-            return f"it never comes to a loss of {self.loss:g}, however long it is trained"
+            return f"it never reaches a loss of {self.loss:g}, however long it is trained"
         if tokens < candidate.tokens:
             return f"there is less than one step of {candidate.tokens:,} tokens to train it"
         return ""

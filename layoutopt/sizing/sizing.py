@@ -329,7 +329,7 @@ def _notes(answering: Answering, best: SizeRow, answer: SizedCandidate, batch: f
     own = best.candidate.size.total
     if len(sizes) > 1 and own in (min(sizes), max(sizes)):
         end = "smallest" if own == min(sizes) else "largest"
-        notes.append(f"the best is the {end} size that was searched and can answer; widen --sizes")
+        notes.append(f"the best size is the {end} of those searched; widen --sizes")
     if answer.batch_tokens > batch:
         notes.append(
             f"a batch of {answer.batch_tokens:,} tokens is above the critical one, about {batch:,.0f} at "
@@ -342,22 +342,24 @@ def _notes(answering: Answering, best: SizeRow, answer: SizedCandidate, batch: f
             f"(Charles et al. 2025, table 10); this one has {answer.batch_tokens:,}"
         )
     if answer.status != "OPTIMAL":
-        notes.append(f"the layout of the best is not proven ({answer.status}, gap {answer.gap or 0:.1%})")
+        notes.append(
+            f"the best size's layout is not proven optimal ({answer.status}, gap {answer.gap or 0:.1%})"
+        )
     if best.timing.plan is not None:
         notes += (f"its layout: {each}" for each in best.timing.plan.data.notes)
     if count := len(answering.beaten):
         notes.append(
-            f"{count} of {count + len(answering.rows) + len(answering.unfit)} were not searched: even if "
-            "devices only computed, another is better in loss, days or cost and worse in none; --every "
-            "searches them too"
+            f"{count} of {count + len(answering.rows) + len(answering.unfit)} candidates were not "
+            "searched: even without their communication, another candidate is better in loss, days or "
+            "cost and worse in none; --every searches them too"
         )
     if answering.missing:
         why = "stopped" if answering.stopped else "the time was over"
         notes.append(f"{why} before {answering.missing} of {answering.planned} searches")
     if question.served:
         notes.append(
-            f"{question.served:.3g} tokens are to be made afterwards, each at a third of a trained one's "
-            f"FLOPs and at the same cost per FLOP ({data()['inference']['source']}); days and money are of "
-            "training alone"
+            f"{question.served:.3g} tokens are generated after training, each at a third of a trained "
+            f"token's FLOPs and at the same cost per FLOP ({data()['inference']['source']}); days and "
+            "money are of training alone"
         )
     return notes

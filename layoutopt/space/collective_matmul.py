@@ -50,8 +50,8 @@ class Chunked(Space):
             Option(
                 "--collective-matmul",
                 "DIMS",
-                "Products with one of these dimensions may gather and scatter in chunks beside their work "
-                "(with --elsewhere length): d_ff,heads.",
+                "Dimensions whose products may overlap their gathers and scatters in chunks "
+                "(comma-separated; with --elsewhere length): d_ff,heads.",
             ),
         ),
     )
@@ -68,8 +68,8 @@ class CollectiveMatmul(Decision):
     by_hand = Option(
         "--collective-matmul",
         "DIMS",
-        "Products that have one of these dimensions gather and scatter in chunks beside their work: "
-        "d_ff,heads.",
+        "Overlap the gathers and scatters of products with one of these dimensions, in chunks "
+        "(comma-separated): d_ff,heads.",
         usual="whole values",
     )
     word = "collective matmul"

@@ -54,8 +54,8 @@ class Forms(Space):
             Option(
                 "--context",
                 "FORMS",
-                "How attention to split keys may be done, of gather, ring, zigzag, all_to_all: all for the "
-                "least time, else gather.",
+                "Forms of attention to split keys to consider: gather, ring, zigzag, all_to_all "
+                "(comma-separated; default: all for --objective time, else gather).",
             ),
         ),
     )
@@ -72,7 +72,7 @@ class Context(Decision):
     by_hand = Option(
         "--context",
         "[DIM=]FORM",
-        "Attention to keys that lie split along DIM: gather, ring, zigzag or all_to_all (again for more).",
+        "Form of attention to keys split along DIM: gather, ring, zigzag or all_to_all (repeatable).",
         usual="gather",
         several=True,
     )

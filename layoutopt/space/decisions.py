@@ -121,8 +121,8 @@ class SearchSpace(
             Option(
                 "--allow",
                 "WORDS",
-                "What may be chosen, with the dimensions that the model has: usual, everything, +NAME, -NAME "
-                "(+pipeline,-context); other options count more.",
+                "Decisions that the search may take, wherever the model has dimensions for them: usual, "
+                "everything, +NAME, -NAME (e.g. +pipeline,-context). More specific options override it.",
                 several=True,
             ),
         ),

@@ -46,10 +46,11 @@ class Replicas(Space):
             Option(
                 "--diloco",
                 "WAY",
-                "Replicas along an axis that meet rarely, as sites:period=30, each with the model's batch; "
-                "several ways to compare (again for more; sites:period=30/100,fragments=1/4,bits=32/4; "
-                "never; free: never, and every axis between nodes or slices): then replicas share the batch.",
-                usual="all devices meet in every step",
+                "Replicas along an axis that synchronise rarely, each with the model's batch: "
+                "sites:period=30. Several ways are compared with the batch shared among the replicas "
+                "(repeatable): sites:period=30/100,fragments=1/4,bits=32/4; never; free (never, and every "
+                "axis between nodes or slices).",
+                usual="all devices synchronise in every step",
                 several=True,
             ),
         ),
@@ -72,10 +73,10 @@ class Rarely(Decision):
     by_hand = Option(
         "--diloco",
         "AXIS[:period=30,...]",
-        "Replicas along this axis train alone for a period of steps, each on batches of its own, and then "
-        "meet (rate=0.7, momentum=0.9: of the outer step; fragments=4: a quarter at a time; bits=8 or 4: "
-        "rounded; delay=2: merged two steps later).",
-        usual="all devices meet in every step",
+        "Replicas along this axis train alone for a period of steps, each on its own batches, then "
+        "synchronise. Settings: rate=0.7, momentum=0.9 (outer step), fragments=4 (a quarter at a time), "
+        "bits=8 or 4 (quantised), delay=2 (merged two steps later).",
+        usual="all devices synchronise in every step",
     )
     word = "replicas"
     place = 8

@@ -49,7 +49,7 @@ class MicrobatchesSpace(Space):
             Option(
                 "--microbatches",
                 "NUMBERS",
-                "Into how many parts the batch may be split.",
+                "Numbers of microbatches to consider (comma-separated), e.g. 1,2,4.",
                 usual=",".join(map(str, USUAL)),
             ),
         ),
@@ -67,7 +67,7 @@ class Microbatches(Decision):
     by_hand = Option(
         "--microbatches",
         "N",
-        "Number of microbatches: equal parts of the batch, computed one after the other.",
+        "Number of microbatches.",
         usual="1",
     )
     word = "microbatches"

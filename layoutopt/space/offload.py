@@ -51,8 +51,8 @@ class Hosted(Space):
             Option(
                 "--offload",
                 "KINDS",
-                "What may lie in host memory between its uses: optimizer, its state; weights, variables "
-                "themselves; activations, what loops save to run again.",
+                "Tensors that may be kept in host memory between uses: optimizer (its state), weights, "
+                "activations (saved by recomputed loops); comma-separated.",
             ),
         ),
     )
@@ -70,8 +70,8 @@ class OffloadDecision(Decision):
     by_hand: ClassVar[Option | None] = Option(
         "--offload",
         "KIND[=NAME]",
-        "What lies in host memory between its uses: optimizer, its state; weights, variables themselves; "
-        "activations, what loops that run again keep (again for more).",
+        "Tensors to keep in host memory between uses: optimizer (its state), weights, activations (saved "
+        "by recomputed loops) (repeatable).",
         usual="nothing",
         several=True,
     )
@@ -107,8 +107,8 @@ class OffloadDecision(Decision):
                 raise UserError(f"offload {kind!r}: {known_names(kind, KINDS)}")
         if ACTIVATIONS in allowed.offload and not any(allowed.recompute):
             raise UserError(
-                f"--offload {ACTIVATIONS}: what loops save for a second run may lie on the hosts, and none "
-                "may run again; allow it (--recompute auto or selective)"
+                f"--offload {ACTIVATIONS}: it moves what recomputed loops save, and recomputation is not "
+                "allowed; add --recompute auto or selective"
             )
 
     @classmethod

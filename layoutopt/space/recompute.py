@@ -92,14 +92,15 @@ class RecomputeSpace(Space):
             Option(
                 "--recompute",
                 f"[{'|'.join(SHOWN)}]",
-                "Whether blocks are recomputed in backward (activation checkpointing); selective: or but "
-                "for some of their values.",
+                "Recomputation of blocks in the backward pass (activation checkpointing) to consider; "
+                "selective also keeps some of their values.",
                 usual="auto",
             ),
             Option(
                 "--keep",
                 "SETS",
-                "Sets of values that blocks which are recomputed may keep, of your own: wi+attention,q+k+v.",
+                "Your own sets of values that recomputed blocks may keep (comma-separated): "
+                "wi+attention,q+k+v.",
                 prefix=KEEP,
             ),
         ),
@@ -124,9 +125,9 @@ class Recompute(Decision):
     by_hand = Option(
         "--recompute",
         "DIM[:keep=KIND+...]",
-        "Recompute the loop over DIM in backward, but for what to keep: products, outputs, attention, "
-        "others, or names of weights and scopes; always: every loop; never.",
-        usual="none; of JAX, what the program does",
+        "Recompute the loop over DIM in the backward pass, except values to keep: products, outputs, "
+        "attention, others, or names of weights and scopes; always: every loop; never.",
+        usual="none; for a JAX model, as its program does",
         several=True,
     )
     word = "recompute"

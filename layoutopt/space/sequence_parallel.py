@@ -45,7 +45,8 @@ class Further(Space):
             Option(
                 "--elsewhere",
                 "DIMS",
-                "May be split further where axes split nothing else: length is sequence parallelism.",
+                "Dimensions that may be split further where an axis splits nothing else "
+                "(comma-separated); length gives sequence parallelism.",
             ),
         ),
     )

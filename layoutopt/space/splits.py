@@ -76,7 +76,10 @@ class SplitsSpace(Space):
         by_name=False,
         options=(
             Option(
-                "--pin", "RULES", 'Must hold, as "batch:data"; "batch:none" keeps one whole.', several=True
+                "--pin",
+                "RULES",
+                'Require a split, e.g. "batch:data"; "batch:none" keeps a dimension whole.',
+                several=True,
             ),
         ),
     )
@@ -87,7 +90,7 @@ class SplitsSpace(Space):
         text=rules_text,
         names_axes=True,
         by_name=False,
-        options=(Option("--forbid", "RULES", 'Must not hold, as "vocab:model".', several=True),),
+        options=(Option("--forbid", "RULES", 'Forbid a split, e.g. "vocab:model".', several=True),),
     )
     orders: str = argument(
         ORDERS[0],
@@ -98,7 +101,8 @@ class SplitsSpace(Space):
             Option(
                 "--orders",
                 f"[{'|'.join(ORDERS)}]",
-                "A split over several axes: in the order of the mesh, or in every order.",
+                "Orders of axes to consider when several split one dimension: mesh (the mesh's order) or "
+                "all.",
                 usual=ORDERS[0],
             ),
         ),
@@ -268,5 +272,5 @@ def _checked(name: str) -> str:
     """The name of a rule, which holds wherever the dimension appears, or elsewhere."""
     _, at, path = name.partition(AT)
     if at and path != ELSEWHERE:
-        raise UserError(f"{name}: rules of a path are not pinned or forbidden; leave @{path} out")
+        raise UserError(f"{name}: rules with a path cannot be pinned or forbidden; remove @{path}")
     return name

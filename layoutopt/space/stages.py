@@ -48,7 +48,7 @@ class Piped(Space):
             Option(
                 "--pipeline",
                 "DIMS",
-                "Layers that axes may split into stages, which the microbatches go through: layers.",
+                "Dimensions of layers that may be split into pipeline stages (comma-separated): layers.",
             ),
         ),
     )
@@ -107,9 +107,11 @@ def ways(model: Model, mesh: Mesh, allowed: Space) -> Iterator[Space]:
     if not allowed.pipeline and (others := [s for s in allowed.schedule if s != GPIPE]):
         counted = ",".join(loop_dims(model.graph))
         todo = (
-            f"add --pipeline {counted}" if counted else "this model has no layers to split, so leave it out"
+            f"add --pipeline {counted}"
+            if counted
+            else "this model has no stacked layers to pipeline, so remove it"
         )
-        raise UserError(f"--schedule {','.join(others)}: nothing may be the stages of a pipeline; {todo}")
+        raise UserError(f"--schedule {','.join(others)} needs --pipeline; {todo}")
     options = []
     for dim in allowed.pipeline:
         _check(model, dim)

@@ -61,7 +61,8 @@ class StorageSpace(Space):
             Option(
                 "--storage",
                 "STAGES",
-                "How variables may be stored (ZeRO; hybrid: zero3 inside a node), of these.",
+                "Storage of variables to consider: layout, zero1, zero2, zero3 (ZeRO), hybrid (zero3 "
+                "inside a node); comma-separated.",
                 usual=",".join(STORED),
             ),
         ),
@@ -83,8 +84,7 @@ class Storage(Decision):
     by_hand = Option(
         "--storage",
         "[VARIABLE=]STAGE",
-        "How variables are stored: layout, zero1, zero2, zero3, or over some axes as zero3@data (again for "
-        "more).",
+        "Storage of variables: layout, zero1, zero2, zero3, or over some axes, e.g. zero3@data (repeatable).",
         usual="as the layout says",
         several=True,
     )

@@ -225,7 +225,7 @@ def test_an_option_of_other_commands(refused: Callable[..., str]) -> None:
 def test_a_plan_in_the_place_of_a_model(refused: Callable[..., str]) -> None:
     for command in ("train", "cost", "search"):
         line = refused(command, "plan.json", "--mesh", "data:2")
-        assert "a plan goes to --layout, as in layoutopt train MODEL --layout PLAN.json" in line
+        assert "pass a plan with --layout, as in layoutopt train MODEL --layout PLAN.json" in line
 
 
 def test_a_graph_that_nobody_can_build(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

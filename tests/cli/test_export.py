@@ -168,7 +168,7 @@ def test_storage_that_a_form_cannot_say_is_refused(
     refused: Callable[..., str], stored_plan: str, to: str
 ) -> None:
     line = refused("export", stored_plan, "--to", to)
-    assert f"{to} cannot say that attention/k, attention/o" in line
+    assert f"{to} cannot express that attention/k, attention/o" in line
     assert "are stored at zero3" in line and "search with --storage layout" in line
 
 
@@ -208,7 +208,11 @@ def test_sequence_parallelism_is_said_or_refused() -> None:
     table = dict(json.loads(export(what, "maxtext").split("logical_axis_rules: ")[1]))
     assert table["activation_norm_length"] == [table["mlp"][0]] and "activation_length" not in table
     for to in ("haliax", "mesh-tensorflow"):
-        with pytest.raises(mtf.UserError, match=r"cannot say that dimensions are split further .*length:c"):
+        with pytest.raises(
+            mtf.UserError,
+            match=r"cannot express that dimensions are split further "
+            ".*length:c",
+        ):
             export(what, to)
     other = replace(what, decided=Decided(refined={"elsewhere": {"batch": ["c"]}}))
     with pytest.raises(mtf.UserError, match="maxtext has no logical axis for batch:c elsewhere"):
@@ -227,7 +231,7 @@ def test_what_is_kept_is_said_or_refused() -> None:
     with pytest.raises(mtf.UserError, match="one remat_policy for all layers, but this plan recomputes a, b"):
         exported("maxtext", "a", "b:keep=products")
     for to in ("haliax", "mesh-tensorflow", "dtensor"):
-        with pytest.raises(mtf.UserError, match=f"{to} cannot say that some values of a block"):
+        with pytest.raises(mtf.UserError, match=f"{to} cannot express that some values of a block"):
             export(replace(matrices("", "", layout="batch:a", recompute=("layers:keep=products",))), to)
 
 
@@ -243,7 +247,7 @@ def test_stages_are_those_of_the_layout(run: Callable[..., Result], plan_file: s
     path.write_text(json.dumps(silent), encoding="utf-8")
     done = run("export", str(path), "--to", "haliax", "--model", LM)
     assert done.exit_code == 2
-    assert "cannot say that 'layers' is split into 2 stages" in done.stderr
+    assert "cannot express that 'layers' is split into 2 stages" in done.stderr
 
 
 @pytest.mark.parametrize("to", ["mesh-tensorflow", "dtensor"])

@@ -28,7 +28,7 @@ def test_a_plan_with_stages(
     told = json.loads(plan.read_text())
     assert told["pipeline"] == {"layers": 2} and told["solver"]["status"] == "OPTIMAL"
     explained = run("explain", str(plan)).stdout
-    assert "waits" in explained and "each of the 2 stages of 'layers' waits in 1 of" in explained
+    assert "each of the 2 stages of 'layers' is idle in 1 of" in explained
     assert result("explain", str(plan))["agrees"]
     edited = tmp_path / "edited.json"
     edited.write_text(json.dumps({**told, "pipeline": {}}))
@@ -52,7 +52,7 @@ def test_a_plan_with_stages(
             ("--pipeline", "layers", "--schedule", "circular:4"),
             "2 stages times 4 rounds are more than its 4 layers",
         ),
-        (("--schedule", "gpipe,circular:2"), "circular:2: nothing may be the stages of a pipeline; add"),
+        (("--schedule", "gpipe,circular:2"), "circular:2 needs --pipeline; add"),
         (("--pipeline", "layers", "--schedule", "interleaved:1"), "as interleaved:2"),
         (("--pipeline", "layers", "--refine"), "--refine cannot be combined with --pipeline"),
         (("--pipeline", "layers", "--pin", "layers:pipe", "--pin", "batch:pipe"), "tell stages apart"),

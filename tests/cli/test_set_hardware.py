@@ -43,6 +43,8 @@ def test_a_plan_priced_on_other_hardware_than_its_own_says_so(
     out = tmp_path / "plan.json"
     result("search", *SMALL, "--hardware", "a100", "--out", str(out))
     asked = ("cost", "examples/mlp.py", "--set", "batch=64", "--layout", str(out))
-    note = "the plan is for a100, this price for cpu-local: name the plan's with --hardware"
+    note = (
+        "the plan is for a100, this prediction for cpu-local: add --hardware a100 to predict for the plan's"
+    )
     assert note in result(*asked)["notes"]
     assert note not in result(*asked, "--hardware", "a100").get("notes", [])

@@ -80,7 +80,7 @@ def test_wrong_input_is_one_line(refused: Callable[..., str], words: tuple[str, 
 
 
 def test_what_cannot_be_is_said_with_its_reason(refused: Callable[..., str]) -> None:
-    assert "no size comes to it by the law 'besiroglu'" in refused("size", *SMALL, "--loss", "1.5", code=3)
+    assert "no size reaches it by the law 'besiroglu'" in refused("size", *SMALL, "--loss", "1.5", code=3)
     said = refused("size", *SMALL, "--tokens", "1M", "--devices", "1", "--memory", "1MiB", code=3)
     assert "none of 1 candidates can answer" in said and "no layout of" in said
 

@@ -159,7 +159,7 @@ def test_where_reading_took_the_limit_only_a_first_answer_has_more_time(
 def test_an_infeasible_problem_names_its_rows(refused: Callable[..., str], tmp_path: Path) -> None:
     line = refused("solve-problem", problem(tmp_path, limit=3), code=3)
     assert line == (
-        "problem 'two' is proven infeasible: these rows cannot hold together: 'memory' (limit 3); "
+        "problem 'two' is proven infeasible: these rows conflict: 'memory' (limit 3); "
         "raise one of their limits"
     )
 

@@ -364,4 +364,4 @@ def test_a_model_without_data_is_refused_before_any_work(refused: Callable[..., 
 @pytest.mark.parametrize(("option", "value"), [("--collective-matmul", "hidden"), ("--schedule", "1f1b")])
 def test_what_auto_does_not_decide_is_named(refused: Callable[..., str], option: str, value: str) -> None:
     said = refused("train", MLP, "--layout", "auto", "--mesh", "data:2", option, value)
-    assert f"--layout auto searches as `search` does if nothing is said; leave {option} out" in said
+    assert f"--layout auto searches with the defaults of `search`; leave {option} out" in said

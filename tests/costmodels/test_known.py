@@ -40,8 +40,8 @@ def test_words() -> None:
     }
     words = Known.model_validate(said).words.replace(" ", " ")
     assert words == (
-        "11 published steps on this hardware: 8.0 % off in the mean, 19 % at most, 8 of them part of the "
-        "fit; against its compiler, 1 program: compute 15 % and memory 17 % off in the median"
+        "11 published steps on this hardware: mean error 8.0 %, worst 19 %, 8 of them part of the "
+        "fit; against its compiler, 1 program: median error 15 % in compute, 17 % in memory"
     )
 
 

@@ -209,7 +209,7 @@ def test_what_loops_save_goes_where_it_is_best(link: str) -> None:
 @pytest.mark.parametrize(
     ("hardware", "kinds", "said"),
     [
-        ("cpu-local", ("optimizer",), "devices and host have one memory"),
+        ("cpu-local", ("optimizer",), "devices and host share one memory"),
         ("tpu-v2", ("optimizer",), "no bandwidth of its host link is known"),
         ("tpu-v5e", ("weight",), "offload 'weight'"),
     ],
@@ -237,7 +237,7 @@ def test_exports_say_it_or_refuse_it() -> None:
     what = Exported("title", mtf.Mesh("a:2"), mtf.Layout("batch:a"), tuple(weights), (), decided)
     assert "optimizer_memory_host_offload: True" in export(what, "maxtext")
     for to in set(FORMATS) - {"maxtext"}:
-        with pytest.raises(mtf.UserError, match=f"^{to} cannot say that optimizer of wi, wo lie on"):
+        with pytest.raises(mtf.UserError, match=f"^{to} cannot express that optimizer of wi, wo lie on"):
             export(what, to)
     some = replace(what, decided=Decided(offload={"optimizer": ["wi"]}))
     with pytest.raises(mtf.UserError, match="keeps that of wo on the devices"):

@@ -139,7 +139,10 @@ def test_rules_for_elsewhere_hold_if_pinned_and_not_if_forbidden() -> None:
         ),
         ("batch@elsewhere:model", "'batch' may not be split further elsewhere; add"),
         ("length@elsewhere:other", "has no axis 'other'"),
-        ("length@feed_forward:model", "rules of a path are not pinned or forbidden; leave @feed_forward out"),
+        (
+            "length@feed_forward:model",
+            "rules with a path cannot be pinned or forbidden; remove @feed_forward",
+        ),
     ],
 )
 def test_rules_for_elsewhere_that_mean_nothing_are_refused(rules: str, message: str) -> None:

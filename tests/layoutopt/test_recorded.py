@@ -183,17 +183,17 @@ def test_what_named_plans_could_not_choose_is_said() -> None:
 
     def note(name: str, mesh: str, **more: Any) -> list[str]:
         plan = layoutopt.search(EXAMPLES[name](), mesh=mesh, **{"hardware": "h100", **asked, **more})
-        return [n for n in plan.data.notes if n.startswith("layouts by name were searched without")]
+        return [n for n in plan.data.notes if n.startswith("named layouts were searched without")]
 
     staged: dict[str, Any] = {"pipeline": ("layers",), "pins": {"layers": ("x",)}, "microbatches": (2,)}
     (found,) = note("transformer", "x:2;y:2", **staged)
-    assert found == "layouts by name were searched without pipeline; the answer has pipeline"
+    assert found == "named layouts were searched without pipeline; the best layout uses pipeline"
     assert not note("transformer", "x:4", elsewhere=("length",))
     hybrid, axis = ("layout", "zero1", "hybrid"), ("layout", "zero1", "zero1@x")
     (found,) = note("mlp", "node:2;own:8", storage=hybrid)
-    assert found.startswith("layouts by name were searched without hybrid")
+    assert found.startswith("named layouts were searched without hybrid")
     (found,) = note("mlp", "x:2;y:2", storage=axis)
-    assert found.startswith("layouts by name were searched without hybrid")
+    assert found.startswith("named layouts were searched without hybrid")
     # In one node all links are near: hybrid means nothing.
     assert not note("mlp", "x:2;y:2", storage=hybrid)
     assert {f.field for f in FEATURES.values()} <= {*ARGUMENTS}
@@ -263,5 +263,7 @@ def test_every_form_refuses_what_it_does_not_say() -> None:
         what = Exported("", mtf.Mesh("a:2"), layout, (), (), said)
         for to, form in FORMATS.items():
             if missing := [each for each in kind.beyond(said) if each.what not in form.says]:
-                with pytest.raises(UserError, match=re.escape(f"{to} cannot say that {missing[0].words}")):
+                with pytest.raises(
+                    UserError, match=re.escape(f"{to} cannot express that {missing[0].words}")
+                ):
                     export(what, to)

@@ -372,9 +372,9 @@ def test_wrong_questions_are_one_line(asked: dict[str, Any], said: str) -> None:
 
 
 def test_what_no_size_can_reach_is_proven() -> None:
-    with pytest.raises(InfeasibleError, match=r"loss=1.8: no size comes to it by the law 'besiroglu'"):
+    with pytest.raises(InfeasibleError, match=r"loss=1.8: no size reaches it by the law 'besiroglu'"):
         layoutopt.size(words, TINY, loss=1.8, devices=2, **ASKED)
-    with pytest.raises(InfeasibleError, match=r"whose least is 2\.790 with what it is told"):
+    with pytest.raises(InfeasibleError, match=r"whose least loss is 2\.790 under the conditions given"):
         layoutopt.size(words, TINY, loss=2.5, unique=1e9, devices=2, **ASKED)
     with pytest.raises(InfeasibleError, match="less than one step"):
         layoutopt.size(words, TINY, tokens=10, devices=2, **ASKED)
