@@ -92,10 +92,10 @@ def export(
             sys.stdout.write(text)
     if unsaid:
         words = Decided(refined=unsaid).listed()
-        terminal.say(f"not in this form: {'; '.join(filter(None, words.values()))}")
+        terminal.say(f"not expressed in this form: {'; '.join(filter(None, words.values()))}")
     for axis, number in slices.items():
         terminal.say(
-            f"not expressed in this form: axis {axis} spans {number} slices; arrange its devices accordingly"
+            f"not expressed in this form: {axis} spans {number} slices; arrange its devices accordingly"
         )
 
 

@@ -222,8 +222,8 @@ def test_the_form_with_what_it_leaves_out_needs_no_model(run: Callable[..., Resu
     done = run("export", "plan.json", "--to", "jax", "--json")
     told = json.loads(done.stdout)
     assert told["not_said"] == {"refined": {"here": {"batch": []}}}
-    assert told["slices"] == {axis: 2} and f"not in this form: {axis} lies over 2 slices" in done.stderr
-    assert "not in this form: batch:none in here" in done.stderr and place.times == 0
+    assert told["slices"] == {axis: 2} and f"not expressed in this form: {axis} spans 2 slices" in done.stderr
+    assert "not expressed in this form: batch:none in here" in done.stderr and place.times == 0
 
 
 def test_exports_from_the_plan_and_from_its_model_are_the_same(

@@ -16,6 +16,7 @@ import typer
 
 from layoutopt.cli import app
 from layoutopt.cli.group import CommandGroup
+from layoutopt.cli.panels import into_panels
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = str(Path(sys.executable).parent / "layoutopt")
@@ -107,6 +108,7 @@ def test_help_lists_every_command_once(process: Process) -> None:
 
 def test_help_says_what_typer_would_say_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     group: Any = typer.main.get_command(app)
+    into_panels(group)
     with group.make_context("layoutopt", [], resilient_parsing=True) as context:
         said = []
         for show in (group.format_help, super(CommandGroup, group).format_help):
