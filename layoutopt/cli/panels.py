@@ -37,8 +37,10 @@ def into_panels(command: Any) -> None:
 
     Flags and arguments show no type: their names and texts say what they take.
     """
+    from typer import Context  # which the list of commands does without
+
     panels = {name: panel for panel, names in PANELS.items() for name in names}
-    for param in command.params:
+    for param in command.get_params(Context(command)):
         if param.param_type_name == "argument" or param.is_flag:
             param.display_type_rich = lambda ctx: None
         if param.name in panels and param.param_type_name == "option":
