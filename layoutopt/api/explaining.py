@@ -21,6 +21,7 @@ from layoutopt.analysis.explain import (
     split_rules,
 )
 from layoutopt.analysis.keeping import Keeping, keepings
+from layoutopt.analysis.placed import PlacedValues, placed
 from layoutopt.analysis.sensitivity import SensitivityCurve, as_details, robustness, sensitivity
 from layoutopt.api.pricing import layout_of
 from layoutopt.api.running import model_of
@@ -36,6 +37,7 @@ from layoutopt.plan.results import (
     ExplainResult,
     KeptStep,
     OperationDifference,
+    Placed,
     Worth,
 )
 from layoutopt.plan.units import bytes_text, share_text, some
@@ -98,6 +100,11 @@ class Explained(Shown):
     turning: Turning | None = None
 
     @property
+    def placed(self) -> tuple[PlacedValues, ...]:
+        """The table of where the plan's values live."""
+        return placed(self.evaluation)
+
+    @property
     def for_memory(self) -> bool:
         """The plan's search was for the least memory."""
         return self.plan.question.objective == "memory"
@@ -143,6 +150,7 @@ class Explained(Shown):
             pins=[self._worth(a) for a in self.pins],
             decisions=tuple(map(self._worth, self.decisions)),
             against=self._beside(),
+            placement=tuple(Placed(**asdict(each)) for each in self.placed),
             kept=tuple(
                 KeptStep(
                     loop=k.dim,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,11 +16,14 @@ from layoutopt.cli.ways import show_turning, show_ways
 from layoutopt.plan.covered import listed
 from layoutopt.plan.machine_details import errors_known, sure
 from layoutopt.plan.units import bytes_text, seconds_text, share_text
+from layoutopt.space.undivided import few
+from mesh_tf_core.lower.placement import KEEP
 from reports.views.view import BYTES, FLAG, SECONDS, Cell, Column, Kind, View, ViewRow, texts
 
 if TYPE_CHECKING:
     from layoutopt.analysis.explain import Difference, WhatIfAnswer
     from layoutopt.analysis.keeping import Keeping
+    from layoutopt.analysis.placed import PlacedValues
     from layoutopt.api.explaining import Explained
     from layoutopt.optimize.evaluation import Evaluation
     from layoutopt.space.undivided import Undivided
@@ -84,6 +88,27 @@ def kept_table(evaluation: Evaluation, fits: Fits, found: list[Keeping]) -> View
     return View("Saved values of recomputed layers", columns, rows)
 
 
+def placement_table(found: Sequence[PlacedValues]) -> View:
+    """The table of where values live, but for those that are on the devices as the layout says, and stay."""
+    columns = (
+        Column("values", "values", short=True),
+        Column("phase", "phase", short=True),
+        Column("names", "of", rank=1),
+        Column("further", "split further over"),
+        Column("memory", "memory"),
+        Column("dtype", "dtype", rank=2),
+        Column("again", "read again by"),
+        Column("bytes", "bytes", BYTES),
+    )
+
+    def row(p: PlacedValues) -> ViewRow:
+        again = "" if p.again == KEEP else f"{p.again}, keeping {'+'.join(p.keep)}" if p.keep else p.again
+        place = "host" if p.host else "device"
+        return p.values, p.phase, few(p.names), "+".join(p.further), place, p.dtype, again, p.bytes
+
+    return View("Placement of values", columns, [row(each) for each in found if not each.plain])
+
+
 def show_against(
     terminal: Terminal, evaluation: Evaluation, other: Evaluation, rows: list[Difference]
 ) -> None:
@@ -133,6 +158,8 @@ def show_explained(terminal: Terminal, planned: Planned, found: Explained) -> No
     for title, answers, best in worths:
         if answers or answers is found.splits:
             terminal.show("", worth_table(title, evaluation, found.for_memory, [*answers], best))
+    if (placement := placement_table(found.placed)).rows:
+        terminal.show("", placement)
     if found.kept:
         terminal.show("", kept_table(evaluation, fits, [*found.kept]))
     if found.against is not None:

@@ -14,14 +14,14 @@ from costmodels.pricing.refused import sentences
 from costmodels.utilisation import model_flops, recomputes, run_flops, utilisation
 from layoutopt.plan.schema import Predicted
 from layoutopt.plan.units import seconds_text, share_text, size_text
-from layoutopt.space.undivided import Undivided, split_stages, storage_of, stored_at, undivided
+from layoutopt.space.undivided import Undivided, split_stages, stored_at, undivided
 from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.instructions import HOST
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.placement import Placement
+from mesh_tf_core.lower.placement import Placement, placement
 from mesh_tf_core.lower.replicas import ReplicaPrograms
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.diloco import DiLoCo
@@ -47,30 +47,29 @@ class Evaluation:
     options: Options = field(default=DEFAULT, repr=False, compare=False)
 
     @cached_property
-    def storage(self) -> Placement:
-        """The storage of the program's variables."""
-        variables = (stored.variable for stored in self.program.variables.values())
+    def placement(self) -> Placement:
+        """The table of where the program's values live."""
+        if self.replicas is not None:
+            return self.replicas.where
         mesh, layout = self.program.mesh, self.program.layout
-        step = self.model.step_of(mesh, layout, self.options)
-        padded = None if self.replicas is None else self.replicas.paddable
-        return storage_of(step.graph, mesh, layout, self.options.storage, variables, padded)
+        return placement(self.model.step_of(mesh, layout, self.options).graph, mesh, layout, self.options)
 
     @cached_property
     def undivided(self) -> tuple[Undivided, ...]:
         """Variables that their stage cannot split."""
-        return tuple(undivided(self.storage))
+        return tuple(undivided(self.placement))
 
     def left_whole(self, stage: str) -> tuple[Undivided, ...]:
         """Variables that a stage could not split under this layout, of those with no stage of their own."""
-        stages = stored_at(self.storage.variables.values(), stage)
-        known = split_stages(self.storage)
-        others = replace(self.options, storage={n: s for n, s in stages.items() if n not in known})
-        return replace(self, options=others).undivided
+        stages = stored_at(self.placement.variables.values(), stage)
+        known = split_stages(self.placement)
+        others = self.placement.stored({n: s for n, s in stages.items() if n not in known})
+        return tuple(undivided(others))
 
     @property
     def decided(self) -> Options:
         """The options without stages that split nothing."""
-        split = split_stages(self.storage)
+        split = split_stages(self.placement)
         return replace(self.options, storage={n: s for n, s in self.options.storage.items() if n in split})
 
     @cached_property

@@ -32,6 +32,7 @@ from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import AT
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.offload import place_of
+from mesh_tf_core.lower.placement import BETWEEN, STATE, VARIABLE, split_from
 from mesh_tf_core.lower.storage import narrow_reads
 from mesh_tf_core.model import Model
 
@@ -297,7 +298,8 @@ def held(model: Model, mesh: Mesh, decided: Decisions) -> float:
     for v in graph.variables.values():
         if place_of(v) in there:
             continue
-        further = stages.get(v.slot_of or v.name, 0) >= (1 if v.slot_of or v.name in masters else 3)
+        what = VARIABLE if v.slot_of is None else STATE
+        further = stages.get(v.slot_of or v.name, 0) >= split_from(what, BETWEEN, v.name in masters)
         ways = math.prod(most.get(n, 1) for n in v.shape.names)
         total += v.bytes / (mesh.devices if further else min(ways, mesh.devices))
     return total

@@ -250,6 +250,21 @@ class KeptStep(Data):
     fits: Flag
 
 
+class Placed(Data):
+    """Values of one class that live alike in one phase: which axes storage splits them over, on the hosts or
+    not, in which dtype (None: their own), how they are had again; `bytes` of a device between steps."""
+
+    values: str
+    phase: str
+    names: tuple[str, ...]
+    further: tuple[str, ...]
+    host: Flag
+    dtype: str | None
+    again: str
+    keep: tuple[str, ...]
+    bytes: int | None
+
+
 class ExplainResult(CommandResult):
     """`explain`: the last five are there if they were asked for, `kept` where loops run again, `turning` of a
     plan of several ways."""
@@ -263,6 +278,7 @@ class ExplainResult(CommandResult):
     splits: list[Worth]
     pins: list[Worth]
     against: Against | None
+    placement: tuple[Placed, ...] = ()
     kept: tuple[KeptStep, ...] = ()
     decisions: tuple[Worth, ...] = ()
     sensitivity: tuple[FactorCurve, ...] = ()

@@ -14,8 +14,7 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.options import Options
-from mesh_tf_core.lower.padding import paddable
-from mesh_tf_core.lower.placement import Placement
+from mesh_tf_core.lower.placement import Placement, placement
 from mesh_tf_core.lower.storage import Stage, StageByVariable, read_stage
 from mesh_tf_core.tracing.graph import Graph
 
@@ -75,21 +74,12 @@ def storage_of(
     mesh: Mesh,
     layout: Layout,
     stages: Mapping[str, str | int | Stage],
-    variables: Iterable[Variable] = (),
-    padded: Mapping[str, frozenset[str]] | None = None,
 ) -> Placement:
-    """The storage of the trained variables of a graph with its update, as lowering has it, shards padded or
-    not; stages of others are left out.
-
-    Args:
-      variables: as a program has them (those of replicas have one dimension more); none: the graph's.
-      padded: see `padding.paddable`; None: of the graph.
-    """
-    known = {v.name: v for v in variables or graph.variables.values() if v.trainable}
-    held = {n: read_stage(s) for n, s in stages.items() if n in known}
-    return Placement(
-        mesh, layout, known, Options(held), paddable=paddable(graph) if padded is None else padded
-    )
+    """The storage of the variables of a graph with its update, as lowering has it; stages of those that it
+    does not train are left out."""
+    trained = {n for n, v in graph.variables.items() if v.trainable}
+    held = {n: read_stage(s) for n, s in stages.items() if n in trained}
+    return placement(graph, mesh, layout, Options(held))
 
 
 def split_stages(storage: Placement) -> dict[str, str]:
@@ -103,7 +93,7 @@ def undivided(storage: Placement) -> list[Undivided]:
     trained = {n: v for n, v in storage.variables.items() if v.trainable}
     total = sum(v.bytes for v in trained.values())
     groups: dict[tuple[str, int, int], list[Variable]] = {}
-    for name in storage.stages.keys() & trained.keys():
+    for name in (n for n in storage.stages if n in trained):
         done, left = storage.further(name)
         if left and len(trained[name].shape):
             ways = storage.mesh.group_size((*done, *left))

@@ -19,7 +19,8 @@ or in the memory of their hosts, in which dtype, and how who reads them once mor
 
 Stages are those of `storage`, hosts' memory is that of `offload`, and `remat_policy` says what is recomputed.
 Lowering brings values to where their rows say (`Placing.reshard`). A search reads a program again under other
-options where all rows that lowering read are the same (`oracle`); what is said of plans reads the same rows.
+options where all rows that lowering read are the same (`oracle`), and bounds what a plan holds by the same
+stages (`split_from`); `explain`, shardings for JAX and notes on storage read the rows of a plan.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.offload import ACTIVATIONS, OPTIMIZER, place_of
 from mesh_tf_core.lower.options import DEFAULT, Options
 from mesh_tf_core.lower.padding import paddable
-from mesh_tf_core.lower.remat_policy import Recomputed
-from mesh_tf_core.lower.storage import narrow_reads, read_stage, shard_layout
+from mesh_tf_core.lower.remat_policy import keeps
+from mesh_tf_core.lower.storage import StageByVariable, narrow_reads, read_stage, shard_layout
 from mesh_tf_core.tracing.graph import Graph
 
 VARIABLE, STATE, GRADIENT, SAVED = "variable", "state", "gradient", "saved"
@@ -51,6 +52,24 @@ PHASES = {
     SAVED: (BACKWARD,),
 }
 """The rows of each class."""
+SPLIT_FROM = {
+    (VARIABLE, BETWEEN): 3,
+    (VARIABLE, UPDATE): 1,
+    (STATE, BETWEEN): 1,
+    (GRADIENT, BACKWARD): 2,
+    (GRADIENT, UPDATE): 1,
+}
+"""The stage of storage from which on a class is split further in a phase; in others it never is."""
+NEVER = 1 + max(SPLIT_FROM.values())
+
+
+def split_from(what: str, phase: str, master: bool = False) -> int:
+    """The stage of storage from which on values are split further.
+
+    Args:
+      master: of a master copy, which nothing before the update reads as it is.
+    """
+    return 1 if master and (what, phase) == (VARIABLE, BETWEEN) else SPLIT_FROM.get((what, phase), NEVER)
 
 
 class Row(NamedTuple):
@@ -133,39 +152,41 @@ class Placement:
           loops: dimensions of loops that save something for their backward.
         """
         trained = [n for n, v in self.variables.items() if v.trainable]
+        remembered = {v.slot_of for v in self.variables.values()}
+        names = {STATE: [n for n in trained if n in remembered], SAVED: loops}
         for what, phases in PHASES.items():
-            for name in loops if what == SAVED else trained:
+            for name in names.get(what, trained):
                 for phase in phases:
                     yield what, name, phase, self.row(what, name, phase)
+
+    def stored(self, storage: StageByVariable) -> Placement:
+        """The table under other stages of storage."""
+        options = Options(storage, self.recompute, offload=self.offload)
+        return Placement(self.mesh, self.layout, self.variables, options, self.narrow, self.paddable)
 
     def _made(self, what: str, name: str, phase: str) -> Row:
         if what == SAVED:
             return self._saved(name)
-        number = self.stage(name)
-        master = self.narrow.get(name)
-        if what == STATE:
-            return Row(self.view(name), (OPTIMIZER, name) in self.offload)
-        if what == GRADIENT:
-            return Row(self.view(name) if number >= (2 if phase == BACKWARD else 1) else None)
-        if phase == BETWEEN:
-            further = number >= (3 if master is None else 1)
-            return Row(self.view(name) if further else self.read_in(name), self._on_host(name))
-        if phase == UPDATE:
-            return Row(self.view(name))
-        half = master if 1 <= number < 3 else None
-        again = LOAD if self._on_host(name) else GATHER if number == 3 else KEEP
-        return Row(self.read_in(name), dtype=half, again=again)
+        number, master = self.stage(name), self.narrow.get(name)
+        if number >= split_from(what, phase, master is not None):
+            layout: Layout | None = self.view(name)
+        else:
+            layout = None if what == GRADIENT else self.read_in(name)
+        if (what, phase) != (VARIABLE, FORWARD):
+            return Row(layout, phase == BETWEEN and self._on_host(what, name))
+        again = LOAD if self._on_host(what, name) else GATHER if number == 3 else KEEP
+        return Row(layout, dtype=master if 1 <= number < 3 else None, again=again)
 
-    def _on_host(self, name: str) -> bool:
-        place = place_of(self.variables[name])
-        return place is not None and place in self.offload
+    def _on_host(self, what: str, name: str) -> bool:
+        if what == STATE:
+            return (OPTIMIZER, name) in self.offload
+        return place_of(self.variables[name]) in self.offload
 
     def _saved(self, dim: str) -> Row:
-        host = (ACTIVATIONS, dim) in self.offload
-        said = next((r for r in map(Recomputed.parse, self.recompute) if r.dim == dim), None)
-        if said is None:
+        host, keep = (ACTIVATIONS, dim) in self.offload, keeps(self.recompute).get(dim)
+        if keep is None:
             return Row(None, host, again=LOAD if host else KEEP)
-        return Row(None, host, again=COMPUTE, keep=said.keep)
+        return Row(None, host, again=COMPUTE, keep=keep)
 
     # -- how far variables are split -------------------------------------------------------------------------
 

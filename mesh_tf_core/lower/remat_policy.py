@@ -77,9 +77,14 @@ def written(texts: Iterable[str]) -> frozenset[str]:
     return frozenset(str(Recomputed.parse(text)) for text in texts)
 
 
+def keeps(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The dimension of the loops that run again -> what they keep."""
+    return {r.dim: r.keep for r in map(Recomputed.parse, texts)}
+
+
 def dims_of(texts: Iterable[str]) -> frozenset[str]:
     """The dimensions of the loops."""
-    return frozenset(Recomputed.parse(text).dim for text in texts)
+    return frozenset(keeps(texts))
 
 
 def of_stages(texts: Iterable[str], stages: Iterable[str], at_once: bool) -> frozenset[str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import TICK, Block, Node
 from mesh_tf_core.lower.offload import ACTIVATIONS, OffloadSet
-from mesh_tf_core.lower.remat_policy import KINDS, SETS, Recomputed, Sets, check_kept, kept_values
+from mesh_tf_core.lower.remat_policy import KINDS, SETS, Recomputed, Sets, check_kept, keeps, kept_values
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.stage_layers import loop_name
 
@@ -37,7 +37,7 @@ class Rematerialization:
     """The loops of a graph that run again when some texts say so."""
 
     def __init__(self, graph: Graph, texts: frozenset[str]) -> None:
-        self.graph, self.names = graph, {r.dim: r.keep for r in map(Recomputed.parse, texts)}
+        self.graph, self.names = graph, keeps(texts)
         self._needs: dict[tuple[int, frozenset[int], bool], frozenset[int]] = {}
         self._follows: dict[tuple[int, frozenset[int], bool], tuple[frozenset[int], frozenset[int]]] = {}
 

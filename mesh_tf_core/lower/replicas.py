@@ -34,14 +34,14 @@ class ReplicaPrograms:
         there too: they lie beside the others all the time.
       outer: each fragment of the variables meets (`DiLoCo.meets`), on those of the inner one.
       merges: with a delay, the end of each meeting: nothing of it crosses the axis.
-      paddable: variable -> its dimensions that may be padded where it is stored.
+      where: where the values of the inner step live.
     """
 
     inner: Program
     outer: tuple[Program, ...]
     merges: tuple[Program, ...]
     diloco: DiLoCo
-    paddable: Mapping[str, frozenset[str]] = field(default_factory=dict, repr=False, compare=False)
+    where: Placement = field(repr=False, compare=False)
 
     @property
     def meetings(self) -> tuple[Program, ...]:
@@ -126,7 +126,7 @@ def lower_replicas(
     for each in merges:
         check_alone(each, diloco.axis)
     kept = {**alone.variables, **{n: v for each in (*met, *merges) for n, v in each.variables.items()}}
-    return ReplicaPrograms(replace(alone, variables=kept), met, merges, diloco, padded)
+    return ReplicaPrograms(replace(alone, variables=kept), met, merges, diloco, where)
 
 
 def _met(graph: Graph, inner: Placement, options: Options, check: bool) -> Program:

@@ -300,3 +300,25 @@ def test_what_there_was_no_time_for_is_unknown(
 def test_a_clock_of_explain_is_checked(refused: Callable[..., str], plan_file: Path) -> None:
     line = refused("explain", str(plan_file), "--time-limit", "0")
     assert line == "--time-limit 0.0: needs a positive number of seconds"
+
+
+def test_the_placement_is_that_of_the_program(result: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    sizes = [x for n in ("layers=2", "d_model=32", "d_kv=8", "d_ff=64", "vocab=64") for x in ("--set", n)]
+    path, model = tmp_path / "plan.json", "examples/transformer_lm.py"
+    args = (*sizes, "--mesh", "data:4", "--hardware", "tpu-v4", "--objective", "memory")
+    plan = result(
+        "search", model, *args, "--recompute", "always", "--offload", "optimizer", "--out", str(path)
+    )
+    found = result("explain", str(path), "--model", model)["placement"]
+    assert sum(p["bytes"] for p in found if p["host"]) == plan["predicted"]["host_memory_bytes"]
+    (saved,) = (p for p in found if p["values"] == "saved")
+    assert saved["names"] == ["layers"] and saved["again"] == "compute"
+    split = {
+        n: p["further"]
+        for p in found
+        for n in p["names"]
+        if (p["values"], p["phase"]) == ("state", "between steps")
+    }
+    assert {n for n, axes in split.items() if axes} == {*plan["storage"]}
+    printed = CliRunner().invoke(app, ["explain", str(path), "--model", model]).stdout
+    assert "Placement of values" in printed and "compute" in printed

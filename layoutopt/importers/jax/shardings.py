@@ -13,11 +13,8 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.storage import read_stage
+from mesh_tf_core.lower.placement import BACKWARD, GRADIENT, placement
 from mesh_tf_core.model import Model
-
-SPLIT_GRADIENTS = 2
-"""The stage of ZeRO from which on a device holds its share of gradients."""
 
 
 class Shardings:
@@ -28,6 +25,7 @@ class Shardings:
 
     Attributes:
       mesh: ours, as a `jax.sharding.Mesh`.
+      where: the table of where values live.
     """
 
     def __init__(
@@ -40,6 +38,7 @@ class Shardings:
         devices: Any = None,
     ) -> None:
         self.model, self.origin, self.options = model, origin, options
+        self.where = placement(model.step_of(mesh, layout, options).graph, mesh, layout, options)
         self.placing = ArrayPlacing(mesh, layout, origin, model.lower(mesh, layout, options))
         self.mesh = jax_mesh(mesh) if devices is None else devices
 
@@ -73,17 +72,9 @@ class Shardings:
         return jax.tree_util.tree_unflatten(tree, [self._named(self._slot(leaf, known)) for leaf in found])
 
     def gradient_shardings(self, params: Any) -> Any:
-        """The shardings of gradients: as the optimizer's state from stage 2 of ZeRO on, else as
+        """The shardings of gradients: as the optimizer's state where their rows say so, else as
         parameters."""
-        stages = self.options.storage
-        return self._tree(
-            params,
-            self.origin.parameters,
-            lambda a: self.placing.stored(
-                a.path, slot=read_stage(stages.get(a.variable, 0)).number >= SPLIT_GRADIENTS
-            ),
-            "parameter",
-        )
+        return self._tree(params, self.origin.parameters, self._gradient, "parameter")
 
     def updated_shardings(self, params: Any) -> Any:
         """The shardings of parameters while they are updated: as the optimizer's state, so that a device adds
@@ -91,6 +82,11 @@ class Shardings:
         return self._tree(
             params, self.origin.parameters, lambda a: self.placing.stored(a.path, slot=True), "parameter"
         )
+
+    def _gradient(self, of: ArrayAxes) -> Spec:
+        trained = of.variable in self.where.variables
+        split = trained and self.where.row(GRADIENT, of.variable, BACKWARD).layout is not None
+        return self.placing.stored(of.path, slot=split)
 
     def _slot(self, leaf: Leaf, params: Mapping[str, Leaf]) -> Spec:
         parts = leaf.path.split("/")
