@@ -116,7 +116,7 @@ def test_outer_steps_that_mix_elements_keep_variables_whole(how: str) -> None:
     """Codes share a scale, and fragments are slices, along dimensions that a padded one is among."""
     options = mtf.Options({"wi": 3, "wo": 3}, diloco=mtf.DiLoCo.parse(f"sites:period=4,{how}"))
     programs = model(mtf.Adam(3e-2)).replicas(mtf.Mesh("sites:2;data:3"), mtf.Layout(""), options)
-    assert programs.paddable == {"wi": frozenset(), "wo": frozenset()}
+    assert programs.where.paddable == {"wi": frozenset(), "wo": frozenset()}
     assert all(s.padded is None for s in programs.inner.variables.values())
 
 
