@@ -153,7 +153,9 @@ def _jax(what: Exported) -> str:
 def _jax_mesh(mesh: Mesh) -> list[str]:
     return [
         f"MESH_SHAPE = {mesh.shape!r}",
-        f"MESH_AXES = {mesh.names!r}  # jax.make_mesh(MESH_SHAPE, MESH_AXES)",
+        # Newer releases of JAX make explicit axes unless they are told, and constraints want automatic ones.
+        f"MESH_AXES = {mesh.names!r}",
+        f"# jax.make_mesh(MESH_SHAPE, MESH_AXES, (jax.sharding.AxisType.Auto,) * {len(mesh.names)})",
     ]
 
 

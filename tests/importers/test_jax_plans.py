@@ -137,7 +137,8 @@ def saved(function: Any, given: Any) -> list[int]:
     def look(jaxpr: Any) -> None:
         for e in jaxpr.eqns:
             if e.primitive.name == "scan":
-                found.append(len(e.outvars) - e.params["num_carry"])
+                inside = e.params["jaxpr"].jaxpr.outvars
+                found.append(sum(y.aval.ndim > v.aval.ndim for y, v in zip(e.outvars, inside, strict=True)))
             for inner in (e.params.get("jaxpr"), e.params.get("call_jaxpr")):
                 if inner is not None:
                     look(getattr(inner, "jaxpr", inner))
@@ -154,7 +155,7 @@ def test_constraints_save_nothing_more_for_backward() -> None:
 
 def test_what_was_gathered_is_gathered_again_for_backward() -> None:
     model, given = imported("scanned transformer")
-    abstract = jax.sharding.AbstractMesh((2,), ("data",))
+    abstract = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     stages = {name: 3 for name, v in model.graph.variables.items() if v.trainable}
     under = model.under(mtf.Mesh("data:2"), mtf.Layout("batch:data"), mtf.Options(stages), abstract)
     split = len(under.placing.split_stored)

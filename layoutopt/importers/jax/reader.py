@@ -102,8 +102,7 @@ class JaxprReader:
         params = {} if site.name in RANDOM.values() else {k: _plain(v) for k, v in site.eqn.params.items()}
         made = Equation(site.name, list(ins), outs, params, site.where, site.scope)
         if site.name == "scan":
-            made.params = self._scan(params, len(ins), len(outs))
-            inner = params["jaxpr"]
+            made.params, inner = self._scan(site), params["jaxpr"]
             made.body = self.block(inner, [self.var(v) for v in inner.jaxpr.invars], site.scope, site.where)
         self._made.append(made)
         return outs
@@ -137,13 +136,19 @@ class JaxprReader:
         self.notes[f"{site.where}: jax.checkpoint with the policy {policy} is left out: {KEEPS}"] = None
         return False
 
-    def _scan(self, params: dict[str, Any], ins: int, outs: int) -> dict[str, Any]:
-        """The parameters of a scan in one form."""
-        found = {"length": int(params["length"]), "reverse": bool(params["reverse"])}
-        if "num_consts" in params:
-            return {**found, "consts": int(params["num_consts"]), "carry": int(params["num_carry"])}
-        consts, carry = (len(self.jax.tree_util.tree_leaves(t)) for t in params["ft_in"].unpack()[:2])
-        return {**found, "consts": consts, "carry": carry}
+    def _scan(self, site: Site) -> dict[str, Any]:
+        """The parameters of a scan: its length, and how many of its operands are constants and carried.
+
+        The shapes say it, in every release of JAX: what is read or written element by element has one
+        dimension more outside than inside.
+        """
+        eqn, inner = site.eqn, site.eqn.params["jaxpr"].jaxpr
+        whole, carry = (
+            sum(outer.aval.ndim == v.aval.ndim for outer, v in zip(outside, inside, strict=True))
+            for outside, inside in ((eqn.invars, inner.invars), (eqn.outvars, inner.outvars))
+        )
+        length, reverse = int(eqn.params["length"]), bool(eqn.params["reverse"])
+        return {"length": length, "reverse": reverse, "consts": whole - carry, "carry": carry}
 
     def _custom(self, made: Equation, site: Site) -> None:
         """The body of a function with a derivative of its own, and this derivative, for the operands with

@@ -23,8 +23,8 @@ from mesh_tf_core.ir.mesh import Mesh
 
 HOST = "pinned_host"
 """JAX's kind of memory of the hosts that devices read and write."""
-SUPPORTED = "0.10"
-"""The series of JAX whose entry points these are."""
+SUPPORTED = ("0.10", "0.11")
+"""The series of JAX with these entry points."""
 
 
 def require(package: str = "jax") -> None:
@@ -36,8 +36,9 @@ def require(package: str = "jax") -> None:
         if importlib.util.find_spec(name) is None:
             raise not_installed(name, "tpu" if package == "libtpu" else "jax")
     found = metadata.version("jax")
-    if found.split(".")[:2] != SUPPORTED.split("."):
-        raise UserError(f"this works with jax {SUPPORTED}.*, found {found}: pip install 'layoutopt[jax]'")
+    if ".".join(found.split(".")[:2]) not in SUPPORTED:
+        series = " and ".join(f"{known}.*" for known in SUPPORTED)
+        raise UserError(f"this works with jax {series}, found {found}: pip install 'layoutopt[jax]'")
 
 
 def installed() -> bool:

@@ -274,7 +274,8 @@ def _exchanged(instr: Collective, x: Any, v: Value, mesh: Mesh) -> Any:
         return lax.all_to_all(x, axes, v.shape.index(instr.split), v.shape.index(instr.concat), tiled=True)
     if isinstance(instr, Permute):
         links = _numbered(mesh, axes, instr.links(mesh.group_size(axes)))
-        return lax.ppermute(x, axes, links) if links else jnp.zeros_like(x)
+        ordered = tuple(sorted(axes, key=mesh.names.index))  # newer releases of JAX refuse another order
+        return lax.ppermute(x, ordered, links) if links else jnp.zeros_like(x)
     raise TypeError(f"JAX engine: unknown instruction {instr.text()}")
 
 

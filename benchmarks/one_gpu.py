@@ -1,0 +1,209 @@
+"""One GPU: do steps there give NumPy's numbers, and do predictions for its chip hold?
+
+    python benchmarks/one_gpu.py --out one_gpu.json [--parts operations,training,steps,calibration]
+        [--hardware h100] [--seconds 500]
+
+`operations`: every operation of tests/conformance on the GPU, in float32 with products at full precision,
+against the dense NumPy result. `training`: the losses of a Transformer, layer by layer recomputed, its
+optimizer's state on the host, against NumPy's. `steps`: `layoutopt measure` of models in bfloat16, its
+predicted time and memory beside what was measured; nothing was fitted to these. `calibration`: `layoutopt
+calibrate --engine jax`, and the same steps predicted from this profile.
+
+Results are written after every item, so that what a time limit cuts short is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+GPT = "examples/transformer_lm.py"
+SIZES = {
+    "124M": {"layers": 12, "d_model": 768, "d_ff": 3072, "heads": 12, "d_kv": 64, "vocab": 50304},
+    "350M": {"layers": 24, "d_model": 1024, "d_ff": 4096, "heads": 16, "d_kv": 64, "vocab": 50304},
+}
+LLAMA = {
+    "layers": 16,
+    "d_model": 2048,
+    "d_ff": 8192,
+    "heads": 32,
+    "kv_heads": 8,
+    "d_kv": 64,
+    "gated": True,
+    "vocab": 128256,
+    "tied": True,
+    "positions": "rotary",
+    "norm": "rms",
+}
+BF16 = {"dtype": "bfloat16"}
+STEPS: Mapping[str, tuple[str, Mapping[str, Any], Sequence[str]]] = {
+    "GPT 124M": (GPT, {**SIZES["124M"], **BF16, "batch": 16, "length": 1024}, ()),
+    "GPT 350M": (GPT, {**SIZES["350M"], **BF16, "batch": 16, "length": 1024}, ()),
+    "Llama 1.2B": (GPT, {**LLAMA, **BF16, "batch": 4, "length": 2048}, ()),
+    "Llama 1.2B, layers recomputed": (
+        GPT,
+        {**LLAMA, **BF16, "batch": 8, "length": 2048},
+        ("--recompute", "layers"),
+    ),
+    "GPT 350M, layers recomputed": (
+        GPT,
+        {**SIZES["350M"], **BF16, "batch": 32, "length": 1024},
+        ("--recompute", "layers"),
+    ),
+    "GPT 350M, optimizer on the host": (
+        GPT,
+        {**SIZES["350M"], **BF16, "batch": 16, "length": 1024},
+        ("--offload", "optimizer"),
+    ),
+    "GPT 124M in float32": (GPT, {**SIZES["124M"], "batch": 16, "length": 1024}, ()),
+    "mixture of 8 experts": (
+        "examples/moe_lm.py",
+        {
+            "layers": 8,
+            "d_model": 1024,
+            "d_ff": 4096,
+            "heads": 16,
+            "d_kv": 64,
+            "vocab": 50304,
+            **BF16,
+            "batch": 16,
+            "length": 1024,
+        },
+        (),
+    ),
+}
+
+
+def operations(left: Callable[[], float]) -> Iterator[tuple[str, Any]]:
+    """Each sample on the device: "" or what was wrong."""
+    import jax
+
+    import mesh_tf_core as mtf
+    from mesh_tf_core.engines import open_engine
+    from tests.conformance.helper import Built, check_close
+    from tests.conformance.jax_cases import TOLERANCE
+    from tests.conformance.samples import SAMPLES
+
+    jax.config.update("jax_default_matmul_precision", "highest")
+    for sample in SAMPLES:
+        if left() < 20:
+            yield sample.name, "not run: the time was over"
+            continue
+        try:
+            built = Built(sample, "float32")
+            engine = open_engine(built.program(mtf.Mesh("all:1"), mtf.Layout("")), "jax")
+            want = built.dense()
+            for name, value in engine.step(built.batch).items():
+                check_close(name, value, want[name], TOLERANCE, sample.name)
+            engine.close()
+            yield sample.name, ""
+        except Exception as error:  # every sample reports
+            yield sample.name, f"{type(error).__name__}: {error}"[:500]
+
+
+def training(left: Callable[[], float]) -> Iterator[tuple[str, Any]]:
+    """Twenty losses on the device and in NumPy, and their largest relative difference."""
+    import jax
+
+    from layoutopt.models.loading import load_model
+    from mesh_tf_core import Layout, Mesh
+    from mesh_tf_core.engines import open_engine
+    from mesh_tf_core.lower import Options
+
+    jax.config.update("jax_default_matmul_precision", "highest")
+    sizes = {"layers": 2, "d_model": 64, "d_ff": 128, "heads": 4, "d_kv": 16, "batch": 8, "length": 32}
+    loaded = load_model(GPT, sizes)
+    for name, options in {
+        "plain": Options(),
+        "recomputed": Options(recompute=frozenset({"layers"})),
+    }.items():
+        losses = {}
+        for engine in ("jax", "lockstep"):
+            program = loaded.model.lower(Mesh("all:1"), Layout(""), options)
+            running = open_engine(program, engine)
+            feeds = loaded.data()
+            losses[engine] = [float(np.asarray(running.step(next(feeds))["loss"])) for _ in range(20)]
+            running.close()
+        pairs = zip(losses["jax"], losses["lockstep"], strict=True)
+        yield name, {**losses, "largest": max(abs(a - b) / abs(b) for a, b in pairs)}
+
+
+def steps(left: Callable[[], float], hardware: str) -> Iterator[tuple[str, Any]]:
+    """Each model's `layoutopt measure`, by its own process."""
+    for name, (file, sizes, options) in STEPS.items():
+        given = [x for key, value in sizes.items() for x in ("--set", f"{key}={value}")]
+        command = ["measure", file, "--mesh", "data:1", "--engine", "jax", "--hardware", hardware]
+        yield name, _run([*command, *given, *options, "--steps", "10", "--json"], left)
+
+
+def calibration(left: Callable[[], float], folder: Path) -> Iterator[tuple[str, Any]]:
+    """What calibrating takes; then the first models from its profile."""
+    profile = folder / "profile.json"
+    began = time.monotonic()
+    said = _run(["calibrate", "--engine", "jax", "--mesh", "data:1", "--out", str(profile), "--json"], left)
+    yield "calibrate", {"seconds": time.monotonic() - began, "said": said}
+    if profile.exists():
+        yield "profile", json.loads(profile.read_text())
+
+
+def _run(arguments: Sequence[str], left: Callable[[], float]) -> Any:
+    """A command's JSON, or how it failed."""
+    if left() < 20:
+        return {"error": "not run: the time was over"}
+    command = [sys.executable, "-m", "layoutopt", *arguments]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=left()
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": "stopped: the time was over", "took": time.monotonic() - began}
+    try:
+        return {**json.loads(done.stdout), "took": time.monotonic() - began}
+    except ValueError:
+        return {"error": done.stderr[-3000:], "code": done.returncode, "took": time.monotonic() - began}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--parts", default="steps,operations,training,calibration")
+    parser.add_argument("--hardware", default="h100")
+    parser.add_argument("--seconds", type=float, default=500.0)
+    args = parser.parse_args()
+    ends = time.monotonic() + args.seconds
+
+    def left() -> float:
+        return ends - time.monotonic()
+
+    parts: dict[str, Callable[[], Iterator[tuple[str, Any]]]] = {
+        "steps": lambda: steps(left, args.hardware),
+        "operations": lambda: operations(left),
+        "training": lambda: training(left),
+        "calibration": lambda: calibration(left, args.out.parent),
+    }
+    found: dict[str, Any] = {"date": str(date.today()), "hardware": args.hardware}
+    for part in args.parts.split(","):
+        found[part] = {}
+        for name, value in parts[part]():
+            found[part][name] = value
+            args.out.write_text(json.dumps(found, indent=1) + "\n")
+            print(part, name, json.dumps(value)[:400], flush=True)
+
+
+if __name__ == "__main__":
+    main()
