@@ -15,16 +15,16 @@ What takes more than `MOST` layouts to list, or more time than there is, stays o
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from costmodels.hardware import Hardware
 from layoutopt.formulation.extract import count_layouts
-from layoutopt.optimize.candidates import MicrobatchBounds
+from layoutopt.optimize.bounds import EXACT, Source
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.fixing import faster
-from layoutopt.optimize.request import EXACT
-from layoutopt.optimize.subproblems import Subproblem, subproblems
+from layoutopt.optimize.subproblems import Subproblem, related, subproblems
 from layoutopt.plan.build import Plan
 from layoutopt.solver import Choices, ResourceRow
 from layoutopt.space.decisions import SearchSpace
@@ -33,6 +33,9 @@ from mesh_tf_core.model import Model
 
 MOST = 5000
 """Layouts listed for one problem."""
+FASTER = "faster"
+"""Said of a problem that has something faster that fits."""
+RULES_OUT = Source.PIECES, Source.TABLES, Source.LISTED
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Ruled:
 
     Attributes:
       layouts: how many combinations of decisions it has, legal or not.
-      how: 'pieces', 'bound', 'listed', 'open', or 'faster' (the proof is wrong: something faster fits).
+      how: the `Source` of what rules it out, 'open', or `FASTER`: the proof is wrong.
       bound: seconds that no layout of it is faster than, whatever memory it takes.
       listed: faster layouts that do not fit.
       faster: the layout that refutes the proof.
@@ -74,7 +77,7 @@ class Certificate:
     @property
     def verified(self) -> bool:
         """Nothing that was searched is faster than the plan."""
-        known = all(p.how in ("pieces", "bound", "listed") for p in self.problems)
+        known = all(p.how in RULES_OUT for p in self.problems)
         return self.complete and known and not self.other
 
     @property
@@ -93,18 +96,16 @@ class Certificate:
     @property
     def faster(self) -> Ruled | None:
         """The layout that refutes the plan's claim, if there is one."""
-        return next((p for p in self.problems if p.how == "faster"), None)
+        return next((p for p in self.problems if p.how == FASTER), None)
 
     def __str__(self) -> str:
-        counts = {
-            how: sum(p.how == how for p in self.problems) for how in ("bound", "pieces", "listed", "open")
+        counts, listed = Counter(p.how for p in self.problems), sum(p.listed for p in self.problems)
+        ways = {
+            Source.TABLES: "by their bound",
+            Source.PIECES: "as pieces of these",
+            Source.LISTED: f"by listing {listed:,} layouts that do not fit",
         }
-        parts = [f"{counts['bound']} by their bound"] if counts["bound"] else []
-        parts += [f"{counts['pieces']} as pieces of these"] if counts["pieces"] else []
-        listed = sum(p.listed for p in self.problems if p.how == "listed")
-        parts += (
-            [f"{counts['listed']} by listing {listed:,} layouts that do not fit"] if counts["listed"] else []
-        )
+        parts = [f"{counts[how]} {way}" for how, way in ways.items() if counts[how]]
         if self.faster is not None:
             layout = self.faster.faster or "nothing split"
             return f"wrong: {layout} on {self.faster.mesh} is faster and fits"
@@ -115,8 +116,8 @@ class Certificate:
         if self.other:
             return f"of another space: {self.other}"
         said = f"{space}, ruled out without a solver: {', '.join(parts)}"
-        if counts["open"]:
-            said += f"; {counts['open']} not checked: too many layouts to list"
+        if counts[Source.NOTHING]:
+            said += f"; {counts[Source.NOTHING]} not checked: too many layouts to list"
         return said if self.complete else f"{said}; time ran out before the others were checked"
 
 
@@ -146,16 +147,11 @@ def rule_out(
 ) -> Iterator[Ruled]:
     """Goes through problems, in the order of a search, with what is claimed to be the fewest seconds within a
     limit of memory."""
-    seconds, pieces = claimed * (1 - EXACT), MicrobatchBounds()
-    for subproblem in problems:
-        known = pieces.bound(subproblem)
-        if known >= seconds:
-            yield replace(_open(subproblem), how="pieces", bound=known)
-            continue
-        found = _ruled(evaluator, subproblem, seconds, limit)
-        if evaluator.prices(subproblem.mesh).pieces_cost_more and found.how == "bound":
-            pieces.keep(subproblem, found.bound)
-        yield found
+    seconds = claimed * (1 - EXACT)
+    for subproblem in related(problems):
+        subproblem.inherit(evaluator)
+        known = subproblem.bounds.lower().value >= seconds
+        yield _ruled(subproblem) if known else _looked_at(evaluator, subproblem, seconds, limit)
 
 
 def considered_by(plan: Plan) -> int | None:
@@ -172,20 +168,21 @@ def _where(subproblem: Subproblem) -> str:
     return "".join((str(subproblem.mesh), *stages, *order, *again))
 
 
-def _open(subproblem: Subproblem) -> Ruled:
-    """A problem of which nothing is shown yet."""
-    layouts = count_layouts(subproblem.decided.options)
-    return Ruled(_where(subproblem), subproblem.microbatches, layouts, "open", 0.0)
+def _ruled(subproblem: Subproblem, how: str = "", listed: int = 0, faster: str = "") -> Ruled:
+    """What is shown of a problem; `how`: if not by its bound."""
+    bound, layouts = subproblem.bounds.lower(), count_layouts(subproblem.decided.options)
+    number = subproblem.microbatches
+    return Ruled(_where(subproblem), number, layouts, how or bound.source, bound.value, listed, faster)
 
 
-def _ruled(evaluator: Evaluator, subproblem: Subproblem, seconds: float, limit: float) -> Ruled:
-    bound, search = faster(evaluator, subproblem, seconds, lambda *_: math.inf)
-    ruled = replace(_open(subproblem), bound=bound)
+def _looked_at(evaluator: Evaluator, subproblem: Subproblem, seconds: float, limit: float) -> Ruled:
+    """What tables and a list of all that is faster show of a problem."""
+    search = faster(evaluator, subproblem, seconds, lambda *_: math.inf)
     if search is None:
-        return replace(ruled, how="bound")
-    known = search.eliminated
+        return _ruled(subproblem)
+    known, is_open = search.eliminated, _ruled(subproblem, Source.NOTHING)
     if not known.exact or search.extraction.unsplit:
-        return ruled
+        return is_open
     rows = list(search.rows)
     seen: set[Choices] = set()
     for choices in known.below(seconds):
@@ -195,13 +192,14 @@ def _ruled(evaluator: Evaluator, subproblem: Subproblem, seconds: float, limit: 
         if decided in seen:
             continue
         if len(seen) == MOST:
-            return ruled
+            return is_open
         seen.add(decided)
         if not _overfull(rows, choices, limit) and search.evaluate(choices).memory.peak <= limit:
             evaluation = search.evaluate(choices)
             if evaluation.cost.step_seconds < seconds:
-                return replace(ruled, how="faster", faster=str(search.extraction.read(choices)[0]))
-    return replace(ruled, how="listed", listed=len(seen))
+                layout = str(search.extraction.read(choices)[0])
+                return _ruled(subproblem, FASTER, faster=layout)
+    return _ruled(subproblem, Source.LISTED, listed=len(seen))
 
 
 def _overfull(rows: list[ResourceRow], choices: Sequence[int], limit: float) -> bool:

@@ -19,8 +19,8 @@ from typing import Any
 
 from costmodels.hardware import Hardware, drawn, with_bandwidth
 from costmodels.pricing.pricer import pricer
+from layoutopt.optimize.bounds import EXACT
 from layoutopt.optimize.evaluator import evaluate
-from layoutopt.optimize.request import EXACT
 from layoutopt.plan import details
 from layoutopt.plan.build import Plan, layout_of, options_of
 from layoutopt.plan.details import Robustness

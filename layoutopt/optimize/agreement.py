@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from layoutopt.optimize.baselines import by_name
-from layoutopt.optimize.request import EXACT, Request
+from layoutopt.optimize.bounds import EXACT
+from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.solver import TOLERANCE

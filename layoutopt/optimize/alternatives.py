@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from layoutopt.optimize.baselines import FSDP, Baselines, Pinned, axis_names, by_name, chosen_by_name
+from layoutopt.optimize.bounds import EXACT
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.heuristics import HEURISTICS
-from layoutopt.optimize.request import EXACT, Request
+from layoutopt.optimize.request import Request
 from layoutopt.optimize.restricted import FAR, BestPlans, StrategyAnswer
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem, near_axes

@@ -133,15 +133,15 @@ def search(
 
     # No function of its own: a plan goes to other processes (pickle) with what completes it.
     full = partial(with_details, model=model, hardware=chosen, limit=int(min(request.limit, LARGEST)))
-    candidates = LayoutSearch(request, renames=mesh is None)
+    looked = LayoutSearch(request, renames=mesh is None)
     try:
-        best = candidates.run(subproblems(model, shapes, allowed, request.evaluator.near), keep_best)
+        best = looked.run(subproblems(model, shapes, allowed, request.evaluator.near), keep_best)
     except InfeasibleError as error:
-        if (nearest := nearest_plan(request, candidates)) is not None:
+        if (nearest := nearest_plan(request, looked)) is not None:
             error.nearest = nearest.with_details(search=question)
         raise
     best = _waiting(request, best, shapes, keep_best)
-    if candidates.stopped:
+    if looked.stopped:
         clock.hurry()  # the plan has its own time
     others: list[EvaluatedLayout] = []
 
@@ -149,13 +149,13 @@ def search(
         if top > 1 and not request.late:
             from layoutopt.optimize.k_best import k_best
 
-            for other in itertools.islice(k_best(candidates, best), top - 1):
+            for other in itertools.islice(k_best(looked, best), top - 1):
                 others.append(other)
 
     def plan() -> Plan:
         return make_plan(
             request,
-            candidates,
+            looked,
             best,
             others,
             frozenset(m.shape for m in shapes) if mesh is None else None,
@@ -165,7 +165,7 @@ def search(
     try:
         clock.within(SEARCHED, rank)
         found = plan()
-        if limits.refine and not candidates.stopped:
+        if limits.refine and not looked.stopped:
             from layoutopt.optimize.refine.answer import refined
 
             found = refined(found, request, keep_best)
@@ -174,7 +174,7 @@ def search(
         if not keep_best:
             raise
         clock.hurry()
-        candidates.stopped = True
+        looked.stopped = True
         return Plan(plan().data, True, model, full)
 
 

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 from layoutopt.formulation.cluster import Cluster
 from layoutopt.formulation.extract import Draft
+from layoutopt.optimize.bounds import EXACT, SLACK, OptionCosts, Source
 from layoutopt.optimize.evaluator import Evaluator
-from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.runtime.clock import UNLIMITED, Clock
@@ -30,7 +30,6 @@ from layoutopt.solver import eliminate
 from layoutopt.solver.form import Floats
 from layoutopt.solver.marginals import marginals, rows_below
 from layoutopt.space.decisions import Decisions
-from layoutopt.space.kind import Choice
 from layoutopt.space.recompute import Recompute
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import AT, Layout
@@ -40,15 +39,13 @@ FIRST, MORE = 40, 0.3
 """Entries before options are looked at: at first, and as a part of those that there are."""
 PROPOSED = 0.5
 """Part of the estimated seconds that tables must tell before their best choices are evaluated."""
-SLACK = 1e-9
-"""Relative difference up to which costs are equal."""
 
-OptionCosts = Mapping[str, Mapping[Choice, float]]
-"""Decision -> option -> seconds that no layout with it takes less than."""
 Propose = Callable[[Layout, Options], float]
 """Evaluates a layout; the seconds of the fastest known one that fits."""
 Heard = Callable[[float, float], None]
 """heard(seconds that no layout takes less than, part of the tables that are made)."""
+PartMade = Callable[[float], None]
+"""told(part of the tables that are made)."""
 
 
 class Weight(NamedTuple):
@@ -128,26 +125,35 @@ def faster(
     propose: Propose,
     clock: Clock = UNLIMITED,
     weights: ClusterWeights | None = None,
-    heard: Heard | None = None,
-) -> tuple[float, SubproblemSearch | None]:
-    """The problem of what may be faster than `upper` seconds; the arguments are those of `fix_options`.
+    told: PartMade | None = None,
+) -> SubproblemSearch | None:
+    """The problem of what may be faster than `upper` seconds; None if nothing is, or there was no time for
+    all tables. Proves bounds of the subproblem, none if dimensions had to stay whole.
 
-    Returns:
-      seconds as `fix_options` does, 0 if dimensions had to stay whole; None if nothing is faster, or there
-      was no time for all tables.
+    Args:
+      propose, clock, weights: those of `fix_options`.
+      told: told of every bound.
     """
-    mesh, decided = subproblem.mesh, subproblem.decided
-    draft = Draft(evaluator.model, mesh, decided, evaluator.prices(mesh))
+    mesh, bounds = subproblem.mesh, subproblem.bounds
+    draft = Draft(evaluator.model, mesh, subproblem.decided, evaluator.prices(mesh))
+
+    def prove(seconds: float) -> None:
+        if not draft.unsplit:  # what is left out is proven to take `upper` alone
+            bounds.prove(min(seconds, upper), Source.TABLES)
+
+    def heard(bound: float, part: float) -> None:
+        prove(bound)
+        if told is not None:
+            told(part)
+
     bound = fix_options(draft, upper, propose, clock, weights, heard)
+    prove(bound)
     if draft.left or bound >= upper * (1 - EXACT):
-        return 0.0 if draft.unsplit else bound, None
-    extraction = draft.extraction()
-    search = SubproblemSearch(
-        evaluator.model, subproblem.mesh, extraction.decided, evaluator.hardware, extraction, evaluator
-    )
+        return None
+    search = SubproblemSearch(evaluator, draft.extraction())
     bound = max(bound, search.eliminated.bound)  # with what messages share
-    found = search if bound < upper * (1 - EXACT) else None
-    return 0.0 if draft.unsplit else bound, found
+    prove(bound)
+    return search if bound < upper * (1 - EXACT) else None
 
 
 def option_costs(search: SubproblemSearch, asked: Decisions, known: float) -> OptionCosts | None:

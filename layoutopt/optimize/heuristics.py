@@ -59,9 +59,7 @@ def least_memory(request: Request, subproblem: Subproblem) -> Baseline | None:
         return None
     prices = request.evaluator.prices(subproblem.mesh)
     known = legal_problem(request.model, subproblem.mesh, subproblem.decided, prices)
-    search = SubproblemSearch(
-        request.model, subproblem.mesh, subproblem.decided, request.hardware, known, request.evaluator
-    )
+    search = SubproblemSearch(request.evaluator, known)
     found = lean(search, plain, request.clock) or leanest(search, request.clock, plain)[0]
     return None if found is None else (found.layout, found.options)
 

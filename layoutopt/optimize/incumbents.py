@@ -7,7 +7,7 @@ no plan is slower than what experts would have written.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from layoutopt.optimize.baselines import axis_names, by_name
@@ -30,16 +30,15 @@ class Incumbents:
 
     Args:
       renames: a plan gives the axes of its mesh other names.
+      subproblems: a layout that none of them allows is not kept; the search adds to them.
 
     Attributes:
       found: in the order in which they were found.
-      subproblems: a layout that none of them allows is not kept.
     """
 
-    def __init__(self, request: Request, renames: bool) -> None:
-        self.request, self.renames = request, renames
+    def __init__(self, request: Request, renames: bool, subproblems: Sequence[Subproblem]) -> None:
+        self.request, self.renames, self.subproblems = request, renames, subproblems
         self.found: list[EvaluatedLayout] = []
-        self.subproblems: list[Subproblem] = []
 
     def order(self, found: EvaluatedLayout) -> tuple[float, float]:
         """The sort key of results: the better one is less."""

@@ -12,60 +12,55 @@ import heapq
 import itertools
 from collections.abc import Hashable, Iterator
 
-from layoutopt.optimize.candidates import SubproblemCandidate
 from layoutopt.optimize.merging import ordered
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
-from layoutopt.optimize.subproblems import key_of
+from layoutopt.optimize.subproblems import Subproblem, key_of
 from mesh_tf_core.ir.layout import Layout
 
 SAME = 1e-9
 """Relative difference of seconds up to which layouts of the same peak may be one."""
 
 
-def k_best(candidates: LayoutSearch, best: EvaluatedLayout) -> Iterator[EvaluatedLayout]:
+def k_best(search: LayoutSearch, best: EvaluatedLayout) -> Iterator[EvaluatedLayout]:
     """The second best layout, the third, and so on, as long as there are any and there is time.
 
     Where the least memory was asked for, they hold no more than the best one and take longer.
     """
-    request, taken, number = candidates.request, [best], itertools.count()
+    request, taken, number = search.request, [best], itertools.count()
     told = {_key(best)}
     limit = best.peak if request.objective == "memory" else request.limit
-    waiting: list[tuple[float, int, SubproblemCandidate, EvaluatedLayout | None]] = []
+    waiting: list[tuple[float, int, Subproblem, EvaluatedLayout | None]] = []
 
-    def wait(seconds: float, candidate: SubproblemCandidate, found: EvaluatedLayout | None = None) -> None:
-        heapq.heappush(waiting, (seconds, next(number), candidate, found))
+    def wait(seconds: float, problem: Subproblem, found: EvaluatedLayout | None = None) -> None:
+        heapq.heappush(waiting, (seconds, next(number), problem, found))
 
-    for candidate in candidates.candidates:
-        # The bound of a candidate that was asked about less memory holds for that alone.
-        wait(
-            candidate.bound if candidate.search is None else candidate.search.relaxed(request.clock),
-            candidate,
-        )
+    for problem in search.problems:
+        wait(problem.bounds.lower(limit).value, problem)
     while waiting and not request.late:
-        seconds, _, candidate, found = heapq.heappop(waiting)
+        seconds, _, problem, found = heapq.heappop(waiting)
         if found is not None:
             taken.append(found)
-            simple = candidates.simpler(found)
+            simple = search.simpler(found)
             if _key(simple) not in told:
                 told.add(_key(simple))
                 yield simple
-        elif candidate.search is None and candidates.opened(candidate).relaxed(request.clock) > seconds:
-            wait(candidate.bound, candidate)
+        elif problem.whole is None and search.opened(problem).relaxed(request.clock) > seconds:
+            wait(problem.bounds.lower(limit).value, problem)
             continue
-        search = candidates.opened(candidate)
-        here = [f for f in taken if f.mesh == candidate.subproblem.mesh]
+        program = search.opened(problem)
+        here = [f for f in taken if f.mesh == problem.mesh]
         copies = (
-            search.extraction.choices(x, f.options)
+            program.extraction.choices(x, f.options)
             for f in here
             for x in _copies(request, f)
-            if key_of(request.model, f.mesh, x, f.options) == candidate.subproblem.key
+            if key_of(request.model, f.mesh, x, f.options) == problem.key
         )
         excluded = tuple(dict.fromkeys(choices for choices in copies if choices is not None))
-        other = search.fastest(limit, clock=request.clock, excluded=excluded).found
+        other = program.fastest(limit, clock=request.clock, excluded=excluded).found
         if other is not None:
-            wait(other.seconds, candidate, other)
+            wait(other.seconds, problem, other)
 
 
 def _key(found: EvaluatedLayout) -> Hashable:

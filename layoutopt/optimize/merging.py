@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+from layoutopt.optimize.bounds import EXACT
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import Evaluator
-from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout

@@ -28,8 +28,9 @@ from layoutopt.optimize.alternatives import (
     ranked,
 )
 from layoutopt.optimize.baselines import axis_names
+from layoutopt.optimize.bounds import EXACT, Bound, Source
 from layoutopt.optimize.evaluation import Evaluation
-from layoutopt.optimize.request import BESIDE, BESIDE_SHARE, EXACT, PLANNED, Request, left_whole, space_of
+from layoutopt.optimize.request import BESIDE, BESIDE_SHARE, PLANNED, Request, left_whole, space_of
 from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem
@@ -44,6 +45,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.verify import verify
 
 SHARE = "the bound is a device's share of what one device would compute"
+NO_SHARE = Bound(0.0, Source.SHARE)
 NAMED = 5
 """Names that a note lists."""
 REPEATED_SHARE = 0.1
@@ -56,7 +58,7 @@ def make_plan(
     best: EvaluatedLayout,
     others: Sequence[EvaluatedLayout] = (),
     shapes: Shapes = None,
-    bound: float | None = None,
+    bound: Bound | None = None,
     alternatives: bool = True,
 ) -> Plan:
     """The plan of the best layout.
@@ -71,15 +73,15 @@ def make_plan(
     Raises:
       ProgramError: the program of the layout is not well-formed; a defect of lowering.
     """
-    subproblem, proven = search.subproblem_of(best), search.proven
-    bound = search.bound if bound is None else bound
+    subproblem = search.subproblem_of(best)
+    searched = search.bound if bound is None else bound
     verify(best.evaluation.program)
     names = axis_names(best.layout, best.mesh, request.model) if search.renames else {}
     # A bound is known of all: then so is a device's share of the work, which needs no time that is left.
-    limited = request.clock.limit is not None or not proven
-    known = request.objective != "memory" and limited and 0 < bound < math.inf
-    share = share_bound(request, best.mesh) if known else 0.0
-    proof, beside = _Proof(proven, share), Alternatives(request, best, names, shapes)
+    proof, beside = _Proof(search.proven, searched), Alternatives(request, best, names, shapes)
+    limited = request.clock.limit is not None or not proof.proven
+    if request.objective != "memory" and limited and 0 < searched.value < math.inf:
+        proof.share = share_bound(request, best.mesh)
     repeats: list[str] = []
 
     def look() -> None:
@@ -99,7 +101,7 @@ def make_plan(
         *best.evaluation.notes,
         *left_whole(request, best.evaluation),
         *_tight(request, best.evaluation),
-        *_notes(proof, bound, missing, tuple(search.unsplit)),
+        *_notes(proof, missing, tuple(search.unsplit)),
         *beside.notes(),
         *repeats,
         *_unsplit(request),
@@ -116,7 +118,7 @@ def make_plan(
         hardware=request.hardware.name,
         slices={names.get(axis, axis): n for axis, n in _slices(request.hardware, best.mesh)},
         predicted=predicted_of(best.evaluation, names),
-        solver=_solver(request, best, proof, bound, search.considered),
+        solver=_solver(request, best, proof, search.considered),
         space=space_of(request, best.mesh, search.considered, shapes),
         alternatives=[*beside.found, *ranked(request, others, search.renames)],
         frontier=[point(request, f, i, search.renames) for i, f in enumerate(search.frontier)] or None,
@@ -130,7 +132,7 @@ def nearest_plan(request: Request, search: LayoutSearch) -> Plan | None:
     """The plan that needs least memory, of a search that proved that none fits; None if none is known."""
     if search.nearest is None:
         return None
-    least = min(candidate.low for candidate in search.candidates)
+    least = Bound(search.least, Source.TABLES)
     memory = replace(request, objective="memory", top=1)
     plan = make_plan(memory, search, search.nearest, bound=least, alternatives=False)
     proof = plan.solver.model_copy(update={"status": INFEASIBLE, "likely_bound": None, "likely_gap": None})
@@ -150,13 +152,41 @@ class _Proof:
 
     Attributes:
       proven: all meshes were searched to the end.
-      share: seconds that no program takes less than.
+      searched: by the tables, no layout is better.
+      share: no program takes less.
       tables: what they sum to for the answer, however it was found.
     """
 
     proven: bool
-    share: float = 0.0
+    searched: Bound
+    share: Bound = NO_SHARE
     tables: TableAgreement | None = None
+
+    @property
+    def by_tables(self) -> bool:
+        """True if what the tables prove holds of programs, as far as is known."""
+        return self.tables is not None and not self.refuted
+
+    @property
+    def refuted(self) -> bool:
+        """True if what the tables prove is known not to hold of programs."""
+        return self.tables is not None and self.tables.dearer
+
+    @property
+    def bound(self) -> Bound:
+        """The bound that holds of programs."""
+        if not self.by_tables:
+            return self.share
+        return self.searched if self.proven or self.searched.value > self.share.value else self.share
+
+    @property
+    def likely(self) -> float | None:
+        """The bound of tables that come to more than the answer's program, if those of no layout come to more
+        by a larger share than those that were compared; None where the bound holds without that."""
+        searched = self.searched.value
+        if self.tables is None or not self.refuted or searched <= 0:
+            return None
+        return min(searched / (1 + self.tables.over), self.tables.program)
 
     def look(
         self,
@@ -176,19 +206,14 @@ class _Proof:
         self.tables = tables
 
 
-def _solver(
-    request: Request, best: EvaluatedLayout, proof: _Proof, bound: float, considered: int
-) -> SolverInfo:
-    memory, tables, proven = request.objective == "memory", proof.tables, proof.proven
-    value, searched = float(best.peak) if memory else best.seconds, bound
-    if not memory and (tables is None or tables.dearer):
-        bound, proven = proof.share, False  # what the tables say is no bound on programs, or not known to be
-    elif not proven:
-        bound = max(bound, proof.share)
-    bound = min(bound, value)  # but for rounding, and what the tables count too much within the tolerance
+def _solver(request: Request, best: EvaluatedLayout, proof: _Proof, considered: int) -> SolverInfo:
+    memory = request.objective == "memory"
+    value, found = float(best.peak) if memory else best.seconds, proof.searched if memory else proof.bound
+    proven = proof.proven and (memory or proof.by_tables)
+    bound = min(found.value, value)  # but for rounding, and what the tables count too much in the tolerance
     gap = (value - bound) / value if value else 0.0
     gap, bound = (0.0, value) if gap < EXACT else (gap, bound)
-    likely = None if memory or tables is None else _likely(tables, searched, value)
+    likely = None if memory else proof.likely
     return SolverInfo(
         status="OPTIMAL" if proven and gap <= TOLERANCE else "FEASIBLE",
         objective=value,
@@ -201,19 +226,13 @@ def _solver(
     )
 
 
-def _likely(tables: TableAgreement, bound: float, value: float) -> float | None:
-    """The bound of tables that come to more than the answer's program, if those of no layout come to more by
-    a larger share than those that were compared; None where the bound holds without that."""
-    return min(bound / (1 + tables.over), value) if tables.dearer and bound > 0 else None
-
-
-def share_bound(request: Request, mesh: Mesh) -> float:
+def share_bound(request: Request, mesh: Mesh) -> Bound:
     """Seconds of a device's share of what one device would compute alone: no layout takes less, as far as
     pieces never cost less than their share of the whole; else 0."""
-    return request.evaluator.alone() / mesh.devices
+    return Bound(request.evaluator.alone() / mesh.devices, Source.SHARE)
 
 
-def _notes(proof: _Proof, bound: float, missing: Sequence[str], unsplit: Sequence[str]) -> list[str]:
+def _notes(proof: _Proof, missing: Sequence[str], unsplit: Sequence[str]) -> list[str]:
     why = "named layouts not searched to the end in their time"
     notes = [f"{why}: {', '.join(missing)}"] if missing else []
     tables = proof.tables
@@ -222,17 +241,12 @@ def _notes(proof: _Proof, bound: float, missing: Sequence[str], unsplit: Sequenc
             f"one operation has too many dimensions to list all their splits; {some(unsplit, NAMED)} "
             "stayed whole in some operations, so optimality is not proven; pin some of them (--pin)"
         )
-    elif (
-        not proof.proven
-        and proof.share > 0
-        and (tables is None or (bound <= proof.share and not tables.dearer))
-    ):
+    elif not proof.proven and proof.bound is proof.share and proof.share.value > 0 and not proof.refuted:
         notes.append(f"{SHARE}, and in the time given nothing more was proven")
     if tables is None or not tables.said:
         return notes
     notes.append(tables.said)
-    likely = _likely(tables, bound, tables.program)
-    if likely is not None:
+    if (likely := proof.likely) is not None:
         notes.append(
             f"{SHARE}: no program is below it, and that is the gap; if the tables come to at most "
             f"{tables.over * 100:.2g} % more than the program of any layout, the most "

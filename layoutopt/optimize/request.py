@@ -45,9 +45,6 @@ OnSearchStatus = Callable[[SearchStatus], None]
 Better = Callable[[str, float, int], None]
 """on_better(layout in words, its seconds, its bytes): the best so far that fits is now another one."""
 OBJECTIVES = ("time", "memory", "pareto")
-EXACT = 1e-7
-"""Relative gap below which a bound equals its objective: solvers count costs in whole units of about this
-size."""
 SEARCHED, ANSWERED, PLANNED = 0.6, 1.3, 1.2
 """Seconds after the time limit in which solvers end and their answers are evaluated; in which any layout that
 fits is looked for, where none is known; in which what stands beside the answer is priced."""

@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from layoutopt.formulation.extract import Draft, legal_problem
 from layoutopt.optimize import least_memory
 from layoutopt.optimize.baselines import Plans
+from layoutopt.optimize.bounds import EXACT
 from layoutopt.optimize.fixing import ClusterWeights, faster, fill
-from layoutopt.optimize.request import EXACT, Request
+from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.solver import Solution, Status
@@ -178,45 +179,43 @@ class _StrategySearch:
         if held(self.request.model, plans.mesh, decided) > self.request.limit:
             return
         cases = [*_cases(decided, plans)] if plans.split else [decided]
-        bound, found = math.inf, None
-        if len(cases) > 1:  # the fastest of all is mostly one of them
-            bound, found = self._ask(Subproblem(plans.mesh, decided))
+        problems = [Subproblem(plans.mesh, case) for case in cases]
+        # Each is asked for when the one before it is kept.
+        answers: Iterator[EvaluatedLayout | None] = map(self._ask, problems)
+        if len(problems) > 1:  # the fastest of all is mostly one of them
+            every = Subproblem(plans.mesh, decided)
+            found = self._ask(every)
             if found is None or _split(found, plans):
-                cases = []
-            else:
-                bound, found = math.inf, None
-        for case in cases:
-            least, best = self._ask(Subproblem(plans.mesh, case))
-            bound = min(bound, least)
-            self._keep(best)
-        self._keep(found)
+                problems, answers = [every], iter([found])
+        for found in answers:
+            self._keep(found)
         if self.request.evaluator.prices(plans.mesh).pieces_cost_more:
-            self.least[id(plans)] = bound
+            bounds = (each.bounds.lower().value for each in problems)
+            self.least[id(plans)] = min(bounds, default=math.inf)
 
-    def _ask(self, subproblem: Subproblem) -> tuple[float, EvaluatedLayout | None]:
-        """Seconds that nothing here takes less than, and the best here, or the fastest though it is too
-        large."""
+    def _ask(self, subproblem: Subproblem) -> EvaluatedLayout | None:
+        """The best of a problem, or the fastest though it is too large."""
         request, upper = self.request, self.upper
         if self.memory:
-            return 0.0, lean(self.request, subproblem)
+            return lean(self.request, subproblem)
         weights = self.weights.setdefault(subproblem.microbatches, {})
-        bound, search = faster(request.evaluator, subproblem, upper, lambda *_: upper, request.clock, weights)
+        search = faster(request.evaluator, subproblem, upper, lambda *_: upper, request.clock, weights)
         if search is None:
             self.proven = self.proven and not request.late
-            return bound, None
-        if bound >= self.far:
-            return bound, search.fastest(math.inf, clock=request.clock).found
+            return None
+        if subproblem.bounds.lower().value >= self.far:
+            return search.fastest(math.inf, clock=request.clock).found
         above = None if math.isinf(upper) else upper
         outcome = search.fastest(request.limit, above, request.clock, tries=TRIES)
         self.proven = self.proven and (outcome.proven or bool(outcome.found and not request.late))
         seen = sorted(search.every_evaluated(), key=lambda f: f.seconds)
-        return bound, outcome.found or next(iter(seen), None)
+        return outcome.found or next(iter(seen), None)
 
     def choose_options(self, subproblem: Subproblem) -> None:
         """Keeps the fastest storage with no loop recomputed, or with all of them, or what holds least."""
         request, decided = self.request, subproblem.decided
         if not self.memory:
-            _, search = faster(request.evaluator, subproblem, math.inf, lambda *_: math.inf, request.clock)
+            search = faster(request.evaluator, subproblem, math.inf, lambda *_: math.inf, request.clock)
             for last in (False, True) if search is not None else ():
                 assert search is not None
                 pins = {
@@ -281,7 +280,7 @@ def lean(request: Request, subproblem: Subproblem) -> EvaluatedLayout | None:
             return EvaluatedLayout(mesh, layout, options, evaluation, solution)
         return None
     known = legal_problem(evaluator.model, mesh, decided, evaluator.prices(mesh))
-    search = SubproblemSearch(evaluator.model, mesh, decided, evaluator.hardware, known, evaluator)
+    search = SubproblemSearch(evaluator, known)
     return least_memory.lean(search, {}, request.clock)
 
 

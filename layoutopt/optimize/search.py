@@ -11,7 +11,7 @@ needs whole problems, which answer for every limit.
 
 The best time of a problem without a memory limit bounds all its layouts, and the best with one option all
 that have it. Where the hardware's prices say that a piece never costs less than its share of the whole
-(`Pricer.pieces_cost_more`), that holds for every multiple of its microbatches too (`candidates`): their
+(`Pricer.pieces_cost_more`), that holds for every multiple of its microbatches too (`subproblems`): their
 tables are not even made, or over fewer options. A calibrated machine may be faster in pieces, so there each
 is looked at whole.
 
@@ -24,11 +24,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from layoutopt.formulation.extract import count_layouts
-from layoutopt.optimize.candidates import MicrobatchBounds, SubproblemCandidate, compute_at_least
-from layoutopt.optimize.fixing import ClusterWeights, OptionCosts, faster, option_costs
+from layoutopt.optimize.bounds import Bound, Source, State
+from layoutopt.optimize.fixing import ClusterWeights, faster, option_costs
 from layoutopt.optimize.incumbents import Incumbents
 from layoutopt.optimize.least_memory import leanest, least_memory, too_much
 from layoutopt.optimize.merging import simplest
@@ -36,7 +36,7 @@ from layoutopt.optimize.pace import Pace, looked_at
 from layoutopt.optimize.request import ANSWERED, BESIDE, SEARCHED, Request, SearchStatus, space_of, uneven
 from layoutopt.optimize.restricted import held, lean
 from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
-from layoutopt.optimize.subproblems import Subproblem
+from layoutopt.optimize.subproblems import Subproblem, related
 from layoutopt.plan.units import size_text
 from mesh_tf_core.errors import InfeasibleError, LimitError
 from mesh_tf_core.ir.layout import Layout
@@ -56,15 +56,13 @@ LEAN = 2.0
 
 @dataclass
 class LayoutSearch:
-    """The bounds of all problems, and the layouts that were found.
+    """All problems with their bounds, and the layouts that were found.
 
     Attributes:
       renames: a plan gives the axes of its mesh other names.
-      bound: of the objective, for all layouts that were asked for.
       proven: all problems were looked at to the end.
       stopped: Ctrl-C ended it.
-      pieces: what holds for multiples of a number of microbatches.
-      listed: the candidates are all there.
+      listed: the problems are all there.
       asked: the problem that is being looked at.
       none: why there is no answer, if that is proven.
       nearest: the layout that was found to need least memory, where none fits.
@@ -74,13 +72,11 @@ class LayoutSearch:
 
     request: Request
     renames: bool = False
-    candidates: list[SubproblemCandidate] = field(default_factory=list)
+    problems: list[Subproblem] = field(default_factory=list)
     frontier: list[EvaluatedLayout] = field(default_factory=list)
     best: EvaluatedLayout | None = None
-    bound: float = math.inf
     proven: bool = True
     stopped: bool = False
-    pieces: MicrobatchBounds = field(default_factory=MicrobatchBounds)
     listed: bool = False
     asked: SubproblemSearch | None = None
     none: str = ""
@@ -90,12 +86,35 @@ class LayoutSearch:
     weights: ClusterWeights = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.incumbents = Incumbents(self.request, self.renames)
+        self.incumbents = Incumbents(self.request, self.renames, self.problems)
 
     @property
     def considered(self) -> int:
         """The number of combinations of decisions."""
-        return sum(count_layouts(candidate.subproblem.decided.options) for candidate in self.candidates)
+        return sum(count_layouts(each.decided.options) for each in self.problems)
+
+    @property
+    def least(self) -> float:
+        """Bytes that no layout holds less than."""
+        return min((each.bounds.least for each in self.problems), default=math.inf)
+
+    def lower(self, limit: float) -> Bound:
+        """No layout that holds at most `limit` bytes takes fewer seconds."""
+        if not self.listed:
+            return Bound()
+        bounds = (each.bounds.lower(limit) for each in self.problems)
+        return min(bounds, key=lambda bound: bound.value, default=Bound(math.inf))
+
+    @property
+    def bound(self) -> Bound:
+        """No layout that was asked for is better, by the objective."""
+        limit, incumbents = self.request.limit, self.incumbents
+        if self.request.objective != "memory":
+            lower, best = self.lower(limit), incumbents.seconds(limit)
+        else:
+            lower = Bound(self.least if self.listed else 0.0, Source.TABLES)
+            best = min((found.peak for found in incumbents.fitting(limit)), default=math.inf)
+        return replace(lower, value=min(lower.value, best))
 
     def run(self, subproblems: Iterable[Subproblem], keep_best: bool = False) -> EvaluatedLayout:
         """The best layout over all subproblems, or the error that says why there is none.
@@ -125,9 +144,8 @@ class LayoutSearch:
     def _look(self, subproblems: Iterable[Subproblem]) -> None:
         """Sets `best`, or `none`."""
         request = self.request
-        for subproblem in subproblems:
-            self.candidates.append(SubproblemCandidate(subproblem))
-            self.incumbents.subproblems.append(subproblem)
+        for each in related(subproblems):
+            self.problems.append(each)
         self.listed = True
         if request.clock.left is not None:
             self.incumbents.price_named(request.clock.part(NAMED_SHARE))
@@ -143,7 +161,7 @@ class LayoutSearch:
         if best is not None:
             self.best = self.simpler(best)
         elif self.proven:
-            even = EVENLY if uneven(request, (c.subproblem.mesh for c in self.candidates)) else ""
+            even = EVENLY if uneven(request, (each.mesh for each in self.problems)) else ""
             self.none = (
                 f"no layout of {request.model.name!r}{even} fits into {size_text(request.limit)} a device"
             )
@@ -153,23 +171,18 @@ class LayoutSearch:
         """Makes the best so far the answer of a search that was ended, or came to its end with none for want
         of time. Ctrl-C only ends the looking for a better one."""
         self.proven = False
-        limit, memory = self.request.limit, self.request.objective == "memory"
         with suppress(KeyboardInterrupt):
             self.request.clock.within(STOPPING if self.stopped else ANSWERED, self._last_look)
         best = self.incumbents.best()
         if best is not None and self.best is None:
             self.best = best
-        if not self.listed:
-            self.bound = 0.0
-        elif memory:
-            self.bound = min(max(c.low, self._held(c.subproblem)) for c in self.candidates)
-        else:
-            bounds = [candidate.bound for candidate in self.candidates if candidate.low <= limit]
-            self.bound = min([self.bound, *bounds])
+        if self.listed and self.request.objective == "memory":
+            self._hold(self.problems)
 
-    def _held(self, subproblem: Subproblem) -> float:
-        """Bytes of variables that a device holds at least."""
-        return held(self.request.model, subproblem.mesh, subproblem.decided)
+    def _hold(self, problems: Iterable[Subproblem]) -> None:
+        """Proves that a device holds variables at least."""
+        for each in problems:
+            each.bounds.hold_at_least(held(self.request.model, each.mesh, each.decided))
 
     def _last_look(self) -> None:
         """Adds evaluated layouts that are no incumbents yet, any layout that fits, and simpler meshes."""
@@ -190,7 +203,7 @@ class LayoutSearch:
         if not self.renames or any(isinstance(s, Stage) for s in best.options.storage.values()):
             return best  # what names axes by themselves stays on them
         parts, stages = best.options.microbatches, best.evaluation.pipeline
-        alike = (c.subproblem for c in self.candidates if c.subproblem.microbatches == parts)
+        alike = (s for s in self.problems if s.microbatches == parts)
         alike = (s for s in alike if s.decided.schedule == best.options.schedule)
         own = (s.mesh for s in alike if s.decided.stages_on(s.mesh) == stages)
         return simplest(best, {mesh.shape: mesh for mesh in own}, self.request.evaluator)
@@ -198,67 +211,56 @@ class LayoutSearch:
     # -- the fastest -----------------------------------------------------------------------------------------
 
     def _fastest(self, limit: float) -> EvaluatedLayout | None:
-        """The fastest layout that holds at most `limit` bytes; sets `bound` and `proven`."""
+        """The fastest layout that holds at most `limit` bytes; sets `proven`."""
         request, incumbents = self.request, self.incumbents
-        if len(self.candidates) > 1 or request.clock.limit is not None:
-            compute_at_least(self.candidates, request.evaluator)
-        order = sorted(self.candidates, key=lambda p: p.rank)
+        if len(self.problems) > 1 or request.clock.limit is not None:
+            for each in self.problems:  # nothing waits less than not at all
+                each.bounds.prove(request.evaluator.least(each.mesh, each.decided), Source.SHARE)
+        order = sorted(self.problems, key=lambda each: each.rank)
         if request.clock.limit is not None and not incumbents.fitting(limit):
-            order = [*self.candidates[-1:], *order]  # what fits most likely, to have something early
+            order = [*self.problems[-1:], *order]  # what fits most likely, to have something early
         fixes = request.objective == "time"
         if fixes and order and not incumbents.fitting(limit):
-            incumbents.price_on(order[0].subproblem)
-        for candidate in order:
+            incumbents.price_on(order[0])
+        for each in order:
             self.pace.begin()
-            best = incumbents.seconds(limit)
-            candidate.bound = max(candidate.bound, self.pieces.bound(candidate.subproblem))
-            if candidate.promises(best, limit):
-                candidate.low = max(candidate.low, self._held(candidate.subproblem))
-            if candidate.promises(best, limit) and not request.late:
-                self._tell(candidate, candidate.bound)
-                search = self._fixed(candidate, limit) if fixes else self.opened(candidate)
-                best = incumbents.seconds(limit)
-                if search is not None and candidate.promises(best, limit):
-                    self._ask(candidate, search, limit, best)
+            each.inherit(request.evaluator)
+            if self._is_open(each, limit):
+                self._hold([each])
+            if self._is_open(each, limit) and not request.late:
+                self._tell(each, each.bounds.lower(limit).value)
+                search = self._fixed(each, limit) if fixes else self.opened(each)
+                if search is not None and self._is_open(each, limit):
+                    self._ask(each, search, limit)
             self.pace.end()
-        if any(candidate.promises(incumbents.seconds(limit), limit) for candidate in self.candidates):
+        if self._open(limit):
             self.proven = False
             incumbents.beat_named(limit)
-        bounds = [candidate.bound for candidate in self.candidates if candidate.low <= limit]
-        self.bound = min([self.bound, incumbents.seconds(limit), *bounds])
         return incumbents.fastest(limit)
 
-    def opened(self, candidate: SubproblemCandidate) -> SubproblemSearch:
-        """The whole problem of a candidate."""
-        if candidate.search is None:
-            subproblem, request = candidate.subproblem, self.request
-            candidate.search = SubproblemSearch(
-                request.model,
-                subproblem.mesh,
-                subproblem.decided,
-                request.hardware,
-                evaluator=request.evaluator,
-            )
-            self.unsplit.update(dict.fromkeys(candidate.search.extraction.unsplit))
-            self._bounded(candidate, candidate.search.relaxed(request.clock))
-        return candidate.search
+    def _is_open(self, subproblem: Subproblem, limit: float) -> bool:
+        """True if something better than the best so far may be in a problem."""
+        return subproblem.bounds.state(self.incumbents.seconds(limit), limit) is State.OPEN
 
-    def _bounded(
-        self, candidate: SubproblemCandidate, seconds: float, costs: OptionCosts | None = None
-    ) -> None:
-        """No layout of a candidate takes less, whatever memory it takes; `costs`: with each option."""
-        candidate.bound = max(candidate.bound, seconds)
-        if self.request.evaluator.prices(candidate.subproblem.mesh).pieces_cost_more:
-            self.pieces.keep(candidate.subproblem, seconds, costs)
+    def _open(self, limit: float) -> list[Subproblem]:
+        """The problems that something better may be in."""
+        best = self.incumbents.seconds(limit)
+        return [each for each in self.problems if each.bounds.state(best, limit) is State.OPEN]
 
-    def _fixed(self, candidate: SubproblemCandidate, limit: float) -> SubproblemSearch | None:
-        """A candidate without what cannot be in anything faster than the best so far; None if nothing is, or
+    def opened(self, subproblem: Subproblem) -> SubproblemSearch:
+        """The whole problem, with all its options."""
+        search = subproblem.opened(self.request.evaluator, self.request.clock)
+        self.unsplit.update(dict.fromkeys(search.extraction.unsplit))
+        return search
+
+    def _fixed(self, subproblem: Subproblem, limit: float) -> SubproblemSearch | None:
+        """A problem without what cannot be in anything faster than the best so far; None if nothing is, or
         if there was no time."""
-        subproblem, request, incumbents = candidate.subproblem, self.request, self.incumbents
+        request, incumbents, bounds = self.request, self.incumbents, subproblem.bounds
         upper = incumbents.seconds(limit)
-        narrow = self.pieces.narrowed(subproblem, upper)
+        narrow = subproblem.narrowed(upper, request.evaluator)
         if narrow is None:
-            self._bounded(candidate, upper)
+            bounds.prove(upper, Source.TABLES)
             return None
 
         fits = True
@@ -272,58 +274,53 @@ class LayoutSearch:
                     incumbents.offer(subproblem.mesh, layout, subproblem.decided.least_memory)
             return incumbents.seconds(limit)
 
-        def heard(bound: float, part: float) -> None:
-            self._bounded(candidate, min(bound, upper))
-            self._tell(candidate, candidate.bound, part)
+        def told(part: float) -> None:
+            self._tell(subproblem, bounds.lower(limit).value, part)
 
-        bound, search = faster(
-            request.evaluator, narrow, upper, propose, request.clock, weights=self.weights, heard=heard
+        search = faster(
+            request.evaluator, narrow, upper, propose, request.clock, weights=self.weights, told=told
         )
-        known = incumbents.seconds(limit)
-        costs = None if search is None else option_costs(search, subproblem.decided, known)
-        self._bounded(candidate, min(bound, upper), costs)
         if search is not None:
+            bounds.costs = option_costs(search, subproblem.decided, incumbents.seconds(limit)) or bounds.costs
             self.unsplit.update(dict.fromkeys(search.extraction.unsplit))
         return search
 
-    def _ask(
-        self, candidate: SubproblemCandidate, search: SubproblemSearch, limit: float, best: float
-    ) -> None:
-        """Looks in one candidate for something faster than the best so far."""
+    def _ask(self, subproblem: Subproblem, search: SubproblemSearch, limit: float) -> None:
+        """Looks in one problem for something faster than the best so far."""
+        best = self.incumbents.seconds(limit)
         upper, self.asked = best if math.isfinite(best) else None, search
         outcome = search.fastest(
-            limit, upper, self.request.clock, lambda _, bound: self._tell(candidate, min(bound, best))
+            limit, upper, self.request.clock, lambda _, bound: self._tell(subproblem, min(bound, best))
         )
         if outcome.found is not None:
             self.incumbents.add(outcome.found)
             if outcome.found.solution.stopped:
                 raise KeyboardInterrupt
-            candidate.answer = outcome.found if outcome.proven else None
+            subproblem.bounds.best = outcome.found if outcome.proven else None
         # Without an answer it is proven that nothing here is faster than the best.
-        candidate.bound = max(candidate.bound, min(outcome.bound, best))
+        subproblem.bounds.prove(min(outcome.bound, best), Source.SOLVER, limit)
 
-    def _tell(self, candidate: SubproblemCandidate, bound: float, part: float = 0.0) -> None:
+    def _tell(self, subproblem: Subproblem, bound: float, part: float = 0.0) -> None:
         """Tells how far the whole search is.
 
         Args:
-          bound: seconds that no layout of this candidate takes less than, by now.
+          bound: seconds that no layout of this problem takes less than, by now.
           part: of its work that is done.
         """
         request = self.request
         if request.on_progress is None:
             return
-        known, count = self.incumbents.best(), len(self.candidates)
+        known, count = self.incumbents.best(), len(self.problems)
         best = math.inf if known is None else self.incumbents.order(known)[0]
-        others = [c for c in self.candidates if c is not candidate]
+        others = [each for each in self.problems if each is not subproblem]
         if request.objective == "memory":
-            others, bound = others[len(self.pace.spent) :], candidate.low
-            bounds = [c.low for c in self.candidates]
+            others, low = others[len(self.pace.spent) :], self.least
         else:
-            others = [c for c in others if c.promises(best, request.limit)]
-            bounds = [c.bound for c in others]
+            others = [each for each in self._open(request.limit) if each is not subproblem]
+            low = min([bound, *(each.bounds.lower(request.limit).value for each in others)])
         left = self.pace.left(part, len(others), request.clock.left)
-        looked = looked_at(candidate.subproblem, self.renames, len(self.frontier))
-        low = self.bound if self.frontier else min([bound, *bounds])
+        looked = looked_at(subproblem, self.renames, len(self.frontier))
+        low = self.bound.value if self.frontier else low
         request.on_progress(SearchStatus(looked, count - len(others), count, best, min(low, best), left))
 
     def subproblem_of(self, found: EvaluatedLayout) -> Subproblem:
@@ -334,7 +331,7 @@ class LayoutSearch:
 
     def _trade(self, found: EvaluatedLayout) -> EvaluatedLayout:
         """The frontier: the fastest within less than what the last one holds, and so on; its first point."""
-        bound, self.frontier = self.bound, [found]
+        self.frontier = [found]
         while len(self.frontier) < MOST_POINTS and not self.request.late:
             point = self._fastest(self.frontier[-1].peak - 1)
             if point is None:
@@ -345,42 +342,40 @@ class LayoutSearch:
             self.frontier.append(point)
         else:
             self.proven = False
-        self.bound = bound
         return self.frontier[0]
 
     def _leanest(self, limit: float) -> None:
-        """The least peak within `limit`, and what is fastest there; `bound` is in bytes."""
+        """Looks for the least peak within `limit`, and for what is fastest there."""
         incumbents, clock = self.incumbents, self.request.clock
-        for candidate in sorted(self.candidates, key=lambda p: -p.subproblem.microbatches):
+        for each in sorted(self.problems, key=lambda p: -p.microbatches):
             if self.request.late:
                 break
             self.pace.begin()
-            self._tell(candidate, candidate.low)
+            self._tell(each, 0.0)
             below = min((f.peak for f in incumbents.found), default=math.inf)
-            self.asked = self.opened(candidate)
+            self.asked = self.opened(each)
             found, low = least_memory(self.asked, min(below, limit + 1), clock)
-            candidate.low = max(low, self._held(candidate.subproblem))
-            for each in found:
-                incumbents.add(each)
+            each.bounds.hold_at_least(low)
+            self._hold([each])
+            for layout in found:
+                incumbents.add(layout)
             self.pace.end()
         least = min((f.peak for f in incumbents.fitting(limit)), default=math.inf)
-        low = min((candidate.low for candidate in self.candidates), default=math.inf)
         if math.isfinite(least):
             self._fastest(least)
-        self.proven = low >= min(least, limit + 1)
-        self.bound = min(low, least)
+        self.proven = self.least >= min(least, limit + 1)
 
     def _needed(self) -> str:
         """The least memory that a layout needs, what of it is proven, and what fills it."""
         request, known = self.request, [*self.incumbents.found]
 
         def look() -> None:
-            for candidate in self.candidates:
-                if candidate.low > request.limit:  # known without tables, which may take long
-                    known.extend(filter(None, [lean(request, candidate.subproblem)]))
-            for candidate in self.candidates:
-                found, low = leanest(self.opened(candidate), request.clock)
-                candidate.low = max(candidate.low, low)
+            for each in self.problems:
+                if each.bounds.least > request.limit:  # known without tables, which may take long
+                    known.extend(filter(None, [lean(request, each)]))
+            for each in self.problems:
+                found, low = leanest(self.opened(each), request.clock)
+                each.bounds.hold_at_least(low)
                 known.extend([found] if found is not None else [])
 
         with request.clock.at_most(BESIDE):
@@ -389,7 +384,7 @@ class LayoutSearch:
         advice = "; use more devices or more memory, or a smaller batch"
         if nearest is None:
             return ": the pins and prohibitions allow no legal layout; drop one of them" if ended else advice
-        low = max(request.limit, min(candidate.low for candidate in self.candidates))
-        shapes = {each.subproblem.mesh.shape for each in self.candidates} if self.renames else None
+        low = max(request.limit, self.least)
+        shapes = {each.mesh.shape for each in self.problems} if self.renames else None
         space = space_of(request, nearest.mesh, self.considered, shapes)
         return too_much(request, nearest, low, advice, space)

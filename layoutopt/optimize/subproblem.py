@@ -16,7 +16,6 @@ from functools import cached_property
 
 import numpy as np
 
-from costmodels.hardware import Hardware
 from layoutopt.formulation.cuts import PendingSum
 from layoutopt.formulation.extract import Extraction, extract
 from layoutopt.optimize.evaluation import Evaluation
@@ -43,7 +42,6 @@ from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.replicas import alone
-from mesh_tf_core.model import Model
 
 Listener = Callable[[float, float], None]
 ATTEMPTS = (3, 100)
@@ -93,24 +91,18 @@ class SubproblemOutcome:
 
 
 class SubproblemSearch:
-    """One model on one mesh and one piece of hardware."""
+    """The integer program of a subproblem, with the memory rows that are known so far."""
 
-    def __init__(
-        self,
-        model: Model,
-        mesh: Mesh,
-        decided: Decisions,
-        hardware: Hardware,
-        extraction: Extraction | None = None,
-        evaluator: Evaluator | None = None,
-    ) -> None:
-        self.model, self.mesh, self.hardware = model, mesh, hardware
-        self._evaluator = evaluator or Evaluator(model, hardware)
-        self.prices = self._evaluator.prices(mesh)
-        self.extraction = extraction or extract(model, mesh, decided, self.prices)
+    def __init__(self, evaluator: Evaluator, extraction: Extraction) -> None:
+        self._evaluator, self.extraction, self.mesh = evaluator, extraction, extraction.mesh
         self.evaluations: dict[tuple[int, ...], Evaluation] = {}
         self.again = [*dict.fromkeys((frozenset[str](), *self._again_elsewhere()))]
         self.cuts: dict[str, ResourceRow] = {}
+
+    @classmethod
+    def whole(cls, evaluator: Evaluator, mesh: Mesh, decided: Decisions) -> SubproblemSearch:
+        """The search over all that may be decided on a mesh."""
+        return cls(evaluator, extract(evaluator.model, mesh, decided, evaluator.prices(mesh)))
 
     def _again_elsewhere(self) -> Iterator[frozenset[str]]:
         """The sets of loops that ran again on other meshes in what did not fit, as far as they may here."""

@@ -1,11 +1,27 @@
 """The subproblems of a search: mesh shapes, and on each, stages of pipelines and numbers of microbatches,
-with their decisions."""
+with their decisions, and what is proven of each.
+
+Where a piece never costs less than its share of the whole (`Pricer.pieces_cost_more`), no layout takes less
+with more microbatches: a bound on all layouts, or on those with one option, holds for every multiple of the
+number that it was found for. Stages of a pipeline wait less with more: with k M microbatches instead of M, P
+stages run k M + P - 1 times, each for at least 1/k as long, so that of a bound this part holds:
+
+    (k M + P - 1) / (k (M + P - 1))
+
+and in a circular schedule likewise with its ticks (`mesh_tf_core.ir.schedules`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from layoutopt.formulation.extract import count_layouts
+from layoutopt.optimize.bounds import SLACK, ProvenBounds, Source
+from layoutopt.optimize.evaluator import Evaluator
+from layoutopt.optimize.subproblem import SubproblemSearch
+from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.space.decisions import Decisions, SearchSpace, decisions
 from layoutopt.space.kind import HYBRID
 from layoutopt.space.microbatches import numbers
@@ -20,13 +36,22 @@ from mesh_tf_core.lower.remat_policy import of_stages
 from mesh_tf_core.model import Model
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Subproblem:
     """One mesh shape with one number of microbatches and the same stages in one schedule, of which the same
-    runs again: a problem of its own."""
+    runs again: a problem of its own.
+
+    Attributes:
+      bounds: all that is proven of it.
+      fewer: the problems that differ from it in fewer microbatches, of which its number is a multiple.
+      whole: its integer program with all options, once that is needed.
+    """
 
     mesh: Mesh
     decided: Decisions
+    bounds: ProvenBounds = field(default_factory=ProvenBounds)
+    fewer: tuple[Subproblem, ...] = ()
+    whole: SubproblemSearch | None = None
 
     @property
     def microbatches(self) -> int:
@@ -35,7 +60,7 @@ class Subproblem:
 
     def share(self, microbatches: int) -> float:
         """The fraction of a bound with fewer microbatches, of which these are a multiple, that holds here, if
-        pieces cost at least their share of the whole (`candidates`)."""
+        pieces cost at least their share of the whole."""
         times, named = self.microbatches // microbatches, self.decided.schedule
         stages = self.decided.stages_on(self.mesh).values()
         both = self.microbatches, microbatches
@@ -43,17 +68,61 @@ class Subproblem:
         return min((ticks / (times * fewer) for ticks, fewer in pairs), default=1.0)
 
     @property
+    def place(self) -> Hashable:
+        """The key that it shares with the same problem with other numbers of microbatches."""
+        return self.mesh, frozenset(self.decided.stages.items()), self.decided.schedule, self.decided.again
+
+    @property
     def key(self) -> Hashable:
         """The key that distinguishes subproblems: `key_of` their layouts."""
-        decided, stages = self.decided, frozenset(self.decided.stages.items())
-        return self.mesh, self.microbatches, stages, decided.schedule, decided.again
+        return self.place, self.microbatches
+
+    @property
+    def rank(self) -> tuple[float, int, int]:
+        """The order of subproblems, least first: the most promising, then those that bound more microbatches,
+        then small ones, whose answers larger meshes hardly beat."""
+        highest = max(bound.value for bound in self.bounds.proven)
+        return highest, self.microbatches, count_layouts(self.decided.options)
+
+    def opened(self, evaluator: Evaluator, clock: Clock = UNLIMITED) -> SubproblemSearch:
+        """Its integer program with all options, which bounds it."""
+        if self.whole is None:
+            self.whole = SubproblemSearch.whole(evaluator, self.mesh, self.decided)
+            self.bounds.prove(self.whole.relaxed(clock), Source.TABLES)
+        return self.whole
+
+    def inherit(self, evaluator: Evaluator) -> None:
+        """Proves what follows from fewer microbatches."""
+        for other in self.fewer if evaluator.prices(self.mesh).pieces_cost_more else ():
+            known = (bound.value for bound in other.bounds.proven if bound.source is Source.TABLES)
+            self.bounds.prove(self.share(other.microbatches) * max(known, default=0.0), Source.PIECES)
+
+    def narrowed(self, seconds: float, evaluator: Evaluator) -> Subproblem | None:
+        """The same with what may be in layouts that take at most `seconds`, as far as fewer microbatches say;
+        None if there are none. Up to `seconds`, what is proven of it is proven of this one."""
+        options, most = dict(self.decided.options), seconds * (1 + SLACK)
+        for other in self.fewer if evaluator.prices(self.mesh).pieces_cost_more else ():
+            part, costs = self.share(other.microbatches), other.bounds.costs
+            for name in costs.keys() & set(self.decided.free):
+                options[name] = tuple(o for o in options[name] if part * costs[name].get(o, 0.0) <= most)
+        return replace(self, decided=self.decided.within(options)) if all(options.values()) else None
+
+
+def related(problems: Iterable[Subproblem]) -> Iterator[Subproblem]:
+    """Subproblems, the fewest microbatches first, each of which then knows its `fewer`."""
+    known = defaultdict[Hashable, list[Subproblem]](list)
+    for each in problems:
+        others = known[each.place]
+        each.fewer = tuple(o for o in others if each.microbatches % o.microbatches == 0)
+        others.append(each)
+        yield each
 
 
 def key_of(model: Model, mesh: Mesh, layout: Layout, options: Options) -> Hashable:
     """The `Subproblem.key` of the problem that a layout is an answer of."""
     stages = ((dim, layout.axes(dim)) for dim in model.stages(mesh, layout))
     again = of_stages(options.recompute, model.stages(mesh, layout), alternates(options.schedule))
-    return mesh, options.microbatches, frozenset(stages), options.schedule, again
+    return (mesh, frozenset(stages), options.schedule, again), options.microbatches
 
 
 def subproblems(

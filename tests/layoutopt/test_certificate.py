@@ -167,7 +167,7 @@ def test_a_certificate_that_forgets_a_kind_is_of_another_space(kind: type[Decisi
     considered = sum(count_layouts(each.decided.options) for each in problems)
 
     def certificate(of: list[Subproblem]) -> Certificate:
-        return Certificate(tuple(rule_out(evaluator, of, 0.0, math.inf)), allowed, considered)
+        return Certificate(tuple(rule_out(evaluator, of, 1e-12, math.inf)), allowed, considered)
 
     assert certificate(problems).verified
     found = certificate(forgotten(problems, kind))

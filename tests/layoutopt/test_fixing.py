@@ -14,9 +14,9 @@ from costmodels.hardware import Hardware, load_hardware
 from costmodels.pricing.pricer import pricer
 from layoutopt.formulation.extract import Draft, extract, legal_problem
 from layoutopt.formulation.table_prices import TablePrices
+from layoutopt.optimize.bounds import EXACT, Bound
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.fixing import _ways, faster, fill
-from layoutopt.optimize.request import EXACT
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.runtime.clock import Clock
 from layoutopt.solver import eliminate
@@ -57,7 +57,8 @@ def check(model: mtf.Model, space: Subproblem, hardware: Hardware, above: float,
             patch.setattr("layoutopt.optimize.fixing.FIRST", 1)
             patch.setattr("layoutopt.optimize.fixing.MORE", 0.0)
             patch.setattr("layoutopt.formulation.combinations.FEW", 1)
-        bound, search = faster(Evaluator(model, hardware), space, upper, propose)
+        search = faster(Evaluator(model, hardware), space, upper, propose)
+    bound = space.bounds.lower().value
     if above <= 1 or least == math.inf:  # nothing is faster, or no layout is legal
         assert search is None and bound >= upper * (1 - EXACT)
         return
@@ -119,7 +120,7 @@ def test_most_options_leave() -> None:
     space = subproblem_of(model, "data:2;model:2")
     whole = extract(model, space.mesh, space.decided, pricer(hardware, space.mesh))
     least = eliminate(whole.problem).bound
-    _, search = faster(Evaluator(model, hardware), space, 1.01 * least, lambda *_: math.inf)
+    search = faster(Evaluator(model, hardware), space, 1.01 * least, lambda *_: math.inf)
     assert search is not None
     left, all_of_them = (sum(len(t.entries) for t in e.tables) for e in (search.extraction, whole))
     assert left < all_of_them / 4
@@ -153,8 +154,8 @@ def test_no_entry_takes_less_than_a_device_computes_of_it(name: str, hardware: s
 def test_no_time_is_said() -> None:
     evaluator = Evaluator(EXAMPLES["mlp"](), load_hardware("tpu-v4"))
     space = subproblem_of(evaluator.model, "a:2;b:2")
-    bound, search = faster(evaluator, space, math.inf, lambda *_: math.inf, clock=Clock(0.0))
-    assert search is None and bound == 0.0
+    assert faster(evaluator, space, math.inf, lambda *_: math.inf, clock=Clock(0.0)) is None
+    assert space.bounds.lower() == Bound()
 
 
 @pytest.mark.parametrize("name", ["transformer in bfloat16", "branching", "loops in loops"])

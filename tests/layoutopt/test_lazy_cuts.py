@@ -21,6 +21,7 @@ from examples.transformer_lm import model as transformer
 from layoutopt.formulation.extract import Extraction
 from layoutopt.optimize import lazy_cuts, subproblem
 from layoutopt.optimize.evaluation import Evaluation
+from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.lazy_cuts import lazy_cut
 from layoutopt.optimize.least_memory import leanest
 from layoutopt.optimize.subproblem import SubproblemSearch
@@ -43,7 +44,7 @@ ROUNDING = 1e-3
 def opened(model: mtf.Model, mesh: str, parts: int, hardware: str, **allowed: Any) -> SubproblemSearch:
     graph, on = model.training_step(parts).graph, mtf.Mesh(mesh)
     decided = decisions(graph, on, SearchSpace(microbatches=(parts,), **allowed))
-    return SubproblemSearch(model, on, decided, load_hardware(hardware))
+    return SubproblemSearch.whole(Evaluator(model, load_hardware(hardware)), on, decided)
 
 
 def legal(search: SubproblemSearch, chosen: dict[str, Choice]) -> tuple[int, ...] | None:
@@ -74,7 +75,8 @@ def check(search: SubproblemSearch, seed: int, cuts: int, others: int) -> int:
             if near is None:
                 continue
             layout, options = search.extraction.read(near)
-            where = f"{search.model.name}: {layout}, {options} after {search.extraction.read(choices)}"
+            where = f"{search.extraction.problem.name}: {layout}, {options}"
+            where += f" after {search.extraction.read(choices)}"
             peak = search.evaluate(near).memory.peak
             assert row.use(near) <= peak + ROUNDING, where
             general += near != choices and row.use(near) > 0.99 * peak
@@ -129,7 +131,7 @@ def whole_space() -> SubproblemSearch:
     asked: dict[str, Any] = {"storage": ("layout",), "elsewhere": ("length",)}
     asked["collective_matmul"] = ("d_ff", "heads")
     decided = decisions(model.training_step().graph, mesh, SearchSpace(pins=parse_rules(EVERY), **asked))
-    return SubproblemSearch(model, mesh, decided, load_hardware("tpu-v4"))
+    return SubproblemSearch.whole(Evaluator(model, load_hardware("tpu-v4")), mesh, decided)
 
 
 def test_a_cut_does_not_forbid_what_is_done_in_chunks() -> None:
@@ -142,7 +144,7 @@ def check_whole(seed: int) -> None:
     """Cuts of a random question about every kind."""
     question = question_of(seed)
     for each in question.problems:
-        check(SubproblemSearch(question.model, each.mesh, each.decided, question.hardware), seed, 4, 4)
+        check(each.opened(question.evaluator), seed, 4, 4)
 
 
 def check_alone(kind: type[Decision], seed: int) -> None:
@@ -150,7 +152,7 @@ def check_alone(kind: type[Decision], seed: int) -> None:
     question = alone(kind, seed)
     assert question is not None
     (each,) = question.problems
-    check(SubproblemSearch(question.model, each.mesh, each.decided, question.hardware), seed, 6, 6)
+    check(each.opened(question.evaluator), seed, 6, 6)
 
 
 FINDS: dict[type[Decision], Callable[[], None]] = {

@@ -10,6 +10,7 @@ import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from examples.transformer_lm import model as transformer
 from layoutopt import Plan, search
+from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.least_memory import leanest, least_memory
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.subproblem import SubproblemOutcome, SubproblemSearch
@@ -90,7 +91,8 @@ def test_the_steps_of_memory_enclose_the_least_peak(seed: int) -> None:
             question.mesh, question.storage, question.recompute, (decided.microbatches,), question.pins
         )
         points = all_points(model, one, load_hardware(hardware))
-        found, low = leanest(SubproblemSearch(model, question.mesh, decided, load_hardware(hardware)))
+        evaluator = Evaluator(model, load_hardware(hardware))
+        found, low = leanest(SubproblemSearch.whole(evaluator, question.mesh, decided))
         assert (found is None) == (not points)
         if found is not None:
             least = min(p.peak for p in points)
@@ -106,7 +108,7 @@ def test_what_is_not_proven_of_less_memory_is_still_bounded(monkeypatch: pytest.
     (space, *_) = subproblems(
         model, [mtf.Mesh("x:4")], SearchSpace(storage=("layout",), recompute=(False,), microbatches=(1,))
     )
-    found, low = least_memory(SubproblemSearch(model, space.mesh, space.decided, hardware), below=1e9)
+    found, low = least_memory(space.opened(Evaluator(model, hardware)), below=1e9)
     assert 0 < low <= found[-1].peak < 1e9
 
 

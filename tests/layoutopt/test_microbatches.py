@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from costmodels.hardware import load_hardware
+from layoutopt.optimize.bounds import EXACT
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.fixing import faster
-from layoutopt.optimize.request import EXACT
-from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.space.decisions import SearchSpace, decisions
 from mesh_tf_core.errors import InfeasibleError, UserError
@@ -25,7 +24,7 @@ def bound(name: str, mesh: Mesh, parts: int, hardware: str) -> float:
     model = EXAMPLES[name]()
     graph = model.training_step(parts).graph
     decided = decisions(graph, mesh, SearchSpace(microbatches=(parts,)))
-    return SubproblemSearch(model, mesh, decided, load_hardware(hardware)).relaxed()
+    return Subproblem(mesh, decided).opened(Evaluator(model, load_hardware(hardware))).relaxed()
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,7 @@ def test_options_that_take_too_long_are_not_tried_with_more(monkeypatch: pytest.
     assert left_out
     for name, option in left_out:
         within = every.within({name: [option]})
-        relaxed = SubproblemSearch(model, last.mesh, within, load_hardware("tpu-v3")).relaxed()
+        relaxed = Subproblem(last.mesh, within).opened(Evaluator(model, load_hardware("tpu-v3"))).relaxed()
         assert relaxed >= plan.predicted.step_seconds * (1 - EXACT)
 
 

@@ -10,6 +10,7 @@ import pytest
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
 from layoutopt import search
+from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.solver import Status, solve
 from layoutopt.space.decisions import SearchSpace
@@ -108,7 +109,7 @@ def solvers_agree(name: str, mesh_text: str, parts: int) -> None:
     model, mesh, hardware = EXAMPLES[name](), mtf.Mesh(mesh_text), load_hardware("tpu-v3")
     graph = model.training_step(parts).graph
     decided = decisions(graph, mesh, SearchSpace(microbatches=(parts,)))
-    search = SubproblemSearch(model, mesh, decided, hardware)
+    search = SubproblemSearch.whole(Evaluator(model, hardware), mesh, decided)
     problem = search.limited(math.inf)
     free = solve(problem, solver="cp-sat")
     assert free.choices is not None

@@ -20,12 +20,11 @@ from examples.moe_lm import model as experts
 from layoutopt import search
 from layoutopt.analysis.explain import without
 from layoutopt.formulation.extract import extract
-from layoutopt.optimize.candidates import MicrobatchBounds
+from layoutopt.optimize.bounds import Source
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import Evaluator, evaluate
 from layoutopt.optimize.fixing import faster, option_costs
-from layoutopt.optimize.subproblem import SubproblemSearch
-from layoutopt.optimize.subproblems import Subproblem, subproblems
+from layoutopt.optimize.subproblems import Subproblem, related, subproblems
 from layoutopt.solver import evaluate as value_of
 from layoutopt.space.decisions import SearchSpace, decisions
 from tests.core.test_pipelines import model as reading
@@ -223,14 +222,17 @@ def test_options_that_leave_with_more_microbatches_take_too_long_there() -> None
         allowed = SearchSpace(microbatches=(parts,), stages={"layers": ("pipe",)}, recompute=(False,))
         graph = model.training_step(parts, {"layers": 4}).graph
         asked.append(Subproblem(mesh, decisions(graph, mesh, allowed)))
-    fewer, more = asked
-    upper, least = (SubproblemSearch(model, mesh, each.decided, machine).relaxed() for each in asked)
-    assert least < upper
-    _, search = faster(evaluator, fewer, 1.0001 * upper, lambda *_: 1.0001 * upper)
+    fewer, more = related(asked)
+    upper, least = (Subproblem(mesh, each.decided).opened(evaluator).relaxed() for each in asked)
+    assert least < upper and more.fewer == (fewer,)
+    search = faster(evaluator, fewer, 1.0001 * upper, lambda *_: 1.0001 * upper)
     assert search is not None
-    pieces = MicrobatchBounds()
-    pieces.keep(fewer, upper, option_costs(search, fewer.decided, 1.0001 * upper))
-    again, narrow = pieces.narrowed(fewer, upper), pieces.narrowed(more, least)
-    assert again is not None and len(again.decided.free) < len(fewer.decided.free)
+    costs = option_costs(search, fewer.decided, 1.0001 * upper)
+    assert costs is not None and any(cost > upper for of in costs.values() for cost in of.values())
+    fewer.bounds.costs = costs
+    more.inherit(evaluator)
+    assert more.bounds.lower().source is Source.PIECES
+    assert more.bounds.lower().value <= least < fewer.bounds.lower().value
+    narrow = more.narrowed(least, evaluator)
     assert narrow is not None
-    assert SubproblemSearch(model, mesh, narrow.decided, machine).relaxed() == pytest.approx(least, rel=PRICE)
+    assert Subproblem(mesh, narrow.decided).opened(evaluator).relaxed() == pytest.approx(least, rel=PRICE)

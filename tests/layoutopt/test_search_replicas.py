@@ -14,7 +14,6 @@ from costmodels.hardware import Hardware, load_hardware, with_settings
 from layoutopt import Plan, search
 from layoutopt.analysis.certificate import certify
 from layoutopt.optimize.evaluator import Evaluator
-from layoutopt.optimize.subproblem import SubproblemSearch
 from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.kind import STORED
@@ -47,7 +46,7 @@ def every(evaluator: Evaluator, allowed: SearchSpace) -> Iterator[Priced]:
     """All legal layouts, each held against its tables and its rows."""
     for subproblem in subproblems(evaluator.model, [MESH], allowed, evaluator.near):
         decided = subproblem.decided
-        its = SubproblemSearch(evaluator.model, MESH, decided, evaluator.hardware, evaluator=evaluator)
+        its = subproblem.opened(evaluator)
         for chosen in itertools.product(*(decided.options[n] for n in decided.free)):
             layout, options = decided.read(dict(zip(decided.free, chosen, strict=True)))
             try:
@@ -106,7 +105,7 @@ def test_tables_know_shards_that_are_padded(evaluator: Evaluator) -> None:
     assert any(s.padded is not None for s in priced.program.variables.values())
     summed = evaluator.table_prices(mesh, subproblem.decided).seconds(layout, options)
     assert summed == pytest.approx(priced.cost.step_seconds, rel=1e-9)
-    its = SubproblemSearch(evaluator.model, mesh, subproblem.decided, evaluator.hardware, evaluator=evaluator)
+    its = subproblem.opened(evaluator)
     choices = its.extraction.choices(layout, options)
     assert choices is not None
     assert all(row.use(choices) <= priced.memory.peak + 0.5 for row in its.rows)

@@ -86,7 +86,7 @@ def _data(
     """The plan file of a refined layout; the layout that it was made of is among its alternatives."""
     own, graph = plan.data, request.model.training_step(plan.options.microbatches).graph
     seconds, before = found.cost.step_seconds, plan.predicted.step_seconds
-    bound = min(seconds, share_bound(request, plan.mesh))
+    bound = min(seconds, share_bound(request, plan.mesh).value)
     solver = SolverInfo(
         status="FEASIBLE",
         objective=seconds,

@@ -1,0 +1,104 @@
+"""The bounds of a subproblem: what is proven of the seconds of its layouts, for every limit of memory, and by
+what.
+
+A bound that is proven of the layouts that hold at most some bytes holds for every smaller limit too. Prices
+and tables bound layouts whatever memory they take; a solver, those within the limit that it was asked about.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+
+from layoutopt.optimize.subproblem import EvaluatedLayout
+from layoutopt.space.kind import Choice
+
+EXACT = 1e-7
+"""Relative gap below which a bound equals its objective: solvers count costs in whole units of about this
+size."""
+SLACK = 1e-9
+"""Relative difference up to which costs are equal."""
+
+OptionCosts = Mapping[str, Mapping[Choice, float]]
+"""Decision -> option -> seconds that no layout with it takes less than."""
+
+
+class Source(StrEnum):
+    """The proof of a bound."""
+
+    NOTHING = "open"
+    SHARE = "share"
+    """A device computes its share of what one would compute alone."""
+    PIECES = "pieces"
+    """Fewer microbatches on the same mesh take no longer."""
+    TABLES = "bound"
+    """Elimination of the tables."""
+    SOLVER = "solver"
+    LISTED = "listed"
+    """All that is faster was listed, and does not fit."""
+
+
+class State(Enum):
+    """Progress with a subproblem, beside the best layout that is known."""
+
+    OPEN = "open"
+    """Something better may be in it."""
+    PRUNED = "pruned"
+    """Nothing better is in it."""
+    SOLVED = "solved"
+    """Its best layout is known."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """No layout takes less.
+
+    Attributes:
+      value: seconds; bytes where the least memory is the objective.
+      within: bytes that the layouts hold at most of which that is proven.
+    """
+
+    value: float = 0.0
+    source: Source = Source.NOTHING
+    within: float = math.inf
+
+
+@dataclass
+class ProvenBounds:
+    """The proven facts about the layouts of a subproblem.
+
+    Attributes:
+      proven: bounds in seconds, none of which follows from another.
+      least: bytes that no layout holds less than.
+      costs: of options, whatever memory a layout takes.
+      best: the fastest within the last limit that was asked about, if that is proven.
+    """
+
+    proven: list[Bound] = field(default_factory=lambda: [Bound()])
+    least: float = 0.0
+    costs: OptionCosts = field(default_factory=dict)
+    best: EvaluatedLayout | None = None
+
+    def prove(self, seconds: float, source: Source, within: float = math.inf) -> None:
+        """No layout that holds at most `within` bytes takes fewer seconds."""
+        if seconds > self.lower(within).value:
+            kept = (b for b in self.proven if b.value > seconds or b.within > within)
+            self.proven = [*kept, Bound(seconds, source, within)]
+
+    def hold_at_least(self, size: float) -> None:
+        """No layout holds fewer bytes."""
+        self.least = max(self.least, size)
+
+    def lower(self, limit: float = math.inf) -> Bound:
+        """The highest bound on layouts that hold at most `limit` bytes; inf where none does."""
+        if limit < self.least:
+            return Bound(math.inf, Source.TABLES, limit)
+        return max((b for b in self.proven if b.within >= limit), key=lambda b: b.value)
+
+    def state(self, seconds: float, limit: float) -> State:
+        """OPEN if something that takes fewer seconds and holds at most `limit` bytes may be here."""
+        if self.best is not None and self.best.peak <= limit:
+            return State.SOLVED
+        return State.OPEN if self.lower(limit).value < seconds * (1 - EXACT) else State.PRUNED
