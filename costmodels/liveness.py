@@ -141,7 +141,6 @@ def kernel_memory(
     fuses: bool,
     kernels: Fused | None = None,
     anyhow: bool = False,
-    again: bool = False,
 ) -> KernelMemory:
     """Rules (4) to (6).
 
@@ -149,12 +148,11 @@ def kernel_memory(
       kernels: those of `fused(program)`, where they are known.
       anyhow: what has no memory under some sizes has none, so that it holds for every layout with the same
         instructions.
-      again: the program is (a part of) a loop's body that runs again for backward.
     """
     if not fuses:
         return KernelMemory({}, {}, frozenset(), ())
     if anyhow:
-        inside, made_of = unwritten(program, again)
+        inside, made_of = unwritten(program)
     else:
         kernels = kernels or fused(program)
         inside, made_of = set(kernels.inner), kernels.casts

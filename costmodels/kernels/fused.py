@@ -56,13 +56,9 @@ FusionUnit: TypeAlias = "Instr | Group | VariableCast"
 """A unit that is priced on its own."""
 
 
-def fused(program: Program, again: bool = False) -> Fused:
-    """The kernels of a program.
-
-    Args:
-      again: it is (a part of) a loop's body that runs again for backward.
-    """
-    found = _Fuser(program, again)
+def fused(program: Program) -> Fused:
+    """The kernels of a program."""
+    found = _Fuser(program)
     items: list[tuple[Instr | FusedKernel, float]] = []
     inner: set[int] = set()
     for item, times in found.run():
@@ -78,9 +74,9 @@ def fused(program: Program, again: bool = False) -> Fused:
     return Fused(tuple(items), frozenset(inner), found.casts)
 
 
-def unwritten(program: Program, again: bool = False) -> tuple[set[int], Mapping[int, int]]:
+def unwritten(program: Program) -> tuple[set[int], Mapping[int, int]]:
     """The values that stay inside of kernels under some sizes, and its `casts`."""
-    found = _Fuser(program, again)
+    found = _Fuser(program)
     inside: set[int] = set()
     for item, _ in found.run():
         if isinstance(item, Group):
@@ -88,9 +84,9 @@ def unwritten(program: Program, again: bool = False) -> tuple[set[int], Mapping[
     return inside, found.casts
 
 
-def grouped(program: Program, again: bool = False) -> list[tuple[FusionUnit, float]]:
+def grouped(program: Program) -> list[tuple[FusionUnit, float]]:
     """As the items of `fused`, with whole groups in place of the kernels that they fall into."""
-    return _Fuser(program, again).run()
+    return _Fuser(program).run()
 
 
 def made_by_kernels(loop: Loop) -> set[int]:
@@ -102,8 +98,8 @@ def made_by_kernels(loop: Loop) -> set[int]:
 class _Fuser:
     """Walks a program block by block."""
 
-    def __init__(self, program: Program, again: bool) -> None:
-        self.program, self.again = program, again
+    def __init__(self, program: Program) -> None:
+        self.program = program
         self.context = GroupContext(program)
         self.items: list[tuple[FusionUnit, float]] = []
         self.casts: dict[int, int] = {}
@@ -165,7 +161,7 @@ class _Fuser:
         elif not looped and not self._is_half(instr):
             self.casts[instr.outputs[0]] = instr.inputs[0]
             yield VariableCast(self.context, instr, self.casts)
-        elif not looped or self._is_loaded(instr) or (instr.origin.phase == Phase.FORWARD and not self.again):
+        elif not looped or self._is_loaded(instr) or instr.origin.phase == Phase.FORWARD:
             yield instr
 
     def _is_loaded(self, cast: Local) -> bool:
@@ -196,7 +192,7 @@ class _Fuser:
         kind = self.context.role(instr)
         if kind == ALONE:
             return None
-        again = self.again or instr.origin.phase == Phase.RECOMPUTE
+        again = instr.origin.phase == Phase.RECOMPUTE
         found = groups[number, again]
         begins = (
             PRODUCT in found[-1].roles and (kind == PRODUCT or self._waits_for_step(instr)) if found else True

@@ -44,16 +44,15 @@ class Itemiser:
         return cls(compiler_of(hardware), bool(hardware.overlap))
 
     def units(
-        self, program: Program, again: bool = False, kernels: Fused | None = None
+        self, program: Program, kernels: Fused | None = None
     ) -> Iterator[tuple[Unit, float, Sending | None]]:
         """The units that are priced on their own, how often each runs, and the notes on collectives.
 
         Args:
-          again: see `Compiler.kernels`.
           kernels: of the program, where they are known; else groups of kernels are one unit.
         """
         compiler = self.compiler
-        timed = compiler.timed(program, again) if kernels is None else kernels.items
+        timed = compiler.timed(program) if kernels is None else kernels.items
         at_once = overlapped(program, lambda i: compiler.carried(i, program.local)) if self.overlaps else {}
         parts = compiler.parts(program)
         for what, times in timed:

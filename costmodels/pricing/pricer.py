@@ -98,28 +98,26 @@ class Pricer:
     def cost(self, program: Program, kernels: Fused | None = None) -> Cost:
         """The price of a step; `kernels` as in `lines`."""
         start = self.itemiser.compiler.start(program)
-        lines = [*self.lines(program, kernels=kernels)]
+        lines = [*self.lines(program, kernels)]
         if start is not None and (fixed := self.seconds_of(start)[0]):
             lines.append(Line("step", "", Origin(-1, "step", Phase.UPDATE), 1, start, fixed, fixed))
         return Cost(tuple(lines))
 
-    def lines(self, program: Program, again: bool = False, kernels: Fused | None = None) -> Iterable[Line]:
+    def lines(self, program: Program, kernels: Fused | None = None) -> Iterable[Line]:
         """A line for every item.
 
         Args:
-          again: `program` is part of a loop's body that runs again for backward.
           kernels: of the program, where they are known.
         """
-        kernels = kernels or self.itemiser.compiler.kernels(program, again)
+        kernels = kernels or self.itemiser.compiler.kernels(program)
         find, local, mesh = program.values.__getitem__, program.local, program.mesh
-        for unit, times, sending in self.itemiser.units(program, again, kernels):
+        for unit, times, sending in self.itemiser.units(program, kernels):
             for item in self.itemiser.items(unit, sending, find, local, mesh):
                 yield Line(*label(unit, item), times, item, *self.seconds_of(item), brought(unit))
 
-    def seconds(self, program: Program, again: bool = False) -> float:
-        """Seconds of the instructions alone: the price of a step without its fixed part; `again` as in
-        `lines`."""
-        return sum(line.exposed * line.times for line in self.lines(program, again))
+    def seconds(self, program: Program) -> float:
+        """Seconds of the instructions alone: the price of a step without its fixed part."""
+        return sum(line.exposed * line.times for line in self.lines(program))
 
     def fixed_seconds(self, program: Program) -> float:
         """The fixed seconds of a step under every layout, priced op by op."""

@@ -111,16 +111,12 @@ class Templates:
         self._values: dict[tuple[Shape, str], BySplits] = {}
         self._instances: dict[Hashable, Instance] = {}
 
-    def itemised(self, program: Program, again: bool = False) -> ItemisedCost:
-        """A program's itemised cost.
-
-        Args:
-          again: it is part of a loop's body that runs again for backward.
-        """
+    def itemised(self, program: Program) -> ItemisedCost:
+        """A program's itemised cost."""
         key, sent = structural_key(program)
-        rows = self._rows.get((key, again))
+        rows = self._rows.get(key)
         if rows is None:
-            rows = self._rows[key, again] = tuple(self._read(program, sent, again))
+            rows = self._rows[key] = tuple(self._read(program, sent))
         return tuple([(self._instance(row, program.values, sent), row.times) for row in rows])
 
     def _instance(self, row: _Row, values: Sequence[Value], sent: Sequence[Collective]) -> Instance:
@@ -132,10 +128,10 @@ class Templates:
             found = self._instances[key] = Instance(row.template, placed, instr)
         return found
 
-    def _read(self, program: Program, sent: Sequence[Collective], again: bool) -> Iterator[_Row]:
+    def _read(self, program: Program, sent: Sequence[Collective]) -> Iterator[_Row]:
         """The rows of a program's structural key."""
         number = {id(instr): i for i, instr in enumerate(sent)}
-        for unit, times, sending in self._itemiser.units(program, again):
+        for unit, times, sending in self._itemiser.units(program):
             structure, ids = _described(unit)
             kinds = [(program.values[i].shape, program.values[i].dtype) for i in ids]
             key = structure, sending, tuple((shape.names, dtype) for shape, dtype in kinds)

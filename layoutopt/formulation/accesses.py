@@ -13,6 +13,7 @@ from layoutopt.space.decisions import changing
 from layoutopt.space.kind import Affects
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.initializers import Variable
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.remat_policy import Recomputed
@@ -131,15 +132,15 @@ class Accesses:
             known = here is forward and any(twin in c.outputs for c in casts)
             if cast.index in remat and self._within(here, forward) and not known:
                 nodes.add(cast.index)
-        for block, way, tensor in accesses:
+        for block, _, tensor in accesses:
             read = any(
                 r.index in remat and self.dependencies.block_of[r.index].id == block and r not in casts
                 for r in self.dependencies.readers[tensor]
             )
             twin = self.runs.twin(tensor, backward)
-            known = block == forward.id and (backward.id, "backward", twin) in accesses
+            known = block == forward.id and (backward.id, Phase.BACKWARD, twin) in accesses
             if read and self._within(self.graph.blocks[block], forward) and not known:
-                gathers.add((block, way, tensor))
+                gathers.add((block, Phase.RECOMPUTE, tensor))
 
     def _within(self, block: Block, other: Block) -> bool:
         """Whether a block is another one, or inside of it."""

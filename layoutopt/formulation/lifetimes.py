@@ -93,7 +93,7 @@ class Lifetimes:
 
     def __init__(self, program: Program, nodes: Mapping[int, Node], subgraph: Subgraph, fuses: bool) -> None:
         self.program, self._nodes = program, nodes
-        kernels = kernel_memory(program, fuses, anyhow=True, again=bool(subgraph.again))
+        kernels = kernel_memory(program, fuses, anyhow=True)
         self.live = Liveness(program, kernels.shared, kernels.nowhere)
         self.instrs: list[Instr] = []
         self.born: dict[int, int] = {}

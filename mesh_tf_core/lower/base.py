@@ -62,7 +62,7 @@ class Lowering(Placing):
         self.stored: dict[str, Stored] = {}
         self.feeds: dict[str, int] = {}
         self.loops = Loops(self, options.recompute, self.node, self.nodes)
-        self._again = False
+        self._again = bool(part.again)
         self._terms = gradient_terms(graph)
 
     def node(self, node: Node, again: bool = False) -> None:
@@ -270,7 +270,7 @@ class Lowering(Placing):
                 self._moved_beside(beside.pop(tensor))
             self.node(node)
         for phase, tensor in self.part.natural_in(block):
-            self.origin = replace(self.origin, phase=Phase(phase))
+            self.origin = replace(self.origin, phase=phase)
             self.to_natural(self.value_of(tensor))
 
     def _moved_beside(self, each: Twin) -> None:

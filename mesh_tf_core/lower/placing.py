@@ -147,7 +147,7 @@ class Placing(ProgramBuilder):
         if not v.host:
             return id
         updates = self.origin.phase == Phase.UPDATE
-        key = id, v.splits, Phase.UPDATE if updates else pass_of(self._phase)
+        key = id, v.splits, Phase.UPDATE if updates else pass_of(self.origin.phase)
         if key not in self.moved:
             # What reads the variable brings it to all who read it before the update.
             brings = updates or v.tensor not in self._weights or self.part.has(self._reads_of(v.tensor))
@@ -215,18 +215,12 @@ class Placing(ProgramBuilder):
         if self.values[id].splits == splits:
             return id
         tensor = self.values[id].tensor
-        way = pass_of(self._phase) if tensor in self._weights else ""
-        again = self.chunked and self._phase == Phase.RECOMPUTE
+        way = pass_of(self.origin.phase) if tensor in self._weights else ""
+        again = self.chunked and self.origin.phase == Phase.RECOMPUTE
         key = id, splits, way or (Phase.RECOMPUTE if again else "")
         if key not in self.moved:
             self.moved[key] = self._move(id, splits)
         return self.moved[key]
-
-    @property
-    def _phase(self) -> Phase:
-        """The phase of what is lowered; what runs again may be lowered by itself."""
-        phase = self.origin.phase
-        return Phase.RECOMPUTE if phase == Phase.FORWARD and self.part.again else phase
 
     def _move(self, id: int, splits: Splits) -> int:
         shape = self.values[id].shape

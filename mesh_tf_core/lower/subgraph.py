@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.tracing.graph import Graph
 
 IdPairs = tuple[tuple[int, int], ...]
-Access = tuple[int, str, int]
+Access = tuple[int, Phase, int]
 """Where a variable is read as the layout says: id of a block, the pass, a tensor that it is."""
 
 
@@ -45,7 +46,7 @@ class Whole:
         """The nodes of a block to lower, and the loops to enter."""
         return block.nodes
 
-    def natural_in(self, block: Block) -> Sequence[tuple[str, int]]:
+    def natural_in(self, block: Block) -> Sequence[tuple[Phase, int]]:
         """The phases and tensors of `Subgraph.natural` in a block."""
         return ()
 
@@ -96,7 +97,9 @@ class Subgraph(Whole):
     early: frozenset[int] = frozenset()
     beside: tuple[Twin, ...] = ()
     unread: frozenset[int] = frozenset()
-    _by_block: dict[int, tuple[tuple[str, int], ...]] = field(default_factory=dict, compare=False, repr=False)
+    _by_block: dict[int, tuple[tuple[Phase, int], ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
     _visits: dict[int, list[Node]] = field(default_factory=dict, compare=False, repr=False)
     _reads: dict[int, frozenset[int]] = field(default_factory=dict, compare=False, repr=False)
     _made: dict[int, tuple[IdPairs, IdPairs, IdPairs]] = field(
@@ -123,7 +126,7 @@ class Subgraph(Whole):
             ]
         return self._visits[block.id]
 
-    def natural_in(self, block: Block) -> Sequence[tuple[str, int]]:
+    def natural_in(self, block: Block) -> Sequence[tuple[Phase, int]]:
         if block.id not in self._by_block:
             self._by_block[block.id] = tuple(sorted((p, t) for b, p, t in self.natural if b == block.id))
         return self._by_block[block.id]

@@ -58,7 +58,7 @@ def anew(
             small.update({BucketKey((a,), "float32", late=True): () for a in instr.axes})
     for second in cluster.second_runs(options.recompute):
         again = lower_part(graph, second, oracle, options)
-        seconds += prices.seconds(again, again=True)
+        seconds += prices.seconds(again)
     return Entry(max(seconds, 0.0), small)
 
 

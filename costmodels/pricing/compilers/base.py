@@ -47,17 +47,13 @@ class Compiler:
 
     # -- what is priced on its own ---------------------------------------------------------------------------
 
-    def kernels(self, program: Program, again: bool = False) -> Fused | None:
-        """The kernels of a program; None where none are made.
-
-        Args:
-          again: it is part of a loop's body that runs again for backward.
-        """
+    def kernels(self, program: Program) -> Fused | None:
+        """The kernels of a program; None where none are made."""
         return None
 
-    def timed(self, program: Program, again: bool) -> Iterable[tuple[Instr | Group | VariableCast, float]]:
+    def timed(self, program: Program) -> Iterable[tuple[Instr | Group | VariableCast, float]]:
         """The instructions of a program, or the groups of kernels that they fall into, each with how often
-        it runs; `again` as in `kernels`."""
+        it runs."""
         return program.expected()
 
     def computes(self, instr: Local) -> bool:

@@ -47,11 +47,11 @@ class Xla(Compiler):
     name: ClassVar[str] = "xla"
     fuses: ClassVar[bool] = True
 
-    def kernels(self, program: Program, again: bool = False) -> Fused | None:
-        return fused(program, again)
+    def kernels(self, program: Program) -> Fused | None:
+        return fused(program)
 
-    def timed(self, program: Program, again: bool) -> Iterable[tuple[Instr | Group | VariableCast, float]]:
-        return grouped(program, again)
+    def timed(self, program: Program) -> Iterable[tuple[Instr | Group | VariableCast, float]]:
+        return grouped(program)
 
     def stack(self, loop: Loop, inner: int, stack: int) -> Stack:
         return Stack(loop, stack, 1 + loop.reverse, loop.reverse)
