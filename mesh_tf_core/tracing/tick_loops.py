@@ -366,7 +366,7 @@ class TickLoops:
             entering, moved, terms = list[Tensor](), list[Tensor](), dict[int, Tensor]()
             if forward:
                 handed, rings, terms = self._forward_slot(rows, flow, rings)
-                moved = self._moved(handed, 1)
+                moved = self._handed_on(ticks, StageAction.FORWARD, flow, handed)
             if forward and backward:
                 entering, more = self._head(rows, handed[: len(self.order.states)])
                 terms.update(more)
@@ -377,11 +377,19 @@ class TickLoops:
                 terms.update(self._weights_slot(rows, rings, late))
             with new.phase(Phase.BACKWARD if backward else "forward", ""):
                 moved += rings if forward else []
-                # In a last loop of one tick nobody reads what is handed on.
-                ends = len(ticks) == 1 and ticks.stop == len(self.schedule.table)
-                moved += [*(back if ends else self._moved(handed, -1)), *late] if backward else []
+                if backward:
+                    moved += [*self._handed_on(ticks, StageAction.BACKWARD, back, handed), *late]
             self._close(block, inside, moved, terms)
         return state.of(new.close_loop(block, carried), carries)
+
+    def _handed_on(
+        self, ticks: range, slot: StageAction, held: Sequence[Tensor], handed: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """What stages hand on to the next one; what they held, if nobody reads it: in a loop of one tick,
+        behind which no other has this slot."""
+        if len(ticks) == 1 and ticks.stop == self.schedule.done(slot).stop:
+            return [*held]
+        return self._moved(handed, 1 if slot is StageAction.FORWARD else -1)
 
     def _zeros(self, tensor: int, *dims: Dim) -> Tensor:
         """What the stages hold before the first tick."""

@@ -3,8 +3,6 @@ the closed form says, and what is saved is in the order of the model."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,39 +107,6 @@ def test_losses_and_variables_are_those_of_one_device(
     mesh: str, layout: str, parts: int, rounds: int, given: dict[str, Any], plain: mtf.Model, dense: Any
 ) -> None:
     check(lowered(plain, mesh, layout, parts, rounds, **given), dense)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(60))
-def test_random_layouts(seed: int, plain: mtf.Model, dense: Any) -> None:
-    rng, program = random.Random(seed), None
-    while program is None:
-        program = drawn(rng, plain)
-    check(program, dense)
-
-
-POLICIES: list[set[str]] = [set(), {"layers"}, {"layers:keep=products"}, {"tick"}, {"tick", "layers"}]
-
-
-def drawn(
-    rng: random.Random, built: mtf.Model, order: str = "circular", policies: Sequence[set[str]] = POLICIES
-) -> Program | None:
-    """A layout with stages that microbatches go round, if it is legal."""
-    stages = rng.choice([2, 4])
-    axes = [("pipe", stages), ("a", 2), *([("b", 2)] if rng.random() < 0.4 else [])]
-    rng.shuffle(axes)
-    rules = {"layers": "pipe"}
-    for dim in ("batch", "e", "d"):
-        chosen = [name for name, _ in axes if name != "pipe" and rng.random() < 0.4]
-        rules.update({dim: "+".join(chosen)} if chosen else {})
-    again = rng.choice(policies)
-    storage = {name: rng.randrange(4) for name in ("wi", "wo", "shared")}
-    layout, mesh = (";".join(f"{a}:{b}" for a, b in each) for each in (rules.items(), axes))
-    parts, rounds = rng.choice([1, 2, 3, 4, 6]), rng.choice([2, 4] if stages == 2 else [2])
-    try:
-        return lowered(built, mesh, layout, parts, rounds, order, recompute=again, storage=storage)
-    except mtf.LayoutError:
-        return None
 
 
 @pytest.mark.parametrize(("stages", "parts", "rounds"), [(2, 4, 4), (4, 4, 2)])

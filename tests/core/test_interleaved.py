@@ -3,7 +3,6 @@ microbatches, and stages wait as long as the closed form says."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from examples import transformer_seq2seq
 from mesh_tf_core.ir.instructions import Instr, Local, Loop, Permute
 from mesh_tf_core.ir.schedules import PipelineSchedule
 from mesh_tf_core.lower.verify import verify
-from tests.core.test_circular import FURTHER, another_turn, batch, check, drawn, lowered, model, steps
+from tests.core.test_circular import FURTHER, another_turn, batch, check, lowered, model, steps
 from tests.core.test_elsewhere import trained
-from tests.core.test_one_forward_one_backward import POLICIES, wide
+from tests.core.test_one_forward_one_backward import wide
 from tests.core.test_pipelines import changed, same
 from tests.examples.helper import SMALL
 
@@ -56,15 +55,6 @@ def test_losses_and_variables_are_those_of_one_device(
     mesh: str, layout: str, parts: int, rounds: int, given: dict[str, Any], plain: mtf.Model, dense: Any
 ) -> None:
     check(lowered(plain, mesh, layout, parts, rounds, ORDER, **given), dense, ADAFACTOR)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(200))
-def test_random_layouts(seed: int, plain: mtf.Model, dense: Any) -> None:
-    rng, program = random.Random(seed), None
-    while program is None:
-        program = drawn(rng, plain, ORDER, POLICIES)
-    check(program, dense, ADAFACTOR)
 
 
 @pytest.mark.parametrize("again", [set(), {"tick"}])

@@ -3,8 +3,6 @@ waits as long as its closed form says."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,41 +71,6 @@ def test_losses_and_variables_are_those_of_one_device(
     same(found, dense)
     assert engine.communication_bytes == program.communication_bytes()
     assert engine.peak_memory_bytes == memory(program).peak
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(200))
-def test_random_layouts(seed: int, plain: mtf.Model, dense: Any) -> None:
-    rng = random.Random(seed)
-    program = None
-    while program is None:
-        program = drawn(rng, plain)
-    *found, engine = steps(program)
-    same(found, dense)
-    assert engine.communication_bytes == program.communication_bytes()
-
-
-def drawn(
-    rng: random.Random,
-    built: mtf.Model,
-    schedule: str = ONE_F_ONE_B,
-    policies: Sequence[set[str]] = POLICIES,
-) -> Program | None:
-    """A layout with stages, if it is legal."""
-    axes = [("pipe", rng.choice([2, 4])), ("a", 2), *([("b", 2)] if rng.random() < 0.5 else [])]
-    rng.shuffle(axes)
-    rules = {"layers": "pipe"}
-    for dim in ("batch", "e", "d", "vocabulary", "length"):
-        free = [name for name, _ in axes if name != "pipe" or dim == "vocabulary"]
-        chosen = [name for name in free if rng.random() < 0.4]
-        rules.update({dim: "+".join(chosen)} if chosen else {})
-    again = rng.choice(policies)
-    storage = {name: rng.randrange(4) for name in ("wi", "wo", "table", "shared")}
-    layout, mesh = (";".join(f"{a}:{b}" for a, b in each) for each in (rules.items(), axes))
-    try:
-        return lowered(built, mesh, layout, rng.choice([1, 2, 4]), schedule, recompute=again, storage=storage)
-    except mtf.LayoutError:
-        return None
 
 
 def test_random_numbers_are_those_of_microbatches_on_one_device() -> None:

@@ -25,7 +25,7 @@ E, V = mtf.Dim("e", 8), mtf.Dim("vocabulary", 8)
 LAYERS = mtf.Dim("layers", 4)
 
 
-def model(dropout: float = 0.0, linear: bool = False) -> mtf.Model:
+def model(dropout: float = 0.0, linear: bool = False, layers: mtf.Dim = LAYERS) -> mtf.Model:
     """Layers that read, besides their state, a mask and what was learned of each example, and that carry and
     stack losses; `linear`: what they stack is only added to the loss."""
     g = mtf.Graph()
@@ -45,7 +45,7 @@ def model(dropout: float = 0.0, linear: bool = False) -> mtf.Model:
         size = mtf.reduce_mean(mtf.square(y))
         return (h + y, total + size * 0.3), [size, mtf.reduce_sum(mtf.square(wi))]
 
-    state, (sizes, norms) = mtf.scan(layer, (x, mtf.zeros(g, [], "float64")), LAYERS)
+    state, (sizes, norms) = mtf.scan(layer, (x, mtf.zeros(g, [], "float64")), layers)
     h, total = state
     ce = mtf.softmax_cross_entropy(mtf.einsum([h, table], [B, L, V]), labels, V)
     more = mtf.reduce_sum(sizes if linear else mtf.square(sizes)) + mtf.reduce_sum(norms) * 0.01
