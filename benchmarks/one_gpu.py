@@ -1,13 +1,13 @@
 """One GPU: do steps there give NumPy's numbers, and do predictions for its chip hold?
 
-    python benchmarks/one_gpu.py --out one_gpu.json [--parts operations,training,steps,calibration]
-        [--hardware h100] [--seconds 500]
+    python benchmarks/one_gpu.py --out one_gpu.json [--parts steps,operations,training,kernels,calibration]
+        [--hardware h100] [--seconds 500] [--share 0/1]
 
 `operations`: every operation of tests/conformance on the GPU, in float32 with products at full precision,
-against the dense NumPy result. `training`: the losses of a Transformer, layer by layer recomputed, its
-optimizer's state on the host, against NumPy's. `steps`: `layoutopt measure` of models in bfloat16, its
-predicted time and memory beside what was measured; nothing was fitted to these. `calibration`: `layoutopt
-calibrate --engine jax`, and the same steps predicted from this profile.
+against the dense NumPy result; `--share 0/4` takes every fourth. `training`: the losses of a Transformer,
+also with its layers recomputed, against NumPy's. `steps`: `layoutopt measure` of models, with the predicted
+time and memory beside what was measured; nothing was fitted to these. `kernels`: where a step spends its
+time, by JAX's profiler. `calibration`: `layoutopt calibrate --engine jax`, and its profile.
 
 Results are written after every item, so that what a time limit cuts short is kept.
 """
@@ -15,10 +15,12 @@ Results are written after every item, so that what a time limit cuts short is ke
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
@@ -49,6 +51,8 @@ LLAMA = {
     "norm": "rms",
 }
 BF16 = {"dtype": "bfloat16"}
+TRACED = 5
+"""Steps under the profiler."""
 STEPS: Mapping[str, tuple[str, Mapping[str, Any], Sequence[str]]] = {
     "GPT 124M": (GPT, {**SIZES["124M"], **BF16, "batch": 16, "length": 1024}, ()),
     "GPT 350M": (GPT, {**SIZES["350M"], **BF16, "batch": 16, "length": 1024}, ()),
@@ -87,7 +91,7 @@ STEPS: Mapping[str, tuple[str, Mapping[str, Any], Sequence[str]]] = {
 }
 
 
-def operations(left: Callable[[], float]) -> Iterator[tuple[str, Any]]:
+def operations(left: Callable[[], float], share: str) -> Iterator[tuple[str, Any]]:
     """Each sample on the device: "" or what was wrong."""
     import jax
 
@@ -98,7 +102,8 @@ def operations(left: Callable[[], float]) -> Iterator[tuple[str, Any]]:
     from tests.conformance.samples import SAMPLES
 
     jax.config.update("jax_default_matmul_precision", "highest")
-    for sample in SAMPLES:
+    first, every = map(int, share.split("/"))
+    for sample in list(SAMPLES)[first::every]:
         if left() < 20:
             yield sample.name, "not run: the time was over"
             continue
@@ -149,6 +154,48 @@ def steps(left: Callable[[], float], hardware: str) -> Iterator[tuple[str, Any]]
         yield name, _run([*command, *given, *options, "--steps", "10", "--json"], left)
 
 
+def kernels(left: Callable[[], float]) -> Iterator[tuple[str, Any]]:
+    """Seconds of a step in each kernel, by its profiler."""
+    import jax
+
+    from layoutopt.models.loading import load_model
+    from mesh_tf_core import Layout, Mesh
+    from mesh_tf_core.engines import open_engine
+
+    for name in ("GPT 124M", "Llama 1.2B"):
+        if left() < 60:
+            return
+        file, sizes, _ = STEPS[name]
+        loaded = load_model(file, sizes)
+        running = open_engine(loaded.model.lower(Mesh("all:1"), Layout("")), "jax")
+        batch = next(loaded.data())
+        for _ in range(3):
+            running.step(batch)
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                for _ in range(TRACED):
+                    running.step(batch)
+            yield name, _by_kernel(Path(folder))
+        running.close()
+
+
+def _by_kernel(folder: Path) -> dict[str, Any]:
+    """Milliseconds a step on the device's streams, and the longest kernels with their share."""
+    (file,) = folder.rglob("*.trace.json.gz")
+    with gzip.open(file) as opened:
+        events = json.load(opened)["traceEvents"]
+    named = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+    found: dict[str, float] = {}
+    for e in events:
+        lane = lanes.get((e.get("pid"), e.get("tid")), "")
+        if e.get("ph") == "X" and "GPU" in named.get(e["pid"], "") and lane.startswith("Stream"):
+            key = f"{e['name']} | {e.get('args', {}).get('hlo_op', '')} | {lane}"
+            found[key] = found.get(key, 0.0) + e["dur"] / 1e3 / TRACED
+    longest = sorted(found.items(), key=lambda item: -item[1])[:60]
+    return {"milliseconds": sum(found.values()), "lanes": sorted(set(lanes.values())), "longest": longest}
+
+
 def calibration(left: Callable[[], float], folder: Path) -> Iterator[tuple[str, Any]]:
     """What calibrating takes; then the first models from its profile."""
     profile = folder / "profile.json"
@@ -181,9 +228,10 @@ def _run(arguments: Sequence[str], left: Callable[[], float]) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--parts", default="steps,operations,training,calibration")
+    parser.add_argument("--parts", default="training,operations,steps,kernels,calibration")
     parser.add_argument("--hardware", default="h100")
     parser.add_argument("--seconds", type=float, default=500.0)
+    parser.add_argument("--share", default="0/1")
     args = parser.parse_args()
     ends = time.monotonic() + args.seconds
 
@@ -192,8 +240,9 @@ def main() -> None:
 
     parts: dict[str, Callable[[], Iterator[tuple[str, Any]]]] = {
         "steps": lambda: steps(left, args.hardware),
-        "operations": lambda: operations(left),
+        "operations": lambda: operations(left, args.share),
         "training": lambda: training(left),
+        "kernels": lambda: kernels(left),
         "calibration": lambda: calibration(left, args.out.parent),
     }
     found: dict[str, Any] = {"date": str(date.today()), "hardware": args.hardware}

@@ -80,8 +80,8 @@ def initial(name: str, stored: Stored, begin: Sequence[int], extent: Sequence[in
     variable = stored.variable
 
     def made(begin: Begin, extent: Sequence[int]) -> Any:
-        found = variable.initializer.piece(name, variable.shape.sizes, begin, extent)
-        return np.asarray(found).astype(np_dtype(variable.dtype)).reshape(tuple(extent))
+        sizes, dtype = variable.shape.sizes, np_dtype(variable.dtype)
+        return variable.initializer.values(name, sizes, begin, extent, dtype).reshape(tuple(extent))
 
     return in_runs(stored, made)(tuple(begin), extent)
 

@@ -4,8 +4,10 @@ alike."""
 from __future__ import annotations
 
 import math
+import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -34,8 +36,28 @@ def _uniform(seed: int, sizes: Sequence[int], begin: Sequence[int], extent: Sequ
     return ((z >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
+PART = 1 << 18
+"""Elements that are made at once; their float64 numbers stay in a processor's cache."""
+
+
+def _parts(extent: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    """A block cut along its leading dimensions into parts of at most `PART` elements."""
+    axis = next(i for i in range(len(extent)) if math.prod(extent[i + 1 :]) <= PART)
+    rows = PART // math.prod(extent[axis + 1 :])
+    for place in np.ndindex(*extent[:axis]):
+        for start in range(0, extent[axis], rows):
+            cut = slice(start, min(start + rows, extent[axis]))
+            yield (*(slice(i, i + 1) for i in place), cut, *(slice(0, n) for n in extent[axis + 1 :]))
+
+
 class Initializer:
-    """Gives any block of a variable's initial value."""
+    """Gives any block of a variable's initial value.
+
+    Attributes:
+      elementwise: every element stands by itself, so a large block may be made in parts.
+    """
+
+    elementwise: ClassVar[bool] = False
 
     def piece(self, name: str, sizes: Sequence[int], begin: Sequence[int], extent: Sequence[int]) -> Any:
         """float64 array [extent]: the block that starts at `begin` of a variable of `sizes`.
@@ -44,6 +66,26 @@ class Initializer:
           name: the variable's name, from which its random numbers are seeded.
         """
         raise NotImplementedError
+
+    def values(
+        self, name: str, sizes: Sequence[int], begin: Sequence[int], extent: Sequence[int], dtype: Any
+    ) -> Any:
+        """The same block as an array of a NumPy type.
+
+        A large one is made by threads, part by part: NumPy computes without Python's lock, and what it holds
+        in float64 beside the result stays small.
+        """
+        if not self.elementwise or math.prod(extent) <= PART:
+            return np.asarray(self.piece(name, sizes, begin, extent)).astype(dtype)
+        out = np.empty(tuple(extent), dtype)
+
+        def fill(part: tuple[slice, ...]) -> None:
+            first = [b + s.start for b, s in zip(begin, part, strict=True)]
+            out[part] = self.piece(name, sizes, first, [s.stop - s.start for s in part])
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            list(threads.map(fill, _parts(extent)))
+        return out
 
     def bound(self, name: str, type: TensorType, stacked: int) -> Initializer:
         """For a variable of this name, whose first `stacked` dimensions count layers; UserError if it cannot
@@ -56,6 +98,7 @@ class Constant(Initializer):
     """One value everywhere."""
 
     value: float = 0.0
+    elementwise: ClassVar[bool] = True
 
     def piece(self, name: str, sizes: Sequence[int], begin: Sequence[int], extent: Sequence[int]) -> Any:
         return np.full(tuple(extent), self.value, np.float64)
@@ -68,6 +111,7 @@ class Normal(Initializer):
     stddev: float
     seed: int = 0
     limit: ClassVar[float] = 2.0
+    elementwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.stddev) and self.stddev >= 0):
@@ -88,6 +132,7 @@ class Uniform(Initializer):
     low: float
     high: float
     seed: int = 0
+    elementwise: ClassVar[bool] = True
 
     def piece(self, name: str, sizes: Sequence[int], begin: Sequence[int], extent: Sequence[int]) -> Any:
         u = _uniform(_seed(name, self.seed), sizes, begin, extent)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.lockstep import LockstepEngine
+from mesh_tf_core.ir import initializers
 
 KINDS = [
     mtf.Normal(0.5),
@@ -39,6 +40,21 @@ def test_any_block_is_a_block_of_the_whole(i: int, j: int, n: int, m: int) -> No
     n, m = min(n, 16 - i), min(m, 8 - j)
     whole = KINDS[0].piece("w", (16, 8), (0, 0), (16, 8))
     np.testing.assert_array_equal(KINDS[0].piece("w", (16, 8), (i, j), (n, m)), whole[i : i + n, j : j + m])
+
+
+@pytest.mark.parametrize("initializer", KINDS, ids=str)
+@pytest.mark.parametrize(
+    "extent", [(7, 3, 5), (1000, 7), (3, 400, 9), (2, 3, 500), (4000,)], ids=lambda e: "x".join(map(str, e))
+)
+def test_a_large_block_is_made_in_parts(
+    initializer: mtf.Initializer, extent: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, begin = tuple(n + 3 for n in extent), tuple(range(len(extent)))
+    whole = np.asarray(initializer.piece("w", sizes, begin, extent)).astype(np.float32)
+    monkeypatch.setattr(initializers, "PART", 50)
+    found = initializer.values("w", sizes, begin, extent, np.float32)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, whole)
 
 
 def test_normal() -> None:
