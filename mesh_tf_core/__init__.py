@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mesh_tf_core.model import Model, minimize
     from mesh_tf_core.ops.activations import clip, elu, leaky_relu, logical_xor, selu
     from mesh_tf_core.ops.along import put_along, take_along
-    from mesh_tf_core.ops.attention import attention
+    from mesh_tf_core.ops.attention import AttentionOptions, attention
     from mesh_tf_core.ops.basic import add_n, cast, scale, stop_gradient
     from mesh_tf_core.ops.binary import where
     from mesh_tf_core.ops.conv import conv, conv_transpose
@@ -161,6 +161,7 @@ __all__ = [
     "ZEROS",
     "Adafactor",
     "Adam",
+    "AttentionOptions",
     "Cluster",
     "ClusterError",
     "Constant",

@@ -9,7 +9,15 @@ import pytest
 from costmodels.calibration import TimingSample
 from costmodels.hardware import load_hardware
 from examples.mlp import model as mlp
-from layoutopt.analysis.validate import RunCandidate, choose, result, seconds_of, stratified, validate
+from layoutopt.analysis.validate import (
+    RunCandidate,
+    ValidationRuns,
+    choose,
+    result,
+    seconds_of,
+    stratified,
+    validate,
+)
 from mesh_tf_core import Layout, LayoutError, Mesh, UserError
 
 MESH = Mesh("data:2")
@@ -78,8 +86,9 @@ def test_a_real_run_has_one_row_for_each_layout():
     found = validate(
         mlp(batch=16, hidden=32),
         MESH,
-        layouts=["batch:data", Layout(), "hidden:data", "batch:data"],
-        steps=2,
+        "cpu-local",
+        ["batch:data", Layout(), "hidden:data", "batch:data"],
+        ValidationRuns(steps=2),
         on_progress=lambda *said: heard.append(said),
     )
     assert [row["layout"] for row in found["rows"]] == ["batch:data", "", "hidden:data"]

@@ -50,29 +50,43 @@ class RunCandidate:
     seconds: float
 
 
+@dataclass(frozen=True)
+class ValidationRuns:
+    """The options of runs by `validate`.
+
+    Attributes:
+      count: how many layouts, where none are given: the best, named ones, and others.
+      steps: samples of each layout, a few steps each if they are short.
+      seed: of the random layouts.
+      batch: the input of every step (None: zeros).
+      engine: runs the steps (`mesh_tf_core.engines.open_engine`).
+      cluster: the processes that run them together; one chooses the layouts for all.
+    """
+
+    count: int = 12
+    steps: int = 7
+    seed: int = 0
+    batch: Mapping[str, Any] | None = None
+    engine: str = "auto"
+    cluster: Cluster | None = None
+
+
+USUAL_RUNS = ValidationRuns()
+
+
 def validate(
     model: Model,
     mesh: Mesh | str,
     hardware: str | Hardware = "cpu-local",
     layouts: Sequence[Layout | str] | None = None,
-    count: int = 12,
-    steps: int = 7,
-    batch: Mapping[str, Any] | None = None,
-    seed: int = 0,
+    runs: ValidationRuns = USUAL_RUNS,
     on_progress: OnProbe | None = None,
-    engine: str = "auto",
-    cluster: Cluster | None = None,
 ) -> dict[str, Any]:
     """Runs layouts of a model on this machine's mesh and compares.
 
     Args:
       hardware: that predicts; a calibrated profile, to mean anything.
-      layouts: those to run (None: `count` of them, chosen as the module says).
-      steps: samples of each layout, a few steps each if they are short.
-      batch: what every step is fed (None: zeros).
-      seed: of the random layouts.
-      engine: what runs the steps (see `mesh_tf_core.engines.open_engine`).
-      cluster: the processes that run them together; one chooses the layouts for all.
+      layouts: those to run (None: as many as `runs` says, chosen as the module says).
 
     Returns:
       rows (layout, predicted_seconds, measured_seconds, name, spread), mape, kendall_tau, spearman, regret,
@@ -89,16 +103,16 @@ def validate(
         given = [Layout(x) if isinstance(x, str) else x for x in layouts]
         chosen = [RunCandidate("given", x, seconds_of(model, mesh, x, prices)) for x in dict.fromkeys(given)]
     else:
-        chosen = _chosen(lambda: choose(model, mesh, machine, count, seed), mesh, cluster)
+        chosen = _chosen(lambda: choose(model, mesh, machine, runs.count, runs.seed), mesh, runs.cluster)
     if len(chosen) < 2:
         raise UserError(
             f"validate needs at least two layouts on mesh [{mesh}], found {len(chosen)}; use a larger mesh"
         )
-    team = assemble(mesh, cluster, engine)
+    team = assemble(mesh, runs.cluster, runs.engine)
     # The references of a profile run in one process.
-    watched = open_drift(mesh, machine, team.engine) if cluster is None else nullcontext(Drift((), ()))
+    watched = open_drift(mesh, machine, team.engine) if runs.cluster is None else nullcontext(Drift((), ()))
     with watched as drift:
-        samples = run(model, team, chosen, steps, batch, on_progress, drift.measure)
+        samples = run(model, team, chosen, runs.steps, runs.batch, on_progress, drift.measure)
         return result(chosen, samples, drift.ratio)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from costmodels.calibration.runner import OnProbe
 from costmodels.hardware import Hardware, load_hardware, machine_of
 from layoutopt.analysis import validate as validation
+from layoutopt.analysis.validate import ValidationRuns
 from layoutopt.analysis.verify import Verified, generation
 from layoutopt.analysis.verify import verify as compiled
 from layoutopt.api.pricing import HARDWARE, PricedLayout
@@ -19,32 +20,10 @@ from layoutopt.plan.notebook import Shown, table
 from layoutopt.plan.results import ValidateResult
 from layoutopt.plan.units import plural, share_text
 from layoutopt.space.keywords import gathered
-from mesh_tf_core.engines import Cluster
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
-
-
-@dataclass(frozen=True)
-class ValidationRuns:
-    """The options of runs by `validate`.
-
-    Attributes:
-      count: how many layouts, where none are given: the best, named ones, and others.
-      steps: samples of each layout.
-      seed: of the random layouts.
-      batch: the input of every step (None: zeros).
-      engine: runs the steps (`mesh_tf_core.engines.open_engine`).
-      cluster: the processes that run them together; one chooses the layouts for all.
-    """
-
-    count: int = 12
-    steps: int = 7
-    seed: int = 0
-    batch: Mapping[str, Any] | None = None
-    engine: str = "auto"
-    cluster: Cluster | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,9 +71,7 @@ def validate(
     if isinstance(layouts, str):
         raise UserError(f"layouts {layouts!r}: give a list of them, two at least")
     (how,) = gathered("validate", more, (ValidationRuns, runs))
-    found = validation.validate(
-        model, mesh, machine_of(hardware), layouts, on_progress=on_progress, **vars(how)
-    )
+    found = validation.validate(model, mesh, machine_of(hardware), layouts, how, on_progress)
     return Validated(ValidateResult.model_validate(found))
 
 

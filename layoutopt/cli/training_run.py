@@ -8,7 +8,7 @@ import statistics
 import threading
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from layoutopt.plan.results import TrainResult
     from mesh_tf_core import Model
     from mesh_tf_core.training import Trainer
-    from mesh_tf_core.training.decoupled import Decoupled
-    from mesh_tf_core.training.outer_step_rounds import Met
+    from mesh_tf_core.training.decoupled import Decoupled, Met
 
 LINES = 10
 """Messages of progress where there is no terminal to draw a bar on."""
@@ -135,7 +134,7 @@ class TrainingRun:
             try:
                 asked = self.steps, checkpoint, every, tell, ended, judging, max(1, evaluate_every)
                 with warnings_said(self.terminal):
-                    trainer.fit(data, *asked, keep=False, meet=meet, on_met=told_of)
+                    trainer.fit(data, *asked, keep=False, meet=meet and replace(meet, on_met=told_of))
             except KeyboardInterrupt:  # the second one, or the data's own
                 if checkpoint is not None and cluster is None and not stopped.is_set():
                     self._save(trainer, checkpoint)

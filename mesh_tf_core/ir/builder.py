@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
-from mesh_tf_core.ir.instructions import AllReduce, Carry, Done, Local, Permute, make_loop
+from mesh_tf_core.ir.instructions import AllReduce, Carry, Crossing, Done, Local, Permute, make_loop
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import Op, inferred
 from mesh_tf_core.ir.phase import Phase
@@ -141,7 +141,7 @@ class ProgramBuilder:
             leave = body(number, enter)
         final = [self._same(i) for i in state]
         carried = tuple(Carry(*c) for c in zip(state, enter, leave, final, strict=True))
-        self.emit(make_loop(self.origin, dim, False, number, carried, (), (), (), tuple(code)))
+        self.emit(make_loop(self.origin, dim, False, number, Crossing(carried), tuple(code)))
         return final
 
     def _same(self, id: int) -> int:

@@ -359,10 +359,19 @@ class Loop(Instr):
         return self.inputs[len(self.carried) + len(self.sliced) :]
 
     def remade(self, **parts: Any) -> Loop:
-        """The loop with some arguments of `make_loop` replaced."""
-        names = "origin", "dim", "reverse", "index", "carried", "sliced", "stacked", "summed", "body"
-        old = {name: getattr(self, name) for name in (*names, "runs", "branch", "first")}
-        return make_loop(**{**old, **parts})
+        """The loop with some of its parts replaced."""
+        names = "origin", "dim", "reverse", "index", "body", "runs", "branch", "first"
+        crossing = Crossing(*(parts.pop(n, getattr(self, n)) for n in Crossing._fields))
+        return make_loop(**{**{n: getattr(self, n) for n in names}, **parts}, crossing=crossing)
+
+
+class Crossing(NamedTuple):
+    """The values that go into a loop and come out of it: fields of `Loop`."""
+
+    carried: tuple[Carry, ...] = ()
+    sliced: tuple[Sliced, ...] = ()
+    stacked: tuple[Result, ...] = ()
+    summed: tuple[Result, ...] = ()
 
 
 def make_loop(
@@ -370,16 +379,14 @@ def make_loop(
     dim: Dim,
     reverse: bool,
     index: int,
-    carried: tuple[Carry, ...],
-    sliced: tuple[Sliced, ...],
-    stacked: tuple[Result, ...],
-    summed: tuple[Result, ...],
+    crossing: Crossing,
     body: tuple[Instr, ...],
     runs: int | None = None,
     branch: Fraction | None = None,
     first: int | None = None,
 ) -> Loop:
     """A Loop whose `inputs` and `outputs` follow from its parts."""
+    carried, sliced, stacked, summed = crossing
     inside = {index, *(c.enter for c in carried), *(s.inner for s in sliced)}
     read: dict[int, None] = dict.fromkeys(i for i in (runs, first) if i is not None and i not in inside)
     for instr in body:
@@ -392,5 +399,4 @@ def make_loop(
     read.update((i, None) for i in leaving if i not in inside)
     inputs = (*(c.init for c in carried), *(s.outer for s in sliced), *read)
     outputs = (*(c.final for c in carried), *(r.outer for r in results))
-    parts = carried, sliced, stacked, summed, body
-    return Loop(inputs, outputs, origin, dim, reverse, index, *parts, runs, branch, first)
+    return Loop(inputs, outputs, origin, dim, reverse, index, *crossing, body, runs, branch, first)

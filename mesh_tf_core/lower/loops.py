@@ -8,7 +8,17 @@ from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Shape
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import Op, TensorType
-from mesh_tf_core.ir.program import AllReduce, Carry, Instr, Local, Origin, Result, Sliced, make_loop
+from mesh_tf_core.ir.program import (
+    AllReduce,
+    Carry,
+    Crossing,
+    Instr,
+    Local,
+    Origin,
+    Result,
+    Sliced,
+    make_loop,
+)
 from mesh_tf_core.lower.placement import BACKWARD, GRADIENT
 from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.saving import Saving
@@ -83,8 +93,9 @@ class Loops(Saving):
         outer = (*(s.outer for s in sliced), *(r.outer for r in stacked))
         if all(self.low.values[i].shape.sizes[0] == block.dim.size for i in outer):
             first = None
-        parts = carried, tuple(sliced), tuple(stacked), tuple(summed), body
-        self.low.emit(make_loop(origin, block.dim, block.reverse, index, *parts, runs, block.branch, first))
+        crossing = Crossing(carried, tuple(sliced), tuple(stacked), tuple(summed))
+        own = origin, block.dim, block.reverse, index, crossing, body
+        self.low.emit(make_loop(*own, runs, block.branch, first))
         self.low.code.extend(behind)
 
     def _spread(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict, Unpack
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.dims import Dim, Shape
@@ -186,30 +186,10 @@ class FusedAttentionBiasGrad(_Backward):
         return back(k, k.reshape(made, sizes), kept, at.outputs[0])
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    length: Dim | str,
-    memory_length: Dim | str,
-    d_kv: Dim | str,
-    *,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    segments: tuple[Tensor, Tensor] | None = None,
-    causal: bool = False,
-    window: int = 0,
-    scale: float | None = None,
-    extra_logit: float | None = None,
-    dropout: float = 0.0,
-    random_key: Tensor | None = None,
-) -> Tensor:
-    """Values weighted by the softmax of queries times keys, in one operation that never holds all logits.
+class AttentionOptions(TypedDict, total=False):
+    """The options of `attention`: which keys a query sees, and how it weighs them.
 
-    Args:
-      query: [others, group, length, d_kv], in any order.
-      key, value: [others, memory_length, d_kv], a value with any dimension in place of d_kv. Queries that
-        differ in what keys lack share a key.
+    Attributes:
       bias: added to the logits, with any of their dimensions [others, group, length, memory_length].
       mask: bool, with any of them; keys count where it holds.
       segments: int numbers of the text that every query and every key belongs to; a query sees keys of its
@@ -219,11 +199,45 @@ def attention(
       scale: of the logits; None: d_kv ** -0.5.
       extra_logit: of a key without a value, so that the weights may add up to less than 1; None: no such key.
       dropout: rate on the weights, decided by `random_key` (None: a new one of the graph).
+    """
+
+    bias: Tensor | None
+    mask: Tensor | None
+    segments: tuple[Tensor, Tensor] | None
+    causal: bool
+    window: int
+    scale: float | None
+    extra_logit: float | None
+    dropout: float
+    random_key: Tensor | None
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    length: Dim | str,
+    memory_length: Dim | str,
+    d_kv: Dim | str,
+    **options: Unpack[AttentionOptions],
+) -> Tensor:
+    """Values weighted by the softmax of queries times keys, in one operation that never holds all logits.
+
+    Args:
+      query: [others, group, length, d_kv], in any order.
+      key, value: [others, memory_length, d_kv], a value with any dimension in place of d_kv. Queries that
+        differ in what keys lack share a key.
+      options: `AttentionOptions`, as `causal=True`.
 
     Returns:
       The query's dimensions, with that of the values in place of d_kv. A query that sees no key has some
       mean of the values.
     """
+    if unknown := options.keys() - AttentionOptions.__annotations__.keys():
+        known = ", ".join(AttentionOptions.__annotations__)
+        raise UserError(f"attention: there is no option {min(unknown)!r}; give one of {known}")
+    bias, segments, scale = options.get("bias"), options.get("segments"), options.get("scale")
+    dropout, random_key = options.get("dropout", 0.0), options.get("random_key")
     size = query.dim(_name(d_kv)).size
     lacking = [d for d in key.shape if d.name not in (*query.shape.names, _name(memory_length))]
     query = broadcast(query, [*lacking, *query.shape]) if lacking else query
@@ -231,7 +245,7 @@ def attention(
         random_key = query.graph.random_key()
     extras = {
         "bias": bias if bias is None or bias.dtype == query.dtype else cast(bias, query.dtype),
-        "mask": mask,
+        "mask": options.get("mask"),
         "segments": segments and segments[0],
         "memory_segments": segments and segments[1],
         "key": random_key if dropout else None,
@@ -242,9 +256,9 @@ def attention(
         query.dim(_name(length)),
         key.dim(_name(memory_length)),
         size**-0.5 if scale is None else scale,
-        causal,
-        window,
-        extra_logit,
+        options.get("causal", False),
+        options.get("window", 0),
+        options.get("extra_logit"),
         dropout,
         extras=tuple(given),
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from mesh_tf_core.arguments import FUNCTION, check, optional
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ops.few_bits import WHOLE
 from mesh_tf_core.tracing.diloco import OUTER, Settings, check_outer, read_settings
@@ -17,6 +19,31 @@ _SETTINGS: Settings = {
     "patience": ("patience", float),
     "staleness": ("staleness", int),
 }
+
+
+@dataclass(frozen=True)
+class Met:
+    """One meeting.
+
+    Attributes:
+      round: the state that was taken.
+      present: replicas whose work is in it.
+      dropped: what this one did is not: it was too old, or left out.
+      bytes: that it posted, each time it did, without the file's own.
+      left: replicas whose posts were left out of it, and why.
+    """
+
+    round: int
+    present: tuple[int, ...]
+    dropped: bool
+    bytes: int = 0
+    left: Mapping[int, str] = field(default_factory=dict)
+
+    def words(self, count: int) -> str:
+        """'round 3, 3 of 4 replicas'."""
+        lost = "; what this one did was too old and is dropped" if self.dropped and not self.left else ""
+        lost += "".join(f"; the post of replica {one} is left out: {why}" for one, why in self.left.items())
+        return f"round {self.round}, {len(self.present)} of {count} replicas{lost}"
 
 
 @dataclass(frozen=True)
@@ -33,6 +60,7 @@ class Decoupled:
       bits: of each number that it posts: 32, 8 or 4; what rounding loses is added to what it posts next.
       fragments: of the variables (`tracing.diloco.fragments_of`), that meet in turn, each once in a period,
         so that `period / fragments` steps lie between two rounds.
+      on_met: called with (step number, what came of a meeting).
 
     As text: `dir=/shared/run,replica=1/4,period=30`, and `rate`, `momentum`, `patience`, `staleness`, `bits`,
     `fragments`.
@@ -48,6 +76,7 @@ class Decoupled:
     staleness: int = 1
     bits: int = WHOLE
     fragments: int = 1
+    on_met: Callable[[int, Met], object] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def parse(cls, text: str) -> Decoupled:
@@ -80,6 +109,7 @@ class Decoupled:
                 f"meet: replica {self.replica}/{self.count} is none: they are 0/{self.count} to "
                 f"{self.count - 1}/{self.count}"
             )
+        check("meet", on_met=(self.on_met, optional(FUNCTION)))
         check_outer("meet", self.period, self.learning_rate, self.momentum, self.fragments, self.bits)
         if not (self.patience >= 0 and self.staleness >= 0):
             raise UserError(

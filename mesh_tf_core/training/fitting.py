@@ -17,8 +17,9 @@ from typing import Any, Protocol
 
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.training import checkpoint as checkpoints
+from mesh_tf_core.training.decoupled import Met
 from mesh_tf_core.training.finite import FiniteLoss
-from mesh_tf_core.training.outer_step_rounds import Meetings, Met
+from mesh_tf_core.training.outer_step_rounds import Meetings
 from mesh_tf_core.training.prefetch import Prefetch, Ready
 from mesh_tf_core.training.saving import Saver
 
@@ -51,8 +52,8 @@ class Fitting:
       in_flight: most steps that are begun and not done.
       saver: of the trainer.
       losses: ends a training whose loss is not finite.
-      steps, every, on_step, stop, evaluate, evaluate_every, keep, on_met, checkpoint: as in `Trainer.fit`.
-      meetings: with other jobs, if there are any.
+      steps, every, on_step, stop, evaluate, evaluate_every, keep, checkpoint: as in `Trainer.fit`.
+      meetings: with other jobs, if there are any; `on_met`: told of them.
     """
 
     trainer: Trained
@@ -67,9 +68,9 @@ class Fitting:
     evaluate: Callable[[int], object] | None
     evaluate_every: int
     keep: bool
-    on_met: Callable[[int, Met], object]
     checkpoint: str | Path | None
     meetings: Meetings | None = None
+    on_met: Callable[[int, Met], object] | None = None
 
     def run(self, stream: Iterator[Mapping[str, Any]], prepare: Callable[[Any], Any]) -> list[Results]:
         """Trains until `steps` steps are done, or `stop`; the results of each, if they are kept.
@@ -152,7 +153,7 @@ class Fitting:
     def _met(self, meetings: Meetings) -> bool:
         """Meets the other jobs; False if it was stopped."""
         found = meetings.meet(self.stop)
-        if found is not None:
+        if found is not None and self.on_met is not None:
             self.on_met(self.trainer.step_number, found)
         return found is not None
 

@@ -32,7 +32,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -46,7 +45,7 @@ from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ops.few_bits import BITS, DTYPE, WHOLE, quantised, restored
 from mesh_tf_core.tracing.diloco import ParameterSlice, fragments_of, outer_step, wide
 from mesh_tf_core.tracing.outer_steps import MOMENTUM
-from mesh_tf_core.training.decoupled import Decoupled
+from mesh_tf_core.training.decoupled import Decoupled, Met
 from mesh_tf_core.training.finite import is_finite
 from mesh_tf_core.training.opened import Checkpoint
 from mesh_tf_core.training.outer_step_files import FLOATS, ArraysByName, Directory, MeetingState, UnusablePost
@@ -60,31 +59,6 @@ EXTRA = "meet"
 """The name in a checkpoint of the further data of synchronisations."""
 POLL, SLOWEST = 0.05, 1.0
 """Seconds between two looks at the directory: a thousandth of the patience, within these."""
-
-
-@dataclass(frozen=True)
-class Met:
-    """One meeting.
-
-    Attributes:
-      round: the state that was taken.
-      present: replicas whose work is in it.
-      dropped: what this one did is not: it was too old, or left out.
-      bytes: that it posted, each time it did, without the file's own.
-      left: replicas whose posts were left out of it, and why.
-    """
-
-    round: int
-    present: tuple[int, ...]
-    dropped: bool
-    bytes: int = 0
-    left: Mapping[int, str] = field(default_factory=dict)
-
-    def words(self, count: int) -> str:
-        """'round 3, 3 of 4 replicas'."""
-        lost = "; what this one did was too old and is dropped" if self.dropped and not self.left else ""
-        lost += "".join(f"; the post of replica {one} is left out: {why}" for one, why in self.left.items())
-        return f"round {self.round}, {len(self.present)} of {count} replicas{lost}"
 
 
 class Meetings:

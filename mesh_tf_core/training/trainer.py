@@ -40,7 +40,7 @@ from mesh_tf_core.training.evaluation import NO_MEANS, EvaluationBatches, Evalua
 from mesh_tf_core.training.finite import FiniteLoss, FinitePieces, finite_names
 from mesh_tf_core.training.fitting import Fitting, OnStep
 from mesh_tf_core.training.opened import Checkpoint
-from mesh_tf_core.training.outer_step_rounds import Meetings, Met
+from mesh_tf_core.training.outer_step_rounds import Meetings
 from mesh_tf_core.training.prefetch import Ready, continued
 from mesh_tf_core.training.replicas import TrainedReplicas
 from mesh_tf_core.training.saving import Saver
@@ -187,7 +187,6 @@ class Trainer:
         evaluate_every: int = 100,
         keep: bool = True,
         meet: Decoupled | None = None,
-        on_met: Callable[[int, Met], object] = lambda *_: None,
     ) -> list[dict[str, Any]]:
         """Trains until `steps` steps are done; returns the results of those done here.
 
@@ -210,7 +209,6 @@ class Trainer:
             a quarter of a KiB a step.
           meet: how this training, one of several jobs, meets the others; `batches` are those of all, of which
             it takes its own.
-          on_met: called with (step number, what came of a meeting).
 
         Raises:
           UserError: the loss is not a finite number, the data ended, a checkpoint is of another model, or
@@ -218,7 +216,7 @@ class Trainer:
         """
         check("fit", batches=(batches, BATCHES), steps=(steps, at_least(0)), every=(every, at_least(1)))
         check("fit", checkpoint=(checkpoint, optional(PATH)), evaluate_every=(evaluate_every, at_least(1)))
-        check("fit", stop=(stop, FUNCTION), on_met=(on_met, FUNCTION))
+        check("fit", stop=(stop, FUNCTION))
         check("fit", on_step=(on_step, optional(FUNCTION)), evaluate=(evaluate, optional(FUNCTION)))
         check("fit", meet=(meet, optional(instance(Decoupled, "mtf.Decoupled"))))
         loop = Fitting(
@@ -234,7 +232,6 @@ class Trainer:
             evaluate=evaluate,
             evaluate_every=evaluate_every,
             keep=keep,
-            on_met=on_met,
             checkpoint=checkpoint,
         )
         if checkpoint is None:
@@ -254,7 +251,7 @@ class Trainer:
     ) -> list[dict[str, Any]]:
         """Runs the loop from the variables as they are."""
         if meet is not None:
-            loop.meetings = self._joined(meet)
+            loop.meetings, loop.on_met = self._joined(meet), meet.on_met
             batches = loop.meetings.stream(iter(batches))
         stream = continued(self.stream(batches), self.position, self.step_number)
         return loop.run(stream, self._prepared)

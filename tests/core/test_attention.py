@@ -232,6 +232,7 @@ def test_a_window_is_sent_no_further_than_it_is_seen(window: int, turns: int) ->
         ),
         (lambda q, k: mtf.attention(q, k, k, L, M, D, dropout=1.0), r"dropout: rate must be in \[0, 1\)"),
         (lambda q, k: mtf.attention(q, k, k, L, M, D, window=-1), "window must be >= 0"),
+        (lambda q, k: mtf.attention(q, k, k, L, M, D, casual=True), "no option 'casual'; give one of bias"),  # type: ignore[call-arg]
     ],
 )
 def test_errors(wrong: Callable[..., object], message: str) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ import pytest
 import mesh_tf_core as mtf
 from mesh_tf_core.ops.few_bits import quantised, restored
 from mesh_tf_core.training import checkpoint
-from mesh_tf_core.training.decoupled import Decoupled
+from mesh_tf_core.training.decoupled import Decoupled, Met
 from mesh_tf_core.training.outer_step_files import _write, only
-from mesh_tf_core.training.outer_step_rounds import Meetings, Met
+from mesh_tf_core.training.outer_step_rounds import Meetings
 from mesh_tf_core.training.trainer import Trainer
 from tests.core.test_replicas import alone, data, model
 
@@ -60,7 +61,7 @@ def job(
 
     def run() -> None:
         own, met = trainer(), list[Met]()
-        history = own.fit(data(), steps, place, 5, meet=how, on_met=lambda _, each: met.append(each))
+        history = own.fit(data(), steps, place, 5, meet=replace(how, on_met=lambda _, each: met.append(each)))
         found[replica] = own, [r["loss"] for r in history], met
 
     thread = threading.Thread(target=run)
@@ -102,7 +103,9 @@ def test_a_lost_replica_stops_nobody_and_takes_the_newest_state(tmp_path: Path) 
     assert rounds == [(0, 1), (0,), (0,), (0,), (0,)]
     own, met = trainer(), list[Met]()
     history = own.fit(
-        data(), 3, meet=Decoupled(tmp_path, 1, 2, 3, patience=0.1), on_met=lambda _, each: met.append(each)
+        data(),
+        3,
+        meet=Decoupled(tmp_path, 1, 2, 3, patience=0.1, on_met=lambda _, each: met.append(each)),
     )
     # What it begins with is the other's last state, not its own first one.
     fresh = trainer()
@@ -152,7 +155,7 @@ def test_work_is_posted_once(after: str, more: dict[str, Any], tmp_path: Path) -
                 if after == "the post":
                     patch.setattr(Meetings, "_await", waits_alone)
                 with contextlib.suppress(Lost):
-                    one.fit(data(), *words, meet=own, on_met=met, stop=stop)
+                    one.fit(data(), *words, meet=replace(own, on_met=met), stop=stop)
             assert 0 < one.step_number < 9
         trainer().fit(data(), *words, meet=own)
         other.join()
@@ -344,7 +347,7 @@ def test_replicas_that_would_meet_otherwise_are_refused(
 def test_nobody_is_a_replica_twice(tmp_path: Path) -> None:
     how = Decoupled(tmp_path / "run", 0, 2)
     code = "import sys; from mesh_tf_core.training.outer_step_files import *; "
-    code += "from mesh_tf_core.training.decoupled import Decoupled; "
+    code += "from mesh_tf_core.training.decoupled import Met, Decoupled; "
     code += "only(Decoupled(sys.argv[1], 0, 2)).__enter__()"
     with only(how) as trouble:
         assert not trouble

@@ -19,9 +19,9 @@ import pytest
 
 import mesh_tf_core as mtf
 from mesh_tf_core.engines.lockstep import LockstepEngine
-from mesh_tf_core.training.decoupled import Decoupled
+from mesh_tf_core.training.decoupled import Decoupled, Met
 from mesh_tf_core.training.outer_step_files import ABOUT, MeetWarning
-from mesh_tf_core.training.outer_step_rounds import Meetings, Met
+from mesh_tf_core.training.outer_step_rounds import Meetings
 from mesh_tf_core.training.trainer import Trainer
 from tests.core.test_replicas import data, model
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mesh_tf_core.ir.dims import Dim
-from mesh_tf_core.ir.program import Carry, Local, Program, Result, Sliced, make_loop
+from mesh_tf_core.ir.program import Carry, Crossing, Local, Program, Result, Sliced, make_loop
 from mesh_tf_core.lower.verify import verify
 from mesh_tf_core.ops.basic import Shift
 from mesh_tf_core.ops.binary import Binary
@@ -45,9 +45,9 @@ class Loops(Builder):
     def loop(
         self, dim: Dim, body: list[Any], reverse: bool = False, index: int | None = None, **crossing: Any
     ) -> Any:
-        parts = {name: tuple(crossing.pop(name, ())) for name in ("carried", "sliced", "stacked", "summed")}
+        parts = Crossing(*(tuple(crossing.pop(name, ())) for name in Crossing._fields))
         index = self.number() if index is None else index
-        return make_loop(HERE, dim, reverse, index, **parts, body=tuple(body), **crossing)
+        return make_loop(HERE, dim, reverse, index, parts, tuple(body), **crossing)
 
     def ended(self, loop: Any, **results: int) -> Program:
         self.code.append(loop)
