@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.exclusions import ALTERNATING, SEVERAL_STAGES, refuse
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
@@ -171,11 +172,8 @@ class Model:
             )
         whole = self.training_step()
         if alternates(schedule):
-            if len(stages) > 1:
-                raise UserError(
-                    f"schedule {schedule}: one dimension of layers can be stages, found "
-                    f"{' and '.join(stages)}; take the schedule {GPIPE}, or split one of them"
-                )
+            several = f"stages of {' and '.join(stages)}" if len(stages) > 1 else ""
+            refuse({ALTERNATING: f"schedule {schedule}", SEVERAL_STAGES: several})
             ((dim, count),) = stages.items()
             from mesh_tf_core.tracing.pipelined_step import pipelined_step
 

@@ -43,6 +43,7 @@ from layoutopt.plan.results import (
 from layoutopt.plan.units import bytes_text, share_text, some
 from layoutopt.plan.ways import Turning
 from layoutopt.runtime.clock import UNLIMITED, Clock
+from layoutopt.space.exclusions import CHECK, MEMORY, SENSITIVITY, memory_words, refuse
 from layoutopt.space.recorded import allowed_text
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.layout import Layout
@@ -262,8 +263,7 @@ def explain(
     if wrong and (numbers := _other_numbers(plan, machine)):
         wrong.insert(0, f"made with other hardware numbers: {some(numbers, LARGEST)}")
     least = asked.objective == "memory"
-    if sensitivity and least:
-        raise UserError("--sensitivity varies what makes a step fast: it needs a plan of another --objective")
+    refuse({SENSITIVITY: "--sensitivity" if sensitivity else "", MEMORY: memory_words(asked.objective)})
     other = None if against is None else evaluate(model, plan.mesh, against, machine)
     clock = time_limit if isinstance(time_limit, Clock) else Clock(time_limit) if time_limit else UNLIMITED
 
@@ -358,8 +358,7 @@ def _checked(
     asked = plan.question
     if plan.data.details.search is None:
         raise UserError("--check: the plan does not say what was asked; make it again with search --out")
-    if asked.objective == "memory":
-        raise UserError("--check shows that nothing is faster: it needs a plan of another --objective")
+    refuse({CHECK: "--check", MEMORY: memory_words(asked.objective)})
     if plan.solver.status != "OPTIMAL":
         raise UserError(f"--check: the plan claims no proof, its status is {plan.solver.status}")
     if wrong:

@@ -19,8 +19,10 @@ from layoutopt.plan.evidence import Validation
 from layoutopt.plan.notebook import Shown, table
 from layoutopt.plan.results import ValidateResult
 from layoutopt.plan.units import plural, share_text
+from layoutopt.space.exclusions import VERIFY, refuse
 from layoutopt.space.keywords import gathered
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.exclusions import REPLICAS
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
@@ -97,11 +99,7 @@ def verify(priced: Plan | PricedLayout, topology: str) -> Verified:
     else:
         model, mesh, layout = model_of(priced), priced.mesh, priced.layout
     options, own = priced.options, getattr(model, "step_on", None)
-    if options.diloco is not None:
-        raise UserError(
-            f"{options.diloco} makes two programs, a step and a meeting, and `verify` compiles one; leave "
-            "--diloco out, with the mesh of one replica"
-        )
+    refuse({VERIFY: "verify", REPLICAS: "" if options.diloco is None else f"--diloco {options.diloco}"})
     step = own and (lambda devices: own(mesh, layout, options, devices))
     return compiled(evaluate(model, mesh, layout, machine, options), topology, machine, step)
 

@@ -116,13 +116,14 @@ def train(
 ) -> None:
     """Train a model on this machine's mesh, under the best layout or one of yours."""
     from mesh_tf_core.errors import UserError
+    from mesh_tf_core.exclusions import MEETINGS, REPLICAS, refuse
     from mesh_tf_core.training.decoupled import Decoupled
     from mesh_tf_core.training.folders import read_mode
 
     run: TrainingRun | None = None
     meets = None if meet is None else Decoupled.parse(meet)
-    if meets is not None and "--diloco" in decided.texts:
-        raise UserError("--meet: each replica is one process's job; leave --diloco out")
+    alone = "--diloco" if "--diloco" in decided.texts else ""
+    refuse({MEETINGS: "" if meets is None else "--meet", REPLICAS: alone})
     if resume is not None and checkpoint is None:
         raise UserError("--resume: say where the checkpoint is; add --checkpoint DIR")
     if layout == AUTO:

@@ -284,7 +284,7 @@ class Draft:
             return ()
         from layoutopt.formulation.host_memory import host_row
 
-        return host_row(self.tables, index, limit)
+        return host_row(self.tables, index, limit, self.meetings)
 
 
 def _groups(tables: Sequence[Table]) -> tuple[BucketKey, ...]:

@@ -14,6 +14,7 @@ which is not a sum over clusters. The tables say 0: they are a bound, and the pr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -75,6 +76,11 @@ class OuterStepContext(SharedContext):
         self.period, self.narrow, self.padded = by.period, narrow_reads(step.graph), padded
         self.kept = tuple(name for name in _written(graph) if name not in known)
         self.clusters = tuple(replace(c, multiplicity=c.multiplicity / by.period) for c in self.clusters)
+
+    def kept_of(self, cluster: int) -> Counter[str]:
+        """How many of `kept` a cluster stands for, by the variable of its own that they are like."""
+        made = map(self.makers.variable.__getitem__, self.kept)
+        return Counter(like for number, like in made if number == cluster)
 
     def variables(self) -> Iterator[HeldBytes]:
         """The bytes of variables that every point of the step holds for the outer step."""

@@ -23,6 +23,7 @@ from layoutopt.plan.fields import LARGEST
 from layoutopt.runtime.clock import Clock
 from layoutopt.space.allow import resolved
 from layoutopt.space.decisions import ARGUMENTS, SearchSpace
+from layoutopt.space.exclusions import MEMORY, REFINE, refuse
 from layoutopt.space.keywords import from_python, gathered
 from layoutopt.space.kind import Target
 from layoutopt.space.mesh_shapes import meshes
@@ -103,10 +104,6 @@ def search(
     hosts = chosen.host_link is not None and not chosen.is_host
     allowed = resolved(allowed, [Target(model, shape, hosts) for shape in shapes])
     allowed = allowed.settled(objective)
-    if limits.refine and allowed.pipeline:
-        raise UserError("--refine cannot be combined with --pipeline: remove one of them")
-    if allowed.diloco is not None:
-        _check_replicas(limits.refine, allowed)
     if allowed.offload:
         _check_host(chosen)
     keep_best, top = limits.keep_best, limits.top
@@ -214,10 +211,8 @@ def _check(
         raise UserError(f"mesh {mesh!r}: give a Mesh, or its axes as 'data:2;model:4'")
     if mesh is not None and not str(mesh).strip():
         raise UserError("--mesh '' names no axis; write for example --mesh 'data:2;model:4'")
-    if limits.refine and objective != "time":
-        raise UserError(
-            f"--refine looks for less time, not for less memory; leave --objective {objective} out"
-        )
+    other = "" if objective == "time" else f"--objective {objective}"
+    refuse({REFINE: "--refine" if limits.refine else "", MEMORY: other})
     if (mesh is None) == (devices is None):
         raise UserError("give either a mesh (--mesh 'data:2;model:4') or a number of devices (--devices 8)")
     top = limits.top
@@ -235,14 +230,6 @@ def _check(
         if argument.names_axes and getattr(allowed, name):
             option = argument.options[0].name
             raise UserError(f"{option} names mesh axes: give the mesh with --mesh instead of --devices")
-
-
-def _check_replicas(refine: bool, allowed: SearchSpace) -> None:
-    """UserError for what a search does not combine with replicas."""
-    if refine:
-        raise UserError("--refine cannot be combined with --diloco: remove one of them")
-    if allowed.offload:
-        raise UserError("--diloco cannot be combined with --offload in a search: remove one of them")
 
 
 def _check_host(hardware: Hardware) -> None:

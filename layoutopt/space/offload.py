@@ -31,6 +31,7 @@ from layoutopt.space.option import Option
 from layoutopt.space.storage import stored_classes
 from layoutopt.space.undivided import few, first_of
 from mesh_tf_core.errors import UserError, known_names
+from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -140,8 +141,8 @@ class OffloadDecision(Decision):
 
     @classmethod
     def class_of(cls, variable: Variable) -> str:
-        """Name of the decision about a variable."""
-        return cls.prefix + " ".join(variable.shape.names)
+        """Name of the decision about a variable; what is one per replica lies alike."""
+        return cls.prefix + " ".join(name for name in variable.shape.names if name != REPLICA)
 
     @classmethod
     def changing(cls, touched: Affects) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from mesh_tf_core.decoding.beam import beam_search
 from mesh_tf_core.decoding.loop import Decoded, greedy, sample
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.exclusions import DECODING, MICROBATCHES, STAGES, refuse
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.schedules import GPIPE
 from mesh_tf_core.model import NO_STAGES, NOTHING, Model, TrainingStep
@@ -39,9 +40,12 @@ class Decoder(Model):
         again: frozenset[str] = NOTHING,
     ) -> TrainingStep:
         """The step that decodes, without gradients or updates."""
-        if microbatches > 1 or stages:
-            what = f"no pipeline over {' and '.join(stages)}" if stages else f"no {microbatches} microbatches"
-            raise UserError(f"model {self.name!r} decodes: it has {what}")
+        asked = {
+            DECODING: f"model {self.name!r}, which decodes,",
+            STAGES: f"stages of {' and '.join(stages)}" if stages else "",
+            MICROBATCHES: f"{microbatches} microbatches" if microbatches > 1 else "",
+        }
+        refuse(asked)
         results = {"loss": self.loss, "tokens": self.decoded.tokens, "scores": self.decoded.scores}
         return TrainingStep(self.graph, results, ())
 

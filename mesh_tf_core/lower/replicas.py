@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from mesh_tf_core.errors import LayoutError, UserError, known_names
+from mesh_tf_core.exclusions import REPLICAS, SCHEDULE, STAGES, refuse
 from mesh_tf_core.ir.blocks import REPLICA
 from mesh_tf_core.ir.layout import AT, Layout, within
 from mesh_tf_core.ir.mesh import Mesh
@@ -68,12 +69,12 @@ def check_axis(diloco: DiLoCo, mesh: Mesh) -> int:
 def check_whole(diloco: DiLoCo | None, stages: Iterable[str], schedule: str = GPIPE) -> None:
     """LayoutError if the layers of replicas are to be stages of a pipeline, or to have a schedule of them."""
     split = " and ".join(stages)
-    if split or schedule != GPIPE:
-        what = f"split {split} over no axis" if split else "leave the schedule out"
-        raise LayoutError(
-            f"replicas along an axis that synchronises rarely ({diloco}) have no stages of a pipeline yet: "
-            f"{what}, or leave diloco out"
-        )
+    asked = {
+        REPLICAS: f"diloco {diloco}",
+        STAGES: split and f"stages of {split}",
+        SCHEDULE: "" if schedule == GPIPE else f"schedule {schedule}",
+    }
+    refuse(asked, error=LayoutError)
 
 
 def replica_graphs(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
-from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.exclusions import SPLIT_BACKWARD, STAGE_AGAIN, refuse
+from mesh_tf_core.ir.blocks import TICK, Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.phase import Phase
@@ -88,10 +89,8 @@ class TickLoops:
         self.held = self.flows if self.stage_again else passes
         self.halves: tuple[HalfBackward, HalfBackward] | None = None
         if self.schedule.last is StageAction.WEIGHTS:
-            if self.stage_again:
-                raise copy.refusal(
-                    "stages that run again as a whole have no slot for weights: recompute layers"
-                )
+            whole = f"recompute {TICK}" if self.stage_again else ""
+            refuse({SPLIT_BACKWARD: f"schedule {copy.named}", STAGE_AGAIN: whole})
             stacks = set[int]() if self.second is None else {*layers.saved.values()}
             self.halves = halves(order.body(order.backward), order.rows, stacks)
 

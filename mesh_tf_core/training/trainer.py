@@ -26,6 +26,7 @@ from mesh_tf_core.engines import Cluster, Engine, open_engine
 from mesh_tf_core.engines.feeds import rows_of
 from mesh_tf_core.engines.pieces import VariablePiece
 from mesh_tf_core.errors import UserError
+from mesh_tf_core.exclusions import CLUSTER, MEANS, MEETINGS, REPLICAS, refuse
 from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -259,10 +260,8 @@ class Trainer:
     def _joined(self, meet: Decoupled) -> Meetings:
         """The meetings of this training: those of a `fit` before, or of the checkpoint, if they are the
         same."""
-        if self.cluster is not None or self._replicas is not None:
-            raise UserError(
-                "meet: each replica is one process's job; leave its cluster's options and diloco out"
-            )
+        alone = "" if self._replicas is None else "diloco"
+        refuse({MEETINGS: "meet", REPLICAS: alone, CLUSTER: "" if self.cluster is None else "a cluster"})
         if self._meetings is None or self._meetings.how != meet:
             self._meetings = Meetings(meet, self.engine, self.program, self._restored)
         return self._meetings
@@ -295,8 +294,7 @@ class Trainer:
         """Variable -> what is read in its place: its running mean, or what replicas began from or have."""
         if self._replicas is None:
             return running_means(self.program, self.step_number, what) if ema else NO_MEANS
-        if ema:
-            raise UserError(f"{what}: each replica has running means of its own; leave out ema")
+        refuse({REPLICAS: "diloco", MEANS: f"{what} on ema" if ema else ""})
         return {**self._replicas.shared, **self._replicas.own}
 
     def save(self, directory: str | Path, wait: bool = True) -> None:

@@ -142,8 +142,8 @@ def test_a_plan_for_the_least_memory_is_explained_in_bytes(
     assert pin["costs_seconds"] is None
     assert "the least memory was searched for" in run("explain", str(tmp_path / "lean.json")).stdout
     for option, message in (
-        ("--check", "that nothing is faster"),
-        ("--sensitivity", "what makes a step fast"),
+        ("--check", "it shows that no layout is faster"),
+        ("--sensitivity", "it varies what makes a step fast"),
     ):
         assert message in refused("explain", str(tmp_path / "lean.json"), option)
 

@@ -20,7 +20,10 @@ def test_what_it_refuses(run: Callable[..., Result]) -> None:
     assert found.exit_code == 2 and "replica 2/2 is none: they are 0/2 to 1/2" in found.stderr
     found = run(*WORDS, "--meet", "dir=/x,replica=0/2", "--diloco", "data")
     assert found.exit_code == 2
-    assert found.stderr == "error: --meet: each replica is one process's job; leave --diloco out\n"
+    assert found.stderr == (
+        "error: --meet cannot be combined with --diloco: each replica is a job of its own there; remove one "
+        "of them\n"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])

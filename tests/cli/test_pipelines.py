@@ -54,7 +54,7 @@ def test_a_plan_with_stages(
         ),
         (("--schedule", "gpipe,circular:2"), "circular:2 needs --pipeline; add"),
         (("--pipeline", "layers", "--schedule", "interleaved:1"), "as interleaved:2"),
-        (("--pipeline", "layers", "--refine"), "--refine cannot be combined with --pipeline"),
+        (("--refine", "--objective", "memory"), "--refine cannot be combined with --objective memory"),
         (("--pipeline", "layers", "--pin", "layers:pipe", "--pin", "batch:pipe"), "tell stages apart"),
     ],
 )

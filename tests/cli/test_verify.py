@@ -91,7 +91,7 @@ def test_bad_input(refused: Callable[..., str], arguments: tuple[str, ...], why:
 
 def test_replicas_are_two_programs(refused: Callable[..., str]) -> None:
     said = refused(*MLP, "--topology", "v5e:2x2", "--mesh", "sites:2;data:2", "--diloco", "sites", "-q")
-    assert "makes two programs, a step and a meeting" in said and "leave --diloco out" in said
+    assert "verify cannot be combined with --diloco sites:" in said and "two programs" in said
 
 
 def test_a_plan_takes_no_layout(refused: Callable[..., str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 import mesh_tf_core as mtf
@@ -12,6 +13,8 @@ from examples import moe_lm, resnet, transformer_lm
 from layoutopt.optimize.refine.model_places import places
 from layoutopt.space.decisions import SearchSpace
 from mesh_tf_core.ir.program import AllGather, AllReduce, AllToAll, Local, Program, ReduceScatter
+from mesh_tf_core.training.trainer import Trainer
+from tests.core import test_replicas as replicas
 from tests.examples.helper import SMALL
 from tests.examples.hunt import MESH, Hunt, Legal
 from tests.marks import by_day
@@ -123,6 +126,44 @@ HUNTS = {
 @pytest.mark.parametrize("name", HUNTS)
 def test_the_numbers_of_one_device(name: str, seed: int) -> None:
     HUNTS[name].check(name, seed)
+
+
+STAGED, REPLICATED = "pipe:2;data:2;model:2", "sites:2;data:2;model:2"
+BESIDE: tuple[tuple[str, str, mtf.Options], ...] = (
+    (STAGED, "layers:pipe;batch:data", mtf.Options(microbatches=2)),
+    (STAGED, "layers:pipe", mtf.Options(microbatches=4, schedule="zb-h1")),
+    (STAGED, "layers:pipe;batch:data", mtf.Options({"wi": 3}, {"layers"}, 2, schedule="1f1b")),
+    (REPLICATED, "batch:data", mtf.Options({"wi": 1, "wo": 3}, diloco=mtf.DiLoCo("sites", 2))),
+)
+
+
+def learned(mesh: str, layout: str | mtf.Layout, options: mtf.Options) -> tuple[Any, dict[str, Any]]:
+    """Losses of some steps, and the variables after them."""
+    trained = Trainer(replicas.model(mtf.Adam(1e-2)), mesh, layout, options, engine="lockstep")
+    losses = [step["loss"] for step in trained.fit(replicas.data(), 3)]
+    return losses, {n: np.asarray(trained.engine.read(n)) for n in trained.engine.program.variables}
+
+
+@pytest.mark.parametrize(("mesh", "layout", "options"), BESIDE)
+def test_stages_and_replicas_have_rules_of_paths(mesh: str, layout: str, options: mtf.Options) -> None:
+    """The numbers are those of the same stages or replicas without such rules."""
+    graph, rng = replicas.model(mtf.Adam(1e-2)).training_step(options.microbatches).graph, random.Random(1)
+    found, on, seen = places(graph), mtf.Mesh(mesh), set[mtf.Layout]()
+    losses, variables = learned(mesh, layout, options)
+    while len(seen) < 4:
+        refined = mtf.Layout(layout)
+        for move in rng.choices([*found.moves(on)], k=3):
+            refined = move.of(found.by_path[move.path], refined, on, SearchSpace()) or refined
+        if not refined.refined or refined in seen:
+            continue
+        try:
+            ours = learned(mesh, refined, options)
+        except mtf.LayoutError:
+            continue
+        seen.add(refined)
+        np.testing.assert_allclose(ours[0], losses, rtol=1e-9)
+        for name, value in variables.items():
+            np.testing.assert_allclose(ours[1][name], value, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.nightly

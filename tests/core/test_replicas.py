@@ -306,12 +306,12 @@ def test_errors(said: str, layout: str, error: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "schedule", "do"),
-    [("layers:data", "gpipe", "split layers over no axis"), ("", "circular:2", "leave the schedule out")],
+    ("layout", "schedule", "what"),
+    [("layers:data", "gpipe", "stages of layers"), ("", "circular:2", "schedule circular:2")],
 )
-def test_replicas_have_no_stages(layout: str, schedule: str, do: str) -> None:
+def test_replicas_have_no_stages(layout: str, schedule: str, what: str) -> None:
     options = mtf.Options(microbatches=2, schedule=schedule)
-    with pytest.raises(mtf.LayoutError, match=f"have no stages of a pipeline yet: {do}, or leave diloco"):
+    with pytest.raises(mtf.LayoutError, match=f"diloco sites:.* cannot be combined with {what}: replicas"):
         trainer(model(mtf.SGD(0.1)), layout, options, "sites")
 
 

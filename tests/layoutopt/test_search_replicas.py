@@ -4,6 +4,7 @@ forbid nothing that fits, and the answer is the best of all layouts."""
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from layoutopt.optimize.subproblems import subproblems
 from layoutopt.space.decisions import SearchSpace
 from layoutopt.space.kind import STORED
 from tests.core.test_replicas import model
+from tests.layoutopt.models import some_choices
 
 MESH = mtf.Mesh("sites:2;data:2;model:2")
 RARE = mtf.DiLoCo("sites", 4, fragments=2, bits=8)
@@ -124,7 +126,7 @@ def test_what_a_delay_hides_is_in_the_answer(hidden: bool) -> None:
     assert plan.solver.bound is not None and plan.solver.bound <= wanted * (1 + 1e-9)
     assert plan.predicted.step_seconds == pytest.approx(wanted, rel=1e-9 if hidden else 1e-3)
     notes = " ".join(evaluator(MESH, plan.layout, plan.options).notes)
-    assert "over 'sites' every 2 steps" in notes and ("wait for 0 s" in notes) is hidden
+    assert "over 'sites' every 2 steps" in notes and ("of which 0 s is exposed" in notes) is hidden
 
 
 def test_the_proof_holds_without_a_solver(evaluator: Evaluator) -> None:
@@ -140,13 +142,45 @@ def test_the_proof_holds_without_a_solver(evaluator: Evaluator) -> None:
         ({"pins": "batch:sites"}, "pins batch: replicas lie along 'sites'"),
         ({"storage": ["zero3@sites"]}, "storage zero3@sites: replicas lie along 'sites'"),
         ({"mesh": None, "devices": 8}, "diloco names mesh axes"),
-        ({"refine": True}, "refine cannot be combined with diloco"),
+        ({"refine": True, "objective": "memory"}, "refine cannot be combined with objective memory"),
     ],
 )
 def test_errors(evaluator: Evaluator, asked: dict[str, object], error: str) -> None:
     given: dict[str, object] = {"mesh": MESH, "diloco": "sites", **asked}
     with pytest.raises(mtf.UserError, match=error):
         search(evaluator.model, hardware=evaluator.hardware, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", [RARE, LATE])
+def test_replicas_keep_values_on_their_hosts(way: mtf.DiLoCo) -> None:
+    """Tables, rows of memory and the row of the hosts' memory add up with meetings beside the step."""
+    settings = ["network_bandwidth=0.001GB/s", "host_memory=1KiB", "host_link=1e6GB/s"]
+    evaluator = Evaluator(
+        model(mtf.Adam(1e-2), dtype="float32"), load_hardware(with_settings("tpu-v5e", settings))
+    )
+    allowed = SearchSpace(
+        storage=STORED, microbatches=(1,), diloco=way, offload=("optimizer", "activations", "weights")
+    )
+    rng, compared = random.Random(1), 0
+    (subproblem,) = subproblems(evaluator.model, [MESH], allowed, evaluator.near)
+    decided = subproblem.decided
+    its = subproblem.opened(evaluator)
+    while compared < 12:
+        layout, options = decided.read(some_choices(decided, rng))
+        try:
+            priced = evaluator(MESH, layout, options)
+        except mtf.LayoutError:
+            continue
+        compared += 1
+        sites = [x for x in priced.cost.lines if "sites" in x.axes]
+        waited = sum(x.exposed * x.times for x in sites) if way.delay else 0.0
+        summed = evaluator.table_prices(MESH, decided).seconds(layout, options)
+        assert summed == pytest.approx(priced.cost.step_seconds - waited, rel=1e-9)
+        choices = its.extraction.choices(layout, options)
+        assert choices is not None
+        assert max(row.use(choices) for row in its.rows) <= priced.memory.peak + 0.5
+        (host,) = (row for row in its.extraction.problem.rows if row.name == "host memory")
+        assert host.use(choices) == priced.program.host_bytes
 
 
 def test_one_decision_may_be_of_variables_that_meet_apart() -> None:

@@ -46,6 +46,8 @@ class AxisMove:
     def of(self, place: ModelPlace, layout: Layout, mesh: Mesh, allowed: SearchSpace) -> Layout | None:
         """The layout with it; None where that changes nothing, does not divide, or is not allowed."""
         here, rules = layout.at(place.path), dict[str, Axes]()
+        if self.axis in allowed.apart:
+            return None
         if self.to is not None and self.axis in allowed.forbid.get(self.to, ()):
             return None
         for name, sizes in place.dims.items():

@@ -1,0 +1,52 @@
+"""Features that exclude each other: a row of a table each, and one sentence for all.
+
+What a program can say for itself (an axis that splits twice, a dimension that does not divide, a loop without
+a backward) needs no row. A row is for what no rule of lowering knows, or what would have to be built first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from mesh_tf_core.errors import UserError
+
+
+class Exclusion(NamedTuple):
+    """Two features that nothing has both of, and why."""
+
+    first: str
+    second: str
+    why: str
+
+
+REPLICAS, STAGES, SCHEDULE, MEANS = "replicas", "stages", "schedule", "running means"
+MEETINGS, CLUSTER, DECODING, MICROBATCHES = "meetings", "cluster", "decoding", "microbatches"
+ALTERNATING, SEVERAL_STAGES = "alternating schedule", "several dimensions of stages"
+SPLIT_BACKWARD, STAGE_AGAIN = "split backward", "recomputed stages"
+EXCLUDED = (
+    Exclusion(REPLICAS, STAGES, "replicas that train alone are not split into stages"),
+    Exclusion(REPLICAS, SCHEDULE, "replicas that train alone are not split into stages"),
+    Exclusion(REPLICAS, MEANS, "each replica has running means of its own"),
+    Exclusion(MEETINGS, REPLICAS, "each replica is a job of its own there"),
+    Exclusion(MEETINGS, CLUSTER, "each replica is one process there"),
+    Exclusion(DECODING, MICROBATCHES, "no gradients are added up over them"),
+    Exclusion(DECODING, STAGES, "a token goes through all layers before the next one"),
+    Exclusion(ALTERNATING, SEVERAL_STAGES, "its ticks go over one dimension of layers"),
+    Exclusion(SPLIT_BACKWARD, STAGE_AGAIN, "gradients of weights have no slot where whole stages run again"),
+)
+"""What the runtime cannot combine."""
+
+
+def refuse(
+    asked: Mapping[str, str], excluded: Iterable[Exclusion] = EXCLUDED, error: type[UserError] = UserError
+) -> None:
+    """Raises an error if features that exclude each other are asked for.
+
+    Args:
+      asked: feature -> how it was asked for, in the user's words; "" if it was not.
+    """
+    for each in excluded:
+        one, other = asked.get(each.first), asked.get(each.second)
+        if one and other:
+            raise error(f"{one} cannot be combined with {other}: {each.why}; remove one of them")
