@@ -35,7 +35,7 @@ EXCLUDED = (
     Exclusion(ALTERNATING, SEVERAL_STAGES, "its ticks go over one dimension of layers"),
     Exclusion(SPLIT_BACKWARD, STAGE_AGAIN, "gradients of weights have no slot where whole stages run again"),
 )
-"""What the runtime cannot combine."""
+"""The pairs that the runtime cannot combine."""
 
 
 def refuse(

@@ -1,4 +1,4 @@
-"""What searches and questions about their plans cannot combine (`mesh_tf_core.exclusions`)."""
+"""The pairs that searches, and questions about their plans, cannot combine (`mesh_tf_core.exclusions`)."""
 
 from __future__ import annotations
 
