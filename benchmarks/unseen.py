@@ -22,15 +22,19 @@ from typing import Any
 
 import layoutopt
 import mesh_tf_core as mtf
+from benchmarks.unseen_memory import RULES, by_rule
+from costmodels.pricing.lines import Cost
 from examples import bert, moe_lm, transformer_lm
+from layoutopt.plan.machine_details import errors_known
 from mesh_tf_core.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "benchmarks" / "data" / "unseen"
 OUT = ROOT / "benchmarks" / "results" / "unseen.json"
-REVISED = ("dgxc_pipelines_h100", "maxtext_multislice_tpu", "nanotron_llama1b_h100")
-"""Tables that were read when rules were made (schedules of pipelines, which axes lie over slices); no number
-was fitted to them."""
+NANOTRON = "nanotron_llama1b_h100"
+REVISED = ("dgxc_pipelines_h100", "maxtext_multislice_tpu", NANOTRON)
+"""Tables that were read when rules were made (schedules of pipelines, which axes lie over slices, memory as
+nanotron holds it); no number was fitted to them."""
 EXAMPLES = {"dense": transformer_lm, "encoder": bert, "moe": moe_lm}
 PRESETS = {"h100_80gb": "h100", "a100_80gb": "a100", "v100_32gb": "v100"}
 EAGER = ("PyTorch, eager", "Megatron-LM (PyTorch)", "nanotron", "NeMo")
@@ -196,12 +200,36 @@ def priced(row: Row) -> dict[str, Any]:
         return {**found, "why_not": str(error)}
     predicted = [a.evaluation.predicted for a in answers]
     exact = len(answers) == 1
+    if row.decided.get("schedule"):
+        found["seconds_by_kind"] = by_kind(answers[0].evaluation.cost)
+    if row.table == NANOTRON:
+        held = by_rule(answers[0].evaluation, row.sizes)
+        known, limit = errors_known(answers[0].evaluation.prices.hardware), answers[0].limit
+        found["held"] = {
+            words: {"gib": gib, "fits": known.fits(gib * 2**30, limit)} for words, gib in held.items()
+        }
     return {
         **found,
         "predicted_seconds": fmean(p.step_seconds for p in predicted),
         "predicted_gib": predicted[0].peak_memory_bytes / 2**30 if exact else None,
         "fits": predicted[0].peak_memory_bytes <= answers[0].limit if exact else None,
     }
+
+
+def by_kind(cost: Cost) -> dict[str, float]:
+    """Seconds that a step waits for: products and attention, messages by mesh axis, what loops over ticks add
+    to sums at each of them, other writes of stacks, all other kernels."""
+    found = defaultdict[str, float](float)
+    for line in cost.lines:
+        kind = "others"
+        if line.is_communication:
+            kind = "messages over " + "+".join(line.axes)
+        elif line.kind in ("matmul", "attention"):
+            kind = "products and attention"
+        elif line.kind == "data":
+            kind = "sums at each tick" if line.text.startswith("loop(tick:") else "stacks"
+        found[kind] += line.exposed * line.times
+    return dict(found)
 
 
 def quality(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -221,6 +249,26 @@ def quality(found: list[dict[str, Any]]) -> dict[str, Any]:
         "ran": len(ran),
         "ran_called_too_large": sum(not r["fits"] for r in ran),
     }
+
+
+def as_held(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Memory of rows after each rule of `benchmarks.unseen_memory`: errors, and how many rows that ran out of
+    memory fit, plainly or barely."""
+    rows = []
+    for words in RULES:
+        errors = [r["held"][words]["gib"] / r["gib"] - 1 for r in found if r["gib"]]
+        lost = [r["held"][words]["fits"] for r in found if not r["ran"]]
+        ran = [r["held"][words]["fits"] for r in found if r["ran"]]
+        rows.append(
+            {
+                "rule": words,
+                "memory": _of(errors),
+                "out_of_memory_called_fitting": lost.count("yes"),
+                "out_of_memory_called_barely_fitting": lost.count("barely"),
+                "ran_called_too_large": ran.count("no"),
+            }
+        )
+    return rows
 
 
 def _of(errors: list[float]) -> dict[str, Any] | None:
@@ -249,6 +297,8 @@ def main() -> None:
         for row in found:
             row.pop("sizes")
         tables[name] = {"looked_at": name in REVISED, **quality(found), "found": found}
+        if name == NANOTRON:
+            tables[name]["as_held"] = as_held(found)
         told = {k: v for k, v in tables[name].items() if k != "found"}
         print(name, json.dumps(told, indent=1), flush=True)
         why = defaultdict[str, int](int)

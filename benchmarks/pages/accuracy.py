@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.pages.tables import caption, share, stored, table
+from mesh_tf_core.ir.schedules import PipelineSchedule
 
 HEAD = """\
 # Accuracy
@@ -21,7 +22,21 @@ UNSEEN = """\
 These tables were priced after the presets were made: no constant used them. Models are those of
 `examples/`, so what differs from the run (kernels that PyTorch launches, an unstated share of recomputed
 layers) is part of the error. Tables marked *read* were read while rules were chosen (schedules of
-pipelines; which axes lie over TPU slices).
+pipelines; which axes lie over TPU slices; memory as nanotron holds it).
+"""
+HELD = """\
+**Memory as nanotron holds it.** `layoutopt.cost` prices one program for all stages, which keeps up to 2 P - 1
+microbatches of the first of P stages. nanotron runs a program for each stage. `benchmarks/unseen_memory.py`
+has what its source says, as rules that are applied one after the other to the predicted program. No number is
+fitted, but the rules were read beside these rows. {lost} further layouts ran out of memory; the last columns
+count those that a prediction calls fitting, plainly or with a warning that it may not fit.
+"""
+NEMO = """\
+**Interleaved stages of Nemotron-4 340B and GPT-3 175B.** No layer is recomputed, in the runs or in the
+predictions. *Idle* is the share of ticks in which a stage idles, (P - 1) / (V M + P - 1) with P stages of V
+virtual stages and M microbatches. The columns behind it are predicted seconds. One program for all stages
+adds to the gradients of embedding and head at every tick (*sums*), although they are made at one of V;
+programs of their own do not.
 """
 APART = """\
 ## Rows with no part in any constant
@@ -99,6 +114,9 @@ def page() -> Iterator[str]:
     yield UNSEEN
     yield caption("python -m benchmarks.unseen", "unseen")
     yield from table(("runs", "what", *ERRORS, "memory: mean error, rows"), _unseen())
+    yield from _held(stored("unseen")["tables"]["nanotron_llama1b_h100"])
+    yield NEMO
+    yield from _nemo(stored("unseen")["tables"]["dgxc_pipelines_h100"])
     yield APART
     yield caption("python -m benchmarks.published", "published")
     free = _rows(found["tables"], ("no part in a fit", "keep some values"))
@@ -148,6 +166,45 @@ def _unseen() -> Iterator[tuple[object, ...]]:
         held = f"{share(m['mean'])}, {m['rows']}" if m else ""
         read = ", *read*" if found["looked_at"] else ""
         yield f"`{name}.csv`{read}", what, q["rows"], share(q["mean"]), *signs, held
+
+
+def _held(found: Mapping[str, Any]) -> Iterator[str]:
+    yield HELD.format(lost=found["out_of_memory"])
+    heads = "after the rule", "rows", "mean error", "sign", "worst", "called fitting", "with a warning"
+    lost = found["out_of_memory_called_fitting"]
+    rows = [{"rule": "none: `layoutopt.cost`", "memory": found["memory"], OOM: lost, BARELY: ""}]
+    yield from table(
+        heads,
+        (
+            (r["rule"], r["memory"]["rows"], *_signed(r["memory"]), r[OOM], r[BARELY])
+            for r in (*rows, *found["as_held"])
+        ),
+    )
+
+
+SUMS = "sums at each tick"
+OOM, BARELY = "out_of_memory_called_fitting", "out_of_memory_called_barely_fitting"
+
+
+def _signed(q: Mapping[str, Any]) -> tuple[str, str, str]:
+    return share(q["mean"]), f"{100 * q['signed_mean']:+.1f} %", share(abs(q["worst"]))
+
+
+def _nemo(found: Mapping[str, Any]) -> Iterator[str]:
+    def row(run: Mapping[str, Any]) -> tuple[object, ...]:
+        of, parts = run["decided"], run["seconds_by_kind"]
+        stages = int(run["mesh"].partition("pipe:")[2].partition(";")[0])
+        idle = PipelineSchedule.named(of["schedule"], stages, of["microbatches"]).bubble
+        error = run["predicted_seconds"] / run["seconds"] - 1
+        kinds = "products and attention", "messages over model", "messages over pipe", "stacks", SUMS
+        texts = (f"{x:.2f}" for x in (run["seconds"], run["predicted_seconds"]))
+        named = (f"{parts[k]:.2f}" for k in kinds)
+        return run["name"], *texts, f"{100 * error:+.0f} %", share(idle), *named
+
+    heads = "run", "published, s", "predicted, s", "error", "idle", "products, attention"
+    more = "messages: tensor", "messages: stages", "stacks", "sums"
+    judged = [r for r in found["found"] if r["name"].startswith(("nemotron4", "gpt3"))]
+    return table((*heads, *more), map(row, judged))
 
 
 def readme() -> Iterator[str]:
