@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.program import (
@@ -32,6 +32,7 @@ from mesh_tf_core.ir.program import (
     Program,
     ReduceScatter,
 )
+from mesh_tf_core.ir.rewriter import ProgramRewriter, inside
 from mesh_tf_core.ir.traits import renames
 from mesh_tf_core.lower.decomposed import Decomposed, Reader
 from mesh_tf_core.lower.nodes import is_product, weights
@@ -51,28 +52,24 @@ def decompose(program: Program, dims: Collection[str], oracle: Oracle | None = N
     if not dims:
         return program
     state = _Rewriting(program, frozenset(dims), oracle or Oracle.of(program))
-    code = state.block(program.code)
-    return replace(program, values=tuple(state.values), code=tuple(code))
+    return state.rewritten(state.decomposed(program.code))
 
 
-class _Rewriting:
+class _Rewriting(ProgramRewriter):
     def __init__(self, program: Program, dims: frozenset[str], oracle: Oracle) -> None:
-        self.values, self.dims, self.oracle = list(program.values), dims, oracle
+        super().__init__(program)
+        self.dims, self.oracle = dims, oracle
         self.uses = count_uses(program.code, program.results.values())
         self.weights = {} if program.outline is None else weights(program.outline)
 
-    def block(self, code: Sequence[Instr]) -> list[Instr]:
+    def decomposed(self, code: Sequence[Instr]) -> list[Instr]:
         """A block rewritten, and the loops in it."""
-        out = [self._loop(instr) if isinstance(instr, Loop) else instr for instr in code]
+        out = [inside(i, self.decomposed) if isinstance(i, Loop) else i for i in code]
         for gather in [i for i in out if isinstance(i, AllGather)]:
             self._gather(gather, out)
         for scatter in [i for i in out if isinstance(i, ReduceScatter)]:
             self._scatter(scatter, out)
         return out
-
-    def _loop(self, loop: Loop) -> Loop:
-        body = tuple(self.block(loop.body))
-        return loop if body == loop.body else loop.remade(body=body)
 
     def overlaps(self, instr: Instr, axes: Axes) -> bool:
         """Whether it is a product of two operands with one of the dimensions, split over these axes."""

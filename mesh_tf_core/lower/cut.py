@@ -8,8 +8,8 @@ from functools import cached_property
 
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Axes
-from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.program import AllReduce, Origin, Program, Value
+from mesh_tf_core.ir.program import AllReduce, Program
+from mesh_tf_core.ir.rewriter import ProgramRewriter
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,13 @@ class Cut:
             return program
         made = {o for instr in program.code for o in instr.outputs}
         taken = [v for v in program.values if v.tensor in self.given and v.id not in made]
-        values, sums = [*program.values], list[AllReduce]()
+        state = ProgramRewriter(program)
         for v in taken:
-            values.append(self._pending(v, len(values)))
-            origin = Origin(-1, "", Phase.FORWARD)
-            sums.append(AllReduce((values[-1].id,), (v.id,), origin, self.given[v.tensor]))
-        return replace(program, values=tuple(values), code=(*sums, *program.code))
-
-    def _pending(self, value: Value, id: int) -> Value:
-        axes = self.given[value.tensor]
-        if {a for split in value.splits for a in split} & {*axes}:
-            raise LayoutError(f"no sum over {'+'.join(axes)} can be pending of {value}")
-        return value.pending(axes, id)
+            axes = self.given[v.tensor]
+            if {a for split in v.splits for a in split} & {*axes}:
+                raise LayoutError(f"no sum over {'+'.join(axes)} can be pending of {v}")
+            state.emit(AllReduce((state.pending(v.id, axes),), (v.id,), state.origin, axes))
+        return state.rewritten((*state.code, *program.code))
 
     def end(self, program: Program) -> Program:
         """The program without the sums that it leaves to others; LayoutError if one that it was given did not

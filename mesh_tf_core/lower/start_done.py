@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from mesh_tf_core.ir.instructions import GRADIENT, HOST, PARAMETER, STEP
 from mesh_tf_core.ir.op import PRODUCTS
@@ -46,6 +46,7 @@ from mesh_tf_core.ir.program import (
     Transfer,
     WriteVariable,
 )
+from mesh_tf_core.ir.rewriter import inside
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.lower.nodes import converts_variable
 
@@ -89,8 +90,7 @@ class _Placing:
                     for o in message.outputs:
                         del going[o]
             if isinstance(instr, Loop):
-                body = self.block(instr.body, True)
-                instr = instr if body == instr.body else replace(instr, body=body)
+                instr = inside(instr, partial(self.block, looped=True))
             elif isinstance(instr, Message):
                 if not instr.rule:
                     instr = self.started(instr, looped)

@@ -41,8 +41,8 @@ from mesh_tf_core.ir.program import (
     ReduceScatter,
     Result,
     Slice,
-    Value,
 )
+from mesh_tf_core.ir.rewriter import ProgramRewriter, take_out
 from mesh_tf_core.ir.structure import Connection
 from mesh_tf_core.ir.traits import read_operands
 from mesh_tf_core.lower.oracle import Oracle
@@ -123,8 +123,8 @@ def delay_sums(program: Program, oracle: Oracle | None = None) -> Program:
     if not _any_sum(program.code):
         return program
     state = _Sums(program, oracle or Oracle.of(program))
-    code, _ = state.block(program.code)
-    return replace(program, values=tuple(state.values), code=tuple(code))
+    code, _ = state.summed(program.code)
+    return state.rewritten(code)
 
 
 def _any_sum(code: Sequence[Instr]) -> bool:
@@ -133,11 +133,10 @@ def _any_sum(code: Sequence[Instr]) -> bool:
     )
 
 
-class _Sums:
+class _Sums(ProgramRewriter):
     def __init__(self, program: Program, oracle: Oracle) -> None:
+        super().__init__(program)
         self.oracle = oracle
-        self.program = program
-        self.values = list(program.values)
         self.uses = count_uses(program.code, program.results.values())
         self.parts, self.terms = False, set[int]()
         self.further = {*program.layout.elsewhere}
@@ -148,7 +147,7 @@ class _Sums:
         """What is sliced."""
         return {i for instr, _ in self.program.walk() if isinstance(instr, Slice) for i in instr.inputs}
 
-    def block(self, code: Sequence[Instr]) -> tuple[list[Instr], dict[int, AllReduce]]:
+    def summed(self, code: Sequence[Instr]) -> tuple[list[Instr], dict[int, AllReduce]]:
         """The rewritten code, and the sums in it by result."""
         out: list[Instr] = []
         sums: dict[int, AllReduce] = {}
@@ -156,7 +155,7 @@ class _Sums:
 
         def take(id: int) -> AllReduce:
             found = sums.pop(id)
-            _drop(found, out)
+            take_out(found, out)
             return found
 
         for instr in code:
@@ -169,7 +168,7 @@ class _Sums:
                 else:
                     self._scattered_late(instr, out)
             elif isinstance(instr, Loop):
-                loop, hoisted = self.loop(instr)
+                loop, hoisted = self._hoisted(instr)
                 out.append(loop)
                 for reduce in hoisted:
                     self._add(reduce, out, sums)
@@ -182,7 +181,7 @@ class _Sums:
                 self._add(instr, out, sums)
             elif isinstance(instr, Slice) and (chain := self._casts(instr, out, sums)) is not None:
                 for cast in chain:
-                    _drop(cast, out)
+                    take_out(cast, out)
                 source = chain[0].inputs[0] if chain else instr.inputs[0]
                 self._scatter(instr, chain, take(source), out, sums)
             else:
@@ -247,10 +246,7 @@ class _Sums:
             else:
                 at = split.shape.index(instr.dim)
                 splits = [s[: len(s) - len(missing)] if i == at else s for i, s in enumerate(split.splits)]
-                self.values.append(
-                    Value(len(self.values), split.shape, to, tuple(splits), partial, split.tensor)
-                )
-                result = len(self.values) - 1
+                result = self.otherwise(split.id, tuple(splits), partial, to)
             out.append(made := make(id, result))
             self.uses[result] = self.uses[result] or 1
             id = result
@@ -279,7 +275,7 @@ class _Sums:
         self, instr: Local, inner: Sequence[AllReduce], out: list[Instr], sums: dict[int, AllReduce]
     ) -> None:
         (result,), axes = instr.outputs, inner[0].axes
-        pending = self._partial(result, self._ordered(axes + self.values[result].partial))
+        pending = self.pending(result, self._ordered(axes + self.values[result].partial))
         waits = Local(tuple([r.inputs[0] for r in inner]), (pending,), instr.origin, instr.op)
         self._scattered_late(waits, out)
         self._add(AllReduce((pending,), (result,), instr.origin, axes), out, sums)
@@ -297,13 +293,12 @@ class _Sums:
             out.append(instr)
             return
         for scatter in found:
-            _drop(scatter, out)  # type: ignore[arg-type]
+            take_out(scatter, out)  # type: ignore[arg-type]
         split = self.values[instr.outputs[0]]
         at, gone = split.shape.index(first.dim), len(first.axes)
         splits = tuple(s[: len(s) - gone] if i == at else s for i, s in enumerate(split.splits))
         partial = self._ordered((*first.axes, *split.partial))
-        whole = len(self.values)
-        self.values.append(Value(whole, split.shape, split.dtype, splits, partial, split.tensor))
+        whole = self.otherwise(split.id, splits, partial)
         self.uses[whole] = 1
         inputs = tuple(scatter.inputs[0] for scatter in found if scatter is not None)
         out.append(Local(inputs, (whole,), instr.origin, instr.op))
@@ -336,21 +331,21 @@ class _Sums:
     ) -> None:
         """Rule (5)."""
         axes = self._ordered(a for reduce in inner.values() for a in reduce.axes)
-        pending = self._partial(instr.outputs[0], axes)
+        pending = self.pending(instr.outputs[0], axes)
         known = {i: reduce.axes for i, reduce in inner.items()}
         shares = (self.oracle.ways(tuple(a for a in axes if a not in known.get(i, ()))) for i in instr.inputs)
         parts = tuple(inner[i].inputs[0] if i in inner else i for i in instr.inputs)
         out.append(Local(parts, (pending,), instr.origin, replace(op, shares=tuple(shares))))
         self._add(AllReduce((pending,), instr.outputs, instr.origin, axes), out, sums)
 
-    def loop(self, loop: Loop) -> tuple[Loop, list[AllReduce]]:
+    def _hoisted(self, loop: Loop) -> tuple[Loop, list[AllReduce]]:
         """Rule (4)."""
         if not _any_sum(loop.body):
             return loop, []
         parts, terms = self.parts, self.terms
         self.parts = parts or loop.dim.name in (MICROBATCH, TICK)
         self.terms = {result.inner for result in loop.summed}
-        body, sums = self.block(loop.body)
+        body, sums = self.summed(loop.body)
         self.parts, self.terms = parts, terms
         hoisted: list[AllReduce] = []
 
@@ -360,8 +355,8 @@ class _Sums:
                 return result
             if loop.branch and not (result.outer in terms and self.uses[result.outer] == 1):
                 return result
-            _drop(reduce, body)
-            pending = self._partial(result.outer, self._ordered(reduce.axes))
+            take_out(reduce, body)
+            pending = self.pending(result.outer, self._ordered(reduce.axes))
             hoisted.append(AllReduce((pending,), (result.outer,), reduce.origin, reduce.axes))
             return Result(reduce.inputs[0], pending)
 
@@ -374,25 +369,11 @@ class _Sums:
         out.append(reduce)
         sums[reduce.outputs[0]] = reduce
 
-    def _partial(self, id: int, axes: Axes) -> int:
-        """A new value like `id`, still partial over `axes`."""
-        self.values.append(self.values[id].pending(axes, len(self.values)))
-        return len(self.values) - 1
-
     def _mark(self, id: int, axes: Axes) -> None:
         self.values[id] = self.values[id].pending(axes, id)
 
     def _ordered(self, axes: Iterable[str]) -> Axes:
         return self.oracle.ordered(axes)
-
-
-def _drop(instr: Instr, code: list[Instr]) -> None:
-    """Takes an instruction out of the code, mostly one of the last."""
-    for at in range(len(code) - 1, -1, -1):
-        if code[at] is instr:
-            del code[at]
-            return
-    raise AssertionError(f"{instr} is not in the code")
 
 
 def _place(axes: Axes, part: Axes) -> int | None:
