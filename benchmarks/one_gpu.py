@@ -9,7 +9,8 @@ also with its layers recomputed, against NumPy's. `steps`: `layoutopt measure` o
 time and memory beside what was measured; nothing was fitted to these. `kernels`: where a step spends its
 time, by JAX's profiler. `calibration`: `layoutopt calibrate --engine jax`, and its profile.
 
-Results are written after every item, so that what a time limit cuts short is kept.
+Results are written after every item, so that what a time limit cuts short is kept. Anywhere else,
+`--join PARTS.json... --out benchmarks/results/one_gpu.json` puts them together and adds the predictions.
 """
 
 from __future__ import annotations
@@ -206,6 +207,13 @@ def calibration(left: Callable[[], float], folder: Path) -> Iterator[tuple[str, 
         yield "profile", json.loads(profile.read_text())
 
 
+def _machine() -> dict[str, str]:
+    """The device and what runs it."""
+    import jax
+
+    return {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+
+
 def _run(arguments: Sequence[str], left: Callable[[], float]) -> Any:
     """A command's JSON, or how it failed."""
     if left() < 20:
@@ -225,6 +233,63 @@ def _run(arguments: Sequence[str], left: Callable[[], float]) -> Any:
         return {"error": done.stderr[-3000:], "code": done.returncode, "took": time.monotonic() - began}
 
 
+def predicted(name: str, hardware: str) -> dict[str, float]:
+    """Seconds and peak bytes of a model's step, by `layoutopt cost`."""
+    file, sizes, options = STEPS[name]
+    given = [x for key, value in sizes.items() for x in ("--set", f"{key}={value}")]
+    command = ["cost", file, "--mesh", "data:1", "--hardware", hardware, *given, *options, "--json"]
+    found = _run(command, lambda: 600.0)["predicted"]
+    return {"step_seconds": found["step_seconds"], "peak_memory_bytes": found["peak_memory_bytes"]}
+
+
+def joined(parts: Sequence[Path], hardware: str) -> dict[str, Any]:
+    """Results of several runs on one machine, with predictions of today."""
+    read = [json.loads(path.read_text()) for path in parts]
+    found: dict[str, Any] = {}
+    for part in read:
+        for key, value in part.items():
+            found[key] = {**found.get(key, {}), **value} if isinstance(value, dict) else value
+    steps = {
+        name: {
+            "measured": {"step_seconds": run["step_seconds"], "peak_memory_bytes": run["peak_memory_bytes"]},
+            "predicted": predicted(name, hardware),
+        }
+        for name, run in found["steps"].items()
+        if "error" not in run
+    }
+    wrong = {name: said for name, said in found["operations"].items() if said}
+    return {
+        "date": found["date"],
+        "hardware": hardware,
+        "machine": found.get("machine", {}),
+        "operations": {"run": len(found["operations"]), "wrong": wrong},
+        "training": {name: run["largest"] for name, run in found["training"].items()},
+        "steps": steps,
+        "kernels": {
+            name: {"milliseconds": run["milliseconds"], "classes": _classes(run)}
+            for name, run in found["kernels"].items()
+        },
+    }
+
+
+CLASSES = {
+    "products": ("nvjet", "gemm", "cutlass", "cublas"),
+    "attention": ("sdpa", "cudnn"),
+    "copies of whole arrays": ("memcpy",),
+}
+"""Kind of kernel -> what the names of its kernels contain."""
+
+
+def _classes(run: Mapping[str, Any]) -> dict[str, float]:
+    """Milliseconds by kind of kernel; of the kernels that are not listed, as others."""
+    found = dict.fromkeys(CLASSES, 0.0)
+    for name, milliseconds in run["longest"]:
+        kind = next((k for k, parts in CLASSES.items() if any(p in name for p in parts)), None)
+        if kind is not None:
+            found[kind] += milliseconds
+    return {**found, "others, element by element": run["milliseconds"] - sum(found.values())}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -232,7 +297,11 @@ def main() -> None:
     parser.add_argument("--hardware", default="h100")
     parser.add_argument("--seconds", type=float, default=500.0)
     parser.add_argument("--share", default="0/1")
+    parser.add_argument("--join", type=Path, nargs="+", metavar="PARTS.json")
     args = parser.parse_args()
+    if args.join:
+        args.out.write_text(json.dumps(joined(args.join, args.hardware), indent=1) + "\n")
+        return
     ends = time.monotonic() + args.seconds
 
     def left() -> float:
@@ -245,7 +314,7 @@ def main() -> None:
         "kernels": lambda: kernels(left),
         "calibration": lambda: calibration(left, args.out.parent),
     }
-    found: dict[str, Any] = {"date": str(date.today()), "hardware": args.hardware}
+    found: dict[str, Any] = {"date": str(date.today()), "hardware": args.hardware, "machine": _machine()}
     for part in args.parts.split(","):
         found[part] = {}
         for name, value in parts[part]():

@@ -89,6 +89,10 @@ class JaxKernel(ArrayKernel):
         if xs[0].dtype.itemsize == 2 and _sums_alone(spec):
             return jnp.einsum(spec, *(x.astype(jnp.float32) for x in xs)).astype(xs[0].dtype)
         if xs[0].dtype.name in FLOAT8:
+            if self.platform == "gpu":
+                # bfloat16 holds the numbers of both formats; on an H100, small products of eight bits
+                # were not finite.
+                xs = tuple(x.astype(jnp.bfloat16) for x in xs)
             return jnp.einsum(spec, *xs, preferred_element_type=jnp.float32)
         return jnp.einsum(spec, *xs)
 

@@ -88,6 +88,18 @@ def both(method: str, *args: Any, exact: bool = False) -> None:
     agree(getattr(NP, method)(*args), getattr(JAX, method)(*map(arrays, args)), exact)
 
 
+def test_products_of_eight_bits_are_exact_also_as_a_gpu_has_them() -> None:
+    rng = np.random.default_rng(0)
+    slope = jnp.asarray(rng.normal(size=(8, 8)) * 2e4, jnp.float8_e5m2)
+    weight = jnp.asarray(rng.normal(size=(8, 4)) * 100, jnp.float8_e4m3fn)
+    want = np.asarray(slope, np.float64) @ np.asarray(weight, np.float64)
+    assert np.abs(want).max() > np.finfo(np.float16).max
+    for platform in ("cpu", "gpu"):
+        found = JaxKernel(platform).einsum("ab,bc->ac", slope, weight)
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, want, rtol=1e-6, atol=1e-6 * np.abs(want).max())
+
+
 @pytest.mark.parametrize(("fn", "dtype"), by_day((f, d) for f in UNARY for d in unary_dtypes(f)))
 def test_unary(fn: str, dtype: str) -> None:
     both("unary", fn, sample(dtype, positive=fn in _POSITIVE))
