@@ -23,6 +23,11 @@ def hardware_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _PRESETS.glob("*.json")))
 
 
+def preset_of_device(kind: str) -> str | None:
+    """The preset of a device by the name that JAX gives it (`jax.Device.device_kind`), if there is one."""
+    return next((name for name in hardware_names() if kind in load_hardware(name).jax_devices), None)
+
+
 def load_hardware(name_or_path: str | Path, *, profiles: Path | None = None) -> Hardware:
     """The hardware of a preset's name or of a file's path.
 

@@ -163,7 +163,9 @@ class Calibration:
 class Hardware:
     """A machine that programs are priced for. Everything below is per DEVICE and in SI units.
 
-    `compiler`: the profile of what compiles or runs its programs (`costmodels.pricing.compilers`).
+    Attributes:
+      compiler: the profile of what compiles or runs its programs (`costmodels.pricing.compilers`).
+      jax_devices: what JAX calls such a device (`jax.Device.device_kind`).
     """
 
     name: str
@@ -174,6 +176,7 @@ class Hardware:
     chip: Chip
     topology: Torus | GpuCluster | SharedMemory
     compiler: CompilerName = "none"
+    jax_devices: tuple[str, ...] = ()
     overlap: NamedPairs[Fraction] = ()
     collective_curves: tuple[CollectiveCurve, ...] = ()
     compute_curves: tuple[ComputeCurve, ...] = ()

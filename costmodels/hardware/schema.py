@@ -227,6 +227,7 @@ class _HardwareFile(_Form):
     kind: Literal["tpu", "gpu", "cpu"]
     summary: Text
     device: Text
+    jax_devices: list[Text] = []
     calibrated: bool
     compiler: model.CompilerName = "none"
     chip: _ChipForm

@@ -106,7 +106,7 @@ RunsOnOption = Annotated[
         metavar="NAME_OR_FILE",
         help="Predict for this hardware (see `layoutopt hardware`).",
         autocompletion=complete_hardware,
-        show_default=f"the plan's own if this run uses it, else {THIS_MACHINE}",
+        show_default=f"the plan's own if this run uses it, else its accelerators', else {THIS_MACHINE}",
     ),
 ]
 HardwaresOption = Annotated[

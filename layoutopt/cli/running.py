@@ -132,7 +132,7 @@ def machine_of_run(
     session: Session, given: GivenOptions, hardware: str | None, settings: Sequence[str] | None
 ) -> Hardware:
     """The machine that a run is predicted for: the one that is named; else the plan's own, if the run is on
-    such devices; else this machine's CPU."""
+    such devices; else that of this run's devices."""
     from mesh_tf_core.errors import UserError
 
     if hardware is None and given.plan is not None:
@@ -140,6 +140,23 @@ def machine_of_run(
             machine = read_hardware(hardware_of(given.plan), settings)
             if runs_on(session, machine):
                 return machine
+    return machine_here(session, hardware, settings)
+
+
+def machine_here(session: Session, hardware: str | None, settings: Sequence[str] | None) -> Hardware:
+    """The machine that is named; else the preset of the accelerators that JAX runs on here; else this
+    machine's CPU."""
+    from costmodels.hardware.load import preset_of_device
+    from mesh_tf_core.engines import chosen
+    from mesh_tf_core.engines.jax import compat
+
+    if hardware is None and chosen(session.engine, session.cluster) == "jax" and compat.running():
+        kind, platform = compat.device_kind()
+        hardware = preset_of_device(kind)
+        if hardware is None and platform != "cpu":
+            session.terminal.say(
+                f"no preset describes {kind}: predictions are for {THIS_MACHINE}; set --hardware"
+            )
     return read_hardware(hardware or THIS_MACHINE, settings)
 
 

@@ -28,7 +28,7 @@ from layoutopt.cli.options import (
     read_mesh,
 )
 from layoutopt.cli.progress import Bounds
-from layoutopt.cli.running import Session, machine_of_run
+from layoutopt.cli.running import Session, machine_here, machine_of_run
 from layoutopt.cli.terminal import Terminal, layout_text
 from layoutopt.cli.tracing import Trace, TraceOption
 from layoutopt.cli.training_run import TrainingRun
@@ -148,10 +148,11 @@ def train(
         if session.cluster is None:  # the others of a cluster are told
             stack.enter_context(signals.nothing_to_keep(stopped))
         try:
-            machine = read_hardware(hardware or THIS_MACHINE, set_hardware)
+            read_hardware(hardware or THIS_MACHINE, set_hardware)  # refused before anything takes time
             loaded = session.load(model, settings, mesh, layout)
             loaded.needed("data")  # before any work is done for it
             if layout == AUTO:
+                machine = machine_here(session, hardware, set_hardware)
                 given = _searched(session, loaded, machine, mesh)
             else:
                 given = decided.read(loaded, mesh, layout, session.plan)

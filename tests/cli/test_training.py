@@ -16,10 +16,11 @@ import pytest
 from typer.testing import Result
 
 import mesh_tf_core as mtf
-from costmodels import load_hardware
+from costmodels import hardware_names, load_hardware
 from layoutopt.cli.given import GivenOptions
-from layoutopt.cli.running import Session, machine_of_run, runs_on
+from layoutopt.cli.running import Session, machine_here, machine_of_run, runs_on
 from layoutopt.cli.terminal import Terminal
+from mesh_tf_core.engines.jax import compat
 from mesh_tf_core.training import Trainer
 from mesh_tf_core.training.checkpoint import listed
 from tests.cluster.job import contents
@@ -365,3 +366,40 @@ def test_a_model_without_data_is_refused_before_any_work(refused: Callable[..., 
 def test_what_auto_does_not_decide_is_named(refused: Callable[..., str], option: str, value: str) -> None:
     said = refused("train", MLP, "--layout", "auto", "--mesh", "data:2", option, value)
     assert f"--layout auto searches with the defaults of `search`; leave {option} out" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "asked", "found", "said"),
+    [
+        ("NVIDIA H100 80GB HBM3", "gpu", None, "h100", ""),
+        ("TPU v5 lite", "tpu", None, "tpu-v5e", ""),
+        ("NVIDIA H100 80GB HBM3", "gpu", "a100", "a100", ""),
+        (
+            "NVIDIA L4",
+            "gpu",
+            None,
+            "cpu-local",
+            "no preset describes NVIDIA L4: predictions",
+        ),
+        ("cpu", "cpu", None, "cpu-local", ""),
+    ],
+)
+def test_a_run_is_predicted_for_the_accelerators_that_it_is_on(
+    kind: str,
+    platform: str,
+    asked: str | None,
+    found: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(compat, "running", lambda: True)
+    monkeypatch.setattr(compat, "device_kind", lambda: (kind, platform))
+    session = Session(Terminal(False, False), "jax")
+    assert machine_here(session, asked, None).name == found
+    assert said in capsys.readouterr().err
+
+
+def test_no_two_presets_are_of_one_device() -> None:
+    kinds = [kind for name in hardware_names() for kind in load_hardware(name).jax_devices]
+    assert len(kinds) == len(set(kinds)) > 10

@@ -106,6 +106,15 @@ def device_count() -> int:
     return int(jax.device_count())
 
 
+def device_kind() -> tuple[str, str]:
+    """What JAX calls the devices that it runs on, and their platform: cpu, gpu or tpu; starts JAX."""
+    make_ready()
+    import jax
+
+    found = jax.devices()[0]
+    return str(found.device_kind), str(found.platform)
+
+
 def devices(count: int, processes: int = 1) -> tuple[Any, ...]:
     """The first `count` devices of this process, or all of a job's that are dealt out equally; without an
     accelerator virtual CPU devices, made here if JAX has not started.
