@@ -233,13 +233,28 @@ def _run(arguments: Sequence[str], left: Callable[[], float]) -> Any:
         return {"error": done.stderr[-3000:], "code": done.returncode, "took": time.monotonic() - began}
 
 
-def predicted(name: str, hardware: str) -> dict[str, float]:
-    """Seconds and peak bytes of a model's step, by `layoutopt cost`."""
+def _cost(name: str, hardware: str, *more: str) -> dict[str, Any]:
+    """A model's `layoutopt cost`."""
     file, sizes, options = STEPS[name]
     given = [x for key, value in sizes.items() for x in ("--set", f"{key}={value}")]
     command = ["cost", file, "--mesh", "data:1", "--hardware", hardware, *given, *options, "--json"]
-    found = _run(command, lambda: 600.0)["predicted"]
+    found: dict[str, Any] = _run([*command, *more], lambda: 600.0)
+    return found
+
+
+def predicted(name: str, hardware: str) -> dict[str, float]:
+    """Seconds and peak bytes of a model's step."""
+    found = _cost(name, hardware)["predicted"]
     return {"step_seconds": found["step_seconds"], "peak_memory_bytes": found["peak_memory_bytes"]}
+
+
+def predicted_classes(name: str, hardware: str) -> dict[str, float]:
+    """Milliseconds of a model's step by kind of kernel."""
+    found = dict.fromkeys((*CLASSES, OTHERS), 0.0)
+    for line in _cost(name, hardware, "--lines")["lines"]:
+        kind = next((k for k, start in PRICED.items() if line["operation"].startswith(start)), OTHERS)
+        found[kind] += 1e3 * line["seconds"] * line["runs"]
+    return found
 
 
 def joined(parts: Sequence[Path], hardware: str) -> dict[str, Any]:
@@ -266,7 +281,7 @@ def joined(parts: Sequence[Path], hardware: str) -> dict[str, Any]:
         "training": {name: run["largest"] for name, run in found["training"].items()},
         "steps": steps,
         "kernels": {
-            name: {"milliseconds": run["milliseconds"], "classes": _classes(run)}
+            name: {"measured": _classes(run), "predicted": predicted_classes(name, hardware)}
             for name, run in found["kernels"].items()
         },
     }
@@ -278,6 +293,9 @@ CLASSES = {
     "copies of whole arrays": ("memcpy",),
 }
 """Kind of kernel -> what the names of its kernels contain."""
+PRICED = {"products": "einsum", "attention": "attention", "copies of whole arrays": "stack"}
+"""Kind of kernel -> how the names of its operations begin in a price."""
+OTHERS = "others, element by element"
 
 
 def _classes(run: Mapping[str, Any]) -> dict[str, float]:
@@ -287,7 +305,7 @@ def _classes(run: Mapping[str, Any]) -> dict[str, float]:
         kind = next((k for k, parts in CLASSES.items() if any(p in name for p in parts)), None)
         if kind is not None:
             found[kind] += milliseconds
-    return {**found, "others, element by element": run["milliseconds"] - sum(found.values())}
+    return {**found, OTHERS: run["milliseconds"] - sum(found.values())}
 
 
 def main() -> None:
