@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.pages.tables import caption, share, stored, table
+from benchmarks.pages.tables import caption, ratio, share, stored, table
 from mesh_tf_core.ir.schedules import PipelineSchedule
 
 HEAD = """\
@@ -217,6 +217,10 @@ def readme() -> Iterator[str]:
             q, read = tables[name]["time"], tables[name]["looked_at"]
             part = "read when a rule was chosen" if read else "none"
             yield what, q["rows"], share(q["mean"]), share(q["median"]), share(abs(q["worst"])), part
+        steps = stored("one_gpu")["steps"].values()
+        own = [abs(ratio({k: r[k]["step_seconds"] for k in r}, "measured") - 1) for r in steps]
+        middle = share(statistics.median(own))
+        yield OWN, len(own), share(statistics.fmean(own)), middle, share(max(own)), "none"
         for what, (names, part) in EARLIER.items():
             found = (r for name in names for r in held[name]["rows"])
             judged = [r for r in found if not r["not_judged"] and not r["keeps"]]
@@ -227,6 +231,7 @@ def readme() -> Iterator[str]:
     return table(heads, rows())
 
 
+OWN = "layoutopt itself, models of 0.1 B to 1.2 B on one H100"
 EARLIER = {
     "MaxText on TPU v4, v5e and v5p, one slice": (("maxtext_tpu.csv",), "read when rules were chosen"),
     "NeMo, Paxml and torchtitan on A100 and H100": (
