@@ -21,7 +21,7 @@ from mesh_tf_core.ir.schedules import GPIPE, alternates, rounds_of
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.offload import check_offload
-from mesh_tf_core.lower.remat_policy import of_stages
+from mesh_tf_core.lower.remat_policy import Policies, of_stages
 from mesh_tf_core.lower.rematerialization import check_saved, layer_again
 from mesh_tf_core.lower.replicas import ReplicaPrograms, check_whole, lower_replicas
 from mesh_tf_core.optimizers import SGD, Optimizer, by_name
@@ -32,7 +32,7 @@ from mesh_tf_core.tracing.microbatch import accumulate
 from mesh_tf_core.tracing.pipeline import loop_dims, pipelined
 
 DEFAULT = Options()
-NOTHING: frozenset[str] = frozenset()
+NOTHING: Policies = frozenset()
 NO_STAGES: Mapping[str, int] = MappingProxyType({})
 
 
@@ -115,7 +115,7 @@ class Model:
         microbatches: int = 1,
         stages: Mapping[str, int] = NO_STAGES,
         schedule: str = GPIPE,
-        again: frozenset[str] = NOTHING,
+        again: Policies = NOTHING,
     ) -> TrainingStep:
         """Forward, backward and update as one graph; with several microbatches, gradients are accumulated
         over them, or with `stages` (dimension of layers -> their number) they go through a pipeline, in the
@@ -163,7 +163,7 @@ class Model:
         return TrainingStep(graph, {"loss": loss, **metrics}, tuple(pairs))
 
     def _pipelined(
-        self, microbatches: int, stages: Mapping[str, int], schedule: str, again: frozenset[str]
+        self, microbatches: int, stages: Mapping[str, int], schedule: str, again: Policies
     ) -> TrainingStep:
         if self.batch_dim is None:
             raise UserError(
@@ -177,7 +177,7 @@ class Model:
             ((dim, count),) = stages.items()
             from mesh_tf_core.tracing.pipelined_step import pipelined_step
 
-            second = next((layer_again(whole.graph, text) for text in again), None)
+            second = next((layer_again(whole.graph, each) for each in again), None)
             return self._added_up(
                 lambda wanted: pipelined_step(
                     whole.graph, str(self.batch_dim), microbatches, dim, count, schedule, wanted, second

@@ -44,34 +44,34 @@ def keepings(model: Model, mesh: Mesh, layout: Layout, options: Options, hardwar
     """Every change of one kind, or name, of value that loops keep; the fastest first."""
     graph = model.step_of(mesh, layout, options).graph
     prices, found = pricer(hardware, mesh), list[Keeping]()
-    for text in sorted(options.recompute):
-        others = options.recompute - {text}
-        for change, again in _changes(Recomputed.parse(text), graph):
-            instead = replace(options, recompute=others | ({again} - {""}))
+    for asked in sorted(options.recompute):
+        others = options.recompute - {asked}
+        for change, again in _changes(asked, graph):
+            instead = replace(options, recompute=others if again is None else others | {again})
             step = evaluate(model, mesh, layout, hardware, instead, prices)
-            dim = Recomputed.parse(text).dim
-            found.append(Keeping(dim, change, again, step.cost.step_seconds, step.memory.peak))
+            said = "" if again is None else str(again)
+            found.append(Keeping(asked.dim, change, said, step.cost.step_seconds, step.memory.peak))
     return sorted(found, key=lambda k: (k.seconds, k.peak))
 
 
-def _changes(asked: Recomputed, graph: Graph) -> Iterator[tuple[str, str]]:
+def _changes(asked: Recomputed, graph: Graph) -> Iterator[tuple[str, Recomputed | None]]:
     """What may be said of some loops instead, and what then is other."""
     blocks = [b for b in graph.blocks if loop_name(b, graph) == asked.dim and has_backward(b, graph)]
 
-    def kept(text: str) -> tuple[frozenset[int], ...]:
-        return tuple(map(rematerialization(graph, frozenset({text})).kept, blocks))
+    def kept(policy: Recomputed) -> tuple[frozenset[int], ...]:
+        return tuple(map(rematerialization(graph, frozenset({policy})).kept, blocks))
 
-    yield "nothing runs again", ""
-    seen = {kept(str(asked))}
+    yield "nothing runs again", None
+    seen = {kept(asked)}
     words = dict.fromkeys(word for block in blocks for word in words_of(block, graph))
     changes = [(f"without {_said(word)}", set(asked.keep) - {word}) for word in asked.keep]
     changes += [("nothing is kept", set())] if len(asked.keep) > 1 else []
     changes += [(f"with {_said(word)}", {*asked.keep, word}) for word in words if word not in asked.keep]
     for change, keep in changes:
-        text = str(Recomputed.parse(f"{asked.dim}:keep={'+'.join(sorted(keep))}" if keep else asked.dim))
-        if (values := kept(text)) not in seen:
+        policy = Recomputed.of(asked.dim, keep)
+        if (values := kept(policy)) not in seen:
             seen.add(values)
-            yield change, text
+            yield change, policy
 
 
 def _said(word: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from layoutopt.formulation.cluster import Cluster, numbers_of, pairs_of, rules_of, stages_of, subgraph_of
 from layoutopt.formulation.dependencies import Dependencies
-from layoutopt.formulation.second_runs import LoopNames, SecondRun, SecondRuns
+from layoutopt.formulation.second_runs import SecondRun, SecondRuns
 from layoutopt.space.decisions import changing
 from layoutopt.space.kind import Affects
 from mesh_tf_core.ir.blocks import Block, Node
@@ -16,7 +16,7 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.lower import Subgraph
-from mesh_tf_core.lower.remat_policy import Recomputed
+from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.lower.subgraph import Access
 
 
@@ -76,21 +76,19 @@ class Accesses:
             name, subgraph, again, every, switches, shapes, members=members, alike=alike, nests=nests
         )
 
-    def _loops(self, again: Mapping[LoopNames, Sequence[Subgraph]]) -> tuple[str, ...]:
+    def _loops(self, again: Mapping[Policies, Sequence[Subgraph]]) -> tuple[str, ...]:
         """Names of the loops that have a say in what is done again."""
         names = dict.fromkeys(name for nest in self.runs.nests for name in sorted(nest))
 
         def matters(name: str) -> bool:
-            others = {texts: {t for t in texts if Recomputed.parse(t).dim != name} for texts in again}
+            others = {said: {each for each in said if each.dim != name} for said in again}
             return any(
                 tuple(again.get(frozenset(rest), ())) != again[texts] for texts, rest in others.items()
             )
 
         return tuple(filter(matters, names))
 
-    def _access_again(
-        self, casts: list[Node], accesses: set[Access]
-    ) -> dict[LoopNames, tuple[Subgraph, ...]]:
+    def _access_again(self, casts: list[Node], accesses: set[Access]) -> dict[Policies, tuple[Subgraph, ...]]:
         """What recomputation adds: casts and gathers that the backward body does not have anyway.
 
         What a body inside of the recomputed one does, it does once more in any case.
@@ -103,7 +101,7 @@ class Accesses:
                 nodes, gathers = extra.setdefault(run, (set(), set()))
                 self._extra(run, backward.forward, backward, casts, accesses, nodes, gathers)
         reads = [n for n in self.dependencies.live if isinstance(n.op, Read)]
-        found: dict[LoopNames, tuple[Subgraph, ...]] = {}
+        found: dict[Policies, tuple[Subgraph, ...]] = {}
         different: dict[Subgraph, Subgraph] = {}
         for run, (nodes, gathers) in extra.items():
             if nodes or gathers:
@@ -111,7 +109,7 @@ class Accesses:
                     self.dependencies, [*reads, *(n for n in casts if n.index in nodes)], frozenset(gathers)
                 )
                 second = replace(subgraph, again=run.name)
-                found[run.texts] = (*found.get(run.texts, ()), different.setdefault(second, second))
+                found[run.recompute] = (*found.get(run.recompute, ()), different.setdefault(second, second))
         return found
 
     def _extra(

@@ -10,7 +10,7 @@ from layoutopt.space.kind import Choice
 from layoutopt.space.sequence_parallel import written
 from mesh_tf_core.ir.blocks import Node
 from mesh_tf_core.lower import Subgraph
-from mesh_tf_core.lower.remat_policy import Recomputed
+from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.lower.subgraph import Access
 from mesh_tf_core.tracing.graph import Graph
 
@@ -43,7 +43,7 @@ class Cluster:
 
     name: str
     subgraph: Subgraph
-    again: Mapping[frozenset[str], tuple[Subgraph, ...]]
+    again: Mapping[Policies, tuple[Subgraph, ...]]
     dims: tuple[str, ...]
     switches: tuple[str, ...]
     shapes: tuple[tuple[str, ...], ...]
@@ -57,22 +57,22 @@ class Cluster:
     alike: Mapping[str, Mapping[Choice, Choice]] = field(default_factory=dict)
     crossed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     nests: tuple[frozenset[str], ...] = ()
-    first: Mapping[frozenset[str], Subgraph] = field(default_factory=dict)
+    first: Mapping[Policies, Subgraph] = field(default_factory=dict)
 
     @property
     def decisions(self) -> tuple[str, ...]:
         """Names of all decisions that matter to it."""
         return *self.dims, *self.sums, *self.switches
 
-    def second_runs(self, recompute: Iterable[str]) -> list[Subgraph]:
-        """The parts of the cluster that are recomputed under a set of recompute texts."""
+    def second_runs(self, recompute: Policies) -> list[Subgraph]:
+        """The parts of the cluster that are recomputed under a set of policies."""
         found = list[Subgraph]()
         for nest in self.nests if recompute else ():
             found += self.again.get(_about(nest, recompute), ())
         return found
 
-    def first_run(self, recompute: Iterable[str]) -> Subgraph:
-        """The part of the cluster that runs at first under a set of recompute texts."""
+    def first_run(self, recompute: Policies) -> Subgraph:
+        """The part of the cluster that runs at first under a set of policies."""
         found = self.subgraph
         for nest in self.nests if self.first and recompute else ():
             runs = self.first.get(_about(nest, recompute))
@@ -85,9 +85,9 @@ class Cluster:
         return tuple(dict.fromkeys((*self.given, *self.left)))
 
 
-def _about(nest: Collection[str], recompute: Iterable[str]) -> frozenset[str]:
-    """The texts that are about loops of a nest."""
-    return frozenset(t for t in recompute if Recomputed.parse(t).dim in nest)
+def _about(nest: Collection[str], recompute: Policies) -> Policies:
+    """The policies about loops of a nest."""
+    return frozenset([each for each in recompute if each.dim in nest])
 
 
 def numbers_of(nodes: Iterable[Node]) -> tuple[int, ...]:

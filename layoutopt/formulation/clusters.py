@@ -31,6 +31,7 @@ from mesh_tf_core.ir.structure import Assign, Feed, Read, Scan
 from mesh_tf_core.ir.traits import crosses
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.nodes import delivered, plan_of, product_dims
+from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.lower.subgraph import Twin, made_by
 
 
@@ -185,16 +186,14 @@ class _Builder:
             first=first_runs,
         )
 
-    def _second_runs(
-        self, nodes: list[Node], subgraph: Subgraph
-    ) -> dict[frozenset[str], tuple[Subgraph, ...]]:
+    def _second_runs(self, nodes: list[Node], subgraph: Subgraph) -> dict[Policies, tuple[Subgraph, ...]]:
         """`Cluster.again`."""
         numbers: dict[SecondRun, list[int]] = defaultdict(list)
         for node in nodes:
             for run in self.runs.runs.get(node.index, ()):
                 numbers[run].append(node.index)
         different: dict[Subgraph, Subgraph] = {}
-        found: dict[frozenset[str], tuple[Subgraph, ...]] = {}
+        found: dict[Policies, tuple[Subgraph, ...]] = {}
         for run, own in numbers.items():
             second = Subgraph(
                 frozenset(own),
@@ -205,7 +204,7 @@ class _Builder:
                 unread=self.dependencies.unread,
             )
             # What is worked out of a subgraph is remembered in it.
-            found[run.texts] = (*found.get(run.texts, ()), different.setdefault(second, second))
+            found[run.recompute] = (*found.get(run.recompute, ()), different.setdefault(second, second))
         return found
 
     def _cut(

@@ -20,7 +20,7 @@ from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import assignments
 from layoutopt.solver import ResourceRow, RowTerm, Sparse
 from layoutopt.space.decisions import Decisions
-from layoutopt.space.recompute import again_in
+from layoutopt.space.recompute import RunsAgain, again_in
 from mesh_tf_core.ir.liveness import Held, Liveness
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Instr, Loop, Program
@@ -35,7 +35,7 @@ class NaturalMemory:
         self._program = context.program(self.always)
         self._rows: tuple[ResourceRow, ...] | None = None
 
-    def rows(self, again: frozenset[str] = frozenset()) -> tuple[ResourceRow, ...]:
+    def rows(self, again: RunsAgain = frozenset()) -> tuple[ResourceRow, ...]:
         """One row for every point of the step that no other dominates, whatever runs again."""
         if self._rows is None:
             kinds: dict[tuple[str, ...], int] = {}
@@ -48,7 +48,7 @@ class NaturalMemory:
             self._rows = tuple(self._row(tables, sizes[point]) for point in undominated(sizes))
         return self._rows
 
-    def point(self, again: frozenset[str], node: int, phase: str, choices: Sequence[int]) -> None:
+    def point(self, again: RunsAgain, node: int, phase: str, choices: Sequence[int]) -> None:
         """None: what a layout holds besides is not known by its parts."""
 
     def _row(self, tables: Sequence[RowTerm], sizes: np.ndarray) -> ResourceRow:

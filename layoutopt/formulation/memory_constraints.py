@@ -27,8 +27,7 @@ from layoutopt.formulation.shared import SharedContext
 from layoutopt.formulation.tables import Table, Tabler
 from layoutopt.solver import ResourceRow, RowTerm, Sparse
 from layoutopt.space.decisions import Decisions
-from layoutopt.space.recompute import again_in
-from layoutopt.space.recompute import chosen as chosen_of
+from layoutopt.space.recompute import RunsAgain, again_in
 
 
 class MemoryConstraints:
@@ -58,10 +57,10 @@ class MemoryConstraints:
         for meeting in meetings:
             met = _Bytes(meeting, decided, self.names, tables, meeting.tabler(tabler.mesh, tabler.pricer))
             self.met.update(filter(None, map(met.entry, meeting.variables())))
-        self._made: dict[frozenset[str], tuple[ResourceRow, ...]] = {}
+        self._made: dict[RunsAgain, tuple[ResourceRow, ...]] = {}
         self._scaled: dict[tuple[RowTerm, int], RowTerm] = {}
 
-    def rows(self, again: frozenset[str] = frozenset()) -> tuple[ResourceRow, ...]:
+    def rows(self, again: RunsAgain = frozenset()) -> tuple[ResourceRow, ...]:
         """One row for every point of the step that no other point dominates; they hold nothing where a loop
         of `again` does not run again, or keeps something else. No limits are set."""
         again |= self.always
@@ -77,7 +76,7 @@ class MemoryConstraints:
         return self._made[again]
 
     def point(
-        self, again: frozenset[str], node: int, phase: str, choices: Sequence[int]
+        self, again: RunsAgain, node: int, phase: str, choices: Sequence[int]
     ) -> tuple[ResourceRow, dict[PointKey, float]] | None:
         """The row of the point at which a node runs, and what is counted there under some choices besides
         the variables; None if there is no such point. (Of several, the one that holds most.)"""
@@ -126,16 +125,16 @@ class MemoryConstraints:
             self._scaled[entry, n] = RowTerm(entry.scope, table)
         return self._scaled[entry, n]
 
-    def _only(self, row: ResourceRow, again: frozenset[str]) -> ResourceRow:
+    def _only(self, row: ResourceRow, again: RunsAgain) -> ResourceRow:
         """The row, made useless for choices that do not run these loops again."""
         if not again:
             return row
         most = sum(map(_most, row.entries))
         gates = []
-        for name, chosen in sorted(map(chosen_of, again)):
+        for name, chosen in sorted(again):
             table = np.array([0.0 if c == chosen else -most for c in self.decided.options[name]])
             gates.append(RowTerm((self.names.index(name),), table))
-        name = f"{row.name} with {', '.join(sorted(again))} again"
+        name = f"{row.name} with {', '.join(name for name, _ in sorted(again))} again"
         return replace(row, name=name, entries=(*row.entries, *gates))
 
 

@@ -24,6 +24,7 @@ from mesh_tf_core.ir.liveness import Held, Liveness
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Instr, Local, Loop, Program
 from mesh_tf_core.lower.nodes import pass_of
+from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.tracing.stage_layers import loop_name
 
 
@@ -40,7 +41,7 @@ class ProgramPoints:
     """
 
     def __init__(
-        self, makers: Makers, program: Program, fuses: bool, recompute: frozenset[str] = frozenset()
+        self, makers: Makers, program: Program, fuses: bool, recompute: Policies = frozenset()
     ) -> None:
         self.makers, self.program = makers, program
         self._second = [cluster.second_runs(recompute) for cluster in makers.clusters]

@@ -29,6 +29,7 @@ from mesh_tf_core.ir.schedules import GPIPE
 from mesh_tf_core.ir.structure import Assign
 from mesh_tf_core.lower import Options, lower
 from mesh_tf_core.lower.padding import paddable_with
+from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.lower.replicas import replica_graphs, rules_about
 from mesh_tf_core.lower.storage import narrow_reads
 from mesh_tf_core.model import DEFAULT, NO_STAGES, NOTHING, Model, TrainingStep
@@ -47,7 +48,7 @@ class _Meets:
         microbatches: int = 1,
         stages: Mapping[str, int] = NO_STAGES,
         schedule: str = GPIPE,
-        again: frozenset[str] = NOTHING,
+        again: Policies = NOTHING,
     ) -> TrainingStep:
         return self.step
 

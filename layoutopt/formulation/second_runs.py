@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.space.kind import Choice
-from layoutopt.space.recompute import ON_HOSTS, chosen
+from layoutopt.space.recompute import choice_of
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.lower import Subgraph
 from mesh_tf_core.lower.nodes import moved_dims
-from mesh_tf_core.lower.remat_policy import Recomputed, dims_of
+from mesh_tf_core.lower.remat_policy import Policies, Recomputed
 from mesh_tf_core.lower.rematerialization import (
     Rematerialization,
     beside,
@@ -30,17 +30,13 @@ from mesh_tf_core.lower.rematerialization import (
 from mesh_tf_core.lower.subgraph import Twin, made_by
 from mesh_tf_core.tracing.stage_layers import loop_name
 
-LoopNames = frozenset[str]
-"""The texts about the recomputed loops of a nest (`remat_policy.Recomputed`)."""
-
-
-NOTHING: Mapping[LoopNames, Subgraph] = {}
+NOTHING: Mapping[Policies, Subgraph] = {}
 
 
 class SecondRun(NamedTuple):
     """A second run: of loops with a name, or beside the backward of what is inside of them."""
 
-    texts: LoopNames
+    recompute: Policies
     name: str
 
 
@@ -53,7 +49,7 @@ class SecondRuns:
       runs: node -> the runs that it is in.
       switches: node -> the names of the loops whose recomputation changes what it does again, or keeps.
       idle: what is said -> the nodes that do nothing then in the first run.
-      kept: tensor -> under which texts loops keep it, or what they pass on has it.
+      kept: tensor -> under which policies loops keep it, or what they pass on has it.
     """
 
     def __init__(self, dependencies: Dependencies) -> None:
@@ -62,19 +58,19 @@ class SecondRuns:
         self.nests = self._nested()
         self.runs: dict[int, tuple[SecondRun, ...]] = {}
         self.switches: dict[int, tuple[str, ...]] = {}
-        self.kept: dict[int, tuple[LoopNames, ...]] = {}
+        self.kept: dict[int, tuple[Policies, ...]] = {}
         self.again: dict[SecondRun, set[int]] = {}
-        self.idle: dict[LoopNames, set[int]] = {}
+        self.idle: dict[Policies, set[int]] = {}
         self._loops = [node for node in dependencies.live if node.body is not None and node.body.saved]
         self._makers = {t: node.index for t, node in self.graph.producer.items()}
         for node in (node for node, _ in self.graph.walk() if node.body is not None):
             self._makers.update(dict.fromkeys(node.body.carry_in if node.body else (), node.index))
         self.said = {nest: self._said(nest) for nest in self.nests}
         for nest, every in self.said.items():
-            for texts in every:
-                self._find(nest, texts)
-            for texts in every if len(nest) > 1 else ():
-                self._compare(texts)
+            for recompute in every:
+                self._find(nest, recompute)
+            for recompute in every if len(nest) > 1 else ():
+                self._compare(recompute)
 
     def _recomputable(self, block: Block) -> str | None:
         return loop_name(block, self.graph) if has_backward(block, self.graph) else None
@@ -95,40 +91,40 @@ class SecondRuns:
                 found = [*(nest for nest in found if not nest & names), frozenset().union(*touched)]
         return tuple(found)
 
-    def _said(self, nest: frozenset[str]) -> list[LoopNames]:
+    def _said(self, nest: frozenset[str]) -> list[Policies]:
         """All that may be said of a nest, but that none of its loops runs again."""
         every = []
         for name in sorted(nest):
             sets = ((), *keep_sets(self.graph, name, self.dependencies.keeps))
-            every.append([None, *(str(Recomputed(name, keep)) for keep in sets)])
+            every.append([None, *(Recomputed(name, keep) for keep in sets)])
         return [frozenset(filter(None, each)) for each in itertools.product(*every)][1:]
 
-    def _find(self, nest: frozenset[str], texts: LoopNames) -> None:
-        remat, unread = rematerialization(self.graph, texts), self.dependencies.unread
-        said = sorted(dims_of(texts))
+    def _find(self, nest: frozenset[str], recompute: Policies) -> None:
+        remat, unread = rematerialization(self.graph, recompute), self.dependencies.unread
+        said = sorted(each.dim for each in recompute)
         for name, nodes in remat.running(unread).items():
-            run = SecondRun(texts, name)
+            run = SecondRun(recompute, name)
             self.again[run] = {node.index for node in nodes}
             for node in nodes:
                 self.runs[node.index] = (*self.runs.get(node.index, ()), run)
                 if name in nest:
                     self._switch(node.index, [name])
-        self.idle[texts] = set()
+        self.idle[recompute] = set()
         for node in self._loops:
-            self.idle[texts] |= remat.idle(node, self._read_of(node), unread)
+            self.idle[recompute] |= remat.idle(node, self._read_of(node), unread)
         for tensor in self._handed(remat):
-            self.kept[tensor] = (*self.kept.get(tensor, ()), texts)
+            self.kept[tensor] = (*self.kept.get(tensor, ()), recompute)
             if tensor in self._makers:
                 self._switch(self._makers[tensor], said)
 
-    def _compare(self, texts: LoopNames) -> None:
+    def _compare(self, recompute: Policies) -> None:
         """Notes what runs otherwise in other loops of a nest for what is said of one of them."""
-        names = {run.name for run in self.again if run.texts == texts}
-        for text in texts:
-            rest, own = texts - {text}, Recomputed.parse(text).dim
-            names |= {run.name for run in self.again if run.texts == rest}
+        names = {run.name for run in self.again if run.recompute == recompute}
+        for each in recompute:
+            rest, own = recompute - {each}, each.dim
+            names |= {run.name for run in self.again if run.recompute == rest}
             for name in names - {own}:
-                here, there = (self.again.get(SecondRun(said, name), set()) for said in (texts, rest))
+                here, there = (self.again.get(SecondRun(said, name), set()) for said in (recompute, rest))
                 for node in here ^ there:
                     self._switch(node, [own])
 
@@ -170,7 +166,7 @@ class SecondRuns:
                     continue
                 saved = block is outer and t in block.saved and block.saved[t] not in unread
                 goes_on = block is not outer and t in dependencies.leaving
-                kept = block is not outer and run.texts in self.kept.get(t, ())
+                kept = block is not outer and run.recompute in self.kept.get(t, ())
                 others = (r.index for r in dependencies.readers[t] if r.index not in inside)
                 if saved or goes_on or kept or t in dependencies.sliced or not again.isdisjoint(others):
                     found.add(t)
@@ -198,7 +194,7 @@ class SecondRuns:
             for block in self.graph.blocks if self._is_of(home, run.name) else ():
                 for tensor in self._moved(node, node.inputs) if block.forward is home else ():
                     twin = self.twin(tensor, block)
-                    if tensor not in found and not self._made_twice(tensor, twin, run.texts):
+                    if tensor not in found and not self._made_twice(tensor, twin, run.recompute):
                         here = (r for r in self.dependencies.readers[twin] if self._in(r, block))
                         if readers := tuple(r for r in here if self._moved(r, [twin])):
                             found[tensor] = Twin(tensor, twin, readers)
@@ -208,7 +204,7 @@ class SecondRuns:
         """The tensors that a node may move."""
         return [t for t in tensors if moved_dims(node, t, self.graph, self.further)]
 
-    def _made_twice(self, tensor: int, twin: int, texts: LoopNames) -> bool:
+    def _made_twice(self, tensor: int, twin: int, recompute: Policies) -> bool:
         """Whether backward makes for itself what stands for a tensor, as it does of another name of a value
         and of what takes no work (`tracing.residuals`), beside what the second run has of it. What both
         convert alike is converted once."""
@@ -216,9 +212,9 @@ class SecondRuns:
         if twin == tensor or maker is None or own is None:
             return False
         if maker.op.converts and own.op == maker.op:
-            return self._made_twice(own.inputs[0], maker.inputs[0], texts)
-        again = any(own.index in nodes for run, nodes in self.again.items() if run.texts == texts)
-        return again or texts in self.kept.get(tensor, ())
+            return self._made_twice(own.inputs[0], maker.inputs[0], recompute)
+        again = any(own.index in nodes for run, nodes in self.again.items() if run.recompute == recompute)
+        return again or recompute in self.kept.get(tensor, ())
 
     def _in(self, node: Node, block: Block) -> bool:
         return self.dependencies.block_of[node.index] is block
@@ -232,10 +228,10 @@ class SecondRuns:
 
     def alike(
         self,
-        again: Mapping[LoopNames, Sequence[Subgraph]],
-        kept: Mapping[int, Sequence[LoopNames]],
+        again: Mapping[Policies, Sequence[Subgraph]],
+        kept: Mapping[int, Sequence[Policies]],
         names: Sequence[str],
-        first_runs: Mapping[LoopNames, Subgraph] = NOTHING,
+        first_runs: Mapping[Policies, Subgraph] = NOTHING,
     ) -> dict[str, dict[Choice, Choice]]:
         """`Cluster.alike`: under which options the same runs again and the same is kept, whatever is said of
         other loops.
@@ -246,15 +242,15 @@ class SecondRuns:
         found: dict[str, dict[Choice, Choice]] = defaultdict(dict)
         for name, every in ((name, self.said[nest]) for nest in self.nests for name in nest if name in names):
             first: dict[Hashable, Choice] = {}
-            own = dict.fromkeys(t for texts in every for t in texts if Recomputed.parse(t).dim == name)
-            others = dict.fromkeys(frozenset(t for t in texts if t not in own) for texts in every)
-            for text in own:
-                said = [rest | {text} for rest in others]
-                stays = tuple(tuple(t for t, under in kept.items() if texts in under) for texts in said)
-                for there in ("", ON_HOSTS):
-                    decision, choice = chosen(text + there)
-                    what = tuple((*again.get(texts, ()), first_runs.get(texts)) for texts in said), stays
-                    key = what, there if any(stays) else ""
+            own = dict.fromkeys(each for recompute in every for each in recompute if each.dim == name)
+            others = dict.fromkeys(frozenset(t for t in recompute if t not in own) for recompute in every)
+            for asked in own:
+                said = [rest | {asked} for rest in others]
+                stays = tuple(tuple(t for t, under in kept.items() if each in under) for each in said)
+                for there in (False, True):
+                    decision, choice = choice_of(asked, there)
+                    what = tuple((*again.get(each, ()), first_runs.get(each)) for each in said), stays
+                    key = what, there and any(stays)
                     if first.setdefault(key, choice) != choice:
                         found[decision][choice] = first[key]
         return found

@@ -15,7 +15,7 @@ from layoutopt.formulation.makers import Makers
 from layoutopt.formulation.memory_points import ProgramPoints
 from layoutopt.formulation.tables import Tabler
 from layoutopt.space.decisions import Decisions, HasTrainingStep, Structure
-from layoutopt.space.recompute import options_of
+from layoutopt.space.recompute import RunsAgain, options_of
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
@@ -55,9 +55,9 @@ class SharedContext:
     ) -> None:
         step = structure.step_of(model)
         self.model, self.structure, self.graph = model, structure, step.graph
-        self._programs: dict[frozenset[str], Program] = {}
+        self._programs: dict[RunsAgain, Program] = {}
         self._tabler: Tabler | None = None
-        self._points: dict[tuple[frozenset[str], bool], ProgramPoints] = {}
+        self._points: dict[tuple[RunsAgain, bool], ProgramPoints] = {}
         self.cut = cut
         self._more: dict[frozenset[int], SharedContext] = {}
         returned = [t.id for t in step.results.values()]
@@ -89,7 +89,7 @@ class SharedContext:
             self._more[cut] = SharedContext(self.model, self.structure, cut)
         return self._more[cut].bounded(decided)
 
-    def program(self, again: frozenset[str] = frozenset()) -> Program:
+    def program(self, again: RunsAgain = frozenset()) -> Program:
         """The step on one device, or one for each stage, where these loops run again; on others it differs in
         its mesh only."""
         if again not in self._programs:
@@ -113,7 +113,7 @@ class SharedContext:
         """The cluster that makes each tensor."""
         return Makers(self.dependencies, self.clusters)
 
-    def points(self, again: frozenset[str], fuses: bool) -> ProgramPoints:
+    def points(self, again: RunsAgain, fuses: bool) -> ProgramPoints:
         """The points of the step and what each holds; `fuses`: the compiler makes kernels of several
         operations."""
         if (again, fuses) not in self._points:

@@ -36,13 +36,14 @@ from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.padding import paddable
 from mesh_tf_core.lower.pipeline import lower_part
 from mesh_tf_core.lower.placement import placement
+from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.lower.replicas import alone
 from mesh_tf_core.lower.storage import Stage, narrow_reads
 from mesh_tf_core.lower.sums import totalled
 from mesh_tf_core.tracing.graph import Graph
 
 Assignment = tuple[Choice, ...]
-NOTHING: frozenset[str] = frozenset()
+NOTHING: Policies = frozenset()
 NONE: Mapping[str, str] = {}
 
 

@@ -16,6 +16,7 @@ from layoutopt.formulation.extract import Draft
 from layoutopt.formulation.table_prices import TablePrices
 from layoutopt.optimize.evaluation import DEFAULT, ONE_DEVICE, Evaluation, unsplit
 from layoutopt.space.decisions import Decisions
+from layoutopt.space.recompute import RunsAgain
 from mesh_tf_core.arguments import is_number
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.layout import Axes, Layout
@@ -80,7 +81,7 @@ class Evaluator:
     def __init__(self, model: Model, hardware: Hardware) -> None:
         self.model, self.hardware = model, hardware
         self.tight = False
-        self.again: dict[frozenset[str], None] = {}
+        self.again: dict[RunsAgain, None] = {}
         self._known: dict[Hashable, Evaluation | str] = {}
         self._prices: dict[Mesh, Pricer] = {}
         self._table_prices: TablePrices | None = None

@@ -37,7 +37,7 @@ from layoutopt.solver import cost as objective
 from layoutopt.solver import evaluate as evaluate_choices
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.kind import Choice
-from layoutopt.space.recompute import again_in, chosen
+from layoutopt.space.recompute import RunsAgain, again_in
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -96,7 +96,7 @@ class SubproblemSearch:
     def __init__(self, evaluator: Evaluator, extraction: Extraction) -> None:
         self._evaluator, self.extraction, self.mesh = evaluator, extraction, extraction.mesh
         self.evaluations: dict[tuple[int, ...], Evaluation] = {}
-        self.again = [*dict.fromkeys((frozenset[str](), *self._again_elsewhere()))]
+        self.again = [*dict.fromkeys((frozenset(), *self._again_elsewhere()))]
         self.cuts: dict[str, ResourceRow] = {}
 
     @classmethod
@@ -104,12 +104,12 @@ class SubproblemSearch:
         """The search over all that may be decided on a mesh."""
         return cls(evaluator, extract(evaluator.model, mesh, decided, evaluator.prices(mesh)))
 
-    def _again_elsewhere(self) -> Iterator[frozenset[str]]:
+    def _again_elsewhere(self) -> Iterator[RunsAgain]:
         """The sets of loops that ran again on other meshes in what did not fit, as far as they may here."""
         options, always = self.extraction.decided.options, self.extraction.memory.always
-        for texts in self._evaluator.again:
-            again = texts - always
-            if again and all(choice in options.get(name, ()) for name, choice in map(chosen, again)):
+        for found in self._evaluator.again:
+            again = found - always
+            if again and all(choice in options.get(name, ()) for name, choice in again):
                 yield again
 
     def evaluate(self, choices: tuple[int, ...]) -> Evaluation:

@@ -42,7 +42,7 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.schedules import GPIPE, alternates
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.remat_policy import Sets, of_stages
+from mesh_tf_core.lower.remat_policy import Policies, Sets, of_stages
 from mesh_tf_core.model import NO_STAGES, NOTHING, Model, TrainingStep
 from mesh_tf_core.tracing.diloco import DiLoCo
 from mesh_tf_core.tracing.graph import Graph
@@ -56,7 +56,7 @@ class HasTrainingStep(Protocol):
         microbatches: int = 1,
         stages: Mapping[str, int] = NO_STAGES,
         schedule: str = GPIPE,
-        again: frozenset[str] = NOTHING,
+        again: Policies = NOTHING,
     ) -> TrainingStep: ...
 
 
@@ -183,7 +183,7 @@ class Structure:
     microbatches: int = 1
     stages: tuple[tuple[str, int], ...] = ()
     schedule: str = GPIPE
-    again: frozenset[str] = NOTHING
+    again: Policies = NOTHING
     further: frozenset[str] = frozenset()
     keeps: Sets = ()
     products: frozenset[str] = frozenset()
@@ -230,7 +230,7 @@ class Decisions:
         return self.read({})[1].schedule
 
     @cached_property
-    def again(self) -> frozenset[str]:
+    def again(self) -> Policies:
         """The recomputed part of the stages of this subproblem, where that makes another graph."""
         return of_stages(self.read({})[1].recompute, self.stages, alternates(self.schedule))
 

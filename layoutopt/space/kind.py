@@ -19,6 +19,7 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.remat_policy import Policies, policies
 from mesh_tf_core.lower.rematerialization import recomputable
 from mesh_tf_core.lower.storage import STAGES
 from mesh_tf_core.model import Model
@@ -56,7 +57,7 @@ class Typed:
     texts: Mapping[str, Sequence[str]]
 
     @property
-    def recomputed(self) -> Sequence[str]:
+    def recomputed(self) -> Policies:
         """The loops that run again; where nothing is said, those of a JAX program (jax.checkpoint).
 
         Raises:
@@ -72,7 +73,7 @@ class Typed:
             word, colon, keep = text.partition(":")
             every = recomputable(self.model.step_graph) if word == ALWAYS else [word] * (text != NEVER)
             found += [f"{loop}{colon}{keep}" for loop in every]
-        return found
+        return policies(found)
 
 
 @dataclass(frozen=True)

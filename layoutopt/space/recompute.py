@@ -30,7 +30,7 @@ from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.offload import ACTIVATIONS
-from mesh_tf_core.lower.remat_policy import SETS, Recomputed, Sets
+from mesh_tf_core.lower.remat_policy import SETS, Recomputed, Sets, policies
 from mesh_tf_core.lower.rematerialization import check_recompute, keep_sets, recomputable
 from mesh_tf_core.tracing.graph import Graph
 
@@ -41,9 +41,8 @@ KEEP = "keep="
 """The prefix of an allowed keep set of the user's own: "keep=attention+wi"."""
 HOST = "host"
 """Last among the words of a choice: what is kept lies on the hosts (`mesh_tf_core.lower.offload`)."""
-ON_HOSTS = " on the hosts"
-"""Behind what says a loop and what it keeps (`remat_policy.Recomputed`), the same in a text."""
-
+RunsAgain = frozenset[tuple[str, Choice]]
+"""Loops that run again: the name of the decision about them, and its option."""
 
 WORDS: Mapping[str, tuple[bool | str, ...]] = {
     "auto": (False, True),
@@ -138,7 +137,7 @@ class Recompute(Decision):
             "selective",
             "recompute",
             lambda again: isinstance(again, str),
-            lambda _, options: any(Recomputed.parse(text).keep for text in options.recompute),
+            lambda _, options: any(each.keep for each in options.recompute),
         ),
     )
 
@@ -175,7 +174,7 @@ class Recompute(Decision):
     def about(cls, graph: Graph, mesh: Mesh, allowed: Space) -> Iterator[Self]:
         plain = [() for again in allowed.recompute if again is False]
         whole = [ON for again in allowed.recompute if again is True]
-        for asked in map(Recomputed.parse, sorted(allowed.again)):
+        for asked in sorted(allowed.again):
             yield cls(asked.dim, ((*ON, *asked.keep),))
         for dim in recomputable(graph):
             kept = keep_sets(graph, dim, kept_sets(allowed.recompute))
@@ -185,12 +184,14 @@ class Recompute(Decision):
 
     def apply(self, choice: Choice, to: Chosen) -> None:
         if choice:
-            text, pairs = _said(self.subject, choice)
-            to.options["recompute"] = to.options.get("recompute", frozenset()) | {text}
-            to.options["offload"] = to.options.get("offload", frozenset()) | pairs
+            keep, hosted = choice[1:], choice[-1] == HOST
+            policy = Recomputed(self.subject, keep[:-1] if hosted else keep)
+            to.options["recompute"] = to.options.get("recompute", frozenset()) | {policy}
+            there = {(ACTIVATIONS, self.subject)} if hosted else set()
+            to.options["offload"] = to.options.get("offload", frozenset()) | there
 
     def read(self, layout: Layout, options: Options) -> Choice:
-        return next((c for text in again_in(options) for d, c in [chosen(text)] if d == self.name), ())
+        return next((choice for name, choice in again_in(options) if name == self.name), ())
 
     @classmethod
     def changing(cls, touched: Affects) -> list[str]:
@@ -198,15 +199,15 @@ class Recompute(Decision):
 
     @classmethod
     def written(cls, options: Options) -> dict[str, Any]:
-        return {"recompute": sorted(options.recompute)}
+        return {"recompute": sorted(map(str, options.recompute))}
 
     @classmethod
     def parsed(cls, said: Mapping[str, Any]) -> dict[str, Any]:
-        return {"recompute": frozenset(said["recompute"])}
+        return {"recompute": policies(said["recompute"])}
 
     @classmethod
     def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:
-        return {"recompute": frozenset(about.recomputed)}
+        return {"recompute": about.recomputed}
 
     @classmethod
     def in_words(cls, said: Any) -> Words:
@@ -238,45 +239,36 @@ def check_named(graph: Graph, allowed: Iterable[bool | str]) -> None:
     """
     loops = recomputable(graph)
     for one in (a for a in allowed if isinstance(a, str) and a != SELECTIVE):
-        refused = [error for dim in loops if (error := _refused(graph, f"{dim}:{one}"))]
+        refused = [error for dim in loops if (error := _refused(graph, Recomputed.parse(f"{dim}:{one}")))]
         if refused and len(refused) == len(loops):
             raise refused[0]
 
 
-def _refused(graph: Graph, text: str) -> UserError | None:
+def _refused(graph: Graph, policy: Recomputed) -> UserError | None:
     try:
-        check_recompute(graph, [text])
+        check_recompute(graph, frozenset({policy}))
     except UserError as error:
         return error
     return None
 
 
-def chosen(text: str) -> tuple[str, Choice]:
-    """The decision about some loops, and the option that a text of `again_in` says."""
-    said, there, _ = text.partition(ON_HOSTS)
-    asked = Recomputed.parse(said)
-    return recompute_name(asked.dim), (*ON, *asked.keep, *([HOST] if there else []))
+def choice_of(policy: Recomputed, hosted: bool) -> tuple[str, Choice]:
+    """The decision about some loops, and its option; `hosted`: what they keep lies on the hosts."""
+    return recompute_name(policy.dim), (*ON, *policy.keep, *([HOST] if hosted else []))
 
 
-def again_in(options: Options) -> frozenset[str]:
-    """The loops that run again, what they keep, and whether on the hosts: a text of each."""
+def again_in(options: Options) -> RunsAgain:
+    """The loops that run again, what they keep, and whether on the hosts."""
     there = {name for kind, name in options.offload if kind == ACTIVATIONS}
-    return frozenset(text + ON_HOSTS * (Recomputed.parse(text).dim in there) for text in options.recompute)
+    return frozenset(choice_of(policy, policy.dim in there) for policy in options.recompute)
 
 
-def options_of(texts: Iterable[str]) -> dict[str, Any]:
-    """The fields of `Options` that texts of `again_in` say."""
+def options_of(again: RunsAgain) -> dict[str, Any]:
+    """The fields of `Options` that loops which run again say."""
     found = Chosen()
-    for text in texts:
-        name, choice = chosen(text)
+    for name, choice in again:
         Recompute(name.removeprefix(Recompute.prefix), (choice,)).apply(choice, found)
     return found.options
-
-
-def _said(dim: str, choice: Choice) -> tuple[str, set[tuple[str, str]]]:
-    """The text about the loops over a dimension, and what of them lies on the hosts."""
-    keep = tuple(word for word in choice[1:] if word != HOST)
-    return str(Recomputed(dim, keep)), {(ACTIVATIONS, dim)} if HOST in choice else set()
 
 
 def recompute_name(dim: str) -> str:

@@ -22,7 +22,7 @@ from mesh_tf_core.ir.blocks import TICK
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.schedules import GPIPE, alternates
-from mesh_tf_core.lower.remat_policy import Recomputed
+from mesh_tf_core.lower.remat_policy import Policies, Recomputed
 from mesh_tf_core.lower.rematerialization import keep_sets
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import Graph
@@ -53,7 +53,7 @@ class Piped(Space):
         ),
     )
     stages: Mapping[str, Axes] = field(default_factory=dict)
-    again: frozenset[str] = frozenset()
+    again: Policies = frozenset()
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,7 @@ def ways(model: Model, mesh: Mesh, allowed: Space) -> Iterator[Space]:
                     yield plain.but(stages=stages, schedule=(schedule,), again=again)
 
 
-def runs_again(
-    model: Model, stages: Collection[str], schedule: str, allowed: Space
-) -> Iterator[frozenset[str]]:
+def runs_again(model: Model, stages: Collection[str], schedule: str, allowed: Space) -> Iterator[Policies]:
     """The recomputed parts of stages where that makes another graph."""
     if not alternates(schedule):
         yield frozenset()
@@ -148,11 +146,11 @@ def runs_again(
         yield frozenset()
     for dim in stages:
         sets = keep_sets(model.step_graph, dim, kept_sets(allowed.recompute))
-        yield from (frozenset({str(Recomputed(dim, keep))}) for keep in sets)
+        yield from (frozenset({Recomputed(dim, keep)}) for keep in sets)
         if True in allowed.recompute:
-            yield frozenset({dim})
+            yield frozenset({Recomputed(dim)})
     if True in allowed.recompute:
-        yield frozenset({TICK})
+        yield frozenset({Recomputed(TICK)})
 
 
 def _ways_to_split(model: Model, mesh: Mesh, dim: str, banned: set[str], orders: str) -> Iterator[Axes]:

@@ -11,6 +11,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.exclusions import DECODING, MICROBATCHES, STAGES, refuse
 from mesh_tf_core.ir.dims import Dim
 from mesh_tf_core.ir.schedules import GPIPE
+from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.model import NO_STAGES, NOTHING, Model, TrainingStep
 from mesh_tf_core.ops.basic import Constant
 from mesh_tf_core.ops.einsum import broadcast
@@ -37,7 +38,7 @@ class Decoder(Model):
         microbatches: int = 1,
         stages: Mapping[str, int] = NO_STAGES,
         schedule: str = GPIPE,
-        again: frozenset[str] = NOTHING,
+        again: Policies = NOTHING,
     ) -> TrainingStep:
         """The step that decodes, without gradients or updates."""
         asked = {

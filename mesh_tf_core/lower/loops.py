@@ -21,6 +21,7 @@ from mesh_tf_core.ir.program import (
 )
 from mesh_tf_core.lower.placement import BACKWARD, GRADIENT
 from mesh_tf_core.lower.placing import Placing
+from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.lower.saving import Saving
 from mesh_tf_core.ops.stages import StageNumbers, StagePart, StageStack, StageTerm
 from mesh_tf_core.tracing.residuals import several
@@ -37,7 +38,7 @@ class Loops(Saving):
     def __init__(
         self,
         low: Placing,
-        recompute: frozenset[str],
+        recompute: Policies,
         node: Callable[[Node, bool], None],
         nodes: Callable[[Block], None],
     ) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.initializers import Variable
-from mesh_tf_core.lower.remat_policy import dims_of
+from mesh_tf_core.lower.remat_policy import Recomputed, policies
 
 OPTIMIZER, ACTIVATIONS, WEIGHTS = "optimizer", "activations", "weights"
 KINDS = (OPTIMIZER, ACTIVATIONS, WEIGHTS)
@@ -64,12 +64,12 @@ def check_offload(offload: OffloadSet, variables: Mapping[str, Variable]) -> Non
 
 
 def offload_of(
-    words: Iterable[str], variables: Mapping[str, Variable], recompute: Iterable[str] = ()
+    words: Iterable[str], variables: Mapping[str, Variable], recompute: Iterable[str | Recomputed] = ()
 ) -> OffloadSet:
     """Parses `KIND` or `KIND=NAME`; a kind alone means all trained variables that have dimensions, or all
     recomputed loops."""
     trained = [name for name, v in variables.items() if v.trainable and len(v.shape)]
-    again = sorted(dims_of(recompute))
+    again = sorted(each.dim for each in policies(recompute))
     found: set[tuple[str, str]] = set()
     for word in words:
         kind, _, name = (part.strip() for part in word.partition("="))

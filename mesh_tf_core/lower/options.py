@@ -10,7 +10,7 @@ from mesh_tf_core import arguments
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.schedules import GPIPE, check_schedule
 from mesh_tf_core.lower.offload import OffloadSet
-from mesh_tf_core.lower.remat_policy import written
+from mesh_tf_core.lower.remat_policy import Policies, policies
 from mesh_tf_core.lower.storage import StageByVariable, read_stage
 from mesh_tf_core.tracing.diloco import DiLoCo
 
@@ -34,7 +34,7 @@ class Options:
     """
 
     storage: StageByVariable = field(default_factory=dict)
-    recompute: frozenset[str] = frozenset()
+    recompute: Policies = frozenset()
     microbatches: int = 1
     context: frozenset[tuple[str, str]] = frozenset()
     diloco: DiLoCo | None = None
@@ -50,9 +50,8 @@ class Options:
         if len(dict(self.context)) < len(self.context):
             said = ", ".join(f"{name}={form}" for name, form in sorted(self.context))
             raise UserError(f"context: more than one form for the same keys: {said}; name one")
-        named = any(":" in text for text in self.recompute)
-        # From Python it may be any set.
-        object.__setattr__(self, "recompute", (written if named else frozenset)(self.recompute))
+        # From Python it may be any set, also of texts.
+        object.__setattr__(self, "recompute", policies(self.recompute))
 
     @property
     def key(self) -> Hashable:

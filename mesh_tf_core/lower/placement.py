@@ -35,7 +35,6 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.offload import ACTIVATIONS, OPTIMIZER, place_of
 from mesh_tf_core.lower.options import DEFAULT, Options
 from mesh_tf_core.lower.padding import paddable
-from mesh_tf_core.lower.remat_policy import keeps
 from mesh_tf_core.lower.storage import StageByVariable, narrow_reads, read_stage, shard_layout
 from mesh_tf_core.tracing.graph import Graph
 
@@ -183,7 +182,7 @@ class Placement:
         return place_of(self.variables[name]) in self.offload
 
     def _saved(self, dim: str) -> Row:
-        host, keep = (ACTIVATIONS, dim) in self.offload, keeps(self.recompute).get(dim)
+        host, keep = (ACTIVATIONS, dim) in self.offload, dict(self.recompute).get(dim)
         if keep is None:
             return Row(None, host, again=LOAD if host else KEEP)
         return Row(None, host, again=COMPUTE, keep=keep)

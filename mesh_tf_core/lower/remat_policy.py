@@ -1,4 +1,4 @@
-"""The saveable values of recomputed loops (remat policies), and their texts.
+"""The saveable values of recomputed loops (remat policies), and their texts, which `Options` parses.
 
     layers                          nothing but its state: all that backward reads is computed anew
     layers:keep=attention+products  these values too; what is not kept is computed anew from what is
@@ -16,8 +16,8 @@ or by name: a scope (`attention`), of which what is read outside of it is kept, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import TICK, Block, Node, reads
@@ -41,8 +41,7 @@ SETS: Sets = (
 last."""
 
 
-@dataclass(frozen=True)
-class Recomputed:
+class Recomputed(NamedTuple):
     """Loops that run again, and what they keep: words of `KINDS` in this order, then names."""
 
     dim: str
@@ -63,32 +62,29 @@ class Recomputed:
                 f"recompute {text!r}: write the dimension of a loop, or DIM:keep=KIND+KIND; kinds are "
                 f"{', '.join(KINDS)} and names of scopes"
             )
-        keep = {w.strip() for w in words}
-        keep -= {OUTPUTS} if PRODUCTS in keep else set()
-        return cls(dim.strip(), tuple(sorted(keep, key=_order)))
+        return cls.of(dim.strip(), {w.strip() for w in words})
+
+    @classmethod
+    def of(cls, dim: str, keep: Set[str]) -> Recomputed:
+        """The policy that keeps some words: each that another one implies is left out."""
+        return cls(dim, tuple(sorted(keep - ({OUTPUTS} if PRODUCTS in keep else set()), key=_order)))
 
 
 def _order(word: str) -> tuple[int, str]:
     return KINDS.index(word) if word in KINDS else len(KINDS), word
 
 
-def written(texts: Iterable[str]) -> frozenset[str]:
-    """The same loops, each in the one way that it is written."""
-    return frozenset(str(Recomputed.parse(text)) for text in texts)
+Policies = frozenset[Recomputed]
+"""All that runs again, and what it keeps."""
 
 
-def keeps(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The dimension of the loops that run again -> what they keep."""
-    return {r.dim: r.keep for r in map(Recomputed.parse, texts)}
+def policies(said: Iterable[str | Recomputed]) -> Policies:
+    """The policies that are said, some of them in texts."""
+    return frozenset(Recomputed.parse(each) if isinstance(each, str) else each for each in said)
 
 
-def dims_of(texts: Iterable[str]) -> frozenset[str]:
-    """The dimensions of the loops."""
-    return frozenset(keeps(texts))
-
-
-def of_stages(texts: Iterable[str], stages: Iterable[str], at_once: bool) -> frozenset[str]:
-    """The texts that concern stages that go backward at once: they make another graph of the step, while the
+def of_stages(recompute: Policies, stages: Iterable[str], at_once: bool) -> Policies:
+    """The policies about stages that go backward at once: they make another graph of the step, while the
     others are for lowering. Whole stages that run again from what came in have all that their layers would
     keep.
 
@@ -96,7 +92,7 @@ def of_stages(texts: Iterable[str], stages: Iterable[str], at_once: bool) -> fro
       stages: dimensions of layers.
       at_once: whether a microbatch goes backward as soon as it has gone through all stages.
     """
-    about = {Recomputed.parse(text).dim: text for text in texts} if at_once else {}
+    about = {each.dim: each for each in recompute} if at_once else {}
     named = [TICK] if TICK in about else sorted({*stages} & about.keys())
     return frozenset(about[name] for name in named)
 
@@ -178,7 +174,7 @@ def _names(node: Node, graph: Graph) -> Iterator[str]:
             yield from ("/".join(parts[i:j]) for j in range(i + 1, len(parts) + 1))
 
 
-def check_kept(texts: Iterable[str], loops: Set[str], blocks: Iterable[Block], graph: Graph) -> None:
+def check_kept(recompute: Policies, loops: Set[str], blocks: Iterable[Block], graph: Graph) -> None:
     """UserError for a dimension that no loop runs over, one that is named twice, or words that mean nothing
     there.
 
@@ -188,8 +184,8 @@ def check_kept(texts: Iterable[str], loops: Set[str], blocks: Iterable[Block], g
     """
     known: dict[str, Recomputed] = {}
     blocks = list(blocks)
-    for text in texts:
-        asked = Recomputed.parse(text)
+    for asked in recompute:
+        text = str(asked)
         if asked.dim not in loops:
             it = "it" if text == asked.dim else repr(asked.dim)
             raise UserError(f"recompute {text!r}: no loop runs over {it}; {known_names(asked.dim, loops)}")

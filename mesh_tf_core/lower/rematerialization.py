@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.blocks import TICK, Block, Node
 from mesh_tf_core.lower.offload import ACTIVATIONS, OffloadSet
-from mesh_tf_core.lower.remat_policy import KINDS, SETS, Recomputed, Sets, check_kept, keeps, kept_values
+from mesh_tf_core.lower.remat_policy import KINDS, SETS, Policies, Recomputed, Sets, check_kept, kept_values
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.stage_layers import loop_name
 
@@ -28,16 +28,16 @@ Handed = Callable[[Block], Set[int]]
 """The tensors of a loop's body that it hands out for second runs inside it."""
 
 
-def rematerialization(graph: Graph, texts: frozenset[str]) -> Rematerialization:
-    """The recomputation that some texts (`remat_policy.Recomputed`) ask for, worked out once per graph."""
-    return graph.remembered((Rematerialization, texts), lambda: Rematerialization(graph, texts))
+def rematerialization(graph: Graph, recompute: Policies) -> Rematerialization:
+    """The recomputation that some policies ask for, worked out once per graph."""
+    return graph.remembered((Rematerialization, recompute), lambda: Rematerialization(graph, recompute))
 
 
 class Rematerialization:
-    """The loops of a graph that run again when some texts say so."""
+    """The loops of a graph that run again when some policies say so."""
 
-    def __init__(self, graph: Graph, texts: frozenset[str]) -> None:
-        self.graph, self.names = graph, keeps(texts)
+    def __init__(self, graph: Graph, recompute: Policies) -> None:
+        self.graph, self.names = graph, dict(recompute)
         self._needs: dict[tuple[int, frozenset[int], bool], frozenset[int]] = {}
         self._follows: dict[tuple[int, frozenset[int], bool], tuple[frozenset[int], frozenset[int]]] = {}
 
@@ -259,7 +259,7 @@ def _keep_sets(graph: Graph, dim: str, sets: Sets) -> list[tuple[str, ...]]:
         names = [word for word in keep if word not in KINDS]
         if not all(any(kept_values((name,), b, graph) for b in blocks) for name in names):
             continue
-        remat = rematerialization(graph, frozenset({str(Recomputed(dim, keep))}))
+        remat = rematerialization(graph, frozenset({Recomputed(dim, keep)}))
         kept = tuple(map(remat.kept, blocks))
         again = (n for b, k in zip(blocks, kept, strict=True) for n in running_again(b, kept=k))
         if any(kept) and not all(n.op.free for n in again):
@@ -267,10 +267,10 @@ def _keep_sets(graph: Graph, dim: str, sets: Sets) -> list[tuple[str, ...]]:
     return list(found.values())
 
 
-def check_recompute(graph: Graph, texts: Iterable[str]) -> None:
+def check_recompute(graph: Graph, recompute: Policies) -> None:
     """UserError for what no loop of the graph can do."""
     loops = {name for b in graph.blocks if (name := loop_name(b, graph))}
-    check_kept(texts, loops, (b for b in graph.blocks if has_backward(b, graph)), graph)
+    check_kept(recompute, loops, (b for b in graph.blocks if has_backward(b, graph)), graph)
 
 
 def needed_for(
@@ -332,16 +332,16 @@ def leading_to(wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING) ->
     return [node for node in block.nodes if _makes(node, needed, kept)]
 
 
-def check_saved(texts: Iterable[str], offload: OffloadSet, whole: Graph, staged: Graph, where: str) -> None:
+def check_saved(recompute: Policies, offload: OffloadSet, whole: Graph, staged: Graph, where: str) -> None:
     """UserError for rows of what loops save (`placement.SAVED`) that a step has no such values of: nothing
     but what a loop saves for a backward beside it is computed again, or lies on the hosts.
 
     Args:
-      texts: the loops that run again.
+      recompute: the loops that run again.
       whole, staged: the step without stages, and with them, in a schedule: `where`.
     """
     known, here = recomputable(whole), {*recomputable(staged)}
-    said = [(f"recompute {text!r}", Recomputed.parse(text).dim) for text in sorted(texts)]
+    said = [(f"recompute {str(each)!r}", each.dim) for each in sorted(recompute)]
     hosted = [(f"offload {kind}={dim}", dim) for kind, dim in sorted(offload) if kind == ACTIVATIONS]
     for what, dim in (*said, *hosted):
         if dim in here:
@@ -356,16 +356,16 @@ def check_saved(texts: Iterable[str], offload: OffloadSet, whole: Graph, staged:
             raise UserError(f"{what}: no loop over {dim!r} has a backward; {known_names(dim, known)}")
 
 
-def layer_again(graph: Graph, text: str) -> RecomputeLayer:
-    """The part of a layer that a text has recomputed, in stages that go backward at once."""
+def layer_again(graph: Graph, asked: Recomputed) -> RecomputeLayer:
+    """The part of a layer that a policy has recomputed, in stages that go backward at once."""
     from mesh_tf_core.tracing.virtual_stages import LayerAgain
 
-    asked, remat = Recomputed.parse(text), rematerialization(graph, frozenset({text}))
+    remat = rematerialization(graph, frozenset({asked}))
 
     def found(layers: Block) -> LayerAgain | None:
         if asked.dim == TICK:
             return None
-        check_recompute(graph, [text])
+        check_recompute(graph, frozenset({asked}))
         kept, read = remat.kept(layers), remat.read_again(layers)
         stays = (*(i for i in layers.carry_in if i in read), *sorted(kept.difference(layers.carry_in)))
         return LayerAgain(stays, leading_to(layers.saved, layers, kept))

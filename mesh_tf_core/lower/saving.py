@@ -15,6 +15,7 @@ from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Origin, Result, Sliced
 from mesh_tf_core.lower.placement import BACKWARD, SAVED, check_counted
 from mesh_tf_core.lower.placing import Placing
+from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.lower.rematerialization import leading_to, rematerialization
 from mesh_tf_core.lower.subgraph import IdPairs
 from mesh_tf_core.tracing.residuals import several
@@ -37,7 +38,7 @@ class Saving:
       running: the name of the loop whose second run is being lowered; "" in the first.
     """
 
-    def __init__(self, low: Placing, recompute: frozenset[str], node: Callable[[Node, bool], None]) -> None:
+    def __init__(self, low: Placing, recompute: Policies, node: Callable[[Node, bool], None]) -> None:
         self.low, self._node = low, node
         self.remat = rematerialization(low.graph, recompute)
         self._kept: dict[int, dict[SavedKey, int]] = {}

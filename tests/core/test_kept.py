@@ -218,6 +218,6 @@ def test_texts_have_one_form() -> None:
         "layers:keep=products+attention+wi"
     )
     assert mtf.Options(recompute=frozenset({"layers:keep=attention+products"})).recompute == {
-        "layers:keep=products+attention"
+        Recomputed("layers", ("products", "attention"))
     }
     assert Recomputed.parse("layers") == Recomputed("layers") and len(KINDS) == 4

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 import layoutopt
 import mesh_tf_core as mtf
 from layoutopt.importers.jax.saved import saved_values
+from mesh_tf_core.lower.remat_policy import Recomputed
 from tests.importers.jax_models import compared, numbers
 from tests.importers.jax_plans import plan_of
 from tests.marks import by_day
@@ -394,10 +395,10 @@ def test_what_has_no_value_in_the_function_is_refused() -> None:
     model = layoutopt.from_jax(scanned, {"blocks": stacked(blocks())}, batch())
     assert model.origin is not None
     nameless = replace(model.origin, tensors={})
-    texts = frozenset({"layers:keep=products"})
-    assert saved_values(model.step_graph, model.origin, texts)
+    kept = frozenset({Recomputed("layers", ("products",))})
+    assert saved_values(model.step_graph, model.origin, kept)
     with pytest.raises(mtf.UserError, match=r"keeps products of layers, but .*einsum makes a value that the"):
-        saved_values(model.step_graph, nameless, texts)
+        saved_values(model.step_graph, nameless, kept)
 
 
 @pytest.mark.parametrize("loss", [unrolled, scanned])

@@ -18,6 +18,7 @@ from layoutopt.space.recompute import Recompute
 from layoutopt.space.splits import Split, domains
 from layoutopt.space.storage import Storage
 from mesh_tf_core.ir import layout
+from mesh_tf_core.lower.remat_policy import Recomputed
 from tests.layoutopt.every_kind import question_of
 from tests.layoutopt.models import EXAMPLES, some_choices
 
@@ -55,7 +56,8 @@ def test_names_and_words_are_those_of_plans() -> None:
     assert decided.of(Microbatches) == ("number of microbatches",)
     assert decided.microbatches == 4
     lean = decided.least_memory
-    assert set(lean.storage.values()) == {3} and lean.recompute == {"layers"} and lean.microbatches == 4
+    assert set(lean.storage.values()) == {3} and lean.microbatches == 4
+    assert lean.recompute == {Recomputed("layers")}
     assert (
         decided_of(lean, mtf.Layout()).in_short()
         == f"zero3 ×{len(lean.storage)}; recompute layers; 4 microbatches"

@@ -27,6 +27,8 @@ from layoutopt.optimize.fixing import faster, option_costs
 from layoutopt.optimize.subproblems import Subproblem, related, subproblems
 from layoutopt.solver import evaluate as value_of
 from layoutopt.space.decisions import SearchSpace, decisions
+from layoutopt.space.recompute import again_in
+from mesh_tf_core.lower.remat_policy import Policies, policies
 from tests.core.test_pipelines import model as reading
 from tests.layoutopt.models import SMALL, some_choices
 from tests.layoutopt.test_unequal_links import nodes_of
@@ -68,7 +70,7 @@ def compare(
         objective = value_of(found.problem, choices).objective
         assert objective == pytest.approx(evaluation.cost.step_seconds, rel=PRICE), (layout, options)
         assert least <= evaluation.cost.step_seconds * ROUNDING, (layout, options)
-        rows = found.memory.rows() + found.memory.rows(options.recompute)
+        rows = found.memory.rows() + found.memory.rows(again_in(options))
         counted = max(row.use(choices) for row in rows)
         assert 0.8 * evaluation.memory.peak <= counted <= evaluation.memory.peak * ROUNDING, (layout, options)
         assert found.read(choices) == (layout, options)
@@ -81,9 +83,9 @@ STORED: dict[str, Any] = {"pins": {"positions": ("pipe", "t"), "batch": ("t",)}}
 KEPT = "layers:keep=products+attention"
 
 
-def again(text: str) -> frozenset[str]:
+def again(text: str) -> Policies:
     """What of stages runs again that go backward at once."""
-    return frozenset({text})
+    return policies([text])
 
 
 CASES: list[tuple[str, str, int, str, str, dict[str, Any]]] = [

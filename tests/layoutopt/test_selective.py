@@ -18,7 +18,8 @@ from layoutopt.optimize import subproblem
 from layoutopt.optimize.evaluator import evaluate
 from layoutopt.solver import evaluate as value_of
 from layoutopt.space.decisions import SearchSpace, decisions
-from layoutopt.space.recompute import check_named
+from layoutopt.space.recompute import again_in, check_named
+from mesh_tf_core.lower.remat_policy import Recomputed
 from tests.layoutopt.models import EXAMPLES, some_choices
 
 PRICE = 1e-9
@@ -51,7 +52,7 @@ def compare(
         assert choices is not None
         objective = value_of(found.problem, choices).objective
         assert objective == pytest.approx(evaluation.cost.step_seconds, rel=PRICE), (layout, options)
-        rows = found.memory.rows() + found.memory.rows(options.recompute)
+        rows = found.memory.rows() + found.memory.rows(again_in(options))
         counted = max(row.use(choices) for row in rows)
         assert counted <= evaluation.memory.peak * ROUNDING, (layout, options)
         assert found.read(choices) == (layout, options)
@@ -113,8 +114,8 @@ def test_the_rows_of_what_is_kept_reach_the_peak() -> None:
         ("products+attention", tensor),
         ("products+others", gathers),
     ):
-        again = frozenset({f"layers:keep={keep}"})
-        options = mtf.Options(recompute=again)
+        options = mtf.Options(recompute=frozenset({f"layers:keep={keep}"}))
+        again = again_in(options)
         choices = found.choices(layout, options)
         assert choices is not None
         peak = evaluate(EXAMPLES[name](), mesh, layout, load_hardware(on), options).memory.peak
@@ -133,4 +134,4 @@ def test_every_set_that_is_too_large_is_seen_to_be(monkeypatch: pytest.MonkeyPat
     peak = evaluate(model, mesh, mtf.Layout(""), load_hardware(machine), plain).memory.peak
     asked = {"recompute": EVERY, "microbatches": (1,), "storage": ("layout",), "alternatives": False}
     plan = search(model, mesh, hardware=machine, memory=peak, **asked)  # type: ignore[arg-type]
-    assert plan.options.recompute == {"layers"} and plan.solver.status == "OPTIMAL"
+    assert plan.options.recompute == {Recomputed("layers")} and plan.solver.status == "OPTIMAL"

@@ -24,7 +24,6 @@ from layoutopt.space.decisions import KINDS
 from layoutopt.space.keywords import in_keywords
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import ELSEWHERE
-from mesh_tf_core.lower.remat_policy import dims_of
 
 SAYS = frozenset({"storage", ELSEWHERE, "recompute", "keep", "microbatches"})
 """The part of each decision that is applied (`space.kind.Beyond.what`)."""
@@ -55,7 +54,7 @@ class JaxPlan(Shardings):
             loss or self.origin.loss,
             self.placing,
             self.mesh,
-            dims_of(again),
+            frozenset(each.dim for each in again),
             self.placing.split_stored,
             saved,
         )

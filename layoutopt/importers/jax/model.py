@@ -38,7 +38,6 @@ from layoutopt.plan.build import Plan, check_plan_model
 from layoutopt.plan.exported import ExportedTensor
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.lower.remat_policy import dims_of
 from mesh_tf_core.model import TrainingStep
 from mesh_tf_core.optimizers import Adam, Optimizer, by_name
 from mesh_tf_core.tracing.graph import Graph
@@ -107,7 +106,7 @@ class JaxModel(mtf.Model):
         function's own."""
         assert self.origin is not None
         parts = [f"{w}: jax.checkpoint of a part is left out: {KEEPS}" for w in self.origin.parts_recomputed]
-        own = sorted(self.origin.recomputed - dims_of(options.recompute))
+        own = sorted(self.origin.recomputed - {each.dim for each in options.recompute})
         left = [f"the function's own jax.checkpoint of {', '.join(own)} is left out: nothing recomputes it"]
         return (*super().notes(options), *self.origin.notes, *parts, *(left if own else ()))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from layoutopt.importers.jax.origin import ImportedFunction
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block
+from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.lower.rematerialization import Rematerialization, rematerialization
 from mesh_tf_core.tracing.graph import Graph
 
@@ -12,17 +13,17 @@ SAVED = "layoutopt_saved"
 """The names that `jax.ad_checkpoint.checkpoint_name` gives them."""
 
 
-def saved_values(graph: Graph, origin: ImportedFunction, texts: frozenset[str]) -> frozenset[int]:
+def saved_values(graph: Graph, origin: ImportedFunction, recompute: Policies) -> frozenset[int]:
     """Ids of the values of the traced function that are saved.
 
     Args:
       graph: with the gradients.
-      texts: which loops run again, and what they keep (`remat_policy.Recomputed`).
+      recompute: which loops run again, and what they keep.
 
     Raises:
       UserError: what is to be kept is not a value of the function (a part of an operation of its own).
     """
-    remat = rematerialization(graph, texts)
+    remat = rematerialization(graph, recompute)
     kept = [(block, t) for block in graph.blocks if remat.again(block) for t in sorted(remat.kept(block))]
     if not kept:
         return frozenset()
