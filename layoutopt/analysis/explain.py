@@ -18,6 +18,7 @@ from costmodels.hardware import Hardware
 from costmodels.pricing.pricer import Cost
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.plan.build import Plan
+from layoutopt.plan.schema import ProofStatus
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.solver import TOLERANCE
 from layoutopt.space.decisions import FEATURES, SearchSpace
@@ -77,7 +78,7 @@ def disagreements(plan: Plan, evaluation: Evaluation) -> list[str]:
     objective, bound = claim.objective or 0.0, claim.bound or 0.0
     if all(abs(objective - value) > AGREE * value for value in least):
         wrong.append(f"the objective is neither its seconds nor its bytes: the plan says {claim.objective}")
-    if claim.status == "OPTIMAL" and abs(objective - bound) > TOLERANCE * abs(objective):
+    if claim.status == ProofStatus.OPTIMAL and abs(objective - bound) > TOLERANCE * abs(objective):
         wrong.append(f"the bound of a proven plan is its objective, the plan says {claim.bound}")
     return wrong
 
@@ -175,7 +176,7 @@ def finder(
             found = search(model, plan.mesh, None, hardware, space, memory=memory, **more)
         except (InfeasibleError, LimitError) as error:
             return WhatIfAnswer(condition, None, None, "", isinstance(error, InfeasibleError), str(error))
-        p, proven = found.predicted, found.solver.status == "OPTIMAL"
+        p, proven = found.predicted, found.solver.status == ProofStatus.OPTIMAL
         return WhatIfAnswer(condition, p.step_seconds, p.peak_memory_bytes, str(found.layout), proven)
 
     return find

@@ -17,6 +17,7 @@ from typing import Any
 
 from costmodels.hardware import Hardware, hardware_names, machine_of
 from layoutopt.plan.build import Plan
+from layoutopt.plan.schema import ProofStatus
 from layoutopt.plan.units import size_text
 from layoutopt.space.context import WAYS
 from layoutopt.space.decisions import ARGUMENTS, SearchSpace
@@ -79,7 +80,7 @@ class FoundRepair:
     @property
     def proven(self) -> bool:
         """Nothing is faster under the change."""
-        return self.plan.solver.status == "OPTIMAL"
+        return self.plan.solver.status == ProofStatus.OPTIMAL
 
     def __str__(self) -> str:
         note = f" ({self.note})" if self.note else ""

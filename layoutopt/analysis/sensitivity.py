@@ -24,7 +24,7 @@ from layoutopt.optimize.evaluator import evaluate
 from layoutopt.plan import details
 from layoutopt.plan.build import Plan, layout_of, options_of
 from layoutopt.plan.details import Robustness
-from layoutopt.plan.schema import Told
+from layoutopt.plan.schema import ProofStatus, Told
 from layoutopt.plan.units import mesh_option
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.space.decisions import SearchSpace
@@ -170,7 +170,7 @@ def _best(
     if isinstance(answer, Plan):
         own = answer.predicted.step_seconds
         if other is None or other[0] >= own * (1 - EXACT):
-            proven = answer.solver.status == "OPTIMAL" or math.isclose(own, bound, rel_tol=EXACT)
+            proven = answer.solver.status == ProofStatus.OPTIMAL or math.isclose(own, bound, rel_tol=EXACT)
             return _trial(value, own, answer, proven, bound, given)
     if other is None:
         return SensitivityTrial(value, None, answer is True, bound=bound)

@@ -40,10 +40,12 @@ from layoutopt.plan.results import (
     Placed,
     Worth,
 )
+from layoutopt.plan.schema import ProofStatus
 from layoutopt.plan.units import bytes_text, share_text, some
 from layoutopt.plan.ways import Turning
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.space.exclusions import CHECK, MEMORY, SENSITIVITY, memory_words, refuse
+from layoutopt.space.objective import Objective
 from layoutopt.space.recorded import allowed_text
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.layout import Layout
@@ -108,7 +110,7 @@ class Explained(Shown):
     @property
     def for_memory(self) -> bool:
         """The plan's search was for the least memory."""
-        return self.plan.question.objective == "memory"
+        return self.plan.question.objective == Objective.MEMORY
 
     @property
     def binds(self) -> bool:
@@ -262,7 +264,7 @@ def explain(
     wrong = disagreements(plan, found)
     if wrong and (numbers := _other_numbers(plan, machine)):
         wrong.insert(0, f"made with other hardware numbers: {some(numbers, LARGEST)}")
-    least = asked.objective == "memory"
+    least = asked.objective == Objective.MEMORY
     refuse({SENSITIVITY: "--sensitivity" if sensitivity else "", MEMORY: memory_words(asked.objective)})
     other = None if against is None else evaluate(model, plan.mesh, against, machine)
     clock = time_limit if isinstance(time_limit, Clock) else Clock(time_limit) if time_limit else UNLIMITED
@@ -359,7 +361,7 @@ def _checked(
     if plan.data.details.search is None:
         raise UserError("--check: the plan does not say what was asked; make it again with search --out")
     refuse({CHECK: "--check", MEMORY: memory_words(asked.objective)})
-    if plan.solver.status != "OPTIMAL":
+    if plan.solver.status != ProofStatus.OPTIMAL:
         raise UserError(f"--check: the plan claims no proof, its status is {plan.solver.status}")
     if wrong:
         raise UserError(f"--check: the plan is not what its layout comes to: {'; '.join(wrong)}")

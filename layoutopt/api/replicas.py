@@ -26,7 +26,7 @@ from costmodels.network.topology import place
 from layoutopt.optimize.entry import search
 from layoutopt.plan.build import Plan, axes_of
 from layoutopt.plan.decided import Decided
-from layoutopt.plan.schema import Told
+from layoutopt.plan.schema import ProofStatus, Told
 from layoutopt.plan.units import signed_percent
 from layoutopt.plan.ways import SYNCHRONOUS, ReplicaStrategies, ReplicaStrategy
 from layoutopt.runtime.clock import Clock
@@ -247,7 +247,7 @@ def _proven(best: Plan, found: Sequence[_WayResult]) -> Plan:
     if own.objective is None or least >= (own.bound or 0.0):
         return best
     gap = max(own.objective - least, 0.0) / own.objective
-    solver = own.model_copy(update={"status": "FEASIBLE", "bound": least, "gap": gap})
+    solver = own.model_copy(update={"status": ProofStatus.FEASIBLE, "bound": least, "gap": gap})
     return Plan(data.model_copy(update={"solver": solver}), best.stopped, best.model, best.complete)
 
 

@@ -12,6 +12,7 @@ from layoutopt.plan.units import (
     layout_text,
     used_text,
 )
+from layoutopt.space.objective import Objective
 from reports.views import facts as told
 from reports.views.layouts import frontier, layouts
 
@@ -93,7 +94,7 @@ def rules_text(layout: Mapping[str, Sequence[str]]) -> str:
 
 def alternatives_table(plan: Plan, fits: Fits = lambda peak: "yes") -> View:
     """The answer and every alternative on the same numbers, the best by what was asked for first."""
-    return layouts(plan.data, _fits(fits), ANSWER, plan.question.objective == "memory")
+    return layouts(plan.data, _fits(fits), ANSWER, plan.question.objective == Objective.MEMORY)
 
 
 def frontier_table(plan: PlanFile, fits: Fits = lambda peak: "yes") -> View:

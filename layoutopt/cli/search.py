@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -45,6 +44,7 @@ from layoutopt.cli.training_cost import (
 from layoutopt.cli.ways import AcceptLossOption, ReplicaModel, is_choice, show_ways
 from layoutopt.plan.units import bytes_text, seconds_text
 from layoutopt.runtime.clock import Clock
+from layoutopt.space.objective import Objective
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,14 +63,6 @@ EXAMPLES = examples(
 
 DETAILED = 1.35
 """Seconds after the time limit in which a plan's details are made."""
-
-
-class Objective(StrEnum):
-    """The objective to minimise."""
-
-    TIME = "time"
-    MEMORY = "memory"
-    PARETO = "pareto"
 
 
 @grouped

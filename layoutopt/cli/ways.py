@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layoutopt.cli.terminal import Terminal
+from layoutopt.plan.schema import ProofStatus
 from layoutopt.plan.units import seconds_text, share_text, signed_percent
 from reports.views.view import BYTES, FLAG, SECONDS, SHARE, Cell, Column, Kind, View, ViewRow
 
@@ -88,7 +89,7 @@ def show_ways(terminal: Terminal, plan: Plan) -> None:
             Cell(way.reason) if way.step_seconds is None else way.step_seconds,
             *(way.mfu, way.rare_bytes, way.peak_memory_bytes),
             Cell("not known") if way.loss is None and way.diloco else way.loss,
-            way.status == "OPTIMAL" if way.status else None,
+            way.status == ProofStatus.OPTIMAL if way.status else None,
         )
         for way in found.compared
     ]

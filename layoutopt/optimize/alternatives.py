@@ -18,6 +18,7 @@ from layoutopt.plan.build import axes_of, decided
 from layoutopt.plan.schema import Alternative, Predicted
 from layoutopt.space.decisions import FEATURES, SearchSpace
 from layoutopt.space.kind import GATHER, HYBRID, Feature
+from layoutopt.space.objective import Objective
 from layoutopt.space.undivided import storage_of, stored_at, undivided
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
@@ -146,7 +147,7 @@ class Alternatives:
     def _faster(self) -> list[str]:
         """Why the search did not find layouts by name that are faster than its answer."""
         best = self.best
-        if self.request.objective == "memory":
+        if self.request.objective == Objective.MEMORY:
             return []
         seconds = best.seconds * (1 - EXACT)
         faster = [a for a in self.found if a.feasible and a.predicted and a.predicted.step_seconds < seconds]

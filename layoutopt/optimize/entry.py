@@ -13,7 +13,7 @@ from costmodels.hardware import Hardware, machine_of
 from layoutopt.optimize.evaluator import check_limit
 from layoutopt.optimize.plan_details import with_details
 from layoutopt.optimize.planning import make_plan, nearest_plan
-from layoutopt.optimize.request import OBJECTIVES, SEARCHED, Better, OnSearchStatus, Request, SearchStatus
+from layoutopt.optimize.request import SEARCHED, Better, OnSearchStatus, Request, SearchStatus
 from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import subproblems
@@ -27,13 +27,14 @@ from layoutopt.space.exclusions import MEMORY, REFINE, refuse
 from layoutopt.space.keywords import from_python, gathered
 from layoutopt.space.kind import Target
 from layoutopt.space.mesh_shapes import meshes
+from layoutopt.space.objective import Objective
 from layoutopt.space.recorded import recorded
 from mesh_tf_core.arguments import is_number, is_whole
 from mesh_tf_core.errors import InfeasibleError, LimitError, UserError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.model import Model
 
-__all__ = ["AUTO", "OBJECTIVES", "Limits", "OnSearchStatus", "SearchSpace", "SearchStatus", "search"]
+__all__ = ["AUTO", "Limits", "Objective", "OnSearchStatus", "SearchSpace", "SearchStatus", "search"]
 MOST_LISTED = 1000
 """The largest number of best layouts that may be listed: each takes a search of its own."""
 
@@ -71,7 +72,7 @@ def search(
     hardware: str | Hardware = "cpu-local",
     space: SearchSpace | None = None,
     limits: Limits | None = None,
-    objective: str = "time",
+    objective: Objective | str = Objective.TIME,
     on_progress: OnSearchStatus | None = None,
     on_better: Better | None = None,
     **asked: Any,
@@ -103,6 +104,7 @@ def search(
     shapes = meshes(mesh, devices, limits.max_axes, chosen)
     hosts = chosen.host_link is not None and not chosen.is_host
     allowed = resolved(allowed, [Target(model, shape, hosts) for shape in shapes])
+    objective = Objective(objective)
     allowed = allowed.settled(objective)
     if allowed.offload:
         _check_host(chosen)
@@ -181,7 +183,7 @@ def _waiting(
     """An answer, or that of tables in which a delay hides nothing, if it is better: those of the search hide
     all that crosses the axis, so where steps are too short for that they do not tell how much there is."""
     by = request.allowed.diloco
-    if by is None or not by.delay or request.objective != "time" or request.late:
+    if by is None or not by.delay or request.objective != Objective.TIME or request.late:
         return best
     if not any(x.exposed for x in best.evaluation.cost.lines if by.axis in x.axes):
         return best
@@ -205,13 +207,13 @@ def _check(
     mesh: Any, devices: Any, objective: Any, limits: Limits, seconds: Any, allowed: SearchSpace
 ) -> None:
     """Refuses arguments of the wrong kind, whatever their annotations say."""
-    if objective not in OBJECTIVES:
-        raise UserError(f"objective {objective!r}: choose one of {', '.join(OBJECTIVES)}")
+    if objective not in (*Objective,):
+        raise UserError(f"objective {objective!r}: choose one of {', '.join(Objective)}")
     if not isinstance(mesh, Mesh | str | None):
         raise UserError(f"mesh {mesh!r}: give a Mesh, or its axes as 'data:2;model:4'")
     if mesh is not None and not str(mesh).strip():
         raise UserError("--mesh '' names no axis; write for example --mesh 'data:2;model:4'")
-    other = "" if objective == "time" else f"--objective {objective}"
+    other = "" if objective == Objective.TIME else f"--objective {objective}"
     refuse({REFINE: "--refine" if limits.refine else "", MEMORY: other})
     if (mesh is None) == (devices is None):
         raise UserError("give either a mesh (--mesh 'data:2;model:4') or a number of devices (--devices 8)")

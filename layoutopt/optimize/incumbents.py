@@ -19,6 +19,7 @@ from layoutopt.plan.build import decided
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.solver import Solution, Status
 from layoutopt.space.decisions import Decisions
+from layoutopt.space.objective import Objective
 from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -42,7 +43,7 @@ class Incumbents:
 
     def order(self, found: EvaluatedLayout) -> tuple[float, float]:
         """The sort key of results: the better one is less."""
-        memory = self.request.objective == "memory"
+        memory = self.request.objective == Objective.MEMORY
         return (found.peak, found.seconds) if memory else (found.seconds, found.peak)
 
     def add(self, found: EvaluatedLayout) -> None:

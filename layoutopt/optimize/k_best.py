@@ -17,6 +17,7 @@ from layoutopt.optimize.request import Request
 from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem, key_of
+from layoutopt.space.objective import Objective
 from mesh_tf_core.ir.layout import Layout
 
 SAME = 1e-9
@@ -30,7 +31,7 @@ def k_best(search: LayoutSearch, best: EvaluatedLayout) -> Iterator[EvaluatedLay
     """
     request, taken, number = search.request, [best], itertools.count()
     told = {_key(best)}
-    limit = best.peak if request.objective == "memory" else request.limit
+    limit = best.peak if request.objective == Objective.MEMORY else request.limit
     waiting: list[tuple[float, int, Subproblem, EvaluatedLayout | None]] = []
 
     def wait(seconds: float, problem: Subproblem, found: EvaluatedLayout | None = None) -> None:

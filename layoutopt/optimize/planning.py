@@ -36,11 +36,12 @@ from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.build import Plan, axes_of, decided, model_info
 from layoutopt.plan.machine_details import errors_known
-from layoutopt.plan.schema import INFEASIBLE, PlanFile, SolverInfo
+from layoutopt.plan.schema import PlanFile, ProofStatus, SolverInfo
 from layoutopt.plan.trade_names import trade_names
 from layoutopt.plan.units import some
 from layoutopt.solver import TOLERANCE
 from layoutopt.space.microbatches import impossible
+from layoutopt.space.objective import Objective
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.verify import verify
 
@@ -80,12 +81,12 @@ def make_plan(
     # A bound is known of all: then so is a device's share of the work, which needs no time that is left.
     proof, beside = _Proof(search.proven, searched), Alternatives(request, best, names, shapes)
     limited = request.clock.limit is not None or not proof.proven
-    if request.objective != "memory" and limited and 0 < searched.value < math.inf:
+    if request.objective != Objective.MEMORY and limited and 0 < searched.value < math.inf:
         proof.share = share_bound(request, best.mesh)
     repeats: list[str] = []
 
     def look() -> None:
-        if request.objective != "memory":
+        if request.objective != Objective.MEMORY:
             proof.look(request, best, subproblem, [f for f in others if f.mesh == best.mesh])
         repeats.extend(repeated_work(request, best.evaluation, best.options.microbatches, names))
         if alternatives:
@@ -133,9 +134,11 @@ def nearest_plan(request: Request, search: LayoutSearch) -> Plan | None:
     if search.nearest is None:
         return None
     least = Bound(search.least, Source.TABLES)
-    memory = replace(request, objective="memory", top=1)
+    memory = replace(request, objective=Objective.MEMORY, top=1)
     plan = make_plan(memory, search, search.nearest, bound=least, alternatives=False)
-    proof = plan.solver.model_copy(update={"status": INFEASIBLE, "likely_bound": None, "likely_gap": None})
+    proof = plan.solver.model_copy(
+        update={"status": ProofStatus.INFEASIBLE, "likely_bound": None, "likely_gap": None}
+    )
     return Plan(plan.data.model_copy(update={"solver": proof}), model=request.model)
 
 
@@ -207,7 +210,7 @@ class _Proof:
 
 
 def _solver(request: Request, best: EvaluatedLayout, proof: _Proof, considered: int) -> SolverInfo:
-    memory = request.objective == "memory"
+    memory = request.objective == Objective.MEMORY
     value, found = float(best.peak) if memory else best.seconds, proof.searched if memory else proof.bound
     proven = proof.proven and (memory or proof.by_tables)
     bound = min(found.value, value)  # but for rounding, and what the tables count too much in the tolerance
@@ -215,7 +218,7 @@ def _solver(request: Request, best: EvaluatedLayout, proof: _Proof, considered: 
     gap, bound = (0.0, value) if gap < EXACT else (gap, bound)
     likely = None if memory else proof.likely
     return SolverInfo(
-        status="OPTIMAL" if proven and gap <= TOLERANCE else "FEASIBLE",
+        status=ProofStatus.OPTIMAL if proven and gap <= TOLERANCE else ProofStatus.FEASIBLE,
         objective=value,
         bound=bound,
         gap=gap,
@@ -309,7 +312,7 @@ def _fewer(request: Request, count: int) -> list[str]:
     """Why fewer of the best layouts are listed than were asked for, unless the time was over."""
     if count >= request.top or request.late:
         return []
-    if request.objective == "memory":
+    if request.objective == Objective.MEMORY:
         return [
             f"--top {request.top}: layouts that hold more are in --objective pareto, {count} hold as little"
         ]

@@ -14,6 +14,7 @@ from layoutopt.runtime.clock import Clock
 from layoutopt.space.decisions import KINDS, SearchSpace, left_out
 from layoutopt.space.kind import UNEQUAL, Target
 from layoutopt.space.mesh_shapes import other_meshes
+from layoutopt.space.objective import Objective
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
@@ -44,7 +45,6 @@ class SearchStatus:
 OnSearchStatus = Callable[[SearchStatus], None]
 Better = Callable[[str, float, int], None]
 """on_better(layout in words, its seconds, its bytes): the best so far that fits is now another one."""
-OBJECTIVES = ("time", "memory", "pareto")
 SEARCHED, ANSWERED, PLANNED = 0.6, 1.3, 1.2
 """Seconds after the time limit in which solvers end and their answers are evaluated; in which any layout that
 fits is looked for, where none is known; in which what stands beside the answer is priced."""
@@ -67,7 +67,7 @@ class Request:
     model: Model
     hardware: Hardware
     limit: float
-    objective: str
+    objective: Objective
     allowed: SearchSpace
     top: int
     clock: Clock

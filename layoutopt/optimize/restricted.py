@@ -25,6 +25,7 @@ from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.solver import Solution, Status
 from layoutopt.space.decisions import Decisions
 from layoutopt.space.microbatches import numbers
+from layoutopt.space.objective import Objective
 from layoutopt.space.recompute import Recompute
 from layoutopt.space.sequence_parallel import Elsewhere
 from layoutopt.space.splits import Split
@@ -71,7 +72,7 @@ class BestPlans:
     def __init__(self, request: Request, seconds: float) -> None:
         self.request, self.seconds = request, seconds
         parts = numbers(request.model, request.allowed.microbatches)
-        self.parts = parts[::-1] if request.objective == "memory" else parts
+        self.parts = parts[::-1] if request.objective == Objective.MEMORY else parts
         self._weights: dict[int, ClusterWeights] = {}
 
     def of(self, plans: Sequence[Plans]) -> StrategyAnswer:
@@ -115,7 +116,7 @@ class _StrategySearch:
     """
 
     def __init__(self, request: Request, seconds: float, weights: dict[int, ClusterWeights]) -> None:
-        self.request, self.memory, self.weights = request, request.objective == "memory", weights
+        self.request, self.memory, self.weights = request, request.objective == Objective.MEMORY, weights
         self.seconds, self.far, self.enough = seconds, FAR * seconds, FAR * seconds
         self.best: EvaluatedLayout | None = None
         self.over: EvaluatedLayout | None = None

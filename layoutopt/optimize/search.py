@@ -38,6 +38,7 @@ from layoutopt.optimize.restricted import held, lean
 from layoutopt.optimize.subproblem import EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem, related
 from layoutopt.plan.units import size_text
+from layoutopt.space.objective import Objective
 from mesh_tf_core.errors import InfeasibleError, LimitError
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.lower import Options
@@ -109,7 +110,7 @@ class LayoutSearch:
     def bound(self) -> Bound:
         """No layout that was asked for is better, by the objective."""
         limit, incumbents = self.request.limit, self.incumbents
-        if self.request.objective != "memory":
+        if self.request.objective != Objective.MEMORY:
             lower, best = self.lower(limit), incumbents.seconds(limit)
         else:
             lower = Bound(self.least if self.listed else 0.0, Source.TABLES)
@@ -149,12 +150,12 @@ class LayoutSearch:
         self.listed = True
         if request.clock.left is not None:
             self.incumbents.price_named(request.clock.part(NAMED_SHARE))
-        if request.objective == "memory":
+        if request.objective == Objective.MEMORY:
             self._leanest(request.limit)
             best = self.incumbents.best()
         else:
             best = self._fastest(request.limit)
-        if best is not None and request.objective == "pareto":
+        if best is not None and request.objective == Objective.PARETO:
             best = self._trade(best)
             self.frontier = [self.simpler(found) for found in self.frontier]
         self.best = best
@@ -176,7 +177,7 @@ class LayoutSearch:
         best = self.incumbents.best()
         if best is not None and self.best is None:
             self.best = best
-        if self.listed and self.request.objective == "memory":
+        if self.listed and self.request.objective == Objective.MEMORY:
             self._hold(self.problems)
 
     def _hold(self, problems: Iterable[Subproblem]) -> None:
@@ -192,7 +193,7 @@ class LayoutSearch:
             incumbents.add(found)  # the best first
         if incumbents.best() is None:
             incumbents.price_named()
-        if self.request.objective != "memory":
+        if self.request.objective != Objective.MEMORY:
             incumbents.beat_named(self.request.limit)
         self.best = incumbents.best()
         if self.best is not None:
@@ -219,7 +220,7 @@ class LayoutSearch:
         order = sorted(self.problems, key=lambda each: each.rank)
         if request.clock.limit is not None and not incumbents.fitting(limit):
             order = [*self.problems[-1:], *order]  # what fits most likely, to have something early
-        fixes = request.objective == "time"
+        fixes = request.objective == Objective.TIME
         if fixes and order and not incumbents.fitting(limit):
             incumbents.price_on(order[0])
         for each in order:
@@ -313,7 +314,7 @@ class LayoutSearch:
         known, count = self.incumbents.best(), len(self.problems)
         best = math.inf if known is None else self.incumbents.order(known)[0]
         others = [each for each in self.problems if each is not subproblem]
-        if request.objective == "memory":
+        if request.objective == Objective.MEMORY:
             others, low = others[len(self.pace.spent) :], self.least
         else:
             others = [each for each in self._open(request.limit) if each is not subproblem]

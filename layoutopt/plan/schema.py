@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -140,8 +141,15 @@ class Predicted(Data):
         return min(max(hidden, 0.0), self.compute_seconds)
 
 
-INFEASIBLE = "INFEASIBLE"
-"""The status of a plan that does not fit, and was found by a search that proved that none does."""
+class ProofStatus(StrEnum):
+    """The status of a plan."""
+
+    OPTIMAL = "OPTIMAL"
+    """No layout that was asked for is better."""
+    FEASIBLE = "FEASIBLE"
+    """It fits; something better may exist above the bound."""
+    INFEASIBLE = "INFEASIBLE"
+    """It does not fit, and its search proved that none does."""
 
 
 class SolverInfo(Data):
@@ -164,7 +172,7 @@ class SolverInfo(Data):
     @property
     def proven(self) -> bool:
         """The solver said OPTIMAL and its own gap agrees."""
-        return self.status.upper() == "OPTIMAL" and (self.gap is None or self.gap <= 1e-6)
+        return self.status.upper() == ProofStatus.OPTIMAL and (self.gap is None or self.gap <= 1e-6)
 
 
 def _priced(found: Any) -> Any:

@@ -12,6 +12,7 @@ from costmodels.hardware import Hardware, machine_of
 from layoutopt.optimize.entry import Limits
 from layoutopt.optimize.evaluator import check_limit
 from layoutopt.plan.build import Plan
+from layoutopt.plan.schema import ProofStatus
 from layoutopt.plan.size_results import LawInfo, SizedCandidate, SizeResult
 from layoutopt.runtime.clock import Clock
 from layoutopt.sizing import summary
@@ -341,7 +342,7 @@ def _notes(answering: Answering, best: SizeRow, answer: SizedCandidate, batch: f
             f"a batch of about {suits:,.0f} tokens suits {answering.forecast.replicas} replicas of this size "
             f"(Charles et al. 2025, table 10); this one has {answer.batch_tokens:,}"
         )
-    if answer.status != "OPTIMAL":
+    if answer.status != ProofStatus.OPTIMAL:
         notes.append(
             f"the best size's layout is not proven optimal ({answer.status}, gap {answer.gap or 0:.1%})"
         )

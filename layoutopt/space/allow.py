@@ -11,6 +11,7 @@ from typing import Any
 
 from layoutopt.space.decisions import ARGUMENTS, FEATURES, KINDS, SearchSpace
 from layoutopt.space.kind import Target
+from layoutopt.space.objective import Objective
 from mesh_tf_core.errors import UserError, known_names
 
 USUAL, EVERYTHING = "usual", "everything"
@@ -72,7 +73,7 @@ def _less(name: str, word: str, chosen: dict[str, Any], plain: SearchSpace) -> d
     field, means = _meaning(name, word)
     value = chosen.get(field, getattr(plain, field))
     usual = ARGUMENTS[field].usual
-    value = usual("time") if value is None and usual is not None else value
+    value = usual(Objective.TIME) if value is None and usual is not None else value
     if not isinstance(value, tuple):
         return {field: getattr(plain, field)}
     rest = tuple(each for each in value if not means(each))

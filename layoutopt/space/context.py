@@ -20,6 +20,7 @@ from layoutopt.space.kind import (
     Words,
     about_each,
 )
+from layoutopt.space.objective import Objective
 from layoutopt.space.option import Option
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout
@@ -35,7 +36,7 @@ WAYS = (GATHER, *FORMS)
 def usual(objective: str) -> tuple[str, ...]:
     """The forms that are searched by default: all for the least time. Problems about memory take a third
     longer with them, and only gather."""
-    return WAYS if objective == "time" else (GATHER,)
+    return WAYS if objective == Objective.TIME else (GATHER,)
 
 
 @dataclass(frozen=True, kw_only=True)

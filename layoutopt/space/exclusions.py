@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from layoutopt.space.objective import Objective
 from mesh_tf_core.exclusions import REPLICAS, Exclusion
 from mesh_tf_core.exclusions import refuse as refuse_pairs
 
@@ -23,4 +24,4 @@ def refuse(asked: Mapping[str, str]) -> None:
 
 def memory_words(objective: str) -> str:
     """How the least memory is asked for; "" if it is not."""
-    return "--objective memory" if objective == "memory" else ""
+    return "--objective memory" if objective == Objective.MEMORY else ""

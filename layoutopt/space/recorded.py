@@ -6,6 +6,7 @@ from typing import Any
 
 from layoutopt.space.argument import Space
 from layoutopt.space.decisions import ARGUMENTS, SearchSpace
+from layoutopt.space.objective import Objective
 
 USUALLY = SearchSpace(**{name: a.unsaid() for name, a in ARGUMENTS.items() if a.unsaid is not None})
 """The meaning of a field that a plan does not state."""
@@ -25,7 +26,7 @@ def allowed_by(said: object) -> SearchSpace:
 
 def allowed_text(allowed: SearchSpace) -> str:
     """The request in words, as far as it differs from the defaults for the least time; '' if it does not."""
-    usual, said = recorded(SearchSpace().settled("time")), recorded(allowed)
+    usual, said = recorded(SearchSpace().settled(Objective.TIME)), recorded(allowed)
     parts = ((name, value) for name, value in said.items() if value != usual[name])
     return "; ".join(f"{name.replace('_', ' ')} {_words(value)}" for name, value in parts)
 

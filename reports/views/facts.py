@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from layoutopt.plan.covered import count_text
 from layoutopt.plan.details import Robustness
-from layoutopt.plan.schema import INFEASIBLE, PlanFile, Predicted
+from layoutopt.plan.schema import PlanFile, Predicted, ProofStatus
 from layoutopt.plan.units import bytes_text, duration_text, percent, rate_text, seconds_text, shorten
 from reports.plan import rules
 
@@ -44,7 +44,7 @@ def proof(plan: PlanFile, limits: str) -> ProofWords:
         return ProofWords("Not proven", "warn", "the plan has no record of a search")
     among = plan.space.count if plan.space else considered(s.layouts_considered) or "all that was searched"
     status = f"Not proven: {shorten(s.status.replace('_', ' ').lower(), 24)}"
-    if s.status == INFEASIBLE:
+    if s.status == ProofStatus.INFEASIBLE:
         least = f"; none needs less than {bytes_text(s.bound)}" if s.bound else ""
         words = f"proven: none of {among} fits{least}; this is the one of least memory that was found"
         return ProofWords("Nothing fits", "bad", words, (limits,) if limits else ())

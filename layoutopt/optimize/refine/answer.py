@@ -15,7 +15,7 @@ from layoutopt.optimize.refine.model_places import regions
 from layoutopt.optimize.request import Request
 from layoutopt.plan.build import Plan, axes_of, decided
 from layoutopt.plan.decided import Decided
-from layoutopt.plan.schema import Alternative, PlanFile, Refinement, Renaming, SolverInfo
+from layoutopt.plan.schema import Alternative, PlanFile, ProofStatus, Refinement, Renaming, SolverInfo
 from layoutopt.plan.units import seconds_text, share_text, some
 from layoutopt.runtime.clock import Clock
 from mesh_tf_core.ir.layout import Axes, Layout
@@ -88,7 +88,7 @@ def _data(
     seconds, before = found.cost.step_seconds, plan.predicted.step_seconds
     bound = min(seconds, share_bound(request, plan.mesh).value)
     solver = SolverInfo(
-        status="FEASIBLE",
+        status=ProofStatus.FEASIBLE,
         objective=seconds,
         bound=bound,
         gap=(seconds - bound) / seconds,
