@@ -217,8 +217,8 @@ def priced(row: Row) -> dict[str, Any]:
 
 
 def by_kind(cost: Cost) -> dict[str, float]:
-    """Seconds that a step waits for: products and attention, messages by mesh axis, what loops over ticks add
-    to sums at each of them, other writes of stacks, all other kernels."""
+    """Seconds that a step waits for: products and attention, messages by mesh axis, what loops write to
+    stacks and add to sums, all other kernels."""
     found = defaultdict[str, float](float)
     for line in cost.lines:
         kind = "others"
@@ -227,7 +227,7 @@ def by_kind(cost: Cost) -> dict[str, float]:
         elif line.kind in ("matmul", "attention"):
             kind = "products and attention"
         elif line.kind == "data":
-            kind = "sums at each tick" if line.text.startswith("loop(tick:") else "stacks"
+            kind = "stacks and sums"
         found[kind] += line.exposed * line.times
     return dict(found)
 

@@ -34,9 +34,8 @@ count those that a prediction calls fitting, plainly or with a warning that it m
 NEMO = """\
 **Interleaved stages of Nemotron-4 340B and GPT-3 175B.** No layer is recomputed, in the runs or in the
 predictions. *Idle* is the share of ticks in which a stage idles, (P - 1) / (V M + P - 1) with P stages of V
-virtual stages and M microbatches. The columns behind it are predicted seconds. One program for all stages
-adds to the gradients of embedding and head at every tick (*sums*), although they are made at one of V;
-programs of their own do not.
+virtual stages and M microbatches. The columns behind it are predicted seconds; the rest are norms, masks and
+what waits for gradients and weights.
 """
 APART = """\
 ## Rows with no part in any constant
@@ -182,7 +181,6 @@ def _held(found: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-SUMS = "sums at each tick"
 OOM, BARELY = "out_of_memory_called_fitting", "out_of_memory_called_barely_fitting"
 
 
@@ -196,13 +194,13 @@ def _nemo(found: Mapping[str, Any]) -> Iterator[str]:
         stages = int(run["mesh"].partition("pipe:")[2].partition(";")[0])
         idle = PipelineSchedule.named(of["schedule"], stages, of["microbatches"]).bubble
         error = run["predicted_seconds"] / run["seconds"] - 1
-        kinds = "products and attention", "messages over model", "messages over pipe", "stacks", SUMS
+        kinds = "products and attention", "messages over model", "messages over pipe", "stacks and sums"
         texts = (f"{x:.2f}" for x in (run["seconds"], run["predicted_seconds"]))
         named = (f"{parts[k]:.2f}" for k in kinds)
         return run["name"], *texts, f"{100 * error:+.0f} %", share(idle), *named
 
     heads = "run", "published, s", "predicted, s", "error", "idle", "products, attention"
-    more = "messages: tensor", "messages: stages", "stacks", "sums"
+    more = "messages: tensor", "messages: stages", "stacks and sums"
     judged = [r for r in found["found"] if r["name"].startswith(("nemotron4", "gpt3"))]
     return table((*heads, *more), map(row, judged))
 

@@ -4,7 +4,7 @@ follow each other.
 An iteration begins with its number, the state and its parts. The state is what is carried, and the sums so
 far; a sum so far goes by the name of the sum. One that does not run hands the state on and stacks zeros.
 A stack that is added to a sum of the loop around (`Program.added`) is made from the parts of that sum so far:
-it is the sum afterwards.
+it is the sum afterwards. So is a branch's sum.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class Iterations(Generic[V]):
     Attributes:
       state: ids that the state goes by in an iteration.
       carries: what is carried into the first one.
+      sums: for everything that is summed, the sum so far of the loop around that it goes on; None: none yet.
       onto: for everything that is stacked, the sum so far to whose parts it is added; None: to nothing.
     """
 
@@ -88,7 +89,10 @@ class Iterations(Generic[V]):
     ) -> None:
         self.loop, self.env, self.body, self.engine, self.added = loop, env, body, engine, added
         self.longer = longer
-        self.onto = [env.get(added[s.outer]) if s.outer in added else None for s in loop.stacked]
+        self.sums, self.onto = (
+            [env.get(added[s.outer]) if s.outer in added else None for s in found]
+            for found in (loop.summed, loop.stacked)
+        )
         self._terms = list(loop.summed)
         self.state = (*(c.enter for c in loop.carried), *(s.outer for s in loop.summed))
         self.carries = [env[c.init] for c in loop.carried]
@@ -145,7 +149,7 @@ def in_turn(iterations: Iterations[V], engine: InTurn[V]) -> None:
     parts = [parts_of(s.outer, env[s.outer]) for s in loop.sliced]
     totals = [*zip(loop.stacked, iterations.onto, strict=True)]
     onto = [None if total is None else parts_of(s.outer, total) for s, total in totals]
-    state: LoopState[V] = [*iterations.carries, *(None for _ in loop.summed)]
+    state: LoopState[V] = [*iterations.carries, *iterations.sums]
     made: dict[int, list[V]] = {}
     order = range(loop.dim.size)
     for at in reversed(order) if loop.reverse else order:

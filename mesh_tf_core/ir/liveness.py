@@ -12,7 +12,7 @@ As on a device that knows ahead of time what runs:
   (6) what a carry starts from is free once the first iteration has copied it, unless it is read otherwise
   (7) what an iteration hands out has been copied at its end; what it adds to a sum is added once it is made,
       by a message as it comes in: waiting for the message holds nothing
-  (8) a stack that only a sum of the loop around reads (`Program.added`) lies in that sum
+  (8) a stack, or a branch's sum, that only a sum of the loop around reads (`Program.added`) lies in that sum
   (9) what lies in the host's memory takes none of the device's
   (10) a carry of which an iteration only writes parts (`PartialAccess.in_place`) lies in what the loop makes
        of it, and that in what it starts from, if nothing else reads this

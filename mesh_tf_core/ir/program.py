@@ -141,10 +141,11 @@ class Program:
 
     @cached_property
     def added(self) -> Mapping[int, int]:
-        """Stacks of loops that are terms of a sum of the loop around, and read by nothing else -> that sum.
+        """Stacks of loops, and sums of branches, that are terms of a sum of the loop around, and read by
+        nothing else -> that sum.
 
         They are never made: an iteration's part is added to its part of the sum (gradients of stacked layers,
-        over microbatches).
+        over microbatches), and a branch adds to the sum where it is taken.
         """
         return {s: total for instr, _ in self.walk() if isinstance(instr, Loop) for s, total in _added(instr)}
 
@@ -192,11 +193,13 @@ def _added(loop: Loop) -> Iterator[tuple[int, int]]:
     # What is lowered alone does not know what decides of a branch.
     if not loop.summed or loop.runs is not None or loop.branch is not None:
         return
-    inner = [i for i in loop.body if isinstance(i, Loop) and i.runs is None and i.branch is None]
-    stacks = {stack.outer for instr in inner for stack in instr.stacked}
+    inner = [i for i in loop.body if isinstance(i, Loop)]
+    plain = [i for i in inner if i.runs is None and i.branch is None]
+    direct = {stack.outer for instr in plain for stack in instr.stacked}
+    direct |= {own.outer for instr in inner if instr.branch is not None for own in instr.summed}
     reads = Counter((*loop.leaving, *(i for instr in loop.body for i in instr.inputs)))
     for term, total in loop.summed:
-        if term in stacks and reads[term] == 1:
+        if term in direct and reads[term] == 1:
             yield term, total
 
 
@@ -250,11 +253,10 @@ def text(program: Program) -> str:
                 show(instr.body, indent + "  ")
                 for c in instr.carried:
                     lines.append(f"{indent}  yield %{c.leave} -> %{c.final}  {program.values[c.final]}")
-                for inner, outer in instr.stacked:
-                    how = f" added to %{program.added[outer]}" if outer in program.added else ""
-                    lines.append(f"{indent}  stack %{inner} -> %{outer}{how}  {program.values[outer]}")
-                for inner, outer in instr.summed:
-                    lines.append(f"{indent}  sum %{inner} -> %{outer}  {program.values[outer]}")
+                for kind, found in (("stack", instr.stacked), ("sum", instr.summed)):
+                    for inner, outer in found:
+                        how = f" added to %{program.added[outer]}" if outer in program.added else ""
+                        lines.append(f"{indent}  {kind} %{inner} -> %{outer}{how}  {program.values[outer]}")
                 lines.append(f"{indent}}}")
                 continue
             ins = " ".join(f"%{i}" for i in instr.inputs)

@@ -17,6 +17,7 @@ from costmodels.pipeline_bubble import waiting
 from costmodels.pricing.pricer import pricer
 from examples import transformer_seq2seq
 from mesh_tf_core.ir.instructions import Instr, Local, Loop, Permute
+from mesh_tf_core.ir.program import text
 from mesh_tf_core.ir.schedules import PipelineSchedule
 from mesh_tf_core.lower.verify import verify
 from tests.core.test_circular import FURTHER, another_turn, batch, check, lowered, model, steps
@@ -82,6 +83,16 @@ def test_what_is_sent_and_what_waits(again: set[str], plain: mtf.Model) -> None:
     (found,) = waiting(program, cost)
     assert (found.stages, found.ticks, found.waits) == (stages, schedule.ticks, stages - 1)
     assert 0 < found.seconds < cost.step_seconds * schedule.bubble
+
+
+def test_branches_add_to_the_sums_of_ticks_where_they_are_taken(plain: mtf.Model) -> None:
+    """What is before and behind the layers runs in few ticks; its gradients are added up in these alone."""
+    program = lowered(plain, "pipe:2", "layers:pipe", 4, 2, ORDER)
+    loops = [i for i, _ in program.walk() if isinstance(i, Loop)]
+    branches = {own.outer for loop in loops if loop.branch is not None for own in loop.summed}
+    summed = {term for loop in loops if loop.dim.name == "tick" for term, _ in loop.summed}
+    assert summed & branches and summed & branches <= program.added.keys()
+    assert any("added to" in line for line in text(program).splitlines() if line.strip().startswith("sum"))
 
 
 def test_what_is_in_flight_does_not_grow_with_the_microbatches() -> None:

@@ -200,7 +200,8 @@ class _Device(WholeReplica):
 
         n = loop.dim.size
         carries = self.order.loop(iterations.carries) if ordered else iterations.carries
-        start = [*carries, *(self.zeros(s.outer) for s in loop.summed)], onto
+        sums = zip(loop.summed, iterations.sums, strict=True)
+        start = [*carries, *(self.zeros(s.outer) if x is None else x for s, x in sums)], onto
         given = lax.iota(jnp.int32, n), [None if s.outer in longer else env[s.outer] for s in loop.sliced]
         (state, totals), stacks = lax.scan(step, start, given, length=n, reverse=loop.reverse)
         if ordered:
