@@ -134,7 +134,8 @@ class MemoryConstraints:
         for name, chosen in sorted(again):
             table = np.array([0.0 if c == chosen else -most for c in self.decided.options[name]])
             gates.append(RowTerm((self.names.index(name),), table))
-        name = f"{row.name} with {', '.join(name for name, _ in sorted(again))} again"
+        said = ", ".join(" ".join((decision, *choice)) for decision, choice in sorted(again))
+        name = f"{row.name} with {said}"
         return replace(row, name=name, entries=(*row.entries, *gates))
 
 
