@@ -149,6 +149,7 @@ def size(
     clock = time_limited(time_limit)
     from layoutopt.models.loading import load_model
     from layoutopt.sizing.sizing import size as answer
+    from mesh_tf_core.errors import UserError
 
     terminal = Terminal(as_json, quiet)
     check_out(out)
@@ -160,6 +161,11 @@ def size(
         "unique": _count(unique, "--unique", "100B"),
         "inference": _count(inference, "--inference", "1T") or 0.0,
     }
+    if not hardware and not devices:
+        raise UserError(
+            "size compares chips, and none is named: give e.g. --hardware h100 --hardware tpu-v5p (list: "
+            "`layoutopt hardware`), or --devices for this machine's processor"
+        )
     names = hardware or [THIS_MACHINE]
     machines = [read_hardware(name, set_hardware) for name in names]
     prices = read_prices(price or (), [machine.name for machine in machines])
@@ -252,5 +258,8 @@ def _sizes(text: str) -> tuple[float, float]:
 
     low, colon, high = text.partition(":")
     if not colon:
-        raise UserError(f"--sizes {text!r}: write the fewest and the most parameters, as --sizes 1B:20B")
+        raise UserError(
+            f"--sizes {text!r}: write the fewest and the most parameters, e.g. --sizes 1B:20B; to train "
+            "MODEL at its own size, use --tokens without --sizes"
+        )
     return parse_count(low, "--sizes", "1B:20B"), parse_count(high, "--sizes", "1B:20B")

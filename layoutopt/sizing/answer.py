@@ -323,9 +323,9 @@ class Answering:
             soonest = min(self.rows, key=lambda r: r.days)
             place = f"{soonest.timing.devices:,} devices of {soonest.timing.machine.name}"
             raise InfeasibleError(
-                f"--days {self.question.deadline:g}: the soonest that was found takes "
-                f"{lasts(DAY * soonest.days)}, {count(soonest.candidate.size.total)} parameters on {place}; "
-                "give more of one of them"
+                f"--days {self.question.deadline:g}: the fastest candidate takes "
+                f"{lasts(DAY * soonest.days)}: {count(soonest.candidate.size.total)} parameters on {place}; "
+                "allow more days, or name more or faster devices (--devices, --hardware)"
             )
         return self._best_of(timely)
 

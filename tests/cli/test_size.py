@@ -96,3 +96,10 @@ def test_counts_are_read_as_people_write_them(text: str, number: float) -> None:
 def test_what_is_no_count_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="--tokens"):
         parse_count(text, "--tokens", "300B")
+
+
+def test_chips_are_named_before_anything_is_searched(refused: Callable[..., str]) -> None:
+    said = refused("size", LM, *TINY, "--tokens", "1M")
+    assert "--hardware h100 --hardware tpu-v5p" in said
+    said = refused("size", LM, *TINY, "--tokens", "1M", "--hardware", "h100", "--sizes", "13B")
+    assert "to train MODEL at its own size, use --tokens without --sizes" in said

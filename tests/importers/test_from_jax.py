@@ -157,6 +157,31 @@ def test_grouped_queries_have_dimensions_of_their_own() -> None:
     assert max(off.values()) <= 1e-5
 
 
+def test_heads_have_their_name_where_rotary_positions_take_d_kv_apart() -> None:
+    def rotated(x):
+        a, b = x[..., ::2], x[..., 1::2]
+        return jnp.stack([a - b, a + b], -1).reshape(x.shape)
+
+    def loss(params, tokens):
+        x = params["embed"][tokens]
+        q, k, v = (jnp.einsum("bld,dhk->blhk", x, params[n]) for n in "qkv")
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", rotated(q), rotated(k)))
+        x = x + jnp.einsum("bqhd,hdm->bqm", jnp.einsum("bhqk,bkhd->bqhd", weights, v), params["o"])
+        return ((x + jax.nn.relu(x @ params["wi"]) @ params["wo"]) ** 2).mean()
+
+    f = numbers()
+    params = {n: f(6, 4, 8) for n in "qkv"} | {
+        "o": f(4, 8, 6),
+        "wi": f(6, 12),
+        "wo": f(12, 6),
+        "embed": f(9, 6),
+    }
+    model = layoutopt.from_jax(loss, params, jax.ShapeDtypeStruct((2, 5), jnp.int32))
+    found = {a.path: str(a).partition(" ")[2].strip("[]").split() for a in model.origin.parameters.values()}
+    assert found["wi"] == ["d_model", "d_ff"]
+    assert [found[n][1] for n in "qkv"] == ["heads"] * 3 and found["o"] == ["heads", "d_v", "d_model"]
+
+
 def test_ends_of_edges_are_no_tokens() -> None:
     """Numbers that are places in other values count edges, those that look up parameters a text."""
 

@@ -329,7 +329,7 @@ def test_a_deadline_is_met_by_the_cheapest() -> None:
     assert days[1] > days[2]
     found = layoutopt.size(words, LARGER, days=days[2] * 1.01, **asked)
     assert found.best.devices == 2
-    with pytest.raises(InfeasibleError, match=r"days=.*: the soonest that was found takes"):
+    with pytest.raises(InfeasibleError, match=r"days=.*: the fastest candidate takes"):
         layoutopt.size(words, LARGER, days=days[2] / 2, **asked)
 
 

@@ -107,7 +107,10 @@ class JaxModel(mtf.Model):
         assert self.origin is not None
         parts = [f"{w}: jax.checkpoint of a part is left out: {KEEPS}" for w in self.origin.parts_recomputed]
         own = sorted(self.origin.recomputed - {each.dim for each in options.recompute})
-        left = [f"the function's own jax.checkpoint of {', '.join(own)} is left out: nothing recomputes it"]
+        left = [
+            f"this layout recomputes nothing over {', '.join(own)}: the function's own jax.checkpoint is "
+            "not applied"
+        ]
         return (*super().notes(options), *self.origin.notes, *parts, *(left if own else ()))
 
     def _in_parts(self, microbatches: int) -> TrainingStep:

@@ -82,6 +82,9 @@ class _Roles:
                         self.names.give(node, "experts")
                 for node in self.classes.of(e.out, len(e.out.shape) - 1):
                     self.names.give(node, "top_k")
+        for e in equations:
+            if e.prim == "dot_general":
+                self._heads(e)
         self._feed_forward()
         for a, b in self.classes.refused:
             for x, y in ((a, b), (b, a)):
@@ -157,6 +160,20 @@ class _Roles:
             left = [n for n, _ in others.most_common() if n not in self.names.found]
             for node in left[:1]:
                 self.names.give(node, "d_model")
+
+    def _heads(self, e: Equation) -> None:
+        """The batch dimension of a product of two activations, if parameters have it and it has no name yet.
+
+        `_attention` misses queries and keys whose last axis was taken apart and put together again, as
+        rotary positions on even and odd elements do: no parameter has the axis of the result.
+        """
+        _, (lb, _) = e.params["dimension_numbers"]
+        if any(self.classes.made_of.get(id(v)) == PARAMETER for v in e.ins[:2]):
+            return
+        shared = {n for a in lb for n in self.classes.of(e.ins[0], a) if self.names.in_parameters[n]}
+        unnamed = [n for n in shared if n not in self.names.found]
+        if len(shared) == len(unnamed) == 1:
+            self.names.give(unnamed[0], "heads")
 
     def _convolution(self, e: Equation, padded: Mapping[int, Operand]) -> None:
         d = e.params["dimension_numbers"]
