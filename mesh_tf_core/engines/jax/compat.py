@@ -107,7 +107,7 @@ def device_count() -> int:
 
 
 def device_kind() -> tuple[str, str]:
-    """What JAX calls the devices that it runs on, and their platform: cpu, gpu or tpu; starts JAX."""
+    """Returns the name that JAX gives its devices, and their platform: cpu, gpu or tpu; starts JAX."""
     make_ready()
     import jax
 
