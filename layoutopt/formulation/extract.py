@@ -167,8 +167,10 @@ class Draft:
             sums = (PendingSum.at(node, mesh) for node in sorted(self.context.cut))
             self.decided = Decisions((*decided.every, *sums)) if self.context.cut else decided
         self.program = replace(self.context.program(), mesh=mesh)
-        self.tabler = self.context.tabler(mesh, pricer)
         self.meetings = meetings(model, mesh, decided)
+        # What meets is updated by the meetings, too, so less of it may be padded.
+        padded = self.meetings[0].padded if self.meetings else None
+        self.tabler = self.context.tabler(mesh, pricer, padded)
         self._met = {id(cluster): each for each in self.meetings for cluster in each.clusters}
         self.left = [*self.context.clusters, *(c for each in self.meetings for c in each.clusters)]
         self.tables: list[Table] = []

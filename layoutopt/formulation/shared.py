@@ -20,6 +20,7 @@ from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.lower import Options
+from mesh_tf_core.lower.padding import paddable
 from mesh_tf_core.model import Model
 
 ONE = Mesh([("device", 1)])
@@ -102,11 +103,19 @@ class SharedContext:
             self._programs[again] = self.model.lower(mesh, layout, options, check=False)
         return self._programs[again]
 
-    def tabler(self, mesh: Mesh, pricer: Pricer) -> Tabler:
-        """Makes its tables on a mesh; what it made for the pricer that was asked for last is known."""
-        if self._tabler is None or self._tabler.pricer is not pricer:
-            self._tabler = Tabler(self.graph, mesh, pricer, self.narrow, self.padded)
-        return self._tabler
+    def tabler(
+        self, mesh: Mesh, pricer: Pricer, padded: Mapping[str, frozenset[str]] | None = None
+    ) -> Tabler:
+        """Makes its tables on a mesh; what it made for the pricer that was asked for last is known.
+
+        Args:
+          padded: see `Tabler`; None: the context's own.
+        """
+        padded = self.padded if padded is None else padded
+        padded, known = paddable(self.graph) if padded is None else padded, self._tabler
+        if known is None or known.pricer is not pricer or known.padded != padded:
+            self._tabler = known = Tabler(self.graph, mesh, pricer, self.narrow, padded)
+        return known
 
     @cached_property
     def makers(self) -> Makers:

@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -96,15 +97,16 @@ def test_the_answer_is_the_best_of_all_layouts(evaluator: Evaluator, allowed: Se
         best(evaluator, allowed, peaks[0] - 1)
 
 
-def test_tables_know_shards_that_are_padded(evaluator: Evaluator) -> None:
+@pytest.mark.parametrize("asked", [{}, {"fragments": 2}, {"bits": 8}, {"fragments": 2, "bits": 4}])
+def test_tables_know_shards_that_are_padded(evaluator: Evaluator, asked: dict[str, Any]) -> None:
+    """Fragments and few bits take rows apart, which padding must not change: these shards are not padded."""
     mesh = mtf.Mesh("sites:2;data:3")
-    allowed = SearchSpace(
-        storage=("zero3",), recompute=(False,), diloco=mtf.DiLoCo("sites", 4), microbatches=(1,)
-    )
+    by = mtf.DiLoCo("sites", 4, **asked)
+    allowed = SearchSpace(storage=("zero3",), recompute=(False,), diloco=by, microbatches=(1,))
     (subproblem,) = subproblems(evaluator.model, [mesh], allowed, evaluator.near)
     layout, options = subproblem.decided.read({n: o[0] for n, o in subproblem.decided.options.items()})
     priced = evaluator(mesh, layout, options)
-    assert any(s.padded is not None for s in priced.program.variables.values())
+    assert any(s.padded is not None for s in priced.program.variables.values()) is not bool(asked)
     summed = evaluator.table_prices(mesh, subproblem.decided).seconds(layout, options)
     assert summed == pytest.approx(priced.cost.step_seconds, rel=1e-9)
     its = subproblem.opened(evaluator)
