@@ -3,22 +3,28 @@
 Every problem waits with what its next layout takes at least: first its bound, then the seconds of its fastest
 layout that was not taken yet; the one that promises most is looked at next (Lawler 1972, "A procedure for
 computing the K best solutions to discrete optimization problems"). Layouts that differ by the names of axes
-alone are one, as are those that a mesh with fewer axes has too.
+alone are one, as are those that a mesh with fewer axes has too, and those whose programs differ by no more
+than the order of their instructions and hold as much: storage in which gradients are scattered at once or a
+little later, say.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Hashable, Iterator
 
+from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.merging import ordered
 from layoutopt.optimize.request import Request
 from layoutopt.optimize.search import LayoutSearch
-from layoutopt.optimize.subproblem import EvaluatedLayout
+from layoutopt.optimize.subproblem import Box, EvaluatedLayout, SubproblemSearch
 from layoutopt.optimize.subproblems import Subproblem, key_of
+from layoutopt.solver import cost
 from layoutopt.space.objective import Objective
 from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.program import Local
 
 SAME = 1e-9
 """Relative difference of seconds up to which layouts of the same peak may be one."""
@@ -30,7 +36,7 @@ def k_best(search: LayoutSearch, best: EvaluatedLayout) -> Iterator[EvaluatedLay
     Where the least memory was asked for, they hold no more than the best one and take longer.
     """
     request, taken, number = search.request, [best], itertools.count()
-    told = {_key(best)}
+    told = {program_of(best.evaluation)}
     limit = best.peak if request.objective == Objective.MEMORY else request.limit
     waiting: list[tuple[float, int, Subproblem, EvaluatedLayout | None]] = []
 
@@ -44,8 +50,8 @@ def k_best(search: LayoutSearch, best: EvaluatedLayout) -> Iterator[EvaluatedLay
         if found is not None:
             taken.append(found)
             simple = search.simpler(found)
-            if _key(simple) not in told:
-                told.add(_key(simple))
+            if (key := program_of(simple.evaluation)) not in told:
+                told.add(key)
                 yield simple
         elif problem.whole is None and search.opened(problem).relaxed(request.clock) > seconds:
             wait(problem.bounds.lower(limit).value, problem)
@@ -58,14 +64,48 @@ def k_best(search: LayoutSearch, best: EvaluatedLayout) -> Iterator[EvaluatedLay
             for x in _copies(request, f)
             if key_of(request.model, f.mesh, x, f.options) == problem.key
         )
-        excluded = tuple(dict.fromkeys(choices for choices in copies if choices is not None))
+        excluded = tuple(_box(program, choices) for choices in {*copies} if choices is not None)
         other = program.fastest(limit, clock=request.clock, excluded=excluded).found
         if other is not None:
             wait(other.seconds, problem, other)
 
 
-def _key(found: EvaluatedLayout) -> Hashable:
-    return found.mesh, found.layout, found.options.key
+def program_of(evaluated: Evaluation) -> Hashable:
+    """The instructions of a program in any order, each by what it computes or moves, and its peak."""
+    program = evaluated.program
+
+    def values(ids: tuple[int, ...]) -> Hashable:
+        every = (program.values[i] for i in ids)
+        return tuple((v.shape, v.dtype, v.splits, v.partial, v.host) for v in every)
+
+    found = Counter(
+        (
+            type(instr),
+            instr.origin.node if isinstance(instr, Local) else -1,
+            times,
+            values(instr.inputs),
+            values(instr.outputs),
+        )
+        for instr, times in program.walk()
+    )
+    return program.mesh, evaluated.memory.peak, frozenset(found.items())
+
+
+def _box(search: SubproblemSearch, choices: tuple[int, ...]) -> Box:
+    """Choices with all that lower to the same program: options of which each alone does, and all together
+    do."""
+    problem = search.extraction.problem
+    seconds, program = cost(problem, choices), program_of(search.evaluate(choices))
+
+    def same(other: tuple[int, ...]) -> bool:
+        near = cost(problem, other) <= seconds * (1 + SAME)
+        return near and not search.refused(other) and program_of(search.evaluate(other)) == program
+
+    box: list[tuple[int, ...]] = [(choice,) for choice in choices]
+    for i in range(len(search.extraction.names)):
+        others = (o for o in range(problem.sizes[i]) if o != choices[i])
+        box[i] += tuple(o for o in others if same((*choices[:i], o, *choices[i + 1 :])))
+    return tuple(box) if same(tuple(every[-1] for every in box)) else tuple((c,) for c in choices)
 
 
 def _moved(called: dict[str, str], found: EvaluatedLayout) -> bool:

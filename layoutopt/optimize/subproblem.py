@@ -44,6 +44,8 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.replicas import alone
 
 Listener = Callable[[float, float], None]
+Box = tuple[tuple[int, ...], ...]
+"""Some of the solver's choices for every variable, in all combinations."""
 ATTEMPTS = (3, 100)
 """How many answers are evaluated, at least and at most, before the limit is lowered; then `ATTEMPTS[0]`
 more."""
@@ -193,7 +195,7 @@ class SubproblemSearch:
         upper: float | None = None,
         clock: Clock = UNLIMITED,
         listener: Listener | None = None,
-        excluded: tuple[tuple[int, ...], ...] = (),
+        excluded: Sequence[Box] = (),
         pinned: Mapping[str, Choice] | None = None,
         tries: int | None = None,
     ) -> SubproblemOutcome:
@@ -206,7 +208,7 @@ class SubproblemSearch:
         much it may be missed.
 
         Args:
-          excluded: solver's choices that may not be the answer.
+          excluded: what may not be the answer.
           pinned: decisions that are taken already.
           tries: answers that are evaluated before the limit is lowered (default: the smaller the tables, the
             more, and besides as many as there are sets of loops that run again).
@@ -220,7 +222,7 @@ class SubproblemSearch:
         upper: float | None,
         clock: Clock,
         listener: Listener | None,
-        excluded: tuple[tuple[int, ...], ...],
+        excluded: Sequence[Box],
         pinned: Mapping[str, Choice] | None,
         most: int | None,
     ) -> SubproblemOutcome:
@@ -229,7 +231,7 @@ class SubproblemSearch:
         bound, share, tries, attempt = 0.0, 1.0, most or self._tries(), 0
         sums = self.extraction.decided.of(PendingSum)
         own = [i for i, name in enumerate(self.extraction.names) if name not in sums]
-        banned = [{i: choices[i] for i in own} for choices in excluded]
+        banned = [{i: box[i] for i in own} for box in excluded]
         while attempt < tries + ATTEMPTS[0]:
             exact = attempt < tries
             if self.evaluations and clock.over:
@@ -296,7 +298,7 @@ class SubproblemSearch:
         own = self._evaluator(self.mesh, layout, alone(options, self.mesh))
         met = found.memory.variables - own.memory.variables
         if found.memory.peak > own.memory.peak + met:  # the most is held while replicas meet
-            wanted = dict(enumerate(choices[: len(self.extraction.names)]))
+            wanted = {i: (choice,) for i, choice in enumerate(choices[: len(self.extraction.names)])}
             return unlike(wanted, self.extraction.problem.sizes)
         return lazy_cut(self.extraction, choices, own, met)
 
@@ -312,10 +314,10 @@ def go_on(solution: Solution) -> None:
         raise KeyboardInterrupt
 
 
-def unlike(decided: Mapping[int, int], sizes: Sequence[int]) -> ResourceRow:
-    """A row that forbids one choice of all that is decided, by variable, whatever follows of it: message
-    groups, and where sums wait."""
-    tables = {i: (np.arange(sizes[i]) == choice).astype(float) for i, choice in decided.items()}
+def unlike(decided: Mapping[int, Sequence[int]], sizes: Sequence[int]) -> ResourceRow:
+    """A row that forbids some choices of all that is decided, by variable, in every combination, whatever
+    follows of them: message groups, and where sums wait."""
+    tables = {i: np.isin(np.arange(sizes[i]), choices).astype(float) for i, choices in decided.items()}
     entries = tuple(RowTerm((i,), table) for i, table in tables.items())
     return ResourceRow(f"not {tuple(decided.values())}", len(decided) - 1.0, entries)
 
