@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -251,7 +251,7 @@ def whole_question(seed: int, most: int, rarely: bool = False) -> Whole:
         gone = rng.choice([o for o in left if o not in plain])
         options[name] = [o for o in left if o != gone]
         question = whole()
-    return question
+    return replace(question, problems=tuple(_related(question.problems)))
 
 
 def alone(kind: type[Decision], seed: int) -> Whole | None:
@@ -307,6 +307,17 @@ def _left(each: Subproblem, options: Mapping[str, list[Choice]]) -> Subproblem:
         n: tuple(o for o in found if o in options[n]) or found[:1] for n, found in decided.options.items()
     }
     return Subproblem(each.mesh, decided.within(left))
+
+
+def _related(problems: Sequence[Subproblem]) -> Iterator[Subproblem]:
+    """Those whose options are also options with fewer microbatches, as in every search: these bound them."""
+    known: list[Subproblem] = []
+    for each in problems:
+        own = {d.name: {*d.options} for d in each.decided.every if not isinstance(d, Microbatches)}
+        fewer = (other.decided.options for other in known if other.place == each.place)
+        if all(own[name] <= {*options[name]} for options in fewer for name in own.keys() & options.keys()):
+            known.append(each)
+            yield each
 
 
 def _some(found: list[Subproblem], rng: random.Random) -> list[Subproblem]:
