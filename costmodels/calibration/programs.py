@@ -7,8 +7,9 @@ its own, as the activations of a step do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import mesh_tf_core as mtf
 from costmodels.kernels.array_functions import calls
@@ -23,17 +24,12 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import Op, TensorType
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Collective,
+    COLLECTIVES,
     Instr,
     Local,
     Origin,
-    Permute,
     Program,
     ReadVariable,
-    ReduceScatter,
     Stored,
     WriteVariable,
 )
@@ -188,6 +184,16 @@ def step_calls(program: Program) -> tuple[Call, ...]:
     return tuple(found)
 
 
+ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
+    "all_reduce": (),
+    "reduce_scatter": ("b",),
+    "all_gather": ("b",),
+    "all_to_all": ("b", "a"),
+    "permute": (1, True),
+}
+"""The arguments of each kind beside its axes, on an array of dimensions a, b and c."""
+
+
 def collective_program(mesh: Mesh, kind: str, axes: Axes, full_bytes: int, repeats: int) -> Program:
     """`repeats` times a collective over `axes` in all groups at once, on float32 arrays.
 
@@ -200,33 +206,14 @@ def collective_program(mesh: Mesh, kind: str, axes: Axes, full_bytes: int, repea
     rows = max(1, round(full_bytes / 4 / (wide * wide))) * n
     a, b, c = Dim("a", rows), Dim("b", wide), Dim("c", 8)
     type = TensorType(Shape([a, b, c]), "float32")
-    splits: Splits = {"all_gather": ((), axes, ()), "all_to_all": (axes, (), ())}.get(kind, ((), (), ()))
+    like = COLLECTIVES[kind]((), (), _ORIGIN, axes, *ARGUMENTS[kind])
+    change = [like.resplits().get(name, (0, ()))[0] for name in type.shape.names]
+    before, after = (tuple(axes if sign == way else () for sign in change) for way in (-1, 1))
     for i in range(repeats):
-        partial = axes if kind in ("all_reduce", "reduce_scatter") else ()
-        x = build.read(f"x_{i}", type, splits)
-        source = build.applied(StopGradient(), x, splits=splits, partial=partial)
-        y, instr = _exchange(build, kind, axes, type, source)
-        build.code.append(instr)
+        x = build.read(f"x_{i}", type, before)
+        partial = axes if like.sums else ()
+        source = build.applied(StopGradient(), x, splits=before, partial=partial)
+        y = build.value(type, after)
+        build.code.append(replace(like, inputs=(source,), outputs=(y,)))
         build.write(f"y_{i}", y)
     return build.program()
-
-
-def _exchange(
-    build: _ProbeBuilder, kind: str, axes: Axes, type: TensorType, x: int
-) -> tuple[int, Collective]:
-    whole: Splits = ((), (), ())
-    if kind == "all_reduce":
-        y = build.value(type, whole)
-        return y, AllReduce((x,), (y,), _ORIGIN, axes)
-    if kind == "reduce_scatter":
-        y = build.value(type, ((), axes, ()))
-        return y, ReduceScatter((x,), (y,), _ORIGIN, axes, "b")
-    if kind == "all_gather":
-        y = build.value(type, whole)
-        return y, AllGather((x,), (y,), _ORIGIN, axes, "b")
-    if kind == "all_to_all":
-        y = build.value(type, ((), axes, ()))
-        return y, AllToAll((x,), (y,), _ORIGIN, axes, "b", "a")
-    assert kind == "permute", f"no program measures {kind}"
-    y = build.value(type, whole)
-    return y, Permute((x,), (y,), _ORIGIN, axes, 1, True)

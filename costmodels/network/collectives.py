@@ -66,7 +66,7 @@ check_prices(COLLECTIVES)
 def full_bytes(kind: str, local_bytes: float, group_size: int) -> float:
     """The `bytes` of this module for a collective whose input on one device has `local_bytes`."""
     _check(kind)
-    return local_bytes * group_size if kind in ("all_gather", "all_to_all") else local_bytes
+    return local_bytes * group_size if program.COLLECTIVES[kind].part else local_bytes
 
 
 def collective_seconds(

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from layoutopt.optimize.evaluation import Evaluation
 from mesh_tf_core.ir.layout import Axes
-from mesh_tf_core.lower.placement import BETWEEN, KEEP, PHASES, SAVED, VARIABLE, Row
+from mesh_tf_core.lower.placement import KEEP, PHASES, Row
 from mesh_tf_core.lower.rematerialization import recomputable
+from mesh_tf_core.lower.storage import BETWEEN, SAVED, VARIABLE
 
 
 @dataclass(frozen=True)

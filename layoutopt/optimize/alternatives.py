@@ -25,7 +25,7 @@ from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.nodes import crossed
-from mesh_tf_core.lower.storage import STAGES
+from mesh_tf_core.lower.storage import MOST_SPLIT, STAGES
 from mesh_tf_core.ops.context import FORMS
 
 Shapes = Set[tuple[int, ...]] | None
@@ -132,7 +132,7 @@ class Alternatives:
     def _unsplit(self) -> str:
         """Why storage splits too little where nothing else is split; '' if it does not."""
         graph, mesh = self.request.model.step_graph, self.best.mesh
-        found = undivided(storage_of(graph, mesh, Layout(), stored_at(graph.variables.values(), STAGES[-1])))
+        found = undivided(storage_of(graph, mesh, Layout(), stored_at(graph.variables.values(), MOST_SPLIT)))
         return str(found[0]) if found else ""
 
     def _gathers(self) -> list[str]:

@@ -34,11 +34,12 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import AT, Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.storage import STAGES, stage_number
+from mesh_tf_core.lower.storage import BETWEEN, SPLIT, STAGES, VARIABLE, stage_number
 from mesh_tf_core.model import Model
 
-WHOLE, SPLIT = STAGES[:3], STAGES[3:]
-"""Stages at which a variable is whole between its updates, and others."""
+STORED_SPLIT = tuple(stage for stage in STAGES if (VARIABLE, BETWEEN) in SPLIT[stage])
+"""Stages at which a variable is split between its updates."""
+WHOLE = tuple(stage for stage in STAGES if stage not in STORED_SPLIT)
 FSDP = "fully sharded (FSDP)"
 """The name of plans in which most parameters are stored split."""
 
@@ -191,7 +192,7 @@ class Baselines:
         """Name -> where its plans are."""
         found = {
             "data parallel": [*self._data(WHOLE)],
-            FSDP: [*self._data(SPLIT)],
+            FSDP: [*self._data(STORED_SPLIT)],
             "tensor parallel": [*self._tensor()],
             "data + tensor parallel": [*self._both()],
             "expert parallel": [*self._experts()],
@@ -209,7 +210,7 @@ class Baselines:
                 found = NamedStrategy(
                     self.model, mesh, data, rest, self.dims.sequence if rest else (), stages
                 )
-                if found.is_split or stages != SPLIT:
+                if found.is_split or stages != STORED_SPLIT:
                     yield found
             if not rest:
                 break

@@ -34,8 +34,7 @@ from mesh_tf_core.errors import LayoutError
 from mesh_tf_core.ir.layout import AT
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.offload import place_of
-from mesh_tf_core.lower.placement import BETWEEN, STATE, VARIABLE, split_from
-from mesh_tf_core.lower.storage import narrow_reads
+from mesh_tf_core.lower.storage import BETWEEN, STATE, VARIABLE, narrow_reads, splits
 from mesh_tf_core.model import Model
 
 FAR, NEAR = 4.0, 1.2
@@ -287,11 +286,11 @@ def lean(request: Request, subproblem: Subproblem) -> EvaluatedLayout | None:
 
 def held(model: Model, mesh: Mesh, decided: Decisions) -> float:
     """Bytes of variables that a device holds at least between steps, whatever is chosen."""
-    graph, stages = model.step_graph, dict[str, int]()
+    graph, stages = model.step_graph, dict[str, set[int]]()
     masters, there = narrow_reads(graph), decided.least_memory.offload
     for name, variables in stored_classes(graph).items():
-        last = max(stage_of(choice).number for choice in decided.options[name])
-        stages.update(dict.fromkeys((v.name for v in variables), last))
+        found = {stage_of(choice).number for choice in decided.options[name]}
+        stages.update(dict.fromkeys((v.name for v in variables), found))
     most = {n: max(map(mesh.group_size, decided.options[n])) for n in decided.of(Split)}
     most.update(dict.fromkeys((n.partition(AT)[0] for n in decided.of(Elsewhere)), mesh.devices))
     total = 0.0
@@ -299,7 +298,8 @@ def held(model: Model, mesh: Mesh, decided: Decisions) -> float:
         if place_of(v) in there:
             continue
         what = VARIABLE if v.slot_of is None else STATE
-        further = stages.get(v.slot_of or v.name, 0) >= split_from(what, BETWEEN, v.name in masters)
+        master, own = v.name in masters, stages.get(v.slot_of or v.name, ())
+        further = any(splits(stage, what, BETWEEN, master) for stage in own)
         ways = math.prod(most.get(n, 1) for n in v.shape.names)
         total += v.bytes / (mesh.devices if further else min(ways, mesh.devices))
     return total

@@ -69,6 +69,6 @@ def _stored(model: Model, mesh: Mesh, axis: str, layout: Layout, decided: Decide
     found: Counter[str] = Counter()
     for name, stage in storage.stages.items():
         if axis in storage.further(name)[0]:
-            found[STORED[STAGES[stage.number]]] += trained[name].shape.size
+            found[STORED.get(STAGES[stage.number], STAGES[stage.number])] += trained[name].shape.size
     most = sum(v.shape.size for v in trained.values()) / 2
     return found.most_common(1)[0][0] if found.total() > most else ""

@@ -37,7 +37,16 @@ from mesh_tf_core.ir.layout import AT, Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.schedules import KINDS, alternates
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.storage import STAGES, Stage, read_stage
+from mesh_tf_core.lower.storage import (
+    BACKWARD,
+    GRADIENT,
+    MOST_SPLIT,
+    SPLIT,
+    STAGES,
+    Stage,
+    read_stage,
+    splits,
+)
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -111,7 +120,7 @@ class Storage(Decision):
         graph = target.model.step_graph
         if len(target.axes) > 1:
             yield LeftOut(
-                cls.label, f"{cls.label} over other axes", f"--storage {STAGES[-1]}@AXIS", finer=True
+                cls.label, f"{cls.label} over other axes", f"--storage {MOST_SPLIT}@AXIS", finer=True
             )
         if target.axes and any(len(alike) > 1 for alike in stored_classes(graph).values()):
             yield LeftOut(cls.label, f"{cls.label} of single variables", finer=True)
@@ -120,7 +129,7 @@ class Storage(Decision):
             late = f"{cls.label} from {STAGES[2]} on of what no stage has, in {' and '.join(named)}"
             yield LeftOut(cls.label, late, finer=True)
         every = graph.variables.values()
-        if undivided(storage_of(graph, target.mesh, Layout(), stored_at(every, STAGES[-1]))):
+        if undivided(storage_of(graph, target.mesh, Layout(), stored_at(every, MOST_SPLIT))):
             yield LeftOut(cls.label, f"{cls.label} in {UNEQUAL}", finer=True)
 
     @classmethod
@@ -133,14 +142,14 @@ class Storage(Decision):
 
     @classmethod
     def about(cls, graph: Graph, mesh: Mesh, allowed: Space) -> Iterator[Self]:
-        near = f"{STAGES[-1]}{AT}{'+'.join(allowed.near)}" if allowed.near else ""
+        near = f"{MOST_SPLIT}{AT}{'+'.join(allowed.near)}" if allowed.near else ""
         found = (near if stage == HYBRID else stage for stage in allowed.storage)
         stages = tuple(dict.fromkeys(_choice(read_stage(stage)) for stage in found if stage)) or ((),)
         for axis in {axis for choice in stages for axis in choice[1:]}:
             mesh.size(axis)
         # In 1F1B the gradient of what is not of a stage is added up in several loops. Scattered there, from
         # zero2 on, it costs less than tables say: no search chooses that.
-        few = tuple(s for s in stages if stage_of(s).number < 2) or ((),)
+        few = tuple(s for s in stages if not splits(stage_of(s).number, GRADIENT, BACKWARD)) or ((),)
         late = allowed.stages if any(map(alternates, allowed.schedule)) else ()
         for name, variables in stored_classes(graph).items():
             own = not late or any(n in late for v in variables for n in v.shape.names)
@@ -222,8 +231,9 @@ def _choice(stage: Stage) -> Choice:
 
 
 def _holds_less(choice: Choice) -> tuple[int, float]:
-    """Orders options by what a device holds: later stages less, and those over more axes."""
-    return stage_of(choice).number, len(choice) if choice[1:] else math.inf
+    """Orders options by what a device holds: less where more is split, and over more axes."""
+    stage = STAGES[stage_of(choice).number]
+    return len(SPLIT[stage]), len(choice) if choice[1:] else math.inf
 
 
 def storage_class(variable: Variable) -> str:

@@ -77,9 +77,23 @@ class Done(Instr):
 
 @dataclass(frozen=True, slots=True)
 class Collective(Message):
-    """Devices that differ only along `axes` exchange pieces."""
+    """Devices that differ only along `axes` exchange pieces.
+
+    Attributes:
+      part: what a device puts in is a part of the array of its group, not as large as that.
+      sums: it adds up values that are partial over its axes.
+    """
 
     axes: Axes
+    part: ClassVar[bool] = False
+
+    @property
+    def sums(self) -> bool:
+        return False
+
+    def resplits(self) -> Mapping[str, tuple[int, Axes]]:
+        """Dimension -> (1, axes that split it further afterwards), or (-1, axes that no longer do)."""
+        raise NotImplementedError
 
     @staticmethod
     def sent(n: int) -> float:
@@ -99,6 +113,13 @@ class AllReduce(Collective):
 
     name = "all_reduce"
 
+    @property
+    def sums(self) -> bool:
+        return self.combine == "sum"
+
+    def resplits(self) -> Mapping[str, tuple[int, Axes]]:
+        return {}
+
     @staticmethod
     def sent(n: int) -> float:
         return 2 * (n - 1) / n
@@ -115,6 +136,13 @@ class ReduceScatter(Collective):
 
     name = "reduce_scatter"
 
+    @property
+    def sums(self) -> bool:
+        return True
+
+    def resplits(self) -> Mapping[str, tuple[int, Axes]]:
+        return {self.dim: (1, self.axes)}
+
     @staticmethod
     def sent(n: int) -> float:
         return (n - 1) / n
@@ -127,6 +155,10 @@ class AllGather(Collective):
     dim: str = ""
 
     name = "all_gather"
+    part = True
+
+    def resplits(self) -> Mapping[str, tuple[int, Axes]]:
+        return {self.dim: (-1, self.axes)}
 
     @staticmethod
     def sent(n: int) -> float:
@@ -141,6 +173,10 @@ class AllToAll(Collective):
     concat: str = ""
 
     name = "all_to_all"
+    part = True
+
+    def resplits(self) -> Mapping[str, tuple[int, Axes]]:
+        return {self.split: (1, self.axes), self.concat: (-1, self.axes)}
 
     @staticmethod
     def sent(n: int) -> float:
@@ -166,6 +202,9 @@ class Permute(Collective):
     both_ways: bool = False
 
     name = "permute"
+
+    def resplits(self) -> Mapping[str, tuple[int, Axes]]:
+        return {}
 
     @staticmethod
     def sent(n: int) -> float:

@@ -41,8 +41,8 @@ from mesh_tf_core.lower.nodes import (
 )
 from mesh_tf_core.lower.options import DEFAULT, Options
 from mesh_tf_core.lower.oracle import Oracle
-from mesh_tf_core.lower.placement import BACKWARD, FORWARD, GRADIENT, UPDATE, VARIABLE
 from mesh_tf_core.lower.placing import Placing
+from mesh_tf_core.lower.storage import BACKWARD, FORWARD, GRADIENT, UPDATE, VARIABLE
 from mesh_tf_core.lower.subgraph import WHOLE, Twin, Whole
 from mesh_tf_core.ops.basic import AddN, Cast
 from mesh_tf_core.tracing.graph import Graph

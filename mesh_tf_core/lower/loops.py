@@ -19,10 +19,10 @@ from mesh_tf_core.ir.program import (
     Sliced,
     make_loop,
 )
-from mesh_tf_core.lower.placement import BACKWARD, GRADIENT
 from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.lower.saving import Saving
+from mesh_tf_core.lower.storage import BACKWARD, GRADIENT
 from mesh_tf_core.ops.stages import StageNumbers, StagePart, StageStack, StageTerm
 from mesh_tf_core.tracing.residuals import several
 

@@ -16,8 +16,9 @@ from mesh_tf_core.ir.initializers import Variable
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.values import Splits
-from mesh_tf_core.lower.placement import BETWEEN, STATE, VARIABLE, Placement, Row
+from mesh_tf_core.lower.placement import Placement, Row
 from mesh_tf_core.lower.redistribute import Relayout, plan_moves, straight
+from mesh_tf_core.lower.storage import BETWEEN, STATE, VARIABLE
 
 Question = tuple[Any, ...]
 """A method of `Oracle` and its arguments."""

@@ -20,7 +20,7 @@ or in the memory of their hosts, in which dtype, and how who reads them once mor
 Stages are those of `storage`, hosts' memory is that of `offload`, and `remat_policy` says what is recomputed.
 Lowering brings values to where their rows say (`Placing.reshard`). A search reads a program again under other
 options where all rows that lowering read are the same (`oracle`), and bounds what a plan holds by the same
-stages (`split_from`); `explain`, shardings for JAX and notes on storage read the rows of a plan.
+stages (`storage.SPLIT`); `explain`, shardings for JAX and notes on storage read the rows of a plan.
 """
 
 from __future__ import annotations
@@ -35,13 +35,23 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.offload import ACTIVATIONS, OPTIMIZER, place_of
 from mesh_tf_core.lower.options import DEFAULT, Options
 from mesh_tf_core.lower.padding import paddable
-from mesh_tf_core.lower.storage import StageByVariable, narrow_reads, read_stage, shard_layout
+from mesh_tf_core.lower.storage import (
+    BACKWARD,
+    BETWEEN,
+    FORWARD,
+    GRADIENT,
+    SAVED,
+    STATE,
+    UPDATE,
+    VARIABLE,
+    StageByVariable,
+    narrow_reads,
+    read_stage,
+    shard_layout,
+    splits,
+)
 from mesh_tf_core.tracing.graph import Graph
 
-VARIABLE, STATE, GRADIENT, SAVED = "variable", "state", "gradient", "saved"
-"""Classes of tensors: a variable, what the optimizer keeps of it, its gradient, what loops over a dimension
-save for their backward."""
-BETWEEN, FORWARD, BACKWARD, UPDATE = "between steps", "forward", "backward", "update"
 KEEP, GATHER, COMPUTE, LOAD = "keep", "gather", "compute", "load"
 """How a value is had that is read once more."""
 PHASES = {
@@ -51,24 +61,6 @@ PHASES = {
     SAVED: (BACKWARD,),
 }
 """The rows of each class."""
-SPLIT_FROM = {
-    (VARIABLE, BETWEEN): 3,
-    (VARIABLE, UPDATE): 1,
-    (STATE, BETWEEN): 1,
-    (GRADIENT, BACKWARD): 2,
-    (GRADIENT, UPDATE): 1,
-}
-"""The stage of storage from which on a class is split further in a phase; in others it never is."""
-NEVER = 1 + max(SPLIT_FROM.values())
-
-
-def split_from(what: str, phase: str, master: bool = False) -> int:
-    """The stage of storage from which on values are split further.
-
-    Args:
-      master: of a master copy, which nothing before the update reads as it is.
-    """
-    return 1 if master and (what, phase) == (VARIABLE, BETWEEN) else SPLIT_FROM.get((what, phase), NEVER)
 
 
 class Row(NamedTuple):
@@ -167,14 +159,15 @@ class Placement:
         if what == SAVED:
             return self._saved(name)
         number, master = self.stage(name), self.narrow.get(name)
-        if number >= split_from(what, phase, master is not None):
+        if splits(number, what, phase, master is not None):
             layout: Layout | None = self.view(name)
         else:
             layout = None if what == GRADIENT else self.read_in(name)
         if (what, phase) != (VARIABLE, FORWARD):
             return Row(layout, phase == BETWEEN and self._on_host(what, name))
-        again = LOAD if self._on_host(what, name) else GATHER if number == 3 else KEEP
-        return Row(layout, dtype=master if 1 <= number < 3 else None, again=again)
+        gathers = splits(number, VARIABLE, BETWEEN)
+        again = LOAD if self._on_host(what, name) else GATHER if gathers else KEEP
+        return Row(layout, dtype=master if number and not gathers else None, again=again)
 
     def _on_host(self, what: str, name: str) -> bool:
         if what == STATE:

@@ -13,10 +13,11 @@ from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Origin, Result, Sliced
-from mesh_tf_core.lower.placement import BACKWARD, SAVED, check_counted
+from mesh_tf_core.lower.placement import check_counted
 from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.lower.rematerialization import leading_to, rematerialization
+from mesh_tf_core.lower.storage import BACKWARD, SAVED
 from mesh_tf_core.lower.subgraph import IdPairs
 from mesh_tf_core.tracing.residuals import several
 from mesh_tf_core.tracing.stage_layers import loop_name

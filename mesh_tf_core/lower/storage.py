@@ -38,8 +38,23 @@ from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.tracing.graph import Graph
 
-STAGES = ("layout", "zero1", "zero2", "zero3")
-"""Names of the stages in plans."""
+VARIABLE, STATE, GRADIENT, SAVED = "variable", "state", "gradient", "saved"
+"""Classes of tensors: a variable, what the optimizer keeps of it, its gradient, what loops over a dimension
+save for their backward."""
+BETWEEN, FORWARD, BACKWARD, UPDATE = "between steps", "forward", "backward", "update"
+"""Phases."""
+_UPDATE = frozenset({(STATE, BETWEEN), (VARIABLE, UPDATE), (GRADIENT, UPDATE)})
+SPLIT: Mapping[str, frozenset[tuple[str, str]]] = {
+    "layout": frozenset(),
+    "zero1": _UPDATE,
+    "zero2": _UPDATE | {(GRADIENT, BACKWARD)},
+    "zero3": _UPDATE | {(GRADIENT, BACKWARD), (VARIABLE, BETWEEN)},
+}
+"""Stage -> the classes that are split further than the layout says, each with the phase in which they are."""
+STAGES = tuple(SPLIT)
+"""Names of the stages in plans; a number is a place here."""
+MOST_SPLIT = max(STAGES, key=lambda stage: len(SPLIT[stage]))
+"""The stage with which devices hold least."""
 _MEANT = {
     "fsdp": "zero3",
     "fullshard": "zero3",
@@ -89,6 +104,16 @@ class Stage(NamedTuple):
     def renamed(self, axes: Mapping[str, str]) -> Stage:
         """With other names for mesh axes."""
         return self if self.over is None else Stage(self.number, tuple(axes.get(a, a) for a in self.over))
+
+
+def splits(stage: int, what: str, phase: str, master: bool = False) -> bool:
+    """True if a stage splits a class of tensors further in a phase.
+
+    Args:
+      master: of a master copy, which nothing before the update reads as it is: its state's stage splits it.
+    """
+    kept = STATE if master and (what, phase) == (VARIABLE, BETWEEN) else what
+    return (kept, phase) in SPLIT[STAGES[stage]]
 
 
 StageByVariable = Mapping[str, int | Stage]

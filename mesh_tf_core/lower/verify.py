@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mesh_tf_core.ir.layout import Axes
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.program import (
-    AllGather,
-    AllReduce,
-    AllToAll,
     Collective,
     Done,
     HostLoad,
@@ -17,10 +14,8 @@ from mesh_tf_core.ir.program import (
     Local,
     Loop,
     Message,
-    Permute,
     Program,
     ReadVariable,
-    ReduceScatter,
     Slice,
     Transfer,
     Value,
@@ -154,28 +149,10 @@ class _Verifier:
                 raise ProgramError(f"{instr.text()}: %{there[0]} lies on the host")
         if isinstance(instr, Local):
             self.local(instr)
-        elif isinstance(instr, AllReduce):
-            for i, o in zip(instr.inputs, instr.outputs, strict=True):
-                self.moves(instr, i, o, {})
-                left = set(self.of(i).partial) - set(self.of(o).partial)
-                if instr.combine == "sum" and set(instr.axes) != left:
-                    raise ProgramError(
-                        f"{instr.text()}: sums %{i} over other axes than it is partial over: {self.of(i)}"
-                    )
-        elif isinstance(instr, ReduceScatter):
-            before, after = (set(self.of(i).partial) for i in (instr.inputs[0], instr.outputs[0]))
-            if set(instr.axes) != before - after:
-                raise ProgramError(f"{instr.text()}: scatters over axes it is not partial over")
-            self.moves(instr, instr.inputs[0], instr.outputs[0], {instr.dim: (1, instr.axes)})
-        elif isinstance(instr, AllGather):
-            self.moves(instr, instr.inputs[0], instr.outputs[0], {instr.dim: (-1, instr.axes)})
-        elif isinstance(instr, AllToAll):
-            change = {instr.split: (1, instr.axes), instr.concat: (-1, instr.axes)}
-            self.moves(instr, instr.inputs[0], instr.outputs[0], change)
+        elif isinstance(instr, Collective):
+            self.collective(instr)
         elif isinstance(instr, Slice):
             self.moves(instr, instr.inputs[0], instr.outputs[0], {instr.dim: (1, instr.axes)})
-        elif isinstance(instr, Permute):
-            self.moves(instr, instr.inputs[0], instr.outputs[0], {})
         elif isinstance(instr, Transfer):
             self.moves(instr, instr.inputs[0], instr.outputs[0], {})
             loads = isinstance(instr, HostLoad)
@@ -184,13 +161,24 @@ class _Verifier:
         elif isinstance(instr, ReadVariable):
             if self.of(instr.outputs[0]).host != self.program.variables[instr.variable].host:
                 raise ProgramError(f"{instr.text()}: %{instr.outputs[0]} is not where the variable lies")
-        elif isinstance(instr, Collective):
-            raise ProgramError(f"{instr.text()}: no rule says what it demands of its operands")
         elif isinstance(instr, WriteVariable):
             stored = self.program.variables[instr.variable]
             written = self.of(instr.inputs[0])
             if (written.splits, written.host) != (stored.splits, stored.host) or written.partial:
                 raise ProgramError(f"{instr.text()}: %{written.id} is not placed as the variable is stored")
+
+    def collective(self, instr: Collective) -> None:
+        """Values are split afterwards as the kind says, and what it adds up is pending over its axes."""
+        try:
+            change = instr.resplits()
+        except NotImplementedError:
+            raise ProgramError(f"{instr.text()}: no rule says what it demands of its operands") from None
+        for i, o in zip(instr.inputs, instr.outputs, strict=True):
+            if instr.sums and set(instr.axes) != set(self.of(i).partial) - set(self.of(o).partial):
+                raise ProgramError(
+                    f"{instr.text()}: sums %{i} over other axes than it is partial over: {self.of(i)}"
+                )
+            self.moves(instr, i, o, change)
 
     def of(self, i: int) -> Value:
         return self.program.values[i]
@@ -266,7 +254,7 @@ class _Verifier:
                     f"{instr.text()}: leaves a sum over {sorted(left)} but %{o} says {self.of(o).partial}"
                 )
 
-    def moves(self, instr: Instr, i: int, o: int, change: dict[str, tuple[int, Axes]]) -> None:
+    def moves(self, instr: Instr, i: int, o: int, change: Mapping[str, tuple[int, Axes]]) -> None:
         """Input and output differ just in the splits of the dimensions named."""
         a, b = self.of(i), self.of(o)
         if not (a.shape == b.shape and a.dtype == b.dtype):

@@ -120,7 +120,7 @@ FAULTS: dict[str, tuple[Callable[[Program], Program], str]] = {
     "a sum over other axes": (lambda p: changed(p, AllReduce, axes=("x",)), "sums %[0-9]+ over other axes"),
     "a scatter over other axes": (
         lambda p: changed(p, ReduceScatter, axes=("x",)),
-        "scatters over axes it is not partial over",
+        "over other axes than it is partial over",
     ),
     "a scatter to another dimension": (lambda p: changed(p, ReduceScatter, dim="a"), "goes from"),
     "a gather of another dimension": (lambda p: changed(p, AllGather, dim="a"), "goes from"),

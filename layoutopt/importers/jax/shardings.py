@@ -13,7 +13,8 @@ from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import Layout
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
-from mesh_tf_core.lower.placement import BACKWARD, GRADIENT, placement
+from mesh_tf_core.lower.placement import placement
+from mesh_tf_core.lower.storage import BACKWARD, GRADIENT
 from mesh_tf_core.model import Model
 
 
