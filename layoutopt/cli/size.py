@@ -149,7 +149,6 @@ def size(
     clock = time_limited(time_limit)
     from layoutopt.models.loading import load_model
     from layoutopt.sizing.sizing import size as answer
-    from mesh_tf_core.errors import UserError
 
     terminal = Terminal(as_json, quiet)
     check_out(out)
@@ -161,11 +160,6 @@ def size(
         "unique": _count(unique, "--unique", "100B"),
         "inference": _count(inference, "--inference", "1T") or 0.0,
     }
-    if not hardware and not devices:
-        raise UserError(
-            "size compares chips, and none is named: give e.g. --hardware h100 --hardware tpu-v5p (list: "
-            "`layoutopt hardware`), or --devices for this machine's processor"
-        )
     names = hardware or [THIS_MACHINE]
     machines = [read_hardware(name, set_hardware) for name in names]
     prices = read_prices(price or (), [machine.name for machine in machines])
@@ -199,6 +193,10 @@ def size(
             **asked,
         )
     plan = found.plan.with_details(source=model, source_sha256=loaded.hashes())
+    if not hardware and not devices:
+        terminal.say(
+            f"no chip is named, so {THIS_MACHINE} was sized; compare chips with --hardware (repeatable)"
+        )
     with terminal.saved(out, plan.save, "the plan"):
         if found.stopped:
             terminal.say("stopped: this is the best so far")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layoutopt.cli.terminal import Terminal
-from layoutopt.plan.schema import ProofStatus
 from layoutopt.plan.units import seconds_text, share_text, signed_percent
 from reports.views.view import BYTES, FLAG, SECONDS, SHARE, Cell, Column, Kind, View, ViewRow
 
@@ -71,6 +70,8 @@ def is_choice(ways: Sequence[str]) -> bool:
 
 def show_ways(terminal: Terminal, plan: Plan) -> None:
     """All ways, the fastest first."""
+    from layoutopt.plan.schema import ProofStatus
+
     found = plan.data.details.ways
     if found is None:
         return

@@ -101,16 +101,16 @@ def test_validate(printed: Callable[..., Any], model: mtf.Model, monkeypatch: py
     row = {"layout": "batch:data", "predicted_seconds": 1.0, "measured_seconds": 2.0, "name": "given"}
     noise = {"noisy": False, "foreign": 0.0, "spread": 0.0, "words": "quiet", "drift": None}
     summary = {"mape": 0.5, "kendall_tau": 1.0, "spearman": 1.0, "regret": 0.0, "noise": noise}
-    asked: list[dict[str, Any]] = []
+    asked: list[Any] = []
 
-    def measured(*_: Any, **more: Any) -> dict[str, Any]:
-        asked.append(more)
+    def measured(model: Any, mesh: Any, machine: Any, layouts: Any, runs: Any, *_: Any) -> dict[str, Any]:
+        asked.append(runs)
         return {"rows": [row, row], **summary}
 
     monkeypatch.setattr(validation, "validate", measured)
     found = layoutopt.validate(model, MESH, count=3, steps=2)
     assert printed("validate", MLP, "--mesh", MESH, "--layouts", "3", "--steps", "2") == said(found)
-    assert [(each["count"], each["steps"], each["seed"]) for each in asked] == [(3, 2, 0)] * 2
+    assert [(each.count, each.steps, each.seed) for each in asked] == [(3, 2, 0)] * 2
 
 
 def test_verify(printed: Callable[..., Any], model: mtf.Model, monkeypatch: pytest.MonkeyPatch) -> None:
