@@ -350,6 +350,7 @@ class Loop(Instr):
       branch: of a choice: the share of the times in which it runs, as a price counts it.
       first: int32 scalar from outside: the element of stacks that are longer than the loop at which its
         iterations begin; what they stack there has zeros elsewhere.
+      stops: whether iterations may not run; true also in a part lowered alone, which lacks what decides.
       `inputs` and `outputs` list all values that cross the border, in that order; `inputs` ends with the
       values of outside that the body reads directly.
     """
@@ -365,6 +366,7 @@ class Loop(Instr):
     runs: int | None = None
     branch: Fraction | None = None
     first: int | None = None
+    stops: bool = False
 
     def text(self) -> str:
         condition = "" if self.runs is None else f", {'if' if self.branch else 'while'} %{self.runs}"
@@ -399,7 +401,7 @@ class Loop(Instr):
 
     def remade(self, **parts: Any) -> Loop:
         """The loop with some of its parts replaced."""
-        names = "origin", "dim", "reverse", "index", "body", "runs", "branch", "first"
+        names = "origin", "dim", "reverse", "index", "body", "runs", "branch", "first", "stops"
         crossing = Crossing(*(parts.pop(n, getattr(self, n)) for n in Crossing._fields))
         return make_loop(**{**{n: getattr(self, n) for n in names}, **parts}, crossing=crossing)
 
@@ -423,6 +425,7 @@ def make_loop(
     runs: int | None = None,
     branch: Fraction | None = None,
     first: int | None = None,
+    stops: bool = False,
 ) -> Loop:
     """A Loop whose `inputs` and `outputs` follow from its parts."""
     carried, sliced, stacked, summed = crossing
@@ -438,4 +441,5 @@ def make_loop(
     read.update((i, None) for i in leaving if i not in inside)
     inputs = (*(c.init for c in carried), *(s.outer for s in sliced), *read)
     outputs = (*(c.final for c in carried), *(r.outer for r in results))
-    return Loop(inputs, outputs, origin, dim, reverse, index, *crossing, body, runs, branch, first)
+    stops |= runs is not None
+    return Loop(inputs, outputs, origin, dim, reverse, index, *crossing, body, runs, branch, first, stops)

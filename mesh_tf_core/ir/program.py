@@ -190,11 +190,10 @@ class Program:
 
 def _added(loop: Loop) -> Iterator[tuple[int, int]]:
     """`Program.added` of one loop and those directly in it."""
-    # What is lowered alone does not know what decides of a branch.
-    if not loop.summed or loop.runs is not None or loop.branch is not None:
+    if not loop.summed or loop.stops:
         return
     inner = [i for i in loop.body if isinstance(i, Loop)]
-    plain = [i for i in inner if i.runs is None and i.branch is None]
+    plain = [i for i in inner if not i.stops]
     direct = {stack.outer for instr in plain for stack in instr.stacked}
     direct |= {own.outer for instr in inner if instr.branch is not None for own in instr.summed}
     reads = Counter((*loop.leaving, *(i for instr in loop.body for i in instr.inputs)))

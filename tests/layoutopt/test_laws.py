@@ -254,7 +254,7 @@ def test_runs_whose_loss_does_not_fall_make_no_law(what: str, loss: Callable[[fl
     pairs = [(n, d) for n in (1e6, 1e7, 1e8) for d in (1e8, 1e9, 1e10)]
     runs = {"N": [n for n, _ in pairs], "D": [d for _, d in pairs], "loss": [loss(*pair) for pair in pairs]}
     with pytest.raises(
-        UserError, match=f"from the least {what} to the most the loss falls by less than 0.1%"
+        UserError, match=f"from the least {what} to the most, the loss falls by less than 0.1%"
     ):
         fit(runs, resamples=1)
 
