@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import TensorType
-from mesh_tf_core.ir.instructions import AllReduce, Carry, Crossing, Done, Local, Permute, make_loop
+from mesh_tf_core.ir.instructions import AllReduce, Done, Local, Permute
 from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.loops import Carry, Crossing, make_loop
 from mesh_tf_core.ir.op import Op, inferred
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.values import Instr, Origin, Splits, Value

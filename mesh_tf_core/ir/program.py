@@ -22,27 +22,22 @@ from mesh_tf_core.ir.instructions import (
     AllGather,
     AllReduce,
     AllToAll,
-    Carry,
     Collective,
-    Crossing,
     Done,
     HostLoad,
     HostStore,
     Input,
     Local,
-    Loop,
     Message,
     Permute,
     ReadVariable,
     ReduceScatter,
-    Result,
     Slice,
-    Sliced,
     Transfer,
     WriteVariable,
-    make_loop,
 )
 from mesh_tf_core.ir.layout import Axes, Layout
+from mesh_tf_core.ir.loops import Carry, Crossing, Loop, Result, Sliced, make_loop
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.op import TensorType
 from mesh_tf_core.ir.outline import Outline

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from mesh_tf_core.ir.builder import ProgramBuilder
-from mesh_tf_core.ir.instructions import Loop
 from mesh_tf_core.ir.layout import Axes
+from mesh_tf_core.ir.loops import Loop
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.values import Instr, Splits, Value
 

@@ -17,7 +17,8 @@ from costmodels.pricing.pricer import pricer
 from mesh_tf_core.engines import open_engine
 from mesh_tf_core.engines.pieces import in_order, in_runs, lying, runs
 from mesh_tf_core.ir.initializers import Variable
-from mesh_tf_core.ir.instructions import Local, Loop, Permute
+from mesh_tf_core.ir.instructions import Local, Permute
+from mesh_tf_core.ir.loops import Loop
 from mesh_tf_core.ir.program import Program, Stored
 from mesh_tf_core.ir.schedules import PipelineSchedule
 from mesh_tf_core.ir.stored_order import Interleaved

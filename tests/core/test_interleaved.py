@@ -16,7 +16,8 @@ from costmodels.liveness import memory
 from costmodels.pipeline_bubble import waiting
 from costmodels.pricing.pricer import pricer
 from examples import transformer_seq2seq
-from mesh_tf_core.ir.instructions import Instr, Local, Loop, Permute
+from mesh_tf_core.ir.instructions import Instr, Local, Permute
+from mesh_tf_core.ir.loops import Loop
 from mesh_tf_core.ir.program import text
 from mesh_tf_core.ir.schedules import PipelineSchedule
 from mesh_tf_core.lower.verify import verify

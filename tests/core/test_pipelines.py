@@ -14,7 +14,8 @@ from costmodels.hardware import load_hardware
 from costmodels.pipeline_bubble import waiting
 from costmodels.pricing.pricer import pricer
 from mesh_tf_core.engines.lockstep import LockstepEngine
-from mesh_tf_core.ir.instructions import AllReduce, Instr, Local, Loop, Permute
+from mesh_tf_core.ir.instructions import AllReduce, Instr, Local, Permute
+from mesh_tf_core.ir.loops import Loop
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Program
 from mesh_tf_core.ir.schedules import SCHEDULES, PipelineSchedule

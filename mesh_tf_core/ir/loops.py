@@ -1,0 +1,155 @@
+"""The loop of a program: an instruction with a body, and the values that cross its border."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.values import Instr, Origin
+
+
+class Carry(NamedTuple):
+    """State that iterations hand on, as ids of values.
+
+    Attributes:
+      init: the value before the loop.
+      enter: the body's value as an iteration begins.
+      leave: the body's value as it ends.
+      final: the value after the loop.
+    """
+
+    init: int
+    enter: int
+    leave: int
+    final: int
+
+
+class Sliced(NamedTuple):
+    """A value outside of a loop, and the body's value that is one iteration's part of it."""
+
+    outer: int
+    inner: int
+
+
+class Result(NamedTuple):
+    """A body's value, and what the loop makes of it outside: its stack, or its sum."""
+
+    inner: int
+    outer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loop(Instr):
+    """Runs `body` once per element of `dim`, from the last if `reverse`. The body may read any earlier value.
+
+    Attributes:
+      index: body value, the number of the iteration's element (int32 scalar).
+      carried: the state.
+      sliced: what every iteration reads its part of.
+      stacked: what every iteration gives a part of.
+      summed: what is added up over the iterations.
+      runs: bool scalar, one of the carried or sliced body values or from outside: whether an iteration runs.
+        One that does not run passes its carries on, stacks zeros and adds nothing; every device decides the
+        same.
+      branch: of a choice: the share of the times in which it runs, as a price counts it.
+      first: int32 scalar from outside: the element of stacks that are longer than the loop at which its
+        iterations begin; what they stack there has zeros elsewhere.
+      undecided: in a part lowered alone, which lacks what decides whether an iteration runs.
+      `inputs` and `outputs` list all values that cross the border, in that order; `inputs` ends with the
+      values of outside that the body reads directly.
+    """
+
+    dim: Dim
+    reverse: bool
+    index: int
+    carried: tuple[Carry, ...]
+    sliced: tuple[Sliced, ...]
+    stacked: tuple[Result, ...]
+    summed: tuple[Result, ...]
+    body: tuple[Instr, ...]
+    runs: int | None = None
+    branch: Fraction | None = None
+    first: int | None = None
+    undecided: bool = False
+
+    @property
+    def stops(self) -> bool:
+        """True if an iteration may not run."""
+        return self.undecided or self.runs is not None
+
+    def text(self) -> str:
+        condition = "" if self.runs is None else f", {'if' if self.branch else 'while'} %{self.runs}"
+        condition += "" if self.first is None else f", from %{self.first}"
+        return f"loop({self.dim}{', reverse' if self.reverse else ''}{condition})"
+
+    @property
+    def times(self) -> float:
+        """The number of times that a program's price counts the body: a branch as often as it is taken, a
+        loop that may stop early as if it did not."""
+        return self.dim.size if self.branch is None else float(self.dim.size * self.branch)
+
+    @property
+    def entering(self) -> tuple[int, ...]:
+        """Body values that an iteration is handed: the state, its parts."""
+        return *(c.enter for c in self.carried), *(s.inner for s in self.sliced)
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """The stacked results, then the summed ones."""
+        return *self.stacked, *self.summed
+
+    @property
+    def leaving(self) -> tuple[int, ...]:
+        """Body values that an iteration hands out: the state, what is stacked, what is summed."""
+        return *(c.leave for c in self.carried), *(r.inner for r in self.results)
+
+    @property
+    def outside(self) -> tuple[int, ...]:
+        """Values of outside that the body reads directly, and not by parts."""
+        return self.inputs[len(self.carried) + len(self.sliced) :]
+
+    def remade(self, **parts: Any) -> Loop:
+        """The loop with some of its parts replaced."""
+        names = "origin", "dim", "reverse", "index", "body", "runs", "branch", "first", "undecided"
+        crossing = Crossing(*(parts.pop(n, getattr(self, n)) for n in Crossing._fields))
+        return make_loop(**{**{n: getattr(self, n) for n in names}, **parts}, crossing=crossing)
+
+
+class Crossing(NamedTuple):
+    """The values that go into a loop and come out of it: fields of `Loop`."""
+
+    carried: tuple[Carry, ...] = ()
+    sliced: tuple[Sliced, ...] = ()
+    stacked: tuple[Result, ...] = ()
+    summed: tuple[Result, ...] = ()
+
+
+def make_loop(
+    origin: Origin,
+    dim: Dim,
+    reverse: bool,
+    index: int,
+    crossing: Crossing,
+    body: tuple[Instr, ...],
+    runs: int | None = None,
+    branch: Fraction | None = None,
+    first: int | None = None,
+    undecided: bool = False,
+) -> Loop:
+    """A Loop whose `inputs` and `outputs` follow from its parts."""
+    carried, sliced, stacked, summed = crossing
+    inside = {index, *(c.enter for c in carried), *(s.inner for s in sliced)}
+    read: dict[int, None] = dict.fromkeys(i for i in (runs, first) if i is not None and i not in inside)
+    for instr in body:
+        for i in instr.inputs:
+            if i not in inside:
+                read[i] = None
+        inside.update(instr.outputs)
+    results = (*stacked, *summed)
+    leaving = (*(c.leave for c in carried), *(r.inner for r in results))
+    read.update((i, None) for i in leaving if i not in inside)
+    inputs = (*(c.init for c in carried), *(s.outer for s in sliced), *read)
+    outputs = (*(c.final for c in carried), *(r.outer for r in results))
+    return Loop(inputs, outputs, origin, dim, reverse, index, *crossing, body, runs, branch, first, undecided)
