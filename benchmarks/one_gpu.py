@@ -97,9 +97,8 @@ def operations(left: Callable[[], float], share: str) -> Iterator[tuple[str, Any
     import jax
 
     import mesh_tf_core as mtf
-    from mesh_tf_core.engines import open_engine
-    from tests.conformance.helper import Built, check_close
-    from tests.conformance.jax_cases import TOLERANCE
+    from tests.conformance.helper import Built
+    from tests.conformance.jax_cases import compare
     from tests.conformance.samples import SAMPLES
 
     jax.config.update("jax_default_matmul_precision", "highest")
@@ -110,11 +109,7 @@ def operations(left: Callable[[], float], share: str) -> Iterator[tuple[str, Any
             continue
         try:
             built = Built(sample, "float32")
-            engine = open_engine(built.program(mtf.Mesh("all:1"), mtf.Layout("")), "jax")
-            want = built.dense()
-            for name, value in engine.step(built.batch).items():
-                check_close(name, value, want[name], TOLERANCE, sample.name)
-            engine.close()
+            compare(built, mtf.Mesh("all:1"), mtf.Layout(""), built.dense(), None)
             yield sample.name, ""
         except Exception as error:  # every sample reports
             yield sample.name, f"{type(error).__name__}: {error}"[:500]

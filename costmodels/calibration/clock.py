@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
 
-from mesh_tf_core.engines.tf.devices import cores
+from mesh_tf_core.cores import cores
 
 _STAT = Path("/proc/stat")
 QUIET = 0.02

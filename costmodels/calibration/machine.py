@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from mesh_tf_core.engines.tf.devices import cores
+from mesh_tf_core.cores import cores
 
 
 def machine() -> dict[str, Any]:

@@ -14,8 +14,8 @@ from typing import Any
 
 from costmodels.calibration.clock import TimingSample, combined, sample
 from costmodels.calibration.machine import machine, together
+from mesh_tf_core.cores import cpus
 from mesh_tf_core.engines import Cluster, Engine, chosen, open_engine, prepare
-from mesh_tf_core.engines.tf.devices import cpus
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 

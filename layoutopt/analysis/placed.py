@@ -52,9 +52,14 @@ def placed(evaluation: Evaluation) -> tuple[PlacedValues, ...]:
         further = where.further(name)[0] if split else ()
         found.setdefault((what, phase, further, row._replace(layout=None)), []).append(name)
     return tuple(
-        PlacedValues(what, phase, tuple(names), further, *row[1:], bytes=_held(evaluation, what, names))
-        if phase == BETWEEN
-        else PlacedValues(what, phase, tuple(names), further, *row[1:])
+        PlacedValues(
+            what,
+            phase,
+            tuple(names),
+            further,
+            *row[1:],
+            bytes=_held(evaluation, what, names) if phase == BETWEEN else None,
+        )
         for (what, phase, further, row), names in sorted(found.items(), key=lambda each: _order(*each[0][:2]))
     )
 

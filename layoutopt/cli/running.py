@@ -152,8 +152,8 @@ def machine_here(session: Session, hardware: str | None, settings: Sequence[str]
 
     if hardware is None and chosen(session.engine, session.cluster) == "jax" and compat.running():
         kind, platform = compat.device_kind()
-        hardware = preset_of_device(kind)
-        if hardware is None and platform != "cpu":
+        hardware = THIS_MACHINE if platform == "cpu" else preset_of_device(kind)
+        if hardware is None:
             session.terminal.say(
                 f"no preset describes {kind}: predictions are for {THIS_MACHINE}; set --hardware"
             )

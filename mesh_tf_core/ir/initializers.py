@@ -4,7 +4,6 @@ alike."""
 from __future__ import annotations
 
 import math
-import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from mesh_tf_core.cores import cores
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.arrays import FixedArray, check_numbers, numbers
 from mesh_tf_core.ir.dims import Dim, Shape
@@ -83,7 +83,7 @@ class Initializer:
             first = [b + s.start for b, s in zip(begin, part, strict=True)]
             out[part] = self.piece(name, sizes, first, [s.stop - s.start for s in part])
 
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
+        with ThreadPoolExecutor(cores()) as threads:
             list(threads.map(fill, _parts(extent)))
         return out
 

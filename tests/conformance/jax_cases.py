@@ -17,6 +17,7 @@ import os
 import sys
 import time
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import mesh_tf_core as mtf
@@ -47,15 +48,21 @@ def tried(sample: Sample, mesh: mtf.Mesh, most: int, cluster: mtf.Cluster | None
     apart = max(1, len(tables) // most) if most else 1
     chosen = tables[zlib.crc32(sample.name.encode()) % apart :: apart][: most or None]
     for table in chosen:
-        layout = mtf.Layout(table)
-        program = built.program(mesh, layout)
-        engine = open_engine(program, "jax", cluster)
-        found = engine.step(built.batch)
-        check_bytes(program, engine.communication_bytes)
-        for name, value in found.items():
-            check_close(name, value, want[name], TOLERANCE, f"{sample.name} on [{mesh}] under [{layout}]")
-        engine.close()
+        compare(built, mesh, mtf.Layout(table), want, cluster)
     return len(chosen)
+
+
+def compare(
+    built: Built, mesh: mtf.Mesh, layout: mtf.Layout, want: Mapping[str, Any], cluster: mtf.Cluster | None
+) -> None:
+    """AssertionError unless a sample gives the wanted results under a layout, and sends what is predicted."""
+    program = built.program(mesh, layout)
+    engine = open_engine(program, "jax", cluster)
+    found = engine.step(built.batch)
+    check_bytes(program, engine.communication_bytes)
+    for name, value in found.items():
+        check_close(name, value, want[name], TOLERANCE, f"{built.sample.name} on [{mesh}] under [{layout}]")
+    engine.close()
 
 
 def run(mesh: mtf.Mesh, most: int, samples: list[Sample], cluster: mtf.Cluster | None) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable
 
@@ -14,6 +13,7 @@ from layoutopt.solver.anytime.search import LocalSearch
 from layoutopt.solver.form import Choices
 from layoutopt.solver.incumbent import Incumbent
 from layoutopt.solver.lagrangian import whole
+from mesh_tf_core.cores import cores
 
 PART = 0.1
 """The fraction of the time that evaluating answers may take."""
@@ -110,8 +110,3 @@ class Improver:
             if self.partner is not None:
                 self.partner.end()
                 self.partner = None
-
-
-def cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

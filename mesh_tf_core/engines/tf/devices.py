@@ -11,8 +11,7 @@ assumes. With fewer devices than cores, TensorFlow's default (all cores) stays.
 
 from __future__ import annotations
 
-import os
-
+from mesh_tf_core.cores import cores
 from mesh_tf_core.engines.tf.loading import tensorflow
 from mesh_tf_core.errors import UserError
 
@@ -53,15 +52,3 @@ def make_virtual(devices: int) -> None:
                 tf.config.threading.set_intra_op_parallelism_threads(1)
         except RuntimeError:  # TensorFlow has started; the caller compares counts
             return
-
-
-def cores() -> int:
-    """The number of cores that this process may use."""
-    return len(cpus())
-
-
-def cpus() -> frozenset[int]:
-    """Numbers of the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))

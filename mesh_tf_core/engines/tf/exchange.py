@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mesh_tf_core.engines.tf.devices import cores
+from mesh_tf_core.cores import cores
 from mesh_tf_core.engines.tf.graph import GraphWriter, Wire
 from mesh_tf_core.ir.program import (
     AllGather,
