@@ -20,6 +20,7 @@ import re
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -244,6 +245,7 @@ def main() -> None:
         print(json.dumps({k: v for k, v in row.items() if k not in ("arrays", "dims")}), flush=True)
         if args.out:
             head = {"mesh": args.mesh} if args.check else {"hardware": HARDWARE, "mesh": args.mesh}
+            head = {"date": date.today().isoformat(), **head}
             text = json.dumps({**head, "rows": list(rows.values())}, indent=1)
             Path(args.out).write_text(text + "\n", encoding="utf-8")
 

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,8 @@ def main() -> None:
             done += [{**asdict(failure), "signal": failure.name, "equal": same} for failure in part]
             if args.out:
                 command_line = "python benchmarks/kill_workers.py " + " ".join(sys.argv[1:])
-                content = {"command": command_line, "mesh": args.mesh, "steps": STEPS, "failures": done}
+                content = {"date": date.today().isoformat(), "command": command_line}
+                content |= {"mesh": args.mesh, "steps": STEPS, "failures": done}
                 args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
             if not same:
                 raise SystemExit(1)

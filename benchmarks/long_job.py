@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,8 @@ def main() -> None:
             cells = ", ".join(f"{count} {first[count]:.0f} -> {last[count]:.0f}" for count in COUNTS)
             print(f"  {name}: {cells}", flush=True)
         command = "python benchmarks/long_job.py " + " ".join(sys.argv[1:])
-        content = json.dumps({"command": command.strip(), "jobs": found}, separators=(",", ":"))
+        result = {"date": date.today().isoformat(), "command": command.strip(), "jobs": found}
+        content = json.dumps(result, separators=(",", ":"))
         args.out.write_text(content.replace('{"seconds"', '\n{"seconds"') + "\n", encoding="utf-8")
 
 

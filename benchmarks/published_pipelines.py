@@ -21,6 +21,7 @@ import json
 import statistics
 from collections import defaultdict
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def main() -> None:
     found["one program"] = _by(ours, "stages")["all"]
     if asked.every == 1:
         found["regret"] = _regret(rows)
-        out = {**found, "rows": rows}
+        out = {"date": date.today().isoformat(), **found, "rows": rows}
         (RESULTS / "published_pipelines.json").write_text(json.dumps(out, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 

@@ -3,145 +3,122 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.pages.tables import caption, ratio, share, stored, table
+from benchmarks.pages.tables import caption, prose, ratio, share, span, stored, table
 from mesh_tf_core.ir.schedules import PipelineSchedule
 
 HEAD = """\
 # Accuracy
 
-Predictions with presets as they ship, beside step times and memory that others published. Nothing is set
-per run but the network between nodes, where a source states it. Tables, layouts and sources are in
-`benchmarks/data`, `benchmarks/published_gpu.py` and `benchmarks/published_tpu.py`.
-"""
-UNSEEN = """\
+Predicted step times and memory beside published ones, with every preset as it ships. An error is
+(predicted − published) / published, and *sign* is its mean with the sign. Only the bandwidth between
+nodes is set per run, where the source states it. `benchmarks/data` has every row with its layout and
+source. [Steps on one H100](gpu.md) are layoutopt's own measurements.
+
 ## Tables that came later
 
-These tables were priced after the presets were made: no constant used them. Models are those of
-`examples/`, so what differs from the run (kernels that PyTorch launches, an unstated share of recomputed
-layers) is part of the error. Tables marked *read* were read while rules were chosen (schedules of
-pipelines; which axes lie over TPU slices; memory as nanotron holds it).
+No constant was fitted to these tables: they were collected after the presets were complete. The models
+are those of `examples/`, so the errors include what the published programs do differently, such as
+kernels that PyTorch launches. Tables marked *read* were read while rules of the cost model were chosen.
 """
 HELD = """\
-**Memory as nanotron holds it.** `layoutopt.cost` prices one program for all stages, which keeps up to 2 P - 1
-microbatches of the first of P stages. nanotron runs a program for each stage. `benchmarks/unseen_memory.py`
-has what its source says, as rules that are applied one after the other to the predicted program. No number is
-fitted, but the rules were read beside these rows. {lost} further layouts ran out of memory; the last columns
-count those that a prediction calls fitting, plainly or with a warning that it may not fit.
+**Memory of nanotron.** layoutopt runs one program on all stages; nanotron runs one program per stage.
+`benchmarks/unseen_memory.py` states {rules} rules about what nanotron's stages keep, read from its
+source. With these rules the mean error of {rows} peaks falls from {mean} to {last}. {lost} more layouts
+ran out of memory, and the rules call {fitting} of them feasible.
 """
 NEMO = """\
-**Interleaved stages of Nemotron-4 340B and GPT-3 175B.** No layer is recomputed, in the runs or in the
-predictions. *Idle* is the share of ticks in which a stage idles, (P - 1) / (V M + P - 1) with P stages of V
-virtual stages and M microbatches. The columns behind it are predicted seconds; the rest are norms, masks and
-what waits for gradients and weights.
+**Interleaved pipelines without recomputation.** *Idle* is the share of time in which a stage waits for
+others. Ranges are over the numbers of GPUs.
 """
-APART = """\
-## Rows with no part in any constant
+EARLIER_TABLES = """\
+## Earlier tables
 
-No fitted constant used these rows. They are not blind: their errors were known while rules of the cost
-model were chosen. Errors are (predicted − published) / published; the sign is the mean with its sign.
+Rows in the upper part of the table did not set a constant, but their errors were known while rules of the
+cost model were chosen. Rows in the lower part helped to set a constant.
 """
-PART = """\
-## Rows that helped to set a constant
-"""
+NO_PART = {
+    "no part in a fit": "no constant",
+    "keep some values": "no constant; layers recompute all but some values",
+}
 PARTS = {
-    "no part in a fit": "all other rows",
-    "keep some values": "layers recompute all but some values",
+    **NO_PART,
     "part in a fit": "set a constant",
     "not judged": "not counted: every second layer recomputed, or several slices",
 }
 RANKS = """\
 ## Choosing by prediction
 
-Rank correlation (Spearman) counts the order of layouts of one model. Regret is the published time of the
-layout that is predicted fastest, over the best published time, minus one. Rows of `dgxc_benchmarking_h100`
-llama3-8b differ in the release of NeMo, which no prediction sees; the highest possible correlation there is
-0.51.
+Rank correlation (Spearman) compares the predicted order of one model's layouts with the published order.
+Regret is the published time of the layout with the least predicted time, over the best published time,
+minus one. Runs of llama3-8b differ in the release of NeMo, which no prediction sees: the highest possible
+correlation is {most:.2f}.
+"""
+CHOICES = """\
+The mean regret on one node of vTrain is {mean}, worst {most}. Among {runs} published runs, {large} are
+predicted to need more memory than the device has.
 """
 STAGES = """\
 ## Pipelines
 
-{rows} rows of vTrain with pipeline stages. No constant was fitted to them, but two rules of the model (host
-launches, messages between stages) were found by their errors. Their stages are programs of their own. For
-one program on all stages, as layoutopt runs them, the mean error is {one}. Over {workloads} workloads, the
-layout that is predicted fastest, with or without stages, has a mean regret of {mean}, worst {most}.
+vTrain publishes {rows} runs with pipeline stages. No constant was fitted to them, but two rules of the
+cost model (kernel launches by the host, messages between stages) were found by their errors. Each stage
+is a program of its own, and the table predicts it so. The mean error is {one} for one program on all
+stages, as layoutopt runs them. Over {workloads} workloads the layout with the least predicted time has a
+mean regret of {mean}, worst {most}.
 """
 CONSTANTS = """\
 ## Fitted constants
 
-At most four per software stack; every other number of a preset is measured or specified. The 90 % interval
-is from fits to models drawn with replacement. `sustained` ships between two fits (models weighted equally:
-0.83; rows weighted equally: 1). Compiled programs on GPUs hide half of a message; that half follows from
-how steps of `dgxc_benchmarking_h100` grow from 8 to 2048 GPUs. `unaligned_efficiency` 0.33 follows from the
-logits of one GPU (50257 tokens, 88 TFLOP/s) and of two (25128 tokens each, 183 TFLOP/s).
+A software stack has at most four fitted constants. All other numbers of a preset are measured or
+specified; `layoutopt hardware NAME` prints the source of each. The 90 % interval comes from fits to
+models drawn with replacement.
 """
 REASONS = """\
 ## Where errors come from
 
-**vTrain, small micro-batches.** The host launches kernels too slowly for the GPU. Published times of a
-layer are then near 3 ms whatever the work. The model takes the larger of kernel and launch interval for
-each kernel, so short kernels behind a long one come out too slow. Nothing in the layout explains the excess
-with 8-way tensor parallelism. Published (first) and predicted (second) milliseconds of a layer:
+- **Kernel launches.** With small microbatches the host launches kernels more slowly than the GPU runs
+  them. The model then predicts short kernels behind a long one too slow. The published time of a vTrain
+  layer (hidden size {hidden}, {tensor}-way tensor parallelism, microbatch {micro}) is {published:.2f} ms,
+  the predicted time {predicted:.2f} ms.
+- **Activations.** The published peaks of Korthikanti et al. 2022 and the predicted peaks differ by at
+  most {memory}. The parts differ more: the prediction keeps one more normalised array per norm and no
+  dropout masks.
+- **Context parallelism in NeMo** sends keys round a ring in zigzag order; the prediction gathers them.
+- **float8 in torchtitan** is predicted with bfloat16 activations. PyTorch's cross entropy also holds
+  float32 copies of the logits, which the prediction lacks. Llama 3.1 8B takes {small}; 70B takes {large}.
+- **Layers that keep some values.** Paxml embeds tokens by a matrix product and adds biases everywhere;
+  torchtitan sums gradients in float32 and copies through buffers between kernels.
 """
-CAUSES = """\
-**Activations of Korthikanti et al.** The sum agrees, the parts do not: per layer, in units of sequence ·
-batch · hidden bytes, 26.3 published and 25.7 predicted. The prediction keeps one more normalised array per
-norm (4) and no dropout masks (4.7).
-
-**Context parallelism in NeMo.** Rows with `cp2` send keys round a ring in a zigzag. They are predicted with
-gathered keys.
-
-**Layers that keep some values.** Paxml embeds by a product and adds biases everywhere; torchtitan sums
-gradients in float32 and copies through buffers between kernels.
-"""
-MEMORY = """\
-**Memory of torchtitan in float8.** These rows are predicted with bfloat16 activations and float32
-variables. At 32,768 tokens per GPU, PyTorch's cross entropy holds one to three float32 copies of the logits
-(15.7 GiB each).
-"""
-KEPT_BY = {"MaxText": "maxtext", "Paxml": "pax", "torchtitan": "torchtitan"}
-"""Program -> what the names of its runs, or of its tables, have in them."""
 ERRORS = ("rows", "mean error", "sign", "worst")
 
 
 def page() -> Iterator[str]:
     """docs/results/accuracy.md."""
-    found, pipelines = stored("published"), stored("published_pipelines")
+    found, pipelines, unseen = stored("published"), stored("published_pipelines"), stored("unseen")["tables"]
     yield HEAD
-    yield UNSEEN
     yield caption("python -m benchmarks.unseen", "unseen")
-    yield from table(("runs", "what", *ERRORS, "memory: mean error, rows"), _unseen())
-    yield from _held(stored("unseen")["tables"]["nanotron_llama1b_h100"])
+    yield from table(("runs", "table", *ERRORS), _unseen())
+    yield _held(unseen["nanotron_llama1b_h100"])
     yield NEMO
-    yield from _nemo(stored("unseen")["tables"]["dgxc_pipelines_h100"])
-    yield APART
+    yield from _nemo(unseen["dgxc_pipelines_h100"])
+    yield EARLIER_TABLES
     yield caption("python -m benchmarks.published", "published")
-    free = _rows(found["tables"], ("no part in a fit", "keep some values"))
-    yield from table(("runs", "kind of row", *ERRORS), [_every(found["tables"]), *free])
-    yield PART
-    yield from table(
-        ("runs", "kind of row", *ERRORS), _rows(found["tables"], ("part in a fit", "not judged"))
-    )
-    yield RANKS
-    yield from table(
-        ("what", "rows", "value", "without rows that set a constant"), _criteria(found["criteria"])
-    )
+    free, rest = _rows(found["tables"], NO_PART), _rows(found["tables"], PARTS.keys() - NO_PART.keys())
+    yield from table(("table", "part in the model", *ERRORS), [_every(found["tables"]), *free, *rest])
+    criteria = {c["name"]: c for c in found["criteria"]}
+    yield prose(RANKS, most=criteria[f"dgxc_benchmarking_h100 llama3-8b{RANK}"]["most"])
+    yield from table(("runs", "models", "rows", "rank correlation"), _ranks(criteria))
+    yield _choices(criteria)
     yield from _stages(pipelines)
     yield CONSTANTS
     yield from table(
         ("stack", "constant", "ships", "fitted", "90 % interval", "rows"), _constants(found["constants"])
     )
-    yield REASONS
-    yield from _layers(found["layers"])
-    yield CAUSES
-    yield from table(("program", *ERRORS, "kept values"), _kept(found["tables"]))
-    yield MEMORY
-    yield from table(
-        ("run", "published, GiB", "predicted, GiB"),
-        ((r["run"], f"{r['published_gib']:.1f}", f"{r['predicted_gib']:.1f}") for r in found["float8"]),
-    )
+    yield _reasons(found)
 
 
 LATER = {
@@ -160,28 +137,23 @@ def _unseen() -> Iterator[tuple[object, ...]]:
     tables = stored("unseen")["tables"]
     assert LATER.keys() == tables.keys()
     for name, what in LATER.items():
-        found, q, m = tables[name], tables[name]["time"], tables[name]["memory"]
-        signs = f"{100 * q['signed_mean']:+.1f} %", share(abs(q["worst"]))
-        held = f"{share(m['mean'])}, {m['rows']}" if m else ""
+        found = tables[name]
         read = ", *read*" if found["looked_at"] else ""
-        yield f"`{name}.csv`{read}", what, q["rows"], share(q["mean"]), *signs, held
+        yield f"{what}{read}", f"`{name}`", found["time"]["rows"], *_signed(found["time"])
 
 
-def _held(found: Mapping[str, Any]) -> Iterator[str]:
-    yield HELD.format(lost=found["out_of_memory"])
-    heads = "after the rule", "rows", "mean error", "sign", "worst", "called fitting", "with a warning"
-    lost = found["out_of_memory_called_fitting"]
-    rows = [{"rule": "none: `layoutopt.cost`", "memory": found["memory"], OOM: lost, BARELY: ""}]
-    yield from table(
-        heads,
-        (
-            (r["rule"], r["memory"]["rows"], *_signed(r["memory"]), r[OOM], r[BARELY])
-            for r in (*rows, *found["as_held"])
-        ),
+def _held(found: Mapping[str, Any]) -> str:
+    """Memory of nanotron, with no rule and with all."""
+    rules, last = found["as_held"], found["as_held"][-1]
+    return prose(
+        HELD,
+        rules=len(rules),
+        rows=found["memory"]["rows"],
+        mean=share(found["memory"]["mean"]),
+        last=share(last["memory"]["mean"]),
+        lost=found["out_of_memory"],
+        fitting=last["out_of_memory_called_fitting"],
     )
-
-
-OOM, BARELY = "out_of_memory_called_fitting", "out_of_memory_called_barely_fitting"
 
 
 def _signed(q: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -189,20 +161,22 @@ def _signed(q: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _nemo(found: Mapping[str, Any]) -> Iterator[str]:
-    def row(run: Mapping[str, Any]) -> tuple[object, ...]:
-        of, parts = run["decided"], run["seconds_by_kind"]
-        stages = int(run["mesh"].partition("pipe:")[2].partition(";")[0])
-        idle = PipelineSchedule.named(of["schedule"], stages, of["microbatches"]).bubble
-        error = run["predicted_seconds"] / run["seconds"] - 1
-        kinds = "products and attention", "messages over model", "messages over pipe", "stacks and sums"
-        texts = (f"{x:.2f}" for x in (run["seconds"], run["predicted_seconds"]))
-        named = (f"{parts[k]:.2f}" for k in kinds)
-        return run["name"], *texts, f"{100 * error:+.0f} %", share(idle), *named
+    groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for run in found["found"]:
+        if run["name"].startswith(("nemotron4", "gpt3")):
+            model, release, *_ = run["name"].split()
+            groups[f"{model}, NeMo {release}"].append(run)
 
-    heads = "run", "published, s", "predicted, s", "error", "idle", "products, attention"
-    more = "messages: tensor", "messages: stages", "stacks and sums"
-    judged = [r for r in found["found"] if r["name"].startswith(("nemotron4", "gpt3"))]
-    return table((*heads, *more), map(row, judged))
+    def row(name: str, runs: Sequence[Mapping[str, Any]]) -> tuple[object, ...]:
+        of = runs[0]["decided"]
+        stages = int(runs[0]["mesh"].partition("pipe:")[2].partition(";")[0])
+        idle = PipelineSchedule.named(of["schedule"], stages, of["microbatches"]).bubble
+        errors = [100 * (r["predicted_seconds"] / r["seconds"] - 1) for r in runs]
+        seconds = (span([r[k] for r in runs], "{:.2f}") for k in ("seconds", "predicted_seconds"))
+        return name, len(runs), *seconds, f"{span(errors, '{:+.0f}')} %", share(idle)
+
+    heads = "model, release", "rows", "published, s", "predicted, s", "error", "idle"
+    return table(heads, (row(name, runs) for name, runs in groups.items()))
 
 
 def readme() -> Iterator[str]:
@@ -244,47 +218,57 @@ EARLIER = {
 """What README shows besides -> its tables, and their part in the model."""
 
 
-def _errors(errors: Sequence[float]) -> tuple[object, ...]:
-    sizes = [abs(e) for e in errors]
-    return (
-        len(sizes),
-        share(statistics.fmean(sizes)),
-        f"{100 * statistics.fmean(errors):+.1f} %",
-        share(max(sizes)),
-    )
-
-
 def _every(tables: Mapping[str, Any]) -> tuple[object, ...]:
     """The rows of all tables that had no part in a constant, as one."""
-    parts = [q for t in tables.values() for k, q in t["quality"].items() if k in list(PARTS)[:2]]
+    parts = [q for t in tables.values() for k, q in t["quality"].items() if k in NO_PART]
     count = sum(q["rows"] for q in parts)
     mean, bias = (sum(q["rows"] * q[k] for q in parts) / count for k in ("mape", "bias"))
     worst = share(max(q["worst"] for q in parts))
-    return "**all**", "", count, share(mean), f"{100 * bias:+.1f} %", worst
+    return "all of the upper part", "no constant", count, share(mean), f"{100 * bias:+.1f} %", worst
 
 
-def _rows(tables: Mapping[str, Any], parts: Sequence[str]) -> Iterator[tuple[object, ...]]:
+def _rows(tables: Mapping[str, Any], parts: Collection[str]) -> Iterator[tuple[object, ...]]:
     for name, found in tables.items():
         for part, q in found["quality"].items():
             if part in parts:
                 error = share(q["mape"]), f"{100 * q['bias']:+.1f} %", share(q["worst"])
-                yield f"`{name.removeprefix('published/')}`", PARTS[part], q["rows"], *error
+                yield (
+                    f"`{name.removeprefix('published/').removesuffix('.csv')}`",
+                    PARTS[part],
+                    q["rows"],
+                    *error,
+                )
 
 
-def _criteria(judged: Sequence[Mapping[str, Any]]) -> Iterator[tuple[object, ...]]:
-    for c in judged:
-        if c["reached"] is not None:
-            apart = "" if c["unfitted"] is None or not c["fitted"] else _value(c, c["unfitted"])
-            yield c["name"], c["rows"], _value(c, c["reached"]), apart
+RANK = ": rank correlation"
 
 
-def _value(criterion: Mapping[str, Any], value: float) -> str:
-    return f"{value:.2f}" if criterion["least"] else share(value)
+def _ranks(criteria: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
+    groups: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, c in criteria.items():
+        if name.endswith(RANK):
+            runs, model = name.removesuffix(RANK).split(" ", 1)
+            groups[runs][model] = c
+    for runs, models in groups.items():
+        values = [c["reached"] for c in models.values()]
+        rows = sum(c["rows"] for c in models.values())
+        yield f"`{runs}`", ", ".join(models), rows, span(values, "{:.2f}")
+
+
+def _choices(criteria: Mapping[str, Any]) -> str:
+    mean, most = (
+        criteria[f"vTrain, one node: {k}"]["reached"] for k in ("regret in the mean", "largest regret")
+    )
+    large = criteria["ran, and called too large"]
+    return prose(
+        CHOICES, mean=share(mean), most=share(most), runs=large["rows"], large=share(large["reached"])
+    )
 
 
 def _stages(found: Mapping[str, Any]) -> Iterator[str]:
     by, regret = found["by stages"], found["regret"]
-    yield STAGES.format(
+    yield prose(
+        STAGES,
         rows=by["all"]["rows"],
         one=share(found["one program"]["mape"]),
         workloads=regret["workloads"],
@@ -309,23 +293,19 @@ def _constants(fitted: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
             yield stack, f"`{name}`", f"{k['ships']:.3g}", f"{k['fitted']:.3g}", interval, found["rows"]
 
 
-def _layers(found: Mapping[str, Any]) -> Iterator[str]:
-    heads = ("hidden", "tensor", *(f"micro-batch {m}" for m in found["micro"]))
-    yield from table(
-        heads,
-        (
-            (hidden, tensor, *(f"{published:.2f}, {predicted:.2f}" for published, predicted in pairs))
-            for hidden, tensor, pairs in found["times"]
-        ),
-    )
+def _reasons(found: Mapping[str, Any]) -> str:
+    micro = found["layers"]["micro"]
+    pairs = [
+        (h, t, m, *pair) for h, t, row in found["layers"]["times"] for m, pair in zip(micro, row, strict=True)
+    ]
+    worst = min(pairs, key=lambda each: each[-1] / each[-2])
+    memory = max(abs(r["error"]) for r in found["memory"])
+    named = dict(zip(("hidden", "tensor", "micro", "published", "predicted"), worst, strict=True))
+    sizes = {"small": _gib(found["float8"], "-8b "), "large": _gib(found["float8"], "-70b ")}
+    return prose(REASONS, **named, memory=share(memory), **sizes)
 
 
-def _kept(tables: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
-    """Rows whose layers keep some values, by program."""
-    rows = [(f"{name} {row['run']}", row) for name, found in tables.items() for row in found["rows"]]
-    rows = [(name, row) for name, row in rows if row["keeps"] and not row["not_judged"]]
-    for program, part in KEPT_BY.items():
-        own = [row for name, row in rows if part in name.removeprefix("published/jax_toolbox_pax.csv ")]
-        errors = [row["predicted_seconds"] / row["published_seconds"] - 1 for row in own]
-        kept = ", ".join(f"`{keep}`" for keep in dict.fromkeys(row["keeps"] for row in own))
-        yield program, *_errors(errors), kept
+def _gib(rows: Sequence[Mapping[str, Any]], model: str) -> str:
+    held = ([r[k] for r in rows if model in r["run"]] for k in ("published_gib", "predicted_gib"))
+    published, predicted = (span(values, "{:.1f}") for values in held)
+    return f"{published} GiB, predicted {predicted} GiB"

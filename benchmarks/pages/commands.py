@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from enum import EnumType
 from typing import Any
 
@@ -13,14 +13,19 @@ import typer
 from benchmarks.pages.tables import table
 from layoutopt.cli import app
 
-COMMON = 3
-"""In so many commands an option stands in the table of those that several share."""
+SHARED = 3
+"""So many options that the same commands take have a table of their own."""
+TOPICS = {
+    "search": "Options of a search",
+    "cost": "Options of a layout",
+    "train": "Options of processes",
+}
+"""First command of those that share a table -> its title."""
+HEADS, Row = ("option", "meaning", "default"), tuple[str, str, str]
 HEAD = """\
 # Commands
 
-`python -m benchmarks.pages` writes this page from the help of the commands. `layoutopt COMMAND --help`
-prints the same text. Results go to stdout, progress and messages to stderr. `--json`, where a command has
-it, prints one JSON object and nothing else on stdout.
+`layoutopt COMMAND --help` prints the same text. Results go to stdout, progress and messages to stderr.
 
 | exit code | meaning |
 |---|---|
@@ -38,13 +43,40 @@ def page() -> Iterator[str]:
     yield HEAD
     group: Any = typer.main.get_command(app)
     commands = {name: each for name, each in group.commands.items() if not each.hidden}
-    yield from table(("command", "does"), ((f"[{n}](#{n})", _first(c)) for n, c in commands.items()))
-    counts = Counter(row for each in commands.values() for row in _rows(each))
-    common = sorted(row for row, count in counts.items() if count >= COMMON)
+    yield f"Commands: {', '.join(f'[{name}](#{name})' for name in commands)}.\n"
+    groups = _groups(commands)
     for name, command in commands.items():
-        yield from _command(name, command, common)
-    yield "## Options of several commands\n"
-    yield from table(("option", "meaning", "default"), common)
+        yield from _command(name, command, groups)
+    for title, rows in groups.items():
+        yield f"## {title}\n"
+        yield from table(HEADS, rows)
+
+
+def _groups(commands: Mapping[str, Any]) -> dict[str, list[Row]]:
+    """Title -> options that several commands share; those of the same commands stand together."""
+    users: dict[Row, list[str]] = defaultdict(list)
+    for name, command in commands.items():
+        for row in _rows(command):
+            users[row].append(name)
+    together: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    for row, names in users.items():
+        if len(names) > 1:
+            together[tuple(names)].append(row)
+    large = {names: rows for names, rows in together.items() if len(rows) >= SHARED}
+    rest: dict[str, Row] = {}
+    for names, rows in together.items():
+        for row in rows if names not in large else ():
+            rest.setdefault(_typed(row), row)
+    titles = {names: TOPICS.get(names[0], f"Options of {' and '.join(names)}") for names in large}
+    return {
+        **{titles[names]: rows for names, rows in large.items()},
+        "Options of several commands": [*rest.values()],
+    }
+
+
+def _typed(row: Row) -> str:
+    """The name of an option, as one types it."""
+    return row[0].strip("`").split()[0].strip(",")
 
 
 def _first(command: Any) -> str:
@@ -57,7 +89,7 @@ def _plain(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def _rows(command: Any) -> list[tuple[str, str, str]]:
+def _rows(command: Any) -> list[Row]:
     """Arguments and options of a command: how they are typed, what they mean, their default."""
     shown = [p for p in command.params if not getattr(p, "hidden", False) and p.name != "help"]
     return [
@@ -70,18 +102,29 @@ def _rows(command: Any) -> list[tuple[str, str, str]]:
     ]
 
 
-def _command(name: str, command: Any, common: Sequence[tuple[str, str, str]]) -> Iterator[str]:
+def _command(name: str, command: Any, groups: Mapping[str, Sequence[Row]]) -> Iterator[str]:
     typed = " ".join(_metavar(p) for p in command.params if p.param_type_name == "argument")
     yield f"## {name}\n\n`layoutopt {name} [OPTIONS]{' ' * bool(typed)}{typed}`\n"
     yield f"{_first(command)}\n"
-    rows = _rows(command)
-    if own := [row for row in rows if row not in common]:
-        yield from table(("option", "meaning", "default"), own)
-    if shared := [row[0] for row in rows if row in common]:
-        yield f"[Also](#options-of-several-commands): {', '.join(shared)}.\n"
+    rows, shared = _rows(command), {row for group in groups.values() for row in group}
+    if own := [row for row in rows if row not in shared]:
+        yield from table(HEADS, own)
+    *whole, rest = groups.items()
+    also = [
+        f"the [{title[0].lower()}{title[1:]}](#{_anchor(title)})"
+        for title, group in whole
+        if group[0] in rows
+    ]
+    also += [f"`{_typed(row)}`" for row in rest[1] if row in rows]
+    if also:
+        yield f"Also: {', '.join(also)}.\n"
     examples = re.findall(r"^\s*(layoutopt .*)$", str(command.epilog or ""), re.MULTILINE)
     if examples:
         yield "```\n" + "\n".join(" ".join(e.split()) for e in examples) + "\n```\n"
+
+
+def _anchor(title: str) -> str:
+    return title.lower().replace(",", "").replace(" ", "-")
 
 
 def _metavar(parameter: Any) -> str:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from benchmarks.pages.tables import caption, ratio, share, stored, table
+from benchmarks.pages.tables import caption, prose, ratio, share, span, stored, table
 
 HEAD = """\
 # The TPU compiler beside the predictions
 
-`layoutopt verify` compiles a training step with the TPU compiler, without a TPU, and compares its
-collectives, its peak memory and its compute time with the prediction. The compiler's seconds are its own
-estimate, not a measurement. Kernels of attention are left out on both sides, because the compiler estimates
-nothing for them. Ratios are predicted over compiler.
+`layoutopt verify` compiles a training step with the TPU compiler, which needs no TPU. It compares
+collectives, peak memory and compute time with the prediction. The compiler's seconds are its own
+estimate, not a measurement. Attention kernels are left out on both sides, because the compiler has no
+estimate for them. Ratios are predicted over compiler.
+
+{same} of {programs} programs have the predicted collectives. The median error of peak memory is {memory},
+worst {memory_worst}. The median error of compute time is {compute}, worst {compute_worst}.
 """
 SMALL = """\
-Models below about 100 MiB lie in on-chip memory. The compiler's peak then counts the program itself and
-on-chip copies of variables, so the ratio of memory says little there.
+Models below about 100 MiB lie in on-chip memory. The compiler's peak then also counts the program and
+on-chip copies of variables, so the ratio of memory says little.
 
 ## One program per kind of decision
 
@@ -27,7 +31,8 @@ Two layers, causal attention, 1,024 tokens, bfloat16.
 JAX = """\
 ## Steps of JAX libraries
 
-The step that `plan.jax` makes of the user's own loss, on eight v5e.
+`plan.jax` makes these steps of the user's own loss, on eight v5e. The median error is {peak_memory_bytes}
+of memory and {compute_seconds} of compute time.
 """
 
 
@@ -35,25 +40,27 @@ def page() -> Iterator[str]:
     """docs/results/compiler.md."""
     found = stored("verify")
     rows = found["rows"]
-    yield HEAD
-    same = sum(r["same_collectives"] for r in rows)
-    errors = {k: _errors(rows, k) for k in ("peak_memory_bytes", "compute_seconds")}
-    yield f"{same} of {len(rows)} programs have the predicted collectives."
-    for key, words in (("peak_memory_bytes", "Peak memory"), ("compute_seconds", "Compute")):
-        yield f"{words}: median error {share(median(errors[key]))}, worst {share(max(errors[key]), 0)}."
-    yield ""
+    memory, compute = _errors(rows, "peak_memory_bytes"), _errors(rows, "compute_seconds")
+    yield prose(
+        HEAD,
+        same=sum(r["same_collectives"] for r in rows),
+        programs=len(rows),
+        memory=share(median(memory)),
+        memory_worst=share(max(memory), 0),
+        compute=share(median(compute)),
+        compute_worst=share(max(compute), 0),
+    )
     yield caption(found["command"], "verify")
-    heads = ("model", "parameters", "topology", "mesh", "layout", "collectives", "memory", "compute")
-    yield from table(heads, map(_row, rows))
-    yield SMALL
+    heads = ("model", "parameters", "topologies", "same collectives", "memory", "compute")
+    yield from table(heads, _models(rows))
+    yield prose(SMALL)
     yield caption("python benchmarks/verify.py --kinds", "verify", found["kinds"])
-    yield from table(("decision", *heads[2:]), ((_decision(r), *_row(r)[2:]) for r in found["kinds"]))
-    yield JAX
+    heads = ("decision", "topology", "mesh", "layout", "collectives", "memory", "compute")
+    yield from table(heads, ((_decision(r), *_row(r)) for r in found["kinds"]))
     jax = stored("jax_verify")
+    off = {k: share(jax["summary"][f"{k}_median_error"]) for k in ("peak_memory_bytes", "compute_seconds")}
+    yield prose(JAX, **off)
     yield caption("python benchmarks/jax_verify.py", "jax_verify")
-    for key, words in (("peak_memory_bytes", "Memory"), ("compute_seconds", "Compute")):
-        yield f"{words}: median error {share(jax['summary'][f'{key}_median_error'])}."
-    yield ""
     yield from table(
         ("step", "memory", "compute"),
         (
@@ -63,19 +70,28 @@ def page() -> Iterator[str]:
     )
 
 
+def _models(rows: list[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
+    """Programs of one model, of every topology, mesh and layout."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        size = f"{float(format(row['parameters'] / 1e6, '.3g')):,g} M"
+        groups[f"`{row['model'].removeprefix('examples/')}`", size].append(row)
+    for names, own in groups.items():
+        chips = ", ".join(dict.fromkeys(r["topology"] for r in own))
+        same = f"{sum(r['same_collectives'] for r in own)} of {len(own)}"
+        ratios = ([ratio(r[k], "compiler") for r in own] for k in ("peak_memory_bytes", "compute_seconds"))
+        yield *names, chips, same, *(span(values, "{:.2f}") for values in ratios)
+
+
 def _errors(rows: list[dict[str, Any]], key: str) -> list[float]:
     return [abs(ratio(r[key], "compiler") - 1) for r in rows]
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:
-    name = row["model"].removeprefix("examples/")
-    stage = f"; zero{str(row['stage']).removeprefix('zero')}" if row["stage"] else ""
     return (
-        f"`{name}`",
-        f"{row['parameters'] / 1e6:,.3g} M",
         row["topology"],
         f"`{row['mesh']}`",
-        f"`{row['layout'] or 'none'}`{stage}",
+        f"`{row['layout'] or 'none'}`",
         "as predicted" if row["same_collectives"] else "others",
         f"{ratio(row['peak_memory_bytes'], 'compiler'):.2f}",
         f"{ratio(row['compute_seconds'], 'compiler'):.2f}",

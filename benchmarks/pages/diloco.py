@@ -2,76 +2,106 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
 
-from benchmarks.pages.tables import caption, share, stored, table
+from benchmarks import small_lm
+from benchmarks.diloco import HEADS, LAYERS
+from benchmarks.diloco import LENGTH as WINDOW
+from benchmarks.diloco_links import BATCH, LENGTH, SLICE, SLICES
+from benchmarks.diloco_utilisation import GRID
+from benchmarks.pages.tables import caption, prose, span, stored, table
 
 HEAD = """\
 # Replicas that synchronise every H steps
 
-[DiLoCo](../guides/diloco.md) trades loss for communication. This page has both sides.
+[DiLoCo](../guides/diloco.md) saves communication and loses some accuracy. This page measures both.
 
 ## When it pays
 
-A model of 70,553,706,496 parameters on four slices of 8 x 16 TPU v5e, 512 sequences of 4,096 tokens a step.
-The bandwidth is that of one slice to the others. Every row is proven optimal unless the table says
-otherwise.
+Seconds of a step for a model of 70 billion parameters (Llama 3's sizes) on {slices} slices of {slice} TPU
+v5e, with {sequences} sequences of {tokens:,} tokens a step. Columns are the bandwidth between slices.
+{status}
 """
 LOSS = """\
 ## Loss
 
-A language model of 69,360 parameters learns the sources of Python's standard library. A step has 64 windows
-of 32 bytes unless the table says otherwise. Replicas share them. The loss is on files that no run trained
-on, after the last synchronisation.
+A language model of {parameters:,} parameters learns the sources of Python's standard library. A step has
+{batch} windows of {length} bytes, which the replicas share. The loss is measured on held-out files after
+the last synchronisation, on average over {seeds} runs.
 """
 BANDWIDTH = """\
 ## Bandwidth for a given utilisation
 
-Published tables give the bandwidth at which a share of the time is compute, from a simulator that is not
-published. The rule of `benchmarks/diloco_utilisation.py` computes the same entries; the bandwidths form a
-grid of 50 points.
+Published tables list the bandwidth at which a given share of the time is compute; their simulator is not
+published. The rule of `benchmarks/diloco_utilisation.py` predicts the same entries on a grid of {points}
+bandwidths.
 """
 
 
 def page() -> Iterator[str]:
     """docs/results/diloco.md."""
-    yield HEAD
     links = stored("diloco_links")
+    statuses = Counter(r["status"] for r in links["rows"])
+    proven = f"{statuses.pop('OPTIMAL')} of {len(links['rows'])} plans are proven optimal."
+    sizes = {"slices": SLICES, "slice": " × ".join(map(str, SLICE)), "sequences": BATCH, "tokens": LENGTH}
+    yield prose(HEAD, **sizes, status=proven if statuses else "Every plan is proven optimal.")
     yield caption(links["command"], "diloco_links")
-    yield from table(
-        ("Gbit/s", "way", "step", "MFU", "memory", "status"),
-        (
-            (
-                r["gigabits"],
-                r["way"],
-                f"{r['seconds']:.1f} s",
-                share(r["mfu"]),
-                f"{r['gib']:.1f} GiB",
-                r["status"],
-            )
-            for r in links["rows"]
-        ),
-    )
-    yield LOSS
+    speeds = sorted({r["gigabits"] for r in links["rows"]})
+    heads = ("replicas of slices", *(f"{g:,} Gbit/s" for g in speeds))
+    yield from table(heads, _links(links["rows"], speeds))
     found = stored("diloco")
+    (batch,) = {r["batch"] for r in found["rows"]}
+    yield prose(
+        LOSS,
+        parameters=small_lm.build(HEADS, LAYERS, length=WINDOW).parameters,
+        length=WINDOW,
+        batch=batch,
+        seeds=len({r["seed"] for r in found["rows"]}),
+    )
     yield caption(found["command"], "diloco")
-    yield from table(("steps", "case", "runs", "held-out loss", "least to most"), _losses(found["rows"]))
-    yield BANDWIDTH
+    heads = (
+        "replicas",
+        "period",
+        "outer rate, momentum",
+        "inner rate",
+        "steps",
+        "held-out loss",
+        "least to most",
+    )
+    yield from table(heads, _losses(found["rows"]))
+    yield prose(BANDWIDTH, points=len(GRID))
     used = stored("diloco_utilisation")
     yield caption(used["command"], "diloco_utilisation")
     yield from table(("table", "entries", "same point", "same or neighbouring point"), _points(used["rows"]))
 
 
-def _losses(rows: list[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
-    by = defaultdict(list)
+def _links(rows: list[dict[str, Any]], speeds: list[int]) -> Iterator[tuple[object, ...]]:
+    by: dict[str, dict[int, float]] = defaultdict(dict)
     for r in rows:
-        by[r["steps"], r["case"]].append(r["held_out"])
-    for (steps, case), losses in by.items():
-        between = f"{min(losses):.3f} to {max(losses):.3f}" if len(losses) > 1 else ""
-        yield f"{steps:,}", case, len(losses), f"{fmean(losses):.3f}", between
+        by[r["way"].removeprefix("sites, ")][r["gigabits"]] = r["seconds"]
+    for way in sorted(by, key=lambda way: (way == "synchronous", len(way), way)):
+        yield way, *(f"{by[way][g]:.1f}" for g in speeds)
+
+
+def _losses(rows: list[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
+    by: dict[tuple[object, ...], list[float]] = defaultdict(list)
+    for r in rows:
+        alone = r["replicas"] == 0
+        how = (
+            ("all devices in every step", "", "")
+            if alone
+            else (r["replicas"], r["period"], _pair(r["outer"]))
+        )
+        by[(*how, r["rate"], f"{r['steps']:,}")].append(r["held_out"])
+    for case, losses in by.items():
+        yield *case, f"{fmean(losses):.3f}", span(losses, "{:.3f}")
+
+
+def _pair(values: list[float]) -> str:
+    return ", ".join(f"{v:g}" for v in values)
 
 
 def _points(rows: list[dict[str, Any]]) -> Iterator[tuple[object, ...]]:

@@ -3,61 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from benchmarks.pages.tables import caption, stored, table
+from benchmarks.pages.tables import caption, prose, stored, table
 
 HEAD = """\
 # JAX models of other libraries
 
-Sixteen models as their libraries make them, without weights, mostly as wide as published and with fewer
-layers. The expected dimensions were written down before the first import
-(`benchmarks/jax_models_expected.json`); the table counts pairs of axes that are one dimension, or two, as
-expected. Searches are for `data:8;model:8` of TPU v5p.
-"""
-NUMBERS = """\
-## Losses and gradients
+{models} models are imported as their libraries make them: without weights, mostly as wide as published,
+with fewer layers. The import must infer which axes are one dimension; the expected dimensions were
+written down before the first import (`benchmarks/jax_models_expected.json`). {right:,} of {pairs:,} pairs
+of axes are as expected. The searches are for `{mesh}` of {hardware}, and {optimal} of them end with a
+proof.
 
-Narrow models of the same classes, without dropout. The table has the largest relative difference to JAX, on
-one device and split over `data:2;model:2`.
+*Loss* and *gradients* are the largest relative differences to JAX of a narrow model of the same class
+without dropout, on one device or split over `{split}`.
 """
 PLANS = """\
 ## Steps under their plans
 
-Milliseconds a step on eight virtual CPU devices, interleaved rounds. The ratio is the plan's step over the
-better of the other two, with the upper end of its 95 % interval.
+Milliseconds of a step on eight virtual CPU devices, in interleaved rounds. The ratio is the plan's step
+over the better of the other two, with the upper end of its 95 % interval.
 """
 
 
 def page() -> Iterator[str]:
     """docs/results/jax_models.md."""
-    yield HEAD
+    found, numbers = stored("jax_models"), stored("jax_models_numbers")
+    rows, differences = found["rows"], {r["name"]: r for r in numbers["rows"]}
+    yield prose(
+        HEAD,
+        models=len(rows),
+        right=sum(r["axes"]["as_expected"] for r in rows),
+        pairs=sum(r["axes"]["pairs"] for r in rows),
+        mesh=found["mesh"],
+        hardware=found["hardware"],
+        optimal=sum(r["search"]["status"] == "OPTIMAL" for r in rows),
+        split=numbers["mesh"],
+    )
     yield caption("python benchmarks/jax_models.py", "jax_models")
+    yield caption("python benchmarks/jax_models.py --check", "jax_models_numbers")
     yield from table(
-        ("model", "import, CPU s", "pairs of axes as expected", "search", "search, CPU s"),
+        ("model", "import, CPU s", "search, CPU s", "loss", "gradients"),
         (
             (
                 r["note"],
                 r["import_cpu_seconds"],
-                f"{r['axes']['as_expected']:,} of {r['axes']['pairs']:,}",
-                r["search"]["status"],
                 r["search_cpu_seconds"],
+                *_differences(differences[r["name"]]),
             )
-            for r in stored("jax_models")["rows"]
+            for r in rows
         ),
     )
-    yield NUMBERS
-    yield caption("python benchmarks/jax_models.py --check", "jax_models_numbers")
-    yield from table(
-        ("model", "loss, one device", "gradients", "loss, split", "gradients"),
-        (
-            (
-                r["name"],
-                *(f"{r[at][what]:.1e}" for at in ("one device", "layout") for what in ("loss", "gradients")),
-            )
-            for r in stored("jax_models_numbers")["rows"]
-        ),
-    )
-    yield PLANS
+    yield prose(PLANS)
     plans = stored("jax_plans")
     yield caption(plans["command"], "jax_plans")
     yield from table(
@@ -71,4 +69,9 @@ def page() -> Iterator[str]:
             for r in plans["rows"]
         ),
     )
-    yield "\n".join(f"- {note}" for note in plans["notes"])
+
+
+def _differences(row: dict[str, Any]) -> Iterator[str]:
+    """The larger of the differences on one device and under a layout, of losses and of gradients."""
+    for what in ("loss", "gradients"):
+        yield f"{max(row[where][what] for where in ('one device', 'layout')):.0e}"

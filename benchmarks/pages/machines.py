@@ -13,8 +13,8 @@ HEAD = """\
 # Hardware presets
 
 `--hardware NAME` takes a preset or a JSON file. `layoutopt hardware NAME` prints every number with its
-source and date. `--set-hardware node_egress=100GB/s` changes one number.
-[Adding a chip](../guides/extending.md#a-chip). `cpu-local` is this machine, once
+source and date. `--set-hardware node_egress=100GB/s` changes one number. [Adding a
+chip](../guides/extending.md#a-chip). `cpu-local` is this machine, once
 [calibrated](../explanation/calibration.md); `cpu-jax` has the times of XLA on virtual CPU devices.
 
 Errors are those of predicted steps beside published ones ([accuracy](../results/accuracy.md)); rows in

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,23 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[st
     yield ""
 
 
+def prose(text: str, **values: object) -> str:
+    """Paragraphs and lists with values filled in, in lines of equal width."""
+    return "\n\n".join(map(_wrapped, text.format(**values).strip("\n").split("\n\n"))) + "\n"
+
+
+def _wrapped(paragraph: str) -> str:
+    if paragraph.startswith(("#", "|")):
+        return paragraph
+    items = (" ".join(item.split()) for item in re.split(r"\n(?=- )", paragraph))
+    return "\n".join(
+        textwrap.fill(i, 110, subsequent_indent="  " * i.startswith("- "), **WHOLE) for i in items
+    )
+
+
+WHOLE: Any = {"break_long_words": False, "break_on_hyphens": False}
+
+
 def share(value: float, digits: int = 1) -> str:
     """0.123 as `12.3 %`."""
     return f"{100 * value:.{digits}f} %"
@@ -48,3 +67,8 @@ def share(value: float, digits: int = 1) -> str:
 def ratio(pair: dict[str, float], other: str) -> float:
     """Predicted over a reference."""
     return pair["predicted"] / pair[other]
+
+
+def span(values: Sequence[float], form: str) -> str:
+    """The least and the greatest of some values, as `1.2 to 3.4`."""
+    return " to ".join(dict.fromkeys(form.format(v) for v in (min(values), max(values))))

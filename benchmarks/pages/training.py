@@ -7,57 +7,53 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from benchmarks.pages.tables import caption, share, stored, table
+from benchmarks.long_job import EVERY
+from benchmarks.pages.tables import caption, prose, share, stored, table
 
 HEAD = """\
 # Training: lost processes, long jobs, predictions for CPU devices
 
 ## Killed and frozen processes
 
-A perceptron on 2 processes × 2 devices, 240 steps. Failures come at random moments of the start, of a step,
-and while all processes write a checkpoint. Seconds are medians, worst in brackets.
+A perceptron trains on 2 processes × 2 devices for {steps} steps. Failures come at random moments of the
+start, of a step, and while all processes write a checkpoint. {equal} of {failures} failures ended with an
+undisturbed run's variables, to the last bit. Seconds are medians, worst in brackets.
 """
 LONG = """\
 ## Long jobs
 
-A small perceptron, 20,000 steps, saved every 500. The table compares the second tenth of the job with the
-last one.
+A small perceptron trains for {steps:,} steps on {processes} processes, with a checkpoint every {every}.
+Between the second tenth of the job and the last one, no process gains a thread or a file descriptor, and
+none gains more than {mib:.1f} MiB of memory.
 """
 LOCAL = """\
 ## Predictions for this machine's CPU devices
 
-`layoutopt validate` on a calibrated machine of two cores. Regret is the measured time of the layout ranked
-first over the best measured time, minus one.
+`layoutopt validate` on a calibrated machine of two cores. Regret is the measured time of the layout
+ranked first over the best measured time, minus one.
 """
 FAMILY = """\
 ## A scaling law fitted to runs
 
-Four sizes of `examples/transformer_lm.py` (34,976 to 98,640 parameters), trained twice each on 262,144 to
-1,572,864 bytes of Python. The fitted law predicts the loss of a larger size on more data.
+Four sizes of `examples/transformer_lm.py` ({least:,} to {most:,} parameters) are trained twice each on
+{few:,} to {many:,} bytes of Python. The fitted law predicts the loss of a larger size on more data: {N:,}
+parameters on {D:,} bytes, predicted {predicted:.3f} nats per byte (interval {low:.3f} to {high:.3f}),
+measured {losses}.
 """
 
 
 def page() -> Iterator[str]:
     """docs/results/training.md."""
-    yield HEAD
-    failures = [f for run in stored("kill_workers")["runs"] for f in run["failures"]]
+    killed = stored("kill_workers")
+    failures = [f for run in killed["runs"] for f in run["failures"]]
     equal = sum(f["equal"] for f in failures)
+    yield prose(HEAD, steps=killed["steps"], equal=equal, failures=len(failures))
     yield caption("python benchmarks/kill_workers.py", "kill_workers")
-    yield f"{equal} of {len(failures)} failures ended with an undisturbed run's variables, to the last bit.\n"
     yield from table(
         ("signal", "failures", "others ended after", "all started again after"), _kills(failures)
     )
-    yield LONG
-    long = stored("long_job")
-    yield caption(long["command"], "long_job")
-    yield from table(
-        ("processes", "threads", "file descriptors", "memory, MiB"),
-        (
-            (f"{name} of {job['processes']}", *(_grown(job, name, k) for k in GROWN))
-            for job in long["jobs"]
-            for name in job["second_tenth"]
-        ),
-    )
+    yield prose(LONG, **_long(stored("long_job")["jobs"]))
+    yield caption(stored("long_job")["command"], "long_job")
     yield LOCAL
     yield caption("python -m benchmarks.validate_local", "validate_local")
     yield from table(
@@ -67,23 +63,34 @@ def page() -> Iterator[str]:
             for r in stored("validate_local")["results"]
         ),
     )
-    yield FAMILY
-    family = stored("size_family")
-    held = family["held_out"]
-    low, high = held["interval"]
+    yield prose(FAMILY, **_family(stored("size_family")))
     yield caption("python benchmarks/size_family.py", "size_family")
-    yield (
-        f"{held['N']:,} parameters on {held['D']:,} bytes: predicted {held['predicted']:.3f} nats per byte "
-        f"(interval {low:.3f} to {high:.3f}), measured {' and '.join(f'{x:.3f}' for x in held['losses'])}."
-    )
 
 
-GROWN = {"threads": 1.0, "descriptors": 1.0, "resident_kib": 1024.0}
-"""What a job samples of each process, and what the table divides it by."""
+def _long(jobs: list[dict[str, Any]]) -> dict[str, Any]:
+    """What long jobs gained; the sentence about threads and descriptors holds for what is stored."""
+    pairs = [
+        (job["second_tenth"][name], job["last_tenth"][name]) for job in jobs for name in job["second_tenth"]
+    ]
+    assert all(last[k] <= first[k] for first, last in pairs for k in ("threads", "descriptors"))
+    gained = max(last["resident_kib"] - first["resident_kib"] for first, last in pairs) / 1024
+    (steps,) = {j["steps"] for j in jobs}
+    named = {"steps": steps, "every": EVERY, "mib": gained}
+    return {**named, "processes": " and ".join(str(j["processes"]) for j in jobs)}
 
 
-def _grown(job: dict[str, Any], name: str, key: str) -> str:
-    return " → ".join(f"{job[at][name][key] / GROWN[key]:.0f}" for at in ("second_tenth", "last_tenth"))
+def _family(found: dict[str, Any]) -> dict[str, Any]:
+    held = found["held_out"]
+    fitted = [r for r in found["rows"] if r["N"] != held["N"]]
+    low, high = held["interval"]
+    return {
+        **{name: f(r["N"] for r in fitted) for name, f in (("least", min), ("most", max))},
+        **{name: f(r["D"] for r in fitted) for name, f in (("few", min), ("many", max))},
+        **{k: held[k] for k in ("N", "D", "predicted")},
+        "low": low,
+        "high": high,
+        "losses": " and ".join(f"{x:.3f}" for x in held["losses"]),
+    }
 
 
 def _kills(failures: list[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
