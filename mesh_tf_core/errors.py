@@ -11,10 +11,10 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """The user's input is wrong. The command line prints the message alone and exits with `exit_code`.
+    """The user's input is wrong. The command line prints only the message and exits with `exit_code`.
 
     Attributes:
-      more: what programs read beside the message.
+      more: data for programs, beside the message.
     """
 
     exit_code = 2
@@ -26,11 +26,11 @@ class LayoutError(UserError):
 
 
 class InfeasibleError(UserError):
-    """Proven: no layout satisfies what was asked.
+    """No layout satisfies the request; this is proven.
 
     Attributes:
-      nearest: the `layoutopt.Plan` that a search found to need least memory, though it does not fit; None
-        where none is known.
+      nearest: the `layoutopt.Plan` with the least memory that a search found, although it does not fit; None
+        if there is none.
     """
 
     exit_code = 3
@@ -38,13 +38,13 @@ class InfeasibleError(UserError):
 
 
 class LimitError(UserError):
-    """A time or size limit was reached before anything was found."""
+    """A limit of time or size was reached before a result was found."""
 
     exit_code = 4
 
 
 class ClusterError(UserError):
-    """A process of a job of several was lost or did not come; the job can go on from its last checkpoint."""
+    """A process of the job was lost or did not start; the job can resume from its last checkpoint."""
 
     exit_code = 5
 

@@ -38,18 +38,27 @@ NO_STAGES: Mapping[str, int] = MappingProxyType({})
 
 @dataclass
 class Model:
-    """Named dimensions only, no devices.
+    """A model with named dimensions: a loss, an optimizer and metrics, without devices.
 
     Attributes:
-      graph: what the model computes. The training step's operations are added to it on first use.
+      graph: the operations. Those of the training step are added on first use.
       loss: scalar to minimise.
       metrics: name -> scalar to report beside the loss.
       name, hparams: for plans and reports.
-      layouts: named expert layouts (name -> (mesh string, layout string)) that the search shows beside its
+      layouts: named expert layouts (name -> (mesh string, layout string)) that a search shows beside its
         answer.
-      token_dims: dimensions of an input, whose elements are the tokens of a step; none if it has no tokens.
-      network: network(graph) builds the model in another graph and returns what gives logits there (see
-        `decoding`); None for models that do not decode.
+      token_dims: dimensions of an input whose elements are the tokens of a step; empty without tokens.
+      network: network(graph) builds the model in another graph and returns the function that gives logits
+        there (see `decoding`); None for models that do not decode.
+
+    Example:
+      >>> import mesh_tf_core as mtf
+      >>> graph, batch, d_model = mtf.Graph("mean"), mtf.Dim("batch", 8), mtf.Dim("d_model", 4)
+      >>> x = graph.input("x", [batch, d_model], "float32")
+      >>> w = graph.variable("w", [d_model], mtf.Normal(0.1))
+      >>> model = mtf.Model(mtf.reduce_mean(mtf.square(x * w)), mtf.SGD(0.1))
+      >>> model.parameters
+      4
     """
 
     loss: Tensor
@@ -292,7 +301,7 @@ class Training:
 
 
 def minimize(loss: Tensor, optimizer: Optimizer) -> None:
-    """Adds to the loss's graph its gradients and the update of every trained variable."""
+    """Adds the gradients of the loss and the update of every trained variable to the graph."""
     Model(loss, optimizer).training_step()
 
 

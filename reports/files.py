@@ -35,10 +35,10 @@ def write_figures(
     directory: str | Path,
     formats: Sequence[str] = FORMATS,
 ) -> list[Path]:
-    """Every figure that the plans have data for, titled, one file per format; returns the paths.
+    """Writes every figure for which the plans have data, one file per format; returns the paths.
 
     Raises:
-      UserError: an unknown format, or a directory that cannot be written.
+      UserError: the format is unknown, or the directory cannot be written.
     """
     unknown = [f for f in formats if f not in FORMATS]
     if unknown:

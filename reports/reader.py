@@ -31,10 +31,11 @@ __all__ = ["FORMAT", "PlanLike", "plan_of", "read_plan", "validation_of"]
 
 
 def read_plan(path: str | Path) -> dict[str, Any]:
-    """The plan dict in a file, checked.
+    """Reads and checks the plan dict in a file.
 
     Raises:
-      UserError: no such file, not JSON (a truncated file is not), or not a plan of a known version.
+      UserError: the file does not exist, is not JSON (such as a truncated file), or is not a plan of a known
+        version.
     """
     what = f"plan {str(path)!r}"
     found = load_json(path, what, AGAIN)
@@ -43,10 +44,10 @@ def read_plan(path: str | Path) -> dict[str, Any]:
 
 
 def plan_of(found: Any, name: str = "the plan") -> PlanFile:
-    """The plan in a dict, or in a `layoutopt.Plan`, with all that its model adds; a PlanFile as it is.
+    """Reads the plan in a dict, in a `layoutopt.Plan` (with the details of its model) or in a PlanFile.
 
     Raises:
-      UserError: naming the plan and the field.
+      UserError: a field is wrong; the message names the plan and the field.
     """
     if isinstance(found, PlanFile):
         return found

@@ -19,7 +19,13 @@ _PRESETS = Path(__file__).parent / "data"
 
 
 def hardware_names() -> tuple[str, ...]:
-    """Names of the presets."""
+    """Lists the names of the presets.
+
+    Example:
+      >>> import costmodels
+      >>> "tpu-v5p" in costmodels.hardware_names()
+      True
+    """
     return tuple(sorted(path.stem for path in _PRESETS.glob("*.json")))
 
 
@@ -29,16 +35,21 @@ def preset_of_device(kind: str) -> str | None:
 
 
 def load_hardware(name_or_path: str | Path, *, profiles: Path | None = None) -> Hardware:
-    """The hardware of a preset's name or of a file's path.
+    """Reads the hardware of a preset or of a file.
 
     Args:
-      name_or_path: a name of `hardware_names()`, or the path of a hardware file (`calibrate` writes such);
-        numbers may be set behind it, as "a100, node_egress=100GB/s".
+      name_or_path: a name of `hardware_names()`, or the path of a hardware file (`calibrate` writes such
+        files); numbers may follow, as in "a100, node_egress=100GB/s".
       profiles: a directory of calibrated profiles; `NAME.json` there replaces the preset NAME.
 
     Raises:
-      HardwareError: unknown name, unreadable file, a malformed one (every fault, with its path), or a number
-        that it does not have.
+      HardwareError: the name is unknown, the file cannot be read or has faults (all are listed with their
+        paths), or a number does not exist.
+
+    Example:
+      >>> import costmodels
+      >>> costmodels.load_hardware("a100, node_egress=100GB/s").name
+      'a100, node_egress=100GB/s'
     """
     text, settings = split_name(str(name_or_path))
     if profiles is not None and text in hardware_names() and (profile := profiles / f"{text}.json").is_file():

@@ -161,11 +161,17 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine that programs are priced for. Everything below is per DEVICE and in SI units.
+    """A machine for which programs are predicted. All numbers below are per DEVICE and in SI units.
 
     Attributes:
-      compiler: the profile of what compiles or runs its programs (`costmodels.pricing.compilers`).
-      jax_devices: what JAX calls such a device (`jax.Device.device_kind`).
+      compiler: the profile of the compiler or engine of its programs (`costmodels.pricing.compilers`).
+      jax_devices: JAX's names of such a device (`jax.Device.device_kind`).
+
+    Example:
+      >>> import costmodels
+      >>> machine = costmodels.load_hardware("tpu-v5e")
+      >>> machine.peak_flops("bfloat16")
+      197000000000000.0
     """
 
     name: str

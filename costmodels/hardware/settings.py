@@ -20,7 +20,7 @@ _VALUE = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(.*)", re.AS
 
 
 class HardwareError(UserError):
-    """A hardware name that is not known, a hardware file that is not one, or a number that it has not."""
+    """A hardware name is unknown, a hardware file is invalid, or it lacks a number."""
 
 
 def with_settings(name: str, settings: Sequence[str]) -> str:

@@ -45,18 +45,18 @@ class Quantity:
     Attributes:
       flops: floating-point operations as computed (a multiplication and an addition are two).
       bytes: bytes read and written.
-      op_class: one of `MATMUL_CLASSES` (the matrix unit), or any other word: 'elementwise', 'gather',
-      'reduce', …
+      op_class: one of `MATMUL_CLASSES` (the matrix unit), or another class: 'elementwise', 'gather',
+        'reduce', …
       dtype: element type of the operands.
-      matmul_dims: (m, n, k, batch) of a product [batch, m, k] x [batch, k, n]; None when unknown: no
-      padding then.
+      matmul_dims: (m, n, k, batch) of a product [batch, m, k] x [batch, k, n]; None when unknown: no padding
+        is counted.
       vector: FLOPs of the element-wise work that is fused with a product, beside `flops`.
       elements: of the largest array that its element-wise work and reductions pass over.
-      unaligned: rows of an operand or of the result, of 2 bytes an element, have an odd number of them.
+      unaligned: an operand or the result has rows with an odd number of 2-byte elements.
       added: rows and width of the partial results of a convolution (`Work.added`).
       blocked: FLOPs, vector operations and elements handed over of a kernel that works on blocks
         (`Work.blocked`).
-      tiled: bytes and elements as they lie in tiles; None where that is no more.
+      tiled: bytes and elements in whole tiles; None if tiles add nothing.
     """
 
     flops: float
@@ -82,15 +82,15 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True)
 class ComputeCost:
-    """Seconds of one operation and what they consist of.
+    """The seconds of one operation and their parts.
 
     Attributes:
       seconds: the total.
       flop_seconds: at the reachable rate, padding included.
       memory_seconds: at the reachable bandwidth.
-      launch_seconds: to start it.
+      launch_seconds: time to start the kernel.
       padding: padded FLOPs / FLOPs.
-      bound: 'flops', 'memory', 'launch' or 'measured': what decides.
+      bound: what limits the operation: 'flops', 'memory', 'launch' or 'measured'.
       words: the formula with its numbers.
     """
 
@@ -104,12 +104,19 @@ class ComputeCost:
 
 
 def compute_seconds(hardware: Hardware, quantity: Quantity, devices: int = 1) -> float:
-    """Seconds of one operation while `devices` devices each run theirs (matters for virtual devices)."""
+    """Predicts the seconds of one operation while each of `devices` devices runs it (for virtual devices).
+
+    Example:
+      >>> import costmodels
+      >>> work = costmodels.Quantity(2 * 4096**3, 3 * 2 * 4096**2, "matmul", "bfloat16")
+      >>> 1e-4 < costmodels.compute_seconds(costmodels.load_hardware("h100"), work) < 1e-2
+      True
+    """
     return compute_cost(hardware, quantity, devices).seconds
 
 
 def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> ComputeCost:
-    """As `compute_seconds`, with its parts; equations (1) to (8)."""
+    """Predicts the seconds of one operation and their parts; equations (1) to (8)."""
     contention = hardware.contention(devices)
     memory = contention * _memory_seconds(hardware, quantity)
     curve = _curve(hardware, quantity)

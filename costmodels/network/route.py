@@ -51,9 +51,11 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The network that a collective over `axes` crosses: `size` devices in a group, the levels with more than
-    one, and over how many `processes` a group lies, where the hardware says how devices are dealt out to
-    them."""
+    """The part of the network that a collective over `axes` uses.
+
+    `size` devices form a group. `processes` counts the processes that a group spans, if the hardware states
+    how devices are assigned to processes.
+    """
 
     axes: tuple[str, ...]
     size: int

@@ -100,19 +100,25 @@ class MeshPlacement:
 def place(
     hardware: Hardware, mesh: Mesh, assignment: Mapping[str, Mapping[str, int]] | None = None
 ) -> MeshPlacement:
-    """Lays `mesh` on `hardware`; the same arguments always give the same placement.
+    """Places `mesh` on `hardware`; equal arguments give equal placements.
 
-    On a torus the placement is the one with the least time for an all-gather of equal size over each mesh
-    axis in turn; on GPU nodes devices are in rank order, later mesh axes inside the node. A mesh that does
-    not fit is placed all the same, and the placement says what was assumed.
+    On a torus the placement minimises the time of an all-gather of equal size over each mesh axis in turn. On
+    GPU nodes devices are in rank order, later mesh axes inside the node. A mesh that does not fit the
+    hardware is placed with `assumptions`.
 
     Args:
       hardware: the hardware.
       mesh: the mesh.
-      assignment: an explicit placement: mesh axis -> level -> factor; levels left out have factor 1.
+      assignment: an explicit placement: mesh axis -> level -> factor; missing levels have factor 1.
 
     Raises:
-      UserError: an explicit assignment that names an unknown axis or level, or does not multiply to the mesh.
+      UserError: an explicit assignment names an unknown axis or level, or its factors do not multiply to the
+        mesh.
+
+    Example:
+      >>> import costmodels, mesh_tf_core as mtf
+      >>> costmodels.place(costmodels.load_hardware("h100"), mtf.Mesh("data:4;model:8")).assumptions
+      ()
     """
     topology = hardware.topology
     levels = _levels(hardware)

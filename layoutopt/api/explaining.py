@@ -235,24 +235,29 @@ def explain(
     check: bool = False,
     on_progress: Progress = lambda *_: None,
 ) -> Explained:
-    """Why a plan's layout and not another: the search again with each of its splits undone, and without the
-    memory limit.
+    """Explains a plan's layout: searches again with each of its splits undone, and without the memory limit.
 
     Args:
-      plan: of `layoutopt.search`, or `load_plan(path).of(model)`.
+      plan: a result of `layoutopt.search`, or `load_plan(path).of(model)`.
       against: another layout on the plan's mesh.
-      hardware: None: that which the plan says.
+      hardware: None: the plan's hardware.
       time_limit: seconds for all searches together.
-      pins: rules, each of which is searched with.
-      without: decisions that may not be chosen (`space.decisions.FEATURES`), each searched without; "all":
-        each that the plan has.
+      pins: rules; each is required in a search of its own.
+      without: decisions (`space.decisions.FEATURES`); each is forbidden in a search of its own. "all": every
+        decision that the plan has.
       sensitivity: also search with half and twice the bandwidth, memory and devices, and vary the hardware's
         numbers within their uncertainties.
-      check: show without a solver that nothing that was searched is faster.
+      check: prove without a solver that no layout of the search space is faster.
 
     Raises:
-      UserError: the plan's model is not at hand, a decision that the plan's search could not choose, or what
-        `sensitivity` and `check` cannot do with this plan.
+      UserError: the plan's model is not loaded, `without` names a decision that the plan's search could not
+        choose, or `sensitivity` or `check` does not support the plan.
+
+    Example:
+      >>> import layoutopt
+      >>> from examples import mlp
+      >>> plan = layoutopt.search(mlp.model(), mesh="data:4", hardware="tpu-v5e")
+      >>> explained = layoutopt.explain(plan, check=True)
     """
     if not isinstance(plan, Plan):
         raise UserError(f"explain {plan!r}: give what layoutopt.search gave, or load_plan(path).of(model)")

@@ -177,20 +177,26 @@ def cost(
     price: float | None = None,
     **decided: Any,
 ) -> PricedLayout:
-    """Prices a layout.
+    """Predicts the time and memory of a layout.
 
     Args:
-      mesh: or a plan, which has the layout and the options too.
-      hardware: a preset's name, a file, or a Hardware (None: that which the plan says; without one,
-        `cpu-local`).
-      memory: bytes that a device may hold (None: what the hardware has).
-      options: the decisions beside the layout.
-      tokens, price: also what training on so many takes and costs, at so much a chip-hour.
+      mesh: a mesh, or a plan with layout and options.
+      hardware: a preset's name, a file, or a Hardware (None: the plan's hardware, else `cpu-local`).
+      memory: bytes of a device (None: the hardware's memory).
+      options: the decisions besides the layout.
+      tokens, price: also report days and cost of training on this many tokens at this price per chip-hour.
       decided: instead of `options`: storage, recompute, microbatches, context, offload, schedule,
-        collective_matmul and diloco as the options of the command say them, as text or lists of texts.
+        collective_matmul and diloco, as text of the command-line options or lists of texts.
 
     Raises:
-      UserError: a layout that is not legal; one that does not fit is priced.
+      UserError: the layout is illegal. A layout that exceeds the memory is predicted, not refused.
+
+    Example:
+      >>> import layoutopt
+      >>> from examples import mlp
+      >>> priced = layoutopt.cost(mlp.model(), "data:4", "batch:data", hardware="tpu-v5e")
+      >>> priced.fits, 0 < priced.predicted.step_seconds < 1e-3
+      (True, True)
     """
     check_limit(memory)
     if not isinstance(model, Model):
@@ -222,7 +228,7 @@ def lint(
     odd: Sequence[str] = (),
     **decided: Any,
 ) -> Linted:
-    """Likely mistakes of a layout, and what they cost against the best layout of the mesh.
+    """Finds likely mistakes of a layout, and their cost against the best layout of the mesh.
 
     Args:
       mesh, layout, hardware, options, decided: as in `cost`.
@@ -230,7 +236,12 @@ def lint(
       odd: further findings, about how the layout was written.
 
     Raises:
-      UserError: a layout that is not legal.
+      UserError: the layout is illegal.
+
+    Example:
+      >>> import layoutopt
+      >>> from examples import mlp
+      >>> found = layoutopt.lint(mlp.model(), "data:4", "", hardware="tpu-v5e")
     """
     priced = cost(model, mesh, layout, hardware, options=options, **decided)
     of = priced.evaluation

@@ -55,19 +55,19 @@ def choose_replicas(
     told: Told = lambda _: None,
     **asked: Any,
 ) -> Plan:
-    """The fastest plan over ways to synchronise; `details.ways` has all of them.
+    """Finds the fastest plan over several ways to synchronise; `details.ways` lists all of them.
 
     Args:
-      ways: "never", "sites:period=30", "free", or several.
-      accept_loss: relative loss that is accepted, by the published law; ways of which it says more, or
-        nothing, are left out. None: any.
+      ways: "never", "sites:period=30", "free", or several of these.
+      accept_loss: the largest relative increase of the loss that is accepted, by the published law. Ways with
+        a larger or an unknown increase are left out. None: accept any.
       time_limit: seconds for all searches together.
-      told: hears of every way before it is searched.
-      asked: what `search` takes besides.
+      told: called with every way before its search.
+      asked: further arguments of `search`.
 
     Raises:
-      InfeasibleError: proven that nothing fits in any way.
-      UserError: wrong input, or no way is accepted.
+      InfeasibleError: no way has a layout that fits; this is proven.
+      UserError: an argument is wrong, or no way is accepted.
     """
     mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
     machine = machine_of(hardware)

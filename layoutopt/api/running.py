@@ -59,16 +59,17 @@ def validate(
     on_progress: OnProbe | None = None,
     **more: Any,
 ) -> Validated:
-    """Runs layouts of a model on this machine's mesh, and compares with their predictions.
+    """Runs layouts of a model on this machine and compares measured with predicted times.
 
     Args:
-      hardware: that predicts; this machine's calibrated profile stands for `cpu-local`, if there is one.
-      layouts: those to run, two at least (None: the best, named ones, and others).
-      runs: how they are run.
-      more: fields of `ValidationRuns`, as `steps=20`; they count more.
+      hardware: the hardware that predicts; `cpu-local` means this machine's calibrated profile, if there is
+        one.
+      layouts: at least two layouts to run (None: the best, named layouts, and random ones).
+      runs: how often and how long they run.
+      more: fields of `ValidationRuns`, such as `steps=20`, which override `runs`.
 
     Raises:
-      UserError: fewer than two layouts, or one that is not legal.
+      UserError: fewer than two layouts, or an illegal one.
     """
     if isinstance(layouts, str):
         raise UserError(f"layouts {layouts!r}: give a list of them, two at least")
@@ -78,14 +79,15 @@ def validate(
 
 
 def verify(priced: Plan | PricedLayout, topology: str) -> Verified:
-    """Compiles a layout with the TPU compiler, without a TPU: collectives, peak memory, compute time.
+    """Compiles a layout with the TPU compiler, without a TPU, and compares collectives, peak memory and time.
 
     Args:
       priced: a result of `cost` or `search`.
-      topology: chips as the compiler names them, as "v5e:2x4"; as many devices as the mesh has.
+      topology: chips by the compiler's name, such as "v5e:2x4", with as many devices as the mesh.
 
     Raises:
-      UserError: JAX or libtpu is missing, an unknown topology, one of another number of devices, or replicas.
+      UserError: JAX or libtpu is missing, the topology is unknown or has another number of devices, or the
+        layout has replicas.
     """
     if not isinstance(priced, Plan | PricedLayout):
         raise UserError(

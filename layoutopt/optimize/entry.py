@@ -41,19 +41,23 @@ MOST_LISTED = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The limits of a search.
+    """Limits of a search.
 
     Attributes:
-      memory: bytes that a device may hold (None: the hardware's memory).
-      max_axes: with a number of devices: at most so many axes of a mesh.
+      memory: bytes of a device that a layout may use (None: the hardware's memory).
+      max_axes: the largest number of axes of a mesh, when `devices` is given instead of a mesh.
       top: how many of the best layouts to list.
-      time_limit: seconds, or a clock that counts them already; the best so far, with what is proven of it, is
-        there at most two seconds later.
-      refine: then place dimensions otherwise in single operations, as if they had other names there, where
-        that takes less time (at most 40 s of looking).
-      alternatives: look for named and simpler layouts to stand beside the answer, which take longer than it.
-      keep_best: Ctrl-C is not raised, but ends the search with the best layout so far, which is not proven;
-        the plan is then `stopped`.
+      time_limit: seconds, or a running clock. The search ends at most two seconds later with the best layout
+        found and its bound.
+      refine: try other splits of single operations after the search, for at most 40 s.
+      alternatives: also find named and simpler layouts, which are slower than the answer.
+      keep_best: Ctrl-C ends the search with the best layout found, unproven, instead of raising; the plan is
+        then `stopped`.
+
+    Example:
+      >>> import layoutopt
+      >>> layoutopt.Limits(memory=16e9, time_limit=60).top
+      1
     """
 
     memory: float | None = None
@@ -77,23 +81,30 @@ def search(
     on_better: Better | None = None,
     **asked: Any,
 ) -> Plan:
-    """The best layout of a model, with its proof.
+    """Finds the best layout of a model and proves it.
 
     Args:
-      mesh: the mesh; or give `devices`, and its shape is searched too.
+      mesh: the mesh. With `devices` instead, the shape of the mesh is searched too.
       hardware: a preset's name, a file, or a Hardware.
       space: the choices: splits, storage, recomputation, microbatches, pipelines and so on.
-      limits: how far the search goes.
-      objective: `time` (least seconds that fit), `memory` (least peak), or `pareto` (adds the frontier of
-        both).
-      asked: fields of `SearchSpace` and of `Limits`, as `pins="batch:data"`, `memory=16e9`; they count more
-        than those of `space` and `limits`.
+      limits: limits of memory, time and output.
+      objective: `time` (fastest that fits), `memory` (least peak), or `pareto` (adds the frontier of both).
+      asked: fields of `SearchSpace` and of `Limits`, such as `pins="batch:data"` or `memory=16e9`; they
+        override `space` and `limits`.
 
     Raises:
-      InfeasibleError: proven that nothing fits; the message names the largest tensors, `nearest` is the plan
-        that needs least, where one is legal; without `alternatives` it says no more than that.
-      LimitError: nothing was found in time.
-      UserError: wrong input.
+      InfeasibleError: no layout fits; this is proven. The message names the largest tensors, and `nearest` is
+        the legal plan with the least memory. Without `alternatives` the message is short and there is no
+        `nearest`.
+      LimitError: a limit ended the search before it found a layout.
+      UserError: an argument is wrong.
+
+    Example:
+      >>> import layoutopt
+      >>> from examples import mlp
+      >>> plan = layoutopt.search(mlp.model(), mesh="data:4", hardware="tpu-v5e", pins="batch:data")
+      >>> plan.solver.status, plan.layout["batch"]
+      ('OPTIMAL', ('data',))
     """
     if not isinstance(model, Model):
         raise UserError(f"search: {model!r} is not a Model; build one, as a model file's model() does")

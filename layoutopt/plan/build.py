@@ -48,15 +48,22 @@ class AppliesPlans(Protocol):
 
 
 class Plan:
-    """A layout with its proof, price and alternatives.
+    """A layout with its proof, predicted cost and alternatives.
 
     Attributes:
       data: the contents of the plan file.
-      mesh, layout, options: what `mtf.Trainer` and `Model.lower` take; UserError once `data` was changed and
-        says something else, of which price and proof are not.
-      stopped: Ctrl-C ended the search; no plan file says so.
-      model: what it is for, where that is at hand; no plan file holds it.
-      complete: fills in what reports show (`details`), where model and hardware are at hand.
+      mesh, layout, options: arguments of `mtf.Trainer` and `Model.lower`. They raise UserError if `data` was
+        changed, since the proof and the prediction then belong to another layout.
+      stopped: Ctrl-C ended the search; plan files do not store this.
+      model: the model of the plan, if it is loaded; plan files do not store it.
+      complete: computes the `details` that reports show, if model and hardware are loaded.
+
+    Example:
+      >>> import layoutopt
+      >>> from examples import mlp
+      >>> plan = layoutopt.search(mlp.model(), mesh="data:4", hardware="tpu-v5e")
+      >>> plan.solver.status, str(plan.mesh)
+      ('OPTIMAL', 'data:4')
     """
 
     def __init__(
@@ -270,11 +277,21 @@ def layout_of(data: PlanFile | Alternative) -> Layout:
 
 
 def load_plan(path: str | Path, on_damage: Told | None = None) -> Plan:
-    """Reads a plan file; UserError in one line if it is not one.
+    """Reads a plan file.
 
     Args:
-      on_damage: hears what is wrong with the plan's details, which only explanations and reports read; the
-        plan is then read without them. Without it, that is an error too.
+      on_damage: called with a message if the plan's `details` are damaged, which only explanations and
+        reports read; the plan is then read without them. None: damaged details are an error.
+
+    Raises:
+      UserError: the file is not a plan.
+
+    Example:
+      >>> import layoutopt
+      >>> from examples import mlp
+      >>> layoutopt.search(mlp.model(), mesh="data:4", hardware="tpu-v5e").save("plan.json")
+      >>> str(layoutopt.load_plan("plan.json").mesh)
+      'data:4'
     """
     check("load_plan", path=(path, PATH))
     return Plan(read_plan_file(path, on_damage))

@@ -147,20 +147,20 @@ def size(
     on_progress: Tell | None = None,
     **asked: Any,
 ) -> Sizing:
-    """Which size of a model to train, on which chips, on how many, for how long.
+    """Finds the size of a model to train, the chips, their number and the days.
 
     Args:
-      model: makes the model of hyperparameters, as the function of a model file.
-      hparams: the user's; the others have their defaults.
-      price: of a chip-hour, for all hardware or by its name.
-      space: what layouts may choose, all but what names axes of a mesh.
-      limits: how far each search goes: `memory`, `max_axes`; `time_limit` and `keep_best` are of all.
-      asked: fields of `Goal`, `Scaling`, `SizeRange`, `SearchSpace` and `Limits`, which count more.
+      model: function of hyperparameters that returns a model, as in a model file.
+      hparams: hyperparameters that differ from their defaults.
+      price: price of a chip-hour, for all hardware or by name.
+      space: the choices of layouts, except those that name axes of a mesh.
+      limits: `memory` and `max_axes` apply to each search; `time_limit` and `keep_best` to all together.
+      asked: fields of `Goal`, `Scaling`, `SizeRange`, `SearchSpace` and `Limits`, which override the others.
 
     Raises:
-      InfeasibleError: nothing can answer.
-      LimitError: nothing was searched in time.
-      UserError: wrong input.
+      InfeasibleError: no size and machine satisfies the goal.
+      LimitError: a limit ended the search before any size was searched.
+      UserError: an argument is wrong.
     """
     for name in asked.keys() & ARGUMENTS.keys() - {*LAYOUTS}:
         raise UserError(f"size: layouts choose no {name!r}; {known_names(name, LAYOUTS)}")

@@ -257,7 +257,9 @@ class Intervals:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Variables, cost terms, resource rows: see the module's equations. Checked when built."""
+    """Variables, cost terms and resource rows; the module has the equations. It is checked when it is
+    built.
+    """
 
     name: str
     variables: tuple[ChoiceVariable, ...]

@@ -36,14 +36,28 @@ def solve(
     workers: int = 1,
     seed: int = 0,
 ) -> Solution:
-    """The best choices of `problem`, with a proof where the status says OPTIMAL.
+    """Finds the best choices of `problem`, with a proof if the status is OPTIMAL.
 
-    `time_limit` is in seconds; it is kept within a second, whatever is being done. `on_progress(best, bound)`
-    hears every improvement. `hint` is a choice vector to start from; if it is feasible the answer is never
-    worse. Only answers of at most `upper_bound` count: without any, the status is INFEASIBLE. `excluded` are
-    choice vectors that may not be the answer. Ctrl-C stops and returns the best so far. `workers` are
-    CP-SAT's threads; with the same arguments the answer is the same on every run that no limit cuts. Raises
-    `ProblemError` for an unknown solver or for choices that do not fit the problem.
+    Ctrl-C ends the call with the best choices found.
+
+    Args:
+      time_limit: seconds; the call ends at most one second later.
+      on_progress: called with (best, bound) after every improvement.
+      hint: choices to start from. If they are feasible, the answer is not worse.
+      upper_bound: answers above it do not count; without others the status is INFEASIBLE.
+      excluded: choice vectors that may not be the answer.
+      workers: threads of CP-SAT. Equal arguments give equal answers unless a limit ends the run.
+
+    Raises:
+      ProblemError: the solver is unknown, or choices do not fit the problem.
+
+    Example:
+      >>> from layoutopt.solver import ChoiceVariable, Problem, Term, solve
+      >>> variables = [ChoiceVariable("batch", 2), ChoiceVariable("heads", 2)]
+      >>> problem = Problem("two", variables, [Term((0, 1), [[3.0, 2.0], [1.0, 4.0]], "time")])
+      >>> answer = solve(problem)
+      >>> answer.objective, tuple(answer.choices)
+      (1.0, (1, 0))
     """
     if solver not in NAMES:
         raise ProblemError(f"there is no solver {solver!r}; choose one of: {', '.join(NAMES)}")

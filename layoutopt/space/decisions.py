@@ -101,16 +101,21 @@ class SearchSpace(
     MicrobatchesSpace,
     Replicas,
 ):
-    """The space of a search: the `asks` of every kind in `KINDS`.
+    """The choices of a search: one field for each kind of decision in `KINDS`.
 
-    A field takes what its option says, as text, or what it means: `storage="layout,zero3"` is
+    A field takes the text of its command-line option or the parsed value: `storage="layout,zero3"` equals
     `storage=("layout", "zero3")`.
 
     Attributes:
-      allow: words for the others (`layoutopt.space.allow`), which count less than what they say themselves.
+      allow: names of decisions to allow or forbid (`layoutopt.space.allow`); fields that are set override it.
 
     Raises:
-      UserError: a value that means nothing.
+      UserError: a value is invalid.
+
+    Example:
+      >>> import layoutopt
+      >>> layoutopt.SearchSpace(storage="layout,zero3").storage
+      ('layout', 'zero3')
     """
 
     allow: tuple[str, ...] = argument(

@@ -55,15 +55,15 @@ def beam_search(
     end: int | None = None,
     alpha: float = 0.6,
 ) -> Decoded:
-    """The `beams.size` texts of the best scores that were found, best first.
+    """Finds the `beams.size` texts with the best scores, best first.
 
     Args:
-      beams: a new dimension, which may be split; no tensor of the model has its name.
-      alpha: of the length penalty; 0: longer texts are not favoured.
+      beams: a new dimension, which may be split; no tensor of the model may have its name.
+      alpha: exponent of the length penalty; 0 does not favour longer texts.
       logits, prompts, lengths, end: as of `greedy`.
 
     Returns:
-      Scores below -1e8 are of places for which there were not texts enough.
+      The texts; scores below -1e8 mark missing texts.
     """
     if alpha < 0:
         raise UserError(f"beam_search: alpha must not be negative, found {alpha}")

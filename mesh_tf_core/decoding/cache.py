@@ -24,12 +24,11 @@ from mesh_tf_core.tracing.scan import scan
 
 @dataclass(frozen=True)
 class CachedState:
-    """Something that a layer remembers.
+    """A value that a layer stores between positions.
 
     Attributes:
-      changes: each position changes it; else it stays as it was put (what comes from an encoder).
-      loops: which of the model's `scan`s it was put in, by their numbers, outermost first; the tensor has
-        these loops' dimensions first.
+      changes: True if each position changes it; False for values of an encoder, which stay.
+      loops: numbers of the model's `scan`s around it, outermost first; the tensor has their dimensions first.
     """
 
     value: Tensor
@@ -42,13 +41,13 @@ class CachedState:
 
 
 class Cache:
-    """Handed to every layer of a model that decodes.
+    """The state that a decoding model passes to each of its layers.
 
     Attributes:
-      start: int32 scalar, the position that the loop begins with; what is before it is remembered.
-      length: how many positions there are in all.
-      position: int32 scalar, the position that the layers are given (None: all, see the module's text).
-      states: by whole name.
+      start: int32 scalar, the position at which the loop begins; earlier positions are cached.
+      length: number of positions in all.
+      position: int32 scalar, the position of the layers' input (None: all positions; see the module).
+      states: states by whole name.
     """
 
     def __init__(
@@ -137,9 +136,9 @@ class Cache:
 
 
 def scan_layers(fn: Callable[[Any], Any], carry: Any, dim: Dim, cache: Cache | None = None) -> Any:
-    """`mtf.scan` over a stack of equal layers, also where they decode with a cache.
+    """Runs `mtf.scan` over a stack of equal layers that may decode with a cache.
 
     Args:
-      fn: fn(carry) -> carry; hands `cache` to its layers itself.
+      fn: fn(carry) -> carry; it passes `cache` to its layers itself.
     """
     return scan(fn, carry, dim) if cache is None else cache.scan(fn, carry, dim)

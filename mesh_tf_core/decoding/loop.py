@@ -33,13 +33,13 @@ Logits = Callable[[Tensor, Cache | None], Tensor]
 
 @dataclass(frozen=True)
 class Decoded:
-    """Texts.
+    """Generated texts.
 
     Attributes:
-      tokens: int32 [batch, length], of a beam search [batch, beam, length]: the prompt, what follows, its end
-        and from there on ends (0, where there is no end).
-      scores: float32 [batch], of a beam search [batch, beam]: natural logarithm of the probability of what
-        follows the prompt, divided by the length penalty of a beam search.
+      tokens: int32 [batch, length], for beam search [batch, beam, length]: the prompt, the generated tokens,
+        the end token, and end tokens from there on (0 without an end token).
+      scores: float32 [batch], for beam search [batch, beam]: log-probability of the generated tokens, for
+        beam search divided by the length penalty.
     """
 
     tokens: Tensor
@@ -168,12 +168,12 @@ def grow(logits: Logits, prompts: Prompts, choose: Choose) -> Decoded:
 
 
 def greedy(logits: Logits, prompts: Tensor, lengths: Tensor | None = None, end: int | None = None) -> Decoded:
-    """The most likely next token, again and again; of equally likely ones the first.
+    """Appends the most likely next token repeatedly; of equally likely tokens the first.
 
     Args:
       logits: the model, see `Logits`; it is read twice, with the same variables.
-      prompts: int32 [batch, length], length being the room for prompt and text.
-      lengths: int32 [batch]: tokens of every prompt, at least 1; None: every prompt is one token.
+      prompts: int32 [batch, length]; length is the room for prompt and text.
+      lengths: int32 [batch]: number of tokens of every prompt, at least 1; None: every prompt is one token.
       end: id of the token that ends a text.
     """
     return grow(logits, Prompts(prompts, lengths, end), lambda found, vocab, position: argmax(found, vocab))
@@ -188,11 +188,12 @@ def sample(
     temperature: float = 1.0,
     top: int = 0,
 ) -> Decoded:
-    """Every next token drawn from softmax(logits / temperature): the same under every layout.
+    """Draws every next token from softmax(logits / temperature); the tokens are the same under every
+    layout.
 
     Args:
       seed: int32 scalar, an input of the model.
-      top: draw from so many most likely tokens only (Fan et al. 2018, section 5.4); 0: from all.
+      top: draw only from this many most likely tokens (Fan et al. 2018, section 5.4); 0: from all.
       logits, prompts, lengths, end: as of `greedy`.
     """
     if temperature < 0 or top < 0:

@@ -21,10 +21,10 @@ from mesh_tf_core.tracing.graph import Graph
 
 @dataclass
 class Decoder(Model):
-    """A model whose step decodes: nothing is trained. `decoder(texts)` makes one.
+    """A model whose step generates text and trains nothing. `decoder(texts)` makes one.
 
     Its results are `tokens` and `scores` (see `Decoded`) and `loss`, minus the mean score. A `Trainer` runs
-    it, on the variables of a checkpoint of the model that was trained:
+    it with the variables of a trained model's checkpoint:
 
         trainer = mtf.Trainer(decoder(texts), mesh, layout)
         trainer.restore("ckpt/")
@@ -52,7 +52,7 @@ class Decoder(Model):
 
 
 def decoder(decoded: Decoded, name: str = "decoder") -> Decoder:
-    """The model whose step gives these texts."""
+    """Makes the model whose step generates these texts."""
     return Decoder(-reduce_mean(decoded.scores), name=name, decoded=decoded)
 
 
@@ -65,15 +65,16 @@ def generate(
     begin: int | None = None,
     end: int | None = None,
 ) -> Decoder:
-    """The model that decodes with a model's network: greedily unless told otherwise.
+    """Makes a model that decodes with the network of `model`, greedily by default.
 
-    Its inputs are those of the network, `prompts` [batch, length] and `lengths` [batch], and if it samples
-    `seed`, a scalar. Batch and length are those of the model's first input.
+    Its inputs are those of the network, `prompts` [batch, length], `lengths` [batch], and the scalar `seed`
+    if it samples. Batch and length are those of the model's first input.
 
     Args:
-      beams: beam search with so many, along the dimension `beam`; `alpha` of its length penalty.
-      temperature: draws tokens, from the `top` most likely ones if that is not 0 (top alone: at 1).
-      begin: id of the token that every text begins with, instead of a prompt of its own.
+      beams: number of beams of a beam search, along the dimension `beam`; `alpha`: its length penalty.
+      temperature: samples tokens; with `top` only from that many most likely ones (`top` alone: at
+        temperature 1).
+      begin: id of the token that begins every text, instead of prompts.
       end: id of the token that ends a text.
     """
     if model.network is None:

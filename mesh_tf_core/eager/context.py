@@ -17,18 +17,21 @@ from mesh_tf_core.ir.mesh import Mesh
 class Eager:
     """Runs model code at once, operation by operation, on a mesh under a layout.
 
-        run = mtf.Eager("data:2;model:2", "batch:data;d_ff:model")
-        with run.step() as g:                # a graph whose tensors have values
-            x = g.constant(array, [batch, d_model])
-            h = mtf.layers.Dense([d_ff])(x)
-            print(h)                         # dimensions, splits, values; h.shards(), h.numpy()
-
-    Variables keep their values from step to step: code that makes a variable of a name again gets the present
-    value. `staged` makes one program of a function instead.
+    Variables keep their values from step to step: code that creates a variable with a known name gets the
+    current value. `staged` makes one program of a function instead.
 
     Args:
-      mesh, layout: where and how.
+      mesh, layout: the mesh and the layout.
       engine: `local` (TensorFlow, also `auto`) or `lockstep` (NumPy, exact).
+
+    Example:
+      >>> import mesh_tf_core as mtf
+      >>> batch, d_model = mtf.Dim("batch", 2), mtf.Dim("d_model", 2)
+      >>> run = mtf.Eager("data:2", "batch:data", engine="lockstep")
+      >>> with run.step() as graph:
+      ...     x = graph.constant([[1.0, 2.0], [3.0, 4.0]], [batch, d_model])
+      ...     print(mtf.reduce_sum(x, [batch]).numpy())
+      [4. 6.]
     """
 
     def __init__(self, mesh: Mesh | str, layout: Layout | str = "", engine: str = "auto") -> None:

@@ -79,13 +79,13 @@ class TracedSignature:
 
 
 class Staged:
-    """A function of tensors, run as one program: all passes see the whole of it.
+    """A function of tensors that runs as one program, so all passes see the whole function.
 
-    Its variables are those of the context, read at the beginning of the call and stored at its end. Tensors
-    that it returns are constants for gradients: take those inside.
+    Its variables are those of the context, read at the beginning of a call and stored at its end. Returned
+    tensors are constants for gradients; compute gradients inside the function.
 
     Attributes:
-      programs: how many signatures were traced.
+      programs: number of signatures that were traced.
     """
 
     def __init__(self, fn: Callable[..., Any], machine: EagerMachine, store: VariableStore) -> None:

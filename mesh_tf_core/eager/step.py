@@ -45,14 +45,14 @@ class PendingWrite:
 
 
 class EagerStep(Graph):
-    """One step of an eager context (`Eager.step` makes it): model code takes it wherever it takes a graph.
+    """One step of an eager context (`Eager.step` makes it); model code uses it as a graph.
 
-    As in a staged step, variables are read as they were when the step began; what is assigned is stored when
-    the step is finished: at the end of `with`, or by `finish`. An error inside `with` leaves all variables as
-    they were. What is computed is kept for gradients until then; tensors that are held keep their values.
+    As in a staged step, variables keep the values that they had when the step began. Assigned values are
+    stored when the step ends: at the end of `with`, or by `finish`. An error inside `with` leaves all
+    variables as they were. Values are kept for gradients until the step ends.
 
     Args:
-      batch: arrays that `input` takes, by name.
+      batch: name -> array that `input` returns.
       unroll: run loops iteration by iteration (see `Eager.step`).
     """
 

@@ -19,11 +19,11 @@ MANY = 64
 
 
 class EagerTensor(Tensor):
-    """A tensor of an eager step. `print` shows dimensions, dtype, how it is split, and values.
+    """A tensor of an eager step. `print` shows dimensions, dtype, splits and values.
 
     Attributes:
-      graph: the step in which it was computed; machine: what that runs on.
-      pieces: by device; None for values that a loop has not saved yet.
+      graph: the step that computed it; machine: the devices that the step runs on.
+      pieces: shards by device; None for values that a loop has not stored yet.
     """
 
     __slots__ = ("machine", "pieces")

@@ -18,7 +18,13 @@ LARGEST = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """A dimension of a tensor: a name, by which layouts speak of it, and a size in elements."""
+    """A dimension of a tensor: a name, which layouts use, and a size in elements.
+
+    Example:
+      >>> import mesh_tf_core as mtf
+      >>> print(mtf.Dim("batch", 8))
+      batch:8
+    """
 
     name: str
     size: int
@@ -67,8 +73,14 @@ class Shape:
     """An ordered tuple of dimensions with unique names.
 
     Attributes:
-      names, sizes: of the dimensions, in order.
+      names, sizes: names and sizes of the dimensions, in order.
       size: number of elements.
+
+    Example:
+      >>> import mesh_tf_core as mtf
+      >>> shape = mtf.Shape([mtf.Dim("batch", 8), mtf.Dim("d_model", 4)])
+      >>> shape.names, shape.size
+      (('batch', 'd_model'), 32)
     """
 
     dims: tuple[Dim, ...]

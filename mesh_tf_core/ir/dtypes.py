@@ -82,7 +82,7 @@ def promote(a: str, b: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """Shape and dtype of a tensor, or of the piece on one device."""
+    """Shape and dtype of a tensor, or of its shard on one device."""
 
     shape: Shape
     dtype: str

@@ -54,7 +54,7 @@ class Initializer:
     """Gives any block of a variable's initial value.
 
     Attributes:
-      elementwise: every element stands by itself, so a large block may be made in parts.
+      elementwise: elements do not depend on each other, so a large block may be computed in parts.
     """
 
     elementwise: ClassVar[bool] = False
@@ -164,16 +164,16 @@ class FromArray(Initializer):
 
 @dataclass(frozen=True)
 class FromFunction(Initializer):
-    """Values from a function of the model's own: fn(rng, shape) -> array of that shape.
+    """Takes values from a function of the model: fn(rng, shape) -> array of that shape.
 
-    It is asked for a whole variable (in a stack, for one layer), and devices take their pieces of that, so
-    every layout begins alike. That holds if all its random numbers come from `rng`: it is asked twice, and
-    refused if the answers differ.
+    The function computes a whole variable (for a stack, that of one layer) and each device takes its shard,
+    so initial values are the same under every layout. All random numbers of the function must come from
+    `rng`; it is called twice, and a function with different results is refused.
 
     Attributes:
-      fn: takes a `numpy.random.Generator`, another one for each name, layer and seed, and a shape; a JAX key
-        is `jax.random.key(rng.integers(2**31))`.
-      stacked: how many leading dimensions count layers; the graph sets it.
+      fn: function of a `numpy.random.Generator`, which differs by name, layer and seed, and a shape; a JAX
+        key is `jax.random.key(rng.integers(2**31))`.
+      stacked: number of leading dimensions that count layers; the graph sets it.
     """
 
     fn: Callable[[np.random.Generator, tuple[int, ...]], Any]

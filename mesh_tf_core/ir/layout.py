@@ -35,20 +35,26 @@ thousands of layouts."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout(Mapping[str, Axes]):
-    """Maps dimension names to tuples of mesh axes; dimensions that are not named are not split.
+    """Maps names of dimensions to tuples of mesh axes; dimensions without a rule are not split.
 
     Args:
-      rules: a string `batch:data+pod;heads:model`, or a mapping name -> axis or axes. As text a rule of a
-        path is `heads@decoder/attention:data`, or `heads@decoder/attention:none`; one for elsewhere is
-        `length@elsewhere:model`.
-      refined: path -> such a mapping, of dimensions that are placed otherwise there.
+      rules: a string `batch:data+pod;heads:model`, or a mapping name -> axis or axes. As text, a rule for a
+        path is `heads@decoder/attention:data` or `heads@decoder/attention:none`; a rule for sequence
+        parallelism is `length@elsewhere:model`.
+      refined: path -> mapping of the dimensions that have other splits there.
 
     Attributes:
-      refined: the rules of paths, those of a path before those of what is inside it. As a mapping, a layout
-        is the other rules alone.
-      elsewhere: dimension -> the axes that split it further where they split nothing else.
-      padded: a dimension that is held longer, as its devices do not divide it: of the state of a variable
-        (`lower.storage`); nobody writes it.
+      refined: rules of paths; a path comes before the paths inside it. The mapping of a layout has only the
+        other rules.
+      elsewhere: dimension -> axes that split it further where they split nothing else.
+      padded: a dimension of a variable's state that is stored longer, because its devices do not divide it
+        (`lower.storage`); users do not write it.
+
+    Example:
+      >>> import mesh_tf_core as mtf
+      >>> layout = mtf.Layout("batch:data;d_ff:model")
+      >>> layout["d_ff"]
+      ('model',)
     """
 
     rules: tuple[tuple[str, Axes], ...]

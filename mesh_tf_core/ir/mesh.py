@@ -20,10 +20,17 @@ NO_AXIS = ("none", "-")
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Ordered, named axes; device `rank` has row-major coordinates (the last axis varies fastest).
+    """Devices as a grid with named axes; device `rank` has row-major coordinates (the last axis varies
+    fastest).
 
     Args:
       axes: a string `data:8;model:4`, a mapping name -> size, or pairs.
+
+    Example:
+      >>> import mesh_tf_core as mtf
+      >>> mesh = mtf.Mesh("data:8;model:4")
+      >>> mesh.names, mesh.size("data")
+      (('data', 'model'), 8)
     """
 
     axes: tuple[tuple[str, int], ...]

@@ -162,10 +162,11 @@ class Emitter(Protocol):
 
 @dataclass(frozen=True, eq=False, init=False)
 class Op:
-    """One operation. Subclasses are frozen dataclasses of hashable fields and define every required facet.
+    """One operation. Subclasses are frozen dataclasses of hashable fields and define every required
+    method.
 
     Raises:
-      TypeError: when a class is made that breaks the contract.
+      TypeError: a class breaks the contract; raised when the class is created.
     """
 
     FACETS: ClassVar[tuple[str, ...]] = ("roles", "infer", "kernel", "flops", "gradient")

@@ -104,12 +104,13 @@ class Program:
     """The instructions that every device runs in one step.
 
     Attributes:
-      values: by id.
+      values: values by id.
       code: instructions in order.
       variables: name -> how it is stored.
       feeds: name -> value of the batch's tensor.
       results: name -> value that the step returns.
-      outline: what it was lowered from, for cost models; engines do not read it. None: it was made by hand.
+      outline: structure of the graph for cost models; engines do not read it. None: the program was written
+        by hand.
     """
 
     mesh: Mesh

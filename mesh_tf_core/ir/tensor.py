@@ -103,13 +103,19 @@ class TensorAttributeError(UserError, AttributeError):
 
 
 class Tensor:
-    """A value of a graph: named dimensions and a dtype, no data and no device.
+    """A value of a graph: named dimensions and a dtype, without data and without a device.
 
     Attributes:
-      graph: the graph it belongs to.
+      graph: the graph of the tensor.
       id: its number in the graph.
       type: shape and dtype.
       block: number of the block (loop body, or 0) whose operations compute it.
+
+    Example:
+      >>> import mesh_tf_core as mtf
+      >>> x = mtf.Graph("g").input("x", [mtf.Dim("batch", 8)], "float32")
+      >>> (x * 2).shape.names, x.dtype
+      (('batch',), 'float32')
     """
 
     __slots__ = ("block", "graph", "id", "type")

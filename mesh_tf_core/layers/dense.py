@@ -21,11 +21,18 @@ class Dense:
     """activation(x w + b): sums out the dimensions `reduced` of x and adds the dimensions `outputs`.
 
     Attributes:
-      outputs: new last dimensions; x may not have them.
+      outputs: new last dimensions; x must not have them.
       reduced: names of x's dimensions to sum out, in the order of the weight's.
-      bias: adds a learned [outputs].
+      bias: add a learned [outputs].
       activation: name of a function (`layers.ACTIVATIONS`).
       name: scope of its variables `weight` and `bias`.
+
+    Example:
+      >>> import mesh_tf_core as mtf
+      >>> batch, d_model, d_ff = mtf.Dim("batch", 8), mtf.Dim("d_model", 4), mtf.Dim("d_ff", 16)
+      >>> x = mtf.Graph("g").input("x", [batch, d_model], "float32")
+      >>> print(mtf.layers.Dense((d_ff,), ("d_model",))(x).shape)
+      batch:8 d_ff:16
     """
 
     outputs: tuple[Dim, ...]

@@ -17,20 +17,26 @@ from mesh_tf_core.tracing.diloco import DiLoCo
 
 @dataclass(frozen=True)
 class Options:
-    """The options of lowering besides the layout.
+    """Options of lowering besides the layout.
 
     Attributes:
-      storage: of variables that are not stored as the layout says (see `lower.storage`).
-      recompute: the loops whose bodies run again in backward, by their dimension, and what they keep
+      storage: variable -> stage of storage, for variables that are not stored as in the layout (see
+        `lower.storage`).
+      recompute: dimensions of the loops that backward recomputes, and the values to keep
         (`remat_policy.Recomputed`): "layers", "layers:keep=products".
-      microbatches: parts of the batch that a step runs one after the other, adding up their gradients.
-      context: (dimension of keys, form): how attention to keys that are split is done, of those to which it
-        does not gather them (`ops.context.FORMS`).
-      diloco: an axis that synchronises rarely.
-      offload: what lies in the hosts' memory, by kind and variable (`lower.offload`).
-      schedule: when the stages of a pipeline go backward (`ir.schedules.SCHEDULES`).
-      collective_matmul: dimensions: what products with one of them gather, split over its axes, and what is
-        scattered of them, goes in chunks beside them (`lower.collective_matmul`).
+      microbatches: number of parts of the batch that a step runs one after the other, adding up gradients.
+      context: pairs (dimension of keys, form): the form of attention to split keys; without one, keys are
+        gathered (`ops.context.FORMS`).
+      diloco: an axis of replicas that synchronise every H steps.
+      offload: kinds and variables in the memory of hosts (`lower.offload`).
+      schedule: order of forward and backward in a pipeline (`ir.schedules.SCHEDULES`).
+      collective_matmul: dimensions whose products overlap their gathers and scatters in chunks
+        (`lower.collective_matmul`).
+
+    Example:
+      >>> import mesh_tf_core as mtf
+      >>> mtf.Options(storage={"w": "zero3"}, recompute={"layers"}, microbatches=4).microbatches
+      4
     """
 
     storage: StageByVariable = field(default_factory=dict)

@@ -54,15 +54,24 @@ def lower(
 
     Args:
       results: name -> tensor to return from a step.
-      where: the table of where values live; None: that of the graph, mesh, layout and options.
-      check: hold the program against the rules of `lower.verify`. A search lowers many programs and checks
-        that of its answer.
+      where: the table of placements; None: that of the graph, mesh, layout and options.
+      check: check the program against the rules of `lower.verify`. A search lowers many programs and checks
+        only that of its answer.
 
     Raises:
-      ProgramError: the program breaks a rule; a defect of ours.
-      UserError: `recompute` names what is not the dimension of a loop, or what it does not make.
-      LayoutError: the layout names an unknown axis or dimension, does not divide a size, or would split two
+      ProgramError: the program breaks a rule; this is a defect of the library.
+      UserError: `recompute` names a dimension that no loop has, or a value that the loop does not compute.
+      LayoutError: the layout names an unknown axis or dimension, does not divide a size, or splits two
         dimensions of one operation over the same axis.
+
+    Example:
+      >>> import mesh_tf_core as mtf
+      >>> graph, batch = mtf.Graph("mean"), mtf.Dim("batch", 8)
+      >>> x = graph.input("x", [batch], "float32")
+      >>> mesh, layout = mtf.Mesh("data:2"), mtf.Layout("batch:data")
+      >>> program = mtf.lower(graph, mesh, layout, {"mean": mtf.reduce_mean(x)})
+      >>> program.communication_bytes()
+      {'data': 4.0}
     """
     check_context(graph, dict(options.context))
     check_products(graph, options.collective_matmul)

@@ -51,17 +51,17 @@ class Clip(Elementwise):
 
 
 def clip(x: Tensor, low: float = -math.inf, high: float = math.inf) -> Tensor:
-    """The nearest number in [low, high]."""
+    """Clips every element to [low, high]."""
     return x.graph.apply(Clip(low, high), x)
 
 
 def leaky_relu(x: Tensor, alpha: float = 0.2) -> Tensor:
-    """x where it is positive, else alpha * x (Maas et al. 2013)."""
+    """x if positive, else alpha * x (Maas et al. 2013)."""
     return where(x > 0.0, x, x * alpha)
 
 
 def elu(x: Tensor, alpha: float = 1.0) -> Tensor:
-    """x where it is positive, else alpha * (exp(x) - 1) (Clevert et al. 2016)."""
+    """x if positive, else alpha * (exp(x) - 1) (Clevert et al. 2016)."""
     # The exponential of what is chosen away would overflow, and its gradient would be 0 * inf.
     return where(x > 0.0, x, unary("expm1", clip(x, high=0.0)) * alpha)
 

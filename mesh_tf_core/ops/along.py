@@ -145,9 +145,9 @@ def take_along(x: Tensor, ids: Tensor, dim: Dim | str) -> Tensor:
 
 
 def put_along(x: Tensor, ids: Tensor, dim: Dim, kept: Sequence[str]) -> Tensor:
-    """Sums x to places `ids` along a new dimension `dim`: [kept, dim, what x has and the ids lack].
+    """Adds x to the places `ids` along a new dimension `dim`: [kept, dim, dimensions of x that ids lacks].
 
     Args:
-      kept: names of the ids' dimensions that stay; the others are summed out.
+      kept: names of the dimensions of ids that stay; the others are summed out.
     """
     return x.graph.apply(PutAlong(dim, tuple(kept)), x, ids)

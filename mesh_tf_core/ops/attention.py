@@ -187,18 +187,18 @@ class FusedAttentionBiasGrad(_Backward):
 
 
 class AttentionOptions(TypedDict, total=False):
-    """The options of `attention`: which keys a query sees, and how it weighs them.
+    """Options of `attention`: which keys a query sees, and their weights.
 
     Attributes:
       bias: added to the logits, with any of their dimensions [others, group, length, memory_length].
-      mask: bool, with any of them; keys count where it holds.
-      segments: int numbers of the text that every query and every key belongs to; a query sees keys of its
-        own text.
+      mask: bool, with any of these dimensions; False hides a key.
+      segments: integer ids of the text of each query and key; a query sees keys of its own text.
       causal: a query sees keys up to its own position.
-      window: a query sees fewer than so many positions back (not causal: and ahead); 0 sees all.
-      scale: of the logits; None: d_kv ** -0.5.
-      extra_logit: of a key without a value, so that the weights may add up to less than 1; None: no such key.
-      dropout: rate on the weights, decided by `random_key` (None: a new one of the graph).
+      window: a query sees fewer than this many positions back (without `causal`: and ahead); 0: all.
+      scale: factor of the logits; None: d_kv ** -0.5.
+      extra_logit: logit of an additional key without a value, so that weights may sum to less than 1; None:
+        no such key.
+      dropout: rate on the weights, drawn with `random_key` (None: a new key of the graph).
     """
 
     bias: Tensor | None
@@ -221,17 +221,26 @@ def attention(
     d_kv: Dim | str,
     **options: Unpack[AttentionOptions],
 ) -> Tensor:
-    """Values weighted by the softmax of queries times keys, in one operation that never holds all logits.
+    """Weights values by the softmax of queries times keys, in one operation that never stores all logits.
 
     Args:
       query: [others, group, length, d_kv], in any order.
-      key, value: [others, memory_length, d_kv], a value with any dimension in place of d_kv. Queries that
-        differ in what keys lack share a key.
-      options: `AttentionOptions`, as `causal=True`.
+      key, value: [others, memory_length, d_kv]; the value may have another dimension than d_kv. Queries that
+        differ only in dimensions that keys lack share a key.
+      options: `AttentionOptions`, such as `causal=True`.
 
     Returns:
-      The query's dimensions, with that of the values in place of d_kv. A query that sees no key has some
-      mean of the values.
+      The query's dimensions with the value's last dimension instead of d_kv. A query that sees no key gets an
+      unspecified mean of the values.
+
+    Example:
+      >>> import mesh_tf_core as mtf
+      >>> batch, length, d_kv = mtf.Dim("batch", 2), mtf.Dim("length", 8), mtf.Dim("d_kv", 4)
+      >>> graph, memory = mtf.Graph("attention"), mtf.Dim("memory_length", 8)
+      >>> query = graph.input("query", [batch, length, d_kv], "float32")
+      >>> key, value = (graph.input(name, [batch, memory, d_kv], "float32") for name in ("key", "value"))
+      >>> print(mtf.attention(query, key, value, length, memory, d_kv, causal=True).shape)
+      batch:2 length:8 d_kv:4
     """
     if unknown := options.keys() - AttentionOptions.__annotations__.keys():
         known = ", ".join(AttentionOptions.__annotations__)

@@ -182,7 +182,7 @@ def shift(x: Tensor, offset: float) -> Tensor:
 
 
 def cast(x: Tensor, dtype: str) -> Tensor:
-    """x with another element type."""
+    """Converts x to another element type."""
     return x if x.dtype == dtype else x.graph.apply(Cast(dtype), x)
 
 
@@ -193,5 +193,5 @@ def constant_like(x: Tensor, value: float, op: str = "constant") -> Tensor:
 
 
 def stop_gradient(x: Tensor) -> Tensor:
-    """x, through which no gradient flows."""
+    """Returns x without a gradient."""
     return x.graph.apply(StopGradient(), x)

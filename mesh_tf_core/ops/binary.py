@@ -173,7 +173,7 @@ def _plain(x: Any) -> Any:
 
 
 def where(condition: Tensor, x: Tensor | float, y: Tensor | float) -> Tensor:
-    """x where the condition holds, else y; at least one of x and y is a tensor."""
+    """x if the condition holds, else y, element by element; at least one of x and y is a tensor."""
     if isinstance(x, int | float):
         if isinstance(y, int | float):
             raise UserError("where: one of the two choices must be a tensor, found two numbers")

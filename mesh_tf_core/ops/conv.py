@@ -334,7 +334,7 @@ def conv_transpose(
     """The transpose of `conv`: y [others, dims, out] to [others, dims, channel], `strides` times as large.
 
     Args:
-      dims: the dimensions with their sizes after it; y has them with the sizes that `conv` would give.
+      dims: the dimensions with the sizes of the result; y has the sizes that `conv` would give.
       channel, groups: as of `conv`.
     """
     rank = len(dims)

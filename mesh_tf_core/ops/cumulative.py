@@ -123,6 +123,5 @@ def _wide(dtype: str) -> str:
 
 
 def cumsum(x: Tensor, dim: Dim | str, exclusive: bool = False, reverse: bool = False) -> Tensor:
-    """Sum of the elements up to each one along `dim`; `exclusive` leaves it out, `reverse` starts at the
-    end."""
+    """Cumulative sum along `dim`; `exclusive` leaves out the element itself, `reverse` starts at the end."""
     return x.graph.apply(CumSum(dim.name if isinstance(dim, Dim) else dim, exclusive, reverse), x)

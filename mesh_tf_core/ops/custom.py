@@ -76,12 +76,13 @@ class CustomGradient(GradientOperands, Move):
 def custom_gradient(
     forward: Callable[..., Any], backward: GradientOf, inputs: Sequence[Tensor]
 ) -> Tensor | tuple[Tensor, ...]:
-    """forward(*inputs), differentiated by `backward` instead of by its operations.
+    """Computes forward(*inputs) and differentiates it by `backward` instead of by its operations.
 
     Args:
-      forward: gives a tensor or a tuple of tensors.
-      backward: backward(gradients of the outputs, inputs, outputs) -> one gradient per input (None: none). A
-        gradient that nothing needs is None. What `forward` reads besides its inputs gets no gradient.
+      forward: returns a tensor or a tuple of tensors.
+      backward: backward(gradients of the outputs, inputs, outputs) -> one gradient per input (None: no
+        gradient). A gradient of an output is None if nothing needs it. Tensors that `forward` reads besides
+        its inputs get no gradient.
     """
     if not inputs:
         raise UserError("custom_gradient: needs at least one input")
@@ -94,7 +95,7 @@ def custom_gradient(
 
 
 def clip_activation_gradient(x: Tensor, clip_rms: float = 1.0) -> Tensor:
-    """x, whose gradient is scaled down until the root of its mean square is at most `clip_rms`."""
+    """Returns x and limits the root mean square of its gradient to `clip_rms`."""
     if not clip_rms > 0:
         raise UserError(f"clip_activation_gradient: clip_rms must be positive, found {clip_rms}")
 

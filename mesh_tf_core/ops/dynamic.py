@@ -109,15 +109,16 @@ def _name(dim: Dim | str) -> str:
 
 
 def dynamic_slice(x: Tensor, position: Tensor, dim: Dim | str) -> Tensor:
-    """x at `position`, an int scalar tensor, along `dim`, which disappears; zeros if it is outside."""
+    """x at `position`, an int scalar tensor, along `dim`, which disappears; zeros if it is out of range."""
     return x.graph.apply(DynamicSlice(_name(dim)), x, position)
 
 
 def dynamic_update(x: Tensor, piece: Tensor, position: Tensor, dim: Dim | str) -> Tensor:
-    """x with `piece` at `position`, an int scalar tensor, along `dim`; x as it is if that is outside.
+    """Replaces x at `position`, an int scalar tensor, along `dim` by `piece`; x is unchanged if it is out
+    of range.
 
     Args:
-      piece: has the dimensions of x but `dim`.
+      piece: tensor with the dimensions of x except `dim`.
     """
     rest: Shape = x.shape.without(_name(dim))
     if piece.shape != rest and set(piece.shape.dims) == set(rest.dims):

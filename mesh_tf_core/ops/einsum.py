@@ -117,13 +117,20 @@ class Broadcast(Move):
 
 
 def einsum(xs: Sequence[Tensor], output: Shape | Sequence[Dim], chooses: bool = False) -> Tensor:
-    """Multiplies `xs` by dimension name and sums out what `output` does not keep.
+    """Multiplies `xs` by dimension name and sums out the dimensions that `output` lacks.
 
     Args:
-      chooses: one of `xs` is made of ones and zeros (or of weights in place of the ones) to bring elements of
-        another to their places, as a lookup would: work that runs, and none of the model's FLOPs.
+      chooses: True if one of `xs` selects elements of another, as a look-up does: it has ones (or weights)
+        and zeros. Such products run but do not count as FLOPs of the model.
 
-    Example: `einsum([x, w], [batch, d_ff])` for x [batch d_model] and w [d_model d_ff].
+    Example:
+      >>> import mesh_tf_core as mtf
+      >>> graph, batch = mtf.Graph("product"), mtf.Dim("batch", 8)
+      >>> d_model, d_ff = mtf.Dim("d_model", 4), mtf.Dim("d_ff", 16)
+      >>> x = graph.input("x", [batch, d_model], "float32")
+      >>> w = graph.variable("w", [d_model, d_ff], mtf.Normal(0.1))
+      >>> print(mtf.einsum([x, w], [batch, d_ff]).shape)
+      batch:8 d_ff:16
     """
     if not xs:
         raise UserError("einsum: needs at least one operand")
@@ -134,6 +141,6 @@ def einsum(xs: Sequence[Tensor], output: Shape | Sequence[Dim], chooses: bool = 
 
 
 def broadcast(x: Tensor, output: Shape | Sequence[Dim]) -> Tensor:
-    """x repeated along the dimensions that it lacks, its axes in the order of `output`."""
+    """Repeats x along the dimensions that it lacks, in the order of `output`."""
     shape = Shape(output)
     return x if x.shape == shape else x.graph.apply(Broadcast(shape), x)

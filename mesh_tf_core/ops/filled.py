@@ -52,14 +52,13 @@ class ConstantArray(Source):
 def constant(
     graph: Builder, value: Any, dims: Shape | Sequence[Dim] = (), dtype: str | None = None
 ) -> Tensor:
-    """A tensor of fixed elements: all `value`, or those of an array, as class weights or a table. It is no
-    variable: nothing trains or stores it.
+    """A tensor of fixed elements, such as class weights or a table. Nothing trains or stores it.
 
     Args:
-      value: a number, or an array (NumPy's, JAX's, lists) of the sizes of `dims`, in their order, of at most
-        64 MiB.
-      dtype: None: float32; of arrays of whole numbers or truth values, and of 16 bits, their own (int32 where
-        that has the numbers).
+      value: a number for all elements, or an array (NumPy's, JAX's, lists) with the sizes of `dims`, in their
+        order, of at most 64 MiB.
+      dtype: None: float32; for arrays of integers, truth values or 16-bit numbers, their own dtype (int32 if
+        all integers fit).
     """
     array = value if isinstance(value, int | float) else numbers("constant", value)
     if isinstance(array, int | float) or not array.shape:

@@ -158,11 +158,12 @@ def quantized(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
 
 
 def float8_einsum(xs: Sequence[Tensor], output: Shape | Sequence[Dim]) -> Tensor:
-    """`einsum` of two tensors, multiplied in float8: e4m3 forward, e5m2 for the gradient of the result, each
-    tensor scaled by its own largest element.
+    """`einsum` of two tensors in float8: e4m3 forward, e5m2 for the gradient of the result.
+
+    Each tensor is scaled by its own largest element.
 
     Args:
-      xs: two tensors of one float dtype, bfloat16 say, which is the result's too.
+      xs: two tensors of one float dtype, such as bfloat16, which is also the dtype of the result.
     """
     shape = Shape(output)
     types = [x.type for x in xs]

@@ -176,11 +176,12 @@ class GroupedOuter(Op):
 
 
 def grouped_product(x: Tensor, w: Tensor, ids: Tensor, group: Dim | str) -> Tensor:
-    """x [rows, summed] times the matrix of each row's group, of w [group, summed, made]: [rows, made].
+    """Multiplies each row of x [rows, summed] by the matrix of its group, of w [group, summed, made]:
+    [rows, made].
 
     Args:
-      ids: the rows' groups, rising: its dimensions are the rows', and rows of one group lie together. A row
-        behind all groups gives zeros.
+      ids: groups of the rows in rising order, with the dimensions of the rows. Rows behind all groups give
+        zeros.
     """
     return x.graph.apply(
         GroupedProduct(w.shape.dim(group.name if isinstance(group, Dim) else group)), x, w, ids

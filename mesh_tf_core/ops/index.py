@@ -225,14 +225,16 @@ def mtf_range(graph: object, dim: Dim, dtype: str = "int32") -> Tensor:
 def one_hot(
     ids: Tensor, dim: Dim, dtype: str = "float32", on_value: float = 1.0, off_value: float = 0.0
 ) -> Tensor:
-    """`on_value` along `dim` at each id, else `off_value`: [ids' dims, dim]."""
+    """`on_value` along `dim` at each id, else `off_value`: [dimensions of ids, dim]."""
     marks: Tensor = ids.graph.apply(OneHot(dim, dtype), ids)
     return marks if (on_value, off_value) == (1, 0) else marks * (on_value - off_value) + off_value
 
 
 def gather(table: Tensor, ids: Tensor, dim: Dim | str) -> Tensor:
-    """Slices of `table` along `dim` by id: [ids' dims, the table's other dims]; zeros for ids that it
-    lacks."""
+    """Takes slices of `table` along `dim` by id: [dimensions of ids, other dimensions of table].
+
+    Ids outside the table give zeros.
+    """
     name = dim.name if isinstance(dim, Dim) else dim
     if table.shape.index(name):
         table = transpose(table, [table.shape.dim(name), *table.shape.without(name)])
@@ -240,10 +242,10 @@ def gather(table: Tensor, ids: Tensor, dim: Dim | str) -> Tensor:
 
 
 def pick(x: Tensor, ids: Tensor, dim: Dim | str) -> Tensor:
-    """x at index `ids` along `dim`; ids has x's other dimensions."""
+    """x at index `ids` along `dim`; ids has the other dimensions of x."""
     return x.graph.apply(Pick(dim.name if isinstance(dim, Dim) else dim), x, ids)
 
 
 def scatter_add(rows: Tensor, ids: Tensor, dim: Dim) -> Tensor:
-    """A table [dim, rest] of the sums of the rows with equal ids."""
+    """Sums the rows with equal ids into a table [dim, rest]."""
     return rows.graph.apply(ScatterAdd(dim), rows, ids)

@@ -48,8 +48,9 @@ def relu(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor, exact: bool = False) -> Tensor:
-    """Gaussian error linear unit (Hendrycks & Gimpel 2016): in its tanh form, or `exact`, x times the normal
-    distribution function, as BERT, ViT and most encoders have it."""
+    """Gaussian error linear unit (Hendrycks & Gimpel 2016): the tanh form, or with `exact` x times the
+    normal distribution function, as in BERT and ViT.
+    """
     return x * (unary("erf", x * 0.5**0.5) * 0.5 + 0.5) if exact else unary("gelu", x)
 
 

@@ -69,7 +69,7 @@ class ShiftAlong(Move):
 
 
 def shift(x: Tensor, offset: int, dim: Dim | str, wrap: bool = False) -> Tensor:
-    """Element i of `dim` at place i + offset; zeros enter, or with `wrap` what leaves the other end."""
+    """Moves element i of `dim` to place i + offset; zeros enter, or with `wrap` the elements that leave."""
     name = dim.name if isinstance(dim, Dim) else dim
     size = x.shape.dim(name).size
     offset = offset % size if wrap else offset
@@ -81,7 +81,7 @@ def shift(x: Tensor, offset: int, dim: Dim | str, wrap: bool = False) -> Tensor:
 
 
 def dynamic_shift(x: Tensor, offset: Tensor, dim: Dim | str, wrap: bool = False) -> Tensor:
-    """`shift` by an int32 scalar that is known only when the program runs."""
+    """Shifts x as `shift` does, by an int32 scalar that is computed at run time."""
     name = dim.name if isinstance(dim, Dim) else dim
     size, moved = x.shape.dim(name).size, f"{name}_shifted"
     source = x.graph.apply(Range(Dim(moved, size), "int32")) - offset
@@ -92,13 +92,13 @@ def dynamic_shift(x: Tensor, offset: Tensor, dim: Dim | str, wrap: bool = False)
 def halo_exchange(
     x: Tensor, blocks: Dim | str, block: Dim | str, before: int, after: int, wrap: bool = False
 ) -> Tensor:
-    """x [others, blocks, block] with every block longer by the ends of its neighbours.
+    """x [others, blocks, block] with every block extended by elements of its neighbours.
 
     Args:
-      blocks: counts the blocks of a dimension; where it is split, neighbours send each other the ends.
-      block: the elements of one; `before` + its size + `after` afterwards.
-      before, after: elements of the blocks before and after, at most a block's; zeros at the two ends, or
-        with `wrap` the other end.
+      blocks: dimension that counts the blocks; if it is split, neighbouring devices exchange elements.
+      block: dimension of one block's elements; its new size is `before` + size + `after`.
+      before, after: number of elements of the previous and the next block, at most the size of a block; zeros
+        at the two ends, or with `wrap` the opposite end.
     """
     outer, inner = (d.name if isinstance(d, Dim) else d for d in (blocks, block))
     size = x.shape.dim(inner).size

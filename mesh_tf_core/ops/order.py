@@ -296,15 +296,16 @@ def argsort(x: Tensor, dim: Dim | str, descending: bool = False) -> Tensor:
 
 
 def nth_largest(x: Tensor, n: int, dim: Dim | str) -> Tensor:
-    """The element of which n others along `dim` are at least as large (n = 0: the largest)."""
+    """The element along `dim` with n other elements at least as large (n = 0: the largest)."""
     best = Dim(f"{_name(dim)}_best", n + 1)
     values = top_k(x, dim, best)[0]
     return reshape(slice_dim(values, best, n, 1), values.shape.without(best.name))
 
 
 def nth_smallest(x: Tensor, n: int, dim: Dim | str) -> Tensor:
-    """The element of which n others along `dim` are at most as large (n = 0: the smallest); NaN if there are
-    no more than n numbers."""
+    """The element along `dim` with n other elements at most as large (n = 0: the smallest); NaN if there
+    are at most n numbers.
+    """
     if not is_float(x.dtype):
         return _reversed(nth_largest(_reversed(x), n, dim))
     number = x.equal(x)

@@ -234,7 +234,7 @@ def max_pool(
     """The largest element of every window along `dims`, which keep their names.
 
     Args:
-      sizes: of the windows; strides: by default the sizes, so that windows do not overlap.
+      sizes: sizes of the windows; strides: by default the sizes, so that windows do not overlap.
       pads: `valid`, `same`, or (before, after) per dimension.
     """
     return _pool("max", x, dims, sizes, strides, pads)

@@ -354,12 +354,12 @@ class RandomNormal(Drawn):
 def dropout(
     x: Tensor, rate: float, key: Tensor | None = None, noise_shape: Sequence[Dim] | Shape | None = None
 ) -> Tensor:
-    """Dropout with the same mask under every layout; `key` defaults to a new one of the graph, per step and
-    layer.
+    """Dropout with the same mask under every layout; `key` defaults to a new key of the graph, per step
+    and layer.
 
     Args:
-      noise_shape: dimensions of x that have masks of their own; along the others all elements are kept or
-        zeroed together (None: every element for itself).
+      noise_shape: dimensions of x with independent masks; along the others all elements are kept or zeroed
+        together (None: every element has its own mask).
     """
     if rate == 0:
         return x

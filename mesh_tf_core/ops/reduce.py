@@ -86,12 +86,19 @@ def _reduce(fn: str, x: Tensor, dims: Dim | str | Sequence[Dim | str] | None) ->
 
 
 def reduce_sum(x: Tensor, dims: Dim | str | Sequence[Dim | str] | None = None) -> Tensor:
-    """Sum over `dims` (None: all)."""
+    """Sum over `dims` (None: all).
+
+    Example:
+      >>> import mesh_tf_core as mtf
+      >>> x = mtf.Graph("g").input("x", [mtf.Dim("batch", 8), mtf.Dim("d_model", 4)], "float32")
+      >>> print(mtf.reduce_sum(x, ["batch"]).shape)
+      d_model:4
+    """
     return _reduce("sum", x, dims)
 
 
 def reduce_mean(x: Tensor, dims: Dim | str | Sequence[Dim | str] | None = None) -> Tensor:
-    """Mean over `dims` (None: all): a sum scaled by the global number of elements."""
+    """Mean over `dims` (None: all): a sum divided by the global number of elements."""
     count = 1
     for name in names_of(x, dims):
         count *= x.shape.dim(name).size

@@ -13,13 +13,13 @@ from mesh_tf_core.ops.unary import unary
 def sample_with_temperature(
     logits: Tensor, dim: Dim | str, temperature: float = 1.0, key: Tensor | None = None
 ) -> Tensor:
-    """int32 draws from softmax(logits / temperature) along `dim`, which may be split.
+    """Draws int32 from softmax(logits / temperature) along `dim`, which may be split.
 
-    The largest of logits plus Gumbel noise is such a draw (Gumbel 1954). Temperature 0 takes the largest
-    logit.
+    The position of the largest of logits plus Gumbel noise is such a draw (Gumbel 1954). Temperature 0 takes
+    the largest logit.
 
     Args:
-      key: by default a new one of the graph, per step and loop iteration.
+      key: by default a new key of the graph, per step and loop iteration.
     """
     if temperature < 0:
         raise UserError(f"sample_with_temperature: temperature must be >= 0, found {temperature}")

@@ -276,7 +276,14 @@ def _name(dim: Dim | str) -> str:
 
 
 def rename(x: Tensor, /, **names: str) -> Tensor:
-    """x with dimensions renamed: rename(x, length="memory_length")."""
+    """x with dimensions renamed: rename(x, length="memory_length").
+
+    Example:
+      >>> import mesh_tf_core as mtf
+      >>> x = mtf.Graph("g").input("x", [mtf.Dim("length", 8)], "float32")
+      >>> print(mtf.rename(x, length="memory_length").shape)
+      memory_length:8
+    """
     pairs = tuple((old, new) for old, new in names.items() if old != new)
     return x.graph.apply(Rename(pairs), x) if pairs else x
 
@@ -287,7 +294,9 @@ def rename_dimension(x: Tensor, old: Dim | str, new: str) -> Tensor:
 
 
 def anonymize(x: Tensor, *dims: Dim | str) -> Tensor:
-    """x with the dimensions (none named: all) under names that no layout splits, one per position."""
+    """x with the named dimensions (all, if none is named) under names that no layout splits, one per
+    position.
+    """
     chosen = [_name(d) for d in dims] or list(x.shape.names)
     return rename(x, **{name: f"_anonymous_{x.shape.index(name)}" for name in chosen})
 

@@ -208,7 +208,7 @@ def softmax(x: Tensor, dim: Dim | str, extra_logit: Tensor | float | None = None
 
 
 def logsumexp(x: Tensor, dim: Dim | str, extra_logit: Tensor | float | None = None) -> Tensor:
-    """log(sum(exp(x))) along `dim`, which disappears; `extra_logit` counts as one element more."""
+    """log(sum(exp(x))) along `dim`, which disappears; `extra_logit` counts as one more element."""
     total: Tensor = x.graph.apply(LogSumExp(_name(dim)), x)
     if extra_logit is None:
         return total
@@ -224,8 +224,9 @@ def log_softmax(x: Tensor, dim: Dim | str, extra_logit: Tensor | float | None = 
 def masked_softmax(
     x: Tensor, mask: Tensor | None, dim: Dim | str, extra_logit: Tensor | float | None = None
 ) -> Tensor:
-    """Softmax over the positions where `mask` holds (None: everywhere); 0 elsewhere, whatever stands there,
-    and in a row where it holds nowhere."""
+    """Softmax over the positions where `mask` is True (None: all); 0 at the other positions and in rows
+    without any.
+    """
     if mask is None:
         return softmax(x, dim, extra_logit)
     return where(mask, softmax(masked(x, mask), dim, extra_logit), 0.0)
@@ -244,10 +245,16 @@ def softmax_cross_entropy(logits: Tensor, targets: Tensor, dim: Dim | str, z_los
     """-log softmax(logits)[target] for every position, computed in float32.
 
     Args:
-      logits: [..., dim]; `dim` may be split: no device gathers it.
+      logits: [..., dim]; if `dim` is split, no device gathers it.
       targets: int32 [...], indices into `dim`.
-      z_loss: weight of the square of the log-sum-exp, added to keep logits near zero (Mesh-TensorFlow's
-        z_loss).
+      z_loss: weight of the squared log-sum-exp, which keeps logits near zero (Mesh-TensorFlow's z_loss).
+
+    Example:
+      >>> import mesh_tf_core as mtf
+      >>> graph, batch, vocab = mtf.Graph("loss"), mtf.Dim("batch", 8), mtf.Dim("vocab", 32)
+      >>> logits = graph.input("logits", [batch, vocab], "float32")
+      >>> print(mtf.softmax_cross_entropy(logits, graph.input("targets", [batch]), vocab).shape)
+      batch:8
     """
     logits = cast(logits, "float32") if logits.dtype != "float64" else logits
     lse = logsumexp(logits, dim)

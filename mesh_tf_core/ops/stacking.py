@@ -11,7 +11,7 @@ from mesh_tf_core.ops.shape import concat, rename, reshape, slice_dim, transpose
 
 
 def stack(xs: Sequence[Tensor], dim: str, axis: int = 0) -> Tensor:
-    """Tensors of one shape as slices of a new dimension called `dim`, put at position `axis`."""
+    """Stacks tensors of one shape along a new dimension called `dim`, at position `axis`."""
     if not xs:
         raise UserError("stack: needs at least one tensor")
     shape = xs[0].shape
@@ -24,7 +24,7 @@ def stack(xs: Sequence[Tensor], dim: str, axis: int = 0) -> Tensor:
 
 
 def unstack(x: Tensor, dim: Dim | str) -> list[Tensor]:
-    """One tensor per element of `dim`, which they lack."""
+    """Returns one tensor without `dim` per element of `dim`."""
     name = dim.name if isinstance(dim, Dim) else dim
     rest, apart = x.shape.without(name), f"{name}_unstacked"
     parts = split(rename(x, **{name: apart}), apart, x.shape.dim(name).size)
@@ -32,7 +32,7 @@ def unstack(x: Tensor, dim: Dim | str) -> list[Tensor]:
 
 
 def split(x: Tensor, dim: Dim | str, parts: int | Sequence[int]) -> list[Tensor]:
-    """Parts of `dim`, of the sizes given or of one size.
+    """Splits `dim` into parts of equal or given sizes.
 
     Args:
       parts: number of equal parts, or the size of each.
@@ -53,7 +53,7 @@ def split(x: Tensor, dim: Dim | str, parts: int | Sequence[int]) -> list[Tensor]
 
 
 def squeeze(x: Tensor, dim: Dim | str) -> Tensor:
-    """x without a dimension of size 1."""
+    """Removes a dimension of size 1."""
     name = dim.name if isinstance(dim, Dim) else dim
     if x.shape.dim(name).size != 1:
         raise UserError(f"squeeze of [{x.shape}]: {name!r} has more than one element")
@@ -61,7 +61,7 @@ def squeeze(x: Tensor, dim: Dim | str) -> Tensor:
 
 
 def strided(x: Tensor, dim: Dim | str, stride: int) -> Tensor:
-    """Every `stride`-th element along `dim`, the first one included; a split dimension stays where it is.
+    """Every `stride`-th element along `dim`, including the first; a split dimension stays split.
 
     Raises:
       UserError: the size is not a multiple of `stride`.

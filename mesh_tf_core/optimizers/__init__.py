@@ -35,11 +35,11 @@ __all__ = [
 def by_name(
     name: str, learning_rate: float | Schedule, clip_norm: float = 0.0, ema: float = 0.0, warmup: int = 0
 ) -> Optimizer:
-    """The optimizer called sgd, adam or adafactor; what is not given here has its default.
+    """Returns the optimizer called sgd, adam or adafactor, with defaults for everything that is not given.
 
     Args:
-      warmup: steps up to a learning rate that is a number, which then falls with the root of the step; 0: it
-        is constant.
+      warmup: steps of warm-up for a learning rate that is a number; the rate then falls with the root of the
+        step. 0: the rate is constant.
     """
     from mesh_tf_core.errors import UserError, known_names
 

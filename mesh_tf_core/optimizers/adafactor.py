@@ -16,16 +16,17 @@ from mesh_tf_core.tracing.graph import Graph
 
 @dataclass(frozen=True)
 class Adafactor(Optimizer):
-    """The second moment of a matrix is kept as one row and one column; dimensions that count layers stay
-    apart.
+    """Adafactor (Shazeer & Stern 2018): stores the second moment of a matrix as one row and one column.
+
+    Dimensions that count layers are not factored.
 
     Attributes:
       decay_exponent: beta2 at step t is 1 - t^-decay_exponent.
-      clipping: the root mean square of an update is at most this.
+      clipping: limit of the root mean square of an update.
       scale_parameter: the step is relative to the parameter's own root mean square (at least `epsilon2`).
       min_dim: smaller dimensions are not factored.
-      beta1: the step is a running mean of the steps, that the past has this share of; 0 keeps no such state
-        (section 7 of the paper: momentum costs as much memory as the parameters).
+      beta1: decay of a running mean of the steps; 0 stores no mean (section 7 of the paper: momentum costs as
+        much memory as the parameters).
     """
 
     decay_exponent: float = 0.8

@@ -15,11 +15,17 @@ from mesh_tf_core.tracing.graph import Graph
 
 @dataclass(frozen=True)
 class Adam(Optimizer):
-    """Kingma & Ba 2015, algorithm 1, with bias correction; weight decay as in Loshchilov & Hutter 2019.
+    """Adam (Kingma & Ba 2015, algorithm 1) with bias correction; weight decay as in Loshchilov & Hutter
+    2019.
 
     Attributes:
-      undecayed: regular expressions; variables in whose names one is found do not decay (norms and biases,
-        say).
+      undecayed: regular expressions; variables whose names contain a match do not decay (such as norms and
+        biases).
+
+    Example:
+      >>> import mesh_tf_core as mtf
+      >>> mtf.Adam(3e-4, clip_norm=1.0).clip_norm
+      1.0
     """
 
     beta1: float = 0.9

@@ -34,15 +34,14 @@ class Optimizer:
 
     Attributes:
       learning_rate: a number, or a schedule over the steps.
-      rates: learning rates of some variables: regular expression -> number or schedule; the first one that is
-        found in a variable's name holds.
-      clip_norm: gradients are scaled down together until the root of the sum of their squares, over all
-        variables, is at most this (Pascanu et al. 2013, algorithm 1); 0 does not clip.
-      loss_scale: for activations in float16; None computes gradients of the loss itself.
-      ema: a running mean of every trained variable is kept beside it, of which a step keeps this share, as
-        0.9999 (Polyak & Juditsky 1992; Ho et al. 2020, "DDPM", appendix B); the first step copies. It is
-        state of the optimizer, float32, stored and split as that; `Trainer.evaluate` and `save_weights` take
-        `ema=True`. 0 keeps none.
+      rates: regular expression -> number or schedule; the first expression found in a variable's name gives
+        its learning rate.
+      clip_norm: limit of the gradients' norm over all variables (Pascanu et al. 2013, algorithm 1); larger
+        gradients are scaled down together. 0 does not clip.
+      loss_scale: for activations in float16; None: the loss is not scaled.
+      ema: decay of a running mean of every trained variable, such as 0.9999 (Polyak & Juditsky 1992; Ho et
+        al. 2020, "DDPM", appendix B); the first step copies. The mean is optimizer state in float32, stored
+        and split like it; `Trainer.evaluate` and `save_weights` take `ema=True`. 0 stores none.
     """
 
     learning_rate: float | Schedule

@@ -25,12 +25,12 @@ LARGEST = 2.0**24
 
 @dataclass(frozen=True)
 class LossScale:
-    """The scale of the loss, and when it changes.
+    """The scale of the loss and the rule that changes it.
 
     Attributes:
-      initial: the first scale, a power of two so that scaling rounds nothing.
-      growth_interval: good steps after which the scale is doubled; 0 keeps it at `initial`, though steps with
-        infinite gradients are still left out.
+      initial: the first scale, a power of two, so that scaling rounds nothing.
+      growth_interval: number of good steps after which the scale doubles; 0 keeps it at `initial`. Steps with
+        infinite gradients are always skipped.
     """
 
     initial: float = 2.0**15

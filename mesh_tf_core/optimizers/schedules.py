@@ -86,7 +86,7 @@ class LinearWarmup(Schedule):
 
 @dataclass(frozen=True)
 class RsqrtDecay(Schedule):
-    """1 / sqrt(max(t, hold)): flat up to step `hold`, then it falls with the square root of the step."""
+    """1 / sqrt(max(t, hold)): constant up to step `hold`, then falls with the square root of the step."""
 
     hold: int = 1
 
@@ -100,7 +100,7 @@ class RsqrtDecay(Schedule):
 
 @dataclass(frozen=True)
 class LinearDecay(Schedule):
-    """1 up to step `begin`, then a line to 0 at step `end`."""
+    """Is 1 up to step `begin`, then falls linearly to 0 at step `end`."""
 
     begin: int
     end: int
@@ -168,7 +168,7 @@ class _Until(_Warmup):
 
 @dataclass(frozen=True)
 class WarmupCosine(_Until):
-    """Half a cosine from the peak to `floor` times the peak."""
+    """Falls along half a cosine from the peak to `floor` times the peak, after the warm-up."""
 
     def decayed(self, t: Tensor) -> Tensor:
         held = maximum(self.progress(t), 0.0)  # else the cosine would be below the rising line
@@ -177,7 +177,7 @@ class WarmupCosine(_Until):
 
 @dataclass(frozen=True)
 class WarmupLinear(_Until):
-    """A line from the peak to `floor` times the peak."""
+    """Falls linearly from the peak to `floor` times the peak, after the warm-up."""
 
     def decayed(self, t: Tensor) -> Tensor:
         return 1.0 - self.progress(t) * (1 - self.floor)

@@ -14,20 +14,20 @@ from mesh_tf_core.tracing.graph import Graph
 
 
 def assign_add(graph: Graph, variable: Variable, value: Tensor) -> None:
-    """Stores the variable's value plus `value` at the end of the step."""
+    """Adds `value` to the variable at the end of the step."""
     graph.assign(variable, graph.read(variable) + value)
 
 
 def assign_sub(graph: Graph, variable: Variable, value: Tensor) -> None:
-    """Stores the variable's value less `value` at the end of the step."""
+    """Subtracts `value` from the variable at the end of the step."""
     graph.assign(variable, graph.read(variable) - value)
 
 
 def assign_slice(graph: Graph, variable: Variable, value: Tensor, dim: Dim | str, begin: int) -> None:
-    """Stores `value` as the elements begin .. of the variable along `dim`, at the end of the step.
+    """Stores `value` as the elements of the variable from `begin` on along `dim`, at the end of the step.
 
     Args:
-      value: the variable's dimensions, fewer elements along `dim`.
+      value: tensor with the variable's dimensions and fewer elements along `dim`.
     """
     name = dim.name if isinstance(dim, Dim) else dim
     whole, size = variable.shape.dim(name), value.shape.dim(name).size

@@ -26,9 +26,9 @@ HALF = Fraction(1, 2)
 def cond(
     predicate: Tensor, if_true: Callable[[], Any], if_false: Callable[[], Any]
 ) -> Tensor | tuple[Tensor, ...]:
-    """if_true() where the bool scalar `predicate` holds, else if_false(); the other one is not run.
+    """Runs if_true() if the bool scalar `predicate` holds, else if_false(); only one of them runs.
 
-    Both must give a tensor, or tuples of tensors of the same types.
+    Both must return a tensor, or tuples of tensors of the same types.
     """
     if not isinstance(predicate, Tensor) or predicate.dtype != "bool" or len(predicate.shape):
         raise UserError(f"cond: the predicate must be a bool scalar, found {predicate!r}")
@@ -65,10 +65,10 @@ def _once(graph: Graph, dim: Dim, fn: Callable[[], Any], runs: Tensor | None) ->
 
 
 def recomputable(fn: Callable[..., Any], *xs: Tensor, name: str = "block") -> Any:
-    """fn(*xs), a tensor or a tuple of them, as a block that may run again in backward.
+    """Runs fn(*xs), which returns a tensor or a tuple, as a block that backward may recompute.
 
-    `mtf.Options(recompute={name})` makes it so: what it computes on the way is then not kept. A search
-    decides it for the blocks of one name together.
+    `mtf.Options(recompute={name})` recomputes it; intermediate values are then not stored. A search decides
+    for all blocks of one name together.
     """
     if not xs:
         raise UserError("recomputable: needs at least one tensor, found none")
@@ -89,7 +89,7 @@ def while_loop(
 ) -> tuple[Tensor, ...]:
     """Runs `body` on the state while `condition` holds, at most `max_steps` times; differentiable.
 
-    Once the condition has failed, no further step is run, and backward begins with the last one that was.
+    No step runs after the condition has failed, and backward starts at the last step that ran.
 
     Args:
       condition: condition(*state) -> bool scalar.

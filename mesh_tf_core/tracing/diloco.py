@@ -135,24 +135,28 @@ def fragments_of(variables: Iterable[Variable], count: int) -> list[dict[str, Pa
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """An axis of the mesh that synchronises rarely.
+    """Replicas along a mesh axis that synchronise every `period` steps.
 
     Attributes:
-      axis: of the mesh; each place along it holds a replica.
-      period: inner steps between two outer ones.
+      axis: mesh axis; each coordinate holds a replica.
+      period: inner steps between two outer steps.
       learning_rate, momentum: of the outer step (section 2: 0.7 and Nesterov's 0.9).
-      fragments: of the variables (`fragments_of`), that meet in turn, each once in a period, so that
-        `period / fragments` steps lie between two meetings (Douillard et al. 2025, 2501.18512).
+      fragments: number of parts of the variables (`fragments_of`) that synchronise in turn, each once in a
+        period, every `period / fragments` steps (Douillard et al. 2025, 2501.18512).
+      bits: bits of each number that a replica sends: 32, 8 or 4 (`ops.few_bits`). The rounding error is added
+        to the next message.
+      delay: steps that a synchronisation takes. It exchanges the progress at its start, and replicas train on
+        until it is merged (section 3.2, tau).
+      alpha: weight of the replica's own variables in the merge: alpha own + (1 - alpha) outer (equation 4).
+        It has no effect without a delay.
 
-      bits: of each number that a replica sends: 32, 8 or 4 (`ops.few_bits`); what rounding loses is added to
-        what it sends next.
-      delay: steps that a meeting takes: what is exchanged is how far replicas came when it began, and they
-        train on until it is merged (section 3.2, tau).
-      alpha: of what a replica has then, this share stays in what it trains on with: alpha own + (1 - alpha)
-        outer (equation 4). Without a delay nothing stays.
+    As text: `sites`, or `sites:period=100,rate=0.7,momentum=0.9` with any of these, and `fragments`, `bits`,
+    `delay`, `alpha`.
 
-    As text: `sites`, or `sites:period=100,rate=0.7,momentum=0.9`, each of which may be missing, and
-    `fragments`, `bits`, `delay`, `alpha`.
+    Example:
+      >>> import mesh_tf_core as mtf
+      >>> print(mtf.DiLoCo("sites", period=100))
+      sites:period=100,rate=0.7,momentum=0.9
     """
 
     axis: str

@@ -19,10 +19,18 @@ from mesh_tf_core.tracing.residuals import several
 
 
 def gradients(loss: Tensor, wrt: Sequence[Tensor]) -> list[Tensor | None]:
-    """d loss / d x for every x of `wrt` (None where the loss does not depend on it).
+    """d loss / d x for every x of `wrt` (None if the loss does not depend on it).
 
     Args:
       loss: a scalar at the top level of its graph.
+
+    Example:
+      >>> import mesh_tf_core as mtf
+      >>> graph, d_model = mtf.Graph("square"), mtf.Dim("d_model", 4)
+      >>> w = graph.variable("w", [d_model], mtf.Normal(0.1))
+      >>> (dw,) = mtf.gradients(mtf.reduce_sum(mtf.square(w)), [w])
+      >>> print(dw.shape)
+      d_model:4
     """
     graph = graph_of(loss)
     if len(loss.shape) or loss.block:

@@ -36,14 +36,23 @@ day."""
 
 
 class Graph(Residuals, Remembering):
-    """A model under construction, and afterwards its operations.
+    """The operations of a model, which model code adds one by one.
 
     Attributes:
-      version: another number after every change.
-      count: how many nodes there are, those of loops too; they are numbered in the order in which they came.
+      version: a number that differs after every change.
+      count: number of nodes, including those of loops; nodes are numbered in the order of their creation.
       unsplit: dimensions that no search splits, with the reason.
-      places: where the model writes an operation, 'file:line' by its path; `place` says it for those of
-        another library's program.
+      places: path of an operation -> 'file:line' of the model that creates it; `place` has that of another
+        library's program.
+
+    Example:
+      >>> import mesh_tf_core as mtf
+      >>> graph = mtf.Graph("linear")
+      >>> batch, d_model, d_ff = mtf.Dim("batch", 8), mtf.Dim("d_model", 4), mtf.Dim("d_ff", 16)
+      >>> x = graph.input("x", [batch, d_model], "float32")
+      >>> w = graph.variable("w", [d_model, d_ff], mtf.Normal(0.1))
+      >>> print(mtf.einsum([x, w], [batch, d_ff]).shape)
+      batch:8 d_ff:16
     """
 
     def __init__(self, name: str = "model") -> None:

@@ -25,11 +25,10 @@ HalfFn = Callable[..., Tensor]
 def reversible_scan(
     f: HalfFn, g: HalfFn, x1: Tensor, x2: Tensor, dim: Dim, xs: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Tensor]:
-    """`scan` of y1 = x1 + f(x2), y2 = x2 + g(y1) over `dim`, with activation memory that does not grow with
-    it.
+    """`scan` of y1 = x1 + f(x2), y2 = x2 + g(y1) over `dim`; activation memory does not grow with `dim`.
 
     Backward runs f and g a second time, with the same random numbers. Both must be functions of their
-    arguments, of variables and of tensors from outside: what f computes inside, g cannot read.
+    arguments, of variables and of outer tensors; g cannot read tensors that f computes.
 
     Args:
       f: f(x2, *x) -> a tensor of x1's type. Variables made inside have one value per iteration.

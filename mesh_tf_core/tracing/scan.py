@@ -17,16 +17,27 @@ def scan(fn: Any, carry: Tensor, dim: Dim, xs: Sequence[Tensor] = ()) -> Any: ..
 @overload
 def scan(fn: Any, carry: Sequence[Tensor], dim: Dim, xs: Sequence[Tensor] = ()) -> Any: ...
 def scan(fn: Any, carry: Any, dim: Dim, xs: Sequence[Tensor] = ()) -> Any:
-    """Runs `fn` once per element of `dim`: a stack of equal layers, written and lowered once.
+    """Runs `fn` once per element of `dim`: a stack of equal layers that is written and lowered once.
 
     Args:
-      fn: fn(carry, *x) -> carry, or (carry, ys) where every y is stacked along `dim`. `carry` is a tensor, or
-        a tuple of tensors if a sequence was given. Variables made inside have one value per iteration.
-      carry: initial state; fn must return the same shapes and dtypes. () if only ys are wanted.
+      fn: fn(carry, *x) -> carry, or (carry, ys), where every y is stacked along `dim`. `carry` is a tensor,
+        or a tuple if a sequence was given. Variables made inside have one value per iteration.
+      carry: initial state; fn must return the same shapes and dtypes. (): only ys are returned.
       xs: tensors with dimension `dim`; fn gets one iteration's part of each.
 
     Returns:
       The final carry; with ys: (carry, tuple of stacked ys).
+
+    Example:
+      >>> import mesh_tf_core as mtf
+      >>> graph, batch, d_model = mtf.Graph("stack"), mtf.Dim("batch", 8), mtf.Dim("d_model", 4)
+      >>> x = graph.input("x", [batch, d_model], "float32")
+      >>> def layer(h):
+      ...     return h * graph.variable("scale", [d_model], mtf.Normal(0.1))
+      >>> print(mtf.scan(layer, x, mtf.Dim("layers", 3)).shape)
+      batch:8 d_model:4
+      >>> print(graph.variables["scale"].shape)
+      layers:3 d_model:4
     """
     single = isinstance(carry, Tensor)
     init = [carry] if single else list(carry)

@@ -48,19 +48,19 @@ class Met:
 
 @dataclass(frozen=True)
 class Decoupled:
-    """The synchronisation of a replica with others.
+    """A replica that is a job of its own and synchronises with others through a directory.
 
     Attributes:
-      directory: where; all replicas reach it.
-      replica, count: it is number `replica` of `count`, from 0 on.
-      period: steps between two meetings.
+      directory: a directory that all replicas reach.
+      replica, count: rank of this replica, from 0, and number of replicas.
+      period: steps between two synchronisations.
       learning_rate, momentum: of the outer step.
-      patience: seconds that it waits for the others.
-      staleness: rounds that what it did may be old when it posts it.
-      bits: of each number that it posts: 32, 8 or 4; what rounding loses is added to what it posts next.
-      fragments: of the variables (`tracing.diloco.fragments_of`), that meet in turn, each once in a period,
-        so that `period / fragments` steps lie between two rounds.
-      on_met: called with (step number, what came of a meeting).
+      patience: seconds to wait for the other replicas.
+      staleness: the largest age, in rounds, of the progress that a replica sends.
+      bits: bits of each number that it sends: 32, 8 or 4. The rounding error is added to the next message.
+      fragments: number of parts of the variables (`tracing.diloco.fragments_of`) that synchronise in turn,
+        each once in a period, every `period / fragments` steps.
+      on_met: called with (step number, result of the synchronisation).
 
     As text: `dir=/shared/run,replica=1/4,period=30`, and `rate`, `momentum`, `patience`, `staleness`, `bits`,
     `fragments`.

@@ -57,27 +57,35 @@ class Trainer:
     """Runs training steps of a model.
 
     Args:
-      mesh, layout: where and how; `layout="auto"` searches the best one for this machine (after
-        `import layoutopt`).
-        A plan of this model in place of the mesh decides everything: `Trainer(model, plan)`.
+      mesh, layout: the mesh and the layout; `layout="auto"` searches the best one for this machine (after
+        `import layoutopt`). A plan of this model may replace both: `Trainer(model, plan)`.
       options: storage, recomputation and microbatches.
       engine: `auto`, `local` (TensorFlow), `jax` or `lockstep` (NumPy, exact and slow); see
         `engines.open_engine`.
-      cluster: the processes that train together, each with a Trainer of its own that is told to do the same;
-        by default this one alone. Each writes its part of a checkpoint and reads what its devices hold.
-      slices: mesh axis -> over how many slices of a machine it lies (see `engines.jax.placing`); a plan says.
-      checkpoint_mode: mode of the folders that are made for checkpoints, as 0o700, and of the files in them
-        without the right to execute; by default as the umask says.
+      cluster: the processes that train together, each with the same Trainer; by default only this process.
+        Each process writes its part of a checkpoint and reads the part of its devices.
+      slices: mesh axis -> number of slices that it spans (see `engines.jax.placing`); plans have it.
+      checkpoint_mode: mode of the folders of checkpoints, such as 0o700; files get it without the right to
+        execute. By default the umask decides.
 
     Attributes:
-      layout: the layout in use; plan: the plan that it came from, if it was searched.
-      step_number: steps done so far, also those before a resumed checkpoint.
-      resumed: what the restored checkpoint says of its writer (mesh, layout, processes, data); else empty.
-      position: where the data stood after the last step, None if it cannot tell.
-      torn: a step, or `load`, was interrupted, so variables may be of two steps; `restore` makes them whole.
-      waited: share of the time of the last `fit` that the devices waited for input.
-      rows: with a cluster, which rows of every batch (along the first dimension of its arrays) this process's
-        devices read, int64 [n]; a batch may hold these alone, in this order. None: whole batches.
+      layout: the layout in use; plan: its plan, if it was searched.
+      step_number: number of steps done, including those before a resumed checkpoint.
+      resumed: the record of the restored checkpoint's writer (mesh, layout, processes, data); else empty.
+      position: position of the data after the last step; None if the data do not report it.
+      torn: a step or `load` was interrupted, so variables may be from two steps; `restore` repairs them.
+      waited: share of the last `fit` in which devices were idle and waited for input.
+      rows: with a cluster, the rows of every batch (along the first dimension of its arrays) that this
+        process's devices read, int64 [n]. A batch may hold only these rows, in this order. None: whole
+        batches.
+
+    Example:
+      >>> import numpy as np, mesh_tf_core as mtf
+      >>> from examples import mlp
+      >>> trainer = mtf.Trainer(mlp.model(batch=8), "data:2", "batch:data", engine="lockstep")
+      >>> batch = {"image": np.zeros([8, 64], np.float32), "label": np.zeros([8], np.int32)}
+      >>> sorted(trainer.step(batch)), trainer.step_number
+      (['accuracy', 'loss'], 1)
     """
 
     def __init__(

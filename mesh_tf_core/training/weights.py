@@ -54,13 +54,13 @@ _PIECEWISE: tuple[Literal["external_loop", "buffered", "zerosize_ok"], ...] = (
 
 @dataclass(frozen=True)
 class Source:
-    """The source of a variable's weights.
+    """The arrays from which a variable's weights are read.
 
     Attributes:
-      name: of the array; of a stack of layers, with `{}` for the number of the layer, or all their names (a
+      name: name of the array. For a stack of layers: a name with `{}` for the layer's number, or all names (a
         variable [layers, experts, ...] may have one array for each expert of each layer, in this order).
-      transpose: order of the array's axes, as of `np.transpose`. Then it may have axes joined that the
-        variable has apart, as heads times their width, or the other way round.
+      transpose: order of the array's axes, as in `np.transpose`. The array may then join axes that the
+        variable separates, such as heads and their width, or separate axes that the variable joins.
     """
 
     name: str | tuple[str, ...]

@@ -37,14 +37,15 @@ def report_html(
     validation: Mapping[str, Any] | None = None,
     written: str | None = None,
 ) -> str:
-    """The report of one plan, or of several side by side.
+    """Renders the report of one plan, or of several side by side.
 
     Args:
       plans: dicts of plan files (`layoutopt-plan/1`, with an optional `details`), or read plans.
-      validation: what `layoutopt validate --json` prints, for the plans that bring none.
-      written: the date at the end; None is today, '' none.
+      validation: output of `layoutopt validate --json`, for plans without one.
+      written: the date at the end; None: today, '': no date.
+
     Raises:
-      UserError: no plans, too many, or one that cannot be read; one line.
+      UserError: there are no plans, too many, or one that cannot be read.
     """
     found = _read(plans, validation)
     date = datetime.date.today().isoformat() if written is None else written
@@ -60,6 +61,12 @@ def write_report(
 
     Raises:
       UserError: as `report_html`, or the file cannot be written.
+
+    Example:
+      >>> import layoutopt, reports
+      >>> from examples import mlp
+      >>> plan = layoutopt.search(mlp.model(), mesh="data:4", hardware="tpu-v5e")
+      >>> reports.write_report([plan], "report.html")
     """
     write_file(path, report_html(plans, validation), "the report")
 

@@ -41,7 +41,10 @@ LEADS = {
 
 
 def size_html(found: SizeResult, written: str | None = None) -> str:
-    """The report of an answer of `layoutopt size`; `written`: the date at the end, None is today, '' none."""
+    """Renders the report of a result of `layoutopt size`.
+
+    `written` is the date at the end (None: today, '': no date).
+    """
     date = datetime.date.today().isoformat() if written is None else written
     return environment().get_template("size.html.j2").render(_context(found, date))
 

@@ -47,15 +47,22 @@ _OWN_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def from_huggingface(config: str | Path | Mapping[str, Any], **changes: Any) -> Model:
-    """The model of a configuration.
+    """Builds the model that a Hugging Face configuration describes.
 
     Args:
-      config: the file, or what is in it.
-      changes: hyperparameters of training (`ConfiguredTraining`), and other values of the
-        configuration's own fields.
+      config: the file, or its parsed content.
+      changes: hyperparameters of training (`ConfiguredTraining`), and new values of fields of the
+        configuration.
 
     Raises:
-      UserError: an architecture or a field that cannot be honoured, by name, or an unknown hyperparameter.
+      UserError: the architecture or a field is not supported, or a hyperparameter is unknown.
+
+    Example:
+      >>> import layoutopt
+      >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+      >>> config = {"model_type": "llama", "vocab_size": 256, "num_hidden_layers": 2, **sizes}
+      >>> layoutopt.from_huggingface({**config, "max_position_embeddings": 128}, batch=8).parameters
+      115008
     """
     values, source = _read(config)
     known = _hyperparameters(values, source)

@@ -144,24 +144,34 @@ def from_jax(
     state: Any = None,
     name: str = "",
 ) -> JaxModel:
-    """A model of a JAX function, which is traced once and not changed.
+    """Builds a model of a JAX function, which is traced once and not changed.
 
     Args:
-      loss: loss(params, batch), or loss(params, state, batch, rng) without those that are not given; it
-        returns a scalar, or (scalar, auxiliary). What is scalar in a mapping of the auxiliary is reported
-        beside the loss; a pytree in it that is built like `state` is its new value.
-      params: pytree of arrays, or of their types (jax.ShapeDtypeStruct), which are trained. Arrays are the
-        initial values; of types, matrices begin with small random numbers.
-      batch: pytree of arrays or types; the model's inputs have its paths as names.
-      optimizer: adamw, adam, sgd, adafactor (with optax's defaults), or one of ours.
-      rng: a random key, or its type. Draws are the same under every layout, and equal where JAX's are, but
-        not the numbers that JAX makes.
+      loss: loss(params, batch), or loss(params, state, batch, rng) without the arguments that are not given.
+        It returns a scalar, or (scalar, auxiliary). Scalars in a mapping `auxiliary` are reported beside the
+        loss; a pytree in it with the structure of `state` is the new state.
+      params: pytree of trained arrays, or of their types (jax.ShapeDtypeStruct). Arrays are initial values;
+        matrices that are given as types start with small random numbers.
+      batch: pytree of arrays or types; the model's inputs are named by their paths.
+      optimizer: adamw, adam, sgd, adafactor (with optax's defaults), or an `mtf.Optimizer`.
+      rng: a random key, or its type. Random numbers are the same under every layout; they differ from JAX's.
       names: {"path/of/a/parameter": ("d_model", "d_ff")} names dimensions, {"d_ff_2": "bottleneck"} renames
-        them; a pytree of PartitionSpec built like params has logical axes, where Flax's boxes were taken off.
-      state: pytree of arrays or types that are stored and not trained, as batch statistics.
+        them. A pytree of PartitionSpec with the structure of `params` gives logical axes, for parameters
+        without Flax's boxes.
+      state: pytree of arrays or types that are stored and not trained, such as batch statistics.
 
     Raises:
-      UserError: a primitive that has no rule, with the user's line; arguments that do not fit.
+      UserError: a primitive has no rule (the message names the user's line), or arguments do not match.
+
+    Example:
+      >>> import jax, layoutopt
+      >>> def loss(params, batch):
+      ...     return ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean()
+      >>> def array(*shape):
+      ...     return jax.ShapeDtypeStruct(shape, "float32")
+      >>> model = layoutopt.from_jax(loss, {"w": array(4, 2)}, {"x": array(8, 4), "y": array(8, 2)})
+      >>> model.parameters
+      8
     """
     if not callable(loss):
         raise UserError(f"from_jax: {loss!r} is not a function; give loss(params, batch)")

@@ -36,27 +36,27 @@ def print_error(text: str) -> None:
 
 
 class Cluster(contextlib.AbstractContextManager["Cluster"]):
-    """The processes that run one program together; every one of them makes this object, and uses it as a
+    """The processes that run one program together. Every process creates this object and uses it as a
     context.
 
-    Without arguments JAX finds the processes itself, as jobs of Slurm, Kubernetes, Open MPI or a Cloud TPU.
+    Without arguments JAX finds the processes itself, in jobs of Slurm, Kubernetes, Open MPI or a Cloud TPU.
 
-    A process that is lost, frozen or late ends the whole job: `ClusterError` says which one, in every other
-    process, and a process that has not ended `GRACE` seconds later (since it waits in a library) is ended.
+    A process that is lost, frozen or late ends the whole job: every other process raises `ClusterError` with
+    the name of the process. A process that still blocks in a library `GRACE` seconds later is ended.
 
     Args:
-      coordinator: HOST:PORT where the processes meet, at the first of them; by default
-        JAX_COORDINATOR_ADDRESS. The service listens on that host's address alone.
-      processes: how many there are; by default JAX_NUM_PROCESSES.
-      process: number of this one, from 0; by default JAX_PROCESS_ID.
-      timeout: seconds that the others wait for a process that lives but does not come to a step.
-      start_timeout: seconds that the others wait for one that has not started yet.
-      tell: says why the job failed when the main thread cannot.
+      coordinator: HOST:PORT of the first process, where the others connect; by default
+        JAX_COORDINATOR_ADDRESS. The service listens only on that host's address.
+      processes: number of processes; by default JAX_NUM_PROCESSES.
+      process: rank of this process, from 0; by default JAX_PROCESS_ID.
+      timeout: seconds to wait for a live process that does not reach a step.
+      start_timeout: seconds to wait for a process that has not started.
+      tell: called with the reason of a failure when the main thread cannot report it.
 
     Attributes:
-      index: number of this process; `processes`: how many there are.
+      index: rank of this process; `processes`: number of processes.
       hosts: name of each process's machine.
-      is_writer: whether this process writes what is written once, as checkpoints.
+      is_writer: True if this process writes files that the job writes once, such as checkpoints.
 
     Raises:
       UserError: a number is missing or malformed.
