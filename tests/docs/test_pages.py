@@ -76,22 +76,53 @@ def test_files_and_links_exist(page: Path) -> None:
     assert [f for f in files if not (ROOT / f).exists()] == []
 
 
+def unknown(found: list[tuple[str, str]]) -> list[str]:
+    """The commands, each with the rest of its line, that do not exist or have an option that does not."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    wrong = []
+    for name, rest in found:
+        known = {option for p in commands[name].params for option in p.opts} if name in commands else set()
+        used = re.findall(r"(?<= )--[a-z][a-z-]*", rest.split("#")[0]) if name != "launch" else []
+        if name not in commands or not {*used} <= {*known, "--help"}:
+            wrong.append(f"layoutopt {name}{rest}")
+    return wrong
+
+
+STARTS = r"^(?:\$ | *(?:exec |srun [^\n]*?|mpirun [^\n]*?|~/env/bin/)?)"
+"""Before a command, in a block or a script."""
+
+
+def typed(script: str) -> list[tuple[str, str]]:
+    """The commands of a script or of blocks, each with the rest of its line."""
+    return re.findall(
+        rf"{STARTS}layoutopt ([a-z][a-z-]+)((?: .*)?)$", script.replace("\\\n", " "), re.MULTILINE
+    )
+
+
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda p: str(p.relative_to(ROOT)))
 def test_commands_and_their_options_exist(page: Path) -> None:
-    group = typer.main.get_command(app)
-    commands = group.commands  # type: ignore[attr-defined]
     whole = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    fenced = "\n".join(FENCES.findall(whole))
-    before = r"^(?:\$ | *(?:exec |srun [^\n]*?|mpirun [^\n]*?|~/env/bin/)?)"
-    found = re.findall(rf"{before}layoutopt ([a-z][a-z-]+)((?: .*)?)$", fenced, re.MULTILINE)
+    found = typed("\n".join(FENCES.findall(whole)))
     found += re.findall(r"`layoutopt ([a-z][a-z-]+)((?: [^`\n]*)?)`", FENCES.sub("", whole))
-    for name, rest in found:
-        assert name in commands, f"layoutopt {name}"
-        if name == "launch":
-            continue
-        known = {option for p in commands[name].params for option in p.opts}
-        used = re.findall(r"(?<= )--[a-z][a-z-]*", rest.split("#")[0])
-        assert [o for o in used if o not in {*known, "--help"}] == [], f"layoutopt {name}{rest}"
+    assert unknown(found) == []
+
+
+SCRIPTS = sorted((ROOT / "examples" / "clusters").iterdir())
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
+def test_scripts_of_clusters_parse_and_their_options_exist(script: Path) -> None:
+    text = script.read_text(encoding="utf-8")
+    commands = typed(text)
+    assert commands and unknown(commands) == []
+    assert parsed(script.suffix[1:], text)
+
+
+def test_an_option_that_does_not_exist_is_seen() -> None:
+    assert unknown([("search", " model.py --devises 8"), ("serch", "")]) == [
+        "layoutopt search model.py --devises 8",
+        "layoutopt serch",
+    ]
 
 
 def test_every_page_is_in_the_index() -> None:
@@ -160,16 +191,22 @@ def test_the_problem_that_is_shown_is_solved() -> None:
     assert [cost(problem, each) for each in ((0, 0), (0, 1), (1, 0), (1, 1))] == [4, math.inf, math.inf, 4]
 
 
+def parsed(kind: str, content: str) -> bool:
+    """True if a file of this kind (a fence's name or a suffix) parses, and for kinds that nothing reads."""
+    if kind == "yaml":
+        yaml = pytest.importorskip("yaml")
+        return all(part["kind"] for part in yaml.safe_load_all(content))
+    if kind in ("bash", "sh"):
+        done = subprocess.run(["bash", "-n"], input=content, capture_output=True, text=True, check=False)
+        return (done.returncode, done.stderr) == (0, "")
+    if kind == "python":
+        ast.parse(content)
+    return True
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_complete_files_parse(page: Path) -> None:
     """What a reader copies into a file is one."""
-    yaml = pytest.importorskip("yaml")
     whole = page.read_text(encoding="utf-8")
     for kind, content in re.findall(r"^```(\w+)\n(.*?)^```$", whole, re.MULTILINE | re.DOTALL):
-        if kind == "yaml":
-            assert all(part["kind"] for part in yaml.safe_load_all(content))
-        elif kind == "bash":
-            done = subprocess.run(["bash", "-n"], input=content, capture_output=True, text=True, check=False)
-            assert (done.returncode, done.stderr) == (0, "")
-        elif kind == "python":
-            ast.parse(content)
+        assert parsed(kind, content), content

@@ -1,4 +1,4 @@
-"""The layers of docs/guides/recipes.md, as they stand there."""
+"""The layers of examples/recipes.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import mesh_tf_core as mtf
 from examples.diffusion import UNet
 from mesh_tf_core import layers
 from tests.layers.helper import check_layouts, run
-from tests.layers.recipes import RECIPES, RNG, TEXT, D, X
+from tests.layers.recipes import CODE, RECIPES, RNG, D, X
 
 IDS = ("batch:4 length:8", RNG.integers(0, 8, (4, 8)))
 V = mtf.Dim("vocab", 8)
@@ -323,8 +323,18 @@ def test_deepseek_experts() -> None:
 
 def test_every_recipe_is_tested() -> None:
     """By its name in a test, or as a part of another recipe."""
-    made = [n for n, f in RECIPES.items() if getattr(f, "__code__", None)]
     here = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test*recipes.py"))
-    code = " ".join(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL))
-    assert len(made) > 12
-    assert [n for n in made if f'RECIPES["{n}"]' not in here and len(re.findall(rf"\b{n}\b", code)) < 2] == []
+    assert len(RECIPES) > 20
+    calls = {name: len(re.findall(rf"\b{name}\b", CODE)) for name in RECIPES}
+    assert [n for n, count in calls.items() if f'RECIPES["{n}"]' not in here and count < 2] == []
+
+
+def test_the_page_lists_every_recipe() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "recipes.md").read_text(encoding="utf-8")
+    listed = {
+        name
+        for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", row)
+    }
+    parts = {"residual", "beside", "branches", "gated", "orthogonal"}
+    assert listed | parts == set(RECIPES)

@@ -1,4 +1,4 @@
-"""What docs/guides/recipes.md does with trained models: evaluates, tunes, continues, ends in time."""
+"""Recipes of examples/recipes.py with trained models: they evaluate, tune, continue, end in time."""
 
 from __future__ import annotations
 
