@@ -11,10 +11,11 @@ from layoutopt.plan.units import bytes_text, seconds_text
 HEAD = """\
 # Examples at published sizes
 
-A file of `examples/` has a small `model` that trains in minutes, and models of published sizes by name. `--set` changes every
-hyperparameter of both. Parameter counts agree with Meta's, DeepSeek's and OpenAI's checkpoints, with torchvision, transformers and
-Ho et al. 2020; DLRM has 26 tables of 2^20 rows. The searches use presets as they ship and meshes of up to
-two axes. CPU seconds are those of the whole command.
+A file of `examples/` has a small `model` that trains in minutes, and models of published sizes by name.
+`--set` changes every hyperparameter of both. Parameter counts agree with Meta's, DeepSeek's and OpenAI's
+checkpoints, with torchvision, transformers and Ho et al. 2020; DLRM has 26 tables of 2^20 rows. The
+searches use presets as they ship and meshes of up to two axes. CPU seconds are those of the whole
+command.
 """
 
 
