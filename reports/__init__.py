@@ -9,7 +9,7 @@
     reports.write_figures(plan, "figures/")
     reports.write_tables(plan, "tables/")
 
-Names are loaded when they are first used; none of them loads matplotlib or pandas before it is called.
+Names are loaded on first use; none of them loads matplotlib or pandas before it is called.
 """
 
 from __future__ import annotations

@@ -15,5 +15,5 @@ def typical(samples: Iterable[Sample]) -> float | None:
 
 
 def typical_of(found: CalibrationEvidence, held_out: bool) -> float | None:
-    """The same of what the fit saw, or of what it did not."""
+    """Typical errors, separately for measurements inside and outside the fit."""
     return typical(s for s in found.samples if s.held_out == held_out)

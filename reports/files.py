@@ -89,9 +89,8 @@ def write_tables(
 def csv_text(frame: DataFrame) -> str:
     """A table as CSV, in which no text is a formula.
 
-    Spreadsheets compute a cell that begins with =, +, - or @, or with a tab or a line's end, and names come
-    from models and plans of others. An apostrophe before it makes it text (OWASP, "CSV Injection"). Numbers
-    stay.
+    Spreadsheets evaluate a cell that begins with =, +, -, @, a tab or a line's end, and names come from other
+    people's models and plans. An apostrophe before it makes it text (OWASP, "CSV Injection"). Numbers stay.
     """
     texts = frame.select_dtypes(exclude=["number", "bool"]).columns
     cells = frame.assign(**{name: frame[name].map(_inert) for name in texts})

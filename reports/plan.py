@@ -23,9 +23,9 @@ def answer_of(plan: PlanFile) -> Alternative:
 
 
 def same_layout(plan: PlanFile, choice: Alternative) -> bool:
-    """True if a choice is the answer's layout on the answer's mesh, and runs in the same way.
+    """True if a choice has the answer's layout, mesh and options.
 
-    A way to run that an alternative does not mention is no difference.
+    An option that an alternative does not mention is no difference.
     """
     said = choice.model_fields_set & set(Decided.model_fields)
     if any(getattr(choice, name) != getattr(plan, name) for name in said):
@@ -38,7 +38,7 @@ def _split(layout: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
 
 
 def lies_on(plan: PlanFile, axis: str) -> str:
-    """The position of a mesh axis on the hardware, in words; '' where the plan does not say."""
+    """The position of a mesh axis on the hardware, in words; '' if the plan does not have it."""
     return plan.details.hardware.lies.get(axis, "") if plan.details.hardware else ""
 
 
@@ -66,7 +66,7 @@ def number(value: Any) -> float | str:
 
 
 def number_text(value: Any, unit: str) -> str:
-    """A number with its unit, as short as it can be said; a text as it is."""
+    """A number with its unit, as short as possible; a text unchanged."""
     found = number(value)
     return f"{found} {unit}".strip() if isinstance(found, str) else quantity(found, unit)
 

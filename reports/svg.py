@@ -1,7 +1,8 @@
 """A matplotlib figure as an SVG element of a page: in the page's colours and fonts, with a text alternative.
 
 Colours of `theme.LIGHT` become the custom properties of the same role, so one drawing is right in light and
-dark. What only a file of its own needs (declarations, groups, identifiers, fonts, far decimals) is left out.
+dark. Parts that only a separate file needs (declarations, groups, identifiers, fonts, distant decimals) are
+left out.
 """
 
 from __future__ import annotations

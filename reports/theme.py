@@ -1,7 +1,7 @@
-"""The colours of pages and figures, light and dark; figures are drawn in the light ones and follow the page.
+"""The colours of pages and figures, light and dark; figures are drawn in light colours and follow the page.
 
-A token is a role, not a hue: what is compute on one figure is compute on all. The mesh's axes have hues of
-their own, which always stand beside the axis's name, because not everyone can tell them apart.
+A token is a role, not a hue: compute has one colour on all figures. The mesh's axes have hues of their own.
+The axis's name is always beside them, because not everyone can distinguish the hues.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from mesh_tf_core.model import Model
 MOST = 5000
 """Layouts listed for one problem."""
 FASTER = "faster"
-"""Said of a problem that has something faster that fits."""
+"""Marks a problem in which a faster layout fits."""
 RULES_OUT = Source.PIECES, Source.TABLES, Source.LISTED
 
 
@@ -43,8 +43,8 @@ class Ruled:
     """The proof about one problem.
 
     Attributes:
-      layouts: how many combinations of decisions it has, legal or not.
-      how: the `Source` of what rules it out, 'open', or `FASTER`: the proof is wrong.
+      layouts: number of combinations of decisions, legal or not.
+      how: the `Source` of the proof, 'open', or `FASTER`: the plan's proof is wrong.
       bound: seconds that no layout of it is faster than, whatever memory it takes.
       listed: faster layouts that do not fit.
       faster: the layout that refutes the proof.
@@ -64,8 +64,8 @@ class Certificate:
     """The problems of a plan's search.
 
     Attributes:
-      allowed: what may be chosen in them.
-      considered: how many layouts the plan says that its search had, if it says so.
+      allowed: the choices in them.
+      considered: number of layouts of the plan's search, if the plan has it.
       complete: these are all.
     """
 
@@ -87,8 +87,7 @@ class Certificate:
 
     @property
     def other(self) -> str:
-        """The difference between this space and that of the plan's search; '' if there is none,
-        as far as is known."""
+        """The difference between this space and the space of the plan's search; '' if none is known."""
         if not self.complete or self.considered in (None, self.layouts):
             return ""
         return f"the plan's search had {self.considered:,} layouts, what it says of them has {self.layouts:,}"
@@ -130,7 +129,7 @@ def certify(
     devices: int | None = None,
     max_axes: int = 2,
 ) -> Iterator[Ruled]:
-    """Goes through the problems of the search that made a plan for time.
+    """Checks the problems of the search that made a plan with objective time.
 
     Args:
       devices, max_axes: what was asked instead of a mesh; None: the plan's mesh was given.
@@ -145,8 +144,7 @@ def certify(
 def rule_out(
     evaluator: Evaluator, problems: Iterable[Subproblem], claimed: float, limit: float
 ) -> Iterator[Ruled]:
-    """Goes through problems, in the order of a search, with what is claimed to be the fewest seconds within a
-    limit of memory."""
+    """Checks problems in the order of a search against the claimed least seconds within a memory limit."""
     seconds = claimed * (1 - EXACT)
     for subproblem in related(problems):
         subproblem.inherit(evaluator)
@@ -155,7 +153,7 @@ def rule_out(
 
 
 def considered_by(plan: Plan) -> int | None:
-    """The number of layouts of a plan's search; None where it does not say that in a number."""
+    """The number of layouts of a plan's search; None if the plan has no number."""
     said = plan.solver.layouts_considered.partition(" and ")[0].replace(",", "")
     return int(said) if said.isascii() and said.isdigit() else None
 

@@ -1,4 +1,4 @@
-"""Why a plan's layout and not another: where two layouts differ, what every split is worth, what binds.
+"""Explains a plan's layout: differences between two layouts, the value of every split, the binding limit.
 
     worth of a split    best time of a search in which this dimension stays whole - the plan's time
     price of a limit    the plan's time - best time of a search without the memory limit
@@ -46,7 +46,7 @@ class Difference:
 
     @property
     def saved(self) -> float:
-        """Seconds that ours saves (negative: costs)."""
+        """Seconds that the answer saves (negative: costs)."""
         return self.theirs - self.ours
 
 
@@ -85,8 +85,8 @@ def disagreements(plan: Plan, evaluation: Evaluation) -> list[str]:
 
 @dataclass(frozen=True)
 class WhatIfAnswer:
-    """The result of a search under another condition; no `seconds` and `peak` if it found nothing: `reason`
-    says why."""
+    """The result of a search under another condition; without `seconds` and `peak` if it found nothing:
+    `reason` says why."""
 
     condition: str
     seconds: float | None
@@ -97,7 +97,7 @@ class WhatIfAnswer:
 
 
 def with_pins(asked: SearchSpace, more: str | None) -> SearchSpace:
-    """The request with further pins; a dimension that is pinned anew loses its old pin."""
+    """The request with further pins; a new pin of a dimension replaces the old one."""
     return asked.but(pins={**asked.pins, **parse_rules(more)})
 
 
@@ -128,7 +128,7 @@ def forbidden(plan: Plan, asked: SearchSpace, names: Sequence[str]) -> list[str]
     """The features that are named, or with "all" those that the plan has and its search need not have had.
 
     Raises:
-      UserError: an unknown one, or one that says nothing of this search.
+      UserError: an unknown decision, or one that this search does not choose.
     """
     used = [name for name, feature in FEATURES.items() if feature.used(plan.layout, plan.options)]
     if not any(dim in plan.layout for dim in asked.pipeline):  # a layout does not say what counts layers
@@ -150,7 +150,7 @@ def forbidden(plan: Plan, asked: SearchSpace, names: Sequence[str]) -> list[str]
 
 ALL = "all"
 FindBest = Callable[[str, float | None, str | None, Clock, str | None], WhatIfAnswer]
-"""find(condition in words, bytes of memory, further pins, the time for it, what is forbidden)"""
+"""find(condition in words, bytes of memory, further pins, time limit, forbidden decisions)"""
 NO_TIME = "there was no time"
 
 

@@ -1,11 +1,13 @@
-"""Why nothing fits, in the words of who asked, and what would help, each with its price.
+"""Explains in the user's terms why nothing fits, and lists changes that would help with their predicted
+times.
 
-What was asked is a set of conditions: the pins, the prohibitions, the memory, and the stages, recomputation
-and microbatches that were allowed. Those are dropped one after the other as long as still nothing fits (a
-deletion filter, Chinneck and Dravnieks 1991): what remains cannot hold together, and every smaller set of it
-can. Then single changes are searched: dropping one of them, more microbatches, attention and sequences that
-hold less, more and more devices until something fits, a smaller and smaller batch, hardware with more memory.
-Where none helps, all conditions but the memory are dropped together, and there are more devices again.
+The request is a set of conditions: the pins, the prohibitions, the memory, and the allowed stages,
+recomputation and microbatches. They are dropped one after the other while still nothing fits (a deletion
+filter, Chinneck and Dravnieks 1991). The remaining conditions contradict each other, and every smaller set of
+them can be satisfied. Then single changes are searched: dropping one of them, more microbatches, attention
+and sequences that hold less, more and more devices until something fits, a smaller and smaller batch,
+hardware with more memory. Where none helps, all conditions but the memory are dropped together, and there are
+more devices again.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ MEMORY = "memory"
 Asked = Mapping[str, Any]
 """Arguments of `layoutopt.search`."""
 Smaller = Callable[[int], tuple[str, Model] | None]
-"""Parts of the batch -> what is changed, in words, and the model so; None if there is none."""
+"""Parts of the batch -> the change in words and the changed model; None if there is none."""
 RepairChange = tuple[str, dict[str, Any]]
 """In words, as options of `search`, and the arguments under it."""
 
@@ -56,10 +58,10 @@ class FoundRepair:
 
     Attributes:
       change: in words, as options of `search`.
-      asked: the arguments of `layoutopt.search` under it.
+      asked: the arguments of `layoutopt.search` with this change.
       limit: bytes that a device may hold there.
-      note: what is known of a smaller change.
-      parts: a step learns from 1/parts as much as was asked.
+      note: a remark about a smaller change.
+      parts: a step uses 1/parts of the requested examples.
     """
 
     change: str
@@ -125,8 +127,8 @@ def diagnose(
 
     Args:
       find: `layoutopt.search`.
-      asked: its arguments besides the model.
-      seconds: stops looking for more after so many.
+      asked: the arguments besides the model.
+      seconds: time limit of the search for repairs.
       least: bytes that no layout needs less than.
       smaller: the model with a batch of 1/parts as much.
     """

@@ -1,8 +1,8 @@
-"""The worth of the values that recomputed layers keep: the plan's step with one of them more, or less, and
-all else as it is.
+"""The value of what recomputed layers keep: the plan's step with one kept value more or less, all else
+unchanged.
 
-Each is the whole program, lowered and priced. Where several words keep the same values, the first of
-`remat_policy.words_of` is asked about.
+Each is the whole program, lowered and priced. If several words keep the same values, only the first of
+`remat_policy.words_of` is tried.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Keeping:
 
     Attributes:
       dim: that dimension.
-      change: what is other than in the plan.
-      recompute: how it is asked for; "" if nothing runs again.
+      change: the difference from the plan.
+      recompute: the text of the option; "" if nothing is recomputed.
     """
 
     dim: str

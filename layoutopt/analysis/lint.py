@@ -1,13 +1,13 @@
-"""Likely mistakes in a layout that a person wrote, and what to write instead.
+"""Likely mistakes in a layout that a person wrote, and their corrections.
 
   wasted axis        no product is split over a mesh axis: its devices all do the same work
   repeated work      some products are not split over an axis that splits others
-  indivisible        a dimension of repeated work would have to have another size to be split
-  undivided storage  variables that their stage of storage cannot split, and so are stored whole
-  repeated memory    variables and optimizer state that every device of an axis holds alike
+  indivisible        a dimension of repeated work would need another size to be split
+  undivided storage  variables that their stage of storage cannot split, so they are stored whole
+  repeated memory    variables and optimizer state that every device of an axis stores
   axis of one        a rule names an axis of one device: it splits nothing
-  no kernel          attention that no library's kernel takes works through blocks, and takes longer
-  slower             where most of the time is lost that the best layout does not take
+  no kernel          attention without a library kernel runs in blocks and is slower
+  slower             the operations with most of the time that the best layout saves
 
 A fix is a layout that was lowered and priced; it is only given if it is faster (or, for memory, leaner).
 """
@@ -43,8 +43,8 @@ class LikelyMistake:
 
     Attributes:
       kind: of the module's list.
-      message: what was found, with its size.
-      fix: what to do instead, and what it comes to; None if nothing better is known.
+      message: the finding, with its size.
+      fix: the change and its predicted effect; None if nothing better is known.
       layout: of the fix, if it is another layout.
     """
 
@@ -58,7 +58,7 @@ def lint(model: Model, evaluation: Evaluation, hardware: Hardware, options: Opti
     """The findings about a layout, the costliest kind first; none if nothing looks like a mistake.
 
     Args:
-      evaluation: the layout, lowered and priced; `options` are what it was lowered with.
+      evaluation: the lowered and predicted layout; `options` are those of lowering.
     """
     return list(_Lint(model, evaluation, hardware, options).findings())
 

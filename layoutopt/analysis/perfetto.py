@@ -1,8 +1,8 @@
-"""A step as trace viewers take it (ui.perfetto.dev, chrome://tracing): the predicted one, alone or beside
-measured ones.
+"""A step in the format of trace viewers (ui.perfetto.dev, chrome://tracing): the predicted step, alone or
+beside measured ones.
 
 JSON of Google's Trace Event Format: complete events ("X") in microseconds, each on the track of a thread.
-Times are whole nanoseconds, so that what lies in a slice stays in it.
+Times are whole nanoseconds, so that nested slices stay inside their slice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Event = Mapping[str, Any]
 PREDICTED = 1
-"""Number of the process whose tracks are the predicted step's."""
+"""Process id of the predicted step's tracks."""
 
 
 def predicted(found: Evaluation, begin: float = 0.0) -> list[Event]:

@@ -14,16 +14,16 @@ from mesh_tf_core.lower.storage import BETWEEN, SAVED, VARIABLE
 
 @dataclass(frozen=True)
 class PlacedValues:
-    """Values of one class that live alike in one phase.
+    """Values of one class that have the same placement in one phase.
 
     Attributes:
       values: the class: variable, state, gradient or saved.
       names: of the variables, or of the dimensions of the loops.
-      further: the axes that storage splits them over, beside those of the layout.
+      further: the axes over which storage splits them in addition to the layout's.
       host: they lie in the memory of the devices' hosts.
       dtype: None: their own.
       again: how they are had when they are read once more.
-      keep: of what is computed again, what is kept all the same.
+      keep: the kept values among those that are recomputed.
       bytes: that a device, or its host, holds of them between steps.
     """
 
@@ -39,7 +39,7 @@ class PlacedValues:
 
     @property
     def plain(self) -> bool:
-        """They lie on the devices as the layout says, and stay."""
+        """True if they stay on the devices with the layout's splits."""
         return not self.further and not self.host and self.dtype is None and self.again == KEEP
 
 

@@ -1,9 +1,9 @@
-"""The conditions under which the answer changes: with other bandwidth, memory or devices, and if the numbers
-that the prediction rests on are off by what their sources admit.
+"""The conditions under which the answer changes: other bandwidth, memory or devices, and errors of the
+hardware's numbers within the uncertainties of their sources.
 
-    sensitivity   a search under every changed condition: its best time and layout. What one search found is
-                  priced under the other conditions of its mesh too, and its bound holds with less of a thing:
-                  nothing is worse with more
+    sensitivity   a search under every changed condition: its best time and layout. The layout of one search
+                  is also predicted under the other conditions of its mesh, and its bound holds with less of a
+                  resource: nothing is slower with more
     robustness    the answer and its alternatives on machines drawn within the uncertainties; how often the
                   answer stays the fastest, and how much it loses where it does not
 """
@@ -36,10 +36,9 @@ from mesh_tf_core.model import Model
 FACTORS = (0.5, 1.0, 2.0)
 DRAWS, LEAST = 40, 10
 LONGEST = 1.5
-"""Layouts that take longer than so many times the answer are left out."""
+"""Layouts that take more than this many times the answer's time are left out."""
 SETTLED = 1.05
-"""Times the bound: what may be further above the best tells of a search that was stopped, not of its
-condition."""
+"""Factor of the bound: a result further above the best is due to a stopped search, not to its condition."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class SensitivityTrial:
 
     Attributes:
       value: of the factor: a multiple (bandwidth), bytes (memory) or a number (devices).
-      options: what is decided beside the layout, in short; `answer` is all of it.
+      options: the decisions besides the layout, in short; `answer` has all decisions.
       bound: seconds that no step is faster than, as far as that is known.
       given: the condition is the plan's own.
     """
@@ -94,7 +93,7 @@ def sensitivity(
     pins and replicas, which name axes, do not allow.
 
     Args:
-      told: hears every condition, in words, before it is searched.
+      told: called with every condition, in words, before its search.
     """
     from layoutopt.optimize.entry import search
 
@@ -236,7 +235,7 @@ def _alternatives(model: Model, plan: Plan) -> Iterator[tuple[str, Program]]:
 
 
 def as_details(curves: list[SensitivityCurve]) -> tuple[details.FactorCurve, ...]:
-    """As a plan's details hold them: of what is not settled that it is unknown."""
+    """The results in the form of a plan's details; conditions without a settled result are marked unknown."""
     return tuple(details.FactorCurve(factor=c.factor, points=tuple(map(_detail, c.trials))) for c in curves)
 
 

@@ -1,7 +1,7 @@
-"""The link speed at which rare synchronisation starts to pay: the ways that a search compared, as the link
-between replicas becomes faster or slower.
+"""The link speed at which rare synchronisation starts to pay: the ways that a search compared, with faster
+and slower links between replicas.
 
-Either the layouts that the search found are priced on every link, or every way is searched anew there.
+Either the layouts of the search are predicted on every link, or every way is searched again there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LINKS = {
     "slice": ("topology.network_bandwidth",),
     "network": ("topology.nic_bandwidth", "topology.node_egress"),
 }
-"""Level of a placement -> the numbers that say how fast it is."""
+"""Level of a placement -> the numbers that determine its speed."""
 
 
 def link_times(hardware: Hardware, mesh: Mesh, axis: str, times: float) -> Hardware:
@@ -49,7 +49,7 @@ def link_times(hardware: Hardware, mesh: Mesh, axis: str, times: float) -> Hardw
 
 
 def gigabits(placed: MeshPlacement, axis: str) -> float:
-    """Gbit/s between a replica and the others: of all its devices together."""
+    """Gbit/s between a replica and the others, summed over its devices."""
     return 8e-9 * placed.route((axis,)).levels[-1].rate * placed.mesh.devices / placed.mesh.size(axis)
 
 
@@ -59,11 +59,11 @@ def turning(
     hardware: Hardware,
     factors: Sequence[float] = FACTORS,
 ) -> Turning | None:
-    """The comparison of some ways on other links, the link of the fastest that synchronises rarely; None if
-    there is none beside the synchronous one.
+    """The comparison of some ways on other links, for the link of the fastest way that synchronises rarely;
+    None if there is none besides the synchronous way.
 
     Args:
-      build: the model of a way.
+      build: returns the model of a way.
     """
     rare = _rare(ways)
     if rare is None:
@@ -89,10 +89,10 @@ def searched(
     clock: Clock = UNLIMITED,
     factors: Sequence[float] = SEARCHED,
 ) -> Turning | None:
-    """The same with the best layouts on every link; ways for which there was no time are left out there.
+    """The same with the best layouts on every link; ways that ran out of time are left out there.
 
     Args:
-      asked: what else was asked of the searches.
+      asked: further arguments of the searches.
       limit: bytes that a device may hold.
     """
     from layoutopt.optimize.entry import Limits, search

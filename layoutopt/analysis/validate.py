@@ -1,9 +1,9 @@
-"""Validation: many layouts of a model run for real, their times beside the predicted ones.
+"""Validation: runs many layouts of a model and compares measured with predicted times.
 
-Layouts are the best by the search (of layouts alone: nothing recomputed, no split storage), the named ones,
-and others spread evenly over the predicted times, so that both a close race and a large difference are in
-the sample. Every layout stays ready, and they take turns, so that a disturbance of the machine hits all of
-them alike; times are medians, corrected for what other processes used (`costmodels.calibration.clock`).
+The layouts are the best by the search (without recomputation and split storage), the named ones, and others
+spread evenly over the predicted times, so that the sample has both small and large differences. Every layout
+stays loaded, and layouts run in turns, so that a disturbance of the machine affects all of them equally.
+Times are medians, corrected for the CPU time of other processes (`costmodels.calibration.clock`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CANDIDATES = 6
 
 @dataclass(frozen=True)
 class RunCandidate:
-    """A layout to run: what it is called, and its predicted seconds."""
+    """A layout to run: its name and its predicted seconds."""
 
     name: str
     layout: Layout
@@ -55,7 +55,7 @@ class ValidationRuns:
     """The options of runs by `validate`.
 
     Attributes:
-      count: how many layouts, where none are given: the best, named ones, and others.
+      count: number of layouts, if none are given: the best, named ones, and random ones.
       steps: samples of each layout, a few steps each if they are short.
       seed: of the random layouts.
       batch: the input of every step (None: zeros).
@@ -86,7 +86,7 @@ def validate(
 
     Args:
       hardware: that predicts; a calibrated profile, to mean anything.
-      layouts: those to run (None: as many as `runs` says, chosen as the module says).
+      layouts: layouts to run (None: as many as `runs` says, chosen as the module describes).
 
     Returns:
       rows (layout, predicted_seconds, measured_seconds, name, spread), mape, kendall_tau, spearman, regret,
@@ -133,7 +133,7 @@ def _chosen(
 def result(
     chosen: Sequence[RunCandidate], samples: Sequence[Sequence[TimingSample]], drift: float | None = None
 ) -> dict[str, Any]:
-    """The contract's object from what was run."""
+    """The object of `--json`, from the runs."""
     rows = [ValidationRow(str(c.layout), c.seconds, typical(s)) for c, s in zip(chosen, samples, strict=True)]
     found = summary(rows)
     for row, c, s in zip(found["rows"], chosen, samples, strict=True):
@@ -155,7 +155,7 @@ def choose(
     time.
 
     Args:
-      best: what the search finds, if that is known already.
+      best: the answer of the search, if it is known.
     """
     prices = pricer(hardware, mesh)
     if best is None:

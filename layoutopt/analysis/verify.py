@@ -1,8 +1,9 @@
-"""The real TPU compiler's program beside our prediction: collectives, peak memory, compute.
+"""Compares the program of the TPU compiler with the prediction: collectives, peak memory, compute.
 
 The compiler may merge equal collectives, let several travel as one, and write a reduce-scatter as an
-all-reduce and a slice. So collectives are compared by what they move: for every group size, the bytes that a
-device puts into sums (all-reduce and reduce-scatter together), gathers, exchanges and permutations.
+all-reduce and a slice. Collectives are therefore compared by the bytes that they move: for every group size,
+the bytes that a device contributes to sums (all-reduce and reduce-scatter together), gathers, exchanges and
+permutations.
 
 (1) compute seconds of the compiler = sum of its cycle estimates / clock (`costmodels.calibration.tpus`). It
     estimates nothing of attention in a library's kernel: that is left out on both sides
@@ -75,11 +76,11 @@ class CompilerResult:
     Attributes:
       peak_bytes: most bytes of a device that hold values at any moment; `allocated_bytes` are reserved.
       compute_seconds: by its own cycle estimates, without communication.
-      unknown_loops: loops whose iterations could not be counted (their bodies count once).
-      libraries: runs of kernels that a library wrote, of which `compute_seconds` has nothing.
+      unknown_loops: loops with an unknown number of iterations (their bodies count once).
+      libraries: number of kernel calls of a library, which `compute_seconds` lacks.
       text: the compiled HLO.
-      host_bytes: what it reserves in a host's memory for one device; `transfers`: bytes of a step from there
-        and to there.
+      host_bytes: bytes that the program reserves in a host's memory for one device; `transfers`: bytes of a
+        step from and to the host.
     """
 
     collectives: tuple[HloCollective, ...]
@@ -96,10 +97,10 @@ class CompilerResult:
 
 @dataclass(frozen=True, repr=False)
 class Verified(Shown):
-    """A program beside the compiler's version of it; `refusal` if there is none.
+    """A program and the compiler's version of it; `refusal` if the compiler refused it.
 
     Attributes:
-      compute_seconds: predicted, of what the compiler estimates.
+      compute_seconds: predicted seconds of the parts that the compiler estimates.
       evaluation: the program that was compiled, priced.
     """
 
@@ -161,12 +162,12 @@ class Verified(Shown):
 
     @property
     def same_collectives(self) -> bool:
-        """True if the compiled program moves what the program says."""
+        """True if the compiled program moves the same bytes as the program."""
         return self.compiled is not None and all(m.same for m in self.moved)
 
     def to_frame(self) -> Any:
-        """A row for every family of collectives and size of groups; of a program that the compiler refused,
-        what it was to move."""
+        """A row for every family of collectives and size of groups; for a refused program, its predicted
+        bytes."""
         if self.compiled is None:
             kinds = counted(self.predicted)
             return table([{"family": k, "group_size": size, "predicted_count": n} for k, size, n in kinds])
@@ -217,8 +218,8 @@ def verify(
 
 
 def estimated(cost: Cost, hardware: Hardware, libraries: int) -> float:
-    """Predicted compute seconds of what the compiler estimates: without the kernels of attention (but with
-    what makes their operands ready) if a library's kernels ran so often."""
+    """Predicted compute seconds of the parts that the compiler estimates: without attention kernels (but with
+    the preparation of their operands) if a library's kernels ran."""
     left_out = 0.0
     for x in cost.lines if libraries else ():
         if isinstance(x.item, Computed) and x.kind == "attention":
@@ -271,7 +272,7 @@ def moved(
 
 
 def counted(found: Iterable[HloCollective]) -> list[tuple[str, int, int]]:
-    """(kind, group size, how many in a step), sorted."""
+    """(kind, group size, number in a step), sorted."""
     counts: dict[tuple[str, int], int] = {}
     for f in found:
         if f.group_size > 1:

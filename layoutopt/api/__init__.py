@@ -1,4 +1,4 @@
-"""Public functions: a command parses, calls the one of its name, and renders what it answers."""
+"""Public functions: a command parses its options, calls the function of its name, and renders the result."""
 
 from __future__ import annotations
 

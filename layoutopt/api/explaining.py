@@ -1,4 +1,4 @@
-"""Explains a plan: the worth of each split, the limit that binds, the cost of rules and decisions, a check of
+"""Explains a plan: the value of each split, the limit that binds, the cost of rules and decisions, a check of
 the proof, and the best layouts under other conditions."""
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ CONDITIONS = 6
 SAME = 1e-9
 """Relative difference up to which two steps are the same."""
 Progress = Callable[[int, int, str], None]
-"""on_progress(searches done, of how many, what is looked at)."""
+"""on_progress(searches done, number of searches, current condition)."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ class Explained(Shown):
     Attributes:
       memory: bytes that a device may hold.
       evaluation: the plan, lowered and priced again.
-      disagreements: where that is not what the plan says.
-      limit: the best without the memory limit; None of a plan for the least memory.
+      disagreements: conditions under which the new result contradicts the plan.
+      limit: the best plan without the memory limit; None for a plan of least memory.
       splits: for every split the best where it is undone.
       pins: the best under each further pin; decisions: without each decision that was forbidden.
-      against: another layout, where one was asked for; alike: with what the plan decides beside its layout.
+      against: another layout, if one was given; alike: that layout with the plan's other decisions.
       kept: the step if loops that run again keep something else.
       conditions: with `sensitivity`; proof: with `check`.
-      turning: how ways to synchronise compare on other links.
+      turning: the comparison of ways to synchronise on other links.
     """
 
     plan: Plan
@@ -391,7 +391,7 @@ def _varied(
 
 
 def with_found(found: Explained) -> Plan:
-    """The plan with what was found out about it among its details."""
+    """Adds the results of an explanation to the plan's details."""
     ways, plan = found.plan.data.details.ways, found.plan
     if ways is not None and found.turning is not None:
         plan = plan.with_details(ways=ways.model_copy(update={"turning": found.turning}))

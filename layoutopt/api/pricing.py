@@ -260,7 +260,8 @@ def layout_of(said: Layout | str) -> Layout:
 
 
 def options_of(model: Model, options: Options | None, decided: dict[str, Any]) -> Options:
-    """The decisions beside a layout, given as `Options` or as keywords named after options of commands."""
+    """The decisions besides a layout, given as `Options` or as keywords named after the options of
+    commands."""
     if options is not None and decided:
         raise UserError(f"options= sets every decision; remove {', '.join(decided)}")
     if options is not None:

@@ -1,12 +1,13 @@
-"""Ways to synchronise replicas: which axis does so rarely, and how often; the fastest of the ways that a user
-accepts.
+"""Ways to synchronise replicas: which axis synchronises rarely, and how often; the fastest of the ways that a
+user accepts.
 
-  never            all devices meet in every step: the search on the whole mesh
-  AXIS:period=H    replicas along an axis train alone for H steps and then meet (`outer_step_context`)
-  free             never, and with H = 30 every axis between nodes or slices (all axes, where links are alike)
+  never            all devices synchronise in every step: the search on the whole mesh
+  AXIS:period=H    replicas along an axis train alone for H steps and then synchronise (`outer_step_context`)
+  free             never, and with H = 30 every axis between nodes or slices (all axes, if all links are equal)
   AXIS:...=A/B     a way for every value, as sites:period=30/100,fragments=1/4 (those that fit together)
-Every way is a search of its own, so the fastest is proven if each is. All take the same examples in a step: n
-replicas share them, and the model is that of one.
+
+Every way is a search of its own, so the fastest is proven if each is. All ways use the same examples in a
+step: n replicas share them, and the model is that of one replica.
 
 What replicas lose is a published law's, not ours: Charles et al. 2025 (2503.09799), tables 7 and 10, for H =
 30; the loss rises with H (their figure 9), so that it holds as a bound for shorter periods, and there is none
@@ -42,7 +43,7 @@ NEVER, FREE = "never", "free"
 LAW_PERIOD = 30
 """Steps between meetings that the law was fitted at."""
 BuildReplica = Callable[[int], Model]
-"""build(n) is the model of one of n replicas: that of the whole, with an n-th of the examples."""
+"""build(n) returns the model of one of n replicas: the whole model with an n-th of the examples."""
 
 
 def choose_replicas(
@@ -121,7 +122,7 @@ def _told_apart(ways: Iterable[ReplicaStrategy], whole: Model) -> Iterator[Repli
 
 
 def ways_of(said: Sequence[str], mesh: Mesh, machine: Hardware) -> Iterator[DiLoCo | None]:
-    """The different ways that texts mean; None: all devices meet in every step."""
+    """Parses texts into different ways to synchronise; None: all devices synchronise in every step."""
     found: dict[DiLoCo | None, None] = {}
     for text in said:
         if text == NEVER:
@@ -212,7 +213,7 @@ def shared(build: BuildReplica, whole: Model, count: int) -> Model:
     """The model of one of some replicas.
 
     Raises:
-      UserError: the examples do not divide, or what was built does not have its share.
+      UserError: the examples do not divide, or the built model has another share of them.
     """
     if whole.examples % count:
         raise _Unshared(f"{whole.examples} examples do not divide over {count} replicas")
@@ -226,7 +227,7 @@ def shared(build: BuildReplica, whole: Model, count: int) -> Model:
 
 
 def loss_of(parameters: int, replicas: int, rare: DiLoCo) -> float | None:
-    """By how much replicas lose, relatively, as the law says it; None for ways that it says nothing of."""
+    """The relative increase of the loss of replicas, by the law; None for ways outside the law."""
     known = rare.period <= LAW_PERIOD and _plain(rare)
     return replicas_loss(parameters, replicas) - 1 if known else None
 

@@ -107,7 +107,7 @@ def verify(priced: Plan | PricedLayout, topology: str) -> Verified:
 
 
 def model_of(plan: Plan) -> Model:
-    """The model that a plan is for, which must be at hand."""
+    """The model of a plan; it must be loaded."""
     if plan.model is None:
         raise UserError("a plan file holds no model; write load_plan(path).of(model)")
     return plan.model

@@ -1,4 +1,5 @@
-"""The command line, `layoutopt`: one module per command. Each imports what it needs when it is called."""
+"""The command line, `layoutopt`: one module per command. Each command imports its modules when it is
+called."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ def __getattr__(name: str) -> Any:
 
 
 YOUNG, OLDER = 10_000_000, (50, 1000)
-"""Objects, and collections of younger ones, between two walks of the garbage collector: a search makes many
-and drops few, and walking them again and again was a fifth of its time. The process is the command's own."""
+"""Thresholds of the garbage collector: a search creates many objects and drops few, and repeated collections
+took a fifth of its time. The process is the command's own."""
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MOST_DEVICES = 64
 """The largest mesh that one process of this machine runs in reasonable time."""
 RUN_BY = ("tensorflow", "jax")
-"""Packages of which one runs steps on a CPU."""
+"""Packages; one of them must be installed to run steps on a CPU."""
 
 
 def after_search(plan: Plan, out: Path, loaded: Loaded, settings: Sequence[str], machine: Hardware) -> str:

@@ -21,7 +21,7 @@ def command_line(context: typer.Context, changed: Mapping[str, Changed]) -> str:
     """The command that runs in `context`, ready for a shell.
 
     Args:
-      changed: option to what it has now.
+      changed: option -> its new value.
     """
     found, left = ["layoutopt", context.info_name or ""], dict(changed)
     for param in context.command.params:

@@ -1,5 +1,5 @@
-"""Options that say what a search may choose, made from the arguments of all kinds of decisions: of `search`,
-and of `size`, which searches each candidate."""
+"""Options of the choices of a search, made from the arguments of all kinds of decisions: for `search`, and
+for `size`, which searches each candidate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MaxAxesOption = Annotated[
     typer.Option("--max-axes", metavar="K", help="Search meshes of at most this many axes (with --devices)."),
 ]
 BETWEEN = ","
-"""Stands between rules and words that were given one after the other."""
+"""Separator of rules and words that were given one after the other."""
 
 
 class Allowed:

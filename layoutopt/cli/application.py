@@ -1,4 +1,4 @@
-"""The command line as typer knows it; a command is imported when it is asked for."""
+"""The command line as a typer application; commands are imported on use."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`layoutopt calibrate`: measures this machine's mesh, or asks the TPU compiler, and fits the profile to
-predict from."""
+"""`layoutopt calibrate`: measures this machine's mesh, or uses the TPU compiler, and fits the profile for
+predictions."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def for_tpu(terminal: Terminal, target: str, refresh: bool, out: Path | None) -> None:
-    """Fits, writes if asked, and shows the profile of a TPU."""
+    """Fits the profile of a TPU, shows it, and writes it if requested."""
     from costmodels.calibration.tpu import calibrate_tpu
     from costmodels.calibration.tpu_compiled import known_target, shipped_probes
     from costmodels.hardware import write_profile

@@ -1,4 +1,4 @@
-"""`explain --sensitivity`: what would be best under other conditions, as tables and for the report."""
+"""`explain --sensitivity`: the best layouts under other conditions, as tables and for the report."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def memory_table(held: MemoryProfile, most: int = HOLDINGS) -> View:
 
 
 def line_table(lines: Iterable[CostLine]) -> View:
-    """Every priced line: what runs, how often, how long, and why so long."""
+    """Every line of the prediction: what runs, how often, how long, and the formula."""
     columns = (
         Column("operation", "operation"),
         Column("phase", "phase"),

@@ -1,6 +1,6 @@
 """Options that give others their values: `--target` of `layoutopt.toml`, `--like` of a plan.
 
-A command reads them before all others and takes what they say as defaults, so what is typed counts more.
+A command reads these options first and uses their content as defaults, so typed options override them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REPLACES = {
     "devices": ("mesh", *(option.removeprefix("--") for option in listed()["axes"])),
     "hardware": ("set_hardware", "memory"),
 }
-"""Parameters that are typed -> those of which defaults then mean nothing."""
+"""Parameters -> parameters whose defaults no longer apply."""
 
 
 class Command(TyperCommand):
@@ -74,7 +74,7 @@ class OptionSource:
     """An option that gives others their values.
 
     Attributes:
-      read: reads the values for the command that is parsed, from what the option says and what others say.
+      read: computes values for the parsed command from the option and other options.
       only: the command that has it; "": all with a MODEL.
     """
 
@@ -120,7 +120,8 @@ def _made() -> dict[str, Any]:
 def of_target(ctx: typer.Context, name: str, known: Mapping[str, Any]) -> Values:
     """The options of a target that a command has.
 
-    What may be chosen is for commands that choose; a table of the command's name holds its own options.
+    Choices apply only to commands that search; a table with the command's name has options of that command
+    only.
 
     Raises:
       UserError: no such file or target, or an option that no command has.
@@ -219,7 +220,7 @@ def of_plan(ctx: typer.Context, path: str, known: Mapping[str, Any]) -> Values:
     """The options of the search that made a plan.
 
     Raises:
-      UserError: no plan; or MODEL is left out, and the plan's model is not what it was.
+      UserError: the file is not a plan; or MODEL is left out and the plan's model has changed.
     """
     from layoutopt.cli.plans import say_damage, trusted_model
     from layoutopt.plan.build import load_plan

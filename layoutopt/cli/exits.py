@@ -1,5 +1,5 @@
-"""The way out of every command: one line on stderr and the exit code, whatever happened. With `--json` the
-line is an object: {"error": what is wrong, "exit": the code}, where nothing fits with what would help.
+"""The exit of every command: one line on stderr and an exit code for every error. With `--json` the line is
+an object: {"error": message, "exit": code}; if nothing fits, it also has the repairs.
 
 0 done, 2 the user's input is wrong, 3 proven infeasible, 4 stopped at a limit with nothing found,
 5 a process of several was lost, 130 ended by Ctrl-C, 143 by SIGTERM and 129 by SIGHUP, after saving.
@@ -27,7 +27,7 @@ _LONG = re.compile(rf"\S{{{LONGEST},}}")
 
 @contextlib.contextmanager
 def handled(words: Sequence[str]) -> Iterator[None]:
-    """Makes one line and an exit code of what goes wrong within.
+    """Turns errors inside the block into one line and an exit code.
 
     Args:
       words: the command line.
@@ -51,13 +51,13 @@ def handled(words: Sequence[str]) -> Iterator[None]:
 
 
 def fail(message: str, code: int, as_json: bool, more: Mapping[str, Any] = NOTHING) -> NoReturn:
-    """Says what was wrong and ends the process."""
+    """Prints the error and ends the process."""
     tell(message, code, as_json, more)
     sys.exit(code)
 
 
 def tell(message: str, code: int, as_json: bool, more: Mapping[str, Any] = NOTHING) -> None:
-    """Says what was wrong, as every command does; `more` is for programs alone."""
+    """Prints an error in the form of all commands; `more` is for programs only."""
     line = _LONG.sub(_shortened, " ".join(message.split()))
     told = json.dumps({"error": line, "exit": code, **more}) if as_json else f"error: {clean(line)}"
     with contextlib.suppress(OSError):  # the code says it too

@@ -1,4 +1,4 @@
-"""`layoutopt explain`: why this layout, what binds it, and what another one would cost."""
+"""`layoutopt explain`: the reasons of a layout, its binding limit, and the cost of other layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows what `explain` found: the answer, what binds it, and tables of what its decisions are worth."""
+"""Shows the result of `explain`: the answer, its binding limit, and tables of the value of its decisions."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def kept_table(evaluation: Evaluation, fits: Fits, found: list[Keeping]) -> View
 
 
 def placement_table(found: Sequence[PlacedValues]) -> View:
-    """The table of where values live, but for those that are on the devices as the layout says, and stay."""
+    """The table of placements, except values that stay on the devices with the layout's splits."""
     columns = (
         Column("values", "values", short=True),
         Column("phase", "phase", short=True),

@@ -26,7 +26,7 @@ EXAMPLES = examples(
 
 
 class Library(StrEnum):
-    """Whose form is written."""
+    """The library whose form is written."""
 
     MESH_TENSORFLOW = "mesh-tensorflow"
     DTENSOR = "dtensor"
@@ -121,7 +121,7 @@ def _write_step(terminal: Terminal, plan: Plan, path: Path, model: str | None, o
 
 
 def check_stages(plan: Plan) -> None:
-    """Raises UserError where the stages that a plan file names are not those of its layout."""
+    """Raises UserError if the stages in a plan file differ from those of its layout."""
     from mesh_tf_core.errors import UserError
 
     for dim, number in plan.data.pipeline.items():
@@ -134,8 +134,7 @@ def check_stages(plan: Plan) -> None:
 
 
 def recorded(plan: Plan, to: str) -> tuple[tuple[ExportedTensor, ...], tuple[ExportedTensor, ...]] | None:
-    """The variables and the inputs, as far as a form needs them and the plan says them; None if it does
-    not."""
+    """The variables and the inputs that a form needs, from the plan; None if the plan lacks them."""
     from layoutopt.plan.export import FORMATS
     from layoutopt.plan.exported import ExportedTensor
     from mesh_tf_core.errors import UserError

@@ -1,7 +1,7 @@
 """`layoutopt generate`: texts from a checkpoint, under any layout.
 
-The model file says how: `generate(**hparams)` builds the decoding model, `encode(text)` gives what is fed for
-a prompt, input by input as token ids, and `decode(tokens)` the text of the ids that follow.
+The model file defines three functions: `generate(**hparams)` builds the decoding model, `encode(text)`
+returns the token ids of each input for a prompt, and `decode(tokens)` returns the text of generated ids.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads one layout off the command line: the mesh, the layout, and the decisions beside them."""
+"""Reads one layout from the command line: the mesh, the layout, and the other decisions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ByHand:
-    """Decisions beside the mesh and the layout, by the parameters of the kinds' options; none by default."""
+    """Decisions besides the mesh and the layout, by the parameters of the kinds' options; none by default."""
 
     def __bool__(self) -> bool:
         return bool(self.texts)
@@ -30,7 +30,7 @@ class ByHand:
         """Reads them with the mesh and the layout; a plan file gives all of them.
 
         Args:
-          plan: what lies in the plan file, if that was read already.
+          plan: content of the plan file, if it was read already.
 
         Raises:
           UserError: no mesh, a malformed mesh or layout, a plan of another model or mesh.
@@ -51,7 +51,7 @@ class ByHand:
 
     @property
     def texts(self) -> dict[str, list[str]]:
-        """Option -> what it was given, of those that were."""
+        """Option -> its value, for options that were given."""
         given = {o.name: getattr(self, o.parameter) for o in listed()["by_hand"]}
         return {
             name: said if isinstance(said, list) else [said]
@@ -79,7 +79,7 @@ class GivenOptions:
     plan: Plan | None = None
 
     def priced(self, loaded: Loaded, machine: Hardware) -> Evaluation:
-        """The model lowered so, and what it costs."""
+        """Lowers the model with these options and predicts its cost."""
         from layoutopt.optimize.evaluator import evaluate
 
         return evaluate(loaded.model, self.mesh, self.layout, machine, self.options)

@@ -1,4 +1,4 @@
-"""The commands as one group: its help, and its way out (`exits`)."""
+"""The commands as one group: its help and its exit (`exits`)."""
 
 from __future__ import annotations
 

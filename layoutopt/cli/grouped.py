@@ -1,4 +1,4 @@
-"""Options that several commands share as one parameter: a dataclass, whose fields are the options."""
+"""Options that several commands share as one parameter: a dataclass whose fields are the options."""
 
 from __future__ import annotations
 

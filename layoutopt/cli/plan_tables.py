@@ -45,7 +45,7 @@ def show_plan(terminal: Terminal, plan: Plan, limit: int, machine: Hardware) -> 
 
 
 def summary(plan: Plan, fits: Fits, limit: int, behind: str) -> list[tuple[str, str]]:
-    """Names and values of the answer; `behind`: what stands behind its numbers."""
+    """Names and values of the answer; `behind`: the source of its numbers."""
     info, p = plan.data.model, plan.predicted
     peak = p.peak_memory_bytes
     return [
@@ -64,7 +64,7 @@ def summary(plan: Plan, fits: Fits, limit: int, behind: str) -> list[tuple[str, 
 
 
 def verdicts(plan: Plan, fits: Fits) -> dict[str, str]:
-    """The colours of what is proven and of whether it fits."""
+    """The colours of proven and feasible results."""
     memory = FITS[fits(plan.predicted.peak_memory_bytes)]
     return {"proof": GOOD if plan.solver.proven else DOUBT, "memory": memory}
 
@@ -75,8 +75,8 @@ def proof(plan: Plan) -> str:
 
 
 def decided_rows(said: Decided, model: Model | None) -> list[tuple[str, str]]:
-    """The rows of decisions beside the layout, and of variables that are stored as the layout says where
-    others are not."""
+    """Rows of the decisions besides the layout, and of variables that keep the layout's storage although
+    others do not."""
     from layoutopt.space.undivided import few
 
     found = said.listed()
@@ -88,17 +88,17 @@ def decided_rows(said: Decided, model: Model | None) -> list[tuple[str, str]]:
 
 
 def rules_text(layout: Mapping[str, Sequence[str]]) -> str:
-    """A layout as `--layout` takes it, with room to break the line; says so if nothing is split."""
+    """A layout in the form of `--layout`, with spaces for line breaks; a note if nothing is split."""
     return layout_text(layout).replace(";", "; ") or "nothing is split"
 
 
 def alternatives_table(plan: Plan, fits: Fits = lambda peak: "yes") -> View:
-    """The answer and every alternative on the same numbers, the best by what was asked for first."""
+    """The answer and every alternative with the same numbers, the best by the objective first."""
     return layouts(plan.data, _fits(fits), ANSWER, plan.question.objective == Objective.MEMORY)
 
 
 def frontier_table(plan: PlanFile, fits: Fits = lambda peak: "yes") -> View:
-    """Time against memory: what every byte less costs."""
+    """Time against memory: the cost of less memory."""
     return frontier(plan, _fits(fits))
 
 

@@ -51,11 +51,12 @@ def open_plan(path: Path, model: str | None, on_damage: Told | None = None) -> P
     """A plan file with its model, built with the plan's hyperparameters.
 
     Args:
-      model: what `--model` says; None: the file that the plan was made from, if that is still what it was.
+      model: value of `--model`; None: the file that the plan was made from, if it is unchanged.
       on_damage: as in `load_plan`.
 
     Raises:
-      UserError: no such plan, no such model, one that nobody but the plan names, or one that has changed.
+      UserError: the plan or the model does not exist, only the plan names the model, or the model has
+        changed.
     """
     from layoutopt.plan.build import load_plan
 
@@ -116,7 +117,7 @@ def is_plan(layout: str | None) -> bool:
 
 
 def say_damage(text: str) -> None:
-    """A warning on stderr: of what is wrong with a plan that can be used all the same."""
+    """Warns on stderr about a fault of a plan that can still be used."""
     typer.echo(f"warning: {text}", err=True)
 
 

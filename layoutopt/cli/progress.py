@@ -1,4 +1,4 @@
-"""Moving displays on stderr: what a search knows so far, how far a run of steps has come."""
+"""Moving displays on stderr: the state of a search, the progress of a run of steps."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 EVERY = 10.0
 """Seconds between two lines where nothing moves."""
 ENOUGH = 3
-"""Steps after the first of which the mean says how long the others take."""
+"""Number of steps after the first whose mean predicts the time of the remaining steps."""
 
 
 class Display(contextlib.AbstractContextManager["Display"]):
     """A rich progress display on a terminal, which leaves nothing behind; elsewhere a line now and then.
 
     Args:
-      lines: say these lines; else the command has its own.
+      lines: print these lines; None: the command prints its own.
     """
 
     def __init__(self, terminal: Terminal, *columns: Any, lines: bool = True) -> None:
@@ -76,7 +76,7 @@ class Bounds(Display):
         self.task = self.progress.add_task(what, total=None)
 
     def update(self, best: float, bound: float) -> None:
-        """Shows better numbers; infinite ones are not known yet."""
+        """Shows better numbers; infinite ones are unknown."""
         self._show(self.what, best, bound)
 
     def show(self, now: SearchStatus) -> None:
@@ -102,10 +102,10 @@ def bounds_text(best: float, bound: float, shown: Callable[[float], str]) -> str
 
 
 class StepProgress(Display):
-    """Steps done of a known number, with a line of numbers beside the bar.
+    """Steps done of a known total, with a line of numbers beside the bar.
 
     Args:
-      left: also about how long the others take, by those that were done since the first one was.
+      left: also show the time of the remaining steps, predicted from the steps after the first.
       lines: of `Display`.
     """
 
@@ -129,7 +129,7 @@ class StepProgress(Display):
         return ", ".join(filter(None, (f"{task.description} {count}", str(task.fields["facts"]))))
 
     def update(self, done: int, facts: str = "", total: int | None = None) -> None:
-        """`facts`: what else is known after that step; `total`: a better number of steps."""
+        """`facts`: further numbers after that step; `total`: a better number of steps."""
         assert self.task is not None
         self.total = total or self.total
         facts = ", ".join(filter(None, (facts, self._left(done, time.monotonic()))))

@@ -24,7 +24,7 @@ def repairs_of(found: Diagnosis, asked: Mapping[str, Any], context: typer.Contex
     """The repairs as plans list them.
 
     Args:
-      asked: the arguments of the search that found nothing.
+      asked: the arguments of the failed search.
       context: of the command that was typed.
     """
     from layoutopt.plan.build import axes_of
@@ -84,7 +84,7 @@ def settings_with(given: Sequence[str], change: str) -> tuple[str, ...]:
 
 
 def show_repairs(terminal: Terminal, repairs: Sequence[Repair]) -> None:
-    """Prints repairs, the fastest first, then the commands, each on a line of its own."""
+    """Prints repairs, the fastest first, then one command per line."""
     if not repairs:
         return
     from reports.views.layouts import repairs as view

@@ -40,11 +40,11 @@ STARTING = {
 
 @dataclass
 class Session:
-    """One command that runs a model: what it says, on which engine, and the processes that run it together.
+    """A command that runs a model: its messages, its engine, and the processes that run it together.
 
     Attributes:
-      cluster: the processes, which have met; None for this one alone.
-      plan: what lies in the plan file, if `load` had to read it.
+      cluster: the connected processes; None for a single process.
+      plan: content of the plan file, if `load` read it.
     """
 
     terminal: Terminal
@@ -55,8 +55,8 @@ class Session:
     def load(
         self, source: str, settings: Sequence[str] | None, mesh: str | None, layout: str | None = None
     ) -> Loaded:
-        """The model of a file. JAX's devices come first, if the options name a mesh: the file may use JAX,
-        which keeps the devices that it starts with."""
+        """The model of a file. JAX's devices are set up first if the options name a mesh, because the file
+        may use JAX, whose devices are fixed at its start."""
         from layoutopt.models.loading import load_model
         from layoutopt.plan.build import load_plan
         from mesh_tf_core.engines import chosen
@@ -71,7 +71,8 @@ class Session:
             return load_model(source, settings or ())
 
     def start(self, count: int) -> None:
-        """Makes this process's devices, before a library is used for anything else; meets the others."""
+        """Sets up this process's devices before another library uses JAX, and connects to the other
+        processes."""
         from mesh_tf_core.engines import chosen, prepare, running
 
         cluster, terminal, kind = self.cluster, self.terminal, chosen(self.engine, self.cluster)
@@ -110,7 +111,7 @@ class Session:
 
     @property
     def where(self) -> str:
-        """Whose devices a mesh has, in words."""
+        """The owner of a mesh's devices, in words."""
         count = 1 if self.cluster is None else self.cluster.processes
         return "this machine" if count == 1 else f"{count} processes"
 
@@ -131,8 +132,8 @@ def runs_on(session: Session, machine: Hardware) -> bool:
 def machine_of_run(
     session: Session, given: GivenOptions, hardware: str | None, settings: Sequence[str] | None
 ) -> Hardware:
-    """The machine that a run is predicted for: the one that is named; else the plan's own, if the run is on
-    such devices; else that of this run's devices."""
+    """The hardware that predicts a run: the named one; else the plan's own, if the run uses such devices;
+    else that of this run's devices."""
     from mesh_tf_core.errors import UserError
 
     if hardware is None and given.plan is not None:
@@ -161,8 +162,8 @@ def machine_here(session: Session, hardware: str | None, settings: Sequence[str]
 
 
 def restored(terminal: Terminal, trainer: Trainer, checkpoint: Path, step: int | None = None) -> bool:
-    """Takes the newest whole checkpoint of a directory, if it has one, or that of a step, and says which were
-    passed over or set aside."""
+    """Restores the newest whole checkpoint of a directory, or that of a given step, and reports the skipped
+    ones."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = trainer.restore(checkpoint, step)
@@ -173,7 +174,7 @@ def restored(terminal: Terminal, trainer: Trainer, checkpoint: Path, step: int |
 
 @contextlib.contextmanager
 def warnings_said(terminal: Terminal) -> Iterator[None]:
-    """Says what is wrong with checkpoints in one line each, once."""
+    """Prints each fault of checkpoints once, in one line."""
     from mesh_tf_core.training.checkpoint import CheckpointWarning
 
     with warnings.catch_warnings():
@@ -203,7 +204,7 @@ def _keep_compiled() -> None:
 
 @contextlib.contextmanager
 def kept(terminal: Terminal, partial: Path | None) -> Iterator[None]:
-    """Says at an interruption where the results so far are, if there are any."""
+    """After an interruption, prints where the results are stored, if there are any."""
     try:
         yield
     except KeyboardInterrupt:
@@ -216,7 +217,8 @@ def kept(terminal: Terminal, partial: Path | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hushed() -> Iterator[None]:
-    """Keeps what TensorFlow's libraries write to stderr while they start; shows it if starting fails."""
+    """Holds back the output of TensorFlow's libraries to stderr while they start; shows it if starting
+    fails."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     sys.stderr.flush()
     saved = os.dup(2)
@@ -258,7 +260,7 @@ def timed_steps(
     Args:
       fed: batches, one a step, from the first one again when they are through.
       warm_up: steps before, not timed and forgotten: the first one compiles.
-      on_step: hears the number of steps done and the seconds of a timed one.
+      on_step: called with the number of steps done and the seconds of a timed step.
     """
     seconds, losses = [], []
     for n in range(warm_up):
@@ -302,8 +304,7 @@ def _zeros(model: Model) -> Iterator[dict[str, Any]]:
 
 
 def items_of(model: Model, given: GivenOptions) -> tuple[int, str]:
-    """The number of things that a step learns from, and what they are: tokens where the model names them, or
-    else examples."""
+    """The number and the kind of the items of a step: tokens if the model names them, else examples."""
     tokens = model.tokens
     count, name = (model.examples, "examples") if tokens is None else (tokens, "tokens")
     diloco = given.options.diloco

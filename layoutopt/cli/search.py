@@ -1,4 +1,4 @@
-"""`layoutopt search`: the best layout, its proof, and what else there is."""
+"""`layoutopt search`: the best layout, its proof, and its alternatives."""
 
 from __future__ import annotations
 

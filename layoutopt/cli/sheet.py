@@ -1,5 +1,6 @@
-"""Views on terminals. No word is broken: where there is no room for that, columns of less worth leave; then
-what a row is about stands on a line of its own over its cells; else every row is a block of names and values.
+"""Views on terminals. No word is broken. If there is no room, less important columns are dropped; then the
+subject of a row is printed on its own line above the cells; then every row becomes a block of names and
+values.
 """
 
 from __future__ import annotations

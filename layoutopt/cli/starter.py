@@ -24,7 +24,7 @@ def model(
     classes: int = 8,
     learning_rate: float = 0.003,
 ) -> mtf.Model:
-    """Two dense layers that tell `classes` kinds of points apart."""
+    """Two dense layers that classify points into `classes` kinds."""
     g = mtf.Graph("two_layers")
 
     # A dimension is a name and a size. The layout will say which of them are split over which mesh axes.

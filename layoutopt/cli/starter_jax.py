@@ -21,7 +21,7 @@ import mesh_tf_core as mtf
 # Your own function: of parameters and a batch to a scalar. It is traced once and not changed; Flax, Equinox
 # and Haiku models are called here as anywhere else.
 def loss(params: Any, batch: Any) -> Any:
-    """Two dense layers that tell kinds of points apart."""
+    """Two dense layers that classify points."""
     y = jax.nn.relu(batch["x"] @ params["first"]["weight"] + params["first"]["bias"])
     log = jax.nn.log_softmax(y @ params["second"]["weight"])
     return -jnp.take_along_axis(log, batch["label"][:, None], axis=-1).mean()

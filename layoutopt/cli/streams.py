@@ -31,7 +31,7 @@ PLAIN = {
     "”": '"',
     "’": "'",
 }
-"""Characters of ours in ASCII."""
+"""Replacements of special characters in ASCII."""
 HANDLER = "layoutopt.plain"
 
 
@@ -78,7 +78,7 @@ def has_unicode(stream: IO[str]) -> bool:
 
 
 def let_go(stream: IO[str]) -> None:
-    """Drops what a stream could not write, and all that follows."""
+    """Drops the text that a stream could not write, and all later text."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -1,4 +1,4 @@
-"""Streams of output: results to stdout, progress and messages to stderr, one JSON object when asked.
+"""Streams of output: results to stdout, progress and messages to stderr, one JSON object with `--json`.
 
 Colour and width follow the terminal; in a pipe there is no colour, nothing is cut off and no line ends in
 spaces. rich obeys NO_COLOR.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 240
 GOOD, DOUBT, BAD = "bold green", "bold yellow", "bold red"
 FITS = {"yes": GOOD, "barely": DOUBT, "no": BAD}
-"""Colours of what `layoutopt.plan.known.Known.fits` says."""
+"""Colours of `layoutopt.plan.known.Known.fits`."""
 """Colours of verdicts, which the words say too."""
 PLAIN: Mapping[str, str] = {}
 
@@ -46,7 +46,7 @@ class Terminal:
     Args:
       as_json: print one JSON object and nothing else on stdout.
       quiet: no progress and no messages on stderr.
-      shown: False: another process of the job says all that there is to say.
+      shown: False if another process of the job prints the output.
     """
 
     def __init__(self, as_json: bool = False, quiet: bool = False, shown: bool = True) -> None:
@@ -67,8 +67,8 @@ class Terminal:
 
     @contextlib.contextmanager
     def waiting(self, what: str, said: bool = False) -> Iterator[None]:
-        """Says on a terminal that something takes a moment, as long as it does; elsewhere, if it is to be
-        `said`, in a line."""
+        """Shows a message on a terminal while something takes time; elsewhere prints it as one line if it is
+        to be `said`."""
         if not self.live:
             if said:
                 self.say(what)
@@ -99,8 +99,8 @@ class Terminal:
 
     @contextlib.contextmanager
     def saved(self, out: Path | None, save: Callable[[Path], object], what: str) -> Iterator[bool]:
-        """Writes a file, if one is asked for, before what is shown within, whose reader may leave; that it
-        cannot be written is raised once all of that is shown. Gives whether it was written."""
+        """Writes a requested file before the output inside the block, whose reader may leave; a failure is
+        raised after the output. Gives whether it was written."""
         from mesh_tf_core.errors import UserError
 
         failed, out = None, out if self.shown else None

@@ -1,4 +1,4 @@
-"""`--trace DIR`: steps recorded while they run, beside the predicted one."""
+"""`--trace DIR`: records steps while they run, beside the predicted step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Trace:
     """The steps of one run that are recorded; nothing where no directory is named.
 
     Args:
-      directory: of `--trace`; of several processes each has a folder of its own in it.
+      directory: value of `--trace`; each of several processes has its own folder in it.
 
     Raises:
       UserError: the engine records nothing, or the directory cannot be made.
@@ -58,7 +58,7 @@ class Trace:
         """Begins or ends the recording, if it is time.
 
         Args:
-          done: steps since the run began; `of`: how many it has.
+          done: steps since the run began; `of`: total number of steps.
         """
         first = min(WARM, of - 1)
         if self._place is not None and not self._begun and first <= done < of:
@@ -83,7 +83,7 @@ class Trace:
         self._open.enter_context(recording(self._place))
 
     def end(self, found: Evaluation) -> None:
-        """Writes what was recorded, if anything was, with the predicted step beside its first one."""
+        """Writes the recorded steps, if there are any, with the predicted step beside the first."""
         from layoutopt.analysis.perfetto import measured, predicted, written
         from mesh_tf_core.engines.jax.profile import recorded
         from mesh_tf_core.files import write_file

@@ -1,4 +1,4 @@
-"""The options `--tokens` and `--price`: what training with a layout takes and costs."""
+"""The options `--tokens` and `--price`: days and cost of training with a layout."""
 
 from __future__ import annotations
 

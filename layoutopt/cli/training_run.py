@@ -1,4 +1,4 @@
-"""One run of `layoutopt train`: its steps and what is said of them, how it ends, and its results."""
+"""One run of `layoutopt train`: its steps, its messages, its end and its results."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 LINES = 10
 """Messages of progress where there is no terminal to draw a bar on."""
 PACE = 100
-"""Steps of which the median says how fast the training goes now."""
+"""Number of steps whose median is the current speed of the training."""
 
 
 @dataclass
 class TrainingRun:
-    """One training run and what is known about it."""
+    """One training run and its state."""
 
     session: Session
     loaded: Loaded
@@ -82,7 +82,7 @@ class TrainingRun:
     # -- running ---------------------------------------------------------------------------------------------
 
     def train(self, every: int, held_out: int, evaluate_every: int, meet: Decoupled | None = None) -> None:
-        """Trains; a signal ends it after the step that runs, and what was learned is saved."""
+        """Trains; a signal ends the run after the current step and saves the progress."""
         for each in self.evaluation.undivided:
             self.terminal.say(f"note: {each}")
         trainer = self.trainer = self.session.trainer(self.loaded, self.given, self.checkpoint_mode)
@@ -162,7 +162,7 @@ class TrainingRun:
             trainer.save(checkpoint)
 
     def stopped(self) -> str:
-        """Where the training was interrupted, and what of it is kept."""
+        """The step at which training was interrupted, and what was saved."""
         from mesh_tf_core.training.checkpoint import listed
 
         trainer, checkpoint = self.trainer, self.checkpoint
@@ -181,7 +181,7 @@ class TrainingRun:
         return f"{text}, saved in {checkpoint}; the same command goes on from there"
 
     def evaluate(self, count: int) -> None:
-        """The loss on data that was not trained on, beside what simpler models reach."""
+        """The loss on held-out data, beside the losses of simpler models."""
         if found := self.evaluations.get(self.steps):  # of these variables already
             self.held_out = found
         elif count:

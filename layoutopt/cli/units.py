@@ -1,4 +1,4 @@
-"""Amounts as users write them: of memory, and of other things."""
+"""Amounts in users' notation, of memory and of other quantities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`layoutopt validate`: many layouts run for real, their times beside the predicted ones."""
+"""`layoutopt validate`: runs many layouts and compares their times with the predicted ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ EXAMPLES = examples(
 )
 
 MOST = 1000
-"""Layouts that are run: each takes an engine of its own."""
+"""Number of layouts to run; each needs an engine of its own."""
 
 
 @grouped

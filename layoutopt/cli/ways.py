@@ -1,4 +1,4 @@
-"""Ways to synchronise on the command line: `search --diloco` with several, and `explain` of what it found."""
+"""Ways to synchronise on the command line: `search --diloco` with several, and `explain` of the result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ AcceptLossOption = Annotated[
 
 
 class ReplicaModel:
-    """The model of one of n replicas, as `choose_replicas` asks for it, built of a file anew.
+    """The model of one of n replicas, built again from a file, as `choose_replicas` requires.
 
     Attributes:
       loaded: by n.
@@ -64,7 +64,7 @@ class ReplicaModel:
 
 
 def is_choice(ways: Sequence[str]) -> bool:
-    """True if ways are to be compared: one way that meets rarely is searched as it is."""
+    """True if several ways are to be compared; a single way is searched directly."""
     return len(ways) > 1 or any(way in ("never", "free") or "/" in way for way in ways)
 
 
@@ -100,10 +100,10 @@ def show_ways(terminal: Terminal, plan: Plan) -> None:
 
 
 def compared_on_links(terminal: Terminal, found: Planned, clock: Clock, anew: bool) -> Turning | None:
-    """How the ways of a plan's search compare on other links.
+    """The comparison of a plan's ways on other links.
 
     Args:
-      anew: every way is searched again on each.
+      anew: search every way again on each link.
     """
     from layoutopt.analysis.turning import searched, turning
     from layoutopt.models.loading import load_model

@@ -2,8 +2,7 @@
 
     python -m layoutopt.cli.worker LEASH train MODEL ...
 
-LEASH is a pipe whose other end only the launcher holds: it reads as ended when the launcher is gone, however
-it went.
+LEASH is a pipe whose other end only the launcher holds; it is closed when the launcher ends for any reason.
 """
 
 from __future__ import annotations

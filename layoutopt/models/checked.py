@@ -1,11 +1,10 @@
-"""Imports while a model runs that nobody but a plan names: local files from the text that was checked, or not
-at all.
+"""Imports while a model runs that only a plan names: local files run from the checked text, or not at all.
 
-Between checking a file and running it, Python would read it again, or take something else in its place: a
-.pyc of `__pycache__` that is not compared with it, an extension module or a package of the same name, what
-stands before an installed module that is imported later. So from `only` to `leave` Python's own finders are
-asked what they would load. What is installed they load; of what is local, a .py file that was checked is
-compiled from its text, and nothing else is loaded.
+Between the check of a file and its import, Python would read it again or load something else instead: a stale
+.pyc of `__pycache__`, an extension module or a package of the same name, or a local file that hides an
+installed module. From `only` to `leave` this finder therefore asks Python's own finders which file they would
+load. Installed files are loaded by them. A local .py file that was checked is compiled from its text, and no
+other local file is loaded.
 """
 
 from __future__ import annotations
@@ -70,10 +69,10 @@ _checked = _Checked()
 
 
 def only(source: str, texts: Mapping[Path, bytes]) -> None:
-    """From now on, of what is local to a model file (and to others that were named so), only these run.
+    """Restricts imports: of the files local to this model file (and to earlier ones), only these may run.
 
     Args:
-      source: the model; texts: what `recorded.trusted` gives for it.
+      source: the model; texts: the result of `recorded.trusted` for it.
     """
     named = file_and_function(source)
     assert named is not None
@@ -85,7 +84,7 @@ def only(source: str, texts: Mapping[Path, bytes]) -> None:
 
 
 def leave() -> None:
-    """Ends what `only` began: a user names what runs."""
+    """Ends the restriction of `only`, because a user names the files that run."""
     if _checked in sys.meta_path:
         sys.meta_path.remove(_checked)
     _checked.folders, _checked.texts = [], {}

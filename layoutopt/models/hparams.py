@@ -23,7 +23,7 @@ class Default:
 
     @property
     def kind(self) -> str:
-        """bool, int, float, str, or "any" for a default that says no type."""
+        """bool, int, float, str, or "any" for a default without a type."""
         for kind in (bool, int, float, str):
             if type(self.value) is kind and self.given:
                 return kind.__name__
@@ -73,7 +73,8 @@ def defaults_of(function: Callable[..., Any], source: str) -> Defaults:
 
 
 def parse_settings(settings: Sequence[str], defaults: Defaults, source: str) -> dict[str, Any]:
-    """Values of texts `name=value`; each is read by the type of the name's default, or as what it looks like.
+    """Parses texts `name=value`; the type of the name's default, or else the form of the text, decides the
+    type.
 
     Raises:
       UserError: not `name=value`, an unknown name, or a value of another type.

@@ -1,11 +1,11 @@
-"""Model files: from what a user types after `layoutopt search` to a built model and its batches.
+"""Model files: from MODEL as a user types it to a built model and its batches.
 
     path/to/file.py            the function `model` of a file
     path/to/file.py:function   another one
     package.module:function    of an installed module (or one below the working directory)
     path/to/config.json        the model of a Hugging Face configuration
 
-A .py file may import its neighbours. Everything that goes wrong in it is told as one line, with the line's
+A .py file may import its neighbours. Every error in a model file is reported as one line with the line's
 number.
 """
 
@@ -40,9 +40,9 @@ class Loaded:
     """A model as its file builds it.
 
     Attributes:
-      source: what the user typed.
+      source: MODEL as the user typed it.
       hparams: every hyperparameter that `model` was called with.
-      imported: files of the modules that were imported meanwhile.
+      imported: files of the modules that were imported while loading.
     """
 
     model: Model
@@ -151,9 +151,9 @@ _END = object()
 class Batches(Iterator[dict[str, Any]]):
     """The batches that the function `data` of a model file yields, from a position that can be saved.
 
-    The place is the number of batches taken since `data` was called, and what its iterator tells about itself
-    if it has `get_state()` and `set_state(state)`, as those of the library Grain have. Without these, batches
-    are skipped.
+    The position is the number of batches taken since `data` was called. If the iterator has `get_state()` and
+    `set_state(state)`, as those of the library Grain have, its state is part of the position. Without these,
+    batches are skipped.
     """
 
     def __init__(self, loaded: Loaded, split: str, rows: Any, endless: bool) -> None:
@@ -184,7 +184,7 @@ class Batches(Iterator[dict[str, Any]]):
             return {"batches": self._count, "inner": position(self._made)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a place that `get_state` told."""
+        """Moves to a position that `get_state` returned."""
         from mesh_tf_core.training.prefetch import position
 
         self._open()
@@ -244,7 +244,7 @@ def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) ->
 
 
 def hyperparameters(source: str) -> Defaults:
-    """Those of the model that `source` names, which is not built.
+    """Hyperparameters of the model that `source` names; the model is not built.
 
     Raises:
       UserError: no such file or function, or a file that raises.

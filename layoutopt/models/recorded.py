@@ -1,13 +1,14 @@
-"""The files that a model is made of: what a plan records of them, and whether they are the same today.
+"""The files of a model: the record of them in a plan, and whether they are unchanged.
 
-A plan is data, and running a model file runs code. So a plan never decides what runs: its own word for the
-model is taken only for a .py file, or a configuration, below the current folder which, with every local file
-that it imports, still has the SHA-256 that the plan records. All of this is read, and nothing run, before
-that is known.
+A plan is data, and running a model file runs code. A plan therefore never decides which code runs. Its own
+name of the model is used only for a .py file, or a configuration, below the current folder, and only if this
+file and every local file that it imports still have the SHA-256 that the plan records. All of this is read,
+and nothing run, before that is known.
 
-Local is what lies below the folders that a model file imports from: its own, that of its package, and the
-current one. Imports are found in the text of the files, at any depth; `loaded` adds those that a running
-model found otherwise. Data that a model file reads, or runs by itself (`exec`), is not looked at.
+A local file lies below one of the folders that a model file imports from: its own, that of its package, and
+the current folder. Imports are found in the text of the files, at any depth; `loaded` adds those that a
+running model found otherwise. Data that a model file reads, and code that it runs itself (`exec`), are not
+checked.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def trusted(source: str, recorded: Hashes) -> dict[Path, bytes]:
     """The texts of the model that a plan names, each at its place, if they may be run.
 
     Args:
-      source: what the user typed as MODEL when the plan was made.
+      source: MODEL as the user typed it when the plan was made.
 
     Raises:
       UserError: it may not, and why.
@@ -172,7 +173,7 @@ def is_local(file: Path, folders: Iterable[Path]) -> bool:
 
 
 def place_of(file: Path) -> Path:
-    """The real path of a file, by whatever path it is named; a link is a file of its own."""
+    """The real path of a file under any of its names; a link is a file of its own."""
     return Path(os.path.realpath(file.parent), file.name)
 
 

@@ -1,7 +1,7 @@
 """The examples that come with the package: their names, and the files that each needs.
 
-An example imports its helpers as `examples.text`; written into a folder `examples`, it runs as it is, and so
-do the command lines of the documentation.
+An example imports its helpers as `examples.text`. In a folder `examples` it runs without changes, and so do
+the command lines of the documentation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def names() -> list[str]:
 
 
 def files(name: str) -> list[Path]:
-    """An example and what it imports of the others, the example first.
+    """An example and the example files that it imports, the example first.
 
     Raises:
       UserError: there is no such example.

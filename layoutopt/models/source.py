@@ -1,4 +1,4 @@
-"""The Python module that a model comes from: a file, whose neighbours it may import, or an installed one."""
+"""The Python module of a model: a file, which may import its neighbours, or an installed module."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _search_path(folder: Path) -> None:
 
 @contextlib.contextmanager
 def user_errors(what: str, module: ModuleType | None, path: Path | None = None) -> Iterator[None]:
-    """Turns whatever the user's code raises into one line; what it prints goes to stderr."""
+    """Turns every exception of the user's code into one line; prints of the code go to stderr."""
     file = str(path or getattr(module, "__file__", None) or "")
     try:
         with contextlib.redirect_stdout(sys.stderr):

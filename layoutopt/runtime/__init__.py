@@ -1,1 +1,2 @@
-"""The environment of a command: its clock, its signals, processes of its own, and jobs of several."""
+"""The environment of a command: its clock, its signals, its child processes, and jobs of several
+processes."""

@@ -1,9 +1,9 @@
-"""Time that several pieces of work share, and the end of what does not look at the clock.
+"""Time that several pieces of work share, and the end of work that does not check the clock.
 
-Whoever can stop at a good place asks the clock (`over`, `left`). Whoever cannot is ended where it is, by an
-exception that Python raises in its thread, as Ctrl-C raises one in the main thread (`within`). So no loop has
-to ask for the sake of the limit alone. What is to survive is kept outside of the work as soon as it is known.
-A call into C is ended once it returns.
+Code that can stop at a suitable point checks the clock (`over`, `left`). Whoever cannot is ended where it is,
+by an exception that Python raises in its thread, as Ctrl-C raises one in the main thread (`within`). No loop
+needs a check only because of the limit. Results that must survive are stored outside the work as soon as they
+are known. A call into C is ended once it returns.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 AGAIN, SOON = 0.5, 0.02
-"""Seconds until an exception that was lost is raised again, and that one waits for a thread that would not
-hear it; until this is looked at again."""
+"""Seconds until a lost exception is raised again, and seconds of waiting for a thread that may not receive
+it; then the condition is checked again."""
 IMPORT = "<frozen importlib._bootstrap>"
 LEAST = 0.01
 """Seconds that are left at least for work that needs some."""
@@ -73,16 +73,16 @@ class Clock:
         return self.left == 0.0
 
     def again(self) -> Clock:
-        """The same time, whose end is not the other's."""
+        """A clock with the same time left and an end of its own."""
         return Clock(self.limit, self.start)
 
     def part(self, share: float) -> Clock:
-        """Counts down a part of what is left."""
+        """A clock for a part of the time left."""
         return Clock(None if self.left is None else share * self.left)
 
     @contextlib.contextmanager
     def at_most(self, seconds: float) -> Iterator[None]:
-        """Leaves so many seconds inside of the block, where there is no limit at all."""
+        """Allows at most this many seconds inside the block, if there is no limit yet."""
         before, limit = self.limit, self.elapsed + seconds
         if before is None:
             self.limit = limit
@@ -97,9 +97,9 @@ class Clock:
         self.limit = self.elapsed
 
     def within(self, grace: float, work: Callable[[], object]) -> bool:
-        """Does `work` until `grace` seconds after the limit, and ends it there; whether it came to its end.
+        """Runs `work` until `grace` seconds after the limit and ends it then; returns True if it finished.
 
-        Without a limit it may take any time. What it raises goes on.
+        Without a limit it may take any time. Exceptions of the work propagate.
         """
         if self.limit is None:
             work()

@@ -23,21 +23,21 @@ from mesh_tf_core.errors import ClusterError
 POLL = 0.05
 """Seconds between two looks at the workers."""
 SETTLE = 15.0
-"""Seconds that the others have to end by themselves once a worker has failed."""
+"""Seconds for the other workers to end once a worker has failed."""
 FINISH = 60.0
-"""Seconds that the others have once a worker is done."""
+"""Seconds for the other workers once a worker has finished."""
 TERMINATE = 5.0
 """Seconds between asking processes to end and ending them."""
 SAVE = 20.0
-"""The same, if it is the user who ends the job: they save what they have learned."""
+"""The same after a signal of the user: workers save their state."""
 RESUME = "--resume"
 """The option of `train` that chooses a checkpoint."""
 FOLDER = "layoutopt-job-"
-"""Begins the name of the folder in which the workers of one start meet."""
+"""Prefix of the folder in which the workers of one start connect."""
 FINAL = (2, 3, 4)
 """Exit codes that another start would give again."""
 REFUSED = 5.0
-"""As `SETTLE` after one of these, which no start will mend; then the others are ended at once."""
+"""As `SETTLE`, after an exit code that no restart can repair; then the others are ended at once."""
 STACK = ("@", "***", "terminate called", "what():")
 """The lines that an aborting process writes last, without meaning for users."""
 
@@ -47,9 +47,9 @@ class Attempt:
     """The end of one run of all workers.
 
     Attributes:
-      codes: what each returned; -N if signal N ended it.
-      stuck: workers that had to be ended because they did not follow the others.
-      said: the last line that each wrote to stderr; of worker 0 it is empty, since it was shown.
+      codes: exit code of each; -N if signal N ended it.
+      stuck: workers that had to be killed because they did not end with the others.
+      said: the last line of each on stderr; empty for worker 0, whose output is shown.
     """
 
     codes: tuple[int, ...]
@@ -58,7 +58,7 @@ class Attempt:
 
     @property
     def culprit(self) -> int | None:
-        """The worker whose end the others' follows from; None if all are done."""
+        """The worker that failed first; None if all finished."""
         failed = [i for i, code in enumerate(self.codes) if code]
         first = [i for i in failed if self.codes[i] in FINAL]
         first += [i for i in failed if i not in self.stuck and self.codes[i] != ClusterError.exit_code]
@@ -66,7 +66,7 @@ class Attempt:
 
     @property
     def exit_code(self) -> int:
-        """As a shell would tell it."""
+        """The exit code, as a shell reports it."""
         at = self.culprit
         if at is None:
             return 0
@@ -98,13 +98,13 @@ def launch(
 ) -> int:
     """Runs `layoutopt COMMAND` as `processes` workers; the exit code of the job.
 
-    A failed job is started again if it has a checkpoint to go on from, at most `restarts` times in a row
-    without a new checkpoint between them. However this process ends, no worker stays.
+    A failed job restarts if it has a checkpoint, at most `restarts` times in a row without a new checkpoint.
+    However this process ends, no worker stays.
 
     Args:
       checkpoint: the directory in which the command saves.
-      say: hears what happens to workers.
-      advice: what a user can do about a failure without a checkpoint.
+      say: called with every event of a worker.
+      advice: what a user can do after a failure without a checkpoint.
     """
     tried, newest, began = 0, _newest(checkpoint), _there(checkpoint)
     while True:

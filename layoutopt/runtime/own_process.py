@@ -1,4 +1,4 @@
-"""How a process of ours is started that imports nothing from the current folder, which may be anybody's."""
+"""Starts Python processes that import nothing from the current folder, which may contain untrusted files."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Nothing else in the project sets a handler. How to use this module:
 
-- Work that has something to keep says how it is told, and ends by itself where its state is whole, soon:
-  schedulers kill what still runs 30 s after SIGTERM.
+- Work with something to save registers a callback and ends soon, at a point where its state is whole:
+schedulers kill what still runs 30 s after SIGTERM.
 
       stopped = threading.Event()
       with signals.handled(stopped.set):
@@ -13,21 +13,21 @@ Nothing else in the project sets a handler. How to use this module:
 
   The first signal within calls `stopped.set` and nothing else; Ctrl-C once more raises KeyboardInterrupt.
   This works without a command around it too, as in a user's script: there it is Ctrl-C alone.
-- All other work gets KeyboardInterrupt in the main thread at once, and lets it pass; who can say what was
-  kept says so and raises it again. `Group.main` makes the exit code of it, `exit_code()`: 130, 143, 129.
+- All other work gets KeyboardInterrupt in the main thread at once and lets it pass. Code that knows what was
+saved reports it and raises the exception again. `Group.main` makes the exit code of it, `exit_code()`: 130,
+143, 129.
 
-What was ignored when the process began stays ignored (SIGHUP under nohup, SIGINT of a shell's background).
-SIGTERM and SIGHUP after another signal are the same request, and so is Ctrl-C within `BURST` seconds: a
-closing terminal sends SIGHUP twice, wrappers forward the Ctrl-C that their child has got already. An import
-is not interrupted, since libraries make other errors of that: the signal is heard when it is over, which may
-take seconds, or ends the process at once where nothing can be lost (`nothing_to_keep`). While the command
-line itself is imported, and once a command is done, a signal ends the process at once (`start`). Before that
-is the interpreter's own start: there Ctrl-C is Python's, which may show where it was. In the
-interpreter's own end nobody hears: there a signal kills the process, for which shells show the same code.
+Signals that were ignored when the process started stay ignored (SIGHUP under nohup, SIGINT of a shell's
+background). SIGTERM and SIGHUP after another signal are the same request, and so is Ctrl-C within `BURST`
+seconds: a closing terminal sends SIGHUP twice, wrappers forward the Ctrl-C that their child has got already.
+An import is not interrupted, since libraries make other errors of that: the signal is heard when it is over,
+which may take seconds, or ends the process at once where nothing can be lost (`nothing_to_keep`). While the
+command line itself is imported, and once a command is done, a signal ends the process at once (`start`).
+Before that is the interpreter's own start: there Ctrl-C is Python's, which may show where it was. While the
+interpreter shuts down a signal kills the process; shells show the same exit code.
 
-A main thread that is in a library's code hears nothing. A second thread sees to it that the process ends all
-the same: at the second Ctrl-C, or `PATIENCE` seconds after SIGTERM or SIGHUP unless work within `told` goes
-on.
+A main thread inside a library's code does not receive signals. A second thread therefore ends the process: at
+the second Ctrl-C, or `PATIENCE` seconds after SIGTERM or SIGHUP, unless work within `told` is still running.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _state = _State()
 
 
 def start() -> None:
-    """From here on a signal ends this process at once and without a word, but for those of `command`."""
+    """From here on a signal ends this process at once and silently, except inside `command`."""
     _state.ends = True
     for number in _not_ignored(ENDING):
         signal.signal(number, _leave)
@@ -89,7 +89,7 @@ def start() -> None:
 
 @contextlib.contextmanager
 def command(numbers: Sequence[int] = ENDING) -> Iterator[None]:
-    """Within it, `numbers` are heard as the module says. Only the main thread can."""
+    """Inside the block, `numbers` are handled as the module describes. Only the main thread can."""
     _state.number, _state.at = None, -math.inf
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -110,7 +110,7 @@ def handled(stop: Callable[[], None], numbers: Sequence[int] = (signal.SIGINT,))
     In other threads it does nothing, for signals are not theirs.
 
     Args:
-      numbers: heard within also where no command hears them.
+      numbers: signals that are handled here even outside a command.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -128,7 +128,8 @@ def handled(stop: Callable[[], None], numbers: Sequence[int] = (signal.SIGINT,))
 
 @contextlib.contextmanager
 def nothing_to_keep(say: Callable[[], None]) -> Iterator[None]:
-    """Within it, and not within `told`, a signal during an import ends the process at once, after `say`."""
+    """Inside the block and outside `told`, a signal during an import ends the process at once, after
+    `say`."""
     _state.leaves.append(say)
     try:
         yield

@@ -2,12 +2,12 @@
 
 Sizes around the law's optimum are searched on the devices that are given. Where none are, each is searched on
 `USUAL` devices, or as many as its variables need, or (with a deadline) as end in time; the best size is then
-searched on fewer and on more. Of one size, the answer is the soonest training in which a token costs at most
+searched on fewer and on more. For one size, the answer is the soonest training in which a token costs at most
 `PAYS` times the least, or the cheapest that meets the deadline.
 
-What cannot be on the frontier is not searched: if a size is beaten even by the bound of `at_best`, in loss,
-days and cost, then it is by all its layouts. Sizes that are nearly as good as the best, on its devices, are
-searched all the same: they say how flat it is.
+Sizes that cannot be on the frontier are not searched: if a size is worse in loss, days and cost even at the
+bound of `at_best`, then so are all its layouts. Sizes that are nearly as good as the best one, on its
+devices, are always searched; they show how flat the optimum is.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from layoutopt.sizing.timing import OfferedHardware, Timer, Timing, fewest
 from mesh_tf_core.errors import InfeasibleError, LimitError
 
 USUAL = 64
-"""Devices on which sizes are compared where nothing is said of them."""
+"""Numbers of devices on which sizes are compared by default."""
 MOST_SWEPT, STOPS = 1024, 2.0
-"""Devices up to which the best size is searched; times the least cost of a token at which no more devices are
-looked at."""
+"""Largest number of devices for the search of the best size, and the factor of the least cost of a token at
+which larger numbers are skipped."""
 AROUND = 6.0
-"""Sizes that are searched: the law's optimum, so many times smaller and larger."""
+"""Sizes to search: factors of the law's optimum."""
 DOUBLINGS, ROUNDS = 4, 4
 _UNSEARCHED = "not all sizes were searched in the time given; raise --time-limit"
 Tell = Callable[[int, int, str], None]
-"""tell(searches done, of about so many, what is looked at)."""
+"""tell(searches done, approximate number of searches, current search)."""
 
 
 @dataclass
@@ -46,9 +46,8 @@ class Answering:
     Attributes:
       count: of sizes.
       sizes: the smallest and the largest (None: around the law's optimum).
-      every: search also what cannot be on the frontier.
-      rows, unfit: what was searched.
-      beaten: what was not, at the bounds that are beaten.
+      every: search also sizes that cannot be on the frontier. rows, unfit: results of searches.
+      beaten: sizes that were not searched, with the bounds that rule them out.
       missing: sizes for which there was no time; stopped: Ctrl-C ended it.
     """
 
@@ -114,7 +113,8 @@ class Answering:
     # -- where they are searched ---------------------------------------------------------------------------
 
     def run(self, keep_best: bool = False) -> SizeRow:
-        """Searches, and gives the best row; `keep_best`: Ctrl-C ends that with the best of what is known."""
+        """Runs the searches and returns the best row; `keep_best`: Ctrl-C ends them with the best result so
+        far."""
         candidates = self.candidates()
         try:
             self._look(candidates)

@@ -1,15 +1,14 @@
 """Real models of other sizes of the user's own: its hyperparameters, scaled by a rule.
 
-    both    depth and width by the same factor: the shape of the model stays, but for what numbers of heads
-            leave to the depth
-    depth   layers alone
-    width   heads, width and what follows from it alone
+    both    depth and width by the same factor: the shape of the model stays, except that the number of heads
+            is rounded
+    depth   only layers
+    width   only heads, width and the sizes that follow from it
 
-Heads keep their size: there are more of them, and the width goes with their number. So do the hidden
-layers, and what else has a width of its own. Heads that share keys and values (grouped-query attention) keep
-their number of groups. Numbers of heads keep three binary digits, so that they divide over devices; layers
-are whole.
-A rule of the user's own names hyperparameters with the powers of the factor: `layers:1;d_model:0.5`.
+Heads keep their size: their number grows, and the width with it. So do the hidden layers and everything else
+with a width. Heads that share keys and values (grouped-query attention) keep their number of groups. Numbers
+of heads keep three binary digits, so that they divide over devices; layers are whole. A rule of the user's
+own names hyperparameters with the powers of the factor: `layers:1;d_model:0.5`.
 
 A size is counted on the model that is built, not by a formula.
 """
@@ -57,14 +56,14 @@ WIDTH = (
     "intermediate_size",
     "moe_intermediate_size",
 )
-"""Hyperparameters by what they are, as examples and Hugging Face configurations call them."""
+"""Roles of hyperparameters, by their names in examples and Hugging Face configurations."""
 RULES = ("both", "depth", "width")
 DIGITS = 3
 """Binary digits that numbers of heads keep."""
 MULTIPLE = 8
 """The multiple to which widths are rounded that no number of heads gives."""
 NEAR, TRIES = 0.02, 12
-"""How near a size is to the one asked for where that is possible, and how often another factor is tried."""
+"""How near a size must be to the requested one, and how many other factors are tried."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class Family:
 
     @cached_property
     def powers(self) -> dict[str, float]:
-        """Hyperparameter -> power of the factor; UserError if the rule does not say."""
+        """Hyperparameter -> power of the factor; UserError if the rule is unclear."""
         return powers_of(self.rule, self.hparams)
 
     @cached_property
@@ -118,8 +117,7 @@ class Family:
         return self._made({})
 
     def at(self, factor: float, deeper: float = 1.0) -> SizeCandidate:
-        """The size of a factor, whose depth is so many times what the rule says; equal hyperparameters are
-        one candidate."""
+        """The size of a factor, with the depth scaled further; equal hyperparameters are one candidate."""
         return self._made(self.scaled(factor, deeper))
 
     def _made(self, hparams: Mapping[str, Any]) -> SizeCandidate:
@@ -264,8 +262,8 @@ def whole(value: float) -> int:
 
 
 def counted(model: Model) -> ParameterCount:
-    """Trained scalars, exactly; without those of words (variables with the dimension of the labels) and of
-    learned positions (with a dimension of the tokens')."""
+    """Exact number of trained scalars, without those of words (variables with the dimension of the labels)
+    and learned positions (with a dimension of the tokens)."""
     words = set(_words(model.graph))
     places = {"positions", *(d.name if isinstance(d, Dim) else d for d in model.token_dims)}
     trained = [v for v in model.graph.variables.values() if v.trainable]

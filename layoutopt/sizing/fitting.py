@@ -5,7 +5,7 @@
 The sum, not the mean, and to the end: with the mean solvers stop early, which is how the published
 constants were missed (Besiroglu et al. 2024, section 4). log E, log A and log B are searched, the latter two
 at the centre of the runs. Intervals are the middle 95 % over bootstraps: runs drawn again with replacement
-and fitted again. Those of a loss that is predicted have the residual of a run drawn besides.
+and fitted again. The interval of a predicted loss also includes the residual of a run, drawn at random.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ SMALLEST, LARGEST = 1e-30, 1e40
 EXPONENTS, FLOORS = (0.2, 0.5, 1.0), (0.3, 0.6, 0.9)
 """Where the search of the constants begins; floors are parts of the least loss."""
 POLISHED = 8
-"""The number of starts from which the search goes on: the nearest to most runs."""
+"""Number of starts that the search refines: those nearest to most runs."""
 COLUMNS = {"N": ("n", "parameters", "params"), "D": ("d", "tokens"), "loss": ("loss", "l")}
 
 
 @dataclass(frozen=True)
 class FittedLaw(Additive):
-    """A law with what is known of its constants.
+    """A law with the uncertainties of its constants.
 
     Attributes:
       samples: float64 [bootstraps, 5]: E, A, B, alpha, beta.
@@ -86,7 +86,7 @@ def fit(runs: Any, name: str = "own", source: str = "own runs", resamples: int =
       runs: a frame, or a mapping, with columns N (parameters), D (tokens) and loss.
 
     Raises:
-      UserError: too few runs, or too few different ones, or values that are not positive.
+      UserError: too few runs, too few different runs, or values that are not positive.
     """
     n, d, loss = (_column(runs, name, source) for name in COLUMNS)
     for column, values in zip(COLUMNS, (n, d, loss), strict=True):

@@ -1,4 +1,4 @@
-"""The inputs of a scaling law besides size and tokens, and the loss that follows.
+"""Further inputs of a scaling law besides size and tokens, and the resulting loss.
 
 (1) repeated data  D' = U + U R_D (1 - exp(-(D / U - 1) / R_D)) of U tokens seen D / U times, and
                    N' = V + V R_N (1 - exp(-(N / V - 1) / R_N)) with V the size that U tokens suit, or N
@@ -21,7 +21,7 @@ from layoutopt.sizing.laws import FLOPS, Law, data, replicas_loss
 from mesh_tf_core.errors import UserError, known_names
 
 CHARACTERS = 4.0
-"""The characters of a token by default: about what byte-pair codes of English have."""
+"""Characters of a token by default: about the value of byte-pair codes of English."""
 STEPS = 60
 """Halvings of a range of logarithms."""
 SMALLEST, LARGEST = 1.0, 1e30
@@ -29,7 +29,7 @@ SMALLEST, LARGEST = 1.0, 1e30
 WORK = 60.0
 """Decimal digits of the FLOPs that are looked at."""
 MOST = 1e40
-"""No quantity that is asked about is as large."""
+"""Upper limit of every quantity in a question."""
 
 
 def is_positive(value: Any) -> bool:
@@ -44,7 +44,7 @@ def is_count(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters of a model: all, and all but those of words and positions."""
+    """Number of a model's parameters: all, and all except those of words and positions."""
 
     total: int
     non_embedding: int
@@ -56,11 +56,11 @@ class ParameterCount:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A law with what it is told.
+    """A law with its further inputs.
 
     Attributes:
-      unique: tokens of the data; more are repetitions (None: there are always new ones).
-      pretrained: `text` or `text+code`: what the models were trained on before (None: nothing).
+      unique: number of different tokens in the data; training beyond it repeats them (None: unlimited data).
+      pretrained: `text` or `text+code`: the data of pre-training (None: no pre-training).
       characters: of a token.
       replicas: of DiLoCo, that synchronise rarely (None: data-parallel training).
     """
@@ -94,7 +94,7 @@ class Forecast:
         return self.law.loss(parameters, seen) * self.divergence(size)
 
     def loss_of(self, parameters: float, tokens: float) -> float:
-        """The same of a size of which nothing is known but its parameters."""
+        """The same for a size of which only the number of parameters is known."""
         return self.loss(ParameterCount(round(parameters), round(parameters)), tokens)
 
     def _repeated(self, parameters: float, tokens: float, unique: float) -> tuple[float, float]:
@@ -107,7 +107,7 @@ class Forecast:
         )
 
     def transferred(self, size: ParameterCount, tokens: float) -> float:
-        """Equation (2): tokens that pre-training stands for."""
+        """Equation (2): tokens that pre-training replaces."""
         if self.pretrained is None:
             return 0.0
         c = data()["transfer"][self.pretrained]
@@ -157,11 +157,11 @@ class Forecast:
         return n, flops / (per * n) - served / 3
 
     def least(self, served: float = 0.0) -> float:
-        """The loss that nothing comes below, whatever is spent."""
+        """The loss that no amount of training falls below."""
         return self._least(10**WORK, served)
 
     def budget_for(self, loss: float, served: float = 0.0) -> float:
-        """C of which this loss is the optimum; inf if there is none."""
+        """C with this optimal loss; inf if there is none."""
         low, high = 1.0, WORK  # of log10 C
         if self.least(served) > loss:
             return math.inf
@@ -175,7 +175,7 @@ class Forecast:
         return self.loss_of(n, d) if d > SMALLEST else math.inf
 
     def outside(self, size: ParameterCount, tokens: float) -> list[str]:
-        """In words, where an answer lies beyond the runs of what it follows from."""
+        """States in words where an answer lies outside the runs that it is based on."""
         said = self.law.outside(size.counted(self.law), tokens)
         if self.unique is not None and (epochs := tokens / self.unique) > 1:
             most = data()["repeated"]["ranges"]["epochs"][1]

@@ -6,8 +6,8 @@
     of (1)  a = beta / (alpha + beta),  G = (alpha A / (beta B))^(1 / (alpha + beta))
     of (2)  a = 1 / (1 + q),  G = (q N_c^q / D_c)^a  with q = alpha_N / alpha_D;  b = 1 - a in both
 
-k is 6 for a dense model whose attention is left out (Kaplan et al. 2020, section 2.1). Constants are data,
-each with its source: `laws.json`.
+k is 6 for a dense model without attention (Kaplan et al. 2020, section 2.1). Constants are data, each with
+its source: `laws.json`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Law(ABC):
     """A law with its constants.
 
     Attributes:
-      counts: the parameters that N counts: all (`total`), or all but those of words and positions
+      counts: parameters that N counts: all (`total`), or all except those of words and positions
         (`non-embedding`).
-      errors: standard errors of constants, where the source says them.
-      parameters, tokens: the ranges of the runs that it was fitted to.
-      note: what else to know of it.
+      errors: standard errors of constants, if the source has them. parameters, tokens: the ranges of the
+        fitted runs.
+      note: a further remark about the law.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Law(ABC):
         return self.ratio * (self.ratio * tokens) ** (a / b)
 
     def outside(self, parameters: float, tokens: float) -> list[str]:
-        """In words, where a question lies beyond the runs that the law was fitted to."""
+        """States in words where a question lies outside the runs of the law's fit."""
         said = []
         asked = (("parameters", parameters, self.parameters), ("tokens", tokens, self.tokens))
         for what, value, (low, high) in asked:

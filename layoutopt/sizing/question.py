@@ -21,7 +21,7 @@ GUESSED_MFU = 0.4
 @dataclass(frozen=True)
 class SizingQuestion:
     """One of `budget` (FLOP), `loss` (nats per token), `money` (in the unit of prices) and `tokens`, or
-    `devices` and `days` together; with one of the others, days are a deadline.
+    `devices` and `days` together. With one of the first four, days are a deadline.
 
     Attributes:
       devices: numbers of them (none: they are looked for).
@@ -62,7 +62,7 @@ class SizingQuestion:
 
     @property
     def by_cost(self) -> bool:
-        """True if sizes are told apart by their cost: all come to the same loss."""
+        """True if sizes are compared by cost, because all reach the same loss."""
         return self.loss is not None
 
     @property
@@ -81,7 +81,7 @@ class SizingQuestion:
         }
 
     def trained(self, forecast: Forecast, candidate: SizeCandidate, timing: Timing | None) -> float:
-        """Tokens that a candidate is trained on; inf if it never comes to the loss.
+        """Tokens on which a candidate is trained; inf if it never reaches the loss.
 
         Args:
           timing: needed for `days` and `money`.

@@ -1,4 +1,5 @@
-"""The rows of a sizing: the result of a size on some devices, and which of several are worth a search."""
+"""The rows of a sizing: results of a size on several numbers of devices, and the choice of those worth a
+search."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ SAME = 1e-9
 
 @dataclass(frozen=True)
 class SizeRow:
-    """A timing, trained as the question says."""
+    """A timing with the training that the question requires."""
 
     timing: Timing
     tokens: float

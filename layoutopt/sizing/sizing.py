@@ -46,10 +46,10 @@ class Sizing:
     """An answer.
 
     Attributes:
-      data: what `layoutopt size --json` prints.
+      data: output of `layoutopt size --json`.
       plan: the best layout of the best size.
       model: the best size, built.
-      stopped: Ctrl-C ended it: it is the best of what was searched.
+      stopped: Ctrl-C ended the search; the result is the best so far.
     """
 
     data: SizeResult
@@ -63,7 +63,8 @@ class Sizing:
 
     @cached_property
     def candidates(self) -> DataFrame:
-        """A row for every size on some devices of a machine; hyperparameters have columns of their own."""
+        """A row for every size and number of devices of a machine; hyperparameters have columns of
+        their own."""
         import pandas as pd
 
         rows = []
@@ -82,7 +83,7 @@ class Sizing:
 @dataclass(frozen=True, kw_only=True)
 class Goal:
     """The given goal: one of `budget` (FLOP), `loss` (nats per token), `money` (in the unit of prices) and
-    `tokens`, or `devices` and `days`. With one of the others, days are a deadline.
+    `tokens`, or `devices` and `days`. With `budget`, `loss`, `money` or `tokens`, days are a deadline.
 
     Attributes:
       devices: numbers of them; none: they are looked for.
@@ -100,13 +101,13 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """The law of loss, and what it is told.
+    """The law of loss and its inputs.
 
     Attributes:
       law: a published law's name (`layoutopt.sizing.laws.law_names`).
       runs: own runs to fit a law to: a CSV file, or a frame with columns N, D and loss.
-      unique: tokens of the data; more of them are repetitions.
-      pretrained, characters: on what the models were trained before; characters of a token.
+      unique: number of different tokens in the data. pretrained, characters: the data of pre-training;
+        characters of a token.
       replicas: of DiLoCo.
     """
 
@@ -126,7 +127,7 @@ class SizeRange:
       scale: how they differ (`layoutopt.sizing.family`).
       sizes: the fewest and the most parameters; None: around the law's optimum.
       candidates: how many.
-      every: search also what cannot be on the frontier, whatever its layout (`beaten`).
+      every: search also sizes that cannot be on the frontier with any layout (`beaten`).
     """
 
     scale: str = "both"

@@ -1,4 +1,4 @@
-"""The summary of an answer: how flat it is, where more devices stop paying, the law beside it."""
+"""The summary of an answer: how flat it is, where more devices stop paying, and the law."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from layoutopt.sizing.forecast import Forecast
 from layoutopt.sizing.rows import NEAR_COST, NEAR_LOSS, SizeRow
 
 DECADES, PER_DECADE, MOST_COURSES = 2, 6, 8
-"""The decades of FLOPs that curves span on both sides, the points of a decade, and how many sizes have a
-curve."""
+"""Decades of FLOPs that curves span on both sides, points of a decade, and number of sizes with a curve."""
 
 
 def flat(answering: Answering, best: SizeRow) -> Flat | None:
@@ -73,7 +72,7 @@ def least(answering: Answering, best: SizeRow) -> list[tuple[float, float]]:
 
 
 def courses(answering: Answering, best: SizeRow) -> list[Course]:
-    """Some sizes, evenly taken, on the way to their tokens."""
+    """Courses of some sizes, evenly chosen, up to their tokens."""
     sizes = sorted(
         {id(r.candidate): r for r in (*answering.beaten, *answering.rows)}.values(),
         key=lambda r: r.candidate.size.total,

@@ -1,7 +1,7 @@
 """The speed of a candidate on a machine: the best layout of all, searched and proven.
 
-Before anything is searched a bound is known: no layout computes less on a device than its share of what one
-device would compute alone.
+A bound is known before any search: with every layout a device computes at least its share of the compute on
+one device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mesh_tf_core.ir.mesh import MOST_DEVICES
 
 @dataclass(frozen=True)
 class OfferedHardware:
-    """Hardware as it was asked for.
+    """Requested hardware.
 
     Attributes:
       limit: bytes that a device may hold.
@@ -63,7 +63,7 @@ class Timer:
 
     Args:
       clock: when to end.
-      allowed: what else `search` may choose, as its keywords.
+      allowed: further choices of `search`, as its keywords.
     """
 
     def __init__(self, max_axes: int, clock: Clock, allowed: Mapping[str, Any] | None = None) -> None:

@@ -14,7 +14,7 @@ THICK = 13.0
 
 @dataclass(frozen=True)
 class BarSegment:
-    """A stretch of a bar: its length in the data's unit, its colour, and what it is in words."""
+    """A segment of a bar: its length in the data's unit, its colour and its label."""
 
     size: float
     token: str
@@ -27,7 +27,7 @@ class Bar:
 
     Attributes:
       value: in words, right above the bar's end of the row.
-      note: in words beside the name, in the colour `note_token`.
+      note: text beside the name, in the colour `note_token`.
       faint: drawn hatched, because the row is no possible choice.
       limit: a value that this bar alone is held against.
     """
@@ -48,7 +48,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Bars:
-    """All rows on one scale, which ends at `high`: longer bars are cut and say so with an arrow.
+    """All rows on one scale, which ends at `high`: longer bars are cut and marked with an arrow.
 
     Attributes:
       limit: a value that all bars are held against, with its words.
@@ -60,7 +60,7 @@ class Bars:
     key: Sequence[tuple[str, str]] = field(default=())
 
     def draw(self, title: str = "") -> FigureSheet:
-        """A sheet of its own with these bars."""
+        """Draws these bars on a new sheet."""
         limit_room = 18.0 if self.limit else 0.0
         keys = self._key_lines() * 17.0 + (6.0 if self.key else 0.0)
         sheet = FigureSheet(keys + limit_room + ROW * len(self.rows) + 2, title)

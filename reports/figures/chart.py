@@ -1,4 +1,4 @@
-"""A figure that a plan can be asked for: drawn, told in words, or missing with the command that adds it."""
+"""A figure of a plan: drawn, described in words, or missing, with the command that adds it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Chart:
 
     Attributes:
       name: of its file.
-      title: what it shows.
+      title: the question of the figure.
       draw: (plan, title above the drawing) → Figure.
-      find: what it says about this plan, in one sentence.
-      tell: everything it shows in words, for people who do not see it.
-      missing: what to run when the plan lacks the data, else ''.
+      find: the finding about this plan, in one sentence.
+      tell: a description of the whole figure in words, for people who do not see it.
+      missing: the command to run if the plan lacks the data, else ''.
     """
 
     name: str

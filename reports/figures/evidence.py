@@ -89,7 +89,7 @@ def _mark_chosen(ax: Axes, plan: PlanFile, rows: Sequence[MeasuredLayout]) -> No
 
 
 def find_predicted_measured(plan: PlanFile) -> str:
-    """The error, and what choosing by prediction costs."""
+    """The error, and the time lost by choosing by prediction."""
     found = plan.details.validation
     if found is None or not found.timed:
         return "Predicted against measured"

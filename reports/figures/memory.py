@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MOST_LAYOUTS = 10
 MOST_HOLDINGS = 5
 TOLD = 100
-"""Points of the timeline that say their values under the pointer."""
+"""Number of points of the timeline that show their values under the pointer."""
 PLOT = 190.0
 
 

@@ -1,4 +1,4 @@
-"""The mesh as a grid of devices, with what lies on each of its axes."""
+"""The mesh as a grid of devices, with the dimensions on each of its axes."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ MOST_VARIABLES = 10
 
 
 def draw_matrix(plan: PlanFile, title: str = "") -> Figure:
-    """Rows are dimensions, columns mesh axes; a filled cell is a split; right is what is left on a device."""
+    """Rows are dimensions, columns mesh axes; a filled cell is a split; the right column is the size on a
+    device."""
     rows = dimension_rows(plan)[:MOST_DIMS]
     axes = list(plan.mesh)
     left = 170.0

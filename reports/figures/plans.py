@@ -55,7 +55,7 @@ def tell_plans_time(plans: Sequence[PlanFile]) -> str:
 
 
 def plans_memory(plans: Sequence[PlanLike], title: str = "Peak memory of each plan") -> Figure:
-    """One bar per plan, each against what its own devices have."""
+    """One bar per plan, each against the memory of its own devices."""
     found = [plan_of(p) for p in plans]
     limits = {p.memory_limit for p in found}
     limit = found[0].memory_limit if len(limits) == 1 else None

@@ -1,6 +1,6 @@
 """A matplotlib figure that is drawn on in pixels from its top left corner, with real axes for data.
 
-One pixel is one point of the figure, so that 400 of them fill a telephone and fonts are the size they say.
+One pixel is one point of the figure. A width of 400 fits a telephone, and fonts have their nominal size.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class FigureSheet:
         align: str = "left",
         bold: bool = False,
     ) -> None:
-        """A text on its baseline; `align` says which end of it is at x."""
+        """A text on its baseline; `align` names the end of the text that is at x."""
         self.plane.text(
             x,
             y,
@@ -207,13 +207,13 @@ PLACES = tuple(
     for up in (5 * far, -6 - 9 * far)
     for right, align in ((6, "left"), (-6, "right"))
 )
-"""Where the label of a point may stand: pixels right and up of it, the nearest first."""
+"""Positions of a point's label: pixels to the right and up, the nearest first."""
 Label = tuple[float, float, str, str, bool]
 """A point, its text and colour, and whether the text is bold."""
 
 
 def labels(ax: Axes, found: Sequence[Label], dots: Sequence[tuple[float, float]] = ()) -> None:
-    """Texts beside points, none on another or on a dot; one for which there is no place is left out.
+    """Places texts beside points without overlaps; a text without room is left out.
 
     The first are placed first.
     """
@@ -248,7 +248,7 @@ def label(
     bold: bool = False,
     size: float = SMALL,
 ) -> None:
-    """A text beside a point of the data, `offset` pixels right and up of it."""
+    """Places a text beside a point of the data, `offset` pixels to the right and up."""
     ax.annotate(
         text,
         (x, y),

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 PLOT = 230.0
 UNITS = (("days", 1.0), ("hours", 24.0), ("minutes", 1440.0))
-"""The units of time, of which the first is used that the longest training has two of."""
+"""Units of time; the first unit of which the longest training has at least two is used."""
 FLOPS = 6.0
 """The FLOPs of a parameter and token, where runs state no FLOPs."""
 
 
 def loss_compute(found: SizeResult, title: str = "") -> Figure:
-    """Loss against FLOPs: sizes on their way, where they end, the least that the law allows, own runs."""
+    """Loss against FLOPs: courses of sizes, their ends, the optimum of the law, and the user's runs."""
     with settings():
         sheet = FigureSheet(PLOT + 74, title)
         sheet.text(MARGIN, 11, "loss, nats per token", "muted", SMALL)

@@ -39,7 +39,7 @@ def draw_step_time(plan: PlanFile, title: str = "") -> Figure:
 
 
 def key_of(bars: Sequence[Bar]) -> list[tuple[str, str]]:
-    """The key without what no bar shows."""
+    """The key without quantities that no bar shows."""
     shown = {part.token for bar in bars for part in bar.parts if part.size > 0}
     return [(token, words) for token, words in KEY if token in shown]
 

@@ -1,1 +1,1 @@
-"""The HTML page: what each section says is decided here, how it looks in `reports/templates`."""
+"""The HTML page: its content is decided here, its appearance in `reports/templates`."""

@@ -29,11 +29,11 @@ from reports.views.choices import best_alternative
 from reports.views.view import AxisTag
 
 GOOD_ERROR = 0.15
-"""Mean error of predictions that still tells most layouts apart."""
+"""Mean error up to which predictions distinguish most layouts."""
 ENOUGH = 3
-"""Published steps from which on their mean says something."""
+"""Number of published steps from which their mean error is meaningful."""
 BAD_ERROR = 0.5
-"""Mean error from which a predicted time says little."""
+"""Mean error from which a predicted time is unreliable."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class PageAnswer:
 
 @dataclass(frozen=True)
 class AxisUse:
-    """A mesh axis, the dimensions split over it, and what the trade calls that."""
+    """A mesh axis, the dimensions split over it, and the usual name of that parallelism."""
 
     chip: AxisTag
     size: int
@@ -76,7 +76,7 @@ def axis_uses(plan: PlanFile, most: int = 5) -> tuple[AxisUse, ...]:
 
 
 PARALLEL = ("data", "tensor", "expert", "pipeline", "context", "sequence")
-"""Forms of which the trade says parallelism."""
+"""Forms whose usual name ends in parallelism."""
 
 
 def parallelism_text(forms: str) -> str:
@@ -125,7 +125,7 @@ def answers(plan: PlanFile) -> tuple[PageAnswer, ...]:
 
 
 def speed(plan: PlanFile) -> PageAnswer:
-    """Step time, and how much better it is than what else would do."""
+    """Step time, and how much faster it is than the alternatives."""
     step = plan.predicted.step_seconds
     other = best_alternative(plan)
     said = "per step, predicted" + (f" ({plan.predicted.speed})" if plan.predicted.speed else "")
@@ -228,7 +228,7 @@ def _validated(plan: PlanFile, checked: Validation, error: float) -> PageAnswer:
 
 
 def fit_words(found: CalibrationEvidence) -> str:
-    """How well a calibration's fit meets what it did not see, or, where all was seen, that."""
+    """The error of a calibration's fit on held-out measurements, or the fact that there are none."""
     fitted, unseen = typical_of(found, held_out=False), typical_of(found, held_out=True)
     words = f"fitted to {plural(sum(not s.held_out for s in found.samples), found.of)}"
     if unseen is not None:

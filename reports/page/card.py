@@ -13,13 +13,12 @@ from reports.reader import plan_of
 from reports.views.layouts import layouts
 
 MOST = 8
-"""Layouts beside the answer."""
+"""Number of layouts beside the answer."""
 LINE = "text-align:left;padding:2px 12px 2px 0;vertical-align:top"
 
 
 def card_html(plan: Any) -> str:
-    """The answer in short: what is split, how fast, does it fit, how sure, proven or not; then the
-    alternatives."""
+    """The answer in short: splits, speed, memory, accuracy, proof; then the alternatives."""
     found = plan_of(plan)
     facts = [
         (

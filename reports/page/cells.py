@@ -11,12 +11,12 @@ from reports.views.view import Cell, Column, View
 MOST = 300
 """Rows of a table on the page; the CSV files have them all."""
 LONGEST = 400
-"""Characters of a text beside others; the plan's own layout is written in full at the end."""
+"""Length of a text beside others; the plan's own layout is written in full at the end."""
 
 
 @dataclass(frozen=True)
 class PageTable:
-    """A view as a page shows it; rows after `view.shown` are folded away until they are asked for."""
+    """A view as a page shows it; rows after `view.shown` are folded."""
 
     view: View
     columns: tuple[Column, ...]
@@ -49,7 +49,7 @@ class PageTable:
 
 
 def grid(view: View, longest: int = LONGEST) -> PageTable:
-    """A view for a page: some columns stand under others, and headings begin with a capital letter."""
+    """A view for a page: some columns are placed under others, and headings begin with a capital letter."""
     shown = [(i, c) for i, c in enumerate(view.columns) if c.shown_on("page")]
     over = {c.key: [(i, u) for i, u in shown if u.under == c.key] for _, c in shown if not c.under}
 
@@ -82,11 +82,11 @@ def _merged(cells: list[Cell]) -> list[Cell]:
 
 @dataclass(frozen=True)
 class Control:
-    """A slider over what was searched as one factor changes.
+    """A slider over results of searches in which one factor changes.
 
     Attributes:
-      trials: what is said at each place of it.
-      start: the place of things as they are.
+      trials: the text at each position.
+      start: the position of the present state.
     """
 
     id: str
@@ -100,7 +100,7 @@ class PageBlock:
     """One figure or table (or both) of one plan.
 
     Attributes:
-      finding: what it says, as a heading.
+      finding: the finding, as a heading.
       svg: safe markup made by `reports.svg`.
       missing: the command that adds the data.
       notes: short remarks below.
@@ -126,7 +126,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the page; `lead` says how to read it, `missing` what would add it where it is not there."""
+    """One part of the page; `lead` explains how to read it, `missing` names the command that adds it."""
 
     id: str
     title: str

@@ -1,4 +1,4 @@
-"""Several plans side by side: one row per fact, what differs from the first plan marked."""
+"""Several plans side by side: one row per fact, with differences from the first plan marked."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHOWN = 3
 
 
 def verdict(plans: Sequence[PlanFile]) -> str:
-    """The fastest plan, and by how much; of plans whose steps differ, what differs."""
+    """The fastest plan, and by how much; for plans with different steps, the differences."""
     if not one_model(plans):
         return _unlike(plans)
     usable = [(p.predicted.step_seconds, i) for i, p in enumerate(plans) if p.fits is not False]
@@ -89,7 +89,7 @@ NUMBERS: tuple[tuple[str, Kind, Callable[[PlanFile], float]], ...] = (
     ("Traffic per device", BYTES, lambda p: sum(p.predicted.communication_bytes_per_device.values())),
     ("FLOPs per device", FLOP, lambda p: p.predicted.flops_per_device),
 )
-"""Facts whose differences are said."""
+"""Facts whose differences are shown."""
 VERDICTS: tuple[tuple[str, Callable[[PlanFile], tuple[str, str]]], ...] = (
     ("Fits", lambda p: (fit(p).value if p.memory_limit else "limit unknown", fit(p).state)),
     ("How sure", lambda p: (sureness(p).value, sureness(p).state)),
@@ -161,7 +161,7 @@ def _rated(name: str, told: Sequence[tuple[str, str]]) -> ViewRow:
 
 
 def pieces(plans: Sequence[PlanFile]) -> View:
-    """Variables against plans: what a device holds of each."""
+    """Variables against plans: bytes of each variable on a device."""
     tables = [{v.name: v for v in grouped(p)} for p in plans]
     names = list(dict.fromkeys(name for t in tables for name in t))
 

@@ -1,4 +1,4 @@
-"""Interactive parts of a page: sliders over what was searched."""
+"""Interactive parts of a page: sliders over results of searches."""
 
 from __future__ import annotations
 

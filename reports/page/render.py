@@ -1,4 +1,4 @@
-"""Plans to one page of HTML that needs nothing but itself: no network, no file beside it."""
+"""Renders plans as one page of HTML that needs no network and no other file."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 LONGEST = 1200
-"""Characters of what the first screen shows to be copied."""
+"""Number of characters on the first screen that can be copied."""
 MOST = 12
-"""Plans that can be told apart side by side."""
+"""Number of plans that can be distinguished side by side."""
 
 
 def report_html(
@@ -128,7 +128,7 @@ def _typed(plan: PlanFile) -> list[tuple[str, str]]:
 
 @cache
 def environment() -> Environment:
-    """Templates, of which everything is escaped."""
+    """Templates in which everything is escaped."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 

@@ -1,4 +1,4 @@
-"""The sections of the page, in reading order: how it is cut, what that costs, how far to trust it."""
+"""The sections of the page, in reading order: the splits, their cost, their reliability."""
 
 from __future__ import annotations
 

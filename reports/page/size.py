@@ -1,4 +1,5 @@
-"""The page of a sizing: what to train where, loss against compute, time against money, all candidates."""
+"""The page of a sizing: the size for each machine, loss against compute, time against money, all
+candidates."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def summary(plan: PlanFile) -> View:
 
 
 def dims(plan: PlanFile) -> View:
-    """Dimensions against mesh axes, split ones first; a size that the plan does not have is none."""
+    """Dimensions against mesh axes, split ones first; a size that is missing from the plan is None."""
     names = [*plan.mesh]
     found = dimension_rows(plan)
     axes = [Column(f"on_{n}", f"{n} {plan.mesh[n]}", named=True, on="page") for n in names]
@@ -126,7 +126,7 @@ def variables(plan: PlanFile) -> View:
 
 
 def variable_groups(plan: PlanFile) -> View:
-    """Variables and the piece of each that a device holds; equal ones are one row."""
+    """Variables and the shard of each on a device; equal variables share one row."""
     columns = (
         Column("picture", "piece", on="page"),
         Column("name", "variable", lead=True, share="24%"),
@@ -148,7 +148,7 @@ def variable_groups(plan: PlanFile) -> View:
 
 
 def operations(plan: PlanFile) -> View:
-    """Operations by what they add to the step on one device, with the collectives that each causes."""
+    """Operations by the time they add to the step on one device, with the collectives that each causes."""
     columns = (
         Column("name", "operation", lead=True, share="28%", on="page"),
         *data("scope", "op", "phase", "runs", "compute_seconds", "hidden_seconds", "exposed_seconds"),
@@ -263,8 +263,7 @@ def validation(plan: PlanFile) -> View:
 
 
 def calibration(plan: PlanFile) -> View:
-    """Measurements of the calibration with what the fit says; the residual is fitted over measured, minus
-    one."""
+    """Measurements of the calibration with their fit; the residual is fitted over measured, minus one."""
     found = plan.details.calibration.samples if plan.details.calibration else ()
     rows = [(s.what, float(s.size), s.measured_seconds, s.predicted_seconds, s.residual) for s in found]
     keys = data("what", "size", "measured_seconds", "fitted_seconds", "residual")
@@ -280,7 +279,8 @@ def fitted(plan: PlanFile) -> View:
 
 
 def assumptions(plan: PlanFile) -> View:
-    """Every hardware number with its source and date; assumptions, which are what to doubt, first."""
+    """Every hardware number with its source and date; assumptions first, because they are the least
+    certain."""
     found = plan.details.hardware.numbers if plan.details.hardware else ()
     columns = (
         Column("number", "number", lead=True, share="26%"),
@@ -305,7 +305,7 @@ def assumptions(plan: PlanFile) -> View:
 
 
 def axes(plan: PlanFile) -> View:
-    """The mesh's axes with what lies on them, and what a device sends over each."""
+    """The mesh's axes with the dimensions on them, and the bytes that a device sends over each."""
     columns = (
         Column("axis", "axis", lead=True),
         Column("size", "size", WHOLE),
@@ -331,7 +331,7 @@ def axes(plan: PlanFile) -> View:
 
 
 def curve_layouts(plan: PlanFile) -> View:
-    """The layouts that the letters of the sensitivity curves stand for, and where each is best."""
+    """The layouts behind the letters of the sensitivity curves, and where each is best."""
 
     def best_at(layout: str) -> str:
         found = []

@@ -1,4 +1,4 @@
-"""The answer beside its alternatives, and the frontier with its knees."""
+"""The answer and its alternatives, and the frontier with its knees."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from layoutopt.plan.schema import PlanFile
 
 @dataclass(frozen=True)
 class DimensionRow:
-    """A dimension; `size` and `piece` are 0 when the plan does not say how long it is."""
+    """A dimension; `size` and `piece` are 0 if the plan does not have its length."""
 
     name: str
     size: int

@@ -37,7 +37,7 @@ def proof(plan: PlanFile, limits: str) -> ProofWords:
     """The solver's proof, and never more.
 
     Args:
-      limits: what it did not look at, in words.
+      limits: choices outside the proof, in words.
     """
     s = plan.solver
     if s is None:
@@ -66,7 +66,7 @@ def proof(plan: PlanFile, limits: str) -> ProofWords:
 
 
 def considered(text: str) -> str:
-    """'1,234' is a number of layouts; anything else says what it is."""
+    """'1,234' is a number of layouts; any other text is shown unchanged."""
     plain = text.replace(",", "").replace("_", "").strip()
     counted = plain.isdecimal() and len(plain) < LONGEST
     return f"{count_text(int(plain))} layouts" if counted else shorten(text, 60)
@@ -81,7 +81,7 @@ def step(p: Predicted) -> str:
 
 
 def achieved(p: Predicted) -> list[tuple[str, str]]:
-    """The speed of a step and of a chip, as far as it is known."""
+    """The speed of a step and of a chip, as far as known."""
     return [(name, said) for name, said in (("speed", p.speed), ("per chip", p.chip_speed)) if said]
 
 
@@ -102,7 +102,8 @@ def forms(parallelism: Mapping[str, str]) -> str:
 
 
 def robust(found: Robustness) -> str:
-    """On how many machines within the uncertainties the answer stays the fastest; '' where none was drawn."""
+    """Number of machines within the uncertainties on which the answer stays the fastest; '' if none was
+    drawn."""
     if not found.draws:
         return ""
     drawn = f"{found.draws} machines drawn within the uncertainties"
@@ -114,7 +115,7 @@ def robust(found: Robustness) -> str:
 
 
 def costs(plan: PlanFile) -> list[tuple[str, str]]:
-    """Names and values of what a step takes, in the order in which they are shown."""
+    """Names and values of the parts of a step, in display order."""
     p = plan.predicted
     return [
         ("step", step(p)),

@@ -1,4 +1,4 @@
-"""The tables of layouts by their prices, of the frontier, and of what would help."""
+"""The tables of layouts by predicted time, of the frontier, and of repairs."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def layouts(
     """The answer and its alternatives with their prices; a layout of several names is there once.
 
     Args:
-      fits: 'yes', 'barely' or 'no' of a layout; None: as the plan's own limit says.
-      own: what the answer is called.
-      lean: the least memory was asked for.
+      fits: 'yes', 'barely' or 'no' for each layout; None: decided by the plan's own limit.
+      own: name of the answer.
+      lean: the search minimised memory.
     """
     every = choices.ranked(plan)
     rows = [r for r in every if not r.twin]
@@ -70,7 +70,7 @@ def _bytes(choice: Alternative) -> float:
 
 
 NamedAlternative = tuple[Alternative, str, Sequence[str]]
-"""A layout, what it is called, and its other names."""
+"""A layout, its name, and its other names."""
 
 
 def layout_table(

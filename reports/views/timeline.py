@@ -63,7 +63,7 @@ def thinned(memory: MemoryTimeline, most: int = MOST) -> tuple[tuple[int, float]
 
 
 def phases(memory: MemoryTimeline) -> tuple[PhaseSpan, ...]:
-    """The program's phases in order; short ones between long ones of the same name are part of them."""
+    """The program's phases in order; a short phase between long phases of one name belongs to them."""
     runs: list[PhaseSpan] = []
     for i, point in enumerate(memory.points):
         if runs and runs[-1].name == point.phase:
@@ -81,7 +81,7 @@ def phases(memory: MemoryTimeline) -> tuple[PhaseSpan, ...]:
 
 
 def total_seconds(memory: MemoryTimeline) -> float:
-    """Seconds of the step that the instructions take; 0 where the plan does not say."""
+    """Seconds of the step's instructions; 0 if the plan does not have them."""
     return sum(p.seconds for p in memory.points)
 
 

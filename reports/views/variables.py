@@ -1,4 +1,4 @@
-"""Variables with equal ones drawn together: the same weight of 48 layers is one row with a count."""
+"""Groups equal variables: the same weight of 48 layers is one row with a count."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ NUMBERS = re.compile(r"\d+")
 
 
 class VariableGroup(VariableDetail):
-    """Variables of the same shape and split as one; `alike` says how many."""
+    """Variables of the same shape and split as one; `alike` is their number."""
 
     alike: int = 1
 
 
 def grouped(plan: PlanFile) -> tuple[VariableGroup, ...]:
-    """One variable for all whose names differ only in numbers; the most bytes per device first.
+    """One variable for all whose names differ only in numbers, by bytes per device, largest first.
 
-    A group's bytes are of one member; `alike` counts them. Its name has '*' where the numbers differ.
+    A group's bytes are those of one member; `alike` is the number of members. Its name has '*' where the
+    numbers differ.
     """
     groups: dict[tuple[object, ...], list[VariableDetail]] = {}
     for v in plan.details.variables:
@@ -45,7 +46,7 @@ def _shared(group: list[VariableDetail]) -> str:
 
 
 def totals(plan: PlanFile) -> tuple[float, float]:
-    """Bytes of all variables, and what one device holds of them."""
+    """Bytes of all variables, and bytes of them on one device."""
     found = plan.details.variables
     return sum(v.bytes for v in found), sum(v.local_bytes for v in found)
 

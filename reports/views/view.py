@@ -1,7 +1,7 @@
 """A table as data: typed columns, rows of plain values, and the words around them.
 
 Three renderers take any view: `layoutopt.cli.sheet` for terminals, `reports.page.cells` for pages,
-`reports.tables` for frames and CSV files. How a value is written is said by its column's kind, once for all.
+`reports.tables` for frames and CSV files. The kind of a column formats its values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Kind:
     """The kind of a column's values.
 
     Attributes:
-      say: a value in words; None, which is not a value, has none.
+      say: formats a value; None has no text.
       number: set right, and sorted by value.
       adds: rows that are left out may be summed up.
     """
@@ -55,20 +55,20 @@ class AxisTag:
 
 @dataclass(frozen=True)
 class Cell:
-    """A value with words or marks of its own; marks are for pages.
+    """A value with words or marks of its own; marks are shown on pages only.
 
     Attributes:
-      text: in place of what the column's kind says of the value.
+      text: replaces the formatted value.
       sub: a second, quieter line.
       bars: stretches (share of the column's width, colour) of a small bar under the text.
       fill: a colour for the whole cell; the text is then for people who do not see it.
       piece: parts of width and height of the box that is a whole tensor.
-      differs: it is not what the first plan has.
+      differs: True if it differs from the first plan.
       state: 'good', 'warn', 'bad' or ''.
       span: columns that it fills.
       code: its text is to be typed.
       value: the plain value, which data have and by which the column is sorted.
-      more: lines that are folded away; between backquotes stands code.
+      more: lines that are folded; text between backquotes is code.
     """
 
     text: str = ""
@@ -94,7 +94,7 @@ class Column:
       key: its name in data.
       head: its heading, as terminals write it.
       rank: columns of the highest rank leave a narrow terminal first; 0 stays.
-      beside: a narrow terminal adds its texts to this column's.
+      beside: the column to which a narrow terminal appends these texts.
       under: pages show it as a second line in this column's cells.
       on: the renderers that show it.
       lead: names the row; the first column if none does.
@@ -129,7 +129,7 @@ class Column:
 
 
 def texts(*heads: str) -> tuple[Column, ...]:
-    """Columns of texts, whose headings name them in data too."""
+    """Columns of texts; their headings also name them in data."""
     return tuple(Column(head.replace(" ", "_"), head) for head in heads)
 
 
@@ -141,13 +141,13 @@ class View:
     """One table.
 
     Attributes:
-      title: what the table lists.
+      title: the content of the table.
       name: of its file, without an ending; '': it has none.
       total: the last row is a sum.
       strong: the row that matters most.
       shown: rows that a page does not fold away.
       more: rows that were left out altogether.
-      wide: a comparison of plans, whose rows become blocks of one cell per plan on a telephone.
+      wide: a comparison of plans; on a telephone its rows become blocks with one cell per plan.
       compact: narrow enough to stay a table on a telephone.
       folded: the whole table is folded away under these words.
       fixed: its rows have an order that no reader changes.
@@ -167,7 +167,7 @@ class View:
     fixed: bool = False
 
     def first(self, most: int, words: str = "{} others") -> View:
-        """The first rows; what the others come to is one more, where it can be summed up."""
+        """The first rows, and one more row that sums up the others if they can be summed."""
         rest = [[c.value if isinstance(c, Cell) else c for c in row] for row in self.rows[most:]]
         if not rest:
             return self

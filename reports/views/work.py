@@ -23,7 +23,7 @@ class CollectiveWork:
 
     @property
     def name(self) -> str:
-        """The usual name of the collective, with where it goes."""
+        """The usual name of the collective, with its axes."""
         return f"{collective_name(self.kind)} over {'+'.join(self.axes) or 'no axis'}"
 
 
