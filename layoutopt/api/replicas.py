@@ -3,7 +3,7 @@ user accepts.
 
   never            all devices synchronise in every step: the search on the whole mesh
   AXIS:period=H    replicas along an axis train alone for H steps and then synchronise (`outer_step_context`)
-  free             never, and with H = 30 every axis between nodes or slices (all axes, if all links are equal)
+  free             never, and with H = 30 every axis between nodes or slices (all axes, if links are equal)
   AXIS:...=A/B     a way for every value, as sites:period=30/100,fragments=1/4 (those that fit together)
 
 Every way is a search of its own, so the fastest is proven if each is. All ways use the same examples in a

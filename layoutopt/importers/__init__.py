@@ -1,1 +1,1 @@
-"""Models of other libraries as graphs of ours."""
+"""Models of other libraries, imported as graphs."""

@@ -17,7 +17,8 @@ def identity(of: Alternative | PlanFile, mesh: Mapping[str, int]) -> str:
 
 
 def grouped(choices: Sequence[Alternative], mesh: Mapping[str, int]) -> list[list[Alternative]]:
-    """Layouts with those that are alike, in the order of the first of each; what has no price is alone."""
+    """Groups equal layouts, in the order of the first of each group; layouts without a prediction stay
+    alone."""
     found: dict[str, list[Alternative]] = {}
     for at, choice in enumerate(choices):
         key = f"{at}" if choice.predicted is None else identity(choice, mesh)

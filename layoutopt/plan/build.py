@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def slices(self) -> dict[str, int]:
-        """Mesh axis -> over how many slices of the machine it lies, where that are several."""
+        """Mesh axis -> number of slices that it spans, if more than one."""
         return self.data.slices
 
     @property
@@ -122,7 +122,7 @@ class Plan:
 
     @property
     def question(self) -> Searched:
-        """The question of its search; defaults where the file does not say."""
+        """The request of its search; defaults for fields that the file lacks."""
         return self.data.details.search or Searched()
 
     @property
@@ -145,15 +145,15 @@ class Plan:
         write_file(path, json.dumps(self.to_json(), indent=1) + "\n", "the plan")
 
     def with_training(self, found: TrainingForecast | None) -> Plan:
-        """The same plan with what training under it takes."""
+        """The same plan with the time and cost of training."""
         return Plan(self.data.model_copy(update={"training": found}), self.stopped, self.model, self.complete)
 
     def with_details(self, **found: Any) -> Plan:
-        """The same plan with some parts of its `details` set anew."""
+        """The same plan with some parts of its `details` replaced."""
         return Plan(self.data.with_details(**found), self.stopped, self.model, self.complete)
 
     def full(self) -> Plan:
-        """The same plan with all its `details`: what reports, figures and tables show."""
+        """The same plan with all its `details`: the content of reports, figures and tables."""
         if self.complete is None or self.data.details.lines:
             return self
         if self._full is None:
@@ -171,7 +171,7 @@ class Plan:
 
         Args:
           path: where to write it too.
-          validation: what `layoutopt.validate` gave, as `to_json()`.
+          validation: the result of `layoutopt.validate`, as `to_json()`.
         """
         from layoutopt.plan.notebook import report
 
@@ -187,7 +187,7 @@ class Plan:
         check_plan_model(self, model)
 
     def of(self, model: Model) -> Plan:
-        """The same plan with its model at hand.
+        """The same plan with its model.
 
         Raises:
           UserError: it was made for another one.
@@ -200,7 +200,7 @@ class Plan:
         """The plan in the user's own JAX program: `layoutopt.importers.jax.jax_plan.JaxPlan`.
 
         Raises:
-          UserError: the model does not come from JAX, or is not at hand.
+          UserError: the model does not come from JAX, or is not loaded.
         """
         if self.model is None:
             raise UserError("plan.jax: a plan file holds no model; write load_plan(path).of(model).jax")
@@ -232,16 +232,16 @@ def model_info(model: Model) -> ModelInfo:
 
 
 def axes_of(layout: Layout) -> dict[str, list[str]]:
-    """The plain rules of a layout as files say them: dimension to mesh axes."""
+    """The plain rules of a layout in the form of files: dimension to mesh axes."""
     return {name: list(axes) for name, axes in layout.items()}
 
 
 def decided(options: Options, layout: Layout, pipeline: Mapping[str, int] = NO_STAGES) -> Decided:
-    """The decisions beside the plain rules of a layout, in a plan file's form; `options_of` and `layout_of`
+    """The decisions besides the plain rules of a layout, in a plan file's form; `options_of` and `layout_of`
     read it.
 
     Args:
-      pipeline: what the layout means by a rule about layers (`Model.stages`).
+      pipeline: the meaning of a rule about layers (`Model.stages`).
     """
     found = {name: value for kind in KINDS for name, value in kind.written(options).items()}
     found["pipeline"] = dict(pipeline)
@@ -250,7 +250,7 @@ def decided(options: Options, layout: Layout, pipeline: Mapping[str, int] = NO_S
 
 
 def given_fields(model: Model, mesh: Mesh, layout: Layout, options: Options) -> dict[str, Any]:
-    """The fields of a result that say what was asked: model, mesh, layout, and options that are not plain."""
+    """The fields of a result that repeat the request: model, mesh, layout, and non-default options."""
     return {
         "model": model_info(model),
         "mesh": mesh.as_dict(),
@@ -260,13 +260,13 @@ def given_fields(model: Model, mesh: Mesh, layout: Layout, options: Options) -> 
 
 
 def options_of(data: Decided) -> Options:
-    """The options of lowering that a plan file states beside a layout."""
+    """The options of lowering that a plan file states besides a layout."""
     said = {name: getattr(data, name) for name in SAID}
     return Options(**{name: value for kind in KINDS for name, value in kind.parsed(said).items()})
 
 
 def refined_of(layout: Layout) -> dict[str, dict[str, list[str]]]:
-    """The other rules of a layout, as files say them."""
+    """The rules of paths of a layout, in the form of files."""
     parts = (*((ELSEWHERE, layout.elsewhere),) * bool(layout.elsewhere), *layout.refined)
     return {path: {n: list(axes) for n, axes in rules} for path, rules in parts}
 

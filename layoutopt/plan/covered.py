@@ -1,4 +1,5 @@
-"""The space that a search covered, and what it left out: the subject of its proof, in files and in words."""
+"""The space that a search covered, and the choices outside it: the subject of its proof, in files and in
+words."""
 
 from __future__ import annotations
 
@@ -7,16 +8,16 @@ from collections.abc import Iterable
 from layoutopt.plan.fields import Data, Flag, WholeNumber
 
 EVERYTHING = "--allow everything"
-"""Allows all but what only users can name, as the AXIS of --diloco."""
+"""Allows everything except choices that only users can name, such as the AXIS of --diloco."""
 FEW = 10**6
-"""From so many layouts on their number is rounded."""
+"""Number of layouts from which it is rounded."""
 
 
 class UncoveredChoices(Data):
     """Choices that `cost` prices and the search did not look at.
 
     Attributes:
-      kind: what their kind of decision is called.
+      kind: name of their kind of decision.
       what: the choices in words.
       allow: options of `search` that allow them; "": none do.
       finer: the search chose among other choices of this kind.
@@ -33,7 +34,7 @@ class CoveredSpace(Data):
 
     Attributes:
       layouts: how many.
-      not_looked_at: what is none of them.
+      not_looked_at: choices outside the space.
     """
 
     layouts: WholeNumber
@@ -41,24 +42,24 @@ class CoveredSpace(Data):
 
     @property
     def count(self) -> str:
-        """How many in words: '6,144 layouts', '1.9e12 layouts'."""
+        """The number in words: '6,144 layouts', '1.9e12 layouts'."""
         return f"{count_text(self.layouts)} layout{'s' * (self.layouts != 1)}"
 
     @property
     def unseen(self) -> str:
-        """The kinds of which there was nothing to choose: 'pipelines, sequence parallelism'."""
+        """The kinds without any choice: 'pipelines, sequence parallelism'."""
         return ", ".join(dict.fromkeys(left.kind for left in self.not_looked_at if not left.finer))
 
     @property
     def in_part(self) -> str:
-        """The kinds of which the search had some choices and not all: 'storage (ZeRO), recomputation'."""
+        """The kinds with some choices and not all: 'storage (ZeRO), recomputation'."""
         whole = {left.kind for left in self.not_looked_at if not left.finer}
         found = (left.kind for left in self.not_looked_at if left.finer and left.kind not in whole)
         return ", ".join(dict.fromkeys(found))
 
     @property
     def allow(self) -> str:
-        """Options of `search` with which it looks at the kinds of which it chose nothing."""
+        """Options of `search` that add the kinds without any choice."""
         own = [left.allow for left in self.not_looked_at if left.allow and not left.finer]
         named = [text for text in dict.fromkeys(own) if text.rpartition(" ")[2].isupper()]
         return " ".join([EVERYTHING] * (len({*own}) > len(named)) + named)

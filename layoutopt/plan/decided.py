@@ -1,7 +1,7 @@
-"""The decisions beside a layout as files have them: the fields of each kind of decision, and its words.
+"""The decisions besides a layout in the form of files: the fields of each kind of decision, and its words.
 
-Plans, their alternatives and the results of commands have these fields; terminal and reports say them in
-these words. `layoutopt.space` has the record of each kind.
+Plans, their alternatives and the results of commands have these fields; terminal and reports show these
+words. `layoutopt.space` has the record of each kind.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ NAMED = 2
 SAID = {name: said for kind in KINDS for name, said in kind.says.items()}
 """The fields of all kinds: their types and defaults."""
 WHERE_SOME = ("refined", *(name for kind in KINDS if not kind.always for name in kind.says))
-"""Fields that most plans lack: they are written only where there is something to say."""
+"""Fields that most plans lack; they are written only if they are not empty."""
 IN_WORDS = sorted((kind for kind in KINDS if kind.word), key=lambda kind: kind.place)
-"""The kinds of which plans say something, in the order of their words."""
+"""The kinds that plans describe, in the order of their words."""
 
 
 class Refined(Data):
-    """The rest of a layout. What most plans lack is written only where there is some.
+    """The rest of a layout. Fields that most plans lack are written only if they are not empty.
 
     Attributes:
       refined: operation, variable or scope to the dimensions that are placed otherwise there, as if they had
@@ -49,7 +49,7 @@ class Refined(Data):
 
 @with_fields(SAID)
 class Decided(Refined):
-    """Each kind of decision, by the fields that its record `says`; plain where nothing is said."""
+    """Each kind of decision, by the fields of its record; defaults for missing fields."""
 
     if TYPE_CHECKING:
 

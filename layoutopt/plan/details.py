@@ -1,4 +1,4 @@
-"""The part of a plan file beside the contract's fields, under `details`, so that a report needs no model.
+"""The part `details` of a plan file, beside the fixed fields, so that a report needs no model.
 
 Every part is optional. `search --out` writes those from `source` to `calibration`, `explain --out` adds
 `sensitivity`, `robustness` and `proof`, `report --validation` shows a `validation`. Times are in seconds and
@@ -34,13 +34,13 @@ from layoutopt.space.decisions import ARGUMENTS
 
 @with_fields({name: (argument.plan | None, None) for name, argument in ARGUMENTS.items()})
 class Searched(Data):
-    """The request of the search, besides the model and the mesh; choices as the arguments of every kind of
-    decision (`space.recorded`), None where a plan does not state it.
+    """The request of the search, besides the model and the mesh: choices as the arguments of every kind of
+    decision (`space.recorded`), None if a plan does not state one.
 
     Attributes:
       hardware: a name or a file.
-      memory_bytes: of a device; None: what the hardware has.
-      devices, max_axes: of a search for the mesh too; no devices: the plan's mesh was given.
+      memory_bytes: of a device; None: the hardware's memory. devices, max_axes: of a search for the mesh; no
+        devices: the plan's mesh was given.
       command: the command line that was typed, if one was.
     """
 
@@ -68,7 +68,7 @@ class HardwareNumber(Data):
 
     @property
     def assumed(self) -> bool:
-        """No measurement of this hardware and no document stands behind it."""
+        """Neither a measurement of this hardware nor a document supports it."""
         said = self.source.strip().lower()
         return said.startswith("assum") or "uncalibrated" in said
 
@@ -83,7 +83,7 @@ class HardwareInfo(Data):
     """The hardware that a plan is priced on.
 
     Attributes:
-      placement: how the mesh lies on it; `lies` says it of each mesh axis.
+      placement: placement of the mesh on the hardware; `lies` has that of each mesh axis.
       known: how far predictions for it are off.
     """
 
@@ -133,7 +133,7 @@ class PricedLine(Data):
     """One instruction's share of the price; every number is of one of its `times` runs.
 
     Attributes:
-      node: the operation of the graph that it comes from; a collective belongs to its node's computation.
+      node: the operation of the graph; a collective belongs to its node's computation.
       place: where the model writes it, as 'model.py:87'.
     """
 
@@ -189,7 +189,7 @@ class MemoryTimeline(Data):
 
     Attributes:
       at: index of the peak, where it is not the highest point.
-      variables: bytes of what stays from step to step.
+      variables: bytes that stay from step to step.
       limit: bytes that a device may hold.
     """
 
@@ -233,9 +233,9 @@ class Robustness(Data):
     """The answer and its alternatives on machines drawn within the uncertainties of the hardware.
 
     Attributes:
-      wins: how many of the `draws` machines the answer is the fastest on.
+      wins: number of the `draws` machines on which the answer is the fastest.
       worst: most time that it takes there, over the fastest, less one.
-      runner_up: the layout that wins most of the others, if any.
+      runner_up: the layout that wins most of the other machines, if any.
       uncertain: numbers that have an uncertainty; without any nothing was drawn.
     """
 
@@ -258,7 +258,7 @@ class Robustness(Data):
 
 
 class RuledOut(Data):
-    """One problem of a search, how many layouts it has, and what is shown of it; `how` is 'faster' where the
+    """One problem of a search, its number of layouts, and the proof about it; `how` is 'faster' if the plan's
     proof is wrong."""
 
     mesh: str = ""
@@ -271,11 +271,11 @@ class RuledOut(Data):
 
 
 class Proof(Data):
-    """A second look at the proof, without a solver: what was found, in words.
+    """A check of the proof without a solver, with its findings in words.
 
     Attributes:
       layouts: of all problems together, legal or not.
-      allowed: what could be chosen there, as far as it is not usual.
+      allowed: its choices, as far as they differ from the defaults.
     """
 
     verified: Flag = False
@@ -291,12 +291,12 @@ class Proof(Data):
 
 
 class Repair(Data):
-    """A change of what was asked under which something fits, and the best plan under it.
+    """A change of the request under which something fits, and the best plan under it.
 
     Attributes:
       change: in words, as options of `search`.
       command: the whole command line.
-      note: what is known of less than this change.
+      note: a remark about a smaller change.
       memory_bytes: that a device has there.
       proven: nothing is faster under the change.
     """
@@ -319,22 +319,21 @@ class Details(Data):
     """All parts.
 
     Attributes:
-      source: what the user typed as MODEL; a name, which nobody runs because a plan says it.
+      source: MODEL as the user typed it. It is only a name: no code runs because a plan names it.
       source_sha256: of the model file and of every local file that it imports, by its path from the model
         file's folder (`layoutopt.models.recorded`).
-      search: what was asked besides the model and the mesh.
-      hardware: description, how the mesh lies on it, numbers with their sources.
-      parallelism: mesh axis to what the trade calls it, as 'data (FSDP)' or 'tensor + expert'.
+      search: the request besides the model and the mesh.
+      hardware: description, placement of the mesh, numbers with their sources.
+      parallelism: mesh axis to the usual name of its parallelism, such as 'data (FSDP)' or 'tensor + expert'.
       dims: dimension to size.
-      variables: every variable as it is stored; inputs: every input as devices hold it.
-      applies: the model is another library's program, whose own arrays only the model knows.
+      variables: storage of every variable; inputs: placement of every input on devices.
+      applies: the model is another library's program, and only the model knows its arrays.
       lines: the priced instructions of the answer; sources: the lines of code at their places.
       by_kind: seconds by kind of work, of the answer (named so) and every alternative.
-      memory: the timeline of the answer, and what is held at its peak.
-      calibration: every measurement of a calibrated profile beside its fit.
-      conflict, repairs: of a plan that does not fit, as none does: the conditions that cannot hold together,
-        and what would help.
-      ways: to synchronise, of which this is the fastest.
+      memory: the timeline of the answer, and the values at its peak.
+      calibration: every measurement of a calibrated profile beside its fit. conflict, repairs: for a request
+        under which nothing fits: the conditions that contradict each other, and changes that help.
+      ways: compared ways to synchronise; the plan is the fastest.
     """
 
     source: str = ""

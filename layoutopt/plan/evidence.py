@@ -1,4 +1,4 @@
-"""Measurements in a plan: how its machine was calibrated, and what layouts took on it."""
+"""Measurements in a plan: the calibration of its machine, and times of layouts on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from layoutopt.plan.fields import (
 
 
 class Sample(Data):
-    """One measurement of a calibration: what was run, how big it was, the seconds measured and fitted.
+    """One measurement of a calibration: operation, size, seconds measured and fitted.
 
     Attributes:
       held_out: the fit had not seen it.
@@ -55,8 +55,8 @@ class CalibrationEvidence(Data):
 
     Attributes:
       fit: the fitted numbers; an object 'name: value' will do.
-      notes: on what machine, when, how quiet it was.
-      of: what a sample is, in the singular.
+      notes: machine, date and load of the measurements.
+      of: name of a sample, in the singular.
     """
 
     of: str = "measurement"
@@ -95,7 +95,7 @@ class Noise(Data):
 
 
 class Validation(Data):
-    """Predictions beside measurements (`validate --json`); too few layouts have no summary numbers.
+    """Predicted and measured times (`validate --json`); with too few layouts there are no summary numbers.
 
     Attributes:
       mape: the mean error of a predicted time, as a share of the measured one.

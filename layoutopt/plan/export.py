@@ -6,9 +6,9 @@
     haliax           axis mapping (`haliax.axis_mapping`)
     maxtext          `logical_axis_rules` and mesh sizes of MaxText's base.yml
 
-Python and YAML come as text that can be pasted or imported. A layout that a library cannot say is refused
-with a reason, and so is storage (ZeRO) by forms that say nothing of single variables, and mixed storage by
-MaxText. Left out are rules for single operations alone, where single variables are said.
+Python and YAML are texts that can be pasted or imported. A layout that a library cannot express is refused
+with a reason. So is storage (ZeRO) in forms without single variables, and mixed storage in MaxText. Only
+rules for single operations are left out, in forms with single variables.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mesh_tf_core.ir.mesh import Mesh
 
 
 def export(what: Exported, to: str) -> str:
-    """`what` in the form of the library `to`, one of `FORMATS`.
+    """Writes `what` in the form of the library `to`, one of `FORMATS`.
 
     Raises:
       UserError: an unknown library, or a layout that it cannot express.
@@ -187,7 +187,7 @@ class ExportForm:
 
     Attributes:
       says: decisions that it can express (`space.kind.Beyond.what`); plans with others are refused.
-      every_variable: it says how each variable and its state lie.
+      every_variable: the form has the placement of each variable and its state.
     """
 
     write: Callable[[Exported], str]

@@ -32,11 +32,11 @@ class ExportedTensor:
 
 @dataclass(frozen=True)
 class Exported:
-    """The written export: a layout, every tensor that lies between steps, and the other decisions.
+    """The written export: a layout, every tensor that is stored between steps, and the other decisions.
 
     Attributes:
       arrays: of a model from JAX, by the name of a section: its arrays as the user's program has them.
-      slices: mesh axis -> over how many slices of the machine it lies, where that are several.
+      slices: mesh axis -> number of slices that it spans, if more than one.
     """
 
     title: str

@@ -1,7 +1,7 @@
 """The base of schemas of plans and results: a base class, kinds of numbers, one line that refuses damage.
 
-A file is read by its schema, never by hand. What is missing has a default where one makes sense, null counts
-as missing, and what a newer version adds is kept.
+A file is read by its schema, never by hand. Missing fields have defaults where possible, null counts as
+missing, and fields of newer versions are kept.
 """
 
 from __future__ import annotations
@@ -170,11 +170,11 @@ LayoutText = Annotated[str, BeforeValidator(_rules)]
 
 
 def refusal(error: ValidationError, what: str, again: str) -> UserError:
-    """A schema's errors as one line: which file, the first wrong field's path, what was found, what to do.
+    """A schema's errors as one line: the file, the path of the first wrong field, its value, the remedy.
 
     Args:
-      what: names the file.
-      again: what to do.
+      what: name of the file.
+      again: the remedy.
     """
     first = error.errors(include_url=False)[0]
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""

@@ -32,7 +32,7 @@ class HardwareList(CommandResult):
 
 
 class SourcedNumber(Data):
-    """A number as it is used (SI units) and as its source prints it."""
+    """A number in SI units, and as its source prints it."""
 
     path: str
     value: Figure

@@ -1,5 +1,5 @@
-"""The errors of predictions for a piece of hardware against what others published and what its compiler says,
-and how much memory a plan should leave."""
+"""The errors of predictions for a piece of hardware against published steps and its compiler, and the memory
+that a plan should leave free."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class PublishedSteps(Data):
     """Steps that were published for the hardware.
 
     Attributes:
-      fitted: of these, how many had a part in a fitted constant.
-      mean, worst: error of a predicted step, as a share of the published one.
+      fitted: number of those that helped to fit a constant. mean, worst: error of a predicted step, as a
+        share of the published one.
     """
 
     rows: WholeNumber
@@ -53,7 +53,7 @@ for fragmentation alone, after GPUs ran out of memory with less."""
 
 
 class Known(Data):
-    """All of it; what there is none of is None."""
+    """All known errors; None for unknown ones."""
 
     steps: PublishedSteps | None = None
     compiler: Compiled | None = None

@@ -1,4 +1,4 @@
-"""The hardware's part of a plan file: numbers with sources, how the mesh lies on it, its calibration."""
+"""The hardware's part of a plan file: numbers with sources, placement of the mesh, calibration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEVELS = {
     "node": "{} inside a node",
     "network": "{} nodes",
 }
-"""Levels of hardware in words; a torus axis says whether it is a ring."""
+"""Levels of hardware in words; a torus axis is marked if it is a ring."""
 
 
 def hardware_details(machine: Hardware, mesh: Mesh) -> HardwareInfo:
@@ -47,8 +47,7 @@ def hardware_details(machine: Hardware, mesh: Mesh) -> HardwareInfo:
 
 
 def errors_known(machine: Hardware) -> Known:
-    """The errors of predictions for a machine, as far as that was compared, and what memory they should
-    leave."""
+    """The known errors of predictions for a machine, and the memory that plans should leave free."""
     from costmodels.hardware.known import known_errors
     from layoutopt.plan.known import Known, Margin
 
@@ -94,7 +93,8 @@ def _lies(placed: MeshPlacement, axis: str) -> Iterator[str]:
 
 
 def calibration_details(machine: Hardware) -> CalibrationEvidence | None:
-    """The part `calibration`: every measurement of a calibrated profile beside its fit; None for others."""
+    """The part `calibration`: every measurement of a calibrated profile beside its fit; None for other
+    hardware."""
     if machine.calibration is None:
         return None
     from costmodels.calibration.residuals import residuals

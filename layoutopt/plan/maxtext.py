@@ -64,11 +64,11 @@ MAXTEXT_ROWS: Mapping[str, Sequence[str]] = {
     **{each: row for row in MAXTEXT_DIMS.values() for each in row},
     **MAXTEXT_DIMS,
 }
-"""The same, and MaxText's own names: what a model of its parameters calls its dimensions."""
+"""The same, with MaxText's own names for a model with its parameters."""
 MAXTEXT_WEIGHTS = ("embed", "embed_no_exp")
-"""The logical axes that every matrix has and MaxText splits for FSDP; `d_model` of ours."""
+"""The logical axes of every matrix, which MaxText splits for FSDP; `d_model` here."""
 MAXTEXT_BETWEEN = "activation_norm_length"
-"""The length of what layers carry and norms work on."""
+"""The length in the residual stream and norms."""
 MAXTEXT_HOST = {OPTIMIZER: "optimizer_memory_host_offload", WEIGHTS: "parameter_memory_host_offload"}
 """The kind of values on the hosts -> its name in MaxText."""
 MAXTEXT_STORED = {"zero1": "data", "zero3": "fsdp"}
@@ -130,10 +130,10 @@ def _spare(what: Exported, v: ExportedTensor) -> Axes:
 
 
 def maxtext(what: Exported) -> str:
-    """The settings, as YAML that MaxText takes beside its base.yml.
+    """The settings as YAML, which MaxText takes in addition to its base.yml.
 
     Raises:
-      UserError: what MaxText has no setting for.
+      UserError: MaxText has no setting for a decision.
     """
     stage, stored = _maxtext_stage(what)
     names = _maxtext_axes(what.mesh, dict.fromkeys(stored, MAXTEXT_STORED[stage]) if stage else {})

@@ -1,4 +1,4 @@
-"""Plans as notebooks show them: the door from plans to reports, which nobody opens who only searches."""
+"""Plans in notebooks. Reports are imported here on first use, so a search does not load them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The schemas of what commands print with `--json`, one each.
+"""The schemas of the output of commands with `--json`, one for each command.
 
-Times are in seconds and sizes in bytes, both of one device; what is not finite is null. `search` prints a
-plan file (`layoutopt.plan.schema.PlanFile`).
+Times are in seconds and sizes in bytes of one device; infinite and undefined numbers are null. `search`
+prints a plan file (`layoutopt.plan.schema.PlanFile`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Finding(Data):
 
 
 class CostResult(Decided, LayoutResult):
-    """`cost`: a layout that does not fit is priced too, and says why it is not `feasible`."""
+    """`cost`: a layout that does not fit is predicted too, with the `reason` why it is not `feasible`."""
 
     command = "cost"
     hardware: str
@@ -136,14 +136,15 @@ class Collectives(Data):
 
 
 class Compared(Data):
-    """A number of the compiler beside ours."""
+    """A number of the compiler and the predicted number."""
 
     compiler: Figure
     predicted: Figure
 
 
 class Moved(Data):
-    """The traffic of the collectives of one family over groups of one size: how many, and bytes put in."""
+    """The traffic of the collectives of one family over groups of one size: their number, and bytes put
+    in."""
 
     family: str
     group_size: int
@@ -152,8 +153,8 @@ class Moved(Data):
 
 
 class VerifyResult(Decided, LayoutResult):
-    """`verify`: without a compiled program, its `reason` and what the compiler said of memory; what lies on a
-    host, and goes from there and to there, is of one device."""
+    """`verify`: without a compiled program, its `reason` and the compiler's message about memory; host memory
+    and transfers are those of one device."""
 
     command = "verify"
     topology: str
@@ -175,7 +176,7 @@ class VerifyResult(Decided, LayoutResult):
 
 
 class ProblemSolver(Data):
-    """The solver of a problem, and what it proved."""
+    """The solver of a problem, and its proof."""
 
     name: str
     status: str
@@ -229,7 +230,7 @@ class OperationDifference(Data):
 
 
 class Against(Data):
-    """Another layout beside the plan's."""
+    """Another layout, compared with the plan's."""
 
     layout: str
     step_seconds: Figure
@@ -239,8 +240,8 @@ class Against(Data):
 
 
 class KeptStep(Data):
-    """The step if the loops over one dimension keep something else when they run again; `recompute` says how
-    that is asked for, "" that they do not."""
+    """The step with other kept values of the loops over one dimension; `recompute` is the text of the option,
+    "" without recomputation."""
 
     loop: str
     change: str
@@ -251,8 +252,8 @@ class KeptStep(Data):
 
 
 class Placed(Data):
-    """Values of one class that live alike in one phase: which axes storage splits them over, on the hosts or
-    not, in which dtype (None: their own), how they are had again; `bytes` of a device between steps."""
+    """Values of one class that have the same placement in one phase: axes over which storage splits them,
+    host or device, dtype (None: unchanged), gathered or recomputed; `bytes` of a device between steps."""
 
     values: str
     phase: str
@@ -266,7 +267,7 @@ class Placed(Data):
 
 
 class ExplainResult(CommandResult):
-    """`explain`: the last five are there if they were asked for, `kept` where loops run again, `turning` of a
+    """`explain`: the last five fields are present on request, `kept` if loops are recomputed, `turning` for a
     plan of several ways."""
 
     command = "explain"
@@ -306,7 +307,7 @@ class Continuation(Data):
 
 
 class Continued(Data):
-    """A prompt and what the model makes of it, the best first."""
+    """A prompt and the model's continuations, the best first."""
 
     prompt: str
     continuations: list[Continuation]
@@ -322,7 +323,7 @@ class GenerateResult(LayoutResult):
 
 
 class TrainResult(LayoutResult):
-    """`train`: one more field is the rate, named after what the model counts: 'tokens_per_second'.
+    """`train`: one more field is the rate, named after its unit: 'tokens_per_second'.
 
     Attributes:
       evaluations: number of a step -> means over held-out data after it; `held_out` is at the end.
@@ -346,8 +347,8 @@ class ExportResult(CommandResult):
     """`export`: the layout in another library's form.
 
     Attributes:
-      not_said: what is decided beside the layout and has no word in that form; only if there is any.
-      slices: axes that lie over several slices of the machine, where the form does not say so.
+      not_said: decisions besides the layout that the form cannot express; present only if there are any.
+      slices: axes that span several slices, if the form does not express this.
     """
 
     command = "export"

@@ -1,7 +1,7 @@
-"""The plan file, `layoutopt-plan/1`: what a search found, as plain data.
+"""The plan file, `layoutopt-plan/1`: the result of a search as plain data.
 
 The only description of the format: the search fills it in, the command line writes and reads it, reports show
-it. It knows nothing of meshes, layouts or programs; `layoutopt.plan.build.Plan` makes these of it.
+it. It does not depend on meshes, layouts or programs; `layoutopt.plan.build.Plan` makes these from it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from mesh_tf_core.files import read_file
 
 FORMAT = "layoutopt-plan/1"
 DEEPEST = 64
-"""Levels of a file that are read; a plan has no more than ten."""
+"""Levels of nesting that are read; a plan has at most ten."""
 AGAIN = "make it again with `layoutopt search MODEL --out PLAN.json`"
 
 
@@ -64,11 +64,11 @@ class Predicted(Data):
       mfu, model_flops: model FLOP utilisation, and model FLOPs of a whole step (`costmodels.utilisation`).
       hfu: hardware FLOP utilisation, where something is recomputed.
       examples_per_second, tokens_per_second: of all devices; tokens where the model names their dimensions.
-        What is not known is left out.
+        Unknown values are left out.
       usable_memory_bytes: of a device of this hardware.
-      host_memory_bytes: what a device keeps in its host's memory, where it does; host_bytes_per_device: what
-        goes over its host link, by direction (`host_load`, `host_store`).
-      tokens_per_second_per_chip, model_flops_per_second_per_chip: a chip may be several devices.
+      host_memory_bytes: bytes in the host's memory for a device, if any; host_bytes_per_device: bytes over
+        its host link, by direction (`host_load`, `host_store`). tokens_per_second_per_chip,
+        model_flops_per_second_per_chip: a chip may be several devices.
     """
 
     step_seconds: Amount
@@ -145,7 +145,7 @@ class ProofStatus(StrEnum):
     """The status of a plan."""
 
     OPTIMAL = "OPTIMAL"
-    """No layout that was asked for is better."""
+    """No layout of the search space is better."""
     FEASIBLE = "FEASIBLE"
     """It fits; something better may exist above the bound."""
     INFEASIBLE = "INFEASIBLE"
@@ -155,9 +155,8 @@ class ProofStatus(StrEnum):
 class SolverInfo(Data):
     """The solver's proof. `objective` and `bound` are in the objective's own unit.
 
-    Attributes:
-      likely_bound, likely_gap: what they would be if tables were off by no more than on the layouts that were
-        compared (a note says by how much); left out where the proof needs no such condition.
+    Attributes: likely_bound, likely_gap: their values if the tables' error is no larger than on the compared
+    layouts (a note has that error); left out if the proof needs no such condition.
     """
 
     status: str
@@ -171,7 +170,7 @@ class SolverInfo(Data):
 
     @property
     def proven(self) -> bool:
-        """The solver said OPTIMAL and its own gap agrees."""
+        """True if the status is OPTIMAL and the gap agrees."""
         return self.status.upper() == ProofStatus.OPTIMAL and (self.gap is None or self.gap <= 1e-6)
 
 
@@ -180,7 +179,7 @@ def _priced(found: Any) -> Any:
 
 
 class PricedAlternative(Data):
-    """A layout by name with its price; without a mesh of its own it is on the answer's."""
+    """A named layout with its predicted cost; without a mesh of its own it is on the answer's."""
 
     name: str = "unnamed"
     mesh: dict[str, PositiveInteger] = Field(default_factory=dict)
@@ -191,7 +190,7 @@ class PricedAlternative(Data):
 
 
 class Alternative(Decided, PricedAlternative):
-    """Another layout with what is decided beside it, priced in the same way."""
+    """Another layout with its other decisions, predicted in the same way."""
 
 
 class Renaming(Data):
@@ -200,7 +199,7 @@ class Renaming(Data):
     Attributes:
       where: operations, variables and scopes.
       names: other name to the dimension that has it there.
-      saves_seconds: of a step, that it would take longer without; None: there was no time to know.
+      saves_seconds: seconds that a step would take longer without it; None: unknown for lack of time.
     """
 
     where: Names
@@ -212,8 +211,7 @@ class Renaming(Data):
 class Refinement(Data):
     """The gain of `search --refine` over the best layout in which a name has one placement.
 
-    Attributes:
-      plain_seconds, plain_status: of a step in that layout, and what is proven of it.
+    Attributes: plain_seconds, plain_status: seconds of a step in that layout, and its proof.
     """
 
     plain_seconds: Amount
@@ -231,10 +229,10 @@ class PlanFile(Decided):
 
     Attributes:
       layout: dimension to the mesh axes it is split over, the outermost first.
-      slices: mesh axis to over how many slices of the machine it lies; left out where it is one.
-      training: what training takes and costs, where that was asked.
+      slices: mesh axis to number of slices that it spans; left out for one.
+      training: time and cost of training, on request.
       refinement: of a layout that is `refined`.
-      space: what `solver` is about.
+      space: the space that `solver` is about.
     """
 
     format: Literal["layoutopt-plan/1"]
@@ -262,7 +260,7 @@ class PlanFile(Decided):
         return self
 
     def to_json(self) -> dict[str, Any]:
-        """The plan file's object; `details` are what was said of them."""
+        """The plan file's object; `details` are unchanged."""
         found = self.model_dump(mode="json", exclude={"details"})
         for absent in ("frontier", "notes", "refinement", "slices", "space", "training"):
             if not found.get(absent):
@@ -272,7 +270,7 @@ class PlanFile(Decided):
         return {**{name: found[name] for name in HEAD}, **found}
 
     def with_details(self, **found: Any) -> PlanFile:
-        """The same plan with some parts of its `details` set anew."""
+        """The same plan with some parts of its `details` replaced."""
         return self.model_copy(update={"details": self.details.model_copy(update=found)})
 
     @property
@@ -289,11 +287,11 @@ class PlanFile(Decided):
 
     @property
     def known(self) -> Known:
-        """The errors of predictions for its hardware, as far as the plan says."""
+        """The errors of predictions for its hardware, as far as the plan has them."""
         return self.details.hardware.known if self.details.hardware else Known()
 
     def fit_of(self, choice: PricedAlternative) -> str:
-        """The fit of a layout that was priced beside it: 'yes', 'barely' or 'no'."""
+        """The fit of a layout beside it: 'yes', 'barely' or 'no'."""
         limit, predicted = self.memory_limit, choice.predicted
         if limit is None or predicted is None or not choice.feasible:
             return "yes" if choice.feasible else "no"
@@ -301,7 +299,7 @@ class PlanFile(Decided):
 
     @property
     def fits(self) -> bool | None:
-        """None when the plan does not say what the limit is."""
+        """None if the plan does not state the limit."""
         limit = self.memory_limit
         return None if limit is None else self.predicted.peak_memory_bytes <= limit
 
@@ -318,7 +316,7 @@ def _known_axes(choice: Alternative | PlanFile, mesh: Mapping[str, int], *at: st
 
 
 def check_depth(found: Any, what: str, again: str) -> None:
-    """UserError where a JSON value has more than `DEEPEST` levels: what reads it may be recursive then."""
+    """UserError if a JSON value has more than `DEEPEST` levels, because readers may be recursive."""
     level = [found]
     for _ in range(DEEPEST):
         level = [inner for value in level for inner in _inside(value)]
@@ -334,7 +332,7 @@ def load_json(path: str | Path, what: str, again: str) -> Any:
     """The value in a JSON file.
 
     Args:
-      what: names the file in errors; again: what to do.
+      what: name of the file in errors; again: the remedy.
     Raises:
       UserError: it cannot be read, is cut off, or nested too deeply.
     """
@@ -353,7 +351,7 @@ def load_json(path: str | Path, what: str, again: str) -> Any:
 
 
 Told = Callable[[str], object]
-"""Hears one line of text."""
+"""Receives one line of text."""
 
 
 def read_plan_file(path: str | Path, on_damage: Told | None = None) -> PlanFile:
@@ -363,11 +361,11 @@ def read_plan_file(path: str | Path, on_damage: Told | None = None) -> PlanFile:
 
 
 def plan_file(found: Any, what: str = "the plan", on_damage: Told | None = None) -> PlanFile:
-    """The plan in a JSON object; a PlanFile is returned as it is.
+    """Reads the plan in a JSON object; a PlanFile is returned unchanged.
 
     Args:
-      what: names the plan in errors.
-      on_damage: hears what is wrong with the `details` of a plan that is whole otherwise; the plan is then
+      what: name of the plan in errors.
+      on_damage: called with the faults in the `details` of a plan that is otherwise whole; the plan is then
         read without these parts.
     Raises:
       UserError: naming the plan and the first wrong field.

@@ -13,7 +13,7 @@ from layoutopt.plan.training import lasts, money_text
 from layoutopt.plan.units import count, number, plural, rounded, share_text
 
 PAYS = 1.25
-"""Times the least cost of a token that are still worth the time."""
+"""Factor of the least cost of a token up to which a faster training is preferred."""
 GOALS = {
     "budget": "{:.3g} FLOP",
     "loss": "a loss of {:g}",
@@ -25,16 +25,15 @@ GOALS = {
 
 
 class SizedCandidate(Decided):
-    """A size on some devices, in its best layout, trained as the question says.
+    """A size on some devices in its best layout, with the training of the question.
 
     Attributes:
       hparams: those that are not the user's.
       parameters: all; `non_embedding`: without those of words and positions.
       flops: of training, by the model's own count.
       loss_interval: 95 % of one more run, where the law was fitted to the user's.
-      money: None: no price is known.
-      status, gap: what is proven of the layout.
-      beyond: in words, where the loss lies beyond the runs of the law.
+      money: None: no price is known. status, gap: proof of the layout.
+      beyond: where the loss lies outside the runs of the law, in words.
       frontier: no other candidate is better in loss, days and cost.
     """
 
@@ -110,7 +109,7 @@ class LawInfo(Data):
       ranges: of the runs that it was fitted to.
       exponents: of the compute, of the N and D of least loss.
       errors, intervals: standard errors as published, or 95 % intervals of an own fit.
-      told: what it was told besides; `sources`: where that is from.
+      told: further inputs; `sources`: their sources.
     """
 
     name: str
@@ -127,7 +126,7 @@ class LawInfo(Data):
     sources: Names = Field(default_factory=list)
 
     def constant(self, name: str, significant: int) -> str:
-        """A constant, with what is known of its error."""
+        """A constant, with its uncertainty."""
         text = f"{self.constants[name]:.{significant}g}"
         if name in self.errors:
             text += f" ± {self.errors[name]:g}"
@@ -184,7 +183,7 @@ class Accuracy(Data):
     """The accuracy of the times of a piece of hardware.
 
     Attributes:
-      words: what stands behind them.
+      words: their origin.
       steps: published steps that were compared with predictions.
       mean: their error, as a share of the published time, on average; None: no step was compared.
     """
@@ -199,7 +198,7 @@ class Accuracy(Data):
 
 
 class Course(Data):
-    """The loss of one size as it is trained: FLOPs and loss, in order."""
+    """The loss of one size during training: FLOPs and loss, in order."""
 
     parameters: Figure
     points: list[tuple[float, float]]
@@ -238,7 +237,7 @@ class SizeResult(CommandResult):
         return next((each for each in self.accuracy if each.hardware == hardware), unknown)
 
     def family(self) -> str:
-        """In what its sizes differ, in words; '' of one size."""
+        """The hyperparameters in which its sizes differ, in words; '' for one size."""
         known = {each.parameters for each in self.candidates} | {each.parameters for each in self.beaten}
         if len(known) < 2:
             return ""

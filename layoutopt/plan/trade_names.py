@@ -20,10 +20,10 @@ IDLE, RARE = "idle", "data, synchronised rarely (DiLoCo)"
 
 
 def trade_names(model: Model, mesh: Mesh, layout: Layout, decided: Decided) -> dict[str, str]:
-    """Axis -> what its devices share: 'data (FSDP)', 'tensor + expert', 'idle' where they share nothing.
+    """Axis -> the parallelism of its devices: 'data (FSDP)', 'tensor + expert', 'idle' if they share no work.
 
     Args:
-      decided: what a plan file says beside the layout.
+      decided: the decisions of a plan file besides the layout.
     """
     return {
         axis: " + ".join(dict.fromkeys(_forms(model, mesh, axis, layout, decided))) or IDLE

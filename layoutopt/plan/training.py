@@ -13,9 +13,8 @@ class TrainingForecast(Data):
     """Training on a number of tokens, or an hour of it where none is given.
 
     Attributes:
-      tokens: trained on.
-      seconds, chip_hours: what that takes, by the predicted step alone: no start, no failures.
-      price: of a chip-hour; money: what all costs, in its unit.
+      tokens: number of tokens. seconds, chip_hours: by the predicted step alone, without starts and failures.
+      price: of a chip-hour; money: total cost, in its unit.
     """
 
     tokens: Amount | None = None
@@ -49,7 +48,7 @@ def money_text(money: float) -> str:
 
 
 def check_tokens(tokens: float | None, own: float | None) -> None:
-    """UserError for tokens of a model that does not say which of its dimensions count its `own`."""
+    """UserError for tokens if the model does not name the dimensions of its `own` tokens."""
     if tokens is not None and not own:
         raise UserError(
             "--tokens: nothing says what a token of this model is; name the dimensions that count them, as "

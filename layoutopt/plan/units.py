@@ -1,7 +1,7 @@
-"""Numbers and names as people read them, in terminals, on pages and in messages alike: three digits, SI time,
-bytes in powers of 1024 and rates of 1000.
+"""Numbers and names in the form of terminals, pages and messages: three digits, SI time, bytes in powers of
+1024 and rates of 1000.
 
-Between a number and its unit stands a plain space; pages keep the two on one line (`glued`).
+A plain space separates a number from its unit; pages keep the two on one line (`glued`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def bytes_text(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """A number of things: 512, 4.9 B."""
+    """A count: 512, 4.9 B."""
     return _scaled(value, 1000.0, _COUNT) if abs(value) >= 1e4 else f"{value:,.0f}"
 
 
@@ -101,7 +101,7 @@ def signed_percent(share: float) -> str:
 
 
 def against(value: float, base: float) -> str:
-    """A value beside another: '+8.3 %', from twice on '2.1×'; nothing where there is no base."""
+    """A value relative to another: '+8.3 %', from twice on '2.1×'; '' without a base."""
     if base <= 0:
         return ""
     ratio = value / base
@@ -136,7 +136,7 @@ def clean(text: str) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """At most `limit` characters; what is cut is the middle, since names differ at their ends."""
+    """At most `limit` characters; the middle is cut, because names differ at their ends."""
     if len(text) <= limit:
         return text
     head = (limit - 1) * 3 // 5
@@ -144,7 +144,7 @@ def shorten(text: str, limit: int) -> str:
 
 
 def some(names: Sequence[str], limit: int, each: int = 40) -> str:
-    """The first names, and how many more there are: 'vocab, heads, d_ff and 3 more'."""
+    """The first names, and the number of the others: 'vocab, heads, d_ff and 3 more'."""
     shown = [shorten(n, each) for n in names[:limit]]
     if len(names) > limit:
         return f"{', '.join(shown)} and {len(names) - limit:,} more"

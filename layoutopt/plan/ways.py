@@ -1,4 +1,4 @@
-"""Ways to synchronise that were compared: never rarely, or along which axis, and how often."""
+"""Compared ways to synchronise: every step, or rarely along an axis."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from layoutopt.plan.decided import Decided
 from layoutopt.plan.fields import Amount, Data, Flag, Names, PositiveInteger, WholeNumber
 
 SYNCHRONOUS = "synchronous"
-"""The name of the way in which all devices meet in every step."""
+"""The name of the way in which all devices synchronise in every step."""
 
 
 class ReplicaStrategy(Decided):
-    """The best layout of one way.
+    """The best layout of one way to synchronise.
 
     Attributes:
-      replicas: how many share the examples of a step; 1 if all devices meet in every step.
-      hparams: hyperparameters of a replica's model that are not those of the whole.
-      step_seconds, mfu, peak_memory_bytes: none where the way has no plan; `reason` says why.
-      rare_bytes: what a device sends over the axis that synchronises rarely, in a step.
-      status: what is proven of the layout.
-      loss: by how much, relatively, the published law says that replicas lose; None: it says nothing of this.
+      replicas: number of replicas that share the examples of a step; 1 if all devices synchronise in every
+        step.
+      hparams: hyperparameters in which a replica's model differs from the whole. step_seconds, mfu,
+        peak_memory_bytes: None if the way has no plan; `reason` explains why.
+      rare_bytes: bytes per step that a device sends over the axis that synchronises rarely.
+      status: proof of the layout.
+      loss: relative increase of the loss by the published law; None: outside the law.
     """
 
     name: str = SYNCHRONOUS
@@ -44,8 +45,8 @@ class AtLink(Data):
     """One bandwidth of the link.
 
     Attributes:
-      times: what the hardware says; gigabits: per second, between a replica and the others.
-      seconds, mfu: of a step, by the name of a way.
+      times: factor of the hardware's bandwidth; gigabits: per second, between a replica and the others.
+        seconds, mfu: of a step, by the name of a way.
     """
 
     times: Amount
@@ -55,19 +56,19 @@ class AtLink(Data):
 
     @property
     def pays(self) -> bool:
-        """True if the fastest way meets rarely."""
+        """True if the fastest way synchronises rarely."""
         return min(self.seconds, key=self.seconds.__getitem__, default=SYNCHRONOUS) != SYNCHRONOUS
 
 
 class Turning(Data):
-    """The comparison of ways as the link between replicas changes.
+    """The comparison of ways on links of different speeds between replicas.
 
     Attributes:
       axis: that the link is of.
       at: rising bandwidths.
-      turns: gigabits per second at which the fastest way becomes another one, of those that meet rarely and
-        the synchronous one.
-      searched: every way was searched anew at each; else its best layout here is priced there.
+      turns: gigabits per second at which another way becomes the fastest, among those that synchronise rarely
+        and the synchronous one.
+      searched: every way was searched again at each speed; else its best layout here is predicted there.
     """
 
     axis: str
@@ -77,7 +78,7 @@ class Turning(Data):
 
     @property
     def words(self) -> str:
-        """In a sentence: 'it pays from 9.1 to 250 Gbit/s between a replica and the others'."""
+        """In one sentence: 'it pays from 9.1 to 250 Gbit/s between a replica and the others'."""
         if not self.at:
             return "there was no time to know"
         low, high = self.at[0].gigabits, self.at[-1].gigabits
@@ -96,7 +97,7 @@ class Turning(Data):
 
 
 class ReplicaStrategies(Data):
-    """The ways that were compared, the fastest that is accepted first.
+    """The compared ways, the fastest accepted one first.
 
     Attributes:
       accepted: relative loss that the user accepts; None: any.

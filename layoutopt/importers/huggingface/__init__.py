@@ -1,8 +1,8 @@
 """Models of Hugging Face configurations (`config.json`), without a line of code.
 
-A configuration names a family (`model_type`) and its sizes. `families` and `encoders` read what it says,
-`decoder` builds language models; a field that nobody reads is an error that names it, so that no number of a
-plan is of another model than the file's.
+A configuration names a family (`model_type`) and its sizes. `families` and `encoders` read the fields,
+`decoder` builds language models. A field that no reader uses is an error that names it, so that a plan is
+never about another model than the file's.
 """
 
 from layoutopt.importers.huggingface.configuration import from_huggingface, module_of, names_of

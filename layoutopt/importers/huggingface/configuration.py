@@ -38,9 +38,9 @@ FAMILIES: dict[str, tuple[str, ReadConfiguration]] = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", families.qwen3_moe),
     "vit": ("ViTForImageClassification", encoders.vit),
 }
-"""model_type -> the architecture that is built, and what reads it."""
+"""model_type -> the architecture and its reader."""
 LENGTH = 2048
-"""Tokens of a text, unless asked for; fewer where the model has fewer positions."""
+"""Default number of tokens of a text; fewer if the model has fewer positions."""
 _COUNTS = {"tokens": "vocab", "targets": "vocab", "segments": "segment_kinds", "label": "classes"}
 """Input -> the dimension whose elements it names."""
 _OWN_DTYPES = ("float32", "bfloat16", "float16")
@@ -76,11 +76,11 @@ def from_huggingface(config: str | Path | Mapping[str, Any], **changes: Any) -> 
 
 
 def names_of(config: str | Path | Mapping[str, Any], **changes: Any) -> dict[str, Source]:
-    """The locations in a Hugging Face checkpoint of the weights of `from_huggingface(config, **changes)`:
-    what `Trainer.load(folder, names)` takes.
+    """The locations in a Hugging Face checkpoint of the weights of `from_huggingface(config, **changes)`: the
+    argument `names` of `Trainer.load(folder, names)`.
 
     Raises:
-      UserError: a family whose checkpoints are not known.
+      UserError: the checkpoints of the family are not supported.
     """
     model = from_huggingface(config, **changes)
     values, source = _read(config)

@@ -1,4 +1,4 @@
-"""Decoder-only language models: what configurations of Llama's relatives say, and the model of it."""
+"""Decoder-only language models of Llama's family: the content of their configurations, and the model."""
 
 from __future__ import annotations
 
@@ -43,10 +43,9 @@ class LayerKind:
 class Mixture:
     """A layer's experts.
 
-    Attributes:
-      count, d_ff: how many, and the hidden size of one.
+    Attributes: count, d_ff: number of experts, and hidden size of one.
       router: chooses them, given a capacity factor.
-      shared: hidden size of what every token also goes through; 0: nothing.
+      shared: hidden size of shared experts, which every token passes through; 0: none.
     """
 
     count: int
@@ -59,9 +58,8 @@ class Mixture:
 class Latent:
     """Keys and values of low rank (`nn.LatentAttention`).
 
-    Attributes:
-      kv_rank, q_rank: of keys and values, and of queries (0: they have none).
-      d_rotary, d_v: elements of a key that know positions, and of a value.
+    Attributes: kv_rank, q_rank: of keys and values, and of queries (0: none). d_rotary, d_v: elements of a
+    key with positions, and of a value.
     """
 
     kv_rank: int
@@ -113,7 +111,7 @@ class NormedAttention(nn.Attention):
 
 @dataclass(frozen=True)
 class ScaledLatentAttention(nn.LatentAttention):
-    """Latent attention whose logits are `times` as large."""
+    """Latent attention with logits multiplied by `times`."""
 
     times: float = 1.0
 
@@ -131,9 +129,9 @@ class LanguageModel:
       after: a block's output is normalised too, before it is added (Gemma 2 and 3).
       head_norm: queries and keys are normalised head by head.
       biases: of attention, as `nn.Attention`'s; mlp_bias: of feed-forward blocks.
-      latent: of attention, whose `scale` then multiplies the usual one; None: it has none.
+      latent: latent attention, whose `scale` multiplies the usual scale; None: ordinary attention.
       scale: of attention's logits; cap, final_cap: bounds of these and of the vocabulary's (0: none).
-      times: what embeddings are multiplied by.
+      times: factor of embeddings.
       stddev: of initial weights.
     """
 
@@ -161,7 +159,7 @@ class LanguageModel:
     latent: Latent | None = None
 
     def model(self, name: str, training: ConfiguredTraining) -> Model:
-        """The model, whose batches are `tokens` and `targets` [batch, length]."""
+        """The model; its batches are `tokens` and `targets` [batch, length]."""
         g = Graph(name)
         text = [Dim("batch", training.batch), Dim("length", training.length)]
         tokens, targets = g.input("tokens", text), g.input("targets", text)

@@ -1,6 +1,6 @@
-"""Families of language models: from the fields of a configuration to what they say.
+"""Families of language models: from the fields of a configuration to their meaning.
 
-Defaults are those of the classes of transformers, for configurations leave out what is as by default.
+Defaults are those of the classes of transformers, because configurations omit default values.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def gemma3(fields: Fields, training: ConfiguredTraining) -> LanguageModel:
 
 
 def deepseek_v2(fields: Fields, training: ConfiguredTraining) -> LanguageModel:
-    """DeepSeek-V2 and V2-Lite: latent attention, many small experts beside shared ones."""
+    """DeepSeek-V2 and V2-Lite: latent attention, many small experts and shared experts."""
     fields.only("scoring_func", "softmax")
     fields.only("norm_topk_prob", False)
     fields.only("topk_method", "greedy", "group_limited_greedy")

@@ -36,7 +36,7 @@ class Fields:
 
     Attributes:
       source: the file, for errors.
-      asked: names of the fields that were asked for, and what they were found to be.
+      asked: names of the fields that were read, and their values.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
@@ -44,11 +44,11 @@ class Fields:
         self.asked: dict[str, Any] = {}
 
     def wrong(self, name: str, what: str) -> UserError:
-        """The error that says what is asked of a field."""
+        """The error for an unsupported value of a field."""
         return UserError(f"{self.source}: {name} is {str(self.values.get(name))[:60]!r}; {what}")
 
     def raw(self, name: str, default: Any = None) -> Any:
-        """The field as it is; null counts as missing."""
+        """The field unchanged; null counts as missing."""
         found = self.values.get(name)
         found = default if found is None else found
         self.asked[name] = found
@@ -115,7 +115,7 @@ class Fields:
         return Fields(values, f"{self.source}: {name}")
 
     def finish(self, ignored: Sequence[str] = ()) -> None:
-        """UserError for fields that nobody has asked for, unless they are off (null, false, 0 or empty)."""
+        """UserError for fields that no reader used, unless they are off (null, false, 0 or empty)."""
         left = [n for n, v in self.values.items() if n not in self.asked and n not in WITHOUT_EFFECT and v]
         strange = [n for n in left if n not in ignored]
         if strange:

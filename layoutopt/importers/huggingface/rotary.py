@@ -1,4 +1,4 @@
-"""Rotary positions as configurations describe them: bases, and the ways to stretch them to longer texts."""
+"""Rotary positions as configurations describe them: bases, and methods to stretch them to longer texts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Linear(nn.Rotary):
 
 @dataclass(frozen=True)
 class Llama3(nn.Rotary):
-    """Turns of wavelengths over `original / low` slower by a factor, those below `original / high` as they
-    are, the others between the two (Llama 3.1)."""
+    """Rotations with wavelengths over `original / low` are slower by a factor, those below `original / high`
+    unchanged, the others in between (Llama 3.1)."""
 
     factor: float = 8.0
     low: float = 1.0
@@ -40,9 +40,9 @@ class Llama3(nn.Rotary):
 
 @dataclass(frozen=True)
 class Yarn(nn.Rotary):
-    """Pairs that turn fewer than `slow` times in the original length slower by a factor, those that turn more
-    than `fast` times as they are, the others between the two; what is turned is scaled (Peng et al. 2023,
-    "YaRN", sections 3.2 and 3.4)."""
+    """Pairs that rotate fewer than `slow` times in the original length are slower by a factor, those that
+    rotate more than `fast` times unchanged, the others in between; rotated values are scaled (Peng et al.
+    2023, "YaRN", sections 3.2 and 3.4)."""
 
     factor: float = 1.0
     fast: float = 32.0
@@ -86,8 +86,7 @@ def rotary(fields: Fields, base: float = 10000.0, kind: str = "") -> nn.Rotary:
 
 
 def stretched(fields: Fields, kind: str = "") -> Fields:
-    """The frequencies of a configuration's rotary embedding; `kind`: of which layers, where kinds are told
-    apart."""
+    """The frequencies of a configuration's rotary embedding; `kind`: the kind of layer, if kinds differ."""
     name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
     fields.raw("rope_scaling")
     said = fields.raw(name, {})

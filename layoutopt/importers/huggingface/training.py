@@ -1,4 +1,4 @@
-"""The training of a configuration's model: what a configuration does not say."""
+"""The training of a configuration's model: hyperparameters that a configuration lacks."""
 
 from __future__ import annotations
 

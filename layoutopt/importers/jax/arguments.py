@@ -35,7 +35,7 @@ def arguments(
     keys: Sequence[tuple[Var, Leaf]],
     changed: Set[int],
 ) -> None:
-    """Gives the function's variables values: ours, inputs, keys.
+    """Gives values to the function's variables: graph variables, inputs, keys.
 
     Args:
       changed: ids of state that has new values.

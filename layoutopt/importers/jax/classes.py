@@ -1,10 +1,10 @@
 """The factors that are one dimension, and so have one name.
 
-Two factors of one array never are: a dimension that would meet itself there (the lengths of queries and keys
-in self-attention, the two sides of a square weight) is kept apart by refusing one of the relations that would
-unite them. Relations go by how certain they are, so that positions, masks and products of two activations
-give way to parameters and the residual stream. A relation that was refused is a change of names when the
-model runs.
+Two factors of one array never are: a dimension would occur twice there (the lengths of queries and keys in
+self-attention, the two sides of a square weight), so one of the relations that would unite them is refused.
+Relations are applied in the order of their certainty: those of parameters and the residual stream come before
+those of positions, masks and products of two activations. A relation that was refused is a change of names
+when the model runs.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Classes:
     """Dimensions.
 
     Attributes:
-      nodes: (id of an operand, axis) -> the classes of its factors, once `find` has been asked.
+      nodes: (id of an operand, axis) -> the classes of its factors, filled by `find`.
       size: node -> its size.
       refused: pairs of nodes that a relation wanted to unite.
-      made_of: id of an operand -> what it is made of; 0 if of nothing that the function is given.
+      made_of: id of an operand -> the arguments that it is computed from; 0 if from none.
     """
 
     factors: Factors
@@ -44,7 +44,7 @@ class Classes:
     _apart: list[set[int]] = field(default_factory=list)
 
     def find(self, node: FactorNode) -> FactorNode:
-        """The node that stands for the class."""
+        """The node that represents the class."""
         while self._parent[node] != node:
             self._parent[node] = self._parent[self._parent[node]]
             node = self._parent[node]
@@ -59,11 +59,11 @@ class Classes:
         return tuple(c for a in range(len(operand.shape)) for c in self.of(operand, a))
 
     def apart(self, node: FactorNode) -> frozenset[FactorNode]:
-        """The classes that it meets in an array."""
+        """The classes that share an array with it."""
         return frozenset(map(self.find, self._apart[self.find(node)]))
 
     def unite(self, a: FactorNode, b: FactorNode) -> bool:
-        """Makes two classes one, unless they meet in an array."""
+        """Makes two classes one, unless they share an array."""
         a, b = self.find(a), self.find(b)
         if a == b:
             return True
@@ -81,7 +81,7 @@ class Classes:
         return True
 
     def add(self, operand: Operand) -> None:
-        """An operand, whose factors are apart."""
+        """Adds an operand, with factors in separate classes."""
         own: list[int] = []
         for axis in range(len(operand.shape)):
             found = []
@@ -97,7 +97,7 @@ class Classes:
             self._apart[node].update(n for n in own if n != node)
 
     def free(self) -> set[FactorNode]:
-        """Classes of nothing but positions and masks before they meet anything of the model."""
+        """Classes that contain only positions and masks before they are united with classes of the model."""
         used = {self.find(n) for (v, _), nodes in self.nodes.items() if self.made_of.get(v) for n in nodes}
         return set(self.members()) - used
 
@@ -120,11 +120,9 @@ def classes(
 ) -> Classes:
     """The dimensions of a block.
 
-    Args:
-      parameters, batch: those of its variables that are.
-      hints: axes that are the same because somebody says so.
-      alike: axes that are the same where all else leaves it open.
-      stacks: parameters of several layers, one behind the other.
+    Args: parameters, batch: the operands that are parameters, and those that are inputs.
+      hints: axes that the user or the library declares equal. alike: axes that are equal unless other
+      relations contradict. stacks: parameters of several layers, one behind the other.
     """
     found = Classes(factors)
     for operand in factors.operands.values():
@@ -286,7 +284,8 @@ _NUMBER = re.compile(r"_?\d+(-\d+)?")
 
 
 def template(path: str) -> str:
-    """A path without its numbers: that of the same parameter in every layer (Keras leaves out the first)."""
+    """A path without its numbers, equal for the same parameter in every layer (Keras leaves out the first
+    number)."""
     return _NUMBER.sub("", path)
 
 

@@ -1,14 +1,15 @@
-"""The user's function with its values placed as a plan says: the same equations, with constraints in between.
+"""The user's function with its values placed as in a plan: the same equations with constraints between them.
 
-The function is traced again and read as the importer reads it (`interpreter`), equation by equation, so each
-value meets the one that was imported. Layers that the importer made a loop of (`reroll`) run one after the
-other as they are written, each as a loop's body would. A constraint stands where XLA's own propagation from
-the operands could choose otherwise: not behind an element-wise operation whose operands lie as its result
-does, and not on the parts that a loop takes of what lies so already. What forward hands to backward is saved
-as it lies, so each constraint more could be one array more that is saved.
+The function is traced again and read with the importer's interpreter (`interpreter`), equation by equation,
+so each value is matched with the imported one. Layers that the importer made a loop of (`reroll`) run one
+after the other as they are written, each as a loop's body would. A constraint is added where XLA's
+propagation from the operands could choose otherwise. It is not added after an element-wise operation whose
+operands have the result's placement, nor on slices that a loop takes of values with that placement. Values
+that forward passes to backward are saved as they are placed, so an unnecessary constraint could save one more
+array.
 
-A parameter that is stored split (ZeRO 3) is gathered where it is used, a layer at a time, and layers again
-for backward: what was gathered is not among what is saved.
+A parameter that is stored split (ZeRO 3) is gathered where it is used, one layer at a time, and layers are
+gathered again in backward: gathered values are not saved.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ class Constrained:
 
     Attributes:
       placing, mesh: how values lie, on which mesh of JAX.
-      recompute: dimensions of loops whose bodies run again in backward.
+      recompute: dimensions of loops that backward recomputes.
       split: ids of parameters that are stored otherwise than operations read them.
-      shared: of these, those that loops take apart: each layer's part is gathered inside of the loop.
+      shared: those of them that loops slice: each layer's part is gathered inside the loop.
       saved: ids of values that are saved though their layer runs again.
-      met: of `recompute`, those that a loop was found for; `named`: of `saved`, those that were made.
+      met: members of `recompute` for which a loop was found; `named`: members of `saved` that were computed.
       gathers: PartitionSpecs that parameters were gathered to.
     """
 
@@ -71,7 +72,7 @@ class Constrained:
         """The results of a closed jaxpr.
 
         Args:
-          whole: the same function of the whole batch, whose numbers count: a mean over a part of the batch
+          whole: the same function of the whole batch, whose numbers are used: a mean over a part of the batch
             divides by the size of the whole.
           block: the same function as it was imported.
         """

@@ -11,7 +11,7 @@ import numpy as np
 KEY = "key"
 """Dtype of random keys."""
 FLAT = "flat"
-"""Parameter of an equation in a function of JAX with a derivative of its own: at corners its slope is 0."""
+"""Parameter of an equation in a JAX function with a custom derivative: its slope at corners is 0."""
 
 
 @dataclass(eq=False, slots=True)
@@ -19,8 +19,8 @@ class Var:
     """A value of the traced function.
 
     Attributes:
-      dtype: one of ours, "key", or the name that NumPy gives it.
-      path: where it stands in the arguments, for those.
+      dtype: a dtype of the runtime, "key", or NumPy's name.
+      path: its place among the arguments, for arguments.
     """
 
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class Var:
 
 @dataclass(eq=False, slots=True)
 class CapturedArray:
-    """An array that the function has of itself."""
+    """An array that the function captures."""
 
     value: Any
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ def has_fractions(v: Operand) -> bool:
 
 
 def is_empty(v: Operand) -> bool:
-    """True if an array has no elements, as what `jnp.pad` puts where it pads by 0."""
+    """True if an array has no elements, as arrays that `jnp.pad` inserts when it pads by 0."""
     return 0 in v.shape
 
 
@@ -58,7 +58,7 @@ class Equation:
       prim: JAX's name of it.
       where: file and line of the user's code.
       scope: names that the model's library gave, from the outermost to the innermost.
-      body: of a loop (scan), or of a function with a derivative of its own (custom).
+      body: of a loop (scan), or of a function with a custom derivative (custom).
       backward: of the latter: operands, results, their gradients -> gradients of the operands.
       recomputed: file and line of the user's own jax.checkpoint that it is inside of.
     """
@@ -87,7 +87,7 @@ class EquationBlock:
     outs: list[Operand] = field(default_factory=list)
 
     def walk(self) -> Iterator[Equation]:
-        """Every equation, those of bodies after the one that they belong to."""
+        """Every equation; those of a body follow its equation."""
         for equation in self.equations:
             yield equation
             for inner in (equation.body, equation.backward):
@@ -102,7 +102,7 @@ def constant(value: Any, dtype: str) -> CapturedArray:
 
 
 def layered(block: EquationBlock) -> set[int]:
-    """ids of parameters that loops take apart, layer by layer."""
+    """ids of parameters that loops slice, layer by layer."""
     found: set[int] = set()
     source: dict[int, Operand] = {}
     for e in block.equations:

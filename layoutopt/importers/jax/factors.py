@@ -1,9 +1,9 @@
 """Every axis as a product of factors, from the outermost to the innermost: a reshape splits or merges them,
 all else keeps them.
 
-Axes that relations unite have the same factors, so all of a function is reshaped without moving an element:
-[batch, length, 768] to [batch, length, 12, 64] says that the 768 are 12 times 64 wherever they came from. An
-axis of one element has no factors.
+Axes that relations unite have the same factors, so the factors of a reshape apply everywhere: [batch, length,
+768] to [batch, length, 12, 64] makes every related 768 the product 12 times 64. An axis of one element has no
+factors.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Factors:
       sizes: (id of an operand, axis) -> sizes of its factors.
       operands: id -> operand, of all that occur.
       related: relations with the equations that they are of.
-      whole: ids of equations that regroup elements in a way that no factors express.
-      joined: ids of concatenations that put back together what was cut.
+      whole: ids of equations that regroup elements in a form without factors.
+      joined: ids of concatenations that rejoin slices.
       pieces: of slices.
     """
 

@@ -18,11 +18,11 @@ from layoutopt.importers.jax.equations import (
 
 
 class EquationForms:
-    """Equations by what they compute, whatever of: two of one code are the same but for their operands.
+    """Equations by the function that they compute: two of one code differ only in their operands.
 
     Attributes:
-      keys: ids of random keys; which of several a layer takes, and what it folds in, does not count: layers
-        are given them one by one.
+      keys: ids of random keys; their index and folded numbers do not count, because layers get them one by
+        one.
       of_parameters: ids of values that are made of parameters and constants alone.
     """
 
@@ -35,7 +35,7 @@ class EquationForms:
             self.follow(e)
 
     def follow(self, e: Equation) -> None:
-        """Notes what an equation's results are."""
+        """Records the form of an equation's results."""
         if any(self.is_key(x) for x in e.ins) and _gives_keys(e):
             self.keys.update(map(id, e.outs))
         self.keys.update(id(y) for y in e.outs if y.dtype == KEY)
@@ -53,7 +53,7 @@ class EquationForms:
         return len(x) > 1 and x[0] > 1 and y[0] == 1 and x[1:] == y[1:]
 
     def code(self, e: Equation) -> int:
-        """A number for what it computes."""
+        """A number for the function that it computes."""
         known = self._known.get(id(e))
         if known is None or known[0] is not e:
             known = self._known[id(e)] = e, self._codes.setdefault(self._form(e), len(self._codes))

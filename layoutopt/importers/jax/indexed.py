@@ -1,4 +1,4 @@
-"""Primitives that read or write elements at places that other values say, and those that put in order."""
+"""Primitives that read or write elements at computed positions, and primitives that sort."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Indexing:
 
 
 def indexing(equation: Equation) -> Indexing:
-    """That of a gather or a scatter."""
+    """The indexing of a gather or a scatter."""
     if equation.prim == "gather":
         operand, indices = equation.ins[:2]
         rows: Any = equation.out
@@ -78,7 +78,7 @@ class IndexedPiece:
 
 
 def pieces(block: EquationBlock) -> dict[int, IndexedPiece]:
-    """id(equation) -> what slices take of an axis that they cut into equal pieces together."""
+    """id(equation) -> the piece of an axis that a slice takes, if slices cut the axis into equal pieces."""
     cut: dict[tuple[int, int], list[tuple[int, int, Equation]]] = {}
     for equation in block.walk():
         if equation.prim != "slice" or is_empty(equation.out):

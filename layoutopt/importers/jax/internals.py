@@ -21,7 +21,7 @@ _HERE = str(Path(__file__).resolve().parent)
 
 
 def jax_module() -> Any:
-    """JAX, or a UserError that says how to get it."""
+    """JAX, or a UserError that explains its installation."""
     try:
         import jax
     except ImportError as error:
@@ -38,7 +38,7 @@ def dtype_of(dtype: Any) -> str:
 
 
 def type_of(aval: Any) -> str:
-    """The element type of an abstract value by its name; "token" of what has none."""
+    """The element type of an abstract value by its name; "token" if it has none."""
     return dtype_of(aval.dtype) if hasattr(aval, "dtype") else "token"
 
 
@@ -65,8 +65,8 @@ def called(params: Mapping[str, Any]) -> Any:
 
 
 def without_dead(closed: Any) -> Any:
-    """Without equations that no result needs, but for those that take keys out of keys: each layer makes the
-    next one's, also the last, which is to be like the others."""
+    """Without equations that no result needs. Equations that derive keys from keys stay: each layer derives
+    the next one's, and the last layer must equal the others."""
     from jax.interpreters import partial_eval
 
     jaxpr = closed.jaxpr
@@ -108,8 +108,8 @@ def _same(eqn: Any, left: Any) -> bool:
 
 
 def is_jax_own(inner: Any) -> bool:
-    """True if a function with a derivative of its own is one of JAX, whose derivative is that of its
-    operations but for rounding."""
+    """True if a function with a custom derivative belongs to JAX and its derivative equals that of its
+    operations except for rounding."""
     info = getattr(getattr(inner, "jaxpr", inner), "debug_info", None)
     home = f"{Path(jax_module().__file__).parent}{os.sep}"  # jaxopt, say, lies beside it
     return home in str(getattr(info, "func_src_info", "") or "")
@@ -137,7 +137,7 @@ def place_of(eqn: Any) -> str:
 
 
 def scope_of(eqn: Any) -> str:
-    """The names that the model's library gave: without those of transformations."""
+    """The names that the model's library gave, without those of transformations."""
     text = str(getattr(eqn.source_info, "name_stack", ""))
     text = re.sub(
         r"\b(?:vmap|jvp|transpose|checkpoint|rematted_computation|while|body|closed_call)\b", "", text

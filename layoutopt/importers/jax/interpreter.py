@@ -1,7 +1,7 @@
-"""One walk over a jaxpr, calls inlined, to whose equations a visitor gives a meaning.
+"""Walks over a jaxpr with calls inlined; a visitor interprets its equations.
 
-`reader` writes them as plain data, `replay` lists them to run again. Both meet the same equations under the
-same names, in the same order.
+`reader` writes them as plain data, `replay` lists them to run again. Both visitors see the same equations
+under the same names, in the same order.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ CALLS = (
 RANDOM = {"_uniform": "random_uniform", "_normal_real": "random_normal", "_normal": "random_normal"}
 """Functions of jax.random that are taken as a whole."""
 CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
-"""Functions with derivatives of their own."""
+"""Functions with custom derivatives."""
 
 V = TypeVar("V")
 
 
 @dataclass(frozen=True)
 class Site:
-    """An equation where it stands.
+    """An equation with its location.
 
     Attributes:
       eqn: JAX's own.
       whole: the same equation of the whole batch, where a function of a part of it is walked.
-      name: the importer's name of it; "custom" if it has a derivative of its own.
+      name: the importer's name of it; "custom" if it has a custom derivative.
       inner: the closed jaxpr of a call, None for an operation.
-      own: a function of JAX whose own derivative is that of its operations but for rounding.
+      own: a function of JAX whose custom derivative equals that of its operations except for rounding.
       scope: names that the model's library gave; where: file and line of the user's code.
     """
 
@@ -59,7 +59,7 @@ class JaxprVisitor(Protocol[V]):
     """The meaning of a jaxpr's values and equations."""
 
     def constant(self, value: Any, aval: Any) -> V:
-        """A number or an array that the jaxpr has of itself."""
+        """A number or an array that the jaxpr contains."""
 
     def equation(self, site: Site, ins: Sequence[V]) -> Sequence[V]:
         """The results of an operation."""
@@ -79,9 +79,9 @@ def interpret(
     """Visits the equations of a closed jaxpr; its results.
 
     Args:
-      whole: the same function of the whole batch, whose numbers count: a mean over a part of the batch
-        divides by the size of the whole.
-      scope, where: of the call that the jaxpr is the body of.
+      whole: the same function of the whole batch, whose numbers are used: a mean over a part of the batch
+        divides by the size of the whole. scope, where: scope and location of the call whose body the jaxpr
+        is.
 
     Raises:
       UserError: the function has other equations than `whole`.

@@ -33,13 +33,13 @@ class JaxPlan(Shardings):
     """A plan for a JAX function; arguments and attributes as `Shardings` has them."""
 
     def apply(self, loss: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """The same function with its values placed and its loops recomputed as the plan says.
+        """The same function with its values placed and its loops recomputed as in the plan.
 
         Args:
           loss: the function that was imported; the default.
 
         Raises:
-          UserError: what is kept is not a value of the function.
+          UserError: a kept value is not a value of the function.
         """
         again = self.options.recompute
         saved = saved_values(self.model.step_graph, self.origin, again)

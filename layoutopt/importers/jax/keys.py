@@ -1,9 +1,9 @@
-"""Random keys as JAX derives them, so that what draws equal numbers in JAX draws equal numbers here.
+"""Random keys as JAX derives them: draws that are equal in JAX are equal here.
 
-To JAX, `split(key, n)[i]` and `fold_in(key, i)` are one function of the key and i (Threefry as it is by
-default, partitionable). So a key is what it begins with and the numbers that were folded in since; ours folds
-the same numbers (`FoldIn`), known when the model is built or counted by its loops. An array of keys has
-arrays of numbers.
+In JAX `split(key, n)[i]` and `fold_in(key, i)` are one function of the key and i (Threefry by default,
+partitionable). A key is therefore its start and the numbers folded in since. The graph folds the same numbers
+(`FoldIn`), which are known when the model is built or are counted by its loops. An array of keys has arrays
+of numbers.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Keys:
     """Random keys.
 
     Attributes:
-      start: what they begin with.
-      path: what was folded in, in order; arrays have the shape of the array of keys.
+      start: the first key.
+      path: the numbers that were folded in, in order; arrays have the shape of the array of keys.
       stepped: whether they are others in every step.
-      why: what made them, where that cannot be followed.
+      why: the operation that made them, if it cannot be followed.
     """
 
     start: KeyPart
@@ -114,7 +114,7 @@ def _identity(x: KeyPart) -> Any:
 
 
 def plain(x: np.ndarray) -> KeyPart:
-    """An array whose elements are all the same is that element."""
+    """Replaces an array of equal elements by that element."""
     first = x.ravel()[0]
     if all(y is first for y in x.ravel()) if x.dtype == object else bool((x == first).all()):
         return first if isinstance(first, Tensor) else int(first)
@@ -127,7 +127,7 @@ def lost(why: str) -> Keys:
 
 
 def premixed(keys: Keys) -> Keys:
-    """With the numbers that are known folded, as far as they come first."""
+    """Folds the known numbers as long as they come first."""
     start, path = keys.start, list(keys.path)
     while path and not counted(start) and not counted(path[0]):
         start = np.frompyfunc(folded, 2, 1)(start, path.pop(0))

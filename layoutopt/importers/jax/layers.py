@@ -26,12 +26,12 @@ class RerolledBlock:
       equations, outs: as they are now.
       traced_outs: results as they were traced, in the order of `state`.
       roles: id of a parameter or of state -> "params" or "state".
-      state: what is stored and not trained -> which result is its new value, -1 for none.
-      stacks: parameters and state that became one, by what they became.
-      member: id of one of them -> what it became a part of, and which.
+      state: stored values that are not trained -> index of the result with the new value, -1 for none.
+      stacks: parameters and state that were stacked, by their stack.
+      member: id of a member -> its stack and its position there.
       place: id of a value -> which equation computes it, which of its results it is.
       last: id of a value -> the last equation that reads it.
-      codes: of each equation what it computes, as a number.
+      codes: of each equation, a number for the function that it computes.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RerolledBlock:
         self.codes = np.array([self.forms.code(e) for e in self.equations], np.int64)
 
     def stack(self, members: Sequence[Var]) -> Var:
-        """The variable that stands for equal ones of all layers."""
+        """The variable that stacks the equal variables of all layers."""
         names = tuple(map(id, members))
         if names not in self.stack_of:
             made = Var((len(members), *members[0].shape), members[0].dtype, _stacked_path(members))
@@ -77,11 +77,13 @@ class LoopFit:
     """A loop over `count` sequences of `period` equations, if every operand allows it.
 
     Attributes:
-      carries: (what the layer before computes, what the first is given), a slot of the loop's state each.
-      left: (which equation of a layer, which result) -> layers whose value is read after them.
-      pulled: as `Rerolled.twins`: what equations before the loop compute of each layer's parameters, inside.
-      outside: equations that go before the loop: they make the keys of all layers one array.
-      failed: the first layer's equation that reads what it could not read in a loop.
+      carries: (value that the previous layer computes, value that the first layer gets), one slot of the
+        loop's state each.
+      left: (equation of a layer, result) -> layers whose value is read after them.
+      pulled: as `Rerolled.twins`: values that equations before the loop compute from each layer's parameters,
+        moved inside.
+      outside: equations that run before the loop: they make the keys of all layers one array.
+      failed: the first layer's equation that reads a value that a loop could not provide.
     """
 
     def __init__(self, of: RerolledBlock, first: int, period: int, count: int) -> None:

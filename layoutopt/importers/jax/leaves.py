@@ -1,4 +1,4 @@
-"""The arrays of pytrees: their paths, types, and the names of axes that libraries note beside them.
+"""The arrays of pytrees: their paths, types, and the names of axes that libraries attach to them.
 
 Flax keeps such names in boxes around arrays (Linen's `Partitioned` and `LogicallyPartitioned`, the variables
 of NNX), which are pytrees of one array. A box is no part of an array's path.
@@ -91,7 +91,7 @@ def _array(leaf: Any, name: str) -> Any:
 
 
 def flat(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any, Noted | None]]:
-    """The leaves of a pytree in its order: path, leaf, and what the box around it notes."""
+    """The leaves of a pytree in order: path, leaf, and the metadata of the box around it."""
     flatten = jax_module().tree_util.tree_flatten_with_path
     found: list[tuple[str, Any, Noted | None]] = []
     for keys, item in flatten(tree, is_leaf=lambda x: _is_box(x) or bool(is_leaf and is_leaf(x)))[0]:

@@ -1,9 +1,9 @@
-"""Logical axes: the names of dimensions that Flax, and libraries on it, keep beside parameters.
+"""Logical axes: names of dimensions that Flax, and libraries on it, attach to parameters.
 
-The function itself decides which axes are one dimension; a logical name says what it is called, and that
-axes of one size with one name are one dimension where nothing speaks against it. Flax writes axes of a mesh
-into the same places (`with_partitioning(init, ("data", "model"))`): those are told by standing for axes of
-different sizes, and are no names.
+The function itself decides which axes are one dimension. A logical name gives the dimension a name, and makes
+axes of one size and one name one dimension unless a relation contradicts. Flax also writes mesh axes into the
+same places (`with_partitioning(init, ("data", "model"))`). They are recognised because they name axes of
+different sizes, and are not used as names.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LogicalAxis:
 
 
 def logical_axes(arrays: Sequence[tuple[Var, Leaf]], notes: list[str]) -> list[LogicalAxis]:
-    """The logical names of arrays; what is left out is told in `notes`.
+    """The logical names of arrays; names that are left out are reported in `notes`.
 
     Raises:
       UserError: more names than axes.
@@ -84,7 +84,7 @@ def _text(names: Sequence[str | None]) -> str:
 
 
 def same_dimensions(axes: Sequence[LogicalAxis], apart: Collection[str]) -> list[list[Axis]]:
-    """Axes of one logical name and one size, those of arrays in `apart` left out: the user names them."""
+    """Axes with one logical name and one size, except those of arrays in `apart`, which the user names."""
     found: dict[tuple[str, int], list[Axis]] = defaultdict(list)
     for x in axes:
         if x.path not in apart:
@@ -93,7 +93,7 @@ def same_dimensions(axes: Sequence[LogicalAxis], apart: Collection[str]) -> list
 
 
 def said_of(names: Any, known: Sequence[Leaf]) -> tuple[dict[str, Any], dict[str, Noted]]:
-    """`names` as the user gives them: what names axes of arrays or renames dimensions, and pytrees of
+    """Parses `names` of the user: names of axes of arrays, new names of dimensions, and pytrees of
     PartitionSpecs (Flax's `get_partition_spec`) as logical axes by path.
 
     Raises:

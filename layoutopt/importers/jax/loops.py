@@ -1,4 +1,4 @@
-"""Loops, and functions with derivatives of their own."""
+"""Loops, and functions with custom derivatives."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ TABLE: Mapping[str, Handler] = {
     **indexed.TABLE,
     **loops.TABLE,
 }
-"""Primitive -> what writes it as operations of ours."""
+"""Primitive -> the function that writes it as operations of the graph."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class JaxModel(mtf.Model):
         """The plan in the user's own function: `plan.jax`.
 
         Raises:
-          UserError: it is for another model, or places single operations by rules of their own.
+          UserError: the plan is for another model, or places single operations by rules.
         """
         check_plan_model(plan, self)
         if plan.layout.refined:

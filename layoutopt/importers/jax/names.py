@@ -17,7 +17,7 @@ _KINDS = ("kernel", "weight", "w", "bias", "b", "scale", "embedding", "embedding
 
 @dataclass(frozen=True)
 class ArgumentArrays:
-    """The arguments: variables of the block with the arrays that they stand for.
+    """The arguments: variables of the block with their arrays.
 
     Attributes:
       stacks: variable that several layers' arrays became -> these.
@@ -46,7 +46,7 @@ class ClassNames:
     Attributes:
       found: class -> its name.
       taken: the names.
-      in_parameters: how many parameters' axes a class has.
+      in_parameters: number of axes of parameters in a class.
       held: the classes of each parameter.
       counts: classes that count the pieces that an axis is cut into.
     """
@@ -83,7 +83,7 @@ class ClassNames:
 
 
 def last(path: str, numbered: bool = False) -> str:
-    """The part of a path that says most about an array, with the number of its layer."""
+    """The most specific part of a path, with the number of its layer."""
     parts = [p for p in path.split("/") if p]
     names = [i for i, p in enumerate(parts) if not re.fullmatch(r"\d+(-\d+)?", p)]
     kept = [i for i in names if parts[i].lower() not in _KINDS] or names

@@ -1,5 +1,5 @@
-"""Names for dimensions: what the user says, what the model's library noted, what the dimension does, the
-path of a parameter, else its size.
+"""Names of dimensions, in this order: the user's, the library's, the role of the dimension, the path of a
+parameter, the size.
 
 Every dimension has one name, and every name one dimension (which may have several sizes, as along an image).
 """
@@ -31,7 +31,7 @@ def named(
     logical: Sequence[LogicalAxis],
     notes: list[str],
 ) -> dict[FactorNode, str]:
-    """Class -> its name; what logical names say twice is told in `notes`.
+    """Class -> its name; duplicates among logical names are reported in `notes`.
 
     Raises:
       UserError: names that do not fit the arrays, or that would give a dimension two names.

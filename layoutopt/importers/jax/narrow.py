@@ -10,7 +10,7 @@ from mesh_tf_core.ir.dtypes import is_float
 from mesh_tf_core.ir.tensor import Tensor
 
 WIDER = {"uint8": "int32", "int16": "int32", "uint16": "int32", "uint64": "int64", "int4": "int8"}
-"""JAX's element types that none of ours is, and what stands for them."""
+"""JAX's element types without an equal in the runtime, and their replacements."""
 _WRAPPING = ("uint8", "int16", "uint16")
 _GROWING = frozenset(
     [

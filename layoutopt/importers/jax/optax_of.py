@@ -1,4 +1,4 @@
-"""Our optimizers as those of optax."""
+"""Optimizers of the runtime as optimizers of optax."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from mesh_tf_core.optimizers import SGD, Adafactor, Adam, Optimizer
 
 
 def optax_of(optimizer: Optimizer) -> Any:
-    """The same update in optax, at a rate of 0.001 where ours has a schedule; what it stores is what
-    ours stores.
+    """The same update in optax, at a rate of 0.001 if the optimizer has a schedule; it stores the same state.
 
     Raises:
       UserError: optax is not installed, or has no such optimizer.

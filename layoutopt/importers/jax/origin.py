@@ -1,4 +1,4 @@
-"""The JAX function that an imported model came from."""
+"""The JAX function of an imported model."""
 
 from __future__ import annotations
 
@@ -43,16 +43,15 @@ class ArrayAxes:
 
 @dataclass(frozen=True)
 class ImportedFunction:
-    """The function, its arrays, and what was inferred of it.
+    """The function, its arrays, and the inferred dimensions.
 
     Attributes:
-      loss: the user's function; `arguments`: its pytrees of types, in its order, and `roles` what each of
-        them is: params, state, batch or rng.
-      parameters, state, batch: path -> its dimensions.
+      loss: the user's function; `arguments`: its pytrees of types, in its order, and `roles` their roles:
+        params, state, batch or rng. parameters, state, batch: path -> its dimensions.
       sources: number of a node of the graph -> file and line of the user's code.
-      notes: what was left out.
-      block, classes, names: the traced function, and the class and name of every factor of every axis.
-      rerolled: the same with its equal layers as loops, of which the graph is made.
+      notes: parts that were left out. block, classes, names: the traced function, and the class and name of
+        every factor of every axis.
+      rerolled: the same with its equal layers as loops; the graph is made of it.
       tensors: id of a value of that -> the graph's tensor.
     """
 

@@ -1,8 +1,8 @@
 """A plan's splits as shardings of JAX: of a function's arrays, and of the values in between.
 
-JAX splits whole axes, from the outside. An axis that is a product of factors, as heads x d_kv, can be split
-over the axes of its outer factor, and of the next one too where the outer one is split to single elements; no
-PartitionSpec says that an inner factor alone is split.
+JAX splits whole axes, from the outside. An axis that is a product of factors, such as heads x d_kv, can be
+split over the mesh axes of its outer factor, and also over those of the next factor if the outer one is split
+to single elements. No PartitionSpec expresses a split of an inner factor alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.program import Program
 
 Spec = tuple[Axes | None, ...]
-"""Mesh axes per axis of an array; None: no PartitionSpec says how it is split."""
+"""Mesh axes per axis of an array; None: no PartitionSpec expresses its split."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class ArrayPlacing:
     program: Program
 
     def axis(self, sizes: Sequence[int], splits: Sequence[Axes]) -> Axes | None:
-        """The mesh axes of an axis with factors of these sizes, split so; None if they cannot be said."""
+        """The mesh axes of an axis with factors of these sizes and splits; None if no PartitionSpec expresses
+        them."""
         found: Axes = ()
         inside = True
         for size, axes in zip(sizes, splits, strict=True):
@@ -68,10 +69,10 @@ class ArrayPlacing:
         )
 
     def stored(self, path: str, slot: bool = False) -> Spec:
-        """The storage of a parameter between steps, or of what the optimizer remembers of it.
+        """The placement of a parameter between steps, or of its optimizer state.
 
         Raises:
-          UserError: no PartitionSpec says so.
+          UserError: no PartitionSpec expresses it.
         """
         return self._stored[path, slot]
 
@@ -136,7 +137,7 @@ class ArrayPlacing:
 
 
 def partition_spec(spec: Spec) -> Any:
-    """As JAX writes it; what cannot be said is left to its propagation."""
+    """The PartitionSpec; axes that it cannot express are left to XLA's propagation."""
     P = jax_module().sharding.PartitionSpec
     return P(*(P.UNCONSTRAINED if a is None else None if not a else a[0] if len(a) == 1 else a for a in spec))
 

@@ -1,5 +1,5 @@
-"""Tracking of which dimension a number indexes: the experts that a router chose are linked to the experts'
-weights through them alone."""
+"""Tracks which dimension a number indexes: only this links the experts that a router chose to the experts'
+weights."""
 
 from __future__ import annotations
 

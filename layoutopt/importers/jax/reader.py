@@ -33,7 +33,7 @@ class TracedBlock:
 
     Attributes:
       results: pytree of the results, with numbers of the block's results as leaves.
-      notes: what the function says that is not kept.
+      notes: parts of the function that are not imported.
     """
 
     block: EquationBlock
@@ -42,7 +42,7 @@ class TracedBlock:
 
 
 def traced(fn: Callable[..., Any], args: Sequence[Any]) -> TracedBlock:
-    """The block of fn(*args), for pytrees of types; its variables come in the order of the leaves."""
+    """The block of fn(*args), for pytrees of types; its variables are in the order of the leaves."""
     jax = jax_module()
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     reader = JaxprReader(jax)
@@ -56,7 +56,7 @@ class JaxprReader:
     """Writes jaxprs as blocks of plain equations.
 
     Attributes:
-      notes: what the function says that is not kept.
+      notes: parts of the function that are not imported.
     """
 
     def __init__(self, jax: Any) -> None:
@@ -74,7 +74,7 @@ class JaxprReader:
         return Var(tuple(map(int, getattr(v.aval, "shape", ()))), type_of(v.aval))
 
     def block(self, closed: Any, ins: list[Var], scope: str = "", where: str = "") -> EquationBlock:
-        """The block of a closed jaxpr, whose variables are `ins`."""
+        """The block of a closed jaxpr with the variables `ins`."""
         block = EquationBlock(ins)
         outer, self._made = self._made, block.equations
         block.outs = interpret(self, without_dead(closed), list[Operand](ins), scope=scope, where=where)

@@ -12,7 +12,7 @@ OTHERWISE = "write it with other operations, or report it"
 
 
 class Refusal(UserError):
-    """An operation that cannot be imported: the user's line, what it is, why, what to do.
+    """An operation that cannot be imported: the user's line, its name, the reason, the remedy.
 
     Attributes:
       kind: refusals of one kind are one item of a list.
@@ -50,7 +50,7 @@ class Refusals:
         self._unknown: set[int] = set()
 
     def follows(self, e: Equation) -> bool:
-        """True if an equation is of what was refused; then so is what it makes."""
+        """True if an equation depends on a refused operation; then its results do too."""
         if not any(id(x) in self._unknown for x in e.ins):
             return False
         self.lose(e)
@@ -60,11 +60,11 @@ class Refusals:
         return True
 
     def lose(self, e: Equation) -> None:
-        """Nothing more is known of what an equation makes."""
+        """Marks the results of an equation as unknown."""
         self._unknown.update(map(id, e.outs))
 
     def leave(self, e: Equation) -> None:
-        """The end of a body: what it hands out is known if all of that is."""
+        """Ends a body: its outputs are known if all their values are."""
         if e.body is not None and any(id(x) in self._unknown for x in e.body.outs):
             self.lose(e)
 

@@ -37,8 +37,8 @@ class Same:
     """Two axes are one.
 
     Attributes:
-      kind: "ids" if an index and what is looked up with it have the axis; "sized" if the two may differ in
-        size, as those of strided windows; "product" of a dot_general.
+      kind: "ids" if both an index and its look-up have the axis; "sized" if the two may differ in size, as in
+        strided windows; "product" of a dot_general.
     """
 
     a: Axis

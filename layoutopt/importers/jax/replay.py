@@ -1,4 +1,4 @@
-"""The equations of a function that runs again, each with what was imported of it: the visitor of jaxprs that
+"""The equations of a function that runs again, each with its imported equation: the visitor of jaxprs that
 `constrain` runs."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from layoutopt.importers.jax.internals import jax_module, without_dead
 from layoutopt.importers.jax.interpreter import Site, differs
 
 Ref = int
-"""A value of the function that runs: a number of its own, also where one jaxpr is called twice."""
+"""A value of the running function: it has a number of its own, also if one jaxpr is called twice."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ReplayedEquation:
     """One equation of the function that runs.
 
     Attributes:
-      equations: what was imported of it; several where JAX's own function runs as it is.
+      equations: imported equations of it; several if a function of JAX runs unchanged.
     """
 
     site: Site
@@ -45,9 +45,9 @@ class ReplayVisitor:
     """Lists the equations to run, in order.
 
     Attributes:
-      rest: imported equations that were not met so far.
+      rest: imported equations that were not matched yet.
       refs: numbers for new values.
-      values: what was imported of a value; added to.
+      values: value -> imported value; filled during the run.
     """
 
     def __init__(self, rest: Iterator[Equation], refs: Iterator[Ref], values: dict[Ref, Operand]) -> None:
@@ -94,7 +94,7 @@ def retraced(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def bind(eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
-    """The results of an equation as it is."""
+    """Runs an equation unchanged and returns its results."""
     params = eqn.primitive.get_bind_params(eqn.params)
     # Older versions give the functions of a call apart.
     functions, params = params if isinstance(params, tuple) else ((), params)

@@ -1,12 +1,12 @@
 """Unrolled layers as loops again.
 
 A Python loop over equal layers traces to one sequence of equations again and again. Such a run becomes one
-`scan` over stacked parameters, as if its author had written it so: what one layer hands to the next is
-carried, parameters of corresponding paths are stacks, what all layers read stays outside. Candidates are
-sequences of equal equations (primitive, its parameters, shapes, constants); a run is taken only if every
-operand of every layer then is in the same place: computed by the same equation of its own layer or of the
-one before, the same value in all, or a parameter whose path differs by numbers only. So the loop computes
-what the function does.
+`scan` over stacked parameters, as if its author had written it so: the output of one layer is the carry of
+the next, parameters of corresponding paths are stacked, and values that all layers read stay outside.
+Candidates are sequences of equal equations (primitive, its parameters, shapes, constants). A run is accepted
+only if each operand has the same origin in all layers: the same equation of its own layer or of the previous
+one, the same value, or a parameter whose path differs only by numbers. The loop therefore computes the same
+function.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RerolledRun:
 
     Attributes:
       layers: their equations as they were traced, layer by layer.
-      loop: what stands for them.
+      loop: the loop that replaces them.
     """
 
     layers: tuple[tuple[Equation, ...], ...]
@@ -47,8 +47,8 @@ class Rerolled:
     """A block with its runs of equal layers as loops.
 
     Attributes:
-      stacks: parameters and state that became one, by what they became.
-      twins: id of a value of the traced block -> the value of a loop's body that stands for it.
+      stacks: parameters and state that were stacked, by their stack.
+      twins: id of a value of the traced block -> the value of a loop's body that represents it.
       left: id of a value of the traced block that is read after its loop -> the stack of all layers'.
       notes: about layers that stayed on their own.
     """
@@ -61,7 +61,7 @@ class Rerolled:
     notes: Sequence[str] = ()
 
     def alias(self, classes: Classes) -> None:
-        """Gives the values of the traced block the dimensions of those that stand for them."""
+        """Gives the values of the traced block the dimensions of the values that represent them."""
         sizes = classes.factors.sizes
         for number, twin in self.twins.items():
             for a in range(len(twin.shape)):
@@ -84,7 +84,7 @@ def rerolled(
     """The block with its runs of equal layers as loops.
 
     Args:
-      state: what is stored and not trained -> which result is its new value, -1 for none.
+      state: stored values that are not trained -> index of the result with the new value, -1 for none.
       keys: random keys among the variables.
     """
     return _Rerolling(block, RerolledBlock(block, parameters, state, keys)).done()

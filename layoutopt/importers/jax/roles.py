@@ -13,7 +13,7 @@ from layoutopt.importers.jax.names import ClassNames, last
 
 
 def name_roles(names: ClassNames) -> None:
-    """Names the axes of the batch, and what products, lookups, convolutions and loops say."""
+    """Names the axes of the batch, and the axes that products, look-ups, convolutions and loops identify."""
     roles = _Roles(names)
     roles.batch()
     roles.operations()

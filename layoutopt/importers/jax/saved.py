@@ -1,4 +1,4 @@
-"""Saved values of a JAX function whose layers are recomputed (`mesh_tf_core.lower.remat_policy`)."""
+"""Saved values of a JAX function with recomputed layers (`mesh_tf_core.lower.remat_policy`)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def saved_values(graph: Graph, origin: ImportedFunction, recompute: Policies) ->
 
     Args:
       graph: with the gradients.
-      recompute: which loops run again, and what they keep.
+      recompute: loops that backward recomputes, and the values that they keep.
 
     Raises:
-      UserError: what is to be kept is not a value of the function (a part of an operation of its own).
+      UserError: a kept value is not a value of the function (it is part of a fused operation).
     """
     remat = rematerialization(graph, recompute)
     kept = [(block, t) for block in graph.blocks if remat.again(block) for t in sorted(remat.kept(block))]

@@ -275,7 +275,7 @@ def _pad(w: Writer, e: Equation) -> None:
 
 
 def spread(w: Writer, t: Tensor, one: Dim, inside: int, value: float) -> tuple[Tensor, Dim]:
-    """t with `inside` elements of a value between those of one dimension."""
+    """Inserts `inside` elements of a value between those of one dimension."""
     at = t.shape.index(one.name)
     phase = Dim(w.fresh("single"), 1)
     apart = mtf.reshape(t, [*t.shape.dims[: at + 1], phase, *t.shape.dims[at + 1 :]])

@@ -22,10 +22,10 @@ class Shardings:
     """The shardings of parameters, inputs, gradients and an optimizer's state.
 
     Args:
-      devices: a mesh of JAX with the axes of ours; its own devices by default.
+      devices: a JAX mesh with the plan's axes; by default a new one of JAX's devices.
 
     Attributes:
-      mesh: ours, as a `jax.sharding.Mesh`.
+      mesh: the plan's mesh as a `jax.sharding.Mesh`.
       where: the table of where values live.
     """
 
@@ -56,12 +56,13 @@ class Shardings:
         return self._tree(batch, self.origin.batch, self.placing.argument, "input")
 
     def stored_shardings(self, state: Any) -> Any:
-        """`NamedSharding`s of what the loss stores and does not train (`state`): a pytree like it."""
+        """`NamedSharding`s of values that the loss stores and does not train (`state`): a pytree of the same
+        structure."""
         return self._tree(state, self.origin.state, self.placing.argument, "state")
 
     def state_shardings(self, state: Any, params: Any) -> Any:
-        """`NamedSharding`s of an optimizer's state: what has a parameter's path and shape lies as the plan
-        stores what optimizers remember of it (ZeRO), all else is whole everywhere.
+        """`NamedSharding`s of an optimizer's state: arrays with a parameter's path and shape are placed as
+        the plan stores optimizer state (ZeRO); all others are replicated.
 
         Args:
           state: optimizer.init(params), or its types.
@@ -73,7 +74,7 @@ class Shardings:
         return jax.tree_util.tree_unflatten(tree, [self._named(self._slot(leaf, known)) for leaf in found])
 
     def gradient_shardings(self, params: Any) -> Any:
-        """The shardings of gradients: as the optimizer's state where their rows say so, else as
+        """The shardings of gradients: those of optimizer state if the storage splits gradients, else those of
         parameters."""
         return self._tree(params, self.origin.parameters, self._gradient, "parameter")
 
@@ -120,10 +121,10 @@ class Shardings:
 
 
 def jax_mesh(mesh: Mesh, slices: Mapping[str, int] | None = None) -> Any:
-    """A mesh as JAX has it, of its own devices.
+    """A mesh of JAX with the axes of `mesh`, over JAX's own devices.
 
     Args:
-      slices: mesh axis -> over how many slices of the machine it lies.
+      slices: mesh axis -> number of slices that it spans.
 
     Raises:
       UserError: JAX finds too few devices.

@@ -1,10 +1,9 @@
-"""Layers that are alike in their parameters and stayed on their own: the line because of which they are no
-loop.
+"""Similar layers that did not become a loop, and the line that prevents it.
 
-Layers are alike whose parameters have the same paths but for one number, shapes and types. The equations from
-the first that reads a parameter of one layer to the first that reads one of the next are compared with those
-of the layer behind it: the line is that of the first equation that is another one, or that reads what it
-could not read in a loop.
+Layers are similar if their parameters have the same paths except for one number, and the same shapes and
+types. The equations from the first that reads a parameter of one layer to the first that reads one of the
+next are compared with those of the following layer. The reported line is that of the first equation that
+differs, or that reads a value that a loop could not provide.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _MATRICES = 2
 
 
 def why_apart(program: RerolledBlock, parameters: Sequence[Var]) -> list[str]:
-    """A note about each sequence of layers that are alike and no loop, after equal layers became loops."""
+    """A note about each sequence of similar layers that did not become a loop."""
     found = []
     left = [v for v in parameters if id(v) not in program.member]
     for names, layers in _alike(left):

@@ -13,11 +13,12 @@ from layoutopt.importers.jax.shardings import Shardings
 class OptimizerStep:
     """step(params, optimizer state, batch, ...) -> (params, optimizer state, loss).
 
-    What follows the optimizer's state is what the loss takes after its parameters. A loss that returns (loss,
-    auxiliary) gives that instead of the loss. Parameters and state are given away, but on CPUs: use the new.
+    The arguments after the optimizer's state are those of the loss after its parameters. A loss that returns
+    (loss, auxiliary) gives that instead of the loss. Parameters and state are given away, but on CPUs: use
+    the new.
 
     Attributes:
-      function: what is compiled, to be lowered for other devices.
+      function: the compiled function, to be lowered for other devices.
     """
 
     def __init__(self, plan: Shardings, applied: Callable[..., Any], optimizer: Any) -> None:

@@ -1,7 +1,7 @@
 """The base of writers of primitives as our operations: values by variable, dimensions by axis.
 
-An array need not have all dimensions of its axes: what it lacks is the same all along (a broadcast that
-nobody carried out), since our operations broadcast by name. A number stands for an array of that number.
+A tensor need not have all dimensions of its axes: it is constant along missing ones (a broadcast that is not
+carried out), because operations broadcast by name. A number represents an array of that number.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ScalarArray:
 
 @dataclass(frozen=True, eq=False)
 class UndrawnUniform:
-    """Uniform numbers that nobody has drawn yet."""
+    """Uniform random numbers that are not drawn yet."""
 
     low: float
     high: float
@@ -68,7 +68,7 @@ class UndrawnUniform:
 
 @dataclass(frozen=True)
 class Kept:
-    """Where uniform numbers are below a probability: what dropout keeps."""
+    """A comparison of uniform numbers with a probability: the mask of dropout."""
 
     of: UndrawnUniform
     probability: float
@@ -79,12 +79,12 @@ Handler = Callable[["Writer", Equation], None]
 
 
 def beginning(array: Any, shape: Shape) -> Initializer:
-    """An array of a JAX function as the initial value of a variable, whose axes may be cut into factors."""
+    """An array of a JAX function as the initial value of a variable, with axes cut into factors."""
     return FromArray(FixedArray(np.reshape(np.asarray(array), shape.sizes)))
 
 
 def our_dtype(dtype: str) -> str:
-    """The element type that stands for one of JAX."""
+    """The element type that represents one of JAX."""
     return dtype if dtype in DTYPES else WIDER.get(dtype, dtype)
 
 
@@ -93,15 +93,15 @@ class Writer:
 
     Args:
       names: class -> its name.
-      table: primitive -> what writes it; KEY -> what writes all that makes keys of keys.
+      table: primitive -> function that writes it; KEY -> function that writes operations on keys.
 
     Attributes:
       values: id of an operand -> its value.
       weights: ids of tensors that are a layer's part of a stack of parameters.
       sources: number of a node -> file and line of the user's code.
-      notes: what the user should know of what was left out.
-      drawn_with: what was drawn so far.
-      refusals: what cannot be imported.
+      notes: remarks for the user about parts that were left out.
+      drawn_with: keys that were drawn with so far.
+      refusals: operations that cannot be imported.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Writer:
     # -- values --------------------------------------------------------------------------------------------
 
     def value(self, v: Operand) -> WrittenValue:
-        """The value of an operand; an array with dimensions of its axes, or what stands for one."""
+        """The value of an operand: a tensor with dimensions of its axes, or its representation."""
         if id(v) not in self.values:
             assert isinstance(v, CapturedArray), v
             self.values[id(v)] = self._constant(v)
@@ -229,7 +229,7 @@ class Writer:
         )
 
     def merged(self, x: Operand, axis: int) -> tuple[Tensor, Dim]:
-        """x, with all of an axis as one dimension of a name of its own."""
+        """Merges all dimensions of an axis of x into one dimension with a name of its own."""
         return self.one(self.tensor(x), x, axis)
 
     def one(self, t: Tensor, x: Operand, axis: int) -> tuple[Tensor, Dim]:
@@ -241,7 +241,7 @@ class Writer:
         return self.as_one(t, own)
 
     def as_one(self, t: Tensor, own: Sequence[Dim]) -> tuple[Tensor, Dim]:
-        """t with some of its dimensions, in this order, as one under a name of its own."""
+        """Merges some dimensions of t, in this order, into one with a name of its own."""
         rest = [d for d in t.shape if d not in own]
         name = self.fresh("_".join([*(d.name for d in own), "axis"]))
         one = Dim(name, math.prod(d.size for d in own))
@@ -259,8 +259,8 @@ class Writer:
         return mtf.reshape(t, [*t.shape.dims[:at], *own, *t.shape.dims[at + 1 :]])
 
     def onto(self, t: Tensor, one: Dim, own: Sequence[Dim], names: dict[str, str]) -> Tensor:
-        """The same under names of their own, with `names` told what they will be called: other dimensions of
-        t may have those names still."""
+        """Renames dimensions of t to names of their own and records in `names` their final names, because
+        other dimensions of t may still have these."""
         parts = [Dim(self.fresh(f"{d.name}_made"), d.size) for d in own]
         names.update((p.name, d.name) for p, d in zip(parts, own, strict=True))
         return self.apart(t, one, parts)
@@ -325,7 +325,7 @@ class Writer:
             raise refused(found) from found[0]
 
     def block(self, block: EquationBlock) -> None:
-        """Writes the equations of a block, whose variables have values."""
+        """Writes the equations of a block with known values of its variables."""
         for equation in block.equations:
             self.equation(equation)
 

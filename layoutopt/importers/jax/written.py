@@ -1,4 +1,4 @@
-"""The layout that a user's own shardings say: PartitionSpecs of parameters and inputs, as dimensions."""
+"""The layout of a user's own shardings: PartitionSpecs of parameters and inputs, as dimensions."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class WrittenLayout:
 
 
 def written(origin: ImportedFunction, mesh: Mesh, parameters: Any, batch: Any) -> WrittenLayout:
-    """The layout and the storage that pytrees of PartitionSpec or NamedSharding say.
+    """The layout and the storage of pytrees of PartitionSpec or NamedSharding.
 
     A parameter's axes that split the batch too store it split; all others split its dimensions. A dimension
-    that arrays place in different ways has the one that most elements have.
+    that arrays place differently gets the placement of most elements.
 
     Raises:
       UserError: an array or an axis that is not there, an axis of an array that cannot be split so.
