@@ -260,7 +260,7 @@ class Group:
         whether it lacks dimensions of the others."""
         given = tuple(map(self.context.source, instr.inputs))
         if not parts:
-            return [(kind, given, instr.outputs, self._dims((instr,)) < self._dims(self.instrs))]
+            return [(kind, given, instr.outputs, self._dims(instr) < self._every_dim)]
         (out,) = instr.outputs
 
         def key(i: int) -> OperandKey:
@@ -268,10 +268,14 @@ class Group:
 
         return [(p.kind, tuple(map(key, p.inputs)), (key(p.output),), p.narrow) for p in parts]
 
-    def _dims(self, instrs: Sequence[Local]) -> set[str]:
-        """Names of all dimensions that instructions work on."""
+    @cached_property
+    def _every_dim(self) -> set[str]:
+        return set[str]().union(*map(self._dims, self.instrs))
+
+    def _dims(self, instr: Local) -> set[str]:
+        """Names of all dimensions that an instruction works on."""
         values = self.context.program.values
-        return {n for i in instrs for v in (*i.inputs, *i.outputs) for n in values[v].shape.names}
+        return {n for v in (*instr.inputs, *instr.outputs) for n in values[v].shape.names}
 
     def _passes(self, maker: Instr) -> bool:
         """Whether an instruction may lead from this group back to it: a move, or part of one of its nodes."""

@@ -72,6 +72,11 @@ class Naming:
     number: Mapping[str, str]
     real: Mapping[str, str]
 
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The axes in the order of their numbers."""
+        return tuple(self.number)
+
 
 class Namings:
     """All ways to number the axes of one mesh."""

@@ -12,7 +12,7 @@ of the norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -208,6 +208,7 @@ class Tabler:
         self.cache, self.namings = lowering_cache(graph, pricer), Namings(pricer)
         self.sizes = graph.dims()
         self._entries: dict[Cluster, dict[Assignment, Entry | None]] = {}
+        self._oracles: dict[Hashable, Oracle] = {}
 
     def table(self, cluster: Cluster, decided: Decisions, only: Callable[[Table], Table] = _all) -> Table:
         """Lowers and prices a cluster under all its assignments; those that lowering refuses are left out.
@@ -280,8 +281,7 @@ class Tabler:
         if not self._divides(layout, naming.mesh):
             return None
         options = self._numbered(options, naming)
-        where = placement(self.graph, naming.mesh, layout, options, self.narrow, self.padded)
-        oracle = Oracle(where, self.sizes, naming.real)
+        oracle = self._oracle(naming, layout, options)
         first = options if cluster.saves or not options.recompute else replace(options, recompute=NOTHING)
         runs = cluster.first_run(options.recompute)
         lowered = self._lowered(cluster, runs, first, oracle, naming, cut)
@@ -306,6 +306,16 @@ class Tabler:
             seconds += naming.pricer.total(second.cost)
             parts.append(second)
         return Entry(max(seconds, 0.0), small, tuple(parts), naming.mesh)
+
+    def _oracle(self, naming: Naming, layout: Layout, options: Options) -> Oracle:
+        """That of a table of placements; clusters share it, so that no row is worked out twice."""
+        stages = frozenset(options.storage.items())
+        key = naming.order, layout, stages, options.offload, options.recompute
+        oracle = self._oracles.get(key)
+        if oracle is None:
+            where = placement(self.graph, naming.mesh, layout, options, self.narrow, self.padded)
+            oracle = self._oracles[key] = Oracle(where, self.sizes, naming.real)
+        return oracle
 
     def _numbered(self, options: Options, naming: Naming) -> Options:
         """The options of a cluster's lowering, with the axes numbered."""

@@ -31,7 +31,6 @@ PASSES: tuple[tuple[str, Callable[[Program], Program]], ...] = (
     ("pending sums", delay_sums),
     ("combine", combine_small),
     ("start and done", start_and_done),
-    ("compact", compact),
 )
 
 
@@ -55,8 +54,8 @@ def lower(
     Args:
       results: name -> tensor to return from a step.
       where: the table of placements; None: that of the graph, mesh, layout and options.
-      check: check the program against the rules of `lower.verify`. A search lowers many programs and checks
-        only that of its answer.
+      check: number the values anew (`compact`), and check the program against the rules of `lower.verify`. A
+        search lowers many programs for their price alone, and does this only to that of its answer.
 
     Raises:
       ProgramError: the program breaks a rule; this is a defect of the library.
@@ -85,7 +84,7 @@ def lower(
         program = run(program)
         if name == "pending sums":
             program = decompose(program, options.collective_matmul)
-    return verify(program) if check else program
+    return verify(compact(program)) if check else program
 
 
 def lower_part(

@@ -208,17 +208,22 @@ def shard_layout(
       over: only these axes.
       paddable: dimensions that may be padded (`lower.padding`).
     """
-    names = variable.shape.names
-    before = tuple(map(layout.axes, names))
-    allowed = mesh.names if over is None else tuple(a for a in mesh.names if a in over)
-    after, padded = _further(variable.shape, variable.stacked, before, mesh, allowed, paddable)
-    if after == before:
-        return layout
-    return layout.with_rules(dict(zip(names, after, strict=True)), padded)
+    return _further(variable.shape, variable.stacked, layout, mesh, over, paddable)
 
 
 @lru_cache(maxsize=1 << 14)
 def _further(
+    shape: Shape, stacked: int, layout: Layout, mesh: Mesh, over: Axes | None, paddable: frozenset[str]
+) -> Layout:
+    before = layout.axes_of(shape.names)
+    allowed = mesh.names if over is None else tuple(a for a in mesh.names if a in over)
+    after, padded = _shards(shape, stacked, before, mesh, allowed, paddable)
+    return (
+        layout if after == before else layout.with_rules(dict(zip(shape.names, after, strict=True)), padded)
+    )
+
+
+def _shards(
     shape: Shape, stacked: int, splits: Splits, mesh: Mesh, over: Axes, paddable: frozenset[str]
 ) -> tuple[Splits, PaddedDim | None]:
     own = Shape(shape.dims[stacked:])

@@ -156,8 +156,6 @@ def record(name: str) -> str:
     )
     parts = [f"== base lowering\n{text(verify(program))}"]
     for title, run in PASSES:
-        if title == "compact":
-            break
         before, program = text(program), verify(run(program))
         change = difflib.unified_diff(before.splitlines(), text(program).splitlines(), lineterm="", n=0)
         lines = [line for line in list(change)[2:] if not line.startswith("@@")]
