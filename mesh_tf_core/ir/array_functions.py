@@ -1,7 +1,8 @@
 """The functions of arrays that work element by element, and those that join elements along axes: a row each.
 
-A kernel takes a function from its library by the name in the row, unless it has one of its own
-(`kernels.array_kernel`, `kernels.tf_kernel`). What operations and prices need to know stands beside it.
+A kernel takes a function from its library by the name in the row, unless it defines its own
+(`kernels.array_kernel`, `kernels.tf_kernel`). The table also has the facts that operations and cost models
+need.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arrays that a model is given: they never change, and compare by what they hold."""
+"""Arrays that are given to a model: they never change, and compare by their elements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OWN = ("float32", "bfloat16", "float16", "uint32", "int8", "bool")
 
 
 class FixedArray:
-    """An array that nobody can change any more: a copy, unless the one given cannot be written either."""
+    """An array that cannot be changed: a copy, unless the given array is read-only."""
 
     def __init__(self, array: Any) -> None:
         self.array = np.asarray(array)
@@ -46,7 +46,7 @@ class FixedArray:
 
 
 def numbers(what: str, given: Any) -> Any:
-    """Numbers or truth values as an array; UserError, in the name of `what`, if they are none."""
+    """Numbers or truth values as an array; UserError, which names `what`, for anything else."""
     try:
         array = np.asarray(given)
     except ValueError as error:
@@ -57,8 +57,8 @@ def numbers(what: str, given: Any) -> Any:
 
 
 def usual_dtype(array: Any) -> str:
-    """The element type that an array has in a model if none is asked for: float32 of float64, int32 of whole
-    numbers that it has."""
+    """The default element type of an array in a model: float32 for float64, int32 for integers that it can
+    represent."""
     name = str(array.dtype)
     if name in _OWN:
         return name

@@ -28,7 +28,7 @@ class Node:
       inputs, outputs: tensor ids.
       scope: path of names given by the model, for reports.
       body: the block of a scan.
-      name: of the operation in its scope; an operation of backward has that of the one it belongs to.
+      name: of the operation in its scope; an operation of backward has the name of its forward operation.
     """
 
     index: int
@@ -61,7 +61,7 @@ def reads(node: Node) -> set[int]:
 
 @dataclass(frozen=True)
 class Half:
-    """One function of a reversible body: what it reads, what it gives, and the nodes in between."""
+    """One function of a reversible body: its inputs, its outputs, and the nodes between them."""
 
     argument: int
     result: int
@@ -85,13 +85,13 @@ class Block:
       runs: bool scalar, carried, a part or from outside: whether an iteration runs. One that does not run
         passes its carries on, stacks zeros and adds nothing.
       first: int scalar from outside: the element at which iterations begin in stacks that are longer than the
-        loop; what they stack there has zeros elsewhere.
+        loop; other elements of their results are zero.
       single: a block of one iteration that the model does not see as a loop: values lack its dimension.
       branch: of a choice: the share of the times in which it is taken, as a price counts it.
       spread: its iterations run at once, each on the devices that hold its part of `dim`: the stages of a
         pipeline, or replicas. It carries nothing. An iteration's part of a stack has one element, or several:
         then it keeps a first dimension for them.
-      halves: f and g of a reversible body, whose backward finds its inputs from its outputs.
+      halves: f and g of a reversible body; backward recomputes its inputs from its outputs.
     """
 
     id: int
@@ -116,7 +116,7 @@ class Block:
     halves: tuple[Half, ...] = ()
 
     def walk(self, times: int = 1) -> Iterator[tuple[Node, int]]:
-        """Every node once, those of loops inside too, with how often it runs."""
+        """Every node once, including nodes of inner loops, with the number of its runs."""
         for node in self.nodes:
             yield node, times
             if node.body is not None and node.body.dim is not None:

@@ -21,7 +21,7 @@ class ProgramBuilder:
     Attributes:
       values: of the whole program; several builders of one program share the list.
       code: of the block under construction.
-      origin: of what is appended from now on.
+      origin: origin of the code that is appended next.
     """
 
     def __init__(self, values: list[Value] | None = None, origin: Origin | None = None) -> None:
@@ -74,8 +74,7 @@ class ProgramBuilder:
     def applied(self, op: Op, *inputs: int, splits: Splits | None = None, partial: Axes = ()) -> int:
         """The one result of a local operation, of the type that it infers.
 
-        Args:
-          splits, partial: of the result; without `splits`, both are those of the first input.
+        Args: splits, partial: of the result; without `splits`, both are those of the first input.
         """
         if splits is None:
             splits, partial = self.values[inputs[0]].splits, self.values[inputs[0]].partial
@@ -120,7 +119,7 @@ class ProgramBuilder:
 
     @contextmanager
     def block(self) -> Iterator[list[Instr]]:
-        """Code that is appended inside goes to the list that this gives."""
+        """Code that is appended inside goes to the returned list."""
         around, self.code = self.code, []
         try:
             yield self.code

@@ -13,7 +13,7 @@ from mesh_tf_core.errors import UserError, known_names
 NAME = re.compile(r"[^\s:;,+\[\]\x00-\x1f\x7f-\x9f]+")
 """The names that dimensions and mesh axes may have: those that rules can contain and terminals can show."""
 LARGEST = 2**63 - 1
-"""Size of a dimension: what an index counts."""
+"""Largest size of a dimension: the range of an index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class Dim:
 
 @dataclass(frozen=True, slots=True)
 class PaddedDim(Dim):
-    """A dimension of what is stored, longer than what it holds, so that devices which do not divide that can
-    share it: of each of `pieces` equal runs the first elements count, and zeros follow.
+    """A dimension of a stored value that is longer than its content, so that devices which do not divide the
+    content can share it: in each of `pieces` equal runs the first elements count, and zeros follow.
 
     Attributes:
-      real: how many elements count in all.
+      real: number of elements that count.
     """
 
     real: int = 0
@@ -138,7 +138,7 @@ class Shape:
 
     @property
     def padded(self) -> PaddedDim | None:
-        """The dimension that is longer than what it holds, if one is."""
+        """The padded dimension, if there is one."""
         for d in self.dims:
             if isinstance(d, PaddedDim):
                 return d

@@ -1,4 +1,4 @@
-"""Element types by name: the only place that knows their sizes; and the type of a tensor."""
+"""Element types by name, with their sizes; and the type of a tensor."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def whole_numbers(dtype: str) -> tuple[int, int]:
 
 
 def promote(a: str, b: str) -> str:
-    """The dtype of an operation between two operands; only equal dtypes mix, a cast says what is meant."""
+    """The dtype of an operation between two operands; only equal dtypes mix, and others need an explicit
+    cast."""
     if a != b:
         raise UserError(f"operands have dtypes {a} and {b}; cast one of them explicitly with mtf.cast")
     return a

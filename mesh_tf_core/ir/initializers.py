@@ -1,5 +1,5 @@
-"""Variables, and their initial values: any piece of a variable can be made by itself, so every layout starts
-alike."""
+"""Variables and their initial values: any shard of a variable can be computed independently, so every layout
+has the same initial values."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class Initializer:
     ) -> Any:
         """The same block as an array of a NumPy type.
 
-        A large one is made by threads, part by part: NumPy computes without Python's lock, and what it holds
-        in float64 beside the result stays small.
+        Threads compute the parts of a large one: NumPy computes without Python's lock, and float64
+        temporaries stay small.
         """
         if not self.elementwise or math.prod(extent) <= PART:
             return np.asarray(self.piece(name, sizes, begin, extent)).astype(dtype)
@@ -88,8 +88,8 @@ class Initializer:
         return out
 
     def bound(self, name: str, type: TensorType, stacked: int) -> Initializer:
-        """For a variable of this name, whose first `stacked` dimensions count layers; UserError if it cannot
-        give that one its value."""
+        """Binds to a variable of this name, whose first `stacked` dimensions count layers; UserError if it
+        cannot initialise that variable."""
         return self
 
 
@@ -141,8 +141,7 @@ class Uniform(Initializer):
 
 @dataclass(frozen=True)
 class FromArray(Initializer):
-    """The elements of an array: of the variable's shape, or of one layer's, and then every layer begins
-    alike."""
+    """The elements of an array with the variable's shape, or with one layer's shape for all layers."""
 
     array: FixedArray
 
@@ -215,7 +214,7 @@ Initial = Initializer | Callable[[np.random.Generator, tuple[int, ...]], Any] | 
 
 
 def initializer(what: str, given: Initial) -> Initializer:
-    """Converts a value to an initializer; UserError, in the name of `what`, if it cannot be one."""
+    """Converts a value to an initializer; UserError, which names `what`, if that is impossible."""
     if isinstance(given, Initializer):
         return given
     if isinstance(given, type) and issubclass(given, Initializer):
@@ -239,9 +238,9 @@ class Variable:
     """A named tensor that outlives a step.
 
     Attributes:
-      stacked: how many leading dimensions count layers (a scan made them).
+      stacked: number of leading dimensions that count layers (a scan made them).
       slot_of: for an optimizer's state, the name of the variable that it belongs to.
-      order: in which its first dimension lies on the devices; None: in that of the model.
+      order: order of its first dimension on the devices; None: the model's order.
       even: its shards have equal sizes without padding, as another library holds them.
     """
 

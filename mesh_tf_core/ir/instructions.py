@@ -38,8 +38,8 @@ class Message(Instr):
 
     Attributes:
       rule: why the device computes on after the start, until the message's `Done`; empty: the device waits.
-      pipelined: start and done are one iteration of their block apart. A value that an iteration reads was
-        started in the iteration before, and a value that leaves it is done in the next one (XLA's collective
+      pipelined: done is one iteration of their block after start. A value that an iteration reads was started
+        in the iteration before, and a value that leaves it is done in the next one (XLA's collective
         pipeliner). Iterations of the outermost block are steps.
     """
 
@@ -78,7 +78,7 @@ class Collective(Message):
     """Devices that differ only along `axes` exchange pieces.
 
     Attributes:
-      part: what a device puts in is a part of the array of its group, not as large as that.
+      part: a device contributes a part of the array of its group, not an array of the same size.
       sums: it adds up values that are partial over its axes.
     """
 
@@ -95,8 +95,9 @@ class Collective(Message):
 
     @staticmethod
     def sent(n: int) -> float:
-        """How many times what it puts in each of n devices sends, by the bandwidth-optimal algorithm (Chan et
-        al. 2007, "Collective communication: theory, practice, and experience", table 1)."""
+        """Factor between the bytes that each of n devices sends and its input, by the bandwidth-optimal
+        algorithm (Chan et al. 2007, "Collective communication: theory, practice, and experience", table
+        1)."""
         raise NotImplementedError
 
     def parameters(self) -> str:
@@ -186,12 +187,13 @@ class AllToAll(Collective):
 
 @dataclass(frozen=True, slots=True)
 class Permute(Collective):
-    """Every device sends its piece `shift` places along its group; places that nobody sends to get zeros
-    unless `wrap`.
+    """Every device sends its shard `shift` places along its group; places without a sender get zeros unless
+    `wrap`.
 
     Attributes:
-      pairs: instead of a shift, who sends to whom, by position in the group; nobody sends or gets twice.
-      both_ways: another one of the same size goes the other way at the same time.
+      pairs: instead of a shift, (sender, receiver) by position in the group; each position occurs at most
+        once as sender and as receiver.
+      both_ways: another permute of the same size runs in the opposite direction at the same time.
     """
 
     shift: int = 1
@@ -216,8 +218,8 @@ class Permute(Collective):
         return tuple((i, to % n) for i, to in moves if self.wrap or 0 <= to < n)
 
     def crossings(self, n: int) -> int:
-        """The most pieces that cross one link in one direction, were the group a ring of n devices on which
-        every piece goes the short way."""
+        """The largest number of pieces that cross one link in one direction, if the group were a ring of n
+        devices with shortest paths."""
         return _crossings(self.links(n), n)
 
     def parameters(self) -> str:

@@ -1,7 +1,7 @@
 """The kernel protocol: the array functions that operations may use.
 
 An implementation is a class with these methods over its own array type `T`. Axes are positions; shapes are
-tuples of Python integers. NumPy's is `kernels.numpy_kernel.NumpyKernel`; the others must agree with it
+tuples of Python integers. NumPy's is `kernels.numpy_kernel.NumpyKernel`; the other kernels must agree with it
 (tests/kernels).
 """
 
@@ -23,7 +23,7 @@ LoopStep = Callable[[Any, Sequence[T]], tuple[list[T], list[T]]]
 @dataclass(frozen=True, slots=True)
 class Edge:
     """The padding of an axis: `apart` - 1 zeros between its elements, `before` ahead of them (cut off if
-    negative), as many behind (or cut off) as make `length`."""
+    negative), and zeros behind (or a cut) up to `length`."""
 
     apart: int
     before: int
@@ -35,8 +35,7 @@ class Edge:
 
 
 class Kernel(Protocol):
-    """Array functions of one library. `fn` names are those of `array_functions`: `UNARY`, `BINARY`
-    and `REDUCE`.
+    """Array functions of one library. `fn` is a name of `array_functions`: `UNARY`, `BINARY` or `REDUCE`.
 
     Attributes:
       compares: XLA compiles them: a comparison with positions becomes part of the kernel that makes an array,
@@ -80,8 +79,8 @@ class Kernel(Protocol):
     def logsumexp(self, x: T, axis: int) -> T: ...
 
     def exp_less(self, x: T, total: T, axis: int, own: bool) -> T:
-        """exp(x - total), where total has size 1 along the axis; `own` says that total is the log-sum-exp of
-        x along it, so that this is x's softmax."""
+        """exp(x - total), where total has size 1 along the axis; `own` means that total is the log-sum-exp of
+        x along it, so the result is x's softmax."""
         ...
 
     def cumsum(self, x: T, axis: int, exclusive: bool, reverse: bool) -> T: ...
@@ -130,8 +129,8 @@ class Kernel(Protocol):
 
     def grouped(self, x: T, w: T, ids: T, groups: int) -> T:
         """Rows x [rows, k] times the matrix of their group, of w [n, k, m]: [rows, m]. The ids [rows] never
-        fall; rows whose id is not in 0 .. n - 1 give zeros. `groups` are those on all devices: with all of
-        them, no id is negative."""
+        decrease; rows whose id is not in 0 .. n - 1 give zeros. `groups` are those on all devices: with all
+        of them, no id is negative."""
         ...
 
     def grouped_outer(self, x: T, y: T, ids: T, n: int, groups: int) -> T:
@@ -158,8 +157,8 @@ class Kernel(Protocol):
         ...
 
     def loop(self, n: int, step: LoopStep, carried: Sequence[T]) -> tuple[list[T], list[T]]:
-        """step(i, carried) -> (carried, made) for i = 0 .. n - 1, one after the other: what is carried in the
-        end, and what was made, stacked along a new first axis."""
+        """step(i, carried) -> (carried, made) for i = 0 .. n - 1, one after the other. Returns the last
+        `carried`, and each `made` stacked along a new first axis."""
         ...
 
     def attention(self, a: Attending) -> tuple[T, T] | None:
@@ -173,8 +172,8 @@ class Kernel(Protocol):
 
 
 BLOCKS = (512, 256, 128)
-"""Queries and keys that attention on a TPU works on at once: the largest that divides. Larger blocks do not
-fit beside gradients in the fast memory of all generations."""
+"""Queries and keys that attention on a TPU works on at once: the largest that divides. Larger blocks and
+their gradients do not fit in the fast memory of all generations."""
 
 
 @dataclass(frozen=True)
@@ -188,12 +187,12 @@ class Attending:
 
     Attributes:
       query, key, value: the factors.
-      shared: how many leading axes keys and values have too.
+      shared: number of leading axes that keys and values also have.
       first: position of the first query; keys begin at 0.
-      starts: what `first` is on each device, equally far from each other.
+      starts: value of `first` on each device, at equal distances.
       scale: of the products.
       causal: a query sees keys up to its own position.
-      window: a query sees fewer than so many positions back (not causal: and ahead); 0 sees all.
+      window: a query sees fewer than this many positions back (without `causal`: and ahead); 0: all.
       extra_logit: of a key without a value; None: no such key.
       bias: added to the logits.
       mask: bool; keys count where it holds.
@@ -246,7 +245,7 @@ class At:
       inputs, outputs: types of the local pieces.
       split: names of the dimensions that are split here.
       offset_of: name -> index (library scalar) of the first element of this device's piece.
-      ways: name -> into how many pieces it is split, of those that are.
+      ways: name -> number of pieces, for split dimensions.
     """
 
     inputs: tuple[TensorType, ...]

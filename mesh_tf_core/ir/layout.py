@@ -1,12 +1,12 @@
 """Layouts: which dimension is split over which mesh axes, everywhere or in a part of a model only.
 
-A dimension's name stands for one placement wherever it appears. A rule of a path holds for the operations and
-variables there instead, as if the dimension had a name of its own in them. A rule for elsewhere splits a
-dimension further where the axes would do nothing: in every operation, and every value that lies between
-operations, no other dimension of which is split over them. With heads and d_ff over `model`,
-`length@elsewhere:model` is sequence parallelism (Korthikanti et al. 2022, "Reducing Activation Recomputation
-in Large Transformer Models", section 4.2): products have all of the length, norms, dropout and what a block
-carries on a part of it, and between the two a sum is scattered and a value is gathered.
+A dimension's name has one placement wherever it occurs. A rule of a path applies to the operations and
+variables there instead, as if the dimension had another name in them. A rule for elsewhere splits a dimension
+further where the axes would be unused: in every operation, and in every value between operations, in which
+they split no other dimension. With heads and d_ff over `model`, `length@elsewhere:model` is sequence
+parallelism (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section
+4.2): products see the whole length, and norms, dropout and the residual stream a part of it. Between them a
+sum is scattered and a value is gathered.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Layout(Mapping[str, Axes]):
         return [n for n in names if n in table]
 
     def at(self, path: str) -> Layout:
-        """The layout of an operation or a variable: where several rules hold, that of the longest path."""
+        """The layout of an operation or a variable: among several rules, that of the longest path applies."""
         if not self.refined:
             return self
         if path not in self._at:
@@ -155,8 +155,8 @@ class Layout(Mapping[str, Axes]):
         return self._at[path]
 
     def around(self, names: Iterable[str], but: frozenset[str] = frozenset()) -> Layout:
-        """The layout of an operation, or of a value between operations, that has these dimensions: with each
-        rule for elsewhere that does not meet another of them; none of those for `but`."""
+        """The layout of an operation, or of a value between operations, with these dimensions. It includes
+        each rule for elsewhere whose axes split no other of them, except the rules for `but`."""
         if not self.elsewhere:
             return self
         key = frozenset(names), but
@@ -169,7 +169,8 @@ class Layout(Mapping[str, Axes]):
         return self._around[key]
 
     def inside(self, axes: Axes) -> Layout:
-        """The layout inside of what axes tell apart: rules for elsewhere over any of these are left out."""
+        """The layout inside an SPMD region over these axes: rules for elsewhere over any of them are left
+        out."""
         rest = {name: found for name, found in self.elsewhere if not set(found) & set(axes)}
         if len(rest) == len(self.elsewhere):
             return self
@@ -191,11 +192,11 @@ class Layout(Mapping[str, Axes]):
         return Layout(self.written, refined)
 
     def with_rules(self, rules: Mapping[str, Axes], padded: PaddedDim | None = None) -> Layout:
-        """With other rules for some dimensions; those of paths stay."""
+        """The layout with other rules for some dimensions; rules of paths stay."""
         return Layout({**self.written, **rules}, {path: dict(found) for path, found in self.refined}, padded)
 
     def held(self, shape: Shape) -> Shape:
-        """The shape of what is held in this layout."""
+        """The shape of a stored value in this layout."""
         long = self.padded
         if long is None or shape.padded is not None or long.name not in shape.names:
             return shape

@@ -30,7 +30,7 @@ from mesh_tf_core.ir.traits import in_place
 ValueSize = Callable[[int], int]
 """Value id -> bytes of the piece on one device."""
 Memories = tuple[int, ...]
-"""Ids of values that have memory of their own."""
+"""Ids of values with memory of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Liveness:
     """The memory of one program; see the module's text.
 
     Args:
-      shared: value -> another one in whose memory it lies, besides (1).
+      shared: value -> another value whose memory it uses, in addition to (1).
       nowhere: values that have no memory.
       renames: rule (1) holds; else every name is counted for itself.
     """
@@ -79,7 +79,7 @@ class Liveness:
         self._plan(program.code, program.results.values())
 
     def memory(self, id: int) -> int:
-        """The value whose memory a value lies in."""
+        """The value whose memory a value uses."""
         return self._memory.get(id, id)
 
     def has(self, id: int) -> bool:
@@ -183,8 +183,8 @@ def _inside(loop: Loop) -> Iterator[Instr]:
 
 
 class Held:
-    """The bytes that a device holds while a program runs; the caller says which instructions run, and how
-    many bytes values have.
+    """The bytes that a device holds while a program runs; the caller reports the instructions and the bytes
+    of values.
 
     Attributes:
       bytes: memory -> its bytes, in the order in which they were taken; `total` of all.

@@ -34,7 +34,7 @@ class Sliced(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A body's value, and what the loop makes of it outside: its stack, or its sum."""
+    """A value of the body, and its result outside the loop: a stack or a sum."""
 
     inner: int
     outer: int
@@ -47,16 +47,16 @@ class Loop(Instr):
     Attributes:
       index: body value, the number of the iteration's element (int32 scalar).
       carried: the state.
-      sliced: what every iteration reads its part of.
-      stacked: what every iteration gives a part of.
-      summed: what is added up over the iterations.
+      sliced: stacks of which every iteration reads its part.
+      stacked: stacks to which every iteration contributes a part.
+      summed: values that are added up over the iterations.
       runs: bool scalar, one of the carried or sliced body values or from outside: whether an iteration runs.
         One that does not run passes its carries on, stacks zeros and adds nothing; every device decides the
         same.
       branch: of a choice: the share of the times in which it runs, as a price counts it.
-      first: int32 scalar from outside: the element of stacks that are longer than the loop at which its
-        iterations begin; what they stack there has zeros elsewhere.
-      undecided: in a part lowered alone, which lacks what decides whether an iteration runs.
+      first: int32 scalar from outside: the element of stacks that are longer than the loop at which
+        iterations begin; other elements of their results are zero.
+      undecided: in a part that is lowered alone, without the value that decides whether an iteration runs.
       `inputs` and `outputs` list all values that cross the border, in that order; `inputs` ends with the
       values of outside that the body reads directly.
     """
@@ -86,8 +86,8 @@ class Loop(Instr):
 
     @property
     def times(self) -> float:
-        """The number of times that a program's price counts the body: a branch as often as it is taken, a
-        loop that may stop early as if it did not."""
+        """The number of times that the program's cost counts the body: for a branch the number of times it is
+        taken, for a loop that may stop early its full length."""
         return self.dim.size if self.branch is None else float(self.dim.size * self.branch)
 
     @property
@@ -102,7 +102,7 @@ class Loop(Instr):
 
     @property
     def leaving(self) -> tuple[int, ...]:
-        """Body values that an iteration hands out: the state, what is stacked, what is summed."""
+        """Body values that an iteration returns: the state, stacked values, summed values."""
         return *(c.leave for c in self.carried), *(r.inner for r in self.results)
 
     @property
@@ -118,7 +118,7 @@ class Loop(Instr):
 
 
 class Crossing(NamedTuple):
-    """The values that go into a loop and come out of it: fields of `Loop`."""
+    """The values that enter a loop and leave it: fields of `Loop`."""
 
     carried: tuple[Carry, ...] = ()
     sliced: tuple[Sliced, ...] = ()
@@ -138,7 +138,7 @@ def make_loop(
     first: int | None = None,
     undecided: bool = False,
 ) -> Loop:
-    """A Loop whose `inputs` and `outputs` follow from its parts."""
+    """Makes a Loop whose `inputs` and `outputs` follow from its parts."""
     carried, sliced, stacked, summed = crossing
     inside = {index, *(c.enter for c in carried), *(s.inner for s in sliced)}
     read: dict[int, None] = dict.fromkeys(i for i in (runs, first) if i is not None and i not in inside)

@@ -1,14 +1,14 @@
-"""The contract of an operation: all that anyone may ask of one, checked when its class is made.
+"""The contract of an operation: all that other code may ask of it, checked when its class is created.
 
   required facets  roles, infer, kernel, flops, gradient
   optional facets  lower, expand, work, describe; each says what holds without it
   facts            kind, free, linear, converts, regroups: attributes of the class, or properties where they
                    depend on its fields
 
-Questions that only some operations answer are groups of their own (`traits`), which a class extends.
+Questions that only some operations answer form groups (`traits`), which a class extends.
 
 `roles` is the only statement about distribution. Legality, lowering, collectives, bytes and memory are read
-off it. No reader knows any single operation: what it must know, the contract says.
+off it. No reader depends on a single operation: the contract has everything it needs.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Emitter(Protocol):
         ...
 
     def applied(self, op: Op, *inputs: int, splits: Splits | None = None, partial: Axes = ()) -> int:
-        """The one result of a local operation; without `splits`, it lies as the first input does."""
+        """The one result of a local operation; without `splits`, it has the splits of the first input."""
         ...
 
     def sent(
@@ -148,7 +148,7 @@ class Emitter(Protocol):
     def loop(
         self, dim: Dim, state: Sequence[int], body: Callable[[int, list[int]], Sequence[int]]
     ) -> list[int]:
-        """A loop: what `body` makes, again and again, of the number of an iteration and the state."""
+        """Emits a loop: `body` builds one iteration from its number and the state."""
         ...
 
     def without(self, id: int, whole: Iterable[str]) -> int:
@@ -180,13 +180,13 @@ class Op:
     kind: ClassVar[str] = "elementwise"
     """The class of work by which it is priced; `data` moves bytes only."""
     free: ClassVar[bool] = False
-    """True if the output is the input under another name (or a scalar): no time, no memory of its own."""
+    """True if the output is the input under another name (or a scalar): it takes no time and no memory."""
     linear: ClassVar[bool] = False
     """True if a sum of partial inputs may wait until after the operation (jointly in all its inputs)."""
     converts: ClassVar[bool] = False
-    """True if it says the same numbers in another element type. It is done on whatever piece its operand lies
-    in, whether the layout says so or not; what it makes of a variable still is this variable; and a sum may
-    wait until after it but for rounding."""
+    """True if it represents the same numbers in another element type. It runs on any shard of its operand,
+    whatever the layout. Its result of a variable still counts as this variable, and a pending sum may be
+    taken after it except for rounding."""
     regroups: ClassVar[bool] = False
     """True if an axis may split one dimension of an input and another of the output."""
 
@@ -237,7 +237,7 @@ class Op:
         without it, an operation is lowered from its roles.
 
         Args:
-          inputs: values, each placed as the layout says.
+          inputs: values with the placement of the layout.
           types: of the outputs.
         """
         raise NotImplementedError
@@ -248,8 +248,7 @@ class Op:
         return None
 
     def work(self, *local: TensorType) -> Work:
-        """The matrix product and the further work besides `flops`; without it, the operation is no
-        product."""
+        """The matrix product and the work besides `flops`; None: the operation is no product."""
         return NO_PRODUCT
 
     def describe(self) -> str:
@@ -260,17 +259,17 @@ class Op:
 
     @classmethod
     def lowers(cls) -> bool:
-        """True if it has a `lower` of its own."""
+        """True if the class defines `lower`."""
         return cls.lower is not Op.lower
 
     @classmethod
     def expands(cls) -> bool:
-        """True if it has an `expand` of its own."""
+        """True if the class defines `expand`."""
         return cls.expand is not Op.expand
 
 
 def inferred(op: Op, types: TensorType | tuple[TensorType, ...]) -> tuple[TensorType, ...]:
-    """The types of the results, one by one; UserError if what `infer` gave is something else."""
+    """The types of the results, one by one; UserError if `infer` returned something else."""
     listed = types if isinstance(types, tuple) else (types,)
     if not listed or not all(isinstance(t, TensorType) for t in listed):
         raise UserError(

@@ -1,8 +1,8 @@
-"""The graph that a program was lowered from, as plain data: what cost models read beside the instructions.
+"""The graph of a lowered program, as plain data: cost models read it in addition to the instructions.
 
 Which operations a compiler may run as one kernel, and in which ticks the stages of a pipeline work, follows
-from the model's operations and loops, not from their pieces. A graph may grow after it was lowered, and knows
-how it was built; an outline is what it was then, and can be written (`written`).
+from the model's operations and loops, not from their pieces. A graph may grow after it was lowered and
+depends on its construction; an outline does not change and can be saved (`written`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Remembering:
-    """Keeps what follows from it: an outline for good, a graph until it changes."""
+    """Caches derived values: an outline forever, a graph until it changes."""
 
     _remembered: dict[Hashable, Any]
 
@@ -71,7 +71,7 @@ class Outline(Remembering):
     Attributes:
       blocks: the graph itself first, then the bodies of loops.
       tensors: by id.
-      gradient_of: tensor -> the variable whose gradient it is.
+      gradient_of: tensor -> the variable of the gradient.
       variables: names of all.
     """
 
@@ -89,8 +89,8 @@ class Outline(Remembering):
         gradient_of: Mapping[int, str],
         variables: frozenset[str],
     ) -> Outline:
-        """An outline with blocks of its own, so that it stays as it is when a graph's grow; they lack what
-        only gradients are built from."""
+        """A copy of an outline with blocks of its own, which later changes of the graph do not affect; it
+        lacks what only gradients need."""
         own = [replace(b, nodes=[], forward=None, captured={}, halves=()) for b in blocks]
         for block, copy in zip(blocks, own, strict=True):
             copy.nodes = [n if n.body is None else replace(n, body=own[n.body.id]) for n in block.nodes]

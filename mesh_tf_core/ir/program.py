@@ -1,9 +1,8 @@
 """SPMD programs: plain data that every device runs on its own pieces. Engines, cost models, reports and tests
 read this.
 
-A program is a tuple of frozen instructions over numbered values (`instructions`). A value knows its global
-shape, the mesh axes that each dimension is split over, and the axes over which it is still partial (a sum
-that has not been taken yet).
+A program is a tuple of frozen instructions over numbered values (`instructions`). A value has a global shape,
+the mesh axes that split each dimension, and the axes over which it is still partial (a pending sum).
 """
 
 from __future__ import annotations
@@ -222,7 +221,7 @@ def wire_bytes(kind: str, payload: int, n: int) -> float:
 def count_sent(
     sent: dict[str, float], mesh: Mesh, instr: Collective, payload: int, times: float = 1.0
 ) -> None:
-    """Adds up what a device sends, in bytes per mesh axis (axes that act together are joined by '+').
+    """Adds up the bytes that a device sends per mesh axis (axes that act together are joined by '+').
 
     Args:
       payload: bytes of the pieces that a device puts in.

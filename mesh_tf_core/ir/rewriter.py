@@ -14,10 +14,9 @@ from mesh_tf_core.ir.values import Instr, Splits, Value
 
 
 class ProgramRewriter(ProgramBuilder):
-    """Makes values beside those of a program, and that program with other code.
+    """Adds values to a program and replaces its code.
 
-    Ids of the program stay what they are; new values follow them. What nobody reads any more, `dead` and
-    `compact` take out.
+    Ids of the program stay the same; new values follow them. `dead` and `compact` remove unused values.
     """
 
     def __init__(self, program: Program) -> None:
@@ -33,20 +32,20 @@ class ProgramRewriter(ProgramBuilder):
         return replace(self.program, values=tuple(self.values), code=tuple(code), **more)
 
     def pending(self, id: int, axes: Axes) -> int:
-        """A new value like another one, whose sum over some axes is pending."""
+        """A new value like another one, with a pending sum over some axes."""
         new = len(self.values)
         self.values.append(self.values[id].pending(axes, new))
         return new
 
     def otherwise(self, id: int, splits: Splits, partial: Axes = (), dtype: str | None = None) -> int:
-        """A new value that stands for the same tensor of the graph, laid out otherwise."""
+        """A new value of the same tensor of the graph with another placement."""
         new, v = len(self.values), self.values[id]
         self.values.append(Value(new, v.shape, dtype or v.dtype, splits, partial, v.tensor))
         return new
 
 
 def inside(loop: Loop, block: Callable[[Sequence[Instr]], Sequence[Instr]]) -> Loop:
-    """A loop whose body was rewritten; the same one if nothing of it was."""
+    """A loop with a rewritten body; the same object if nothing changed."""
     body = tuple(block(loop.body))
     return loop if body == loop.body else loop.remade(body=body)
 

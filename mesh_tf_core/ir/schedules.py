@@ -1,9 +1,9 @@
-"""Schedules of pipelines as tables of integers: which microbatch a stage has at a tick, and what it does.
+"""Schedules of pipelines as tables of integers: which microbatch a stage has at a tick, and its work.
 
-A step of M microbatches goes through P stages. A stage has C virtual stages (chunks of layers), V in all. A
+A step of M microbatches passes through P stages. A stage has C virtual stages (chunks of layers), V in all. A
 tick has three slots, in this order: forward, backward with respect to inputs, backward with respect to
 weights. In each a stage does one virtual stage of one microbatch, or is idle; the next virtual stage takes
-its result at the next tick. Where weights have no slots of their own, the backward slot does them too.
+its result at the next tick. Without slots for gradients of weights, the backward slot computes them too.
 
 Every kind follows from where virtual stages are, and when microbatches enter:
 
@@ -63,10 +63,10 @@ class ScheduleKind:
     """The properties that distinguish kinds of schedules.
 
     Attributes:
-      rounds: how often microbatches go round is said with the name, as "circular:2".
-      at_once: a microbatch goes backward as soon as it has left the last virtual stage.
-      split: weights have slots of their own.
-      turns: virtual stages go down the stages and up again.
+      rounds: the schedule takes a number of rounds in its name, such as "circular:2".
+      at_once: backward of a microbatch starts as soon as it leaves the last virtual stage.
+      split: gradients of weights have slots of their own.
+      turns: virtual stages run down the stages and up again.
       mirrored: half of the microbatches enter at the last stage, which has a copy of the first one's layers.
     """
 
@@ -92,11 +92,11 @@ KINDS = {
     "dualpipe": ScheduleKind(at_once=True, split=True, mirrored=True),
 }
 SCHEDULES = tuple(name + ":2" * kind.rounds for name, kind in KINDS.items() if kind.lowers)
-"""The schedules that programs are made of, as they are asked for."""
+"""The schedules that have programs, by their names."""
 
 
 def check_schedule(schedule: str, said: str = "") -> None:
-    """UserError if it is none, or none that programs are made of; `said`: what it was asked for by."""
+    """UserError if it is no schedule, or one without a program; `said`: the option of the request."""
     said, (name, colon, number) = said or f"schedule {schedule!r}", schedule.partition(":")
     kind = KINDS.get(name)
     if kind is None or (colon and not kind.rounds):
@@ -111,24 +111,25 @@ def check_schedule(schedule: str, said: str = "") -> None:
 
 
 def kind_name(schedule: str) -> str:
-    """The kind of a schedule, of its name as it was asked for."""
+    """The kind of a schedule, from its name with rounds."""
     return schedule.partition(":")[0]
 
 
 def rounds_of(schedule: str) -> int:
-    """How often microbatches go through the stages: into how many chunks these divide their layers."""
+    """Number of rounds of microbatches through the stages: the number of chunks per stage."""
     name, _, number = schedule.partition(":")
     return int(number) if KINDS[name].rounds else 1
 
 
 def alternates(schedule: str) -> bool:
-    """True if a microbatch goes backward as soon as it has gone through all stages."""
+    """True if backward of a microbatch starts as soon as it has passed all stages."""
     return KINDS[kind_name(schedule)].at_once
 
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """A kind of schedule for so many stages and microbatches; its table, and what is read off that."""
+    """A kind of schedule for a number of stages and microbatches: its table, and quantities derived
+    from it."""
 
     kind: str
     stages: int
@@ -165,12 +166,12 @@ class PipelineSchedule:
 
     @property
     def ticks(self) -> int:
-        """Ticks of a pass forward; in as many others, or the same, it goes backward."""
+        """Ticks of a forward pass; backward uses as many others, or the same."""
         return len(self.done(StageAction.FORWARD))
 
     @cached_property
     def works(self) -> int:
-        """Ticks of a pass in which a stage works; in the others it is idle."""
+        """Ticks of a pass in which a stage works; it is idle in the others."""
         return int((self.table[:, 0, StageAction.FORWARD, 0] != IDLE).sum())
 
     @property
@@ -197,12 +198,13 @@ class PipelineSchedule:
 
     @property
     def last(self) -> StageAction:
-        """The slot that comes last of a virtual stage."""
+        """The last slot of a virtual stage."""
         return StageAction.WEIGHTS if KINDS[self.kind].split else StageAction.BACKWARD
 
     def places(self, begin: StageAction) -> np.ndarray:
-        """[tick, stage, slot]: where in a ring of a stage lies what slots of one kind put there, and others
-        read until the last one. A slot that puts nothing there has a place that is free at that time."""
+        """[tick, stage, slot]: the position in a ring of a stage where slots of one kind store a value, which
+        other slots read until the last one. A slot that puts nothing there has a place that is free at that
+        time."""
         return _places(self, begin)
 
     def ring(self, begin: StageAction) -> int:
@@ -211,7 +213,8 @@ class PipelineSchedule:
 
     @property
     def in_flight(self) -> int:
-        """Places for what forward keeps: virtual stages of microbatches in flight at a stage, at most."""
+        """Positions for saved values of forward: the largest number of virtual stages of microbatches in
+        flight at a stage."""
         return self.ring(StageAction.FORWARD)
 
     @property
@@ -231,8 +234,8 @@ class PipelineSchedule:
         return float((self.busy @ np.asarray(costs, float)).sum())
 
     def apart(self, costs: Sequence[float]) -> float:
-        """Seconds of programs of their own: each stage does its slots one after the other, as soon as what
-        they take has come.
+        """Seconds of one program per stage: each stage runs its slots one after the other, each as soon as
+        its inputs arrive.
 
         Args:
           costs: seconds of a slot of each kind.

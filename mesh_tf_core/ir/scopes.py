@@ -49,7 +49,7 @@ class Scopes:
     @contextmanager
     def phase(self, name: Phase | str, scope: str | None = None, named: str | None = None) -> Iterator[None]:
         """Marks operations as backward or update; `scope` replaces the path of names, and `named` is the name
-        of the operation that they belong to. UserError for what is no phase."""
+        of the operation that they belong to. UserError if it is no phase."""
         if name not in {*Phase}:
             raise UserError(f"phase {name!r}: {known_names(name, Phase)}")
         saved = self._phase, self._scope, self._named
@@ -90,7 +90,7 @@ class Scopes:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Variables made inside are stored, but not trained: those of a teacher, say."""
+        """Variables made inside are stored but not trained, such as those of a teacher."""
         saved, self._frozen = self._frozen, True
         try:
             yield
@@ -114,7 +114,8 @@ class Scopes:
 
     @contextmanager
     def initialized(self, change: Change) -> Iterator[None]:
-        """Variables made inside begin as change(whole name, the initializer that they would have) says."""
+        """Variables made inside start with the initializer that change(whole name, default initializer)
+        returns."""
         saved = self._initial
         self._initial = (change, *saved)
         try:

@@ -2,8 +2,8 @@
 
 A stage of a pipeline (`ir.schedules`) with several virtual stages has layers that do not lie next to each
 other. So that its device holds these and no others, layers lie stage after stage, and in each virtual stage
-after virtual stage. Where some of these have a layer less, they are padded with zeros. Only devices know of
-this order: what is read, written, saved and begun with is in the model's.
+after virtual stage. Where some of these have a layer less, they are padded with zeros. Only devices use this
+order: values that are read, written, saved and initialised have the model's order.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ PADDING = -1
 @dataclass(frozen=True)
 class Interleaved:
     """The order of the first dimension, of P stages with R virtual stages each: virtual stage r of stage p is
-    number r P + p of the model's. Those that lack a layer are at both ends, where embedding and head are work
-    of their own."""
+    number r P + p of the model's. Stages without a full number of layers are at both ends, which also compute
+    embedding and head."""
 
     stages: int
     rounds: int
@@ -35,7 +35,7 @@ class Interleaved:
         return self.rounds > 1 or self.size(layers) != layers
 
     def numbers(self, layers: int) -> np.ndarray:
-        """[stage, place]: the model's number of the layer that lies there; PADDING where none does."""
+        """[stage, place]: the model's number of the layer at that place; PADDING if there is none."""
         parts, lie = self.stages * self.rounds, self.size(layers)
         both = np.stack([np.arange(parts)[::-1], np.arange(parts)], axis=1).reshape(-1)
         counts = np.full(parts, lie // parts)
@@ -51,8 +51,7 @@ class Interleaved:
         Args:
           begin, count: of the places.
 
-        Returns:
-          For each run: its first layer, how many these are, and how far behind `begin` they lie.
+        Returns: For each run: its first layer, the number of layers, and their distance behind `begin`.
         """
         numbers = self.numbers(layers).reshape(-1)[begin : begin + count]
         breaks = np.flatnonzero((np.diff(numbers) != 1) | (numbers[:-1] == PADDING)) + 1

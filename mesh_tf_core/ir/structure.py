@@ -13,8 +13,8 @@ from mesh_tf_core.ir.op import Op, TensorType
 
 @dataclass(frozen=True)
 class Connection(Op, abstract=True):
-    """Connects a graph to the world, or to the body of a loop: nothing is computed. It has no facets but its
-    type, and lowering knows each."""
+    """Connects a graph to the world, or to the body of a loop: nothing is computed. It has no methods but its
+    type, and lowering handles each."""
 
     kind: ClassVar[str] = "data"
 
@@ -49,6 +49,6 @@ class Assign(Connection, abstract=True):
 
 @dataclass(frozen=True)
 class Scan(Connection, abstract=True):
-    """A loop over a stacked dimension; the node's body says what it does."""
+    """A loop over a stacked dimension; the node's body defines an iteration."""
 
     dim: Dim

@@ -1,4 +1,4 @@
-"""Symbolic tensors: what model code handles. Arithmetic broadcasts by dimension name."""
+"""Symbolic tensors, which model code uses. Arithmetic broadcasts by dimension name."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ _INSTEAD = {
 
 
 class TensorAttributeError(UserError, AttributeError):
-    """Something that other libraries' tensors have, and what to write."""
+    """An attribute of other libraries' tensors, and its replacement."""
 
 
 class Tensor:

@@ -24,7 +24,7 @@ from mesh_tf_core.ir.tensor import Tensor
 
 @dataclass(frozen=True)
 class SumRules(Op, abstract=True):
-    """Commutes with sums in more or fewer cases than `linear` and `converts` say."""
+    """Commutes with sums in more or fewer cases than `linear` and `converts` imply."""
 
     FACETS: ClassVar[tuple[str, ...]] = ()
     OPTIONAL: ClassVar[tuple[str, ...]] = ("distributes", "unreduced", "summand")
@@ -38,8 +38,8 @@ class SumRules(Op, abstract=True):
     """True if its last operand is a term of its result, pending over the same axes."""
 
     def distributes(self, constant: Sequence[bool]) -> bool:
-        """True if a sum of its operands, except the `constant` ones, may wait until after it; by default,
-        linear operations and casts do so."""
+        """True if a sum of its operands, except the `constant` ones, may be taken after it; by default for
+        linear operations and casts."""
         return self.linear or self.converts
 
     def unreduced(self, dim: Dim, inputs: Sequence[Tensor]) -> Tensor | None:
@@ -48,8 +48,8 @@ class SumRules(Op, abstract=True):
         return None
 
     def summand(self, dim: Dim, parts: Sequence[Tensor], constant: Sequence[bool]) -> Tensor | None:
-        """r [dim, dimensions of the output] whose sum over `dim` is the output; None if there is none. Linear
-        operations are not asked.
+        """r [dim, dimensions of the output] whose sum over `dim` is the output; None if there is none. Not
+        called for linear operations.
 
         Args:
           parts: such summands of the inputs; of a constant, the input itself.
@@ -66,9 +66,9 @@ class PartialAccess(Op, abstract=True):
     FACTS: ClassVar[Mapping[str, tuple[object, ...]]] = {"in_place": FLAG, "cuts": FLAG}
 
     in_place: ClassVar[bool] = False
-    """True if it writes a part of its first operand, and the rest stays as it is."""
+    """True if it writes a part of its first operand and leaves the rest unchanged."""
     cuts: ClassVar[bool] = False
-    """True if a product may read, or write, the part where it lies."""
+    """True if a product may read or write the part in place."""
 
     def moved(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> float:
         """Bytes that a device reads and writes; by default, those of all operands and results.
@@ -99,8 +99,8 @@ class StepCopies(Op, abstract=True):
         return None
 
     def untrained(self) -> tuple[Op, int] | None:
-        """The operation that replaces it where nothing is trained, and how many of its first operands that
-        takes; None if nothing does."""
+        """The operation that replaces it without training, and the number of its first operands that this one
+        takes; None if there is none."""
         return None
 
 
@@ -127,9 +127,8 @@ class LabelOperand(Op, abstract=True):
     FACTS: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
     def labels(self, *inputs: TensorType) -> tuple[int, Dim, bool]:
-        """Position of the input whose numbers each name an element of a dimension, this dimension, and
-        whether negative numbers name none on purpose (padding); any other number outside is a mistake in the
-        data."""
+        """Position of the input whose numbers index a dimension, this dimension, and whether negative numbers
+        deliberately index nothing (padding); any other number out of range is a mistake in the data."""
         raise NotImplementedError
 
 
@@ -142,8 +141,8 @@ class ContextParallel(Op, abstract=True):
     FACTS: ClassVar[Mapping[str, tuple[object, ...]]] = {"crosses": ((),)}
 
     crosses: ClassVar[tuple[str, ...]] = ()
-    """Dimensions, one of them `whole`, whose pieces meet in it in one of the forms that `spread` has; options
-    name the form by the first."""
+    """Dimensions, one of them `whole`, whose shards are combined in one of the forms of `spread`; options
+    name the form by the first dimension."""
 
     def spread(
         self,
@@ -159,7 +158,7 @@ class ContextParallel(Op, abstract=True):
         Args:
           inputs, types: as of `Op.lower`.
           form: one of `ops.context.FORMS`.
-          wanted: of each output, whether anyone reads it; if not, any value stands for it.
+          wanted: for each output, True if anything reads it; otherwise any value may replace it.
 
         Raises:
           LayoutError: the operands or the layout do not allow the form.
@@ -186,7 +185,7 @@ def all_bytes(inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> fl
 
 
 def distributes(op: Op, constant: Sequence[bool]) -> bool:
-    """True if a sum of an operation's operands, except the `constant` ones, may wait until after it."""
+    """True if a sum of an operation's operands, except the `constant` ones, may be taken after it."""
     return op.distributes(constant) if isinstance(op, SumRules) else op.linear or op.converts
 
 
@@ -196,7 +195,7 @@ def renames(op: Op) -> tuple[tuple[str, str], ...]:
 
 
 def crosses(op: Op) -> tuple[str, ...]:
-    """Dimensions whose pieces meet in an operation; see `ContextParallel.crosses`."""
+    """Dimensions whose shards an operation combines; see `ContextParallel.crosses`."""
     return op.crosses if isinstance(op, ContextParallel) else ()
 
 
@@ -216,5 +215,5 @@ def in_place(op: Op) -> bool:
 
 
 def read_operands(op: Op, inputs: Sequence[int]) -> Sequence[int]:
-    """The inputs of an operation that a device reads; the others, only its gradient wants."""
+    """The inputs of an operation that a device reads; only its gradient needs the others."""
     return op.operands(inputs) if isinstance(op, GradientOperands) else inputs

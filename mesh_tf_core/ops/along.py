@@ -1,5 +1,4 @@
-"""Taking and putting elements along one dimension, by an index of their own for every position of the
-others."""
+"""Takes and puts elements along one dimension, with an index for every position of the others."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ def _ordered(k: Kernel, x: Any, shape: Shape, names: Sequence[str]) -> Any:
 
 
 def row_starts(k: Kernel, rows: int, n: int) -> Any:
-    """[rows 1]: where each row of a [rows n] array begins when it lies flat."""
+    """[rows 1]: start of each row of a [rows n] array when it is flattened."""
     return k.reshape(k.binary("mul", k.iota(rows, "int32"), k.scalar(n, "int32")), (rows, 1))
 
 

@@ -18,7 +18,7 @@ from mesh_tf_core.ops.random import rows as rows_of
 DRAWN = ("key", "part")
 """The operands that random numbers are drawn by: a key, and the number of a part of the batch."""
 EXTRAS = ("bias", "mask", "segments", "memory_segments", *DRAWN)
-"""Operands besides query, key and value that there may be, in this order."""
+"""Optional operands besides query, key and value, in this order."""
 PLACES = ("place", "memory_place")
 """The further operands of a ring's pieces [ring]: the positions of the first query and of the first key."""
 
@@ -28,8 +28,8 @@ class Sides:
     """The dimensions of an attention.
 
     Attributes:
-      shared: that queries and keys have both, besides the one multiplied over.
-      group: of queries that share a key, besides their positions.
+      shared: dimensions of both queries and keys, besides the one that is summed.
+      group: dimensions of queries that share a key, besides their positions.
       width: the values' own dimension.
       rows: shared, group and the positions of queries.
       logits: rows and the positions of keys.
@@ -66,8 +66,7 @@ class AnyAttention(StepCopies, ContextParallel, abstract=True):
       d_kv: name of the dimension that queries and keys are multiplied over.
       length, memory: positions of queries and of keys.
       scale, causal, window, extra_logit, partial, rate: see `Attending`.
-      apart: the position of the first query, of a ring's pieces: one of these, as `PLACES` say; keys begin
-        at 0.
+      apart: the position of the first query, for pieces of a ring: one of `PLACES`; keys begin at 0.
       positions: of queries on all devices, where dropout is by `PLACES`.
       rows: of the whole batch, those that a part of it has, where it has dropout.
       extras: which of `EXTRAS` and of `PLACES` there are.
@@ -90,7 +89,7 @@ class AnyAttention(StepCopies, ContextParallel, abstract=True):
     products: ClassVar[tuple[int, int]] = (1, 1)
     """The number of products over the width of the keys, and over that of the values."""
     again: ClassVar[tuple[int, int]] = (0, 0)
-    """How many of these another operation of the step made already."""
+    """The number of them that another operation of the step already computed."""
     twice: ClassVar[tuple[int, int]] = (0, 0)
     """The number of them that a TPU's kernels make twice."""
     softmax: ClassVar[tuple[int, int]] = (6, 1)
@@ -198,11 +197,12 @@ class AnyAttention(StepCopies, ContextParallel, abstract=True):
 
     def flops(self, *local: TensorType) -> float:
         """FLOPs of the products, for queries and keys that the positions let see each other; where queries
-        are split, of the device that has most. (The softmax runs beside them.)"""
+        are split, of the device that has most. (The softmax overlaps with them.)"""
         return self._flops(self.products, *local)
 
     def work(self, *local: TensorType) -> Work:
-        """As a product, that of queries and keys; that of weights and values is as large and much like it."""
+        """As a product, that of queries and keys; the product of weights and values has about the same size
+        and shape."""
         sides = self.sides(*local[:3])
         rows = sides.rows.size // sides.shared.size
         product = sides.shared.size, rows, self.memory.size, local[0].shape.dim(self.d_kv).size
@@ -216,8 +216,8 @@ class AnyAttention(StepCopies, ContextParallel, abstract=True):
         return each * (sides.rows.size // queries) * self.pairs(queries)
 
     def pairs(self, queries: int, blocks: bool = False) -> int:
-        """Pairs of a query and a key that the positions let see each other, of the piece of so many queries
-        that has most; with `blocks`, all pairs of a TPU's blocks that have such a pair."""
+        """Visible pairs of a query and a key, for the shard of queries that has most; with `blocks`, all
+        pairs of a TPU's blocks that contain a visible pair."""
         m, back = self.memory.size, self.window or self.length.size
         if not (self.causal or self.window):
             return queries * m

@@ -1,4 +1,4 @@
-"""Attention as one operation: softmax(scale query key + bias) value, whose logits are never whole in memory.
+"""Attention as one operation: softmax(scale query key + bias) value, without all logits in memory.
 
 For a row (a query of one head), with the weights p_j over the keys that it may see,
 

@@ -48,8 +48,8 @@ class Total(AddN):
     all (`lower.sums`).
 
     Attributes:
-      shares: what lowering knows of each operand: so many devices whose results are added up have the same of
-        it, and each counts its share; () where every operand is whole.
+      shares: for each operand, the number of devices that hold the same shard of it; each counts its share.
+        () if every operand is whole.
     """
 
     shares: tuple[int, ...] = ()

@@ -1,9 +1,9 @@
 """Attention block by block in array functions that every library has: see `attention` for the mathematics.
 
-Rows are cut into blocks whose logits, with all keys, are at most `MOST` elements if that is possible: along
-the shared dimensions from the first (batch, heads), and only then along the queries, where gradients of keys
-and values must be added up. A block sees all of its keys, so that its softmax needs no second look. It holds
-up to five arrays as large as its logits: the workspace is 20 MOST bytes, whatever the length.
+Rows are cut into blocks whose logits, with all keys, have at most `MOST` elements if possible. The shared
+dimensions are cut first (batch, heads), and then the queries, where gradients of keys and values must be
+added up. A block sees all of its keys, so that its softmax needs no second look. It holds up to five arrays
+as large as its logits: the workspace is 20 MOST bytes, whatever the length.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mesh_tf_core.ops.random import uniform
 MOST = 1 << 22
 """Logits of a block."""
 _LEAST, HIDDEN = -1e30, -2e30
-"""The least logit that a bias makes, and the one of a key that does not count: less, whatever the bias, so
-that a row sees keys that are hidden from it only where it sees no other; then it sees all alike."""
+"""The least logit of a bias, and the logit of a hidden key. The second is always less, so that a row uses
+hidden keys only if it sees no others; then it weighs them equally."""
 NOTHING_SEEN = (_LEAST + HIDDEN) / 2
 """The log-sum-exp of a row that sees no key is less than this, of all others more."""
 
@@ -86,7 +86,7 @@ def _rows(k: Kernel, a: Attending, axis: int, number: Any, count: int) -> Attend
 
 
 BlockFunction = Callable[[Attending, Sequence[Any]], tuple[list[Any], list[Any]]]
-"""(operands, what else has rows) -> (what is added up over blocks of queries, what has rows)."""
+"""(operands, other arrays with rows) -> (arrays to add up over blocks of queries, arrays with rows)."""
 
 
 def _blocks(

@@ -1,8 +1,8 @@
-"""Chunks of a dimension that come to every device in turn, as products need them (`lower.collective_matmul`).
+"""Chunks of a dimension that reach every device in turn, as products need them (`lower.collective_matmul`).
 
-A chunk is what one device of a group holds of a dimension that is split over the group. While chunks go
-round, every device holds another one, so a chunk counts as a value that is split no further, like the state
-of a pipeline's stages. These operations are made by lowering only.
+A chunk is the shard of a dimension on one device of a group that splits it. While chunks rotate, every device
+holds a different one, so a chunk counts as a value without further splits, like the state of a pipeline's
+stages. These operations are made by lowering only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mesh_tf_core.ops.stages import CalledOtherwise
 @dataclass(frozen=True)
 class ChunkAs(CalledOtherwise):
     """A device's chunk of `dim` as all that there is of it, or the inverse: `dim` has `size` elements then.
-    What was pending over the group is done with: every term of the chunk was added as it came by."""
+    Marks a pending sum over the group as taken, because every term of the chunk was added on its way."""
 
     dim: str
     size: int
@@ -34,8 +34,8 @@ class ChunkAs(CalledOtherwise):
 
 @dataclass(frozen=True)
 class ChunkNumber(MadeByLowering):
-    """Whose chunk a device works on, int32 scalar: its own number (int32 scalar), `far` further round the
-    group of `count`, and `each` more for every turn that the second operand counts (int32 scalar), if there
+    """The chunk that a device works on, int32 scalar: its own number (int32 scalar), plus `far` positions
+    round the group of `count`, plus `each` per step that the second operand (int32 scalar) counts, if there
     is one."""
 
     count: int
@@ -87,7 +87,7 @@ class ChunkOf(PartialAccess, MadeByLowering, Move):
 
 @dataclass(frozen=True)
 class ChunkFirst(PartialAccess, MadeByLowering, Move):
-    """A chunk of `dim` and its number (int32 scalar) -> `count` chunks, of which all others are 0 yet."""
+    """A chunk of `dim` and its number (int32 scalar) -> `count` chunks, of which the others are 0."""
 
     dim: str
     count: int
@@ -107,7 +107,7 @@ class ChunkFirst(PartialAccess, MadeByLowering, Move):
 
 @dataclass(frozen=True)
 class ChunkPut(PartialAccess, MadeByLowering, Move):
-    """x [..., dim] with a chunk of `dim` in the place that its number (int32 scalar) says.
+    """x [..., dim] with a chunk of `dim` at the place given by its number (int32 scalar).
 
     Attributes:
       product: a product makes the chunk, and may write it to its place.

@@ -63,7 +63,7 @@ def aligned(k: Kernel, at: At, slices: Sequence[Any]) -> list[Any]:
 
 
 def check_number(op: str, value: float, dtype: str) -> None:
-    """UserError if a number is none of a dtype's: a fraction beside whole numbers is never cut off."""
+    """UserError if a dtype cannot represent a number: a fraction beside integers is never truncated."""
     if is_float(dtype):
         return
     low, high = whole_numbers(dtype)

@@ -1,5 +1,4 @@
-"""Attention whose queries and keys are both split along their positions: what is sent instead of gathering
-the keys.
+"""Attention with queries and keys that are both split along their positions, without gathering the keys.
 
     ring        every device's keys and values go round. Beside each, a device attends with its queries and
                 joins what it finds by its log-sum-exp (Liu et al. 2023, "Ring Attention with Blockwise
@@ -36,7 +35,7 @@ gathered."""
 
 @dataclass(frozen=True)
 class Spread(AnyAttention, abstract=True):
-    """Attention whose keys need not be gathered: all but the gradient of a bias."""
+    """Attention whose keys need not be gathered: all except the gradient of a bias."""
 
     def spread(
         self,

@@ -104,8 +104,7 @@ class Conv(Op):
 
 @dataclass(frozen=True)
 class ConvInputGrad(Op):
-    """dy [others, windows' dims, out] spread back over the inputs that it came from: [others, windows' dims,
-    channel].
+    """dy [others, windows' dims, out] distributed back to its inputs: [others, windows' dims, channel].
 
     Attributes:
       sizes: of the inputs, per window.
@@ -198,7 +197,7 @@ class ConvInputGrad(Op):
 
 @dataclass(frozen=True)
 class ConvFilterGrad(Op):
-    """The gradient of the weights [filters] from (x, dy): every tap's inputs times the outputs that they met.
+    """The gradient of the weights [filters] from (x, dy): every tap's inputs times their outputs.
 
     Attributes:
       base: as of `Conv`.
@@ -247,7 +246,7 @@ class ConvFilterGrad(Op):
         return 2.0 * dy.shape.size * taps * x.shape.dim(self.channel).size
 
     def work(self, *local: TensorType) -> Work:
-        """Windows' inputs, transposed, times the outputs that they met."""
+        """Windows' inputs, transposed, times their outputs."""
         x, dy = local
         outs = [name for name in dy.shape.names if name in self.grid.outs(self.filters)]
         n, batch = self.grid.count(dy.shape, outs), self.grid.count(dy.shape, self.groups)
@@ -307,7 +306,7 @@ def conv(
       channel: summed out; None if nothing is (with groups: a depthwise convolution).
       pads: `same`, `valid`, or (before, after) per dimension.
       groups: dimensions of x and of w, which the output keeps: each of their elements is convolved with
-        weights of its own.
+        separate weights.
     """
     rank = len(dims)
     steps = [strides] * rank if isinstance(strides, int) else list(strides)

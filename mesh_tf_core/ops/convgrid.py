@@ -22,8 +22,8 @@ class Grid:
 
     Attributes:
       taps: the weights' dimensions that the windows slide over.
-      channel: what input and weights share and the output lacks.
-      groups: what all three share: every group has weights of its own.
+      channel: dimensions of input and weights that the output lacks.
+      groups: dimensions of all three: every group has separate weights.
     """
 
     windows: tuple[Window, ...]
@@ -83,12 +83,12 @@ class Grid:
         return self.count(w, (*self.taps, self.channel))
 
     def product(self, flops: float, w: Shape) -> tuple[int, int, int, int]:
-        """(batch, m, n, k) of the matrix product of all windows and the weights, that has so many FLOPs."""
+        """(batch, m, n, k) of the matrix product of all windows and the weights, with the same FLOPs."""
         n, k, batch = self.count(w, self.outs(w)), self.weights_per_output(w), self.count(w, self.groups)
         return batch, max(1, round(flops / (2.0 * n * k * batch))), n, k
 
     def added(self, flops: float, w: Shape, width: int) -> tuple[int, int]:
-        """(rows, width) of what the taps of such a convolution make."""
+        """(rows, width) of the partial results of the taps of such a convolution."""
         batch, places, _, _ = self.product(flops, w)
         return batch * places * self.count(w, self.taps), width
 
@@ -101,7 +101,8 @@ class Grid:
         return math.prod(shape.dim(n).size for n in names)
 
     def images(self, k: Kernel, x: Any, shape: Shape, last: Sequence[str]) -> Any:
-        """x as [others, windows' dims, groups, last], the others, groups and last ones in one axis each."""
+        """x as [others, windows' dims, groups, last], with the others, groups and last ones merged into one
+        axis each."""
         images = self.images_of(shape.without(*last))
         x = ordered(k, x, shape, [*images, *self.names, *self.groups, *last])
         ends = [self.count(shape, self.groups), self.count(shape, last)]
@@ -161,8 +162,8 @@ def taps_met(
     dilations: Sequence[int],
     edges: Sequence[Edge],
 ) -> Any:
-    """For every tap the inputs x [n, windows' dims, g, c], padded by `edges`, times the outputs dy [n,
-    windows' dims, g, o] that they met: [taps, g, c, o]."""
+    """For every tap the inputs x [n, windows' dims, g, c], padded by `edges`, times their outputs dy [n,
+    windows' dims, g, o]: [taps, g, c, o]."""
     rank, (g, c), o = len(strides), x.shape[-2:], dy.shape[-1]
     if g == 1:
         # Channels take the place of images and images that of channels; windows step over taps.
@@ -202,10 +203,10 @@ def ordered(k: Kernel, x: Any, shape: Shape, names: Sequence[str]) -> Any:
 
 
 def finish(low: Emitter, op: Op, inputs: Sequence[int], type: TensorType, spatial: int) -> int:
-    """Emits `op` on inputs whose windows are in place; sums what it leaves partial.
+    """Emits `op` on inputs with complete windows; sums its partial results.
 
     Args:
-      spatial: the input whose dimensions say which of them are still split.
+      spatial: the input whose dimensions decide which of them are still split.
     """
     values = [low.values[i] for i in inputs]
     roles = op.roles(*[TensorType(v.shape, v.dtype) for v in values])

@@ -1,5 +1,5 @@
-"""Functions with corners whose derivatives there are JAX's: where both operands are the extreme, each is
-handed half; the slope of |x| at 0 is 1."""
+"""Functions with corners and JAX's derivatives there: two equal operands get half of the gradient each; the
+slope of |x| at 0 is 1."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mesh_tf_core.ops.unary import Unary, unary
 
 @dataclass(frozen=True)
 class Extreme(Binary):
-    """The larger or the smaller of two (`fn` is max or min), whose gradient equal ones share."""
+    """The larger or the smaller of two (`fn` is max or min); equal operands share the gradient."""
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         x, y = inputs
@@ -33,7 +33,7 @@ class Extreme(Binary):
 
 @dataclass(frozen=True)
 class Modulus(Unary):
-    """Absolute value, whose slope at 0 is 1."""
+    """Absolute value with slope 1 at 0."""
 
     fn: str = "abs"
 

@@ -21,10 +21,11 @@ GradientOf = Callable[[list["Tensor | None"], list["Tensor"], list["Tensor"]], "
 
 @dataclass(frozen=True)
 class CustomGradient(GradientOperands, Move):
-    """The first `count` inputs as they are; the gradient goes to the others, by a function of the model.
+    """Returns the first `count` inputs; a function of the model computes the gradient, which goes to the
+    others.
 
-    The graph keeps the function, under this number: an operation that kept it would keep the graph whose
-    tensors it reads, wherever operations are remembered.
+    The graph stores the function under this number. An operation with the function itself would keep the
+    graph alive wherever operations are cached.
     """
 
     count: int
@@ -42,7 +43,7 @@ class CustomGradient(GradientOperands, Move):
         return slices[0] if self.count == 1 else slices[: self.count]
 
     def lower(self, low: Emitter, inputs: Sequence[int], types: Sequence[TensorType]) -> list[int]:
-        """The values under other names, each by itself."""
+        """The values under other names, each separately."""
         pairs = zip(self.operands(inputs), types, strict=True)
         return [low.local(StopGradient(), [i], [t], [low.values[i].splits])[0] for i, t in pairs]
 

@@ -23,7 +23,7 @@ class Einsum(SumRules):
     """Multiplies the inputs and sums out every dimension that `output` does not keep.
 
     Attributes:
-      chooses: a factor of ones and zeros brings elements to other places: what a lookup would do.
+      chooses: a factor of ones and zeros selects elements, as a look-up does.
     """
 
     output: Shape

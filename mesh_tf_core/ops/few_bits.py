@@ -4,8 +4,8 @@ elements along the last dimension.
   (1)  scale = max |x| / L        code = floor(x / scale + 1/2) in [-L, L],  L = 2^(bits - 1) - 1
   (2)  of 4 bits, a byte holds two neighbours: first + 16 second
 
-What rounding loses is no larger than half a scale. Who sends more later adds it to that (error feedback:
-Seide et al. 2014, "1-bit SGD"; Karimireddy et al. 2019), so that nothing is lost in the long run.
+The rounding error is at most half a scale. Who sends more later adds it to that (error feedback: Seide et al.
+2014, "1-bit SGD"; Karimireddy et al. 2019), so that nothing is lost in the long run.
 
 Once as arrays, for files, and once as operations, for programs: there a row may be split, which costs a
 message of its largest element inside, so that the numbers are the same under every layout.
@@ -34,7 +34,7 @@ from mesh_tf_core.ops.reduce import reduce_max
 from mesh_tf_core.ops.shape import pad, slice_dim
 
 WHOLE = 32
-"""Bits of what is not rounded."""
+"""Bits without rounding."""
 BITS = (WHOLE, 8, 4)
 DTYPE = "int8"
 """The dtype of packed codes."""

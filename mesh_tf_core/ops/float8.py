@@ -1,4 +1,4 @@
-"""Products whose factors have eight bits, each scaled by its own largest element.
+"""Products of 8-bit factors, each scaled by its own largest element.
 
   (1)  s_x = the largest power of two with s_x max |x| <= largest number of the format
   (2)  y = (e4m3(s_x x) e4m3(s_w w)) / (s_x s_w)       forward
@@ -9,8 +9,8 @@ gradients, one scale for a tensor; the scale is that of the tensor itself, "curr
 Transformer Engine; powers of two as in DeepSeek-V3, section 3.3.2, so that scaling and its inverse are
 exact.) Products add up in float32. Backward keeps the factors of eight bits.
 
-The largest element is that of the whole tensor, over all devices, so numbers are the same under every layout;
-that costs a message of one number where the tensor is split. With microbatches each part has its own
+The largest element is that of the whole tensor, over all devices, so numbers are the same under every layout.
+If the tensor is split, this costs a message of one number. With microbatches each part has its own
 (`StepCopies.scales`).
 
 Chips without such a unit (A100, TPUs before v7) and the CPU engines multiply the same numbers in a wider
@@ -48,7 +48,7 @@ _POWERS = 2.0 ** np.arange(-60, 61)
 
 @dataclass(frozen=True)
 class AbsMax(StepCopies):
-    """The largest absolute value, float32: what a tensor is scaled by."""
+    """The largest absolute value, float32, which scales a tensor."""
 
     kind: ClassVar[str] = "reduce"
     scales: ClassVar[bool] = True

@@ -1,6 +1,6 @@
 """Rows times the matrix of the group that they are in: experts, each with as many rows as chose it.
 
-How many rows a group has is known when the program runs. Work is counted as if all groups had as many: a
+The number of rows of a group is known only at run time. Work is counted as if all groups had as many: a
 device with some of the groups has their part of it.
 """
 

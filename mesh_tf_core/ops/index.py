@@ -176,7 +176,7 @@ _MOST_POSITIONS = 2**31
 
 @dataclass(frozen=True)
 class Pick(LabelOperand, Move):
-    """The element of x [..., dim] at an index of its own for every other position: [...]."""
+    """The element of x [..., dim] at an index for every other position: [...]."""
 
     dim: str
     kind: ClassVar[str] = "gather"

@@ -70,7 +70,7 @@ class Source(Op, abstract=True):
 
 @dataclass(frozen=True)
 class MadeByLowering(Op, abstract=True):
-    """Stands in programs only: gradients are built before a graph is lowered."""
+    """Occurs only in programs: gradients are built before a graph is lowered."""
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         raise UserError(f"operation {self.name} is made by lowering and has no gradient")

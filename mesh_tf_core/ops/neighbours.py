@@ -1,4 +1,4 @@
-"""Moving elements along a dimension; where it is split, only what crosses a border is sent."""
+"""Moves elements along a dimension; if it is split, only elements that cross a border are sent."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from mesh_tf_core.ops.shape import concat, rename, slice_dim, transpose
 
 @dataclass(frozen=True)
 class ShiftAlong(Move):
-    """Element i goes to place i + offset of `dim`; what leaves one end enters the other (`wrap`) or is
-    lost."""
+    """Element i moves to place i + offset of `dim`; elements that leave one end enter the other (`wrap`) or
+    are lost."""
 
     dim: str
     offset: int

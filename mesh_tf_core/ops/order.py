@@ -1,8 +1,8 @@
 """Order along one dimension: the largest elements and where they are, sorting.
 
-NaN counts as the largest number, and equal elements go by their positions: `sort` puts NaN last, as NumPy
-does, `sort(descending=True)` and `top_k` first, `nth_smallest` after all numbers. As NumPy's, `argmax` and
-`argmin` both give the first NaN if there is one, which is what `reduce_max` and `reduce_min` then give.
+NaN counts as the largest number, and equal elements are ordered by position: `sort` puts NaN last, as NumPy
+does, `sort(descending=True)` and `top_k` first, `nth_smallest` after all numbers. As in NumPy, `argmax` and
+`argmin` return the position of the first NaN if there is one; `reduce_max` and `reduce_min` then return NaN.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class ArgMax(Op):
 class TopK(Op):
     """The `best.size` largest elements along `dim`, largest first, and their int32 positions, along `best`.
 
-    Elements that are equal come in the order of their positions. Where `dim` is split, every device finds its
-    own largest, and the largest of those are taken.
+    Equal elements are in the order of their positions. Where `dim` is split, every device finds its own
+    largest, and the largest of those are taken.
     """
 
     dim: str
@@ -197,13 +197,13 @@ class BestOf(MadeByLowering):
 
 @dataclass(frozen=True)
 class Sort(Op):
-    """The elements in order along one dimension, and the int32 positions that they had; equal ones keep
-    theirs.
+    """The elements in order along one dimension, and their original int32 positions; equal elements keep
+    their order.
 
-    A split dimension is gathered. A sort between n devices that merges pieces (Batcher 1968) has
-    log2(n) (log2(n) + 1) / 2 rounds, in each of which a device sends its piece of the values and of their
-    positions; a gather sends n - 1 pieces of the values alone. In float32 with n = 2, 4, 8, 16, 32 that is
-    2, 6, 12, 20, 30 pieces against 1, 3, 7, 15, 31: below 32 devices the gather sends less.
+    A split dimension is gathered. A sort between n devices that merges shards (Batcher 1968) has log2(n)
+    (log2(n) + 1) / 2 rounds, in each of which a device sends its shard of the values and of their positions;
+    a gather sends n - 1 shards of the values only. In float32 with n = 2, 4, 8, 16, 32 that is 2, 6, 12, 20,
+    30 pieces against 1, 3, 7, 15, 31: below 32 devices the gather sends less.
     """
 
     dim: str

@@ -1,7 +1,7 @@
 """Windows over a split dimension that reach into neighbours' pieces.
 
-These operations are made by lowering only. Their dimension keeps its name and its split; its size is that of
-all the devices' windows laid end to end.
+These operations are made by lowering only. The dimension keeps its name and its split; its size is that of
+all devices' windows laid end to end.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PieceJoin(MadeByLowering, Move):
 
 @dataclass(frozen=True)
 class PadPieces(MadeByLowering, Move):
-    """A device's own piece of a dimension with zeros behind, as `PaddedDim` says.
+    """A device's own shard of a dimension with zeros behind it, as `PaddedDim` describes.
 
     It costs nothing: the kernel that makes the piece writes it into the longer array.
     """
@@ -97,10 +97,10 @@ class CutPadding(PartialAccess, MadeByLowering, Move):
 
 
 def window(low: Emitter, id: int, dim: str, begin: int, end: int, wrap: bool = False) -> int:
-    """Every device's elements begin .. end-1 of `dim`, counted from the start of its own piece.
+    """Every device's elements begin .. end-1 of `dim`, counted from the start of its own shard.
 
-    What lies in other pieces comes from their devices, however far; beyond the ends of the dimension are
-    zeros, or with `wrap` its other end. At least one device must have an element of the dimension in its
+    Elements of other shards come from their devices, at any distance; beyond the ends of the dimension are
+    zeros, or with `wrap` the opposite end. At least one device must have an element of the dimension in its
     window.
     """
     v = low.values[id]

@@ -25,7 +25,7 @@ LOWEST = float("-inf")
 
 @dataclass(frozen=True)
 class Part:
-    """Along one window's dimension, what a device works on, relative to its piece.
+    """The work of a device along one window's dimension, relative to its shard.
 
     Attributes:
       inputs: where its inputs begin.
@@ -80,7 +80,7 @@ class Pool(Op):
     """The maximum or sum of every window; padding counts as nothing.
 
     Attributes:
-      parts: per window, what this device works on (set by lowering).
+      parts: for each window, the part of this device (set by lowering).
     """
 
     fn: str

@@ -54,8 +54,8 @@ class ReduceProd(Op):
         return low.local(ReduceProd((pieces.name,)), [low.placed(made, (*kept, ()))], types, [kept])
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        """The product of the others: where one factor is zero only that one has a gradient, where two are,
-        none."""
+        """The product of the other factors: if one factor is zero, only it has a gradient; if two are, none
+        has."""
         (x,) = inputs
         zero = x.equal(0)
         count = reduce_sum(zero.cast("int32"), self.dims)

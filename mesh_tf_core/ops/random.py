@@ -1,10 +1,10 @@
 """Random numbers that do not depend on the layout: a counter-based generator of a key and of the element's
-place in the whole tensor, so that a device makes those of its own elements only.
+place in the whole tensor, so a device computes only its own elements.
 
 The generator is Threefry-2x32 with 13 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1,
 2, 3": the fewest that pass BigCrush). It turns 64 bits of counter into 64 random bits, one to
 one, so no two elements of a tensor have the same bits because of where they are. The second half of the key
-counts what does not fit into the counter.
+counts values that exceed the counter.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def places_of(k: Kernel, at: At, rows: PartRows | None, number: Any) -> Places:
 
 def rows(k: Kernel, at: At, shape: Shape, places: Places | None = None) -> tuple[Any, Any]:
     """Which row of the whole tensor each of a device's is: two numbers, uint32, each [shape] or with some
-    dimensions of size 1. The first counts the rows of the last dimensions, as far as 32 bits go.
+    dimensions of size 1. The first counts the rows of the last dimensions, as far as 32 bits reach.
 
     Args:
-      places: of dimensions that do not lie as the device's pieces say.
+      places: places of dimensions that differ from the device's shard.
     """
     known = {d.name: (d.size * at.ways.get(d.name, 1), at.offset(d.name), 1) for d in shape}
     known |= places or {}

@@ -1,10 +1,11 @@
-"""Any fixed rearrangement of elements along a split dimension: only what lies on another device is sent.
+"""Any fixed rearrangement of elements along a split dimension: only elements of other devices are sent.
 
-What an operation moves is a list of runs, "these elements of that piece go to this place of this piece". The
-runs between different devices are put into rounds in which nobody sends or receives twice, the longest first,
-so that runs of about one length share a round; a round is one `Permute` of pieces as long as its longest run.
-Where that would send as many bytes as gathering the dimension whole, it is gathered: that is one message per
-operand, and happens only where nearly every device needs nearly everything (as of one tensor repeated).
+The moves of an operation are a list of runs: these elements of one shard go to this place of another shard.
+The runs between different devices are sorted into rounds in which no device sends or receives twice. The
+longest run comes first, so that runs of similar lengths share a round; a round is one `Permute` of pieces
+with the length of its longest run. Where that would send as many bytes as gathering the dimension whole, it
+is gathered: that is one message per operand, and happens only where nearly every device needs nearly
+everything (as of one tensor repeated).
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Run:
 
 
 OperandRun = tuple[int, int, int]
-"""Neighbouring elements of one operand: where the first of them goes in the whole result, which element of
-the operand it is, and how many they are."""
+"""Neighbouring elements of one operand: the place of the first in the whole result, its place in the operand,
+and their number."""
 
 
 def runs(parts: Sequence[OperandRun], sizes: Sequence[int], pieces: int, length: int) -> list[Run]:
@@ -76,7 +77,7 @@ def _joined(found: Sequence[Run]) -> Iterator[Run]:
 
 
 def rounds(found: Sequence[Run]) -> list[list[Run]]:
-    """The runs between different devices, so that in a round nobody sends or receives twice."""
+    """Sorts the runs between different devices into rounds in which no device sends or receives twice."""
     out: list[tuple[list[Run], set[int], set[int]]] = []
     for run in sorted((r for r in found if r.source != r.target), key=lambda r: -r.size):
         free = (r for r in out if run.source not in r[1] and run.target not in r[2])
@@ -183,8 +184,8 @@ def rearranged(
 ) -> int:
     """The result of `op`, which puts `parts` (see `runs`) of its operands along `dim` and `fill` elsewhere.
 
-    The operands lie as the layout says, and so does the result if it was worth to exchange pieces; where
-    `dim` is not split, and where it is cheaper to gather it, `op` itself is run.
+    The operands have the splits of the layout, and so has the result if exchanging shards pays. If `dim` is
+    not split, or gathering it is faster, `op` itself runs.
     """
     values = [low.values[i] for i in inputs]
     kept = low.natural(type.shape)

@@ -1,4 +1,4 @@
-"""Attention on a ring of devices: what is sent round, and what each device makes of it in its turns.
+"""Attention on a ring of devices: the values that rotate, and the work of each device in its steps.
 
 The positions are two dimensions, the piece (`_ring`, split) and the place in it: attention of a device's own
 pieces is attention with one more dimension that queries and keys share. All turns but the last are one loop,
@@ -81,7 +81,8 @@ class Ring(Pieces):
     # -- round the ring --------------------------------------------------------------------------------------
 
     def round(self, keys: Sequence[int], way: int, half: int = 0) -> list[int]:
-        """Keys and values, and what else has their positions, of the device before, or of the next one."""
+        """Sends keys and values, and other arrays with their positions, to the next device of the ring or to
+        the previous one."""
         found = [self.sent(x, way) if n in self.keys and n != self.place else x for n, x in enumerate(keys)]
         if self.placed:
             found[self.place] = self.began(half, found[self.place], way)
@@ -103,9 +104,10 @@ class Ring(Pieces):
         """Runs all steps of the ring; returns the final state.
 
         Args:
-          begun: the state that a device's own keys make; `turned`: that of other keys, a state, and the turn.
-          opened, closed: the state before the first turn of a way, and after the last one.
-          landed: takes what `closed` sent, once it has come.
+          begun: the state after a device's own keys; `turned`: computes a step from other keys, a state, and
+            the step. opened, closed: called with the state before the first step of a direction, and after
+            the last one.
+          landed: receives the values that `closed` sent.
         """
         steps, turns = self.steps, self.turns
 
@@ -154,7 +156,7 @@ class Ring(Pieces):
         """Applies the operation to some queries and some keys.
 
         Args:
-          first: no other keys of these queries come before.
+          first: these queries have seen no other keys.
           own: both are of the same positions.
           turn: that brought the keys, if a window may hide some of them.
         """
@@ -185,7 +187,7 @@ class Ring(Pieces):
         return self.local(op, *operands)
 
     def step(self, kind: type[RingStep], turn: Turn | None, *operands: int, **fields: Any) -> list[int]:
-        """Runs one step whose work depends on the step's number; None: on all devices alike."""
+        """Runs one step whose work depends on the step's number; None: the same on all devices."""
         if turn is None or turn.both:
             return self.local(kind(self.ring.name, **fields), *operands)
         number = () if turn.number is None else (turn.number,)
@@ -195,8 +197,8 @@ class Ring(Pieces):
         )
 
     def chosen(self, turn: Turn, one: Sequence[int], other: Sequence[int]) -> list[int]:
-        """Chooses of two pieces of the operands the earlier one on devices whose keys did not pass the end of
-        the ring, the later one on others."""
+        """Chooses between two pieces of the operands: the earlier one on devices whose keys did not pass the
+        end of the ring, the later one on others."""
         pairs = zip(one, other, strict=True)
         return [x if x == y else self.step(ChoosePart, turn, x, y)[0] for x, y in pairs]
 
@@ -243,8 +245,8 @@ class Ring(Pieces):
         return [[*xs] for xs in zip(*self.around(rows, begun, turned), strict=True)]
 
     def gradient(self, parts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Gradients of query, key and value, each in one or two pieces: the first in what a device keeps, the
-        others in what goes round."""
+        """Gradients of query, key and value, each in one or two pieces: the first for values that a device
+        keeps, the others for values that rotate."""
         rows = [list(xs) for xs in zip(*parts, strict=True)]
         after, home, landing = list[list[int]](), list[list[int]](), list[list[int]]()
 
@@ -298,7 +300,7 @@ class Ring(Pieces):
         return [queries, *([*xs] for xs in zip(*whole, strict=True))]
 
     def later(self, rows: Sequence[int], turn: Turn | None) -> list[int]:
-        """Rows as keys that are not the first ones take them."""
+        """Rows in the form that later keys need."""
         lse = 4 + len(self.op.extras) + len(PLACES) * self.placed
         if turn is None and not self.op.extras:
             return [*rows]
@@ -312,7 +314,7 @@ class Ring(Pieces):
     def added(
         self, totals: Sequence[int], terms: Sequence[int], turn: Turn | None = None, before: bool = False
     ) -> list[int]:
-        """Gradients of keys and values on their way: in their own dtype, as sums over devices are."""
+        """Gradients of keys and values that rotate: in their own dtype, as sums over devices are."""
         if not totals or not terms:
             return [*totals, *terms]
         pairs, dtype = zip(totals, terms, strict=True), self.dtype(True)

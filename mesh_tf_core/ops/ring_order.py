@@ -1,4 +1,5 @@
-"""The turns of a ring: how far keys come, from which side, and which turns are one loop (see `ops.ring`)."""
+"""The steps of a ring: the distance of keys, their direction, and which steps form one loop (see
+`ops.ring`)."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ class Turn:
     """A turn of a ring, or a loop of turns.
 
     Attributes:
-      step: how many places keys have come, in the first of a loop.
-      way: 1 if they come from the devices before, -1 from those behind.
-      both: a query sees keys of either side; else devices count that keys have come to without passing the
-        end of the ring.
-      whole: a window hides none of them from the devices that count.
-      times: how many of a loop.
-      number: the value that counts those of a loop.
-      closes: the last of its way.
+      step: distance that keys have come, in the first step of a loop.
+      way: 1 if they come from previous devices, -1 if from following ones.
+      both: a query sees keys on either side; otherwise only devices count whose keys did not pass the end of
+        the ring.
+      whole: no window hides them from the devices that count.
+      times: number of steps in a loop.
+      number: the value that counts the steps of a loop.
+      closes: True for the last step of its direction.
       last: nothing is sent on.
     """
 
@@ -36,8 +37,8 @@ class Turn:
 def turns_of(count: int, size: int, causal: bool, window: int) -> list[Turn]:
     """The turns that bring every device all keys that its queries see, each once.
 
-    With r pieces in reach, r turns bring keys from before. To a device that they pass the end of the ring to
-    they come from behind, n - step pieces away; what is left of the r pieces behind comes the other way.
+    With r pieces in reach, r turns bring keys from before. For a device behind the end of the ring, they come
+    from n - step places away; the remaining following pieces come in the other direction.
 
     Args:
       count: n, devices; `size`: positions of a piece.

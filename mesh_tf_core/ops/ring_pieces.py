@@ -1,5 +1,5 @@
-"""The pieces of the positions that the devices of a ring work on: where they lie, and what an operation makes
-of them (see `ops.ring`)."""
+"""The pieces of positions on the devices of a ring: their places, and the operation's results on them (see
+`ops.ring`)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ RING, ZIGZAG, ALL_TO_ALL = "ring", "zigzag", "all_to_all"
 
 
 def refused(op: AnyAttention, form: str, why: str, instead: str) -> LayoutError:
-    """The error that a form is unavailable, and what is available."""
+    """The error for an unavailable form, with the available ones."""
     return LayoutError(f"{op.name}: {form} of {op.memory.name!r} {why}; {instead}")
 
 
 def summed(low: Emitter, id: int) -> int:
-    """A value whose terms lie on several devices, as their sum."""
+    """A value whose terms are on several devices, as their sum."""
     pending = low.values[id].partial
     return low.joined(id, pending, "sum") if pending else id
 
@@ -33,7 +33,7 @@ class Pieces:
 
     Args:
       axes: that split the positions.
-      lies: the layout in force, less what the operation needs whole.
+      lies: the layout without dimensions that the operation needs whole.
     """
 
     def __init__(self, op: AnyAttention, low: Emitter, axes: Axes, form: str, lies: Layout) -> None:
@@ -43,8 +43,8 @@ class Pieces:
         self.steps = CollectiveSteps(low, axes, self.ring.name)
 
     def local(self, op: Op, *inputs: int) -> list[int]:
-        """Applies an operation to values whose dimensions, except the ring, lie as the layout says; sums over
-        other split dimensions stay pending."""
+        """Applies an operation to values whose dimensions, except the ring, are split as in the layout; sums
+        over other split dimensions stay pending."""
         given = [self.low.type_of(i) for i in inputs]
         made = op.infer(*given)
         types = made if isinstance(made, tuple) else (made,)
@@ -85,14 +85,15 @@ class Pieces:
         return next((n for n in (self.op.length.name, self.op.memory.name) if n in names), None)
 
     def homes(self, odd: int) -> tuple[tuple[int, int], ...]:
-        """Where every device's earlier or later piece lies in a zigzag; empty if that is where it is."""
+        """The devices of every earlier or later piece in a zigzag; empty if pieces do not move."""
         n = self.count
         pieces = ((i, 2 * i + odd) for i in range(n))
         pairs = tuple((i, piece if piece < n else 2 * n - 1 - piece) for i, piece in pieces)
         return () if all(i == to for i, to in pairs) else pairs
 
     def zigzag(self, id: int) -> list[int]:
-        """The earlier and the later piece of a device of a zigzag; of what has no positions, itself twice."""
+        """The earlier and the later piece of a device in a zigzag; a value without positions is returned
+        twice."""
         name = self.position(id)
         if name is None:
             return [id, id]
@@ -115,8 +116,8 @@ class Pieces:
         return self.local(Concat(name), *pieces)[0]
 
     def began(self, half: int, sent: int | None = None, way: int = 1) -> int:
-        """Where a device's piece begins, the later one of a zigzag with `half`; if there is `sent`, that of
-        the device before (or, with another `way`, of the next), from its own."""
+        """The first position of a device's piece, with `half` of the later one of a zigzag; with `sent`, that
+        of the previous device (or of the next, in the other direction)."""
         n, size = self.count, self.op.length.size // self.count
         if self.form == ZIGZAG:
             size //= 2

@@ -24,10 +24,10 @@ class RingStep(MadeByLowering, Elementwise, abstract=True):
 
     Attributes:
       ring: the dimension that counts the pieces.
-      step: how many places what it takes has come round.
-      counted: so many more as the last operand says, an int32 scalar.
-      before: the step is for devices to which it came past the end of the ring, else for the others.
-      end: it came from the devices behind, and this is the number of the last one; 0: from those before.
+      step: distance that its operands have come round the ring.
+      counted: the last operand, an int32 scalar, is added to the distance.
+      before: the step is for devices whose keys passed the end of the ring, else for the others.
+      end: keys come from following devices, and this is the number of the last one; 0: from previous devices.
     """
 
     ring: str
@@ -110,7 +110,8 @@ class AddPart(RingStep):
 
 @dataclass(frozen=True)
 class ChoosePart(RingStep):
-    """The first of two operands on devices that `step` says, or (no step) on every second; else the other."""
+    """The first of two operands on devices that `step` selects, or (without a step) on every second device;
+    else the other."""
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         counts = self.counts(k, at, slices)
@@ -122,8 +123,8 @@ class ChoosePart(RingStep):
 
 @dataclass(frozen=True)
 class LaterRows(RingStep):
-    """The log-sum-exp of rows as keys that are not the first ones take it: rows that see nothing, and those
-    of devices that the keys are hidden from, give them no weight."""
+    """The log-sum-exp of rows in the form that later keys need: rows that see nothing, and rows of devices
+    from which the keys are hidden, give them no weight."""
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
         lse, wide, counts = slices[0], at.inputs[0].dtype, self.counts(k, at, slices)
@@ -153,8 +154,7 @@ class Place(Source):
 
 @dataclass(frozen=True)
 class PlaceSent(RingStep):
-    """The place of what a neighbour sends: `by` further, of places from `start` that begin anew after
-    `total`."""
+    """The place of a neighbour's value: `by` further, for places from `start` that wrap after `total`."""
 
     by: int = 0
     start: int = 0

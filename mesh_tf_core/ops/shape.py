@@ -1,6 +1,6 @@
 """Operations that move elements: rename, reshape, concat, slice, pad.
 
-Along a split dimension concat, slice and pad send only what has to lie on another device (`rearrange`).
+Along a split dimension concat, slice and pad send only elements that change devices (`rearrange`).
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class Reshape(Move):
 def groups(a: Shape, b: Shape) -> tuple[tuple[tuple[Dim, ...], tuple[Dim, ...]], ...]:
     """Splits two shapes of equal size into the shortest runs of dimensions with equal products.
 
-    A dimension of one element stands alone, so that its neighbours stay split when it comes or goes.
+    A dimension of one element forms its own group, so that its neighbours stay split when it is added or
+    removed.
     """
     out: list[tuple[tuple[Dim, ...], tuple[Dim, ...]]] = []
     i = j = 0

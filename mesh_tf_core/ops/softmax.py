@@ -131,8 +131,8 @@ class LogSumExp(Op):
 class CrossEntropy(LabelOperand):
     """logsumexp - logits[target] from (logits, target ids, logsumexp of the logits).
 
-    The gradient goes to the logits as a whole, softmax(logits) - one_hot(target), and none to the
-    log-sum-exp, so that one pass over the logits suffices and a device holds only its own part of them.
+    The logits get the whole gradient, softmax(logits) - one_hot(target), and the log-sum-exp none, so one
+    pass over the logits suffices and a device stores only its own part of them.
     """
 
     dim: str
@@ -237,7 +237,8 @@ _HIDDEN = {"float64": -1.7e308, "float16": -6.5e4}
 
 
 def masked(logits: Tensor, mask: Tensor) -> Tensor:
-    """The logits, and where `mask` does not hold the lowest number, which no softmax sees beside another."""
+    """The logits, and where `mask` is False the lowest number, which has no weight in any softmax with other
+    numbers."""
     return where(mask, logits, _HIDDEN.get(logits.dtype, -3.3e38))
 
 

@@ -1,4 +1,4 @@
-"""Stacking tensors along a new dimension, and taking a dimension apart."""
+"""Stacks tensors along a new dimension, and splits a dimension."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Operations that lowering makes where a loop's iterations run at once, each on devices of its own
-(`Block.spread`): values come in and go out. Pieces stay on their devices; only their names change."""
+"""Operations of lowering for loops whose iterations run at the same time on different devices
+(`Block.spread`): they move values in and out. Pieces stay on their devices; only their names change."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class CalledOtherwise(MadeByLowering, Move, abstract=True):
 
 @dataclass(frozen=True)
 class StageNumbers(Range):
-    """The numbers of the stages, of which every device has its own: it knows it."""
+    """The number of a device's stage, which every device knows."""
 
     free: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class StagePart(CalledOtherwise):
-    """A stack [dim, rest], of which every device holds its iteration's part, as this part [rest], or, of
+    """A stack [dim, rest], of which every device holds its iteration's part, as this part [rest], or, for
     several elements, [part, rest]."""
 
     dim: str

@@ -1,4 +1,4 @@
-"""Steps of a decomposed collective: while a device computes on the shards that came, the next ones come
+"""Steps of a decomposed collective: while a device computes on the received shards, the next ones arrive
 (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
 Models", ASPLOS; Liu et al. 2023, "Ring Attention with Blockwise Transformers").
 
@@ -6,8 +6,8 @@ Models", ASPLOS; Liu et al. 2023, "Ring Attention with Blockwise Transformers").
     compute   the device works on what it has
     done      it waits for what is on its way (`permute_done`)
 
-Ring attention, its gradient (`ops.ring`), gathers and scatters of products (`lower.decomposed`) say what
-moves and what is computed. Here is the order, and which steps are a loop.
+Ring attention, its gradient (`ops.ring`), and gathers and scatters of products (`lower.decomposed`) define
+the moves and the compute. Here is the order, and which steps are a loop.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class CollectiveSteps:
         self._on_their_way: list[int] = []
 
     def start(self, id: int, shift: int, both_ways: bool = False) -> int:
-        """Begins to send a shard to the device `shift` places on; returns the one that comes."""
+        """Starts sending a shard to the device `shift` places further; returns the arriving shard."""
         came = self.low.sent(id, self.axes, shift, both_ways=both_ways, rule=STEP)
         self._on_their_way.append(came)
         return came
 
     def done(self) -> None:
-        """Waits for what is on its way."""
+        """Waits for arriving shards."""
         if self._on_their_way:
             self.low.done(self._on_their_way)
             self._on_their_way = []

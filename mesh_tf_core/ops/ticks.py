@@ -1,6 +1,6 @@
-"""Microbatches at ticks: what enters a pipeline and leaves it, and the schedule's table where stages read it.
+"""Microbatches at ticks: values that enter and leave a pipeline, and reads of the schedule's table.
 
-`ir.schedules` says which microbatch a stage has at a tick; these operations only look there.
+`ir.schedules` decides which microbatch a stage has at a tick; these operations only read the table.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mesh_tf_core.ops.kinds import Move, Source
 
 WHY = "microbatches come one after the other"
 CHUNK = "chunk"
-"""The column of a slot, beside its microbatch, that says which virtual stage of the stage it is for."""
+"""The column of a slot, beside its microbatch, with the number of the virtual stage."""
 RINGS = {f"{slot.name.lower()} ring": slot for slot in (StageAction.FORWARD, StageAction.BACKWARD)}
-"""The columns that say where in a ring something lies, and which slots put it there."""
+"""The columns with positions in a ring, and the slots that write there."""
 
 
 def _first(op: str, name: str, inputs: Sequence[TensorType], size: int) -> Shape:
@@ -102,8 +102,7 @@ class LayerNumbers(Source):
     """The model's numbers of the layers that stages have, as [stage, place]; PADDING where one lacks a layer.
 
     Attributes:
-      layers: how many the model has.
-      stage, place: dimensions of the result.
+      layers: number of layers of the model. stage, place: dimensions of the result.
     """
 
     order: Interleaved
@@ -137,8 +136,8 @@ def _forward(schedule: PipelineSchedule, end: bool) -> np.ndarray:
 @dataclass(frozen=True)
 class ToTicks(Move):
     """x [microbatch, rest] as [tick, rest]: each microbatch at the tick at which it enters the pipeline, or
-    leaves it at the `end`. At the other ticks is zero, or, to `fill` it, the first microbatch: stages that
-    are idle work on numbers like others, and no gradient comes back from them."""
+    leaves it at the `end`. The other ticks have zeros, or, with `fill`, the first microbatch: idle stages
+    then compute on ordinary numbers, and no gradient comes back from them."""
 
     schedule: PipelineSchedule
     end: bool
@@ -175,8 +174,7 @@ class ToTicks(Move):
 
 @dataclass(frozen=True)
 class FromTicks(Move):
-    """x [tick, rest] as [microbatch, rest]: what is there as each microbatch enters, or leaves at the
-    `end`."""
+    """x [tick, rest] as [microbatch, rest]: the values as each microbatch enters, or leaves at the `end`."""
 
     schedule: PipelineSchedule
     end: bool

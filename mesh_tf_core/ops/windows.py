@@ -122,7 +122,7 @@ def padded(k: Kernel, x: Any, edges: Sequence[Edge]) -> Any:
 
 
 def strided(k: Kernel, x: Any, axis: int, begin: int, count: int, stride: int) -> Any:
-    """`count` elements along an axis from `begin`, `stride` apart."""
+    """`count` elements along an axis from `begin`, `stride` positions apart."""
     sizes = list(x.shape)
     start = [begin if i == axis else 0 for i in range(len(sizes))]
     length = (count - 1) * stride + 1
