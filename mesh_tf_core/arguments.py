@@ -1,7 +1,7 @@
-"""Arguments that scripts give: each is of the kind that its function takes, or one line says so.
+"""Arguments of scripts: each has a type that its function accepts, or the error is one line.
 
-Annotations tell a type checker; whoever uses none would get an error from deep inside, or the answer to
-another question.
+Type checkers use annotations. Without one, a wrong argument would cause an error deep inside the library, or
+a wrong result.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def check(what: str, **given: tuple[Any, ArgumentKind]) -> None:
     """Raises UserError unless every argument is of its kind.
 
     Args:
-      what: the function, as the user calls it.
-      given: name -> the argument and what it may be.
+      what: name of the function, as the user calls it.
+      given: name -> the argument and its allowed types.
     """
     for name, (value, kind) in given.items():
         if not kind.holds(value):
@@ -82,7 +82,7 @@ def check(what: str, **given: tuple[Any, ArgumentKind]) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value in an error: plain ones as they are written, others by their type."""
+    """A value in an error: plain values as they are written, others by their type."""
     plain = value is None or isinstance(value, str | bool | int | float)
     kind = type(value).__name__
     return repr(value)[:100] if plain else f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"

@@ -50,7 +50,7 @@ class ClusterError(UserError):
 
 
 def known_names(asked: str, known: Iterable[str]) -> str:
-    """Says which names exist, the nearest first: the tail of every 'unknown name' message."""
+    """The names that exist, the nearest first: the end of every 'unknown name' message."""
     names = sorted(known)
     lower = {name.lower(): name for name in reversed(names)}
     near = difflib.get_close_matches(str(asked).lower(), lower, n=1, cutoff=0.6)

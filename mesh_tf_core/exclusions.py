@@ -1,7 +1,8 @@
 """Features that exclude each other: a row of a table each, and one sentence for all.
 
-What a program can say for itself (an axis that splits twice, a dimension that does not divide, a loop without
-a backward) needs no row. A row is for what no rule of lowering knows, or what would have to be built first.
+Conditions that a program can check itself (an axis that splits twice, a dimension that does not divide, a
+loop without a backward) need no row. A row is for conditions that no rule of lowering covers, or that would
+need new code.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ EXCLUDED = (
 def refuse(
     asked: Mapping[str, str], excluded: Iterable[Exclusion] = EXCLUDED, error: type[UserError] = UserError
 ) -> None:
-    """Raises an error if features that exclude each other are asked for.
+    """Raises an error if the request has features that exclude each other.
 
     Args:
-      asked: feature -> how it was asked for, in the user's words; "" if it was not.
+      asked: feature -> its text in the user's request; "" if it was not requested.
     """
     for each in excluded:
         one, other = asked.get(each.first), asked.get(each.second)

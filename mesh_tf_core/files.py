@@ -1,5 +1,5 @@
-"""Files that are whole or the ones before: written beside their place, put on the disk, and renamed; and
-files read up to a size."""
+"""Files are whole or unchanged: they are written under a temporary name, flushed to the disk, and renamed.
+Files are read up to a size."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mesh_tf_core.arguments import PATH, check
 from mesh_tf_core.errors import UserError
 
 STREAMS = (1, 2)
-"""Where a process's results and messages go."""
+"""Descriptors of a process's results and messages."""
 OPEN = ("/dev/fd/", "/dev/std", "/proc/")
-"""Such names are of what somebody has opened: it is written to, and not replaced by another file."""
+"""Names of open files: they are written to, and not replaced by another file."""
 KEPT = 32
 """Characters of a file's name that its temporary name has too; a name has at most 255 bytes."""
 PIPE = "it is a named pipe, which would wait for its other end"
@@ -34,13 +34,14 @@ Content = str | bytes | Callable[[BinaryIO], object]
 def write_file(path: str | Path, content: Content, what: str = "the file") -> Path:
     """Writes a file so that whoever looks sees the old one or all of the new one; returns its path.
 
-    A link stays a link: what it points to is replaced, if this user or root made the link. (The system's rule
-    for links in shared folders, as /tmp, does not see a file that is renamed.) A file that is replaced keeps
-    its mode. Devices, and what this process prints to or has open, are written as they are; a named pipe is
-    refused, for it would wait for a reader. The file's folder is made if it is missing, but none above it.
+    A link stays a link: its target is replaced, if this user or root made the link. (The system's rule for
+    links in shared folders, as /tmp, does not see a file that is renamed.) A file that is replaced keeps its
+    mode. Devices, and files that this process prints to or has open, are written in place; a named pipe is
+    refused, because it would wait for a reader. The file's folder is made if it is missing, but none above
+    it.
 
     Args:
-      what: names the file in errors.
+      what: name of the file in errors.
 
     Raises:
       UserError: it cannot be written; an old file is as it was.
@@ -116,8 +117,8 @@ def _check_link(path: str | Path) -> None:
 
 
 def create(path: Path) -> BinaryIO:
-    """A new file, to be written, that the users of its folder can use and nobody else; OSError where its name
-    is taken, be it by a link."""
+    """A new file for writing, with access for the users of its folder only; OSError if its name exists, even
+    as a link."""
     mode = stat.S_IMODE(path.parent.stat().st_mode) & 0o666
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     if stat.S_IMODE(os.fstat(handle).st_mode) != mode:
@@ -200,7 +201,7 @@ def sync_names(folder: Path) -> None:
 
 
 def read_file(path: str | Path, most: int = MOST_BYTES) -> bytes:
-    """All of a file, or of what this process has open, as /dev/stdin.
+    """The whole content of a file, or of an open file of this process, such as /dev/stdin.
 
     Raises:
       OSError: it cannot be read, has more than `most` bytes, or is a named pipe or a device, which may never

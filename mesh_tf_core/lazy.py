@@ -1,6 +1,6 @@
-"""Packages whose names are loaded when they are first used, so that importing one is light.
+"""Packages that load names on first use, so that importing a package is fast.
 
-A package says its names once, as imports that only a type checker executes:
+A package lists its names once, as imports that only a type checker executes:
 
     if TYPE_CHECKING:
         from package.module import name
@@ -39,8 +39,8 @@ def load(package: str, name: str) -> Any:
 
 
 def no_attribute(package: str, name: str, known: Iterable[str]) -> AttributeError:
-    """The error of a package that has no such name, with those that are near: Python says them in tracebacks
-    alone, so that notebooks and logs lack them."""
+    """The error of a package without such a name, with similar names: Python adds these only to tracebacks,
+    so notebooks and logs lack them."""
     near = [] if name.startswith("_") else difflib.get_close_matches(name, known)
     said = f"module {package!r} has no attribute {name!r}"
     if not near:

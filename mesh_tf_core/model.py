@@ -94,7 +94,7 @@ class Model:
 
     @property
     def batch_dim(self) -> str | None:
-        """The first dimension of every input, if they have one in common: what data parallelism splits."""
+        """The first dimension of every input, if all inputs share one: the dimension of data parallelism."""
         firsts = {t.shape.names[0] for t in self.graph.inputs.values() if t.shape.names}
         return firsts.pop() if len(firsts) == 1 else None
 
@@ -126,9 +126,9 @@ class Model:
         schedule: str = GPIPE,
         again: Policies = NOTHING,
     ) -> TrainingStep:
-        """Forward, backward and update as one graph; with several microbatches, gradients are accumulated
-        over them, or with `stages` (dimension of layers -> their number) they go through a pipeline, in the
-        order of a schedule (`ir.schedules`), where `again` says what of stages runs again for backward
+        """Forward, backward and update as one graph. With several microbatches, gradients are accumulated
+        over them. With `stages` (dimension of layers -> their number) they pass through a pipeline, in the
+        order of a schedule (`ir.schedules`); `again` lists the parts of stages that backward recomputes
         (`lower.kept.of_stages`)."""
         whole = self._whole = self._whole or self._whole_step(self.loss, self.metrics)
         if microbatches == 1 and not stages:
@@ -258,7 +258,7 @@ class Model:
     def replicas(
         self, mesh: Mesh, layout: Layout, options: Options, *, check: bool = True
     ) -> ReplicaPrograms:
-        """The step of replicas that train alone, and their meeting; `check` as in `lower`."""
+        """The step of replicas that train alone, and their outer step; `check` as in `lower`."""
         check_whole(options.diloco, self.stages(mesh, layout), options.schedule)
         step = self.training_step(options.microbatches)
         check_offload(options.offload, step.graph.variables)

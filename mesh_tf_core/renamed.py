@@ -34,4 +34,4 @@ RENAMED = {
     "AdamWeightDecayOptimizer": "Adam",
     "AdafactorOptimizer": "Adafactor",
 }
-"""Their name -> ours, both behind `mtf.`."""
+"""Mesh-TensorFlow's name -> name in this library, both after `mtf.`."""

@@ -1,11 +1,11 @@
-"""Programs as JSON: what was lowered here can be read, priced and run elsewhere, without the model.
+"""Programs as JSON: a lowered program can be read, priced and run elsewhere, without the model.
 
     {"format": "mesh-tf-program/1", "objects": [[class, {field: value}], ...], "program": {field: value}}
 
-A program is written field by field, each part of it under the name of its class. What occurs often
-(operations, types, where an instruction comes from) is an object, written once; {"#": n} stands for object
-n. Fields that have their default are left out. Reading makes values of classes that are known and nothing
-else: no text that is read runs.
+A program is written field by field, each part of it under the name of its class. Frequent parts (operations,
+types, origins of instructions) are objects that are written once; {"#": n} refers to object n. Fields that
+have their default are left out. Reading makes values of classes that are known and nothing else: no text that
+is read runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def program_to_json(program: Program) -> dict[str, Any]:
     """A program as JSON holds it: dicts, lists, numbers, texts.
 
     Raises:
-      UserError: it has what cannot be written: a variable that a function of the model initializes, or an
+      UserError: a part cannot be written: a variable that a function of the model initializes, or an
         operation whose class has the name of another one.
     """
     writer = _Writer()
@@ -53,7 +53,7 @@ def program_from_json(content: Mapping[str, Any]) -> Program:
     """The program that `program_to_json` wrote.
 
     Raises:
-      UserError: it is none, or has an operation whose class nobody has imported.
+      UserError: it is not a program, or has an operation whose class is not imported.
     """
     if not isinstance(content, Mapping) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, Mapping) else type(content).__name__
@@ -228,8 +228,8 @@ FORMS: Mapping[type, tuple[str, Write, ReadObject]] = {
         lambda r, x: {r.value(k): r.value(v) for k, v in x},
     ),
 }
-"""The types not written field by field: name, writer, reader. A layout is a mapping, so it stands before
-these."""
+"""The types not written field by field: name, writer, reader. A layout is a mapping, so it comes before
+mappings."""
 _BY_NAME = {name: read for name, _, read in FORMS.values()}
 
 

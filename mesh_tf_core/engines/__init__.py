@@ -41,8 +41,8 @@ def running(kind: str, cluster: Cluster | None = None) -> bool:
 
 
 def device_count(kind: str, cluster: Cluster | None = None) -> int | None:
-    """The number of devices for an engine: those of a job's processes, or the accelerators of this one; None
-    where that is for the user to say."""
+    """The number of devices for an engine: those of a job's processes, or the accelerators of this process;
+    None if the user decides."""
     if cluster is not None:
         return cluster.device_count()
     return jax_compat.device_count() if chosen(kind) == "jax" and jax_compat.accelerated() else None
@@ -72,11 +72,11 @@ def open_engine(
     """An engine for the program.
 
     Args:
-      kind: `local` runs on virtual CPU devices of this process by TensorFlow, `jax` on what JAX finds: TPUs,
-        GPUs, or as many virtual CPU devices as the mesh needs (no TensorFlow), `lockstep` device by device in
-        NumPy (slow; the oracle of tests), `auto`: see `chosen`.
+      kind: `local` runs on virtual CPU devices of this process with TensorFlow. `jax` runs on JAX's devices:
+        TPUs, GPUs, or as many virtual CPU devices as the mesh needs (without TensorFlow). `lockstep` runs
+        device by device in NumPy (slow; the reference of tests). `auto`: see `chosen`.
       cluster: the processes over which the program runs, by JAX; by default this one alone.
-      slices: mesh axis -> over how many slices of a machine it lies (see `engines.jax.placing`).
+      slices: mesh axis -> number of slices that it spans (see `engines.jax.placing`).
 
     Raises:
       UserError: an unknown kind, or not enough devices.

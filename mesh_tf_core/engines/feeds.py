@@ -1,4 +1,4 @@
-"""Checks of what a user feeds and stores, and which rows of a batch a process feeds."""
+"""Checks of the arrays that a user feeds and stores, and the rows of a batch that a process feeds."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Feeds:
         """The program's inputs as arrays of its dtypes, taken from a batch that may hold more.
 
         Raises:
-          UserError: an input is missing, its shape or kind of number is not what the model was built for, or
-            it has numbers that its dtype does not have, or that name no element of a dimension (see `ids`).
+          UserError: an input is missing, its shape or kind of number differs from the model's, or it has
+            numbers that its dtype cannot represent, or that index no element of a dimension (see `ids`).
         """
         out = {}
         for name, id in self.program.feeds.items():
@@ -76,13 +76,14 @@ def _check_width(name: str, array: Any, wanted: Any) -> None:
 
 
 def are_numbers(dtype: Any) -> bool:
-    """True if a NumPy dtype is one of real numbers, those of ml_dtypes included: not complex, text, dates."""
+    """True if a NumPy dtype represents real numbers, including those of ml_dtypes: not complex numbers, text
+    or dates."""
     return dtype.kind in "biuf" or (dtype.kind == "V" and dtype.type is not np.void)
 
 
 def holds(array: Any, dtype: str) -> Any:
-    """The numbers of an array that a dtype can hold, bool [n...]: finite ones, rounded to a narrower float
-    where they are floats, and else exact."""
+    """The numbers of an array that a dtype can represent, bool [n...]: finite ones, rounded to a narrower
+    float for floats, and exact otherwise."""
     kind = array.dtype.kind
     with np.errstate(over="ignore", invalid="ignore"):
         if is_float(dtype):
@@ -137,8 +138,8 @@ def rows_of(program: Program, batch: str, ranks: Iterable[int]) -> Any:
 
 
 def widened(array: Any, rows: Any, size: int) -> Any:
-    """An array of `size` rows that holds `array` as the given ones; the others hold zeros, and take no memory
-    if they are many."""
+    """An array of `size` rows with the rows of `array` at the given places; the others are zero, and take no
+    memory if there are many."""
     whole = np.zeros((size, *array.shape[1:]), array.dtype)
     whole[rows] = array
     return whole

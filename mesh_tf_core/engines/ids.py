@@ -1,23 +1,23 @@
 """Numbers of a batch that name elements of a dimension: class labels, tokens, rows of a table.
 
 A number beyond the dimension would train on without a word: a look-up gives zeros, a cross-entropy a loss
-that is too low. Which inputs are such numbers is read off the program. From an input on, a value is followed
-through operations that move elements, and through element-wise ones of this input and constants alone, up to
+that is too low. Which inputs are such numbers is read off the program. A value is followed from an input
+through operations that move elements, and through element-wise operations on this input and constants, up to
 an operation with labels (`LabelOperand`), or up to a one-hot over a trained dimension: an element-wise
-operation that marks, of a further dimension, the element with that number alone. Along the way it is a
-function f of one number, so a number v of the input is wrong if f(v) names no element (look-ups and one-hots
-define negative ones as none), unless the model itself may set it apart, in one of two ways:
+operation that marks, along a further dimension, only the element with that number. Along the way it is a
+function f of one number. A number v of the input is therefore wrong if f(v) indexes no element (negative
+numbers are allowed in look-ups and one-hots), unless the model itself may exclude it, in one of two ways:
 
   compared   it compares the input (`labels != -1`, `labels < classes`), and fewer than half of the numbers
-             that name elements have the answer of v. Comparisons that only go into f do not count. A factor
-             of what comes of the look-up that is made of the input (`minimum(labels + 1, 1)`) compares it
-             too: with what makes the factor 0.
-  weighted   what is looked up, or comes of it, is multiplied by, or chosen with, something else of the batch
-             (a mask that is fed), or an element of a table that is not trained, which may leave v out.
+             that name elements have the answer of v. Comparisons that are only inputs of f do not count. A
+             factor of the look-up's results that is computed from the input (`minimum(labels + 1, 1)`)
+             compares it too: with the number that makes the factor 0.
+  weighted   the looked-up value, or a result of it, is multiplied by, or selected with, another array of the
+             batch (a mask), or an element of a table that is not trained, which may exclude v.
 
-Each step looks at the least and the greatest number of every such input, and at the next ones where these are
-set apart: two passes over whole numbers. A wrong number between others that are set apart may be missed; what
-is refused is wrong.
+Each step checks the least and the greatest number of every such input, and the next ones if these are
+excluded: two passes over integers. A wrong number between excluded ones may be missed; every refused number
+is wrong.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _WEIGHING = ("elementwise", "matmul")
 _MOVES = (AllGather, AllToAll, Permute, Slice, Transfer)
 
 Function = Callable[[Any], Any]
-"""Numbers of an input -> what becomes of each."""
+"""Numbers of an input -> their values after the operations so far."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class _Use:
 
 @dataclass(frozen=True)
 class Ids:
-    """The inputs of a program that name elements, and what their numbers are looked up in."""
+    """The inputs of a program with indices, and the dimensions that they index."""
 
     uses: Mapping[str, Sequence[_Use]]
 

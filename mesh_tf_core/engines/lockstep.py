@@ -213,7 +213,7 @@ class LockstepEngine(Stepping):
     def loop(
         self, loop: Loop, env: dict[int, DevicePieces], batch: Mapping[str, Any], new: dict[str, DevicePieces]
     ) -> Sequence[int]:
-        """Runs a loop; returns the values that nobody reads any more."""
+        """Runs a loop; returns values that are no longer used."""
 
         def body(values: dict[int, DevicePieces]) -> None:
             self.run_code(loop.body, values, batch, new, iterations)

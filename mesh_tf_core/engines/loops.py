@@ -1,10 +1,10 @@
 """Loops of a program, for any engine: an engine fills in how values are added and stacked, and how iterations
 follow each other.
 
-An iteration begins with its number, the state and its parts. The state is what is carried, and the sums so
-far; a sum so far goes by the name of the sum. One that does not run hands the state on and stacks zeros.
-A stack that is added to a sum of the loop around (`Program.added`) is made from the parts of that sum so far:
-it is the sum afterwards. So is a branch's sum.
+An iteration begins with its number, the state and its parts. The state consists of carries and sums so far; a
+sum so far has the name of the sum. One that does not run hands the state on and stacks zeros. A stack that is
+added to a sum of the loop around (`Program.added`) is made from the parts of that sum so far: it is the sum
+afterwards. So is a branch's sum.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class InTurn(Arithmetic[V], Protocol[V]):
         ...
 
     def within(self, chunk: V, first: V, stack: V) -> V:
-        """The inverse: a stack with these elements in place of its own."""
+        """The inverse: a stack with these elements replaced."""
         ...
 
     def chosen(self, iterations: Iterations[V], values: dict[int, V]) -> Left[V]:
@@ -66,16 +66,17 @@ class Iterations(Generic[V]):
     """The iterations of one loop.
 
     Args:
-      env: value id -> value, of what is known before the loop; `end` adds what it leaves.
-      body: adds what the loop's body computes to the values that it is given.
+      env: value id -> value, for values known before the loop; `end` adds its results.
+      body: adds the values that the loop's body computes from its inputs.
       added: `Program.added`.
       longer: `Program.longer`.
 
     Attributes:
-      state: ids that the state goes by in an iteration.
-      carries: what is carried into the first one.
-      sums: for everything that is summed, the sum so far of the loop around that it goes on; None: none yet.
-      onto: for everything that is stacked, the sum so far to whose parts it is added; None: to nothing.
+      state: ids of the state in an iteration.
+      carries: initial values of the carries.
+      sums: for every summed value, the sum so far of the surrounding loop that it continues; None: no sum
+        yet.
+      onto: for every stacked value, the sum so far to whose parts it is added; None: no sum.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Counts the bytes that a device holds while a program runs.
 
-An engine tells which instructions it runs and how many bytes their outputs have; which of them share memory,
-and when that is free again, says `mesh_tf_core.ir.liveness`.
+An engine reports the instructions that it runs and the bytes of their outputs; `mesh_tf_core.ir.liveness`
+decides which of them share memory, and when it is free again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Meter:
         self._names = self.liveness.names()
 
     def ran(self, instr: Instr, size: ValueSize) -> list[int]:
-        """An instruction other than a loop has run; returns the values that nobody reads any more."""
+        """Called after an instruction other than a loop; returns values that are no longer used."""
         over = self._held.begins(instr, size)
         self._count(sum(self._held.bytes[o] for o in over))
         self._held.ends(instr)
@@ -42,11 +42,11 @@ class Meter:
         self._held.enters(loop, size)
 
     def iterated(self, loop: Loop) -> None:
-        """After an iteration: what leaves it has been copied."""
+        """Called after an iteration, when its results have been copied."""
         self._held.iterated(loop)
 
     def left(self, loop: Loop, size: ValueSize) -> list[int]:
-        """After the last iteration; returns the values that nobody reads any more."""
+        """Called after the last iteration; returns values that are no longer used."""
         for o in loop.outputs:
             declared = self._held.bytes.get(o, size(o))
             if declared != size(o):
@@ -55,7 +55,7 @@ class Meter:
         return self._unread(loop)
 
     def follow(self, code: Sequence[Instr], size: ValueSize) -> None:
-        """Counts a block whose values' sizes are known, one iteration for all of a loop."""
+        """Counts a block with values of known sizes, one iteration for all of a loop."""
         for instr in code:
             if isinstance(instr, Loop):
                 self.entered(instr, size)

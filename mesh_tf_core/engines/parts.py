@@ -41,8 +41,8 @@ ProgramPart = LocalSegment | Exchange | Repeat
 
 
 def cut(code: Sequence[Instr], leaving: Iterable[int]) -> tuple[ProgramPart, ...]:
-    """Parts of a block, in order. Writes are no part of it: the written values leave it. Nor is
-    waiting for messages: each has come when it was sent.
+    """Parts of a block, in order. Writes are no part of it: the written values leave it. Nor does waiting for
+    messages: each arrives when it is sent.
 
     Args:
       leaving: values that are read after the block.

@@ -1,5 +1,5 @@
-"""Whole arrays, and the pieces of them that lie on the devices of a mesh. A piece goes by the index of its
-first element."""
+"""Whole arrays, and the pieces of them that lie on the devices of a mesh. A shard is identified by the index
+of its first element."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def in_runs(stored: Stored, read: ReadPiece) -> ReadPiece:
 
 
 def lying(stored: Stored, whole: Any) -> Any:
-    """A whole variable as it lies, of one in the model's order."""
+    """A whole variable in the order on devices, from one in the model's order."""
     if stored.variable.order is None and stored.padded is None:
         return whole
     whole, sizes = np.asarray(whole), stored.value.shape.sizes
@@ -158,7 +158,7 @@ def lying(stored: Stored, whole: Any) -> Any:
 
 
 def in_order(stored: Stored, whole: Any) -> Any:
-    """A whole variable in the model's order, of one as it lies."""
+    """A whole variable in the model's order, from one in the order on devices."""
     if stored.variable.order is None and stored.padded is None:
         return whole
     whole = np.asarray(whole)

@@ -31,8 +31,8 @@ class Engine(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """The number of steps that may be begun before the results of the first one are asked for; more than
-        1 where `begin` does not wait for the devices, so that they find the next step waiting."""
+        """The number of steps that may be started before the results of the first one are read. More than 1
+        if `begin` does not wait for the devices, so that they always have the next step queued."""
         ...
 
     def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,12 +52,12 @@ class Engine(Protocol):
         ...
 
     def begin(self, fed: Any) -> Callable[[], dict[str, Any]]:
-        """Begins a step on what `feed` returned; what it gives waits for the results, and is called in the
-        order of the steps."""
+        """Starts a step on the result of `feed`; the returned function waits for the results, and is called
+        in the order of the steps."""
         ...
 
     def run(self, fed: Any) -> dict[str, Any]:
-        """`step` on what `feed` returned."""
+        """`step` on the result of `feed`."""
         ...
 
     def read(self, name: str) -> Any:
@@ -69,8 +69,8 @@ class Engine(Protocol):
         ...
 
     def fill(self, name: str, read: Callable[[Begin, Sequence[int]], Any]) -> None:
-        """The same by pieces: `read` gives the one that begins at an index and has a shape, and is asked for
-        no more than this process's devices hold."""
+        """The same by shards: `read` returns the shard with a first index and a shape, and is called only for
+        shards of this process's devices."""
         ...
 
     def snapshot(self) -> Mapping[VariablePiece, Any]:
@@ -78,12 +78,12 @@ class Engine(Protocol):
         by later steps. In a process alone these are whole variables, else those pieces of its devices that no
         other process writes.
 
-        A value is put together when it is asked for, at most once, and may be asked for in another thread.
+        A value is assembled when it is read, at most once, possibly in another thread.
         """
         ...
 
     def beside(self, program: Program) -> Engine:
-        """An engine for another program on the same devices and variables (evaluation beside training).
+        """An engine for another program on the same devices and variables (evaluation during training).
 
         Raises:
           UserError: the program has a variable that this one lacks or stores differently.
@@ -119,9 +119,10 @@ class Engine(Protocol):
     def peak_memory_bytes(self) -> int | None:
         """Most bytes that one device held at any moment of the steps so far.
 
-        By the device's own counter where it has one. Virtual CPU devices share one allocator: there the
-        compiler of a whole step tells it. Elsewhere, and in NumPy, the bytes of the values that the engine
-        made are counted, each until its last reader has run (`engines.meter`). None before the first step.
+        By the device's own counter where it has one. Virtual CPU devices share one allocator; there the
+        compiler of a whole step reports the peak. Elsewhere, and in NumPy, the bytes of the values that the
+        engine made are counted, each until its last reader has run (`engines.meter`). None before the first
+        step.
         """
         ...
 

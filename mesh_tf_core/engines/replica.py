@@ -63,7 +63,7 @@ def applied(kernel: Kernel, instr: Local, at: At, inputs: Sequence[Any]) -> tupl
 
 
 class Device:
-    """One device among those of a program's mesh.
+    """One device of a program's mesh.
 
     Args:
       rank: its number, an integer or a scalar of the kernel's library.
@@ -172,7 +172,7 @@ class WholeReplica(Replica, ABC):
 
     @abstractmethod
     def loop(self, loop: Loop, env: dict[int, Any], times: float) -> None:
-        """Runs a loop, and adds what it leaves to `env`."""
+        """Runs a loop, and adds its results to `env`."""
 
     @abstractmethod
     def exchange(self, instr: Collective, env: dict[int, Any], times: float) -> None:

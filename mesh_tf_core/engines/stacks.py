@@ -25,7 +25,7 @@ class StackedPieces:
         return StackedPieces([fn(part) for part in self.parts], self.join)
 
     def whole(self) -> DevicePieces:
-        """One stacked tensor per device; devices whose parts are the same tensors share it."""
+        """One stacked tensor per device; devices with the same parts share it."""
         if self._whole is None:
             made: dict[tuple[Any, ...], Any] = {}
             self._whole = []

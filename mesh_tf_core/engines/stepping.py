@@ -48,10 +48,10 @@ class Stepping:
 
 
 class OneByOne(Mapping[VariablePiece, Any]):
-    """Values made from what is kept of them; what is kept is let go when its value is asked for.
+    """Values that are computed from stored data on access; the data are then released.
 
     Args:
-      join: what is kept -> its value.
+      join: stored data -> value.
     """
 
     def __init__(self, kept: Mapping[VariablePiece, Any], join: Callable[[Any], Any]) -> None:

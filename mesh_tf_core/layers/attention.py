@@ -41,16 +41,16 @@ class Attention:
       heads, d_kv: heads of queries; elements per head.
       kv_heads: heads of keys and values, a divisor of `heads`; 0 means as many.
       causal: a query sees keys up to its own position.
-      window: a query sees fewer than so many positions back (not causal: and ahead); 0 sees all.
+      window: a query sees fewer than this many positions back (without `causal`: and ahead); 0: all.
       rotary: turns queries and keys by their positions.
       dropout: rate on the weights.
       shared_kv: keys are the values: one projection for both.
       extra_logit: of a key without a value, so that the weights may add up to less than 1; None: no such key.
       biases: which projections add a learned bias: `none`, `qkv` (as Qwen 2), or `all` (as BERT, GPT-2, ViT).
       attention: `fused`, one operation that never holds all logits (`mtf.attention`); or `plain`, written out
-        in products and a softmax. A kind of attention that makes logits or weights in its own way, and a text
-        that grows position by position, are written out in any case.
-      length, memory_length, d_model: names of the positions of queries and of keys, and of the features.
+        in products and a softmax. Attention with other logits or weights, and texts that grow position by
+        position, are always written as separate operations. length, memory_length, d_model: names of the
+        positions of queries and of keys, and of the features.
     """
 
     heads: Dim
@@ -71,7 +71,7 @@ class Attention:
     cached: ClassVar[bool] = True
     """True if it can decode position by position."""
     biased: ClassVar[bool] = False
-    """True if projections of its own have the biases."""
+    """True if its own projections have biases."""
 
     def __post_init__(self) -> None:
         check_rate(self, self.dropout)
@@ -105,13 +105,13 @@ class Attention:
 
     @property
     def kv_dims(self) -> tuple[Dim, ...]:
-        """The dimensions that keys and values have besides d_kv."""
+        """The dimensions of keys and values besides d_kv."""
         count = self.kv_heads or self.heads.size
         return () if count == 1 < self.heads.size else (Dim(self.heads.name, count),)
 
     @property
     def head_dims(self) -> tuple[Dim, ...]:
-        """The dimensions that queries have besides d_kv, and that a bias may have."""
+        """The dimensions of queries besides d_kv, which a bias may have."""
         count = self.kv_heads or self.heads.size
         if count in (1, self.heads.size):
             return (self.heads,)
@@ -257,7 +257,7 @@ class Attention:
         return logical_and(self.allowed(relative), relative >= -self.place(cache))
 
     def kept(self, cache: Cache) -> int:
-        """Positions whose keys and values a cache holds."""
+        """Positions whose keys and values a cache stores."""
         return min(self.window or cache.length, cache.length)
 
     def projections(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:

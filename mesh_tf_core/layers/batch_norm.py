@@ -18,13 +18,13 @@ class BatchNorm:
     """Mean 0 and variance 1 over the batch and all places, times a learned scale plus a learned bias (Ioffe &
     Szegedy 2015, algorithm 1).
 
-    Where a dimension of `dims` is split, sums run over the mesh, so the result is that of one device
+    If a dimension of `dims` is split, sums run over the mesh, so the result is that of one device
     ("synchronised" batch normalisation). While it trains, every step moves the averages of mean and variance
     that inference uses; this needs the whole batch at once, so there are no microbatches (`GroupNorm` has no
     such limit).
 
     Attributes:
-      dims: names of the dimensions that statistics run over: the batch's and the spatial ones.
+      dims: names of the dimensions of the statistics: the batch's and the spatial ones.
       training: False normalises with the moving averages, which are variables of the same names.
       momentum: share of a moving average that a step keeps.
       initial_scale: 0 makes a residual block begin as the identity (Goyal et al. 2017, section 5.1).

@@ -1,7 +1,7 @@
 """Keys and values of a text that grows: all positions so far, or as many as a window sees, in a ring.
 
-Position p of a ring of n places lies at place p mod n, where it takes the place of position p - n, which the
-window does not see any more.
+In a ring of n places, position p is stored at place p mod n and replaces position p - n, which the window no
+longer sees.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def keys_at(g: Builder, places: Dim, cache: AtPosition) -> Tensor:
 def remembered(
     g: Builder, cache: Cache, k: Tensor | None = None, v: Tensor | None = None, dim: str = ""
 ) -> tuple[Tensor, Tensor]:
-    """The keys and values of a cache, with those of its position, if given, written into it."""
+    """The keys and values of a cache, after those of its position, if given, were written into it."""
     keys = _written(g, cache, "keys", k, dim)
     if g.path("values") not in cache.states:
         return keys, keys

@@ -24,7 +24,7 @@ class Conv:
 
     Input channels of the outputs' name are called `<name>_in` while they are summed out, so that a layout may
     split the weight's inputs and outputs differently. A split spatial dimension stays split: neighbours
-    exchange their borders (spatial partitioning, as `mtf.conv` says).
+    exchange their borders (spatial partitioning, as in `mtf.conv`).
 
     Attributes:
       outputs: channels of the output.
@@ -80,7 +80,7 @@ class Conv:
 
 @dataclass(frozen=True)
 class DepthwiseConv:
-    """Convolution of every channel with a filter of its own, with `same` padding.
+    """Convolves every channel with a separate filter, with `same` padding.
 
     Attributes:
       dims, size, stride, bias: as of `Conv`.
@@ -144,7 +144,7 @@ class GroupNorm:
 
     Attributes:
       dims: names of the spatial dimensions.
-      groups: into how many the channels are cut; a divisor of their number.
+      groups: number of groups of channels; a divisor of the number of channels.
     """
 
     dims: tuple[str, ...]

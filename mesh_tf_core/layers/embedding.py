@@ -31,7 +31,7 @@ class Embedding:
         logits = embedding.logits(x, table)     # tied; without the table: a projection of its own
 
     Attributes:
-      dtype: of what it returns; the table itself is float32.
+      dtype: of the result; the table itself is float32.
       stddev: of the initial table.
     """
 
@@ -81,7 +81,7 @@ class LearnedPositions:
         number.
 
         Args:
-          others: further names that the model knows, for the error.
+          others: further known names, for the error.
 
         Raises:
           UserError: neither a name nor a number.

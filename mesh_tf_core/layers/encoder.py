@@ -23,7 +23,7 @@ class EncoderLayer:
 
     Attributes:
       attention, feed_forward: the blocks.
-      after: normalises the sums (Vaswani et al. 2017, BERT), not what goes into the blocks (ViT, CLIP).
+      after: normalises the sums (Vaswani et al. 2017, BERT) instead of the inputs of the blocks (ViT, CLIP).
       dropout: rate on the blocks' outputs.
       epsilon: of the normalisations.
     """
@@ -45,8 +45,8 @@ class EncoderLayer:
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """An image as tokens: a learned one for the whole, then one per square of pixels, with learned positions
-    (Dosovitskiy et al. 2021, "An image is worth 16x16 words", section 3.1).
+    """An image as tokens: a learned token for the whole image, then one per square of pixels, with learned
+    positions (Dosovitskiy et al. 2021, "An image is worth 16x16 words", section 3.1).
 
     Attributes:
       patch: pixels along a square's side.

@@ -33,14 +33,15 @@ _ROTARY = Rotary()
 
 @dataclass(frozen=True)
 class LatentAttention(Attention):
-    """Attention with keys and values of low rank, and a part of its own for positions.
+    """Attention with keys and values of low rank, and a separate part for positions.
 
     DeepSeek-V2-Lite: 16 heads, d_kv 128, d_v 128, kv_rank 512, d_rotary 64; V2 and V3: 128 heads and
     q_rank 1536.
 
     Attributes:
-      d_kv: elements of a query and a key that know no positions; d_rotary: those that do, an even number.
-      d_v: elements of a value, under a name of its own.
+      d_kv: elements of a query and a key without positions; d_rotary: elements with rotary positions, an even
+        number.
+      d_v: elements of a value, under a separate name.
       kv_rank: the vector that keys and values are made of; q_rank: the one of queries (None: they are made of
         x).
       positions: turns the rotary part.

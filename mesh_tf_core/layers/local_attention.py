@@ -1,4 +1,4 @@
-"""Attention whose positions are cut into blocks: a window computed block by block, and chunks."""
+"""Attention over blocks of positions: a window computed block by block, and chunks."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class LocalAttention(_InBlocks):
         return concat(pieces if self.causal else [*pieces, shift(t, -1, self.blocks)], around)
 
     def relative(self, x: Tensor) -> Tensor:
-        """int32 [block_length, block_memory_length]: the key's position minus the query's, alike in every
+        """int32 [block_length, block_memory_length]: the key's position minus the query's, the same in every
         block."""
         block, around = self._names
         count = self.window * (2 if self.causal else 3)
@@ -122,9 +122,9 @@ class LocalAttention(_InBlocks):
 
 @dataclass(frozen=True)
 class ChunkedAttention(_InBlocks):
-    """Attention within chunks: a query sees keys of its own chunk of `chunk` positions alone, so work is in
-    proportion to length x chunk, and nothing is computed that a mask would hide (Llama 4's layers with rotary
-    positions, chunks of 8192).
+    """Attention within chunks: a query sees only keys of its own chunk of `chunk` positions. Work is
+    proportional to length x chunk, and no masked logits are computed (Llama 4's layers with rotary positions,
+    chunks of 8192).
 
     The dimension `blocks` takes the place of the length: split it as the length. Rotations count from the
     chunk's first position; products of queries and keys depend on their distance alone.
@@ -186,7 +186,7 @@ class ChunkedAttention(_InBlocks):
         return replace(Attention(**same), length=inside, memory_length=around, rotary=None)
 
     def relative(self, x: Tensor) -> Tensor:
-        """int32 [block_length, block_memory_length]: the key's position minus the query's, alike in every
+        """int32 [block_length, block_memory_length]: the key's position minus the query's, the same in every
         chunk."""
         size = min(self.chunk, x.dim(self.length).size)
         query, key = (mtf_range(x.graph, Dim(n, size)) for n in self._names)
@@ -197,5 +197,5 @@ class ChunkedAttention(_InBlocks):
         return mod(cache.position, self.chunk)
 
     def kept(self, cache: Cache) -> int:
-        """Positions whose keys and values a cache holds."""
+        """Positions whose keys and values a cache stores."""
         return min(self.chunk, super().kept(cache))

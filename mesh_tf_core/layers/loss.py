@@ -1,4 +1,4 @@
-"""Losses over classes: one of them, or each by itself."""
+"""Losses over classes: one of several classes, or independent classes."""
 
 from __future__ import annotations
 

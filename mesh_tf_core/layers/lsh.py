@@ -1,5 +1,5 @@
-"""Attention among positions that hash alike (Kitaev, Kaiser, Levskaya 2020, "Reformer: the efficient
-transformer", section 2): work in proportion to the length, not to its square."""
+"""Attention among positions with equal hashes (Kitaev, Kaiser, Levskaya 2020, "Reformer: the efficient
+transformer", section 2): work is proportional to the length, not to its square."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class LSHAttention:
     2015), and cut into chunks; a query sees its own chunk and the one before. Rounds are joined with the
     weights of their sums of exponentials. A position sees itself only if it sees nothing else. R is another
     one in every step, layer, round and head, and the same under every layout; no gradient flows through the
-    hash. A key that is met in several rounds counts in each of them (the paper's N of appendix A is 1).
+    hash. A key that occurs in several rounds counts in each of them (the paper's N of appendix A is 1).
 
-    Layouts: the batch, `heads`, `rounds` and `d_kv` may be split, and so may `chunks`, whose neighbours then
-    exchange a chunk. Where the length is split, the hashes are gathered for sorting (one number for each
-    position, round and head), and what is taken in sorted order is summed over the devices.
+    Layouts: the batch, `heads`, `rounds` and `d_kv` may be split, and also `chunks`, whose neighbours then
+    exchange a chunk. If the length is split, the hashes are gathered for sorting (one number for each
+    position, round and head), and the values in sorted order are summed over the devices.
 
     Attributes:
       chunk: positions of a chunk, a divisor of the length.
       buckets: values of the hash, an even number; about 2 length / chunk in the paper.
       rounds: independent hashes.
       causal: a query sees positions up to its own.
-      within_buckets: of its chunks, a query sees only keys of its own hash (equation 4); else all.
+      within_buckets: within its chunks, a query sees only keys of its own hash (equation 4); else all.
       dropout: rate on the weights.
       length, chunks, d_model: names of the positions, of the chunks, and of the features.
     """
@@ -101,7 +101,7 @@ class LSHAttention:
         return argmax(concat([turned, -turned], half), half)
 
     def order(self, hashes: Tensor) -> Tensor:
-        """int32 [others, rounds, heads, sorted_length]: positions by hash, equal ones as they stand."""
+        """int32 [others, rounds, heads, sorted_length]: positions by hash; equal hashes keep their order."""
         length = hashes.dim(self.length)
         keys = hashes * length.size + mtf_range(hashes.graph, length)
         return rename(argsort(keys, length), **{self.length: self._sorted})

@@ -33,7 +33,7 @@ def segment_mask(
 
     Args:
       segments: the number of the text that every query belongs to, [others, length].
-      memory_segments: of every key, [others, memory_length]; None: those of the queries.
+      memory_segments: segments of the keys, [others, memory_length]; None: those of the queries.
     """
     keys = rename(segments, **{length: memory_length}) if memory_segments is None else memory_segments
     return segments.equal(keys)

@@ -30,17 +30,17 @@ from mesh_tf_core.ops.shape import rename
 
 @dataclass(frozen=True)
 class MixtureOfExperts:
-    """A feed-forward block per expert, of which a token uses those that the router gives it.
+    """A feed-forward block per expert; a router chooses the experts of a token.
 
     Attributes:
-      experts: how many, and the name by which they are split.
+      experts: dimension of the experts, which layouts may split.
       d_ff: hidden dimension of an expert.
       router: `TokenChoice`, `TopExperts` or `ExpertChoice`.
       activation, gated, dropout: of every expert, as of `FeedForward`.
-      shared: hidden dimension of a block that every token goes through beside its experts (DeepSeek-V2 2024,
-        section 2.2: shared experts, side by side, are one block of their widths' sum); None: there is none.
+      shared: hidden dimension of a block for every token, in addition to its experts (DeepSeek-V2 2024,
+        section 2.2: shared experts, side by side, are one block of their widths' sum); None: no such block.
       shared_gate: that block's output is multiplied by a sigmoid of a learned map of the token (Qwen-MoE).
-      group: dimension whose elements are dispatched apart, so that it can be split; often the batch.
+      group: dimension whose elements are dispatched separately, so that it can be split; often the batch.
       token: dimension along which the tokens of a group lie.
     """
 

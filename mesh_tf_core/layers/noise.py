@@ -1,4 +1,4 @@
-"""Noise whose strength follows the step or is multiplicative."""
+"""Noise whose strength depends on the step, or that is multiplicative."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mesh_tf_core.ops.random import random_uniform
 
 @dataclass(frozen=True)
 class AnnealedDropout:
-    """Dropout whose rate falls in a line from `rate` at step `start` to 0 at step `end` (Rennie et al. 2014;
-    Mesh-TensorFlow's annealed_dropout). The same elements are dropped under every layout.
+    """Dropout with a rate that falls linearly from `rate` at step `start` to 0 at step `end` (Rennie et al.
+    2014; Mesh-TensorFlow's annealed_dropout). The same elements are dropped under every layout.
 
     Attributes:
       start, end: steps; before the first the rate is constant, after the last nothing is dropped.

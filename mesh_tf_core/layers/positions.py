@@ -23,8 +23,7 @@ class Sinusoids:
     """Sines, then cosines, of the position in wavelengths that grow geometrically from 2 pi to 2 pi base,
     added to x (Vaswani et al. 2017, section 3.5, with the features in the order of tensor2tensor's).
 
-    Attributes:
-      length, d_model: names of x's positions and of its features, of which there is an even number.
+    Attributes: length, d_model: names of x's positions and of its features; the number of features is even.
     """
 
     base: float = 10000.0
@@ -54,7 +53,7 @@ class Sinusoids:
 class RelativeBias:
     """A learned number per head and bucket of relative positions, added to attention's logits.
 
-    Half of the buckets hold one position each, the others grow with the logarithm of the distance up to
+    Half of the buckets hold one distance each, the others grow with the logarithm of the distance up to
     `max_distance`; all larger ones share the last (Raffel et al. 2020, "T5", section 2.1; Mesh-TensorFlow's
     relative_position bias).
 
@@ -105,8 +104,8 @@ class RelativeBias:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Turns pairs of elements, half of d_kv apart, by angles in proportion to the position, so that products
-    of queries and keys depend on relative positions alone (Su et al. 2021, "RoFormer", section 3.2).
+    """Rotates pairs of elements, half of d_kv apart, by angles proportional to the position, so that products
+    of queries and keys depend only on relative positions (Su et al. 2021, "RoFormer", section 3.2).
 
     Attributes:
       base: the slowest pair turns by 1 / base per position.

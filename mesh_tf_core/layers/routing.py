@@ -1,5 +1,5 @@
-"""Routers of mixtures of experts: which tokens go where in the buffers of which experts, and how much of an
-expert's result they take.
+"""Routers of mixtures of experts: the tokens in the buffers of each expert, and the weight of an expert's
+result.
 
 With groups of S tokens, E experts, k choices and the capacity C:
 
@@ -47,9 +47,8 @@ KEPT = ("first", "largest")
 class Routed:
     """The destinations of tokens.
 
-    Attributes:
-      combine, dispatch: float32 [others, token, router, capacity]: a token's gate, or 1, where it lies in a
-        buffer.
+    Attributes: combine, dispatch: float32 [others, token, router, capacity]: a token's gate, or 1, at its
+    place in a buffer.
       loss: float32 scalar to be added, weighted, to the model's.
     """
 
@@ -84,7 +83,7 @@ class Router:
         return min(tokens, max(1, math.ceil(tokens * self.capacity_factor / experts)))
 
     def check(self, experts: int) -> None:
-        """UserError unless so many experts are enough."""
+        """UserError unless there are enough experts."""
 
     def __call__(
         self,
@@ -138,7 +137,7 @@ class TokenChoice(Router):
       later: which choices after the first are used: `all`; `random`, with probability gate / threshold
         (GShard, section 2.2); `threshold`, if the gate is larger; `overflow`, if the expert chosen before is
         full, so that few tokens are left behind (Fedus et al., appendix B); the gate is p itself then.
-      kept: which tokens an expert that is chosen too often keeps: the `first`, or those of `largest` gates.
+      kept: tokens that an expert with too many choices keeps: the `first`, or those with the `largest` gates.
     """
 
     chosen: int = 1
@@ -164,7 +163,7 @@ class TokenChoice(Router):
         return self.chosen > 1 and self.later != "overflow"
 
     def check(self, experts: int) -> None:
-        """UserError unless so many experts are enough."""
+        """UserError unless there are enough experts."""
         if self.chosen > experts:
             raise UserError(f"TokenChoice: chosen={self.chosen} must be from 1 to the {experts} experts")
 
@@ -239,9 +238,9 @@ SWITCH, TOP_2 = TokenChoice(), TokenChoice(chosen=2)
 
 @dataclass(frozen=True)
 class ExpertChoice(Router):
-    """Every expert chooses its tokens, those of the largest p, as many as it has places; a token may have any
-    number of experts, and the load is even without a loss (Zhou et al. 2022, "Mixture-of-experts with expert
-    choice routing", section 3.2).
+    """Every expert chooses as many tokens as it has places, those with the largest p. A token may have any
+    number of experts, and the load is balanced without a loss (Zhou et al. 2022, "Mixture-of-experts with
+    expert choice routing", section 3.2).
 
     `capacity_factor` is the mean number of experts per token. Whether a token is chosen depends on the whole
     group, later tokens too, so a model that writes from left to right must not use it.

@@ -53,11 +53,11 @@ class TopExperts(Router):
       chosen: k, at most the number of experts.
       scores: how p is made of the logits: `softmax` over all experts, or the `sigmoid` of each.
       normalized: a token's gates add up to `scale`.
-      scale: of the gates (DeepSeek's routed_scaling_factor).
-      groups, groups_chosen: experts lie in so many groups, and a token's choices in so many of them: those of
-        the largest p (softmax), or the largest sums of two p + b (sigmoid).
-      balance_rate: by how much a step changes the bias of (6), a variable `router_bias` [router] beside
-        `router_load`, the choices of the step before; 0: there is none.
+      scale: of the gates (DeepSeek's routed_scaling_factor). groups, groups_chosen: number of groups of
+        experts, and number of groups with a token's choices: those with the largest p (softmax), or the
+        largest sums of two p + b (sigmoid).
+      balance_rate: change per step of the bias of (6), a variable `router_bias` [router] beside
+        `router_load`, the choices of the previous step; 0: no bias.
     """
 
     chosen: int = 2
@@ -83,7 +83,7 @@ class TopExperts(Router):
             )
 
     def check(self, experts: int) -> None:
-        """UserError unless so many experts are enough."""
+        """UserError unless there are enough experts."""
         if experts % self.groups:
             raise UserError(f"TopExperts: groups={self.groups} do not divide the {experts} experts")
         asked = experts // self.groups * self.groups_chosen

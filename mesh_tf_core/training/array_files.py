@@ -1,7 +1,7 @@
-"""Files that hold arrays by name: where each lies in them, and how they are written piece by piece.
+"""Files with named arrays: the place of each array, and writing piece by piece.
 
-A safetensors file is a number of 8 bytes, a JSON header of so many bytes (name -> dtype, shape, first byte
-and end), and the arrays in row-major order, one after the other: the format allows no gap between them, no
+A safetensors file is an 8-byte length, a JSON header of this length (name -> dtype, shape, first byte and
+end), and the arrays in row-major order, one after the other: the format allows no gap between them, no
 overlap and no surplus (https://github.com/huggingface/safetensors, "Format"). A .npy file holds one array,
 here under the name "", and its checksum covers the file. A .npz file is a zip archive of .npy files.
 """
@@ -46,7 +46,7 @@ SAFE = {
     "F8_E5M2": "float8_e5m2",
     "C64": "complex64",
 }
-"""Element types by the format's names; NumPy has none for the others (of less than 8 bits, say)."""
+"""Element types by the format's names; NumPy lacks the others (such as those of less than 8 bits)."""
 HEADER = 100_000_000
 """Most bytes of a safetensors header: the format's own limit."""
 NPY_HEADER = 1 << 16
@@ -74,7 +74,7 @@ class ArrayLocation:
         return int(np_dtype(self.dtype).itemsize) * math.prod(self.shape)
 
     def mapped(self) -> Any:
-        """The array, mapped into memory: what is not looked at is not read."""
+        """The array, mapped into memory: only accessed parts are read."""
         dtype = np_dtype(self.dtype)
         if not self.bytes:
             return np.zeros(self.shape, dtype)
@@ -88,7 +88,7 @@ class ArrayLocation:
 
 
 def digest(file: BinaryIO, bytes: int) -> str:
-    """SHA-256 of the next so many bytes; of fewer, if the file ends."""
+    """SHA-256 of the next `count` bytes, or of fewer at the end of the file."""
     found = hashlib.sha256()
     while bytes and (content := file.read(min(CHUNK, bytes))):
         found.update(content)
@@ -258,7 +258,7 @@ def flat(array: Any) -> Any:
 def write_pieces(path: Path, pieces: Mapping[VariablePiece, Any]) -> dict[VariablePiece, str]:
     """Writes pieces of variables to a new safetensors file, on the disk when it returns; SHA-256 of each.
 
-    Each is asked for once and forgotten once it is written. The widest elements come first, so that all are
+    Each is read once and released after it is written. The widest elements come first, so that all are
     aligned.
     """
     order = sorted(pieces, key=lambda piece: -itemsize(piece.dtype))

@@ -33,7 +33,7 @@ class PlannedTraining(Protocol):
 
     @property
     def slices(self) -> Mapping[str, int]:
-        """Mesh axis -> over how many slices of a machine it lies."""
+        """Mesh axis -> number of slices that it spans."""
         ...
 
 
@@ -41,7 +41,7 @@ class LayoutFinder(Protocol):
     """Finds layouts for this machine."""
 
     def best(self, model: Model, mesh: Mesh) -> Mapping[str, Any]:
-        """The plan of the best layout, as JSON: what one process sends to others."""
+        """The plan of the best layout, as JSON, which one process sends to the others."""
         ...
 
     def read(self, plan: Mapping[str, Any]) -> PlannedTraining:
@@ -54,7 +54,7 @@ GROUP = "mesh_tf_core.search"
 
 
 def installed() -> LayoutFinder:
-    """The search that `layout="auto"` asks.
+    """The search of `layout="auto"`.
 
     Raises:
       UserError: no installed package has one.

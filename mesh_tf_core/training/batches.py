@@ -1,4 +1,4 @@
-"""A batch as users give it, made into what a program is fed."""
+"""Converts a user's batch to the inputs of a program."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mesh_tf_core.model import Model
 
 
 def fitted(batch: Mapping[str, Any], model: Model, program: Program, rows: Any) -> dict[str, Any]:
-    """The inputs of the model in the shapes of the program: with microbatches, in parts; with replicas, those
-    of each.
+    """The inputs of the model in the shapes of the program: with microbatches, in parts; with replicas, one
+    part for each.
 
     Args:
       rows: those that this process's devices read, int64 [n]; a batch may hold these alone. None: all.
 
     Raises:
-      UserError: an input is missing, or its shape is not what the model was built for.
+      UserError: an input is missing, or its shape differs from the model's.
     """
     check("training", batch=(batch, BATCH))
     replicas = program.layout.axes(REPLICA)

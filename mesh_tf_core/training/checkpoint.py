@@ -6,9 +6,9 @@
                               file, place in the variable and SHA-256; and the manifest's own
 
 A checkpoint is written under a temporary name and renamed when all of it is on the disk, and every file that
-its manifest names was found there, of its size. Only then older ones are removed. A process writes one piece
-after the other, and reads of every variable the pieces that its devices hold, so no host needs room for more
-than these.
+its manifest names was found there, of its size. Older checkpoints are removed only then. A process writes one
+piece after the other, and reads of every variable the pieces that its devices hold, so no host needs room for
+more than these.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint", "check_directory", "listed", "newest", "owned", "unwritable", "write"]
 
 ASIDE = ".aside"
-"""End of the name of a checkpoint that is newer than one that was chosen to go on from: the user's now."""
+"""Suffix of a checkpoint that is newer than the one chosen for resuming; it now belongs to the user."""
 
 
 class CheckpointWarning(UserWarning):
@@ -64,11 +64,11 @@ def write(
 
     Args:
       pieces: see `array_files.write_pieces`; together they are whole variables.
-      extra: plain data (what JSON holds).
-      mode: of the folder; None: as the umask says.
+      extra: plain JSON data.
+      mode: of the folder; None: decided by the umask.
 
     Raises:
-      OSError: it cannot be written; what was there is there, and nothing else.
+      OSError: it cannot be written; existing files are unchanged and no other files remain.
     """
     with beginning(directory, step, mode) as folder:
         return finish(folder, step, write_pieces(folder, 0, pieces), extra, keep)
@@ -91,7 +91,7 @@ def beginning(directory: str | Path, step: int, mode: int | None = None) -> Iter
 
 
 def write_pieces(folder: Path, process: int, pieces: Mapping[VariablePiece, Any]) -> WrittenPieces:
-    """Writes what one process writes of a checkpoint; what `finish` must know of it."""
+    """Writes one process's pieces of a checkpoint; returns the data that `finish` needs."""
     if not pieces:
         return []
     file = f"{process:05d}.safetensors"
@@ -104,7 +104,7 @@ def finish(folder: Path, step: int, written: Iterable[Any], extra: Mapping[str, 
 
     Raises:
       OSError: it cannot be written.
-      UserError: what was written is not there. No checkpoint is removed.
+      UserError: a written file is missing. No checkpoint is removed.
     """
     manifest = Manifest(step=step, variables=_entries_of(step, written), extra=dict(extra))
     manifests.write(folder / MANIFEST, manifest)
@@ -190,13 +190,13 @@ def _look(path: Path, step: int) -> None:
 def newest(
     directory: str | Path, cluster: Cluster | None = None, finite: Collection[str] = frozenset()
 ) -> Checkpoint | None:
-    """The newest whole checkpoint, every file checked; torn or edited ones, and those that cannot be trained
-    on, are named in `skipped`.
+    """The newest whole checkpoint, after a check of every file; incomplete or edited ones, and those that
+    cannot be resumed, are named in `skipped`.
 
     None if there is no checkpoint at all.
 
     Args:
-      cluster: processes that all ask for it, and share the checking.
+      cluster: processes that all call this function and share the check.
       finite: variables that must be finite.
 
     Raises:
@@ -209,7 +209,8 @@ def newest(
 def of_step(
     directory: str | Path, step: int, cluster: Cluster | None = None, finite: Collection[str] = frozenset()
 ) -> Checkpoint:
-    """The checkpoint of a step, every file checked; newer ones get other names (`ASIDE`) and count no more.
+    """The checkpoint of a step, after a check of every file; newer ones get other names (`ASIDE`) and no
+    longer count.
 
     Args:
       cluster, finite: see `newest`. The process that writes checkpoints renames.
@@ -245,7 +246,7 @@ def _aside(path: Path) -> Path:
 
 
 def going_on(directory: str | Path) -> str:
-    """From which checkpoint a training that ended by its numbers can go on, in words."""
+    """The checkpoints from which a training with infinite numbers can resume, in words."""
     there = listed(directory)
     if not there:
         return f"nothing is saved in {str(directory)!r}"

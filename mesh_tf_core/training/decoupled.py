@@ -1,4 +1,4 @@
-"""Replicas that are jobs of their own and synchronise in a directory (`outer_step_rounds`)."""
+"""Replicas that are jobs of their own and synchronise through a directory (`outer_step_rounds`)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Met:
 
     Attributes:
       round: the state that was taken.
-      present: replicas whose work is in it.
-      dropped: what this one did is not: it was too old, or left out.
+      present: replicas whose work it contains.
+      dropped: True if this replica's work was too old or was left out.
       bytes: that it posted, each time it did, without the file's own.
-      left: replicas whose posts were left out of it, and why.
+      left: replicas whose posts were left out, and why.
     """
 
     round: int
@@ -92,7 +92,7 @@ class Decoupled:
 
     @property
     def shared(self) -> dict[str, float]:
-        """The settings that all replicas of a directory must have alike, by name."""
+        """The settings that all replicas of a directory must have in common, by name."""
         return {
             "replica": self.count,
             "rate": self.learning_rate,

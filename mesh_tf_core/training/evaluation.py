@@ -5,12 +5,12 @@ rows up, exactly rounded:
 
     mean = B / N  sum over the N true rows of r(b)          B: rows of a whole batch
 
-so a short last batch is padded, and what pads it is left out again: neither the layout nor the cut into
-batches has a say in the sum. All devices take part, of several processes too; each may be given the rows that
-its devices read alone, and of a short batch what is there of them. A quotient of two such sums (a mean over
-weights, say) is the quotient of their sums over all rows; a number that the divisor is at least, as in
-maximum(sum, 1.0), holds for the sum over all rows. A result that mixes rows in another way (the statistics of
-a batch, the capacity of experts) is averaged over batches, which must then be whole.
+A short last batch is therefore padded, and the padding is removed again: the sum depends neither on the
+layout nor on the sizes of batches. All devices of all processes take part; each process may get only the rows
+that its devices read, and of a short batch only those that exist. A quotient of two such sums (such as a
+weighted mean) is the quotient of their sums over all rows; a lower limit of the divisor, as in maximum(sum,
+1.0), applies to the sum over all rows. A result that mixes rows in another way (the statistics of a batch,
+the capacity of experts) is averaged over batches, which must then be whole.
 """
 
 from __future__ import annotations
@@ -52,20 +52,19 @@ from mesh_tf_core.training.prefetch import Prefetch
 from mesh_tf_core.training.rows import Rows
 
 EvaluationBatches = Iterable[Mapping[str, Any]] | Callable[[Any], Iterable[Mapping[str, Any]]]
-"""Whole batches, or what makes batches of the rows that it is given."""
+"""Whole batches, or a function that makes batches of given rows."""
 NO_MEANS: Mapping[str, Variable] = {}
 ABOVE, BELOW = "{} (rows)", "{} (weights of rows)"
 """Names of a result's sums in the program: of the sum itself or a quotient's dividend, and of its divisor."""
 
 
 class EvaluationPass:
-    """The forward pass of a model beside its training.
+    """The forward pass of a model, during its training.
 
     Args:
-      training: the engine whose variables are used.
-      layout, options: of the training.
-      means: variable -> what is read in its place: its running mean (`Optimizer.ema`), or, of replicas,
-        [replica, its dims]: those that each has, of which the mean is taken.
+      training: the engine with the variables. layout, options: of the training.
+      means: variable -> the value that replaces it: its running mean (`Optimizer.ema`), or, with replicas,
+        [replica, its dims]: the values of all replicas, which are averaged.
       cluster: the processes that evaluate together.
 
     Attributes:
@@ -127,11 +126,11 @@ class EvaluationPass:
         """Means of the loss and the metrics over all examples.
 
         Args:
-          batches: whole ones; or what makes batches of the given rows alone (`rows`; None: whole ones). All
-            processes go through equally many, also one that has no row of a short batch.
+          batches: whole ones; or a function of rows that makes batches of these (`rows`; None: whole ones).
+            All processes run the same number of batches, including a process without rows of a short batch.
 
         Raises:
-          UserError: no batch, a batch that is too large, a short one where a result needs whole ones.
+          UserError: there is no batch, a batch is too large, or it is short and a result needs whole ones.
         """
         if not callable(batches):
             check("evaluate", batches=(batches, BATCHES))
@@ -240,7 +239,7 @@ def forward(graph: Graph, means: Mapping[str, Variable] = NO_MEANS) -> Graph:
 
 
 def running_means(program: Program, steps: int, what: str) -> Mapping[str, Variable]:
-    """Trained variable -> its running mean; UserError, in the name of `what`, if there is none (yet)."""
+    """Trained variable -> its running mean; UserError, which names `what`, if there is none (yet)."""
     slots = [s.variable for s in program.variables.values()]
     found = {v.slot_of: v for v in slots if v.slot_of and v.name == f"{v.slot_of}/{EMA}"}
     if not found:

@@ -1,9 +1,9 @@
 """Numbers of a training that must be finite: losses, and the variables that a checkpoint holds.
 
 A step may have a finite loss and gradients that are not. Its variables cannot be trained on, so they are not
-saved: whoever resumes finds the checkpoint before. Checked are the trained variables and what the optimizer
-keeps for them. Other variables (`trainable=False`: a running minimum that begins at infinity, say) may hold
-what they like.
+saved: whoever resumes finds the checkpoint before. The trained variables and their optimizer state are
+checked. Other variables (`trainable=False`, such as a running minimum that begins at infinity) may hold any
+numbers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from mesh_tf_core.ir.initializers import Variable
 SKIPPED = 20
 """Steps in a row that a loss scale may leave out before the run is given up."""
 AT_ONCE = 1 << 18
-"""Elements that are looked at at once: what is made of them stays in the processor's cache."""
+"""Elements that are checked together, so that intermediate results stay in the processor's cache."""
 EXPONENT = {"float16": 0x7C00, "bfloat16": 0x7F80}
-"""Bits that are all set in what is not finite, of types for which NumPy's own check is six times slower."""
+"""Bits that are all set in infinite and undefined numbers, for types for which NumPy's own check is six times
+slower."""
 
 
 def is_finite(array: Any) -> bool:
@@ -48,14 +49,14 @@ def finite_names(variables: Iterable[Variable]) -> frozenset[str]:
 
 
 class FinitePieces(Mapping[VariablePiece, Any]):
-    """Pieces of variables, each looked at when it is asked for: in the thread and the process that writes it.
+    """Pieces of variables, each checked when it is read, in the thread and process that write it.
 
     Args:
       names: of the variables that must be finite.
-      step: whose values they are; todo: what to do if they are not finite, in words.
+      step: step of the values; todo: the remedy if they are not finite, in words.
 
     Raises:
-      UserError: when a piece is asked for that is not finite.
+      UserError: when a piece with infinite numbers is read.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class FiniteLoss:
     """Looks at the loss of every step.
 
     Args:
-      scaled: a loss scale leaves out steps whose numbers are too large, and tries smaller ones.
+      scaled: a loss scale skips steps with too large numbers and tries smaller scales.
     """
 
     def __init__(self, scaled: bool) -> None:

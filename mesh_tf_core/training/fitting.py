@@ -1,8 +1,8 @@
-"""The loop of `Trainer.fit`: a step for each batch, and what happens between steps.
+"""The loop of `Trainer.fit`: a step for each batch, and the work between steps.
 
-After a step, in this order: its loss is checked, the caller is told, replicas meet, a checkpoint is begun,
-and the model is evaluated. Steps without any of the last three are in flight together, as many as the engine
-likes.
+After a step, in this order: its loss is checked, the callback runs, replicas synchronise, a checkpoint is
+started, and the model is evaluated. Steps without any of the last three are in flight together, as many as
+the engine likes.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Fitting:
     """One call of `Trainer.fit`.
 
     Args:
-      trainer: whose steps they are.
-      begin: starts a step on a batch that is on the devices; what it returns waits for the results.
+      trainer: the trainer of the steps.
+      begin: starts a step on a batch on the devices; the returned function waits for the results.
       in_flight: most steps that are begun and not done.
       saver: of the trainer.
-      losses: ends a training whose loss is not finite.
-      steps, every, on_step, stop, evaluate, evaluate_every, keep, checkpoint: as in `Trainer.fit`.
-      meetings: with other jobs, if there are any; `on_met`: told of them.
+      losses: ends a training with an infinite loss. steps, every, on_step, stop, evaluate, evaluate_every,
+        keep, checkpoint: as in `Trainer.fit`.
+      meetings: synchronisation with other jobs, if there are any; `on_met`: called with its results.
     """
 
     trainer: Trained

@@ -1,7 +1,7 @@
-"""The directory in which a job keeps its checkpoints: whose it is, what lies in it, and who may read it.
+"""The directory of a job's checkpoints: its owner, its content, and its readers.
 
-What else lies there is somebody else's: only names that are exactly ours are read, counted or removed, and no
-link is followed.
+Other files there belong to others: only exact names of this format are read, counted or removed, and no link
+is followed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def check_directory(directory: str | Path, mode: int | None = None) -> None:
 
 @contextlib.contextmanager
 def owned(directory: str | Path, mode: int | None = None) -> Iterator[str]:
-    """Within it checkpoints can be written there, by this job alone. Yields what is wrong with the lock, or
+    """Within it checkpoints can be written there, by this job alone. Yields a problem of the lock, or
     nothing. A directory that is made gets this mode.
 
     Raises:
@@ -124,7 +124,7 @@ def _entries(root: Path) -> list[Path]:
 
 
 def tidy(root: Path) -> None:
-    """Removes what ended processes left; what one had put aside gets its name again."""
+    """Removes files of ended processes; a file that one had moved aside gets its name back."""
     for path in _entries(root):
         if found := REPLACED.fullmatch(path.name):
             named = root / f"step-{found[1]}"
@@ -141,7 +141,7 @@ def named(step: int) -> str:
 
 
 def begun(directory: str | Path, step: int, name: Any) -> Path:
-    """The folder that another process made by `beginning`; UserError if no such name is said."""
+    """The folder that another process made with `beginning`; UserError if it sent no such name."""
     found = UNFINISHED.fullmatch(name) if isinstance(name, str) else None
     if found is None or int(found[1]) != step:
         raise UserError(

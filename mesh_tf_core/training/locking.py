@@ -1,11 +1,11 @@
 """One job writes into a directory of checkpoints: a lock that ends with the process that holds it.
 
-It is the system's lock (flock) of the file `.lock` there, in which the holder says who it is. The kernel
+It is the system's lock (flock) of the file `.lock` there, in which the holder writes its name. The kernel
 takes it away when the holder ends, however it ends. Of the processes of one job only the one that writes
 takes it; whoever only reads needs none. A process takes it as often as it likes: its trainers are one job.
 
-Why not the library filelock (4.3.1): it does not say who holds the lock, nor notice that its file was removed
-and another job has locked the next one, and it takes a file that has a second name for its own.
+The library filelock (4.3.1) is not used: it does not report who holds the lock, does not notice that its file
+was removed and another job has locked the next one, and accepts a file that has a second name.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _counts: dict[str, int] = {}
 
 @contextlib.contextmanager
 def locked(directory: str | Path, what: str = "checkpoint") -> Iterator[str]:
-    """Within it, no other process may write checkpoints there. Yields what is wrong, or nothing: some network
-    file systems have no locks, and somebody may have removed the lock that this process held.
+    """Within it, no other process may write checkpoints there. Yields a problem, or nothing: some network
+    file systems have no locks, and the lock file of this process may have been removed.
 
     Args:
-      what: messages call it so.
+      what: the name in messages.
 
     Raises:
-      UserError: another job writes there, which one; or what has the lock's name is not ours.
+      UserError: another job writes there, which is named; or the file with the lock's name is not a lock.
       OSError: the directory cannot be written.
     """
     place, called = os.path.realpath(directory), f"{what} {str(directory)!r}"

@@ -27,7 +27,7 @@ LARGEST = 1 << 32
 LONGEST = 80
 """Characters of a manifest's texts that a refusal repeats."""
 LAST = 10**18
-"""No training counts to so many steps."""
+"""An upper limit of steps in any training."""
 
 if TYPE_CHECKING:
     Dtype = str
@@ -107,7 +107,7 @@ def write(path: Path, manifest: Manifest) -> None:
 
     Raises:
       OSError: it cannot be written.
-      UserError: it would be larger than what is read.
+      UserError: it would be larger than readers accept.
     """
     plain = {
         **manifest.model_dump(),

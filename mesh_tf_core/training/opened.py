@@ -1,4 +1,4 @@
-"""A checkpoint that is read: piece by piece, and no more than is asked for."""
+"""A checkpoint for reading: piece by piece, and only what is needed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from mesh_tf_core.training.manifest import MANIFEST, ManifestEntry, PieceFile
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files all agree with their checksums.
+    """A checkpoint whose files all match their checksums.
 
     Attributes:
-      extra: what the trainer added (the data's position, the layout at the time).
+      extra: data of the trainer (the position of the data, the layout).
       skipped: newer checkpoints that were passed over, and why; aside: that have another name now.
     """
 
@@ -100,9 +100,9 @@ class Checkpoint:
     def check(
         self, mine: Callable[[int], bool] = lambda number: True, finite: Collection[str] = frozenset()
     ) -> None:
-        """Raises OSError or ValueError unless the files hold what the manifest says, and the variables
-        `finite` nothing but finite numbers: those pieces whose numbers are `mine`; others' files must be
-        there too."""
+        """Raises OSError or ValueError unless the files match the manifest, and the variables `finite`
+        contain only finite numbers. Checks the pieces with numbers in `mine`; the files of others must exist
+        too."""
         number = 0
         for name, entry in self.variables.items():
             said = f"variable {name[: manifests.LONGEST]!r}"

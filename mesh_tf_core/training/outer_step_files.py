@@ -1,14 +1,14 @@
-"""The directory in which replicas meet: its names, and what of its files is believed.
+"""The directory in which replicas synchronise: its file names, and the checks of its files.
 
     state-00000007.npz             what replicas begin from after the 7th round: variables and outer momentum
     round-00000007-replica-1.npz   a post: how far replica 1 came, into round 7
     state-00000008-by-1.npz        a state that replica 1 is making
     replica-1/.lock                replica 1's, for as long as it runs
 
-Others write there too, and disks fail. So a file counts only if it says itself what its name says (round,
-replica, run), and before an array is read its type and shape must be what is expected: nothing else is read,
-however much is there. A state counts only behind the one before it, so that a stray copy with a large number
-is none. Only names that are exactly ours are removed, and files alone.
+Others write there too, and disks fail. A file therefore counts only if its content repeats its name (round,
+replica, run). Before an array is read, its type and shape must be as expected; nothing else is read, whatever
+the size of the file. A state counts only behind the one before it, so that a stray copy with a large number
+is none. Only files with exact names of this format are removed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ArrayShape = tuple[int, ...]
 Wanted = Mapping[str, tuple[Sequence[str], ArrayShape]]
 """Name of an array -> the dtypes that it may have, and its shape."""
 ABOUT = "about.json"
-"""The array of a file that says what else is known of it."""
+"""The array of a file with its metadata."""
 MOST_ABOUT = 1 << 20
 """Bytes of that."""
 STATE = re.compile(r"state-(\d{8})\.npz")
@@ -51,7 +51,7 @@ ReplicaNumber = Annotated[int, Field(ge=0)]
 
 
 class MeetWarning(UserWarning):
-    """Something lies where replicas meet that is none of their files."""
+    """A file in the synchronisation directory does not belong there."""
 
 
 class UnusablePost(ValueError):
@@ -79,8 +79,9 @@ class MeetingState(BaseModel):
     """The header of a state.
 
     Attributes:
-      present: replicas whose work of the round before is in it; left: those whose posts were left out, why.
-      shared: what all replicas must say alike.
+      present: replicas whose work of the previous round it contains; left: those whose posts were left out,
+        and why.
+      shared: settings that all replicas must have in common.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -149,7 +150,7 @@ class Directory:
         return newest
 
     def tidy(self, before: int) -> None:
-        """Removes the files of rounds that nobody reads again."""
+        """Removes the files of rounds that no replica reads again."""
         found = ((name, OURS.fullmatch(name)) for name in self._names())
         old = {name for name, match in found if match and int(match[1] or match[2]) < before}
         self._remove(old.__contains__)
@@ -176,7 +177,7 @@ class Directory:
         """A post and its arrays.
 
         Args:
-          wanted: bits -> the arrays that a post of so many has, their dtype and shape.
+          wanted: bits -> the arrays of a post with these bits, their dtype and shape.
 
         Raises:
           FileNotFoundError: there is none.
@@ -200,12 +201,12 @@ class Directory:
 
         Raises:
           FileNotFoundError: it is not there.
-          UserError: it is no state of replicas that meet as this one does.
+          UserError: it is not a state of replicas with these settings.
         """
         return self._state(round)[0]
 
     def read_state(self, round: int, wanted: Mapping[str, ArrayShape]) -> tuple[MeetingState, ArraysByName]:
-        """A state, and those of its arrays that are wanted; raises as `about` does."""
+        """A state with the wanted arrays; raises as `about` does."""
         about, arrays = self._state(round)
         try:
             return about, _read(arrays, {name: (FLOATS, shape) for name, shape in wanted.items()})
@@ -250,7 +251,7 @@ class Directory:
     # -- writing ---------------------------------------------------------------------------------------------
 
     def put_post(self, round: int, since: int, arrays: ArraysByName) -> None:
-        """Posts, in the place of what lay there."""
+        """Posts, replacing an earlier post."""
         own = self.how.replica
         about = Post(run=self.run, round=round, replica=own, since=since, bits=self.how.bits)
         _write(self.post(round, own), arrays, about)

@@ -1,6 +1,7 @@
-"""Replicas that are jobs of their own, and meet in a directory: one that is late or lost stops no other.
+"""Replicas that are jobs of their own, and synchronise through a directory: a late or lost replica stops no
+other.
 
-Replicas train alone as those of an axis do (`tracing.replicas`), but each in a job of its own, on whatever
+Replicas train alone as those of an axis do (`tracing.replicas`), but each in a job of its own, on any
 devices. In common they have a row of outer states, each one file: the variables that all begin from, and the
 outer momentum. Round r is open from when state r is there until state r + 1 is. After every `period` steps a
 replica
@@ -13,18 +14,17 @@ replica
                state
     takes      the newest state, whoever closed the round, and trains on from there
 
-so that a lost replica costs the others their patience once, a late one joins the round that is open when it
-comes, unless it began more than `staleness` rounds before that (then what it did is dropped), and one that
-returns takes the newest state. Optimizer state stays with its replica. With all replicas in time it is
+A lost replica therefore delays the others by their patience once. A late one joins the round that is open
+when it arrives, unless it began more than `staleness` rounds earlier (then its work is dropped). A replica
+that returns takes the newest state. Optimizer state stays with its replica. With all replicas in time it is
 algorithm 1 of Douillard et al. 2023.
 
-Work is posted once. A replica that is killed goes on from its checkpoint, which is no older than its last
-post: it meets first if it had not yet, and if a state has its work in it already, it takes that state and
-posts nothing. So after any kills, with nobody too late, the states and variables are those of an undisturbed
-run.
+Work is posted once. A killed replica resumes from its checkpoint, which is no older than its last post. It
+synchronises first if it had not done so; if a state already contains its work, it takes that state and posts
+nothing. After any kills, without a replica that was too late, the states and variables are therefore those of
+an undisturbed run.
 
-A post that is not finite, or has not what posts of this model have, is left out of the mean, which
-the state says.
+A post that is not finite, or lacks arrays of this model, is left out of the mean, and the state records this.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from mesh_tf_core.training.opened import Checkpoint
 from mesh_tf_core.training.outer_step_files import FLOATS, ArraysByName, Directory, MeetingState, UnusablePost
 
 CODES, SCALES = "codes", "scales"
-"""Names, below a variable's own, of what stands for it in few bits."""
+"""Suffixes of a variable's name for its representation in few bits."""
 BEGAN, LOST = "meet/began", "meet/lost"
-"""Names, below a variable's own, of what a checkpoint has of the meetings: the state that the replica began
-from, and what rounding lost of its last post."""
+"""Suffixes of a variable's name for the synchronisation state in a checkpoint: the state that the replica
+began from, and the rounding error of its last post."""
 EXTRA = "meet"
 """The name in a checkpoint of the further data of synchronisations."""
 POLL, SLOWEST = 0.05, 1.0
@@ -66,11 +66,11 @@ class Meetings:
 
     Args:
       engine, program: of its training.
-      found: the checkpoint that it goes on from.
+      found: the checkpoint that it resumes from.
 
     Attributes:
       round: the state that the replica began from.
-      pending: a meeting is due before the next step.
+      pending: a synchronisation is due before the next step.
     """
 
     def __init__(
@@ -97,17 +97,17 @@ class Meetings:
         return _Own(batches, self.how.replica, self.how.count)
 
     def due(self, step: int) -> bool:
-        """True if replicas meet after a step."""
+        """True if replicas synchronise after a step."""
         return step % (self.how.period // self.how.fragments) == 0
 
     def meet(self, stop: Callable[[], bool] = lambda: False) -> Met | None:
-        """Posts what was done since the last meeting, and takes the newest state.
+        """Posts the progress since the last synchronisation, and takes the newest state.
 
         Args:
-          stop: asked while others are waited for; once it is true, None is returned, and `pending` stays.
+          stop: called while waiting for others; once it returns True, None is returned, and `pending` stays.
 
         Raises:
-          UserError: the variables are not finite, or what lies in the directory cannot be gone on from.
+          UserError: the variables are not finite, or the directory's content cannot be used.
         """
         self.pending = True
         since, size = self.round, 0

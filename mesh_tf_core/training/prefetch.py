@@ -20,13 +20,13 @@ LOOK = 0.1
 
 
 def position(stream: Any) -> Any:
-    """The position of an iterator, if it can tell (`get_state`, as iterators of the library Grain have it),
-    or None."""
+    """The position of an iterator, if it reports one (`get_state`, as iterators of the library Grain do), or
+    None."""
     return stream.get_state() if hasattr(stream, "get_state") and hasattr(stream, "set_state") else None
 
 
 def continued(stream: Any, position: Any, step: int) -> Any:
-    """The iterator, set to a position that it told, or else past the batches of `step` steps."""
+    """The iterator, set to a reported position, or else advanced past the batches of `step` steps."""
     if position is not None and hasattr(stream, "set_state"):
         stream.set_state(position)
     else:
@@ -39,7 +39,7 @@ class Ready:
     """A prepared batch.
 
     Attributes:
-      position: where the data stands after it, None if the data cannot tell.
+      position: position of the data after it, None if the data do not report it.
     """
 
     fed: Any
@@ -50,7 +50,7 @@ class Prefetch:
     """The next `count` batches of a stream (None: all of them), prepared in a thread.
 
     Args:
-      prepare: batch -> what a step takes; runs in the thread.
+      prepare: batch -> input of a step; runs in the thread.
       stop: once it is true, the batches end.
 
     Attributes:

@@ -1,5 +1,5 @@
-"""Replicas that train alone for some steps (`tracing.replicas`), in a training: whose batch is whose, when
-they meet."""
+"""Replicas that train alone for some steps (`tracing.replicas`), in a training: the batch of each replica,
+and their outer steps."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class TrainedReplicas:
     """The replicas of one training.
 
     Args:
-      programs: the inner one, which the engine runs, and those in which replicas meet.
+      programs: the inner program, which the engine runs, and those of outer steps.
 
     Attributes:
       engine: of the inner program; count: of the replicas.
       meetings: an engine for each fragment's; merges: and for its end, with a delay.
-      shared: trained variable -> the one that all replicas began from: what is evaluated, and what is kept of
-        the training in the end.
-      own: variables that no meeting touches, of which each replica has its own (a norm's moving averages): of
-        these the mean is evaluated and kept, of whole numbers the largest.
+      shared: trained variable -> the value that all replicas began from; it is evaluated, and stored at the
+        end of the training.
+      own: variables that are not synchronised, of which each replica has its own (a norm's moving averages):
+        their mean is evaluated and stored, or the largest for integers.
     """
 
     def __init__(self, engine: Engine, programs: ReplicaPrograms) -> None:
@@ -49,7 +49,7 @@ class TrainedReplicas:
         self.own: Mapping[str, Variable] = {v.name: v for v in alone if _spread(v)}
 
     def after(self, step: int) -> Callable[[], object]:
-        """Begins what follows this step, if a meeting begins or ends; what it gives waits for it."""
+        """Starts the outer step that begins or ends after this step; the returned function waits for it."""
         diloco = self.diloco
         begins, ends = diloco.meets(step), diloco.meets(step - diloco.delay) if diloco.delay else None
         if ends is not None:  # a meeting ends before the next one begins
@@ -58,10 +58,10 @@ class TrainedReplicas:
 
     def check_flight(self, where: str, step: int, written: str) -> None:
         """UserError if a checkpoint after this step has a fragment in flight that would not be merged here,
-        or has none where one would be: what lies there was merged before.
+        or has none although one is expected: the settings of replicas differ.
 
         Args:
-          where: the checkpoint as messages call it; written: how its replicas met (`DiLoCo` as text).
+          where: name of the checkpoint in messages; written: settings of its replicas (`DiLoCo` as text).
         """
         had, has = DiLoCo.parse(written).flying(step), self.diloco.flying(step)
         if had != has:
@@ -72,7 +72,7 @@ class TrainedReplicas:
             )
 
     def together(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-        """Batches of a step: one for each replica, as they come."""
+        """Batches of a step: one for each replica, in order."""
         return _StackedBatches(batches, self.count)
 
     def layout(self, layout: Layout) -> Layout:
@@ -80,7 +80,7 @@ class TrainedReplicas:
         return layout.with_rules({REPLICA: (self.diloco.axis,)}) if self.own else layout
 
     def one(self, variable: Variable) -> Variable:
-        """A variable of the inner program as the model has it: that of one replica."""
+        """A variable of the inner program in the model's form: that of one replica."""
         if not _spread(variable):
             return variable
         return replace(variable, shape=Shape(variable.shape.dims[1:]), stacked=variable.stacked - 1)
@@ -97,8 +97,8 @@ class TrainedReplicas:
         return array.astype(wide).mean(0).astype(array.dtype)
 
     def write(self, name: str, array: Any) -> None:
-        """Sets a variable of the model in every replica, and what they begin from; nothing of the meetings
-        before counts on."""
+        """Sets a variable of the model in every replica, and in the state that they begin from; earlier outer
+        steps no longer count."""
         held = self.engine.program.variables[name].variable
         array = np.asarray(array)
         self.engine.write(name, np.broadcast_to(array, held.shape.sizes) if _spread(held) else array)

@@ -1,11 +1,11 @@
 """The tensors of a graph that hold one example of the batch per row, and results as sums over rows.
 
-A result such as a loss is, in most models, a sum of what the rows of the batch give,
+A result such as a loss is, in most models, a sum over the rows of the batch,
 
     result = sum over b of r(b)
 
-namely when it is made by operations that are linear in it (sums, means, scaling, additions) from tensors
-whose row b depends on row b of the inputs alone. `Rows.of` builds r.
+namely if it is computed by linear operations (sums, means, scaling, additions) from tensors whose row b
+depends only on row b of the inputs. `Rows.of` builds r.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Rows:
       batch: name of the batch dimension; `size`: of a whole batch.
 
     Attributes:
-      why: the operation because of which the last tensor asked for is not a sum over rows.
+      why: the operation because of which the last tensor is not a sum over rows.
     """
 
     def __init__(self, graph: Graph, batch: str, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints written while the training goes on, by one process or by all of a job, each its own pieces."""
+"""Checkpoints that are written during training, by one process or by all of a job, each its own pieces."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class Saver:
-    """Writes checkpoints, one at a time, each in a thread of its own.
+    """Writes checkpoints, one at a time, each in a separate thread.
 
     The process's end waits for the thread. An error in it is raised by the next `save` or `wait`; if neither
-    comes, it is printed when the process ends.
+    follows, it is printed when the process ends.
 
     Args:
       cluster: processes that write together; every one of them calls the same methods in the same order.
-      mode: of the folders, and of the files in them without the right to execute; None: as the umask says.
+      mode: of the folders, and of the files in them without the right to execute; None: decided by the umask.
 
     Raises:
       UserError: the mode keeps the owner out.
@@ -54,7 +54,7 @@ class Saver:
           UserError: the directory cannot be written, or another job writes there.
 
         Warns:
-          CheckpointWarning: the lock was removed meanwhile.
+          CheckpointWarning: the lock was removed during the training.
         """
         self.wait()
         cluster = self._cluster

@@ -205,19 +205,19 @@ class Trainer:
         Args:
           batches: one dict of arrays per step, from the first step on: a resumed run skips those already
             used; with replicas, one for each of them in turn. An iterator with `get_state()` and
-            `set_state(state)` (state: what JSON can hold) is set to its place instead.
+            `set_state(state)` (state: JSON data) is set to its position instead.
           checkpoint: directory to resume from, if no step is done yet, and to save into, every `every` steps
             and at the end.
           on_step: called with (step number, results, seconds of the step).
-          stop: asked between steps, and while no batch is ready; once it is true the training ends there, and
-            is saved. For signals: KeyboardInterrupt may come in the middle of a step, after which nothing can
-            be saved (`torn`).
+          stop: called between steps, and while no batch is ready; once it returns True the training ends
+            there, and is saved. It is meant for signals: KeyboardInterrupt may come in the middle of a step,
+            after which nothing can be saved (`torn`).
           evaluate: called with the step's number after every `evaluate_every` steps, as `evaluate` of this
             trainer may be.
-          keep: False returns no results: `on_step` has seen them, and those of a long training take memory,
-            a quarter of a KiB a step.
-          meet: how this training, one of several jobs, meets the others; `batches` are those of all, of which
-            it takes its own.
+          keep: False returns no results, because those of a long training take memory, a quarter of a KiB a
+            step; `on_step` gets them.
+          meet: how this training, one of several jobs, synchronises with the others; `batches` are those of
+            all, of which it takes its own.
 
         Raises:
           UserError: the loss is not a finite number, the data ended, a checkpoint is of another model, or
@@ -283,10 +283,10 @@ class Trainer:
         that are there (see `evaluation`).
 
         Args:
-          batches: whole ones; or a function of the rows that this process's devices read, of which a short
-            batch holds those that are there, or of None for whole ones.
-          model: the model in the form in which it is evaluated, with the same variables (built with
-            `training=False`, say); by default the trained one, without dropout.
+          batches: whole ones; or a function of the rows that this process's devices read (of a short batch
+            only existing rows), or of None for whole batches.
+          model: the model for evaluation, with the same variables (built with `training=False`, for example);
+            by default the trained one, without dropout.
           ema: on the running means of the variables (`Optimizer.ema`).
         """
         means = self._means("evaluate", ema)
@@ -349,7 +349,7 @@ class Trainer:
 
         Args:
           step: continues from the checkpoint of this step instead. Later ones are renamed to `step-….aside`,
-            with a warning, and count no more.
+            with a warning, and no longer count.
         """
         check("restore", directory=(directory, PATH), step=(step, optional(at_least(0))))
         self._saver.wait()
@@ -379,15 +379,15 @@ class Trainer:
     def load(
         self, weights: GivenWeights, names: Mapping[str, str | Source] | None = None, new: str = ""
     ) -> LoadedWeights:
-        """Sets variables to weights from elsewhere, and says which; see `weights`. Replicas that meet rarely
-        all begin from them.
+        """Sets variables to weights of files and returns their names; see `weights`. Replicas that
+        synchronise rarely all begin from them.
 
         Args:
           weights: arrays by name, a .npz or .safetensors file, several, or a directory of them or of
             checkpoints.
           names: variable -> the name of its weights, or their `mtf.Source` (a transpose; `{}` for the number
             of a layer); variables that are not named are looked for under their own names.
-          new: regular expression; variables in whose names it is found may be missing in the weights, as an
+          new: regular expression; variables whose names contain a match may be missing in the weights, as an
             adapter's are, and keep their initial values.
 
         Raises:

@@ -87,7 +87,7 @@ class LoadedWeights:
     """The result of loading weights.
 
     Attributes:
-      variables: that have new values; `new`: that keep their initial ones.
+      variables: with new values; `new`: with their initial values.
       unused: weights that no variable took.
     """
 
@@ -103,12 +103,12 @@ def read_weights(
     new: str = "",
     cluster: Cluster | None = None,
 ) -> tuple[Iterator[tuple[str, Any]], LoadedWeights]:
-    """Every variable's array, made when it is asked for, and what is loaded. All is checked before.
+    """Every variable's array, read on access, and the names of loaded variables. All is checked before.
 
     Args:
-      variables: of the model; those of optimizers and the step are left out.
-      names: variable -> where its weights are; the others have their own names there.
-      new: regular expression; variables in whose names it is found need no weights.
+      variables: of the model, without those of optimizers and the step.
+      names: variable -> the source of its weights; other variables have their own names there.
+      new: regular expression; variables whose names contain a match need no weights.
       cluster: the processes that load together; each looks at the numbers of some arrays, for all.
 
     Raises:
@@ -150,11 +150,11 @@ def read_weights(
 
 
 def write_weights(path: str | Path, variables: Mapping[str, Variable], read: Callable[[str], Any]) -> None:
-    """Writes arrays into a .npz or .safetensors file, beside its place first. One is held at a time.
+    """Writes arrays into a .npz or .safetensors file, under a temporary name first. One is held at a time.
 
     Args:
-      variables: whose arrays they are, by the names that these have in the file.
-      read: name of a variable -> its array; asked for in this order.
+      variables: the variables of the arrays, by their names in the file.
+      read: name of a variable -> its array; called in this order.
     """
     check("save_weights", path=(path, PATH))
     write = {".npz": _npz, ".safetensors": _safetensors}.get(Path(path).suffix)
@@ -173,8 +173,8 @@ def write_trained(
     """Writes the variables of a training without the optimizer's; all processes of a job do it together.
 
     Args:
-      means: variable -> what is written in its place.
-      read: name of what is written -> its array; by default the engine's.
+      means: variable -> the variable that is written instead.
+      read: name of a written variable -> its array; by default the engine's.
     """
     read = engine.read if read is None else read
     kept = [s.variable for s in program.variables.values() if s.variable.slot_of is None]

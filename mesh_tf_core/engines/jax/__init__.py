@@ -1,1 +1,1 @@
-"""The same program as one JAX function: for the TPU compiler, and run on what JAX has."""
+"""The same program as one JAX function, for the TPU compiler and for JAX's devices."""

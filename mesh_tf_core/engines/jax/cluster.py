@@ -1,8 +1,8 @@
-"""One process's part in a job of several: who the others are, whether they live, what they agree on.
+"""One process's part in a job of several: the other processes, their state, and their agreements.
 
-JAX's distributed runtime finds the processes, starts them together and carries their collectives; its
-key-value store carries what is here. Every process writes there every second that it lives and what it does,
-and reads what the others wrote, so that each finds out by itself who is missing.
+JAX's distributed runtime finds the processes, starts them together and runs their collectives; its key-value
+store carries these messages. Every process writes its state there every second and reads the states of the
+others, so that each detects a missing process itself.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from mesh_tf_core.engines.jax.watch import Watch
 from mesh_tf_core.errors import ClusterError, UserError
 
 GRACE = 3.0
-"""Seconds that a process has to end by itself once the job has failed."""
+"""Seconds for a process to end once the job has failed."""
 OUTSIDE = "this process is not part of the job: it has not joined, or has left"
 
 
 def print_error(text: str) -> None:
-    """Says why the job failed, where nobody else can."""
+    """Prints why the job failed, if nothing else can."""
     print(f"error: {text}", file=sys.stderr, flush=True)
 
 
@@ -110,7 +110,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         """Waits until every process is there.
 
         Raises:
-          ClusterError: one did not come.
+          ClusterError: a process did not connect.
           UserError: the processes cannot be found, have the same numbers or count each other differently, or
             the coordinator's port is in use.
         """
@@ -126,10 +126,10 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         self.hosts = tuple(host for host, _ in found)
 
     def start(self, mesh_devices: int) -> tuple[Any, ...]:
-        """JAX's devices by rank, those of this process among them; joins the others first.
+        """JAX's devices by rank, including those of this process; connects to the other processes first.
 
         Raises:
-          UserError: the mesh cannot be dealt out equally, or a process has other devices than its part.
+          UserError: the mesh cannot be divided equally, or a process has other devices than its part.
         """
         self.join()
         self._devices = self.devices_of(mesh_devices)
@@ -137,13 +137,14 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             return jax_compat.devices(mesh_devices, self.processes)
 
     def device_count(self) -> int:
-        """Devices that JAX has in all processes; joins the others first."""
+        """Number of JAX's devices in all processes; connects to the other processes first."""
         self.join()
         with self.doing("starting its devices", patient=True):
             return jax_compat.device_count()
 
     def devices_of(self, mesh_devices: int) -> int:
-        """Devices of one process, if the mesh has `mesh_devices`; UserError if they cannot be dealt out."""
+        """Devices of one process, if the mesh has `mesh_devices`; UserError if they cannot be divided
+        equally."""
         count, left = divmod(mesh_devices, self.processes)
         if left or not count:
             raise UserError(
@@ -153,7 +154,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         return count
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leaves: with the others, or because of an error, which they are told."""
+        """Leaves the job: together with the others, or because of an error, which is sent to them."""
         if not self.joined or self._ended.is_set():
             return
         try:
@@ -174,7 +175,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
                 rendezvous.drop()
 
     def before_end(self, call: Callable[[], object]) -> None:
-        """Calls it when this process is about to leave with the others."""
+        """Registers a function to call when this process is about to leave together with the others."""
         self._before_end.append(call)
 
     def __enter__(self) -> Self:
@@ -198,8 +199,8 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         """Every process's value, by index. All processes must call it, in the same order.
 
         Args:
-          what: says in messages what is waited for.
-          value: what JSON holds.
+          what: what is awaited, for messages.
+          value: a JSON value.
           patient: wait up to an hour for a process that lives, not `timeout` seconds.
         """
         number, self._rounds = self._rounds, self._rounds + 1
@@ -233,7 +234,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         return f"worker {index} ({', '.join(parts)})" if parts else f"worker {index}"
 
     def post(self, key: str, value: Any) -> None:
-        """Leaves what JSON holds for the others to `fetch`; in any thread."""
+        """Stores a JSON value for the others to `fetch`; may be called in any thread."""
         self.check()
         try:
             self.store.post(key, value)
@@ -245,7 +246,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         """The value that another process posts, once it is posted; callable from any thread.
 
         Raises:
-          ClusterError: the job has failed, or nothing came within `watch.PATIENT` seconds.
+          ClusterError: the job has failed, or no value arrived within `watch.PATIENT` seconds.
         """
         until = time.monotonic() + watch.PATIENT
         while time.monotonic() < until:
@@ -274,7 +275,8 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             raise ClusterError(self.failure)
 
     def explain(self, what: str) -> None:
-        """Raises the job's failure as ClusterError, if there is one, after JAX said that `what` failed."""
+        """Raises the job's failure as ClusterError, if there is one, after JAX reported that `what`
+        failed."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure, watch.SILENCE + GRACE)
         if self.failure:
@@ -283,14 +285,16 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
     # -- an end after the same step --------------------------------------------------------------------------
 
     def ask_to_stop(self) -> None:
-        """Asks all processes to end after the same step (`begins`); a handler of signals may call it."""
+        """Asks all processes to end after the same step (`begins`); signal handlers may call it."""
         self._asks = True
 
     def begins(self, step: int) -> bool:
-        """True if all processes go on with a step, which this one is about to begin; the same answer in all.
+        """True if all processes run the step that this one is about to begin; all processes get the same
+        answer.
 
-        A collective needs every process, so none may end before a step that another has begun. Once one asked
-        to stop, each says what it has begun and begins nothing until the last such step is known.
+        A collective needs every process, so none may end before a step that another has begun. Once a process
+        has asked to stop, each reports the last step that it began and begins no further step until the last
+        one is known.
         """
         with self._changed:
             if self._stopping:

@@ -1,8 +1,8 @@
-"""Codes by which the processes of a job know each other's messages: HMAC-SHA256 under a secret of the job.
+"""Codes by which the processes of a job authenticate messages: HMAC-SHA256 under a secret of the job.
 
 `launch` makes a secret for every start of its workers. On several hosts the scheduler or the user gives all
-processes the same one, in a variable or in a file. Without one the codes are made with an empty secret: they
-still tell a process that was given another secret, but keep nobody out.
+processes the same one, in a variable or in a file. Without a secret the codes use an empty one: they still
+reject a process with another secret, but do not keep anyone out.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ SECRET, SECRET_FILE = "LAYOUTOPT_JOB_SECRET", "LAYOUTOPT_JOB_SECRET_FILE"
 SHORTEST, LONGEST = 16, 4096
 """Bytes of a secret."""
 DIGITS = 2 * hashlib.sha256().digest_size
-"""Characters of a code, which stands before the text of its message."""
+"""Length of a code, which precedes the text of its message."""
 
 
 class Codes:
     """Makes and checks the codes of messages.
 
-    A code covers the key under which a message lies, so that no message passes for another. After `begin` it
-    covers the run too, so that no message of an earlier run with the same secret passes for one of this run.
+    A code covers the key of its message, so that no message can replace another. After `begin` it covers the
+    run too, so that no message of an earlier run with the same secret passes for one of this run.
     """
 
     def __init__(self, secret: bytes = b"") -> None:
@@ -35,7 +35,7 @@ class Codes:
 
     def begin(self, nonces: Sequence[str]) -> None:
         """Makes codes of one run from now on; `nonces`: a random text of each of its processes, in the order
-        of their numbers. A process that puts in its own knows that nobody has recorded this run before."""
+        of their numbers. Each process adds its own random number, so that no recorded run can be replayed."""
         self._run = _digest(self._secret, json.dumps(nonces))
 
     def sealed(self, key: str, text: str) -> str:
@@ -60,7 +60,8 @@ def given_secret() -> bytes:
     """The secret that the environment gives this process; empty if it gives none.
 
     Raises:
-      UserError: it is too short, is given twice, or lies in a file that cannot be read or that others can.
+      UserError: the secret is too short, is given twice, or is in a file that cannot be read or that others
+        can read.
     """
     text, path = os.environ.get(SECRET, ""), os.environ.get(SECRET_FILE, "")
     if text and path:

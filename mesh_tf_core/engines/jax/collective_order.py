@@ -1,10 +1,11 @@
-"""The order of what devices exchange, where a compiler does not keep it: XLA's for CPU devices.
+"""The order of exchanges between devices, for compilers that do not keep it: XLA for CPU devices.
 
 Its executor begins collectives in one order on all devices, but waits for a loop only where data of it is
-read. A loop with collectives that still runs, and a collective behind it that reads nothing of it, may then
-meet in another order on every device; all wait in the threads that the others need, until XLA ends the
-process. Barriers and control dependencies are gone before the program is compiled, so what is behind a loop
-reads one element of all that the loop leaves, and a loop of all that was exchanged before it.
+read. A loop with collectives that is still running, and a later collective that does not read its results,
+may run in different orders on different devices. All of them then wait in threads that the others need, until
+XLA ends the process. Barriers and control dependencies are removed before the program is compiled. Operations
+after a loop therefore read one element of all results of the loop, and a loop reads one of all earlier
+exchanges.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ def exchanges(code: Iterable[Instr]) -> bool:
 
 @dataclass
 class CollectiveOrder:
-    """Whose turn it is in one block.
+    """The order of the collectives of one block.
 
     Attributes:
-      looped: what the last loop with collectives left.
-      since: what collectives behind it gave.
+      looped: results of the last loop with collectives.
+      since: results of the collectives after it.
     """
 
     looped: list[Any] = field(default_factory=list)
@@ -59,8 +60,8 @@ class CollectiveOrder:
 
 
 def after(values: Sequence[Any], done: Sequence[Any]) -> list[Any]:
-    """The same values, computed of one element of each of `done` in a way that the compiler of the whole
-    program does not see through; that of each kernel does, so it costs a copy at most."""
+    """Returns the same values, computed from one element of each of `done` in a form that the compiler of the
+    whole program does not simplify. The compiler of each kernel does, so the cost is at most a copy."""
     firsts = [x.reshape(-1)[0].astype(jnp.int32) for x in done if x.size]
     if not firsts:
         return list(values)

@@ -116,8 +116,8 @@ def device_kind() -> tuple[str, str]:
 
 
 def devices(count: int, processes: int = 1) -> tuple[Any, ...]:
-    """The first `count` devices of this process, or all of a job's that are dealt out equally; without an
-    accelerator virtual CPU devices, made here if JAX has not started.
+    """The first `count` devices of this process, or all of a job's, divided equally; without an accelerator,
+    virtual CPU devices, which are created here if JAX has not started.
 
     Raises:
       UserError: there are others.
@@ -147,15 +147,15 @@ def devices(count: int, processes: int = 1) -> tuple[Any, ...]:
 
 
 LONG = 0.3
-"""Seconds of compiling from which on what was compiled is kept."""
+"""Seconds of compilation from which the result is cached."""
 MOST_KEPT = 1 << 30
 """Bytes of compiled programs that are kept."""
 
 
 def keep_compiled(place: Path) -> None:
-    """Keeps what is compiled in a folder for the next process; what is oldest leaves it beyond `MOST_KEPT`.
+    """Caches compiled programs in a folder for the next process; the oldest are removed beyond `MOST_KEPT`.
 
-    A folder that the user named (JAX_COMPILATION_CACHE_DIR) stands. Compiled programs are code, so one to
+    A folder that the user named (JAX_COMPILATION_CACHE_DIR) is kept. Compiled programs are code, so one to
     which others could write is not used.
     """
     import jax
@@ -180,10 +180,10 @@ def keep_compiled(place: Path) -> None:
 
 
 def compiled(lowered: Any) -> Any:
-    """The executable of what was lowered: compiled, or read from what was kept.
+    """The executable of a lowered program: compiled, or read from the cache.
 
-    An entry that cannot be read, as one whose writer was killed, leaves its place to the new one, which JAX
-    would not write over it; the entries of other programs of the same name leave with it.
+    An entry that cannot be read, such as one whose writer was killed, is removed, because JAX would not
+    overwrite it; entries of other programs with the same name are removed too.
     """
     import jax
 
@@ -224,7 +224,8 @@ def topology_mesh(topology: str, mesh: Mesh) -> Any:
       topology: the compiler's name, as v5e:2x4.
 
     Raises:
-      UserError: no libtpu, a name that the compiler does not know, or not as many devices as the mesh has.
+      UserError: libtpu is missing, the compiler does not know the name, or the number of devices differs from
+        the mesh's.
     """
     require("libtpu")
     stay_on_cpu()

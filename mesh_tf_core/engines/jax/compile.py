@@ -17,8 +17,7 @@ class CompilerRefusal:
     """Why the compiler made no executable; `out_of_memory` if the program does not fit on the device.
 
     Attributes:
-      reason: one line.
-      used, limit: bytes, where the compiler says them.
+      reason: one line. used, limit: bytes, if the compiler reports them.
     """
 
     reason: str
@@ -33,11 +32,11 @@ class Executable:
 
     Attributes:
       text: compiled HLO.
-      peak_bytes: most bytes of device memory that hold a value at any moment. (The compiler counts the host's
-        with it: what is left without them, and no more than is reserved.)
-      allocated_bytes: what the program reserves: arguments, new outputs, and its heap with the gaps in it.
+      peak_bytes: most bytes of device memory that hold a value at any moment. (The compiler includes the
+        host's memory: the difference is used, and at most the reserved bytes.)
+      allocated_bytes: bytes that the program reserves: arguments, new outputs, and its heap with gaps.
       seconds: of compilation.
-      host_bytes: what it reserves in the host's memory.
+      host_bytes: bytes that it reserves in the host's memory.
     """
 
     text: str

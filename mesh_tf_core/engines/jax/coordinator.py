@@ -1,12 +1,12 @@
-"""The meeting point of a job's processes: JAX's coordination service, in a process of its own.
+"""The coordination service of a job's processes (JAX's), in a process of its own.
 
     python coordinator.py ADDRESS:PORT|unix:PATH PROCESSES
 
-The first process of the job starts it and holds its standard input. JAX aborts every process of a job at
-once when the service goes. This one outlives the process that started it until nobody is connected any more,
-at most `LINGER` seconds: all leave a job that is done, or find out that the first was lost and say so. Then
-its port is free for the next start, or its socket is removed with the folder around it. It imports nothing of
-ours.
+The first process of the job starts it and holds its standard input. JAX aborts every process of a job at once
+when the service ends. This process therefore outlives the process that started it until no process is
+connected, for at most `LINGER` seconds. All processes then leave a finished job, or detect and report that
+the first was lost. Then its port is free for the next start, or its socket is removed with the folder around
+it. It imports nothing of this library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LINGER = 20.0
 """Seconds that the service outlives the first process, at most."""
 HEARTBEAT = 100_000_000
 """Seconds of silence after which JAX gives a process up, three years: `cluster.Cluster` is the one that
-watches. JAX's own sign of life would end a process where another one has come with its number."""
+watches. JAX's own heartbeat would end a process if another one has connected with its number."""
 LOOK = 0.2
 """Seconds between two looks at who is connected."""
 SOCKET = "unix:"
@@ -31,7 +31,7 @@ ESTABLISHED, CONNECTED = "01", "03"
 
 
 def connected(address: str) -> bool:
-    """True if somebody is connected to an address of this machine; True where the system does not tell."""
+    """True if a process is connected to an address of this machine, or if the system does not report this."""
     tables = ["/proc/net/tcp", "/proc/net/tcp6"]
     path, port = "", ""
     if address.startswith(SOCKET):

@@ -1,7 +1,7 @@
 """The JAX engine: a program on the devices that JAX has, as one compiled function (see `jax.program`).
 
-It runs where JAX is and TensorFlow is not, in one process or in the processes of a `Cluster`, each of which
-calls the same methods in the same order. What it compiles here is what `jax.compile` gives to the TPU
+It needs JAX but not TensorFlow. It runs in one process or in the processes of a `Cluster`, each of which
+calls the same methods in the same order. It compiles the same function that `jax.compile` gives to the TPU
 compiler.
 """
 
@@ -39,21 +39,21 @@ from mesh_tf_core.ir.program import Program, Stored, count_sent, text
 from mesh_tf_core.kernels.array_kernel import np_dtype
 
 IN_FLIGHT = 2
-"""Steps that an accelerator may have before it: one runs, and the next one waits for it. Those of CPU devices
-deadlock, for their collectives wait in threads that the first step needs."""
+"""Steps that an accelerator may have before it: one runs, and the next one waits for it. Steps of CPU devices
+deadlock, because their collectives wait in threads that the first step needs."""
 
 
 class JaxEngine(Stepping):
     """See `engines.protocol.Engine`. Variables are sharded arrays, replaced in place by every step.
 
     Args:
-      devices: JAX's devices by rank; by default those of the process, or of the cluster, laid out by
+      devices: JAX's devices by rank; by default those of the process or the cluster, in the order of
         `engines.jax.placing`.
       cluster: the processes that run the program together; by default this one alone.
-      slices: mesh axis -> over how many slices of a machine it lies.
+      slices: mesh axis -> number of slices that it spans.
 
     Raises:
-      ClusterError: another process lowers another program; later, from every method that needs the others,
+      ClusterError: another process lowers a different program; later, in every method that needs the others:
         one of them was lost.
     """
 

@@ -1,7 +1,7 @@
 """Reads compiled HLO text: collectives and their groups, how often each runs, the compiler's cycle estimates.
 
-Plain text processing: nothing is loaded. What is read: computations and their instructions; `while` loops
-that count from 0 to a constant, as `lax.scan` makes them; `estimated_cycles` of the TPU compiler.
+Plain text processing: nothing is loaded. It reads computations and their instructions, `while` loops that
+count from 0 to a constant, as `lax.scan` makes them, and `estimated_cycles` of the TPU compiler.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ COPIES = {
     "dynamic-slice-start": (-2, 0, -2),
     "dynamic-update-slice-start": (0, 1, 1),
 }
-"""HLO's operations that copy in the background: which array of its type it writes, which it reads, and which
-has the size of what is copied. (A slice is read of a stack, or written to one; the last array is no data.)"""
+"""HLO's operations that copy in the background: positions, in the operation's type, of the written array, the
+read array, and the array with the size of the copy. (A slice is read of a stack, or written to one; the last
+array is no data.)"""
 _CALLED = re.compile(r"\b(?:calls|to_apply|called_computation)=%?([^\s,}]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([^\s,}]+))")
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
@@ -78,8 +79,8 @@ class HloSummary:
 
     Attributes:
       cycles: sum of the estimates of everything that computes, loops counted as often as they run.
-      unknown_loops: loops whose number of iterations was not found; their bodies count once.
-      libraries: runs of kernels that a library wrote (Pallas), of which the compiler estimates nothing.
+      unknown_loops: loops with an unknown number of iterations; their bodies count once.
+      libraries: number of calls of a library's kernels (Pallas), for which the compiler has no estimates.
       transfers: bytes of a device that are copied from its host's memory in a step, and there, by our names.
     """
 

@@ -1,8 +1,8 @@
-"""The device for each position in a mesh: on a torus as JAX lays axes there, over slices as a plan says.
+"""The device for each position in a mesh: on a torus in JAX's order of axes, over slices in the plan's.
 
-A slice is what fast links join: the chips of a TPU slice, the GPUs of one host or NVLink domain (JAX's
-`slice_index`). Between slices is the data-centre network. A mesh axis of n devices over s slices has n / s of
-them in each; all axes' s together are the number of slices:
+A slice is a set of devices with fast links: the chips of a TPU slice, the GPUs of one host or NVLink domain
+(JAX's `slice_index`). Between slices is the data-centre network. A mesh axis of n devices over s slices has n
+/ s of them in each; all axes' s together are the number of slices:
 
     device[a] = slice[a // (n / s)] and in it place [a % (n / s)], for every axis alike
 """
@@ -23,8 +23,8 @@ def placed(mesh: Mesh, found: Sequence[Any], slices: Mapping[str, int] | None = 
 
     Args:
       found: as many as the mesh has, of one slice after the other.
-      slices: mesh axis -> over how many slices it lies, as the plan was priced. Where that are not the slices
-        that there are, the first axes lie over them, as the last ones talk most.
+      slices: mesh axis -> number of slices that it spans in the predicted plan. If the machine has other
+        slices, the first axes span them, because the last axes communicate most.
     """
     groups: dict[int, list[Any]] = {}
     for device in found:

@@ -1,4 +1,5 @@
-"""Steps recorded by JAX's profiler: files that XProf (TensorBoard) opens, and what each device did when."""
+"""Steps recorded by JAX's profiler: files that XProf (TensorBoard) opens, and the activity of each device
+over time."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ class Track:
 
     Attributes:
       home: the device, or the host, in words.
-      events: name, first nanosecond since the recording began, and how many; those that contain others before
-        them.
+      events: name, first nanosecond since the recording began, and duration; an event comes before the events
+        inside it.
     """
 
     home: str
@@ -31,7 +32,7 @@ class Track:
 
 @contextlib.contextmanager
 def recording(directory: Path) -> Iterator[None]:
-    """Within it, what JAX's devices do is recorded; written at the end, below `directory`."""
+    """Records the activity of JAX's devices inside the block; it is written at the end, below `directory`."""
     import jax
 
     how = jax.profiler.ProfileOptions()

@@ -1,4 +1,4 @@
-"""A program as one JAX function of whole arrays: `shard_map` around what one device does.
+"""A program as one JAX function of whole arrays: `shard_map` around the program of one device.
 
     (variables, batch) -> (new variables, results)
 
@@ -56,8 +56,8 @@ class JaxProgram:
     Attributes:
       mesh: JAX's mesh with the program's axes; it may be abstract.
       platform: of its devices: cpu, gpu or tpu.
-      sent: id of a collective -> (it, bytes of the pieces given to it, times per step), known once the step
-        is traced; `moved` the same of what moves between device and host.
+      sent: id of a collective -> (collective, bytes of its input shards, times per step), known once the step
+        is traced; `moved`: the same for transfers between device and host.
     """
 
     program: Program
@@ -67,7 +67,7 @@ class JaxProgram:
     moved: dict[int, tuple[Transfer, int, float]] = field(default_factory=dict)
 
     def jitted(self) -> Any:
-        """The step, compiled when first called; the old variables' memory becomes the new ones'."""
+        """The step, compiled at the first call; new variables reuse the memory of the old ones."""
         p = self.program
         specs = (
             {name: jax_compat.partition(s.splits) for name, s in p.variables.items()},

@@ -1,5 +1,5 @@
-"""The rendezvous of a job's processes: JAX's distributed runtime, started so that it listens no wider than it
-must and says who is missing. What no release of JAX promises to keep is in `join`."""
+"""Connects a job's processes with JAX's distributed runtime, with as few open ports as possible and with
+errors that name missing processes. `join` has all code that depends on JAX's internals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SOCKET = coordinator.SOCKET
 LONGEST_SOCKET = 107
 """Bytes of the name of a Unix socket, in Linux."""
 ABORTS = 3600
-"""Seconds after us that JAX stops to wait for the others: it aborts the process then."""
+"""Seconds after this process until JAX stops waiting for the others and aborts the process."""
 LOOPBACK = "127.0.0.1"
 REFUSED = "bad_cast"
 """JAX's message to a process that its service refuses."""
@@ -40,8 +40,8 @@ OWN = "give every process a number of its own, from 0 on, and all the same --pro
 
 @dataclass(frozen=True)
 class JobAddress:
-    """The address where a job's processes meet, how many there are, and which this is; JAX finds what is
-    None. By the secret they know each other's messages."""
+    """The address where a job's processes connect, their number, and the rank of this one; JAX finds values
+    that are None. The processes authenticate each other's messages with the secret."""
 
     coordinator: str | None
     processes: int | None
@@ -50,7 +50,7 @@ class JobAddress:
 
     @classmethod
     def of(cls, coordinator: str | None, processes: int | None, process: int | None) -> JobAddress:
-        """With what the environment says in the place of what is None; UserError if that makes no sense."""
+        """Replaces None by values of the environment; UserError if they are inconsistent."""
         coordinator = coordinator or os.environ.get(ADDRESS) or None
         processes = _number(PROCESSES) if processes is None else processes
         process = _number(PROCESS) if process is None else process
@@ -92,15 +92,16 @@ def _number(name: str) -> int | None:
 
 
 def join(place: JobAddress, timeout: float) -> tuple[JobStore, int, int]:
-    """Meets the other processes; the key-value store, this process's number, and how many there are.
+    """Connects to the other processes; returns the key-value store, this process's rank, and the number of
+    processes.
 
-    What listens then: the coordinator at its own address, and in every process the collectives of CPU devices
-    at the address by which it reaches the coordinator. On one machine that is loopback, and the coordinator
-    may listen on a Unix socket, which the system lets nobody else connect to.
+    Two servers then listen: the coordinator at its own address, and in every process the collectives of CPU
+    devices at the address by which it reaches the coordinator. On one machine this address is loopback, and
+    the coordinator may listen on a Unix socket, which no other user can connect to.
 
     Raises:
       UserError: JAX finds no other processes or runs already, or the port is in use.
-      ClusterError: not all came within `timeout` seconds, or they were given different secrets.
+      ClusterError: not all processes connected within `timeout` seconds, or they have different secrets.
     """
     jax_compat.make_ready()
     import jax
@@ -190,8 +191,8 @@ def join(place: JobAddress, timeout: float) -> tuple[JobStore, int, int]:
 def take_number(store: JobStore, process: int, processes: int, where: str) -> None:
     """Takes this process's number in the job at `where`.
 
-    The service lets a process in that comes with a number of a job that runs, for it might be the old one,
-    started again. Nobody of the job hears of it before it has the number.
+    The service accepts a process with a rank of a running job, because it might be the old process,
+    restarted. No process of the job learns of it before it has the rank.
 
     Raises:
       UserError: another process has the number.
@@ -233,7 +234,7 @@ def _within(seconds: float, call: Callable[[], object]) -> None:
 
 
 def leave() -> None:
-    """Leaves the job with the others."""
+    """Leaves the job together with the others."""
     import jax
 
     with contextlib.suppress(RuntimeError):
@@ -244,8 +245,8 @@ def check_counts(own: int, processes: int, found: Sequence[tuple[str, int]]) -> 
     """UserError unless all processes count as many.
 
     Args:
-      own: number of this one, which counts so many `processes`.
-      found: machine of each process, and how many processes it counts.
+      own: rank of this process, which expects `processes` processes.
+      found: machine of each process, and the number of processes that it expects.
     """
     for i, (host, count) in enumerate(found):
         if count != processes:
@@ -256,7 +257,7 @@ def check_counts(own: int, processes: int, found: Sequence[tuple[str, int]]) -> 
 
 
 def drop() -> None:
-    """Leaves without the others: at the end of this process JAX would wait for them, a minute long."""
+    """Leaves without the others: at the end of this process JAX would wait for them for a minute."""
     from jax._src import distributed
 
     distributed.global_state.client = distributed.global_state.service = None

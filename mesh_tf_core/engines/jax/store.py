@@ -1,7 +1,7 @@
-"""JAX's key-value store as the processes of a job use it: what they post, and that they live.
+"""JAX's key-value store as the processes of a job use it: their messages and heartbeats.
 
-Whoever reaches the service can write there. So every message carries a code (`codes`), and what has none of
-this job's is refused.
+Whoever reaches the service can write there. Every message therefore has a code (`codes`), and messages
+without a code of this job are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BEAT = 1.0
 """Seconds between two signs of life."""
 ROOT = "layoutopt"
 NOW = "now"
-"""Where every process says under its number that it lives and what it does."""
+"""Key prefix under which every process reports its state, by rank."""
 
 
 NUMBER = "number"
@@ -31,16 +31,16 @@ NAMED = 5
 
 
 def refused(text: str) -> None:
-    """Says which message was refused; the job goes on."""
+    """Reports which message was refused; the job continues."""
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 class JobStore:
-    """The store, under keys of ours; `client` is JAX's. Its errors are RuntimeErrors.
+    """The store, under keys of this library; `client` is JAX's. Its errors are RuntimeErrors.
 
     Args:
       codes: of the job's messages.
-      say: hears what was refused.
+      say: called with refused messages.
     """
 
     def __init__(self, client: Any, codes: Codes | None = None, say: Callable[[str], None] = refused) -> None:
@@ -75,7 +75,7 @@ class JobStore:
         """A value that another process writes; None if it has not within `BEAT`, or the service is gone.
 
         Raises:
-          ClusterError: what lies there was refused for `watch.SILENCE` seconds: the value is lost.
+          ClusterError: the stored value was refused for `watch.SILENCE` seconds; it is lost.
         """
         found = self._read(key)
         value = self._opened(key, found)
@@ -88,7 +88,8 @@ class JobStore:
         return value
 
     def begin_run(self, processes: int) -> None:
-        """Waits until every process has its number, and makes this run's codes from what each drew."""
+        """Waits until every process has its rank, and derives this run's codes from the random numbers of
+        all."""
         nonces = []
         for number in range(processes):
             while (found := self.wanted(f"{NUMBER}/{number}")) is None:
@@ -113,12 +114,12 @@ class JobStore:
         return value
 
     def drop(self, key: str) -> None:
-        """Takes a value away that nobody will read."""
+        """Removes a value that no process will read."""
         tried(lambda: self._client.key_value_delete(f"{ROOT}/{key}"))
 
     def topic(self, what: str) -> str:
-        """A new name under which threads of this job's processes post, the same in all. All must ask for it
-        in the same order, each when it is done with the one before."""
+        """A new name under which threads of this job's processes post, the same in all. All processes must
+        call it in the same order, each after it has finished the previous topic."""
         self._posts.append([])
         if len(self._posts) > 2:  # all are done with the last but one: this process has heard all of the last
             for key in self._posts.pop(0):
@@ -127,7 +128,7 @@ class JobStore:
         return f"{what} {self._topics}"
 
     def post(self, key: str, value: Any) -> None:
-        """Leaves what JSON holds under a key of the newest topic."""
+        """Stores a JSON value under a key of the newest topic."""
         self._posts[-1].append(key)
         self.put(key, json.dumps(value))
 

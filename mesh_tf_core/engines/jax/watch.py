@@ -1,4 +1,5 @@
-"""Signs of life between the processes of a job: each knows what the others do, and who is missing."""
+"""Heartbeats between the processes of a job: each knows the activity of the others, and which one is
+missing."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ class Doing:
     """The current action of a process.
 
     Attributes:
-      what: in words, since the moment `since` of this process's clock.
-      place: how many things it has begun that need all processes.
+      what: description, valid since the time `since` of this process's clock.
+      place: number of operations with all processes that it has begun.
       patient: whether it may take long.
     """
 
@@ -47,10 +48,10 @@ class Watch:
 
     Args:
       others: numbers of the other processes.
-      timeout: seconds that this one waits for another that lives but does not come.
+      timeout: seconds to wait for another process that is alive but does not arrive.
 
     Attributes:
-      own: what this process does.
+      own: activity of this process.
     """
 
     def __init__(self, others: Iterable[int], timeout: float) -> None:
@@ -59,11 +60,11 @@ class Watch:
         self._heard = {i: _Heard(-1, now, Doing("starting", now)) for i in others}
 
     def does(self, what: str, places: int, patient: bool) -> None:
-        """This process goes on to something else, `places` further."""
+        """This process starts another activity, `places` further."""
         self.own = Doing(what, time.monotonic(), self.own.place + places, patient)
 
     def hears(self, states: Mapping[int, Sequence[Any]]) -> None:
-        """The service answered with the newest sign of each process: its number, then `Doing.told`. One that
+        """The service returned the newest heartbeat of each process: its counter, then `Doing.told`. One that
         is not newer than the last, as one that somebody recorded and wrote again, is none."""
         self._answered = now = time.monotonic()
         for i, (number, what, seconds, place, patient) in states.items():
@@ -71,7 +72,7 @@ class Watch:
                 self._heard[i] = _Heard(number, now, Doing(what, now - seconds, place, patient))
 
     def starts_anew(self) -> None:
-        """Nobody was silent until now."""
+        """No process counts as silent so far."""
         self._answered = now = time.monotonic()
         self._heard = {i: _Heard(heard.number, now, heard.doing) for i, heard in self._heard.items()}
 

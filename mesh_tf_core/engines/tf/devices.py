@@ -1,12 +1,12 @@
 """Devices of this process for TensorFlow: virtual CPU devices.
 
-TensorFlow fixes its devices and threads when it first runs anything, so `prepare` comes before that and
-happens once.
+TensorFlow fixes its devices and threads when it first runs an operation, so `prepare` is called before,
+exactly once.
 
 Threads: all virtual CPU devices share one pool of intra-op threads. With at least as many devices as cores,
 every operation runs on one thread: the devices give the parallelism (a prototype's step took 12-19 % less
-time than with the default), and a virtual device then behaves like one core, which is what calibration
-assumes. With fewer devices than cores, TensorFlow's default (all cores) stays.
+time than with the default), and a virtual device then behaves like one core, as calibration assumes. With
+fewer devices than cores, TensorFlow's default (all cores) stays.
 """
 
 from __future__ import annotations

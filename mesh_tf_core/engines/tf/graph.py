@@ -237,7 +237,7 @@ class GraphWriter:
         return self.node("Slice", device, [x, begin, sizes], [(x.dtype, (size, *x.shape[1:]))], types)[0]
 
     def within(self, x: Wire, first: Wire, stack: Wire, device: str) -> Wire:
-        """A stack with x in place of its own elements from an int32 scalar on."""
+        """A stack with its elements from an int32 scalar on replaced by x."""
         size, one = self.constant(x.shape[0], device), self.constant(1, device)
         (end,) = self.node("AddV2", device, [first, size], [(tf.int32, ())], [("T", tf.int32)])
         places = [self.stack([number], device) for number in (first, end, one)]

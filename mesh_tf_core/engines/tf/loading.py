@@ -1,8 +1,7 @@
 """TensorFlow without libraries that it loads unasked and no engine uses: two thirds of its start.
 
-Its last lines load Keras's optimizers (with pandas and matplotlib), for saved models that know them; its
-converter for phones loads JAX, and its old Keras h5py. It goes on without them; who imports them later gets
-them.
+Its last lines load Keras's optimizers (with pandas and matplotlib), for saved models that use them; its
+converter for phones loads JAX, and its old Keras h5py. It continues without them; a later import gets them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def installed() -> bool:
 
 
 def tensorflow() -> Any:
-    """The module; as it is, if it was loaded before. UserError where it is not installed."""
+    """The module; the loaded one, if there is one. UserError where it is not installed."""
     if not installed():
         raise not_installed("TensorFlow", "tensorflow", "the engine 'local'")
     if "tensorflow" not in sys.modules:

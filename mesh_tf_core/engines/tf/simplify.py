@@ -2,10 +2,9 @@
 
 TensorFlow writes a constant wherever a shape or a number is used and keeps the order of everything that
 touches variables, and every device gets a copy of every node and of its order, which takes a good part of the
-time before the first step. What can be said once for all devices is said here.
+time before the first step. Work that is the same for all devices is done once here.
 
-Of equal nodes only those stay apart that compute something large: the second may be there to hold less memory
-in between.
+Equal nodes with large results are kept apart, because the second may exist to save memory in between.
 """
 
 from __future__ import annotations

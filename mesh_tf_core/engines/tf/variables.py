@@ -34,7 +34,7 @@ class Variables:
     """The shards of a program's variables on `devices`, by rank.
 
     Args:
-      shared: another program's variables, whose shards these are too.
+      shared: another program's variables with the same shards.
     """
 
     def __init__(self, program: Program, devices: Sequence[str], shared: Variables | None = None) -> None:
@@ -90,8 +90,8 @@ class Variables:
         return in_order(self.program.variables[name], whole)
 
     def snapshot(self) -> OneByOne:
-        """All values as they are now. No copy: a step stores new tensors, and the old ones live while they
-        are kept here."""
+        """All values as they are now. No copy: a step stores new tensors, and the old ones stay alive while
+        they are referenced here."""
         kept = {
             VariablePiece.all_of(stored.variable): (stored, self.pieces(name))
             for name, stored in self.program.variables.items()

@@ -32,8 +32,8 @@ class VocabularyCluster:
     Attributes:
       count: how many.
       width: features of each; 0 means as many as the model.
-      share: of a text's positions that can hold such tokens when `AdaptiveSoftmax` computes a loss; later
-        ones beyond it count as known. Not used of the first cluster.
+      share: share of a text's positions that can have such tokens when `AdaptiveSoftmax` computes a loss;
+        tokens beyond it have loss 0. Not used of the first cluster.
     """
 
     count: int
@@ -55,8 +55,8 @@ class AdaptiveEmbedding:
     """Tables of several widths, mapped to one (Baevski & Auli 2019, "Adaptive input representations",
     section 3). With one cluster it is a factorised table (Lan et al. 2020, "ALBERT", section 3.1).
 
-    The tokens of cluster i have a dimension of their own, `<vocab>_<i>`, to be split or not; where logits of
-    the whole vocabulary are split, every cluster must be divisible. The tables are made by `tables`, so that
+    The tokens of cluster i have a separate dimension, `<vocab>_<i>`, which may be split; if logits of the
+    whole vocabulary are split, every cluster must be divisible. The tables are made by `tables`, so that
     inputs and outputs can share them.
 
     Attributes:
@@ -128,11 +128,11 @@ class AdaptiveEmbedding:
 
 @dataclass(frozen=True)
 class AdaptiveSoftmax:
-    """p(token) = p(cluster) p(token | cluster), where the first cluster's tokens stand beside the other
-    clusters in one softmax (Grave et al. 2017, "Efficient softmax approximation for GPUs", section 4).
+    """p(token) = p(cluster) p(token | cluster); the first cluster's tokens and the other clusters share one
+    softmax (Grave et al. 2017, "Efficient softmax approximation for GPUs", section 4).
 
-    Every cluster may be split over the mesh; none is gathered. Where a cluster has a `share`, its logits are
-    computed for that part of the positions of `length` only, those whose target it holds.
+    Every cluster may be split over the mesh; none is gathered. If a cluster has a `share`, its logits are
+    computed only for that share of the positions of `length`, those with targets in the cluster.
 
     Attributes:
       embedding: of at least two clusters, the first with the most frequent tokens.

@@ -1,4 +1,4 @@
-"""Attention that differs in one step: what is attended to, how weights are made, how heads are joined."""
+"""Variants of attention that change one step: the memory, the weights, or the combination of heads."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class CompressedAttention(Attention):
     "Generating Wikipedia by summarizing long sequences", section 4.2.3, which convolves; means are
     Mesh-TensorFlow's multihead_self_attention_memory_compressed).
 
-    If causal, a query sees the groups that end at or before its position. The first ones see none: their
-    weights go to a key without a value, of logit 0, and their output is 0.
+    If causal, a query sees the groups that end at or before its position. The first positions see none: their
+    weight goes to a key without a value, of logit 0, and their output is 0.
     """
 
     compression: int = field(default=2, kw_only=True)
@@ -65,9 +65,9 @@ class CompressedAttention(Attention):
 
 @dataclass(frozen=True)
 class DoublyNormalizedAttention(Attention):
-    """Weights that are first normalised over the queries, then over the keys, so that no key is left out
-    (Ding et al. 2020, "Attention that does not explain away"), in a learned proportion with ordinary ones;
-    Mesh-TensorFlow's hybrid_attention."""
+    """Weights that are normalised over the queries and then over the keys, so that every key gets weight
+    (Ding et al. 2020, "Attention that does not explain away"), mixed with ordinary weights in a learned
+    proportion; Mesh-TensorFlow's hybrid_attention."""
 
     cached: ClassVar[bool] = False
 
@@ -84,8 +84,8 @@ class DoublyNormalizedAttention(Attention):
 
 @dataclass(frozen=True)
 class BilinearAttention(Attention):
-    """x Q_h m for every head h: keys and values are the memory itself, whose width is d_kv, so that nothing
-    limits the rank of a head (Shazeer et al. 2020, "Talking-heads attention", section 8.4; Mesh-TensorFlow's
+    """x Q_h m for every head h: keys and values are the memory itself, whose width is d_kv, so the rank of a
+    head is not limited (Shazeer et al. 2020, "Talking-heads attention", section 8.4; Mesh-TensorFlow's
     GeneralBilinearSelfAttention)."""
 
     def __post_init__(self) -> None:
@@ -109,8 +109,8 @@ class BilinearAttention(Attention):
 
 @dataclass(frozen=True)
 class BranchedAttention(Attention):
-    """Every head is a branch: its output, weighted by kappa, goes through one feed-forward block that all
-    share, and the branches are added weighted by alpha (Ahmed et al. 2017, "Weighted Transformer network",
+    """Every head is a branch: its output, weighted by kappa, passes through one shared feed-forward block,
+    and the branches are added with weights alpha (Ahmed et al. 2017, "Weighted Transformer network",
     equations 5 and 6). Both weights are softmaxes of learned numbers, so that they add up to 1.
 
     Attributes:
@@ -144,7 +144,7 @@ class RelativeAttention(Attention):
     al. 2018, equation 4, with T5's buckets; Mesh-TensorFlow's contextual relative attention).
 
     Attributes:
-      positions: whose buckets are used.
+      positions: the relative positions with buckets.
     """
 
     positions: RelativeBias = field(kw_only=True)

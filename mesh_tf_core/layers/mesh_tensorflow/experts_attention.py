@@ -1,4 +1,4 @@
-"""Attention whose projections are chosen token by token."""
+"""Attention with projections that are chosen token by token."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from mesh_tf_core.ops.stacking import unstack
 
 @dataclass(frozen=True)
 class ExpertsAttention:
-    """Attention whose queries, keys and values are made by the expert that a router gives a token (Fedus et
-    al. 2022, "Switch Transformer", appendix A; Mesh-TensorFlow's ExpertsSelfAttention). A token for which no
-    expert has room has zeros.
+    """Attention whose queries, keys and values are computed by the expert that a router chooses for a token
+    (Fedus et al. 2022, "Switch Transformer", appendix A; Mesh-TensorFlow's ExpertsSelfAttention). A token for
+    which no expert has room has zeros.
 
     Attributes:
       attention: with as many heads of keys as of queries.
-      experts: how many, and the name by which they are split.
+      experts: dimension of the experts, which layouts may split.
       router: as of `MixtureOfExperts`, and so is `group`.
     """
 

@@ -1,4 +1,4 @@
-"""Convolutions along a text whose taps are few numbers, shared by many features."""
+"""Convolutions along a text with few taps, which many features share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LightConv:
     `size` positions. A split length stays split: neighbours exchange their borders.
 
     Attributes:
-      heads: into how many the features are cut; a divisor of their number.
+      heads: number of groups of features; a divisor of the number of features.
       size: taps.
       dynamic: the taps of every position are made from it; else they are learned.
       causal: a position sees itself and those before it; else as many on both sides.

@@ -24,9 +24,9 @@ class LocalAttention2D(Attention):
     pixels before it in reading order.
 
     Images are cut into blocks of window x window pixels, and a block gets the pixels of its eight neighbours
-    (causal: of those above and beside it). The dimensions `height_blocks` and `width_blocks` take the places
-    of height and width: split them as these, and devices exchange one row or column of blocks (Parmar et al.
-    2018, "Image Transformer", section 3; Mesh-TensorFlow's local_2d_self_attention_spatial_blocks).
+    (causal: of those above and on the left). The dimensions `height_blocks` and `width_blocks` take the
+    places of height and width: split them as these, and devices exchange one row or column of blocks (Parmar
+    et al. 2018, "Image Transformer", section 3; Mesh-TensorFlow's local_2d_self_attention_spatial_blocks).
 
     Attributes:
       height, width: names of the dimensions of the image, multiples of the window.

@@ -1,4 +1,4 @@
-"""A large memory of values, of which every position reads a few."""
+"""A large memory of values; every position reads a few of them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from mesh_tf_core.ops.stacking import unstack
 
 @dataclass(frozen=True)
 class ProductKeyMemory:
-    """keys^2 values whose keys are pairs of two short lists: the `best` pairs are among the `best` of either
-    list, so that no query is compared with all values (Lample et al. 2019, "Large memory layers with product
-    keys", section 3.2; queries are layer-normalised as in Mesh-TensorFlow, where the paper normalises over
-    the batch).
+    """keys^2 values whose keys are pairs from two short lists. The `best` pairs are among the `best` of
+    either list, so no query is compared with all values (Lample et al. 2019, "Large memory layers with
+    product keys", section 3.2; queries are layer-normalised as in Mesh-TensorFlow, where the paper normalises
+    over the batch).
 
-    The table of values has the dimension `values`; where it is split, every device reads the values that it
-    has, and what was read is added.
+    The table of values has the dimension `values`; if it is split, every device reads its own values, and the
+    results are added.
 
     Attributes:
-      heads: queries per position, each with keys of its own.
+      heads: queries per position, each with separate keys.
       keys: length of the two lists; the memory has its square.
       d_key: features of half a query.
-      best: how many values a head reads.
+      best: number of values that a head reads.
       values: name of the dimension of all values.
     """
 

@@ -20,7 +20,7 @@ _INNER = TokenChoice(0.5, chosen=2)
 
 @dataclass(frozen=True)
 class MixtureOfExperts2D:
-    """rows x columns experts: a token goes to rows of them, and there to experts (Shazeer et al. 2017,
+    """rows x columns experts: a token goes to some rows, and there to some experts (Shazeer et al. 2017,
     "Outrageously large neural networks", appendix B; Mesh-TensorFlow's MoE2D).
 
     The batch has two dimensions. With layout `outer_batch:a;batch:b;rows:b;columns:a` on a mesh of axes a and

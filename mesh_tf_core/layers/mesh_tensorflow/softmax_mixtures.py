@@ -33,7 +33,7 @@ class MixtureOfSoftmaxes:
     bottleneck", equation 2).
 
     Attributes:
-      components: how many softmaxes.
+      components: number of softmaxes.
       d_model: name of x's features.
     """
 
@@ -70,12 +70,12 @@ class MixtureOfSoftmaxes:
 
 @dataclass(frozen=True)
 class Mixtape:
-    """Logits that are a mean, with gates per token, of those of four contexts: one softmax instead of four
-    (Yang et al. 2019, "Mixtape", sections 3.2 to 3.4). Rare tokens share their gates.
+    """Logits that are the mean, gated per token, of the logits of four contexts, with one softmax instead of
+    four (Yang et al. 2019, "Mixtape", sections 3.2 to 3.4). Rare tokens share their gates.
 
     Attributes:
       gate_width: features that gates are made from.
-      frequent: so many tokens from the first on have gates of their own.
+      frequent: number of tokens, from the first on, with gates of their own.
       d_model: name of x's features.
     """
 

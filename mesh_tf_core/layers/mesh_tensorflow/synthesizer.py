@@ -1,4 +1,4 @@
-"""Attention whose logits do not come from products of queries and keys."""
+"""Attention with logits that are not products of queries and keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention whose heads are mixed before and after the softmax."""
+"""Attention that mixes heads before and after the softmax."""
 
 from __future__ import annotations
 
