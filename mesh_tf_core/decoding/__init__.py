@@ -8,8 +8,8 @@
     loss = mtf.reduce_mean(mtf.softmax_cross_entropy(logits(tokens), targets, vocab))     # to train it
     texts = decoding.greedy(logits, prompts, lengths, end=0)                               # to decode
 
-Layers that look back remember what they saw in a `Cache`, handed to them explicitly; so a step costs one
-position, not the whole text, and gives what the whole text would give.
+Layers with attention store earlier positions in a `Cache`, which is passed to them explicitly. A step
+therefore costs one position, not the whole text, and gives the same result as the whole text.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -9,9 +9,9 @@ Every position does, for each prompt:
                   score(text) = log p(text) / penalty(tokens after the prompt)
 (3) going on      the `beams` most likely candidates that do not end; what layers remember moves with them
 
-and the loop ends once no text that goes on can come among those that have ended: log p only falls, and the
-penalty is largest at the greatest length. Texts that reach the end of the room count as they are. Equal
-candidates come in the order of beams, then tokens, so a result does not depend on the layout.
+and the loop ends once no unfinished text can enter the set of ended ones: log p only falls, and the penalty
+is largest at the greatest length. Texts that reach the end of the room count as they are. Equal candidates
+are in the order of beams, then tokens, so a result does not depend on the layout.
 
 The beams are a dimension like any other: split, each device grows its own and the candidates are exchanged.
 """
@@ -39,7 +39,7 @@ from mesh_tf_core.ops.softmax import log_softmax
 from mesh_tf_core.tracing.branches import while_loop
 
 NONE = -1e9
-"""Score of a place among the beams that no text has; sums of logarithms never come near."""
+"""Score of an unused place among the beams; sums of log-probabilities never come near it."""
 
 
 def length_penalty(tokens: Tensor, alpha: float) -> Tensor:

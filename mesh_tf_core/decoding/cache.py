@@ -1,6 +1,6 @@
 """The cache of decoding: keys, values and states that layers keep while a text grows, position by position.
 
-A model's function `logits(tokens, cache)` runs three ways, always the same code with the same variables:
+A model's function `logits(tokens, cache)` runs in three modes, with the same code and the same variables:
 
   cache = None                whole texts [.., length], as in training
   cache.position is None      whole prompts; every layer leaves what it remembers with `put`
@@ -66,7 +66,7 @@ class Cache:
         """Remembers `value` under a name of the current scope.
 
         Args:
-          changes: False for what all positions share.
+          changes: False for values that all positions share.
         """
         full = value.graph.path(name)
         old = self.states.get(full)
@@ -107,7 +107,7 @@ class Cache:
         return [self.states[name].value for name in self.changing]
 
     def scan(self, fn: Callable[[Any], Any], carry: Any, dim: Dim) -> Any:
-        """A stack of layers; every one has states of its own."""
+        """A stack of layers; each has its own states."""
         saved, self._loops = self._loops, (*self._loops, self._count)
         self._count += 1
         outside = dict(self.states)

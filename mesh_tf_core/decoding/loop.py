@@ -1,4 +1,4 @@
-"""Greedy decoding and sampling: a loop over positions on the devices, with what layers remember as its state.
+"""Greedy decoding and sampling: a loop over positions on the devices, with the states of layers as its state.
 
 The loop begins at the last token of the shortest prompt; where a prompt is longer, its own tokens are taken
 instead of the model's. It ends early when every text has its end.
@@ -52,8 +52,8 @@ class Prompts:
 
     Attributes:
       tokens: int32 [batch dimensions, length]; length is the room for prompt and text.
-      lengths: int32 [batch dimensions], at least 1: tokens of each prompt. None: 1, and what precedes the
-        loop is not computed.
+      lengths: int32 [batch dimensions], at least 1: tokens of each prompt. None: 1, and positions before the
+        loop are not computed.
     """
 
     tokens: Tensor
@@ -102,10 +102,10 @@ class Prompts:
 
 
 def read_prompts(logits: Logits, prompts: Prompts, beams: tuple[Dim, ...] = ()) -> Cache:
-    """Runs the model on whole prompts; returns what its layers remember when the loop begins.
+    """Runs the model on whole prompts; returns the states of its layers at the start of the loop.
 
     Args:
-      beams: a dimension that states which change get, behind those of the batch.
+      beams: a dimension that changing states get, after those of the batch.
     """
     cache = Cache(prompts.start, prompts.length.size)
     logits(prompts.tokens, cache)
@@ -123,7 +123,7 @@ def _begun(x: Tensor, prompts: Prompts, beams: tuple[Dim, ...]) -> Tensor:
 
 
 def next_logits(logits: Logits, tokens: Tensor, cache: Cache) -> tuple[Tensor, Dim]:
-    """float32 logits [.., vocab] of what follows the tokens [..] at the cache's position; the vocabulary."""
+    """float32 logits [.., vocab] of the tokens after [..] at the cache's position; the vocabulary."""
     with tokens.graph.again():
         found = logits(tokens, cache)
     more = [d for d in found.shape if d not in tokens.shape.dims]

@@ -1,4 +1,4 @@
-"""A decoding program as a model: what runs, prices and searches models takes it as it is."""
+"""A decoding program as a model: the functions that run, price and search models accept it."""
 
 from __future__ import annotations
 

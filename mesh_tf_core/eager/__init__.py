@@ -1,8 +1,8 @@
 """Model code that runs at once, operation by operation, on a mesh under a layout; or staged into one program.
 
 The idea is TensorFlow Eager's (Agrawal et al. 2019, "TensorFlow Eager: a multi-stage, Python-embedded DSL for
-machine learning"). What is run is what is staged: an operation is lowered alone by the same rules, and its
-instructions are run on the shards at once.
+machine learning"). An eager operation equals a staged one: it is lowered alone by the same rules, and its
+instructions run on the shards at once.
 """
 
 from __future__ import annotations

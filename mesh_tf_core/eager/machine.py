@@ -28,7 +28,8 @@ from mesh_tf_core.tracing.graph import Graph
 
 KINDS = ("auto", "local", "lockstep")
 KEPT = 4096
-"""Lowered operations that are kept: code that multiplies by another number in every step makes new ones."""
+"""Number of cached lowered operations: code that multiplies by another number in every step makes new
+ones."""
 
 
 class PlacedEngine(LockstepEngine):
@@ -126,10 +127,10 @@ class EagerMachine:
     # -- operations ------------------------------------------------------------------------------------------
 
     def run(self, graph: Graph, node: Node, pieces: Callable[[int], DevicePieces]) -> dict[int, DevicePieces]:
-        """Runs one node of block 0; returns the pieces of what it computes, a loop's saved values too.
+        """Runs one node of block 0; returns the shards of its results, including a loop's saved values.
 
         Args:
-          pieces: tensor id -> what it holds.
+          pieces: tensor id -> its shards.
         """
         if node.body is not None:
             found = self._alone(graph, node)

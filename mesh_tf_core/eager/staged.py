@@ -23,7 +23,7 @@ from mesh_tf_core.tracing.graph import Graph
 
 @dataclass(frozen=True)
 class PatternLeaf:
-    """In a pattern: a tensor by its number, or a value as it is."""
+    """In a pattern: a tensor by its number, or another value."""
 
     tensor: int | None
     kind: type | None = None
@@ -67,7 +67,7 @@ class TracedSignature:
     """One signature's program.
 
     Attributes:
-      result: pattern of what the function returned; its tensors are the program's results, in order.
+      result: pattern of the function's result; its tensors are the program's results, in order.
       shapes: of those.
       written: variables that the program stores.
     """

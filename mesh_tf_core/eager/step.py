@@ -1,4 +1,4 @@
-"""A step that runs while it is written: a graph whose operations are executed when they are added to it."""
+"""A step that runs while it is written: a graph whose operations are executed when they are added."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ class EagerStep(Graph):
     # -- what a user calls -----------------------------------------------------------------------------------
 
     def constant(self, value: Any, dims: Sequence[Dim] | Shape | None = None, dtype: str = "") -> EagerTensor:
-        """An array as a tensor, cut into pieces as the layout says.
+        """An array as a tensor, cut into shards as in the layout.
 
         Args:
           value: an array; numbers in lists (float32, int32 or bool); or a tensor of another step or context,
-            whose value is taken (gradients do not reach back into that step).
+            whose value is copied (gradients do not flow back into that step).
           dims: its dimensions; a tensor brings its own.
           dtype: by default the array's.
         """
@@ -115,7 +115,7 @@ class EagerStep(Graph):
         return {axes: n - self._sent_before.get(axes, 0.0) for axes, n in self.machine.sent.items()}
 
     def finish(self) -> None:
-        """Stores what was assigned and ends the step.
+        """Stores assigned values and ends the step.
 
         Raises:
           UserError: a staged function, or another step, has assigned one of these variables since; nothing

@@ -1,4 +1,5 @@
-"""The variables of an eager context: each lies in pieces here, in engines of staged functions, or both."""
+"""The variables of an eager context: each is stored as shards here, in engines of staged functions, or
+both."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class HeldVariable:
     """The place of a variable's value.
 
     Attributes:
-      engines: those whose copy is the present one.
+      engines: those with the current copy.
     """
 
     variable: Variable
@@ -31,7 +32,7 @@ class HeldVariable:
 
 
 class VariableStore:
-    """Variables by name. A value is copied only when it is asked for where it does not lie."""
+    """Variables by name. A value is copied only when it is read in another place."""
 
     def __init__(self, machine: EagerMachine) -> None:
         self.machine = machine

@@ -1,7 +1,7 @@
 """Loops of an eager step run iteration by iteration, so that values inside their bodies can be looked at.
 
-Variables, random numbers and assignments are those of the loop that would be built. `engines/loops.py` does
-not drive it: there a lowered loop names what it carries, here a Python function is still to be traced.
+Variables, random numbers and assignments are those of the staged loop. `engines/loops.py` does not drive it:
+there a lowered loop has named carries, here a Python function must still be traced.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class UnrolledIteration(Block):
 
 
 class Unrolled:
-    """One loop of a step; `apart` gives the parts of a stacked tensor, one per iteration."""
+    """One loop of a step; `apart` returns the parts of a stacked tensor, one per iteration."""
 
     def __init__(self, step: Graph, apart: Callable[[Tensor, Dim], list[Tensor]], dim: Dim) -> None:
         self.step, self.apart, self.dim = step, apart, dim
@@ -79,8 +79,8 @@ class Unrolled:
 
 
 def taken_apart(x: Tensor, dim: Dim) -> list[Tensor]:
-    """One tensor per element of x's first dimension. Its gradient is put together once, where those of slices
-    would each be as large as x."""
+    """One tensor per element of x's first dimension. Its gradient is assembled once, because each gradient of
+    a slice would be as large as x."""
 
     def stacked(dys: list[Tensor | None], xs: list[Tensor], ys: list[Tensor]) -> list[Tensor]:
         pairs = zip(dys, ys, strict=True)

@@ -1,1 +1,1 @@
-"""Kernels: what one device computes, in NumPy (the oracle of tests), TensorFlow or JAX."""
+"""Kernels: the computation of one device, in NumPy (the reference of tests), TensorFlow or JAX."""

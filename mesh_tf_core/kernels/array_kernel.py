@@ -26,7 +26,7 @@ def np_dtype(dtype: str) -> Any:
 
 
 def wide(x: A) -> A:
-    """x with sums in mind: those of 16 bits would lose small terms."""
+    """x in a dtype for sums: 16-bit numbers would lose small terms."""
     return x.astype(np.float32) if x.dtype.itemsize == 2 else x
 
 
@@ -36,7 +36,7 @@ def library(module: Any, names: Mapping[str, str], own: Functions) -> Functions:
 
 
 def libraries(xp: Any, of_one: Functions, of_two: Functions) -> tuple[Functions, Functions, Functions]:
-    """The functions of one operand, of two, and along axes; those that a kernel has of its own are given."""
+    """The functions of one operand, of two, and along axes; the kernel's own functions are given."""
     names = [{fn: row.array for fn, row in table.items()} for table in (UNARY, BINARY, REDUCE)]
     one, two, joining = (library(xp, n, own) for n, own in zip(names, (of_one, of_two, {}), strict=True))
     return one, two, joining
@@ -56,7 +56,7 @@ class ArrayKernel:
     joining: Functions
 
     def quiet(self) -> AbstractContextManager[Any]:
-        """Where the library says nothing of infinities and of what is not a number."""
+        """A context in which the library does not warn about infinite and undefined numbers."""
         return nullcontext()
 
     def unary(self, fn: str, x: A) -> A:

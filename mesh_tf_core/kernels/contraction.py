@@ -1,4 +1,4 @@
-"""Einsum as one matrix product: which axes play which part, and the cheapest order to bring them in.
+"""Einsum as one matrix product: the role of each axis, and the cheapest order to transpose them.
 
 A contraction of two operands is a batch of matrix products: batch letters B (in x, y and the output), rows M
 (x and the output), columns N (y and the output), summed letters K (x and y). A library multiplies [B M K] by
@@ -105,7 +105,7 @@ def same_order(have: str, want: str, sizes: Mapping[str, int]) -> bool:
 
 
 def cheapest_pair(terms: Sequence[str], out: str, sizes: Mapping[str, int]) -> tuple[int, int, str]:
-    """The two of several operands to contract first (those of the smallest result), and its letters."""
+    """The two operands to contract first (those with the smallest result), and its letters."""
     best: tuple[int, tuple[int, int, str]] | None = None
     for i in range(len(terms)):
         for j in range(i + 1, len(terms)):

@@ -1,7 +1,7 @@
 """Attention by kernels of JAX's own libraries: Pallas's splash attention on TPUs, cuDNN's on NVIDIA GPUs.
 
 Both give the result and the log-sum-exp, and take them back for the gradients. Queries that share a key
-are the heads of one such kernel, and shared dimensions its batch. What a library has no kernel for
+are the heads of one such kernel, and shared dimensions its batch. Attention without a library kernel
 (`libraries.lacks_kernel`) is left to the operation, which then works by blocks.
 
 The functions that take a log-sum-exp back are private to JAX: its version is pinned (`engines.jax.compat`).

@@ -70,10 +70,10 @@ def _groups(ids: T, n: int) -> tuple[T, T, T]:
 
 
 class JaxKernel(ArrayKernel):
-    """JAX's implementation of `protocol.Kernel`, for traced and concrete arrays alike.
+    """JAX's implementation of `protocol.Kernel`, for traced and concrete arrays.
 
     Args:
-      platform: what it is compiled for: cpu, gpu or tpu.
+      platform: target of the compilation: cpu, gpu or tpu.
     """
 
     compares = True

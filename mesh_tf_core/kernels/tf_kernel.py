@@ -74,7 +74,7 @@ _TOGETHER: dict[Callable[..., T], Callable[..., T]] = {}
 
 
 class TfKernel:
-    """TensorFlow's implementation of `protocol.Kernel`, for traced functions and eager tensors alike."""
+    """TensorFlow's implementation of `protocol.Kernel`, for traced functions and eager tensors."""
 
     compares = False
 

@@ -1,8 +1,8 @@
 """Base lowering: every node alone, straight from its roles. Passes improve the result afterwards.
 
-A value's natural sharding is given by the layout: every dimension on its axes. An operation's inputs come in
-natural sharding; a dimension that it needs whole is gathered; a dimension that it sums out leaves a partial
-result, which is all-reduced at once. `passes` then moves those sums.
+A value's natural sharding is given by the layout: every dimension on its axes. An operation's inputs arrive
+in default sharding; a dimension that it needs whole is gathered; a dimension that it sums out leaves a
+partial result, which is all-reduced at once. `passes` then moves those sums.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from mesh_tf_core.tracing.graph import Graph
 
 
 class Lowering(Placing):
-    """The state of one lowering: goes through the nodes of a graph.
+    """The state of one lowering, which visits the nodes of a graph.
 
     Attributes:
       context: dimension of keys -> the form of attention to them (`Options`).
-      collective_matmul: dimensions of products that messages go beside (`Options`).
+      collective_matmul: dimensions of products that overlap messages (`Options`).
     """
 
     def __init__(self, graph: Graph, oracle: Oracle, options: Options = DEFAULT, part: Whole = WHOLE) -> None:
@@ -66,7 +66,7 @@ class Lowering(Placing):
         self._terms = gradient_terms(graph)
 
     def node(self, node: Node, again: bool = False) -> None:
-        """Lowers one node, in the layout that holds there: the update of a variable in that of its state.
+        """Lowers one node in the layout at its path; the update of a variable in that of its state.
 
         Args:
           again: a forward node runs a second time, for backward.
@@ -171,8 +171,8 @@ class Lowering(Placing):
         return stored
 
     def apply(self, op: Op, inputs: Sequence[int], plan: NodePlan, tensors: Sequence[int]) -> Sequence[int]:
-        """Lowers one operation; returns its outputs in natural sharding, nothing pending; -1 for what nobody
-        reads.
+        """Lowers one operation; returns its outputs in default sharding, nothing pending; -1 for unused
+        outputs.
 
         Args:
           tensors: the graph's tensors that the outputs are, -1 for none.

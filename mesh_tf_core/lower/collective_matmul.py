@@ -1,20 +1,23 @@
-"""Pass `collective matmul`: a gather before products, or a scatter behind them, in chunks that go round
-under the products (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in
+"""Pass `collective matmul`: a gather before products, or a scatter after them, in chunks that go round while
+the products run (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in
 Large Deep Learning Models", ASPLOS).
 
 Of n devices, m = (n - 1) // 2 lie on either side of one, and for even n one is opposite. Rewrites, where a
 product has one of some dimensions, split over the axes of the message:
   (1) y = product(all_gather(x, a, d), w): device i works on its own chunk, then in step t = 1 .. m on those
-      of i - t and i + t, and last on the opposite one. Under each step the next two chunks come, one from
-      either side. What has d of y is put in its place, else chunks are added up. All products of one gather
-      that wait for none of the others are in one step; who else reads what is gathered finds it put together.
+      of i - t and i + t, and last on the opposite one. During each step the next two chunks arrive, one from
+      either side. Results with d are put in their place of y; other results are added up. All products of one
+      gather that do not depend on each other share one step; other readers of the gathered value get it
+      reassembled.
   (2) reduce_scatter(product(x, w), a, d): chunks go both ways too, and every device adds its term to what
-      comes. A term and what came are added in the product's kernel, which so waits for the message; so one
-      way's message runs under the other way's product. A device's own chunk comes last. A sum of products
-      (of one tensor's gradients) is one: a step has a term of each. A difference is none, nor is a sum of
-      products with other dimensions or another order of them: what came is added to one of the terms.
-Two steps of (1) are one iteration of a loop, where there are many, for then the compiler need not copy what
-comes to where it came from (v5e:2x4, 2026-11-24). One step of (2) is enough: it has both ways.
+      comes. A term and the arriving chunk are added in the product's kernel, which therefore waits for the
+      message; one direction's message runs during the other direction's product. A device's own chunk comes
+      last. A sum of products (of one tensor's gradients) is one: a step has a term of each. A difference does
+      not count, nor does a sum of products with other dimensions or another order of them: the arriving chunk
+      is added to one of the terms.
+Two steps of (1) form one iteration of a loop if there are many steps, because the compiler then need not copy
+an arriving chunk to the place of the previous one (v5e:2x4, 2026-11-24). One step of (2) is enough: it has
+both directions.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ def decompose(program: Program, dims: Collection[str], oracle: Oracle | None = N
 
     Args:
       dims: a product with one of these, split over a message's axes, overlaps it.
-      oracle: of the program's mesh; notes what is asked of it.
+      oracle: of the program's mesh; records the queries.
     """
     if not dims:
         return program

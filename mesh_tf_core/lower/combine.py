@@ -1,6 +1,6 @@
 """Pass `combine`: small all-reduces of gradients over the same axes travel as one message.
 
-Only sums that nothing before the update reads are combined, so that waiting for each other delays nobody: one
+Only sums that nothing before the update reads are combined, so that waiting delays no other instruction: one
 message per (axes, dtype), sent when its last member is ready.
 """
 
@@ -57,8 +57,8 @@ class Waiting:
     """A sum that may travel with others if it is small.
 
     Attributes:
-      value: what is summed.
-      place, read: where it stands among the top level's instructions, and its first reader there.
+      value: the summed value. place, read: its position among the top level's instructions, and its first
+        reader there.
     """
 
     sum: AllReduce
@@ -70,7 +70,7 @@ class Waiting:
 def waiting(program: Program) -> tuple[Waiting, ...]:
     """The top-level sums that may travel together.
 
-    The rest of a sum that was scattered is taken just before its update; it would be late for the others.
+    The rest of a scattered sum is taken just before its update; it would be late for the others.
     """
     if not any(isinstance(instr, AllReduce) for instr in program.code):
         return ()

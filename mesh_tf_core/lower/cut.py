@@ -1,4 +1,4 @@
-"""Pending sums that cross the edge of a part that is lowered by itself (see `subgraph`)."""
+"""Pending sums that cross the border of a part that is lowered alone (see `subgraph`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mesh_tf_core.ir.rewriter import ProgramRewriter
 
 @dataclass(frozen=True)
 class Cut:
-    """Tensors whose sum waits behind what is lowered elsewhere, each with the axes of the sum.
+    """Tensors whose sum is taken after operations outside the part, each with the axes of the sum.
 
     Attributes:
       given: operands: their sum has to wait further here.
@@ -30,7 +30,7 @@ class Cut:
         return frozenset(self.given.items()), frozenset(self.left.items())
 
     def begin(self, program: Program) -> Program:
-        """The program with the sums of what it is given, at the start."""
+        """The program with the sums of its given values at the start."""
         if not self.given:
             return program
         made = {o for instr in program.code for o in instr.outputs}

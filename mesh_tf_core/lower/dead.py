@@ -1,4 +1,4 @@
-"""Pass `dead`: drops instructions whose results nobody reads, in loops too."""
+"""Pass `dead`: removes instructions with unused results, in loops too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mesh_tf_core.ir.program import Done, Input, Instr, Loop, Program, WriteVari
 
 
 def drop_dead(program: Program) -> Program:
-    """Keeps what leads to a result or a written variable (and every input, so that feeds stay as
+    """Keeps instructions that lead to a result or a written variable (and every input, so that feeds stay as
     declared)."""
     live = set(program.results.values())
     return replace(program, code=tuple(_sweep(program.code, live)))

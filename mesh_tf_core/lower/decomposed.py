@@ -1,4 +1,4 @@
-"""The steps that stand in the place of one gather or scatter (see `collective_matmul`)."""
+"""The steps that replace one gather or scatter (see `collective_matmul`)."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from mesh_tf_core.ops.stages import StageNumbers, StagePart
 from mesh_tf_core.ops.steps import CollectiveSteps, Tree
 
 LOOPED = 2
-"""Steps are a loop where it has at least so many iterations."""
+"""Least number of steps for which they become a loop."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A product of what is gathered.
+    """A product of the gathered value.
 
     Attributes:
-      given: its operand that this is; `dim` is what it calls the dimension, `renames` by which way.
+      given: its operand with the gathered value; `dim`: its name of the dimension, `renames`: the renames on
+        the way.
     """
 
     product: Local
@@ -45,7 +46,7 @@ class Decomposed(ProgramBuilder):
 
     Args:
       values: of the program.
-      source: what is gathered or scattered.
+      source: the value that is gathered or scattered.
       count: of the devices in a group.
     """
 
@@ -78,7 +79,8 @@ class Decomposed(ProgramBuilder):
         return self.steps.start(id, shift, both)
 
     def number(self, far: int, each: int = 0, turn: int | None = None) -> int:
-        """Whose chunk it is: of the device so far away, and `each` further for every iteration so far."""
+        """The number of a chunk: that of the device at this distance, and `each` further per iteration so
+        far."""
         inputs = (self.own,) if turn is None else (self.own, turn)
         op = ChunkNumber(self.count, far % self.count, each % self.count if turn is not None else 0)
         return self.applied(op, *inputs)
@@ -101,8 +103,8 @@ class Decomposed(ProgramBuilder):
             return self.applied(op, *operands, splits=out.splits, partial=out.partial)
 
     def multiplied(self, reader: Reader, chunk: int, number: int, total: int) -> int:
-        """A product of a chunk, added to a total, if there is one; what else has the dimension is taken by
-        its number."""
+        """A product of a chunk, added to a total, if there is one; the chunk's number selects the part of
+        other operands with the dimension."""
         product, given, dim = reader.product, reader.given, reader.dim
         for rename in reader.renames:
             chunk = self.applied(rename.op, chunk)
@@ -115,7 +117,7 @@ class Decomposed(ProgramBuilder):
         """The code of a gather with its products.
 
         Args:
-          whole: what it would make; `needed`: others read that, too.
+          whole: the gathered value; `needed`: other instructions read it too.
         """
         v = self.values[self.source]
         at = v.shape.index(self.dim)
@@ -171,8 +173,8 @@ class Decomposed(ProgramBuilder):
     # -- rule (2) --------------------------------------------------------------------------------------------
 
     def scattered(self, terms: Sequence[tuple[Local, str]]) -> None:
-        """The code of a scatter with its products, and the sums of these, operands first; each with what it
-        calls the dimension."""
+        """The code of a scatter with its products, and their sums, operands first; each with its name of the
+        dimension."""
         sides, opposite, last = self.sides, self.opposite, terms[-1][0]
 
         def term(number: int, come: int = -1) -> int:

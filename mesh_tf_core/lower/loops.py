@@ -1,4 +1,4 @@
-"""Base lowering of loops: bodies, and what crosses their border."""
+"""Base lowering of loops: bodies, and values that cross their border."""
 
 from __future__ import annotations
 

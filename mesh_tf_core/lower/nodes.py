@@ -27,16 +27,14 @@ from mesh_tf_core.tracing.graph import Graph
 class NodePlan:
     """One node.
 
-    Attributes:
-      first, again: where its instructions come from; `again` when it runs a second time, for backward.
+    Attributes: first, again: origin of its instructions; `again` for its second run in backward.
       types: of its outputs.
       roles: None if it is not lowered from them: connections, operations that lower themselves, and
         those that convert, which every piece allows.
       updates: it belongs to the update of the variable that its scope names.
-      path: what rules of a layout call it; what reads or stores a variable is called as that.
-      dims: names of all dimensions that it has.
-      regrouped: those of them that only one side of it has, where it regroups elements: no rule for elsewhere
-        splits these in it, so that a sum waits behind it.
+      path: its name in rules of a layout; an instruction that reads or stores a variable has the variable's
+      name. dims: names of all dimensions that it has. regrouped: dimensions that only one side of a
+      regrouping has: no rule for elsewhere splits these in it, so that a sum is taken after it.
     """
 
     first: Origin
@@ -50,13 +48,13 @@ class NodePlan:
 
 
 def updated(node: Node, graph: Graph | Outline) -> str | None:
-    """The variable whose update a node belongs to: these are lowered in the layout of its state."""
+    """The variable whose update a node belongs to: such nodes are lowered in the layout of its state."""
     return node.scope if node.phase == Phase.UPDATE and node.scope in graph.variables else None
 
 
 def converts_variable(node: Node) -> bool:
     """True if a node, given a variable or a part of one, makes the same of it that stays where it is stored.
-    (What an update converts belongs to the update.)"""
+    (Conversions inside the update belong to the update.)"""
     return node.op.converts and node.phase != Phase.UPDATE
 
 
@@ -100,8 +98,7 @@ def read_nodes(graph: Graph) -> Mapping[str, frozenset[int]]:
 
 @per_graph
 def delivered(graph: Graph) -> Mapping[int, str]:
-    """Tensors that are a variable's gradient, or of several loops that add up to it what one adds -> the
-    variable."""
+    """Tensors that are a variable's gradient, or one loop's term of it -> the variable."""
     owner = graph.gradient_of
     sums = [n for n in graph.nodes if isinstance(n.op, AddN) and n.outputs[0] in owner]
     ends = {o for n in graph.nodes if n.body is not None for o in n.outputs}
@@ -111,8 +108,8 @@ def delivered(graph: Graph) -> Mapping[int, str]:
 
 @per_graph
 def gradient_terms(graph: Graph) -> Mapping[int, str]:
-    """Tensors that are a variable's gradient, or that a loop stacks or sums up to one -> the variable. (What
-    loops inside of that loop sum up is such a term only when they have ended.)"""
+    """Tensors that are a variable's gradient, or that a loop stacks or sums up to one -> the variable. (Sums
+    of loops inside that loop are such terms only after these loops have ended.)"""
     owner = delivered(graph)
     ends = ((b, pair) for b in graph.blocks for pair in (*b.stacked, *b.summed))
     terms = {i: owner[o] for b, (i, o) in ends if o in owner and graph.tensor(i).block == b.id}
@@ -121,8 +118,8 @@ def gradient_terms(graph: Graph) -> Mapping[int, str]:
 
 @per_graph
 def repeated(graph: Graph | Outline) -> Mapping[int, int]:
-    """Tensors that repeat a conversion -> what the first such of the same tensor in the same block makes:
-    lowering converts once for all who ask before the update."""
+    """Tensors that repeat a conversion -> the result of the first conversion of the same tensor in the same
+    block: lowering converts once for all readers before the update."""
     first: dict[tuple[int, int, Op], int] = {}
     found: dict[int, int] = {}
     for node, _ in graph.walk():
@@ -171,7 +168,7 @@ def crossed(graph: Graph) -> tuple[str, ...]:
 
 
 def check_context(graph: Graph, context: Mapping[str, str]) -> None:
-    """UserError if a form is none, or of what is not a dimension of keys."""
+    """UserError if a form is unknown, or its dimension is not one of keys."""
     for name, form in context.items():
         if form not in FORMS:
             raise UserError(f"context {name}={form}: {known_names(form, FORMS)}")
@@ -183,13 +180,14 @@ def check_context(graph: Graph, context: Mapping[str, str]) -> None:
 
 
 def is_product(op: Op, operands: Sequence[int]) -> bool:
-    """True if what an operation gathers may come in chunks beside it, and what is scattered of it go."""
+    """True if the gathers of an operation's inputs, and the scatters of its results, may overlap it in
+    chunks."""
     return isinstance(op, Einsum) and not op.chooses and len(operands) == 2
 
 
 @per_graph
 def product_dims(graph: Graph) -> Mapping[int, frozenset[str]]:
-    """Node -> the dimensions of products of two operands that it is, or that read what it renames."""
+    """Node -> the dimensions of products of two operands that it is, or whose renamed result it reads."""
     found: dict[int, frozenset[str]] = {}
     for node, _ in graph.walk():
         if is_product(node.op, node.inputs):
@@ -203,7 +201,7 @@ def product_dims(graph: Graph) -> Mapping[int, frozenset[str]]:
 
 
 def check_products(graph: Graph, dims: Iterable[str]) -> None:
-    """UserError if no product of two operands has a dimension of which collective matmul is asked."""
+    """UserError if no product of two operands has a dimension of collective matmul."""
     known = sorted({name for found in product_dims(graph).values() for name in found})
     for dim in dims:
         if dim not in known:

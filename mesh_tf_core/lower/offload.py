@@ -10,8 +10,8 @@
                  backward once more, and the update, which stores it (Rajbhandari et al. 2021,
                  "ZeRO-Infinity", section 5.1.1)
 
-It is split as it is on the devices; each device's piece lies on the host that it hangs on. In a program these
-are the instructions `host_load` and `host_store`; nobody computes on what is `on host`.
+It has the same splits as on the devices; each device's shard lies on its own host. In a program these are the
+instructions `host_load` and `host_store`; no operation computes on values `on host`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mesh_tf_core.lower.remat_policy import Recomputed, policies
 OPTIMIZER, ACTIVATIONS, WEIGHTS = "optimizer", "activations", "weights"
 KINDS = (OPTIMIZER, ACTIVATIONS, WEIGHTS)
 OffloadSet = frozenset[tuple[str, str]]
-"""(kind, the variable that it is or whose state it is, or the dimension of the loops)."""
+"""(kind, name of the variable or the state's variable, or dimension of the loops)."""
 
 
 def place_of(variable: Variable) -> tuple[str, str] | None:
@@ -36,7 +36,7 @@ def place_of(variable: Variable) -> tuple[str, str] | None:
 
 
 def check_offload(offload: OffloadSet, variables: Mapping[str, Variable]) -> None:
-    """UserError unless there is something of each kind and variable; of loops knows `check_saved`.
+    """UserError unless there are values of each kind and variable; `check_saved` checks loops.
 
     Args:
       variables: of a training step.

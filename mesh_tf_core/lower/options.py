@@ -72,7 +72,7 @@ class Options:
 
     @cached_property
     def without_placement(self) -> tuple[Hashable, ...]:
-        """All but storage and offload, whose rows lowering reads: hashable."""
+        """All options except storage and offload, whose rows lowering reads: hashable."""
         return tuple(getattr(self, f.name) for f in fields(self) if f.name not in ("storage", "offload"))
 
 

@@ -1,8 +1,8 @@
 """Memoised queries of a lowering: sizes and order of the mesh, rows of its table.
 
 Everything else in a program follows from the graph and from which axes split which dimension; their names do
-not matter. So where all that was asked has the same answers, on another mesh, for other rows of where values
-live, or with the axes named otherwise, the program is the same but for the mesh that it says.
+not matter. If all queries have the same answers on another mesh, for other placements, or with other names of
+axes, the program is therefore the same except for its mesh.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Oracle:
 
     Args:
       placement: where values live.
-      known: name -> sizes of dimensions that the layout is known to divide; nothing is asked about these.
-      real: the names that the mesh's axes have elsewhere, which decide between equally cheap moves.
+      known: name -> sizes of dimensions that the layout is known to divide; these need no query.
+      real: the real names of the mesh's axes, which decide between equally cheap moves.
 
     Attributes:
-      asked: every question so far, with its answer.
-      shards: the state of a variable may be split further than the layout says.
+      asked: every query so far, with its answer.
+      shards: the state of a variable may be split further than in the layout.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Oracle:
 
     @classmethod
     def of(cls, program: Program) -> Oracle:
-        """That of a program's mesh alone."""
+        """The queries about a program's mesh only."""
         return cls(Placement(program.mesh, program.layout, {}))
 
     def _ask(self, *question: Any) -> Any:
@@ -120,7 +120,7 @@ class Oracle:
         return ordered
 
     def spare(self, used: Iterable[str]) -> Axes:
-        """The axes of several devices beside those that are used, in the order of the mesh."""
+        """The axes of several devices that are unused, in the order of the mesh."""
         found: Axes = self._ask("spare", frozenset(used))
         return found
 
@@ -140,7 +140,7 @@ class Oracle:
         """The cheapest steps from some splits of a value to others.
 
         Args:
-          within: axes along which devices hold values of their own, over which nothing is exchanged.
+          within: axes along which devices hold separate values, over which nothing is exchanged.
         """
         simple = straight(have, want)
         if simple is not None:

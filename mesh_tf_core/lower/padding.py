@@ -1,8 +1,8 @@
 """The dimensions of a variable's state that may be padded, so that any number of devices can share it.
 
-What is stored of a variable is then padded with zeros. Its update works on shards as they are stored, so it
-must not mix elements along that dimension: element by element zeros do no harm, as nobody reads what becomes
-of them, and a sum over the dimension is the same where the zeros are zeros still (the norm of gradients).
+The stored part of a variable is then padded with zeros. Its update works on shards as stored, so it must not
+mix elements along that dimension. Element by element, zeros do no harm, because their results are not used; a
+sum over the dimension stays the same as long as they are zero (the norm of gradients).
 """
 
 from __future__ import annotations

@@ -90,10 +90,10 @@ def lower(
 def lower_part(
     graph: Graph, part: Subgraph, oracle: Oracle, options: Options = DEFAULT, cut: Cut = NO_CUT
 ) -> Program:
-    """Lowers a part of a graph by itself, to be priced; it is not a whole program, so nothing checks it.
+    """Lowers a part of a graph alone, to predict its cost; it is not a whole program, so it is not checked.
 
     Args:
-      oracle: of the table of where values live; notes what is read of it.
+      oracle: of the table of placements; records the rows that are read.
       cut: sums that wait on the part's border.
 
     Raises:

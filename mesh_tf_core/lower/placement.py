@@ -1,7 +1,7 @@
 """The placement of values: one table, made before lowering from a mesh, a layout and options.
 
-A row says of a class of tensors, in a phase, how they are split (and padded), whether they are on the devices
-or in the memory of their hosts, in which dtype, and how who reads them once more has them again:
+A row states, for a class of tensors in a phase, how they are split (and padded), whether they are on the
+devices or in the memory of their hosts, their dtype, and how later readers get them again:
 
     class       phase           splits                        host        dtype   again
     variable    between steps   stage 3, or 1 of a master:    weights     stored  -
@@ -17,10 +17,10 @@ or in the memory of their hosts, in which dtype, and how who reads them once mor
                                                                                   load from the host; keep
     operation   any             layout at its path, with rules for elsewhere around it
 
-Stages are those of `storage`, hosts' memory is that of `offload`, and `remat_policy` says what is recomputed.
-Lowering brings values to where their rows say (`Placing.reshard`). A search reads a program again under other
-options where all rows that lowering read are the same (`oracle`), and bounds what a plan holds by the same
-stages (`storage.SPLIT`); `explain`, shardings for JAX and notes on storage read the rows of a plan.
+Stages are those of `storage`, host memory that of `offload`; `remat_policy` decides what is recomputed.
+Lowering moves values to the placement of their rows (`Placing.reshard`). A search reuses a program under
+other options if all rows that lowering read are the same (`oracle`), and bounds the memory of a plan by the
+same stages (`storage.SPLIT`). `explain`, shardings for JAX and notes on storage read the rows of a plan.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class Row(NamedTuple):
     """The placement of a class of tensors in a phase.
 
     Attributes:
-      layout: what splits and pads them; None: as they are made.
+      layout: splits and padding; None: as computed.
       host: they lie in the memory of the devices' hosts.
       dtype: None: their own.
       again: how they are had when they are read once more.
-      keep: of what is computed again, what is kept all the same (`remat_policy.Recomputed`).
+      keep: the kept values among recomputed ones (`remat_policy.Recomputed`).
     """
 
     layout: Layout | None
@@ -86,8 +86,7 @@ class Placement:
 
     Args:
       variables: of the graph, by name.
-      options: how variables are stored (those that are not named have stage 0), what lies in the hosts'
-        memory, which loops run again.
+      options: storage of variables (stage 0 by default), values in the hosts' memory, recomputed loops.
       narrow: see `storage.narrow_reads`.
       paddable: see `padding.paddable`.
 
@@ -183,8 +182,8 @@ class Placement:
     # -- how far variables are split -------------------------------------------------------------------------
 
     def further(self, variable: str) -> tuple[Axes, Axes]:
-        """The axes that the stage of a variable splits it over further, and those left to it that divide none
-        of its dimensions: over these every device keeps all of it. Both are empty at stage 0."""
+        """The axes over which the stage of a variable splits it further, and the remaining ones, which divide
+        none of its dimensions: over these every device keeps all of it. Both are empty at stage 0."""
         stage, v = self.stages.get(variable), self.variables[variable]
         if stage is None:
             return (), ()
@@ -217,8 +216,8 @@ class Placement:
 
 
 def check_counted(layout: Layout, dim: str, axes: Axes) -> None:
-    """LayoutError if axes split a dimension which counts what runs one after the other: that is no place,
-    whatever lives there."""
+    """LayoutError if axes split a dimension that counts sequential iterations: such a dimension has no
+    placement."""
     if axes:
         raise LayoutError(
             f"layout {layout}: {dim!r} counts what runs one after the other (iterations of a loop, parts of "

@@ -1,4 +1,4 @@
-"""Values and where they lie: what lowering a node, a loop or an operation by itself is made of."""
+"""Values and their placement: the state for lowering a node, a loop or a single operation."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class Placing(ProgramBuilder):
     Attributes:
       layout: in force.
       within: axes over which the iterations around are spread (see `Block.spread`).
-      chunked: what the operation at hand gathers comes in chunks beside it (`collective_matmul`), so a second
-        run gathers for itself.
+      chunked: the gathers of the current operation overlap it in chunks (`collective_matmul`), so a second
+        run gathers again.
       env: tensor -> value.
       moved: (value, splits, pass) -> the value so split, on the device; (value, operation, "") -> the value
-        padded or cut. Weights have an entry for each pass,
-        so that nobody keeps them between forward and backward (FSDP).
-      converted: (value, cast) -> what the cast makes of it.
-      masters: a variable's tensor, or a part of it -> its master copy as it is stored, where `env` has the
-        half of it.
+        padded or cut. Weights have an entry for each pass, so they are not kept between forward and backward
+        (FSDP).
+      converted: (value, cast) -> result of the cast.
+      masters: a variable's tensor, or a part of it -> its master copy as stored, if `env` has the
+        half-precision copy.
     """
 
     def __init__(self, graph: Graph, oracle: Oracle, part: Whole = WHOLE) -> None:
@@ -66,7 +66,7 @@ class Placing(ProgramBuilder):
         self.masters: dict[int, int] = {}
 
     def lay_out(self, layout: Layout) -> None:
-        """Puts a layout in force: inside of stages without rules for elsewhere that meet their axes."""
+        """Sets the current layout: inside stages without rules for elsewhere over their axes."""
         if self.within:
             key = layout, self.within
             if key not in self._inside:
@@ -123,7 +123,7 @@ class Placing(ProgramBuilder):
         return splits
 
     def bind(self, tensor: int, value: int) -> None:
-        """Notes the value of a tensor, and in the value whose it is: computed again, a tensor has two."""
+        """Records the value of a tensor, and for the value its tensor: a recomputed tensor has two values."""
         self.env[tensor] = value
         if self.values[value].tensor != tensor:
             self.values[value] = self.values[value].of(tensor)
@@ -133,8 +133,7 @@ class Placing(ProgramBuilder):
         return self.on_device(self.lying(tensor))
 
     def lying(self, tensor: int) -> int:
-        """The value of a tensor, where it lies; one that nobody computes here (see `Subgraph`) is taken as
-        given."""
+        """The current value of a tensor; one that is not computed here (see `Subgraph`) is taken as given."""
         value = self.env.get(tensor)
         if value is None:
             value = self.env[tensor] = self._given(tensor)
@@ -264,14 +263,14 @@ class Placing(ProgramBuilder):
         return self.placed(id, self.natural(v.shape))
 
     def reshard(self, id: int, row: Row) -> int:
-        """The value where a row of the table says that it lives: padded or cut, split, on the host."""
+        """Moves a value to the placement of its row: padded or cut, split, on the host."""
         if row.layout is not None:
             id = self._sized(id, row.layout)
             id = self.placed(id, self.natural(self.values[id].shape, layout=row.layout))
         return self.kept_on_host(id) if row.host else id
 
     def held(self, row: Row, type: TensorType, what: str = "") -> tuple[TensorType, Splits]:
-        """The type, with padding, and the splits of what lives where a row says."""
+        """The type, with padding, and the splits of a value with the placement of a row."""
         assert row.layout is not None
         shape = row.layout.held(type.shape)
         return TensorType(shape, type.dtype), self._natural(shape, what, row.layout)
@@ -324,7 +323,7 @@ class Placing(ProgramBuilder):
 
     @contextmanager
     def block(self) -> Iterator[list[Instr]]:
-        """Code inside goes to the list that this gives, and asks anew for what was moved or converted."""
+        """Code inside goes to the returned list, and moves or converts values again."""
         around = self.moved, self.converted
         self.moved, self.converted = {}, {}
         with super().block() as code:

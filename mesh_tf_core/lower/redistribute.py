@@ -1,9 +1,9 @@
-"""Changing which axes split a value's dimensions, by the cheapest sequence of slices, all-to-alls,
+"""Changes the axes that split a value's dimensions, with the cheapest sequence of slices, all-to-alls and
 all-gathers.
 
 Axes are taken off and put on at the minor end of a dimension, since a piece of a piece is only contiguous
-there. What a step costs is the bytes that a device sends (`program.wire_bytes`), so the cheapest sequence is
-a shortest path over the possible splits (Dijkstra 1959); among equally cheap ones, one with the fewest
+there. The cost of a step is the bytes that a device sends (`program.wire_bytes`), so the cheapest sequence is
+a shortest path over the possible splits (Dijkstra 1959); among equally cheap sequences, one with the fewest
 messages is taken.
 """
 
@@ -77,8 +77,8 @@ def plan_moves(
 
 @lru_cache(maxsize=1 << 14)
 def straight(have: Splits, want: Splits) -> tuple[Relayout, ...] | None:
-    """Only slices, or only gathers: nothing is cheaper, since a device gets just the bytes that it lacks.
-    None if that does not lead there."""
+    """Only slices, or only gathers: nothing is cheaper, because a device gets exactly the bytes that it
+    lacks. None if that does not lead there."""
     pairs = list(zip(have, want, strict=True))
     if all(new[: len(old)] == old for old, new in pairs):
         return tuple(

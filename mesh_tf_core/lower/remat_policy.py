@@ -3,7 +3,7 @@
     layers                          nothing but its state: all that backward reads is computed anew
     layers:keep=attention+products  these values too; what is not kept is computed anew from what is
 
-A kept value is stacked as it is where the loop does not run again. What may be kept:
+A kept value is stacked as in a loop without recomputation. What may be kept:
     products   results of products with weights, convolutions among them
     outputs    of these alone what has the dimensions of the loop's state, and is mostly added to it: where a
                weight's rows are split, devices add it up, and need not again
@@ -42,7 +42,7 @@ last."""
 
 
 class Recomputed(NamedTuple):
-    """Loops that run again, and what they keep: words of `KINDS` in this order, then names."""
+    """Recomputed loops and the values that they keep: words of `KINDS` in this order, then names."""
 
     dim: str
     keep: tuple[str, ...] = ()
@@ -75,22 +75,22 @@ def _order(word: str) -> tuple[int, str]:
 
 
 Policies = frozenset[Recomputed]
-"""All that runs again, and what it keeps."""
+"""All recomputed loops, and the values that they keep."""
 
 
 def policies(said: Iterable[str | Recomputed]) -> Policies:
-    """The policies that are said, some of them in texts."""
+    """The policies, parsed from texts or given as values."""
     return frozenset(Recomputed.parse(each) if isinstance(each, str) else each for each in said)
 
 
 def of_stages(recompute: Policies, stages: Iterable[str], at_once: bool) -> Policies:
-    """The policies about stages that go backward at once: they make another graph of the step, while the
-    others are for lowering. Whole stages that run again from what came in have all that their layers would
-    keep.
+    """The policies of stages whose schedule goes backward at once: they change the graph of the step, whereas
+    the others are for lowering. Whole stages that are recomputed from their input keep all values that their
+    layers would keep.
 
     Args:
       stages: dimensions of layers.
-      at_once: whether a microbatch goes backward as soon as it has gone through all stages.
+      at_once: True if backward of a microbatch starts as soon as it has passed all stages.
     """
     about = {each.dim: each for each in recompute} if at_once else {}
     named = [TICK] if TICK in about else sorted({*stages} & about.keys())

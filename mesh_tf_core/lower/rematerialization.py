@@ -1,9 +1,9 @@
-"""The loops that are recomputed in backward, and what that needs besides the saved values.
+"""The loops that are recomputed in backward, and the values they need besides the saved ones.
 
-A loop that runs again saves its state instead of what its backward reads. Where it is inside of another one,
-which does not run again, that one stacks this state once more, with everything that the second run reads from
-its own body; the backward body then begins with the parts of these stacks. What it keeps besides its state
-says `remat_policy`.
+A recomputed loop saves its state instead of the values that its backward reads. Where it is inside of another
+one, which does not run again, that one stacks this state once more, with everything that the second run reads
+from its own body; the backward body then begins with the parts of these stacks. `remat_policy` decides what
+it keeps besides its state.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Handed = Callable[[Block], Set[int]]
 
 
 def rematerialization(graph: Graph, recompute: Policies) -> Rematerialization:
-    """The recomputation that some policies ask for, worked out once per graph."""
+    """The recomputation of some policies, computed once per graph."""
     return graph.remembered((Rematerialization, recompute), lambda: Rematerialization(graph, recompute))
 
 
 class Rematerialization:
-    """The loops of a graph that run again when some policies say so."""
+    """The recomputed loops of a graph under some policies."""
 
     def __init__(self, graph: Graph, recompute: Policies) -> None:
         self.graph, self.names = graph, dict(recompute)
@@ -63,8 +63,8 @@ class Rematerialization:
         return loop is not None and (self.again(loop) or self.unsaved(inner))
 
     def kept(self, block: Block, unread: frozenset[int] = NOTHING, live: bool = False) -> frozenset[int]:
-        """The tensors of a loop's body that it stacks though it runs again: of those that it is to keep, what
-        is read then.
+        """The tensors of a recomputed loop's body that it stacks: those of its kept values that are read
+        then.
 
         Args:
           unread: stacks of saved values that nothing reads.
@@ -75,7 +75,8 @@ class Rematerialization:
     def read_again(
         self, block: Block, unread: frozenset[int] = NOTHING, live: bool = False
     ) -> frozenset[int]:
-        """The tensors that what a loop saves follows from when it runs again, kept ones included."""
+        """The tensors that a second run needs to compute the values that the loop would save, including kept
+        ones."""
         return self._again(block, unread, live)[1]
 
     def _again(
@@ -114,10 +115,10 @@ class Rematerialization:
 
     def idle(self, scan: Node, read: Set[int], unread: frozenset[int]) -> set[int]:
         """The nodes of a loop's body, by their indices, that do nothing in the first run of a loop that runs
-        again: what they make is only saved.
+        again: second run, whose results are only saved.
 
         Args:
-          read: of what the loop gives, what others read.
+          read: results of the loop that others read.
         """
         if scan.body is None or not self.again(scan.body):
             return set()
@@ -133,8 +134,8 @@ class Rematerialization:
         return any(not stands_beside_backward(b, self.graph) for b in again)
 
     def running(self, unread: frozenset[int]) -> dict[str, list[Node]]:
-        """The nodes that run a second time for backward: by the name of the loop whose second run they are
-        in; by `beside` what is made again, without work, beside the backward of a loop inside.
+        """The nodes that run a second time for backward: by the name of the loop whose second run they belong
+        to; by `beside` for values that are computed again, without work, in the backward of a loop inside.
 
         Args:
           unread: stacks of saved values that nothing reads.
@@ -180,7 +181,7 @@ class Rematerialization:
         return {inner: outer for b in self.graph.blocks for outer, inner in b.sliced} if self.names else {}
 
     def needs(self, loop: Block, unread: frozenset[int] = NOTHING, live: bool = False) -> frozenset[int]:
-        """Tensors that second runs, of `loop` or of loops inside of it, read or follow from without work; the
+        """Tensors that second runs of `loop`, or of loops inside it, read or derive without work; the
         arguments are those of `kept`."""
         if not self.names:
             return frozenset()
@@ -226,7 +227,7 @@ def _none(_: Block) -> Set[int]:
 
 
 def beside(block: Block) -> str:
-    """A name of what is made again beside the backward of loops inside of a body; no loop has it."""
+    """A name for values that are computed again in the backward of loops inside a body; no loop has it."""
     return f"beside {block.id}"
 
 
@@ -247,8 +248,8 @@ def recomputable(graph: Graph) -> list[str]:
 
 
 def keep_sets(graph: Graph, dim: str, sets: Sets = SETS) -> Sets:
-    """Those of some sets that loops over a dimension may keep when they run again, but for those that leave
-    no work, that keep what an earlier one keeps, or that have a name of nothing there."""
+    """Those of some sets that loops over a dimension may keep when recomputed, except sets that leave no
+    work, that keep the same values as an earlier set, or that contain a name of nothing there."""
     return graph.remembered((keep_sets, dim, sets), lambda: tuple(_keep_sets(graph, dim, sets)))
 
 
@@ -268,7 +269,7 @@ def _keep_sets(graph: Graph, dim: str, sets: Sets) -> list[tuple[str, ...]]:
 
 
 def check_recompute(graph: Graph, recompute: Policies) -> None:
-    """UserError for what no loop of the graph can do."""
+    """UserError for a policy that no loop of the graph can follow."""
     loops = {name for b in graph.blocks if (name := loop_name(b, graph))}
     check_kept(recompute, loops, (b for b in graph.blocks if has_backward(b, graph)), graph)
 
@@ -280,13 +281,13 @@ def needed_for(
     live: bool = False,
     handed: Handed = _none,
 ) -> set[int]:
-    """The tensors, also those of loops inside, that the tensors `wanted` of a block follow from, where those
-    that are kept are there.
+    """The tensors, including those of inner loops, from which the tensors `wanted` of a block are computed,
+    given the kept ones.
 
     Args:
       live: without the states of loops inside that nothing follows from: lowering makes them, and drops them
         as dead.
-      handed: what loops inside hand out besides.
+      handed: additional results of inner loops.
     """
     needed = set(wanted)
     for node in reversed(block.nodes):
@@ -333,8 +334,8 @@ def leading_to(wanted: Iterable[int], block: Block, kept: Set[int] = NOTHING) ->
 
 
 def check_saved(recompute: Policies, offload: OffloadSet, whole: Graph, staged: Graph, where: str) -> None:
-    """UserError for rows of what loops save (`placement.SAVED`) that a step has no such values of: nothing
-    but what a loop saves for a backward beside it is computed again, or lies on the hosts.
+    """UserError for rows of saved values (`placement.SAVED`) without such values in the step: only values
+    that a loop saves for its backward are recomputed, or stored on the hosts.
 
     Args:
       recompute: the loops that run again.
@@ -357,7 +358,7 @@ def check_saved(recompute: Policies, offload: OffloadSet, whole: Graph, staged: 
 
 
 def layer_again(graph: Graph, asked: Recomputed) -> RecomputeLayer:
-    """The part of a layer that a policy has recomputed, in stages that go backward at once."""
+    """The part of a layer that a policy recomputes, in stages whose schedule goes backward at once."""
     from mesh_tf_core.tracing.virtual_stages import LayerAgain
 
     remat = rematerialization(graph, frozenset({asked}))
@@ -374,8 +375,8 @@ def layer_again(graph: Graph, asked: Recomputed) -> RecomputeLayer:
 
 
 def running_again(block: Block, unread: Set[int] = frozenset(), kept: Set[int] = NOTHING) -> list[Node]:
-    """The nodes, also those of loops inside, that run a second time when a loop's body is recomputed, but for
-    stacks that nothing reads."""
+    """The nodes, including those of inner loops, that run a second time when a loop's body is recomputed,
+    except stacks that nothing reads."""
     wanted = (tensor for tensor, stack in block.saved.items() if stack not in unread)
     return list(_running(block, needed_for(wanted, block, kept, live=True), kept, _none))
 

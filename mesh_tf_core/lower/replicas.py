@@ -28,13 +28,13 @@ from mesh_tf_core.tracing.replicas import inner_step
 
 @dataclass(frozen=True)
 class ReplicaPrograms:
-    """The inner program, and now and then one in which replicas meet.
+    """The inner program, and programs of outer steps.
 
     Attributes:
-      inner: the training step of every replica; of its variables, those that only the outer programs read are
-        there too: they lie beside the others all the time.
-      outer: each fragment of the variables meets (`DiLoCo.meets`), on those of the inner one.
-      merges: with a delay, the end of each meeting: nothing of it crosses the axis.
+      inner: the training step of every replica. Its variables include those that only the outer programs
+        read, because they always stay in memory.
+      outer: the outer step of each fragment (`DiLoCo.meets`), on variables of the inner program.
+      merges: with a delay, the end of each outer step, which sends nothing over the axis.
       where: where the values of the inner step live.
     """
 
@@ -80,7 +80,7 @@ def check_whole(diloco: DiLoCo | None, stages: Iterable[str], schedule: str = GP
 def replica_graphs(
     graph: Graph, results: Mapping[str, Tensor], count: int, diloco: DiLoCo
 ) -> tuple[Graph, dict[str, Tensor], tuple[FragmentOuterStep, ...]]:
-    """The inner step with its results, and the outer ones, made once of a whole step."""
+    """The inner step with its results, and the outer ones, made once from a whole step."""
     inner, found = graph.remembered(("replicas", count), lambda: inner_step(graph, count, results))
     outer = graph.remembered(("meeting", count, diloco), lambda: outer_steps(graph, inner, diloco))
     return inner, found, outer
@@ -167,8 +167,8 @@ def check_meeting(program: Program, diloco: DiLoCo) -> None:
 
 
 def alone(options: Options, mesh: Mesh) -> Options:
-    """Options of a program on the mesh of all in which every replica does the same, on variables as those of
-    replicas lie; as they are, without replicas."""
+    """Options of a program on the whole mesh in which every replica does the same, with variables placed as
+    those of replicas; unchanged without replicas."""
     if options.diloco is None:
         return options
     own = tuple(axis for axis in mesh.names if axis != options.diloco.axis)

@@ -32,11 +32,12 @@ class Saving:
 
     Args:
       low: its state.
-      recompute: the loops that run again in backward, and what they keep (`remat_policy.Recomputed`).
+      recompute: the loops that backward recomputes, and the values that they keep
+        (`remat_policy.Recomputed`).
       node: lowers a node, a second time or not.
 
     Attributes:
-      running: the name of the loop whose second run is being lowered; "" in the first.
+      running: the name of the loop whose second run is being lowered; "" in the first run.
     """
 
     def __init__(self, low: Placing, recompute: Policies, node: Callable[[Node, bool], None]) -> None:

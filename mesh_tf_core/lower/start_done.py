@@ -1,6 +1,6 @@
 """Pass `start and done`: which messages start before they are waited for, and where the device waits.
 
-A message runs under what stands between its start and its `Done`. Rules, each with where it is seen:
+A message overlaps the instructions between its start and its `Done`. Rules, each with where it is seen:
   ring       steps of a decomposed collective, as `ops.steps` starts them and waits for them: the TPU
              compiler begins to send keys, values, their gradients and chunks before the kernels of a step,
              and waits behind these (v5e:2x4, one layer of 16,384 tokens, 2026-11-23; products of a gather and
@@ -13,13 +13,13 @@ A message runs under what stands between its start and its `Done`. Rules, each w
   host link  what loops keep on the hosts, or read there: an iteration's state is stored while its products
              run, and the part of the next one is loaded meanwhile. The TPU compiler begins both as an
              iteration begins, and takes the first load out of the loop (v5e:2x2, eight layers, 2026-11-23)
-The device waits for every other message. A message starts where it stands, and is done before the first
-instruction of its block that reads what it brings, or at the block's end. Where start and done are an
-iteration apart, it is `pipelined`.
+The device waits for every other message. A message starts at its place, and is done before the first
+instruction of its block that reads its result, or at the block's end. If done is one iteration after start,
+the message is `pipelined`.
 
-Whether a machine runs messages of a rule at once with kernels is for its profile to say
-(`costmodels.pricing.overlap`). What a message is for follows from what its value is made from and read by, so
-parts of a program have the rules of the whole.
+The profile of a machine decides whether messages of a rule overlap kernels (`costmodels.pricing.overlap`).
+The purpose of a message follows from the origin and the readers of its value, so parts of a program have the
+same rules as the whole.
 """
 
 from __future__ import annotations

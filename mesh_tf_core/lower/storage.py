@@ -1,5 +1,4 @@
-"""Storage of variables between steps: whole as the layout says, or split further over the axes that it leaves
-unused.
+"""Storage of variables between steps: with the splits of the layout, or split further over unused axes.
 
 Stages, per variable (Rajbhandari et al. 2020, "ZeRO", section 5; Xu et al. 2020, "Automatic cross-replica
 sharding of weight update"):
@@ -13,9 +12,9 @@ Of a variable that forward and backward read in half precision only (`narrow_rea
 master copy that the update works on. It belongs to the state: from stage 1 on it is split, and its half is
 gathered whole, in half precision, as a step begins (their section 3: 2 + 2 + 12 / N bytes for stage 1).
 
-A stage may name the axes that it splits over, and leave the others whole (`zero3@node`; Zhao et al. 2023,
-"PyTorch FSDP", section 3.2.2, hybrid sharding: gathered within a node, and gradients summed between nodes
-after they were scattered within).
+A stage may name the axes that it splits over; the others hold copies (`zero3@node`; Zhao et al. 2023,
+"PyTorch FSDP", section 3.2.2, hybrid sharding: gathered within a node, and gradients scattered within a node
+and then summed between nodes).
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.tracing.graph import Graph
 
 VARIABLE, STATE, GRADIENT, SAVED = "variable", "state", "gradient", "saved"
-"""Classes of tensors: a variable, what the optimizer keeps of it, its gradient, what loops over a dimension
-save for their backward."""
+"""Classes of tensors: a variable, its optimizer state, its gradient, and the values that loops over a
+dimension save for their backward."""
 BETWEEN, FORWARD, BACKWARD, UPDATE = "between steps", "forward", "backward", "update"
 """Phases."""
 _UPDATE = frozenset({(STATE, BETWEEN), (VARIABLE, UPDATE), (GRADIENT, UPDATE)})
@@ -50,7 +49,7 @@ SPLIT: Mapping[str, frozenset[tuple[str, str]]] = {
     "zero2": _UPDATE | {(GRADIENT, BACKWARD)},
     "zero3": _UPDATE | {(GRADIENT, BACKWARD), (VARIABLE, BETWEEN)},
 }
-"""Stage -> the classes that are split further than the layout says, each with the phase in which they are."""
+"""Stage -> the classes that are split further than in the layout, each with its phase."""
 STAGES = tuple(SPLIT)
 """Names of the stages in plans; a number is a place here."""
 MOST_SPLIT = max(STAGES, key=lambda stage: len(SPLIT[stage]))
@@ -110,7 +109,7 @@ def splits(stage: int, what: str, phase: str, master: bool = False) -> bool:
     """True if a stage splits a class of tensors further in a phase.
 
     Args:
-      master: of a master copy, which nothing before the update reads as it is: its state's stage splits it.
+      master: of a master copy, which nothing before the update reads directly: its state's stage splits it.
     """
     kept = STATE if master and (what, phase) == (VARIABLE, BETWEEN) else what
     return (kept, phase) in SPLIT[STAGES[stage]]
@@ -200,9 +199,9 @@ def shard_layout(
 ) -> Layout:
     """The layout with this variable's dimensions split further over every axis that does not split them yet.
 
-    All spare axes go to one dimension if one is divisible (the largest piece first), else axis by axis, and
-    an axis that divides no dimension is left out; or, where shards are smaller so, all go to one dimension
-    that is padded to what they divide. Dimensions that count layers stay whole.
+    All spare axes go to one dimension if it is divisible (the largest piece first). Otherwise they are
+    assigned axis by axis, and an axis that divides no dimension is left out. If shards are smaller that way,
+    all axes go to one dimension that is padded. Dimensions that count layers stay whole.
 
     Args:
       over: only these axes.

@@ -1,4 +1,4 @@
-"""Choose what lowering makes: all of a graph, or a part by itself, with everything around it given."""
+"""Choose what lowering covers: a whole graph, or a part alone with everything around it given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mesh_tf_core.tracing.graph import Graph
 
 IdPairs = tuple[tuple[int, int], ...]
 Access = tuple[int, Phase, int]
-"""Where a variable is read as the layout says: id of a block, the pass, a tensor that it is."""
+"""The place where a variable is read in the layout's splits: id of a block, the pass, one of its tensors."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Whole:
     """All of a graph.
 
     Attributes:
-      alone: it is a part: what others compute is taken as given, and nothing is known to be dead.
-      again, beside, unread: see `Subgraph`.
+      alone: it is a part: values of other nodes are given, and no result is known to be unused. again,
+        beside, unread: see `Subgraph`.
     """
 
     alone: ClassVar[bool] = False
@@ -54,7 +54,7 @@ class Whole:
         """The parts of stacks that a loop's body is given: (stack, part).
 
         Args:
-          known: tensors that have a value by then.
+          known: tensors that already have a value.
         """
         return block.sliced
 
@@ -74,18 +74,19 @@ WHOLE = Whole()
 
 @dataclass(frozen=True)
 class Subgraph(Whole):
-    """Lowers only these nodes (by index); what others compute is taken as given, in natural sharding.
+    """Lowers only these nodes (by index); values of other nodes are given, in default sharding.
 
     Attributes:
-      nodes: what to lower.
+      nodes: the nodes to lower.
       blocks: ids of the loop bodies that hold some of it.
       natural: (block, phase, tensor): also bring a tensor into its natural sharding at the end of a block, as
         its readers of this phase would.
-      again: it is what runs a second time in the backward of loops with this name (`rounds.loop_name`), or
-        beside it (`rematerialization.beside`).
-      early: tensors that what is not lowered here reads too, before the update: a sum of them neither waits
-        further nor travels with other messages.
-      beside: of a second run, what backward has, too, and may move alike: the second run finds it moved.
+      again: the part is a second run in the backward of loops with this name (`rounds.loop_name`), or belongs
+        to one (`rematerialization.beside`).
+      early: tensors that nodes outside the part also read before the update: a sum of them is neither delayed
+        further nor combined with other messages.
+      beside: for a second run, tensors that backward also reads and may already have moved; the second run
+        reuses them.
       unread: stacks that nothing reads in the whole graph: no loop makes them.
     """
 

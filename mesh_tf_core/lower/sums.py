@@ -1,5 +1,5 @@
-"""Pass `pending sums`: an all-reduce waits behind linear operations, so that what is added anyway is summed
-once.
+"""Pass `pending sums`: moves an all-reduce behind linear operations, so that values that are added anyway are
+summed once.
 
 Rewrites, each where the all-reduced value has no other reader:
   (1) all_reduce(all_reduce(x, a), b)          ->  all_reduce(x, a+b)
@@ -62,8 +62,8 @@ def across(phase: Phase, other: Phase) -> bool:
 
 
 def waiting_nodes(uses: Readers) -> Iterator[tuple[Node, Node]]:
-    """Which nodes of a graph these rewrites couple, under some layout: the maker of an operand whose sum may
-    come to stand behind a node by rules (2) and (4), or by rule (3) behind a conversion, and this node."""
+    """Pairs of nodes that these rewrites couple under some layout: the maker of an operand whose sum may move
+    behind a node by rules (2) and (4), or by rule (3) behind a conversion, and this node."""
     pending: set[int] = set()
     # What the stages of a pipeline add up is a sum over their devices.
     stages = {uses.inner(i) for b in uses.graph.blocks if b.spread for i, _ in b.summed}
@@ -96,7 +96,7 @@ def waiting_nodes(uses: Readers) -> Iterator[tuple[Node, Node]]:
 
 
 def into_totals(uses: Readers) -> Iterator[int]:
-    """The tensors whose sum rule (5) takes, whatever its axes: an update's total alone reads them."""
+    """The tensors whose sum rule (5) takes, whatever its axes: only an update's total reads them."""
     for node in uses.nodes:
         if isinstance(node.op, Total) and node.phase == Phase.UPDATE:
             for i in node.inputs:
@@ -118,7 +118,7 @@ def delay_sums(program: Program, oracle: Oracle | None = None) -> Program:
     """Applies the rewrites of the module's text, once through the program.
 
     Args:
-      oracle: of the program's mesh; notes what is asked of them.
+      oracle: of the program's mesh; records the queries.
     """
     if not _any_sum(program.code):
         return program

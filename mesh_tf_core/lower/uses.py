@@ -34,7 +34,7 @@ def count_uses(code: Iterable[Instr], results: Iterable[int] = ()) -> defaultdic
 
 
 def compact(program: Program) -> Program:
-    """Drops values that no instruction names and numbers the others in order of appearance."""
+    """Removes values that no instruction uses and numbers the others in order of appearance."""
     order: dict[int, int] = {}
 
     def name(ids: Iterable[int]) -> None:
@@ -108,7 +108,7 @@ class Readers:
             self.leaving.update(block.carry_out)
 
     def inner(self, tensor: int) -> int:
-        """The body tensor that a loop's stacked or summed result comes from, or the tensor itself."""
+        """The body tensor of a loop's stacked or summed result, or the tensor itself."""
         node = self.graph.producer.get(tensor)
         while node is not None and node.body is not None:
             pairs = {out: inner for inner, out in (*node.body.stacked, *node.body.summed)}

@@ -1,4 +1,4 @@
-"""Checks that a program is well-formed: what every pass must keep true."""
+"""Checks that a program is well-formed: the invariants that every pass keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adafactor (Shazeer & Stern 2018, algorithm 4), with momentum of the steps if asked for."""
+"""Adafactor (Shazeer & Stern 2018, algorithm 4), with optional momentum of the steps."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Optimizer:
             raise UserError(f"{name}: ema must be in [0, 1) (0: no running mean), found {self.ema}")
 
     def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: LearningRate) -> Updates:
-        """Adds the operations that update one variable and gives what to store: (variable or slot, value).
+        """Adds the operations that update one variable and returns the new values: (variable or slot, value).
 
         Args:
           gradient: in the variable's shape and dtype.
@@ -80,7 +80,7 @@ class Optimizer:
         raise NotImplementedError
 
     def scaled_loss(self, loss: Tensor) -> Tensor:
-        """The scaled loss, whose gradients are taken."""
+        """The scaled loss, whose gradients are computed."""
         if self.loss_scale is None:
             return loss
         return loss * self.loss_scale.scale(graph_of(loss)).cast(loss.dtype)

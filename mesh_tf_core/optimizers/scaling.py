@@ -19,7 +19,7 @@ from mesh_tf_core.ops.math import maximum, minimum
 from mesh_tf_core.tracing.graph import Graph
 
 SCALE, GOOD = "loss_scale", "loss_scale/good_steps"
-"""Names of the variables: the scale, and how many steps in a row were finite."""
+"""Names of the variables: the scale, and the number of consecutive finite steps."""
 LARGEST = 2.0**24
 
 

@@ -1,4 +1,5 @@
-"""The backward of layers in two halves, for schedules in which weights have slots of their own."""
+"""The backward of layers in two halves, for schedules in which gradients of weights have slots of their
+own."""
 
 from __future__ import annotations
 
@@ -24,12 +25,13 @@ class HalfBackward:
 
 
 def halves(body: Block, first: Collection[int], again: Collection[int]) -> tuple[HalfBackward, HalfBackward]:
-    """The backward of layers in two halves. Products that the state's gradient does not need are in the
-    second one, with what is made of them; all else is in the first one, where it shares kernels.
+    """The backward of layers in two halves. Products that the state's gradient does not need go to the second
+    half, with everything computed from them; all other operations go to the first half, where they share
+    kernels.
 
     Args:
       first: results, of the graph around, that the first half has to make.
-      again: stacks whose parts run again in the first half.
+      again: stacks whose parts are computed again in the first half.
     """
     needed, late = {*body.carry_out, *(i for i, o in body.summed if o in first)}, set[int]()
     for node in reversed(body.nodes):

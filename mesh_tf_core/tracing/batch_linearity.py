@@ -1,5 +1,5 @@
-"""The dependence of a step's tensors on the batch, and what has to be known before each can be computed: what
-a step in parts (see `microbatch`) must know to give what the whole one gives.
+"""The dependence of a step's tensors on the batch, and the values that each needs: a step in parts (see
+`microbatch`) needs these to compute the same results as the whole one.
 
   REPLICATED    in every part the same: made of variables and numbers, or of whole sums
   PER_EXAMPLE   it has the batch dimension; row b is made of row b of the inputs and of what is the same
@@ -8,8 +8,8 @@ a step in parts (see `microbatch`) must know to give what the whole one gives.
 
 Linear operations make sums of sums. Whatever else reads a sum has to wait until it is whole: a masked mean
 a / b = sum(ce * valid) / sum(valid) is the same in every part once a and b are whole, its gradient in b is
-- a / b^2, and its gradient in a, 1 / b, goes back to the rows. `TensorLinearity.after` counts the passes over
-the parts that have to be over before.
+- a / b^2, and its gradient in a, 1 / b, flows back to the rows. `TensorLinearity.after` counts the passes
+over the parts that have to be over before.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TensorLinearity:
     """The dependence of one tensor on the batch.
 
     Attributes:
-      after: how many passes over the parts have to be over before it can be computed.
+      after: number of passes over the parts after which it can be computed.
     """
 
     kind: Linearity = Linearity.REPLICATED
@@ -63,10 +63,10 @@ class BatchLinearity:
 
     Attributes:
       whole: by node, operands that are sums and have to be whole.
-      shared: by node, positions of operands that are the same in every part, and of which each part adds its
-        share; of a loop, states at its beginning.
+      shared: by node, positions of operands that are the same in every part, of which each part adds its
+        share; for a loop, states at its beginning.
       shared_out: by loop, states at the end of an iteration, likewise.
-      why: the operation because of which a tensor is INSEPARABLE, or has to wait, and its scope.
+      why: the operation because of which a tensor is INSEPARABLE, or must be delayed, and its scope.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
-"""Choices and loops whose course depends on values, and blocks that may run again in backward.
+"""Choices and loops whose course depends on values, and blocks that backward may recompute.
 
-Every device has the predicate, so all take the same branch and meet in the same collectives: what is not
-chosen is not run, forward and backward. In a program both are loops that may not run (`program.Loop.runs`). A
-price counts the mean of two branches, and all steps of a while loop; memory is that of the larger branch.
+Every device has the predicate, so all devices take the same branch and run the same collectives. The other
+branch does not run, forward and backward. In a program both are loops that may not run (`program.Loop.runs`).
+Predicted times use the mean of two branches, and all steps of a while loop; memory is that of the larger
+branch.
 """
 
 from __future__ import annotations

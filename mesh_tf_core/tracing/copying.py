@@ -33,7 +33,7 @@ class Copy:
 
     Attributes:
       number: of the part that the nodes that are being built work on, an int scalar; None: on no part.
-      tensors: old tensor -> what stands for it, of what the nodes that are being built may read.
+      tensors: old tensor -> its copy, for tensors that the new nodes may read.
       blocks: the same of blocks.
     """
 
@@ -162,7 +162,8 @@ class Copy:
 
 
 class StepCopy(Copy):
-    """A copy of a step with its backward: loops keep what backward reads, gradients say of which variable."""
+    """A copy of a step with its backward: loops save values for backward, and gradients record their
+    variable."""
 
     def _outer(self, tensor: int, block: Block, dtype: str | None = None) -> int:
         known = tensor in self.tensors
@@ -186,9 +187,9 @@ class PartCopy(Copy):
 
     Attributes:
       names, size: of the batch dimension.
-      smaller: the batch dimensions -> those of a part, of nodes that are copied for parts.
+      smaller: the batch dimensions -> those of a part, for nodes that are copied for parts.
       rows: of the whole batch, those that a part has.
-      linearity: of what the nodes that are copied compute.
+      linearity: of the results of the copied nodes.
     """
 
     linearity: BatchLinearity

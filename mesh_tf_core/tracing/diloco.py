@@ -1,8 +1,8 @@
 """DiLoCo: replicas that train alone for some steps and then synchronise: its settings, and which part of the
 variables synchronises when.
 
-Those along an axis of the mesh (`DiLoCo`) and those that are jobs of their own (`training.decoupled`) say the
-same of the outer step in the same words; here these words are read and checked.
+Replicas along a mesh axis (`DiLoCo`) and replicas that are separate jobs (`training.decoupled`) have the same
+settings of the outer step, which are read and checked here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.few_bits import BITS, WHOLE
 
 Settings = Mapping[str, tuple[str, Callable[[str], Any]]]
-"""Name in a text -> field, and what its value is."""
+"""Name in a text -> field, and type of its value."""
 OUTER: Settings = {
     "period": ("period", int),
     "rate": ("learning_rate", float),
@@ -35,17 +35,17 @@ ParameterSlice = slice | EllipsisType
 
 
 class DoNotFit(UserError):
-    """Settings each of which is known, but not together: fragments of a period, a delay between meetings."""
+    """Settings that are known but contradict each other: fragments of a period, a delay between outer
+    steps."""
 
 
 def read_settings(what: str, text: str, pairs: str, known: Settings, cls: type) -> dict[str, Any]:
     """Fields of `cls` as `name=value,...` gives them.
 
-    Args:
-      what, text: as messages call it, and all that was said.
+    Args: what, text: name in messages, and the whole text.
 
     Raises:
-      UserError: a name that is not known or said twice, or no number where one is due.
+      UserError: an unknown or repeated name, or a missing number.
     """
     check(what, text=(text, instance(str, "its settings as text")))
     said: dict[str, Any] = {}
@@ -70,7 +70,7 @@ def read_settings(what: str, text: str, pairs: str, known: Settings, cls: type) 
 def check_outer(
     what: str, period: int, learning_rate: float, momentum: float, fragments: int, bits: int
 ) -> None:
-    """UserError, in the name of `what`, unless an outer step can be so."""
+    """UserError, which names `what`, unless the settings of an outer step are valid."""
     if period < 1:
         raise UserError(f"{what}: the period must be at least one step, found {period}")
     if not 0 < learning_rate < math.inf:
@@ -92,24 +92,25 @@ def outer_step(before: T, momentum: T, came: T, rate: float, mu: float) -> tuple
     Nesterov's momentum.
 
     Args:
-      before: what all began from.
-      came: how far they came from it, in their mean: what they began from less what they have.
-      rate, mu: of the outer step.
+      before: the values that all replicas began from.
+      came: mean progress of the replicas: their start minus their current values. rate, mu: of the outer
+        step.
 
-    Tensors of a graph and arrays alike, in one order of operations, so that both forms agree to the last bit.
+    It takes tensors of a graph or arrays, with the same order of operations, so that both forms agree to the
+    last bit.
     """
     momentum = momentum * mu + came
     return before - (came + momentum * mu) * rate, momentum
 
 
 def wide(dtype: str) -> str:
-    """The dtype in which replicas meet: float32 at least."""
+    """The dtype of the outer step: at least float32."""
     return "float64" if dtype == "float64" else "float32"
 
 
 def fragments_of(variables: Iterable[Variable], count: int) -> list[dict[str, ParameterSlice]]:
-    """For every fragment, its variables and what of them it has: every so manyth layer of a stack; what is in
-    no stack, or in one with fewer layers, belongs to one of them.
+    """For every fragment, its variables and its part of them: every n-th layer of a stack; a variable without
+    a stack, or with fewer layers, belongs to one fragment.
 
     Raises:
       DoNotFit: nothing is left for some of them.
@@ -197,7 +198,7 @@ class DiLoCo:
         return self.period // self.fragments
 
     def meets(self, step: int) -> int | None:
-        """The fragment that meets, or begins to, after a step, from 1 on; None if none does."""
+        """The fragment that synchronises, or begins to, after a step, from 1 on; None if none does."""
         begins = step > 0 and step % self.every == 0
         return (step // self.every - 1) % self.fragments if begins else None
 

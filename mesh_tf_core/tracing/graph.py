@@ -1,7 +1,7 @@
 """Graphs: append-only lists of operations on named-dimension tensors, with loop bodies as blocks.
 
 A block is a list of nodes. Block 0 is the graph itself; `scan` opens a block for its body, which is written
-once and runs once per element of the stacked dimension. Nothing here knows of devices.
+once and runs once per element of the stacked dimension. Nothing here depends on devices.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Graph(Residuals, Remembering):
     # -- what follows from all of it -------------------------------------------------------------------------
 
     def changed(self) -> None:
-        """Notes a change: what was worked out of the graph holds no longer. Whoever changes nodes, blocks or
-        dictionaries of a graph directly calls this."""
+        """Records a change: values derived from the graph are no longer valid. Whoever changes nodes, blocks
+        or dictionaries of a graph directly calls this."""
         self.version += 1
         self._remembered.clear()
 
@@ -108,7 +108,7 @@ class Graph(Residuals, Remembering):
 
     @property
     def block(self) -> Block:
-        """The block that new operations go to."""
+        """The block to which new operations are added."""
         return self._stack[-1]
 
     @property
@@ -312,14 +312,14 @@ class Graph(Residuals, Remembering):
             self._stack.pop()
 
     def runs_if(self, predicate: Tensor) -> None:
-        """The iteration whose body is being built is only run where `predicate`, part of its state, holds."""
+        """The iteration whose body is being built runs only if `predicate`, part of its state, is True."""
         self.block.runs = predicate.id
 
     def unrolled(
         self, body: Callable[..., Any], init: Sequence[Tensor], dim: Dim, stacks: Sequence[Tensor]
     ) -> Any:
-        """`scan` iteration by iteration, of a graph whose operations run at once (see `eager`); None if the
-        first iteration is not to run."""
+        """`scan` iteration by iteration, for a graph whose operations run at once (see `eager`); None if the
+        first iteration must not run."""
         raise NotImplementedError
 
     def body_input(self, block: Block, like: Tensor) -> Tensor:
@@ -368,6 +368,6 @@ class Graph(Residuals, Remembering):
 
 
 def graph_of(x: Tensor) -> Graph:
-    """The graph of a tensor, as more than model code asks of it."""
+    """The graph of a tensor, with methods that model code does not use."""
     assert isinstance(x.graph, Graph)
     return x.graph

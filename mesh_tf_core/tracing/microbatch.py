@@ -1,15 +1,15 @@
 """Gradient accumulation: the forward and backward of a step as a loop over parts of the batch.
 
 The transformed graph holds the same operations with a smaller batch dimension inside a loop over
-`microbatch`. What is a sum over the batch (a loss, gradients) is summed over its iterations, gradients in the
-dtype of their variables; what is made of such sums is computed from the whole ones, after the loop. Backward
-may read some of them, as the number of tokens that a masked mean divides by: an earlier loop over the parts
-computes these, and nothing else. `batch_linearity` says which tensor is which. Random numbers are those that
-the part's rows have in the whole batch (`StepCopies.of_part`). Variables are assigned after the loops, from
-whole sums.
+`microbatch`. Sums over the batch (a loss, gradients) are added up over its iterations, gradients in the dtype
+of their variables; results of such sums are computed from the whole sums, after the loop. Backward may read
+some of them, as the number of tokens that a masked mean divides by: an earlier loop over the parts computes
+these, and nothing else. `batch_linearity` decides the class of each tensor. Random numbers are those that the
+part's rows have in the whole batch (`StepCopies.of_part`). Variables are assigned after the loops, from whole
+sums.
 
-A model whose examples meet in another way (statistics of a batch, examples against each other), or whose
-operations fix sizes derived from the batch (a reshape that flattens it, say), cannot be split so.
+A model that mixes examples in another way (statistics of a batch, comparisons of examples), or whose
+operations fix sizes derived from the batch (such as a reshape that flattens it), cannot be split this way.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Accumulation(StepCopy, PartCopy):
     """A graph that adds up parts of the batch, under construction.
 
     Attributes:
-      given: old tensor -> what stands for it, of variables and of inputs without the batch.
+      given: old tensor -> its replacement, for variables and inputs without the batch.
       fed: the same of inputs in parts.
-      outside: the same of what is computed outside of the loops over the parts.
+      outside: the same for values that are computed outside the loops over the parts.
     """
 
     def __init__(self, graph: Graph, batch: str, parts: int) -> None:
@@ -74,7 +74,7 @@ class Accumulation(StepCopy, PartCopy):
         }
 
     def run(self, wanted: Mapping[str, Tensor]) -> tuple[Graph, dict[str, Tensor]]:
-        """Reads and inputs stay outside; what the parts compute goes into the bodies of loops."""
+        """Reads and inputs stay outside; operations of the parts go into the bodies of loops."""
         for node in self.kept:
             if isinstance(node.op, Read):
                 self.given[node.outputs[0]] = self._read(node.op.variable, node.outputs[0])

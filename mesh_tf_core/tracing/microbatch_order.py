@@ -1,5 +1,5 @@
-"""The order of a microbatch's work where it goes through the stages of a pipeline forward and then backward:
-before the layers, behind them, behind their backward, or once, on sums over all microbatches."""
+"""The order of a microbatch's work when it passes the stages of a pipeline forward and then backward: before
+the layers, after them, after their backward, or once, on sums over all microbatches."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class MicrobatchOrder:
     """The nodes that a part of the batch takes, with one loop over layers and one over their gradient.
 
     Args:
-      copy: knows how tensors depend on the batch.
+      copy: has the dependence of tensors on the batch.
       needed: the nodes, in order.
       forward, backward: those over the layers.
-      sums: what the parts add up to.
-      trained: what depends on variables that are trained.
-      refuse: the error that says why these layers cannot be stages.
+      sums: values that are summed over the parts.
+      trained: values that depend on trained variables.
+      refuse: the error for layers that cannot be stages.
 
     Attributes:
       known: tensor -> when it is known; `runs`: node -> when it runs.
-      sums: what is added up over the microbatches, from which the rest follows.
-      states: what the layers hand on, as they read it; `passes`: what goes through the stages with it, as the
-        layers read it, and a gradient goes back to it.
-      stays: what each stage makes for itself; `same`: what is the same for all microbatches.
-      reads: node over layers -> what these read from outside, parts of stacks apart.
+      sums: values that are summed over the microbatches, from which the rest follows.
+      states: the states of the layers, as they read them; `passes`: further values that move through the
+        stages, as the layers read them, with a gradient.
+      stays: values that each stage computes itself; `same`: values that are the same for all microbatches.
+      reads: node over layers -> values that it reads from outside, except parts of stacks.
       sliced: node -> the stacks that layers read their parts of.
       rows: gradients of `passes`.
     """

@@ -1,14 +1,14 @@
 """The outer (synchronisation) step of replicas (`tracing.replicas`): a graph for every fragment of the
-variables, beside that of the step.
+variables, in addition to that of the step.
 
   came = mean over replicas of (before - now)
   m = mu m + came      before = now = before - rate (came + mu m)
 
-In few bits (`ops.few_bits`) a replica's part of the mean is (before - now + lost), rounded, and what rounding
-loses of it is lost the next time. Codes and scales are gathered, so every replica sees the same mean.
+In few bits (`ops.few_bits`) a replica's part of the mean is (before - now + lost), rounded, and the rounding
+error is the next `lost`. Codes and scales are gathered, so every replica sees the same mean.
 
-With a delay a meeting is two graphs: the exchange, which keeps `came`, and some steps later the merge, in
-which replicas keep a share of what they have done since: now = alpha now + (1 - alpha) before.
+With a delay an outer step is two graphs: the exchange, which stores `came`, and some steps later the merge,
+in which replicas keep a share of their progress since: now = alpha now + (1 - alpha) before.
 
 Of a stack, a fragment has every so manyth layer (`diloco.fragments_of`): [layers, ...] is seen as
 [layers / fragments, fragments, ...], and one element of that dimension is read and written in place.
@@ -36,8 +36,8 @@ from mesh_tf_core.tracing.diloco import DiLoCo, ParameterSlice, fragments_of, ou
 from mesh_tf_core.tracing.graph import Graph
 
 BEFORE, MOMENTUM, LOST, CAME = "outer", "outer_momentum", "outer_lost", "outer_came"
-"""Names, below a variable's own, of what all replicas began from, of the outer momentum, of what rounding
-lost of each, and of what is exchanged but not merged."""
+"""Suffixes of a variable's name: the values that all replicas began from, the outer momentum, the rounding
+error of each replica, and exchanged values that are not merged yet."""
 SENDER = "sender"
 """The dimension of replicas where a device has all of them."""
 
@@ -55,10 +55,10 @@ class Named(Initializer):
 
 @dataclass(frozen=True)
 class FragmentOuterStep:
-    """The graphs of one fragment's meeting.
+    """The graphs of one fragment's outer step.
 
     Attributes:
-      exchange: what crosses the axis; without a delay, all of the meeting.
+      exchange: the messages over the axis; without a delay, the whole outer step.
       merge: after the delay; None without one.
     """
 
@@ -71,10 +71,10 @@ class FragmentOuterStep:
 
 
 def outer_steps(graph: Graph, inner: Graph, diloco: DiLoCo) -> tuple[FragmentOuterStep, ...]:
-    """How the fragments meet, in their turn.
+    """The outer steps of the fragments, in order.
 
     Args:
-      graph: of a whole step; inner: what `replicas.inner_step` made of it.
+      graph: of a whole step; inner: the result of `replicas.inner_step`.
 
     Raises:
       UserError: the fragments do not divide the layers of a stack.

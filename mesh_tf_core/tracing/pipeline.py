@@ -1,5 +1,5 @@
-"""Pipelines: a loop over equal layers as stages on devices of their own, which work on different microbatches
-at the same time (Huang et al. 2019, "GPipe"; as one SPMD program: Xu et al. 2021, "GSPMD", section 3.3).
+"""Pipelines: a loop over equal layers as stages on different devices, which work on different microbatches at
+the same time (Huang et al. 2019, "GPipe"; as one SPMD program: Xu et al. 2021, "GSPMD", section 3.3).
 
 A loop over L layers becomes, of the forward graph, before its gradient is made,
 
@@ -9,18 +9,19 @@ A loop over L layers becomes, of the forward graph, before its gradient is made,
       loop over the layers of the stage, as it was
     the state, moved on by one stage
 
-so that its gradient, lowering, price and memory are those of what is written there. `ops.ticks` says what is
-when; a stage that waits works on numbers that nobody reads. Layers before and after work on the whole batch.
+so that its gradient, lowering, cost and memory follow from this graph. `ops.ticks` defines which microbatch
+is where; an idle stage computes on numbers that are not used. Layers before and after work on the whole
+batch.
 
-In a circular schedule what the last stage hands on goes to the first, and the loop over the layers of a stage
-is over those of the chunk whose turn it is (`Block.first`). Variables that the layers read by parts lie so
-that each device has its chunks (`ir.stored_order`); what else reads them, and other stacks, are brought from
-one order to the other.
+In a circular schedule the output of the last stage goes to the first, and the loop over the layers of a stage
+runs over those of the current chunk (`Block.first`). Variables that the layers slice are stored so that each
+device has its chunks (`ir.stored_order`); other readers, and other stacks, are converted from one order to
+the other.
 
-What the layers read of the batch besides their state stays where it is, if no gradient goes back to it, and
-else goes through the stages with the state. `batch_linearity` says how values depend on the batch, as for
-gradient accumulation: a state that each microbatch adds to, as a router's loss, is their sum; what depends on
-the whole batch otherwise is refused. Random numbers are those of the microbatch's rows in the whole batch.
+Values of the batch that the layers read besides their state stay in place if they have no gradient; otherwise
+they move through the stages with the state. `batch_linearity` classifies values as for gradient accumulation:
+a state to which each microbatch adds, such as a router's loss, is their sum; other dependence on the whole
+batch is refused. Random numbers are those of the microbatch's rows in the whole batch.
 """
 
 from __future__ import annotations
@@ -70,13 +71,13 @@ def pipelined(
       parts: number of microbatches.
       stages: dimension of loops -> number of stages.
       wanted: name -> tensor at the top level, of the forward operations.
-      rounds: how often microbatches go through the stages.
+      rounds: number of passes of microbatches through the stages.
 
     Returns:
       The new graph and its tensors for `wanted`.
 
     Raises:
-      UserError: a loop cannot be one; why, and what to do.
+      UserError: a loop cannot be a pipeline; with the reason and the remedy.
     """
     return _Pipelines(graph, batch, parts, stages, rounds).run(wanted)
 
@@ -92,7 +93,8 @@ def loop_dims(graph: Graph) -> Mapping[str, list[Node]]:
 
 
 def check_stages(graph: Graph, dim: str, count: int, rounds: int = 1) -> None:
-    """UserError if the loops over a dimension cannot be so many stages, of as many virtual ones as rounds."""
+    """UserError if the loops over a dimension cannot be this many stages, with as many virtual stages as
+    rounds."""
     for node in loop_dims(graph)[dim]:
         size = node.body.dim.size if node.body and node.body.dim else 0
         # Embedding and head may be all that the first and the last virtual stage have.

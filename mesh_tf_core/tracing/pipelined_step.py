@@ -1,24 +1,24 @@
 """The schedule 1F1B of a pipeline (Narayanan et al. 2019, "PipeDream", section 3.2; with one update a step:
-Narayanan et al. 2021, "Megatron-LM", section 2.2.1): backward of a microbatch begins as soon as it has
-gone through all stages, so that what is in flight grows with the stages and not with the microbatches.
-Where a stage has several virtual stages, it is interleaved (there: section 2.2.2).
+Narayanan et al. 2021, "Megatron-LM", section 2.2.1): backward of a microbatch starts as soon as it has passed
+all stages, so the number of microbatches in flight grows with the stages and not with the microbatches. Where
+a stage has several virtual stages, it is interleaved (there: section 2.2.2).
 
-One SPMD program: a device does a forward slot and a backward slot in a tick, of one virtual stage each, as
-the table of the schedule says (`ir.schedules`). A step in M microbatches is a loop over these
-(`microbatch`: sums over them, and which sums have to be whole before). It is taken apart into a loop for
-each run of ticks with the same slots: with P stages of R virtual stages, and a pass of T ticks,
+One SPMD program: in a tick a device runs a forward slot and a backward slot, of one virtual stage each, as in
+the table of the schedule (`ir.schedules`). A step in M microbatches is a loop over these (`microbatch`: sums
+over them, and which sums have to be whole before). It is split into a loop for each run of ticks with the
+same slots: with P stages of R virtual stages, and a pass of T ticks,
 
   P R - 1 ticks        before the layers of a microbatch, forward
   T - (P R - 1) ticks  the same; behind the layers, the loss and its gradient of a microbatch; backward
   P R - 1 ticks        backward
 
-so that there are T slots of each kind. With one virtual stage a stage microbatches enter and leave at
-every tick; with several at P of P R, and what is before and behind the layers runs at these alone
+so that there are T slots of each kind. With one virtual stage per stage, microbatches enter and leave at
+every tick; with several, at P of P R ticks, and operations before and after the layers run only at these
 (`Block.runs`).
 
-Stages keep what backward reads of a virtual stage, each value in a ring of `PipelineSchedule.in_flight`
-places; or of each layer its state and what it is to keep, and backward recomputes the rest of the layer; or
-only the state at the beginning of the virtual stage, and backward recomputes it from there
+Stages keep the values of a virtual stage that backward reads, each in a ring of `PipelineSchedule.in_flight`
+places. Or they keep each layer's state and its kept values, and backward recomputes the rest of the layer. Or
+they keep only the state at the beginning of the virtual stage, and backward recomputes everything from there
 (`virtual_stages.RecomputeLayer`). Operations before the layers are recomputed wherever an operation behind
 the layers reads them. The gradients of an idle slot are zero, and it adds nothing.
 
@@ -47,14 +47,14 @@ def pipelined_step(
     wanted: Mapping[str, Tensor],
     again: RecomputeLayer | None = None,
 ) -> tuple[Graph, dict[str, Tensor]]:
-    """A step as a pipeline over the loop that `dim` counts, in a schedule that goes backward at once; else as
-    `microbatch.accumulate`.
+    """A step as a pipeline over the loop that `dim` counts, for schedules that go backward at once; otherwise
+    as `microbatch.accumulate`.
 
     Args:
-      again: what runs again for backward; None: nothing, stages keep all that it reads.
+      again: parts that backward recomputes; None: none, stages keep all values that backward reads.
 
     Raises:
-      UserError: the loop cannot be one; why, and what to do.
+      UserError: the loop cannot be a pipeline; with the reason and the remedy.
     """
 
     def loops(

@@ -13,7 +13,7 @@ from mesh_tf_core.tracing.graph import Graph
 class Replay:
     """Nodes of an earlier block, built again in the graph's current one.
 
-    Random keys are operations like others, so random numbers come out as they did the first time.
+    Random keys are ordinary operations, so random numbers are the same as in the first run.
 
     Attributes:
       made: old tensor -> new one, of everything that was read or computed. Tensors that no replayed node

@@ -1,12 +1,12 @@
 """An axis that synchronises rarely (Douillard et al. 2023, "DiLoCo", algorithm 1): replicas of the variables
-that train alone for some steps, each on batches of its own, and then meet.
+train alone for some steps, each on its own batches, and then synchronise.
 
-A training step becomes graphs on the same variables, of which each replica has a copy: [replica, own dims].
-The inner step, here, is the step as it was, side by side for every replica (`Block.spread`): nothing in it
-reads another one's numbers. The outer steps (`tracing.outer_steps`) make one update of the common variables
-from the mean of how far the replicas came, so that with H inner steps what crosses the axis is one sum of the
-variables in H steps. The optimizer's state stays with its replica. State that depends on no batch and no
-random number, as the number of the step, is one for all.
+A training step becomes graphs on the same variables, with a copy for each replica: [replica, own dims]. The
+inner step, here, is the step as it was, side by side for every replica (`Block.spread`): nothing in it reads
+another one's numbers. The outer steps (`tracing.outer_steps`) make one update of the common variables from
+the mean progress of the replicas, so with H inner steps one sum of the variables crosses the axis in H steps.
+The optimizer's state stays with its replica. State that depends on no batch and no random number, as the
+number of the step, is one for all.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mesh_tf_core.tracing.graph import Graph
 
 @dataclass(frozen=True)
 class Alike(Initializer):
-    """Every replica begins with what one variable would."""
+    """Every replica begins with the value of one variable."""
 
     one: Initializer
 

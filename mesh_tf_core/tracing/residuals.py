@@ -1,4 +1,4 @@
-"""Values of a forward loop in the backward of it: computed anew where that is free, else saved in a stack."""
+"""Values of a forward loop in its backward: recomputed if that is free, else saved in a stack."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     y1 = x1 + f(x2)        x2 = y2 - g(y1)
     y2 = x2 + g(y1)        x1 = y1 - f(x2)
 
-The subtraction rounds, so that inputs come back almost exactly: use float32 in deep stacks.
+The subtraction rounds, so inputs are recovered almost exactly: use float32 in deep stacks.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Stages with several chunks of layers: whose turn it is, and stacks of layers in the order in which they lie
-on devices (`ir.stored_order`), and in the model's."""
+"""Stages with several chunks of layers: the current chunk, and stacks of layers in the order on devices
+(`ir.stored_order`) and in the model's order."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def layers_of_stage(dim: str) -> str:
 
 
 def loop_name(block: Block, graph: Graph) -> str | None:
-    """The name by which a loop is asked to run again in backward: its dimension's, or for the layers of a
-    stage that of all layers, whatever they are split into. None: of stages themselves, which are no loop."""
+    """The name for recomputing a loop: its dimension's, or for the layers of a stage that of all layers,
+    whatever their split. None: of stages themselves, which are no loop."""
     if block.dim is None or block.spread:
         return None
     around = graph.blocks[block.parent] if block.parent is not None else None
@@ -62,10 +62,11 @@ def reordered(x: Tensor, order: Interleaved, layers: Dim, *, lies: bool) -> Tens
 
     Args:
       layers: the dimension as the model has it.
-      lies: x is as variables lie.
+      lies: x has the order of stored variables.
 
     Raises:
-      UserError: not all virtual stages have as many layers: nothing but they can read what counts these.
+      UserError: virtual stages have different numbers of layers, so nothing else can read the dimension that
+        counts them.
     """
     name, rest, parts = layers.name, x.shape.dims[1:], order.stages * order.rounds
     if order.size(layers.size) != layers.size:

@@ -1,4 +1,4 @@
-"""A schedule's table in the loop over ticks that is being built: what each stage does in a slot of a tick."""
+"""A schedule's table in the loop over ticks: the work of each stage in a slot of a tick."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SlotWork:
     """The action of a stage in a slot of a tick, all scalars.
 
     Attributes:
-      works: whether it does anything; where not, the others are numbers like others.
+      works: True if the slot has work; otherwise the other numbers are unused.
       number: of the microbatch.
       chunk: the virtual stage of the stage; None: it has one.
     """
@@ -63,7 +63,7 @@ class TableRows:
         return SlotWork(item > IDLE, maximum(item, 0), chunk)
 
     def place(self, slot: StageAction, stages: Block, begin: StageAction) -> Tensor:
-        """Where in a ring a stage puts what it keeps from slots of the kind `begin`, or finds it."""
+        """The position in a ring where a stage stores a value of slots of the kind `begin`, or reads it."""
         return self._column(slot, next(name for name, put in RINGS.items() if put is begin), stages)
 
     def _column(self, slot: StageAction, name: str, stages: Block) -> Tensor:
@@ -93,7 +93,7 @@ def layer_numbers(new: Graph, order: Interleaved, layers: Dim, stages: Block, ow
     none does.
 
     Args:
-      layers: the model's; `own`: those of a stage.
+      layers: number of layers of the model; `own`: of a stage.
     """
     if order.size(layers.size) == layers.size:
         return None

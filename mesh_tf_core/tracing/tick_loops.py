@@ -28,9 +28,8 @@ from mesh_tf_core.tracing.virtual_stages import IN_FLIGHT, RecomputeLayer, Virtu
 class TickState(NamedTuple):
     """The state that one loop over ticks hands to the next.
 
-    Attributes:
-      flow, back: what stages hand on, forward and backward.
-      rings: what forward keeps; `late`: what backward keeps for slots of weights.
+    Attributes: flow, back: states of stages, forward and backward.
+      rings: saved values of forward; `late`: values that backward keeps for slots of weights.
     """
 
     flow: list[Tensor]
@@ -51,13 +50,13 @@ class TickLoops:
     """The loops over the ticks of a schedule, one for each run of ticks with the same slots.
 
     Args:
-      copy: of the step, of whose layers virtual stages are made.
-      order: what of a microbatch runs when.
-      again: what runs again for backward; None: nothing.
+      copy: of the step whose layers become virtual stages.
+      order: the order of a microbatch's work.
+      again: parts that backward recomputes; None: none.
 
     Attributes:
-      held: of what goes through the stages, what rings hold for backward.
-      keeps: what rings hold of every layer, tensors of its body.
+      held: values that move through the stages and are stored in rings for backward.
+      keeps: values of every layer in rings, tensors of its body.
     """
 
     def __init__(

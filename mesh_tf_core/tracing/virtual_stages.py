@@ -57,7 +57,7 @@ class LayerAgain:
 
     Attributes:
       kept: tensors of its body that stay: states as it begins, and others.
-      nodes: of its body, that lead from these to what backward reads.
+      nodes: nodes of its body between these and the values that backward reads.
     """
 
     kept: Sequence[int]
@@ -66,7 +66,7 @@ class LayerAgain:
 
 RecomputeLayer = Callable[[Block], LayerAgain | None]
 """The function that decides which parts of each layer in a loop's body are recomputed for backward; None: the
-layers of a stage one after the other, from the state that came in."""
+layers of a stage one after the other, from the input state."""
 
 
 CopyLoops = Callable[
@@ -75,10 +75,9 @@ CopyLoops = Callable[
 
 
 class VirtualStageCopy(Accumulation):
-    """A step of which layers are copied as a stage's.
+    """A step whose layers are copied as those of a stage.
 
-    Args:
-      dim, stages: the dimension of the layers, and how many stages they are.
+    Args: dim, stages: the dimension of the layers, and the number of stages.
       schedule: of `ir.schedules`.
       loops: builds the loops over its ticks, of the nodes that are needed, the loop over layers, the one over
         their gradient, and the sums that are wanted; gives these.
@@ -87,15 +86,14 @@ class VirtualStageCopy(Accumulation):
       layers, stage, own, chunk: dimensions of all layers (its name), of the stages, of the layers of a stage,
         and of one of its chunks; `all`: as the model has them, `lie`: with those that stages lack.
       there: in a loop over layers, whether the stage has this one.
-      again: what is copied is forward work that runs for backward.
-      links: the layers keep what backward reads, as other loops always do.
-      keeps: tensors of the layers' body that are stacked where they run forward, `held`: the stacks of these;
-        `wanted`: they, and what loops inside of a layer stack for them.
-      second: what of a layer runs again where its gradient is made, and the body that this is of.
-      half: of the gradient of the layers, what is copied; `between`: stacks of what one half makes for the
-        other.
-      stacks: what layers stack for all of a stage.
-      raw: variables that lie in the order of chunks, as they lie; `lies`: the same of sums of stacks.
+      again: the copied work is forward work that backward recomputes.
+      links: the layers save the values that backward reads, as other loops do.
+      keeps: tensors of the layers' body that are stacked in the forward run, `held`: their stacks; `wanted`:
+        they, and stacks of loops inside a layer.
+      second: the part of a layer that is recomputed where its gradient is computed, and its body.
+      half: the copied half of the layers' gradient; `between`: stacks that one half computes for the other.
+      stacks: stacks of layers for a whole stage.
+      raw: variables in the order of chunks, as stored; `lies`: the same for sums of stacks.
     """
 
     def __init__(
@@ -178,7 +176,7 @@ class VirtualStageCopy(Accumulation):
         wanted: Iterable[int],
         until: When,
     ) -> None:
-        """Takes the number of a microbatch, and makes what is wanted of it, of what is known."""
+        """Takes the number of a microbatch, and computes the wanted values from known ones."""
         self.number, self.tensors, self.blocks = number, {**self.given, **known}, {}
         left, nodes = {*wanted} - self.tensors.keys(), list[Node]()
         for node in reversed(order.needed):
@@ -299,7 +297,7 @@ class VirtualStageCopy(Accumulation):
             block.stacked += [(self.tensors[i].id, self._outer(o, block)) for i, o in stacked]
 
     def keeping(self, keeps: Sequence[int], body: Block) -> None:
-        """From now on what is said of a layer's body stays where it runs forward."""
+        """From now on the policies of a layer's body stay as in the forward run."""
         self.keeps, self.wanted = keeps, {*keeps}
         for node, _ in body.walk():  # those around first
             saved = node.body.saved if node.body is not None else {}
