@@ -27,7 +27,7 @@ from layoutopt.models.recorded import (
     hashes,
     loaded_files,
 )
-from layoutopt.models.source import function_of, typed, user_errors
+from layoutopt.models.source import TORCH, function_of, is_torch, typed, user_errors
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.model import Model
 
@@ -235,10 +235,8 @@ def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) ->
     with user_errors(f"{source}: {name}({asked})", module):
         model = function(**hparams)
     if not isinstance(model, Model):
-        raise UserError(
-            f"{source}: {name}() returned {typed(model)}; it must return a "
-            "mesh_tf_core.Model(loss, optimizer)"
-        )
+        must = TORCH if is_torch(model) else "it must return a mesh_tf_core.Model(loss, optimizer)"
+        raise UserError(f"{source}: {name}() returned {typed(model)}; {must}")
     model.hparams = hparams
     return Loaded(model, source, hparams, module, loaded_files(before))
 

@@ -29,6 +29,12 @@ from mesh_tf_core.errors import UserError, known_names
 
 PLANS = "pass a plan with --layout, as in layoutopt train MODEL --layout PLAN.json"
 _MODULE = re.compile(r"(?P<module>[A-Za-z_][\w.]*)(?::(?P<function>[^:/]*))?")
+TORCH = (
+    "PyTorch modules cannot be imported yet: give the model's Hugging Face config.json, or go through "
+    "torchax (docs/guides/jax.md)"
+)
+RECIPES = {".toml", ".yaml", ".yml"}
+"""Suffixes of training recipes of other tools."""
 EXTRAS = {"jax": "jax", "optax": "jax", "tensorflow": "tensorflow"}
 """Optional packages, by the extra that brings them."""
 
@@ -56,6 +62,11 @@ def typed(value: object) -> str:
     return "nothing" if value is None else f"a value of type {type(value).__name__}"
 
 
+def is_torch(value: object) -> bool:
+    """Whether a class of PyTorch made a value."""
+    return any(kind.__module__.partition(".")[0] == "torch" for kind in type(value).__mro__)
+
+
 def _import(source: str) -> tuple[ModuleType, str]:
     """The module that `source` names, and the name of the function in it."""
     if (named := file_and_function(source)) is not None:
@@ -75,6 +86,12 @@ def _import(source: str) -> tuple[ModuleType, str]:
 
             return module_of(path, str(path)), function
         return _import_file(path.resolve(), str(path)), function
+    if (path := Path(os.path.expanduser(source))).suffix in RECIPES or path.is_file():
+        recipe = "; recipes of other tools are not read: docs/guides/coming_from.md translates their settings"
+        raise UserError(
+            f"model {source[:MOST]!r}: a MODEL is FILE.py or a Hugging Face CONFIG.json, not a file that "
+            f"ends in {path.suffix or 'nothing'!r}{recipe if path.suffix in RECIPES else ''}"
+        )
     if match := _MODULE.fullmatch(source):
         _search_path(Path.cwd())
         name = match["module"]
@@ -144,6 +161,8 @@ def _meant(error: BaseException) -> str:
     tracebacks alone; how to install an optional package."""
     if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
         return f": pip install 'layoutopt[{EXTRAS[error.name]}]'"
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return f"; {TORCH}"
     if not (isinstance(error, AttributeError) and isinstance(error.obj, ModuleType)):
         return ""
     near = difflib.get_close_matches(error.name or "", dir(error.obj), n=1)

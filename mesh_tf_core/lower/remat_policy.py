@@ -188,7 +188,10 @@ def check_kept(recompute: Policies, loops: Set[str], blocks: Iterable[Block], gr
         text = str(asked)
         if asked.dim not in loops:
             it = "it" if text == asked.dim else repr(asked.dim)
-            raise UserError(f"recompute {text!r}: no loop runs over {it}; {known_names(asked.dim, loops)}")
+            keeps = f" (or {min(loops)}:keep=products+attention, which keeps some values)" if loops else ""
+            raise UserError(
+                f"recompute {text!r}: no loop runs over {it}; {known_names(asked.dim, loops)}{keeps}"
+            )
         if known.setdefault(asked.dim, asked) != asked:
             raise UserError(
                 f"recompute: {known[asked.dim]} and {asked} are about the same loops; name {asked.dim} once"

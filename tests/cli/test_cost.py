@@ -152,6 +152,8 @@ def test_storage_recompute_and_microbatches(
         *plain, "--storage", "output/projecton=zero1"
     )
     assert "no loop runs over it; did you mean 'layers'?" in refused(*plain, "--recompute", "layer")
+    word_of_search = refused(*plain, "--recompute", "selective")
+    assert "no loop runs over it; known: layers (or layers:keep=products+attention, which" in word_of_search
     kept = result(*plain, "--recompute", "layers:keep=attention+products")
     assert kept["recompute"] == ["layers:keep=products+attention"]
     all_again = result(*plain, "--recompute", "layers")["predicted"]

@@ -193,6 +193,14 @@ def test_a_hyperparameter_without_default(tmp_path: Path) -> None:
         ),
         ("def model(): ...\n", r"model\(\) returned nothing; it must return a mesh_tf_core.Model"),
         ("\n\n1 / 0\n", r"model.py, line 3 raised ZeroDivisionError: division by zero"),
+        (
+            "class Module:\n    __module__ = 'torch.nn'\n\nclass Net(Module): ...\n\nmodel = lambda: Net()\n",
+            r"model\(\) returned a value of type Net; PyTorch modules cannot be imported yet: .*config.json",
+        ),
+        (
+            'raise ModuleNotFoundError("No torch", name="torch")\n',
+            r"line 1 raised ModuleNotFoundError: .*; PyTorch modules cannot be imported yet",
+        ),
         ("def model(:\n", r"model.py, line 1: SyntaxError: invalid syntax"),
         (
             "import no_such_package_here\n",
@@ -236,6 +244,8 @@ def test_an_error_keeps_its_exit_code(tmp_path: Path) -> None:
         ("no_such_module_here", r"there is no module 'no_such_module_here'; give a file"),
         ("examples.nothing:model", r"there is no module 'examples.nothing'"),
         ("what is this", r"is not FILE.py, FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION or CONFIG.json"),
+        ("llama3_8b.toml", r"not a file that ends in '.toml'; recipes of other tools are not read: docs"),
+        ("README.md", r"'README.md': a MODEL is FILE.py or a Hugging Face CONFIG.json, not .* '.md'$"),
         ("examples/mlp.py:mode", r"has no function 'mode' to build a model; did you mean 'model'\?"),
         ("examples/transformer_lm.py:llama3-8b", r"to build a model; did you mean 'llama3_8b'\?"),
     ],
