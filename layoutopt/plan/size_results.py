@@ -162,21 +162,24 @@ class Sweep(Data):
     """The answer's size on one machine.
 
     Attributes:
-      fits_from: the fewest devices that were searched and hold it.
+      fits_from: the fewest devices that were searched and hold it (and, if `in_time`, end by the deadline).
       pays_to: the most for which a token costs at most `PAYS` times the least; None: all that were searched.
       searched_to: the most that were searched.
+      in_time: whether the question has a deadline.
     """
 
     hardware: str
     fits_from: int
     pays_to: int | None
     searched_to: int
+    in_time: bool = False
 
     def in_words(self) -> str:
         pays = f"up to {self.searched_to:,}, as far as was searched, more of them pay"
         if self.pays_to is not None:
             pays = f"above {self.pays_to:,} a token costs over {PAYS - 1:.0%} more than the least"
-        return f"fits from {plural(self.fits_from, 'device')}; {pays}"
+        able = "fits, and ends in time," if self.in_time else "fits"
+        return f"{able} from {plural(self.fits_from, 'device')}; {pays}"
 
 
 class Accuracy(Data):

@@ -298,9 +298,12 @@ class Answering:
         return max(least, 2 ** math.ceil(math.log2(min(max(wanted, 1), 2**16))))
 
     def _sweep(self, best: SizeCandidate) -> None:
-        """The best size on other numbers of devices: all that hold it, until more stop paying."""
+        """The best size on other numbers of devices: all that hold it and may end in time, until more stop
+        paying."""
         for machine in self.machines:
             least, devices = math.inf, fewest(best, machine)
+            while devices <= MOST_SWEPT and self._late(best, machine, devices):
+                devices *= 2
             own = [r.timing.devices for r in self.rows if r.candidate is best]
             while devices <= max(MOST_SWEPT, *own) and not self.timer.clock.over:
                 row = self._add(best, machine, devices, sure=True)
@@ -309,6 +312,16 @@ class Answering:
                     if row.per_token > STOPS * least:
                         break
                 devices *= 2
+
+    def _late(self, candidate: SizeCandidate, machine: OfferedHardware, devices: int) -> bool:
+        """Whether training ends after the deadline even at the bound of `at_best`."""
+        if math.isinf(self.question.deadline):
+            return False
+        timing = self.timer.at_best(candidate, machine, devices)
+        if not timing.step_seconds:
+            return False
+        tokens = self.question.trained(self.forecast, candidate, timing)
+        return self._row(timing, tokens).days > self.question.deadline * (1 + SAME)
 
     # -- which is the best ---------------------------------------------------------------------------------
 

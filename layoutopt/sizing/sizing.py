@@ -343,6 +343,12 @@ def _notes(answering: Answering, best: SizeRow, answer: SizedCandidate, batch: f
             f"a batch of about {suits:,.0f} tokens suits {answering.forecast.replicas} replicas of this size "
             f"(Charles et al. 2025, table 10); this one has {answer.batch_tokens:,}"
         )
+    hardware = {row.timing.machine.name: row.timing.machine for row in answering.rows}
+    if len(hardware) > 1 and any(machine.price is None for machine in hardware.values()):
+        notes.append(
+            "hardware is compared by chip-hours, whatever an hour of each costs; to compare costs, add "
+            + " ".join(f"--price {name}=P" for name in hardware)
+        )
     if answer.status != ProofStatus.OPTIMAL:
         notes.append(
             f"the best size's layout is not proven optimal ({answer.status}, gap {answer.gap or 0:.1%})"

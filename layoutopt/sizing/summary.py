@@ -11,7 +11,7 @@ from layoutopt.plan.size_results import PAYS, Accuracy, Beaten, Course, Flat, Op
 from layoutopt.sizing.answer import Answering
 from layoutopt.sizing.fitting import FittedLaw
 from layoutopt.sizing.forecast import Forecast
-from layoutopt.sizing.rows import NEAR_COST, NEAR_LOSS, SizeRow
+from layoutopt.sizing.rows import NEAR_COST, NEAR_LOSS, SAME, SizeRow
 
 DECADES, PER_DECADE, MOST_COURSES = 2, 6, 8
 """Decades of FLOPs that curves span on both sides, points of a decade, and number of sizes with a curve."""
@@ -34,17 +34,19 @@ def flat(answering: Answering, best: SizeRow) -> Flat | None:
 
 
 def sweeps(answering: Answering, best: SizeRow) -> Iterator[Sweep]:
-    """The best size on every machine where it was searched on several numbers of devices."""
+    """The best size on every machine where several numbers of devices hold it (and end by the deadline)."""
     rows = [r for r in answering.rows if r.candidate is best.candidate]
+    deadline = answering.question.deadline
     for machine in answering.machines:
-        own = [r for r in rows if r.timing.machine is machine]
+        own = [r for r in rows if r.timing.machine is machine and r.days <= deadline * (1 + SAME)]
         counts = [r.timing.devices for r in own]
-        if len(counts) > 1:
+        if len(counts) > math.isinf(deadline):
             least = min(r.per_token for r in own)
             pays = max(r.timing.devices for r in own if r.per_token <= PAYS * least)
             yield Sweep(
                 hardware=machine.name,
                 fits_from=min(counts),
+                in_time=math.isfinite(deadline),
                 pays_to=None if pays == max(counts) else pays,
                 searched_to=max(counts),
             )

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from layoutopt.plan.size_results import SizedCandidate, SizeResult
 from layoutopt.plan.units import mesh_option
-from reports.views.view import BYTES, EVERYWHERE, NUMBER, SECONDS, SHARE, WHOLE, Cell, Column, View, ViewRow
+from reports.views.view import (
+    BYTES,
+    EVERYWHERE,
+    NUMBER,
+    SECONDS,
+    SHARE,
+    WHOLE,
+    Cell,
+    Column,
+    Kind,
+    View,
+    ViewRow,
+)
 
 
 def loss_text(each: SizedCandidate) -> str:
@@ -20,6 +32,9 @@ def loss_text(each: SizedCandidate) -> str:
 def changed(each: SizedCandidate) -> str:
     """The changed hyperparameters, in the form of `--set`."""
     return " ".join(f"{name}={value}" for name, value in each.hparams.items()) or "as given"
+
+
+ON_FRONTIER = Kind(lambda value: "frontier" if value else "", number=False)
 
 
 def candidates(found: SizeResult) -> View:
@@ -40,7 +55,7 @@ def candidates(found: SizeResult) -> View:
         Column("sure", "sure", rank=2, under="step_seconds"),
         Column("chip_hours", "chip-hours", NUMBER, rank=1),
         Column("money", "cost", NUMBER, on=EVERYWHERE if priced else "data"),
-        Column("frontier", "frontier", rank=4, under="loss"),
+        Column("frontier", "frontier", ON_FRONTIER, rank=4, under="loss"),
     )
 
     def row(each: SizedCandidate) -> ViewRow:
@@ -50,7 +65,7 @@ def candidates(found: SizeResult) -> View:
             *(each.parameters, changed(each), each.tokens, Cell(loss_text(each), value=each.loss)),
             *(each.hardware, each.devices, mesh_option(each.mesh), float(each.peak_memory_bytes)),
             *(each.step_seconds, each.mfu, each.days, Cell(accuracy.in_short(), value=sure)),
-            *(each.chip_hours, each.money, Cell("frontier" if each.frontier else "", value=each.frontier)),
+            *(each.chip_hours, each.money, each.frontier),
         )
 
     every = found.candidates

@@ -333,6 +333,19 @@ def test_a_deadline_is_met_by_the_cheapest() -> None:
         layoutopt.size(words, LARGER, days=days[2] / 2, **asked)
 
 
+def test_chips_too_few_for_the_deadline_are_not_searched() -> None:
+    asked: dict[str, Any] = {"tokens": 1e9, "hardware": ["tpu-v5e", "tpu-v5p"], "max_axes": 1}
+    free = layoutopt.size(words, LARGER, **asked).data
+    days = {(c.hardware, c.devices): float(c.days or 0.0) for c in free.candidates}
+    assert ("tpu-v5p", 1) in days and not any(s.in_time for s in free.sweeps)
+    found = layoutopt.size(words, LARGER, days=days["tpu-v5p", 2] * 1.01, **asked).data
+    searched = {(c.hardware, c.devices) for c in (*found.candidates, *found.beaten)}
+    assert ("tpu-v5p", 2) in searched and not searched & {("tpu-v5p", 1), ("tpu-v5e", 1), ("tpu-v5e", 2)}
+    v5p = next(s for s in found.sweeps if s.hardware == "tpu-v5p")
+    assert v5p.fits_from == 2 and v5p.in_words().startswith("fits, and ends in time, from 2 devices; ")
+    assert any("compared by chip-hours" in note and "--price tpu-v5p=P" in note for note in found.notes)
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
