@@ -27,7 +27,8 @@ from layoutopt.api.pricing import layout_of
 from layoutopt.api.running import model_of
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import evaluate
-from layoutopt.plan.build import Plan
+from layoutopt.plan.build import Plan, options_of
+from layoutopt.plan.build import layout_of as said_layout
 from layoutopt.plan.details import Proof, Robustness, RuledOut
 from layoutopt.plan.machine_details import hardware_details
 from layoutopt.plan.notebook import Shown, table
@@ -49,6 +50,7 @@ from layoutopt.space.objective import Objective
 from layoutopt.space.recorded import allowed_text
 from mesh_tf_core.errors import LayoutError, UserError
 from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 
 LARGEST = 3
@@ -239,7 +241,7 @@ def explain(
 
     Args:
       plan: a result of `layoutopt.search`, or `load_plan(path).of(model)`.
-      against: another layout on the plan's mesh.
+      against: another layout on the plan's mesh, or the name of an alternative.
       hardware: None: the plan's hardware.
       time_limit: seconds for all searches together.
       pins: rules; each is required in a search of its own.
@@ -261,7 +263,6 @@ def explain(
     """
     if not isinstance(plan, Plan):
         raise UserError(f"explain {plan!r}: give what layoutopt.search gave, or load_plan(path).of(model)")
-    against = None if against is None else layout_of(against)
     model, machine = model_of(plan), machine_of(hardware or plan.data.hardware)
     asked, rules, memory = plan.question, plan.allowed, float(plan.limit(machine))
     features = forbidden(plan, rules, without)
@@ -271,7 +272,7 @@ def explain(
         wrong.insert(0, f"made with other hardware numbers: {some(numbers, LARGEST)}")
     least = asked.objective == Objective.MEMORY
     refuse({SENSITIVITY: "--sensitivity" if sensitivity else "", MEMORY: memory_words(asked.objective)})
-    other = None if against is None else evaluate(model, plan.mesh, against, machine)
+    other, alike = (None, None) if against is None else _others(plan, machine, against)
     clock = time_limit if isinstance(time_limit, Clock) else Clock(time_limit) if time_limit else UNLIMITED
 
     questions: list[tuple[str, str, float, str | None, str | None]] = []
@@ -309,7 +310,7 @@ def explain(
         tuple(answers["pins"]),
         tuple(answers["decisions"]),
         other,
-        None if other is None else _alike(plan, machine, other),
+        alike,
         tuple(kept),
         varied,
         proof,
@@ -344,14 +345,20 @@ def _other_numbers(plan: Plan, machine: Hardware) -> list[str]:
     return [n.path for n in now.numbers if n.path in before and before[n.path] != n.value]
 
 
-def _alike(plan: Plan, machine: Hardware, other: Evaluation) -> Evaluation | None:
-    """The other layout with the plan's storage and recomputation, if that is anything and legal there."""
+def _others(plan: Plan, machine: Hardware, against: Layout | str) -> tuple[Evaluation, Evaluation | None]:
+    """An alternative by name; or a layout on the plan's mesh, without and with the plan's other decisions."""
+    model = model_of(plan)
+    if isinstance(against, str) and against.strip() and ":" not in against:
+        known = plan.alternative(against.strip())
+        mesh = Mesh(known.mesh) if known.mesh else plan.mesh
+        return evaluate(model, mesh, said_layout(known), machine, options_of(known)), None
+    other = evaluate(model, plan.mesh, layout_of(against), machine)
     if plan.options == Options():
-        return None
+        return other, None
     try:
-        return evaluate(other.model, plan.mesh, other.layout, machine, plan.options)
+        return other, evaluate(model, plan.mesh, other.layout, machine, plan.options)
     except LayoutError:
-        return None
+        return other, None
 
 
 def _checked(

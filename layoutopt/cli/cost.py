@@ -171,7 +171,7 @@ def _show(
         ("layout", layout_text(found.layout.plain)),
         ("parallel", told.forms(forms)),
         *decided_rows(said, loaded.model),
-        ("hardware", f"{machine.name}{'' if machine.calibrated else ' (not calibrated)'}: {machine.device}"),
+        ("hardware", f"{machine.name}: a device is {machine.device}"),
         ("step", f"{told.step(p)} (of {seconds_text(p.communication_seconds)})"),
         *told.achieved(p),
         *([("training", total.words)] if total else []),

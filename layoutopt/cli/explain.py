@@ -35,7 +35,11 @@ def explain(
     plan: PlanArgument,
     against: Annotated[
         str | None,
-        typer.Option(metavar="LAYOUT", help="Show where this layout takes longer.", show_default=False),
+        typer.Option(
+            metavar="LAYOUT",
+            help='Show where this layout, or an alternative of the plan (e.g. "FSDP"), takes longer.',
+            show_default=False,
+        ),
     ] = None,
     pin: Annotated[
         list[str] | None,

@@ -13,6 +13,7 @@ from layoutopt.cli.plan_tables import Fits, rules_text, summary, verdicts
 from layoutopt.cli.plans import Planned
 from layoutopt.cli.terminal import Terminal, facts, layout_text
 from layoutopt.cli.ways import show_turning, show_ways
+from layoutopt.plan.build import decided
 from layoutopt.plan.covered import listed
 from layoutopt.plan.machine_details import errors_known, sure
 from layoutopt.plan.units import bytes_text, seconds_text, share_text
@@ -128,8 +129,12 @@ def show_against(
     ]
     made = View("Where the two differ", columns, cells).first(MOST)
     terminal.show("", made.and_sum("step", None, None, ours, theirs, theirs - ours))
+    said = decided(other.decided, other.layout).in_short()
+    mesh = other.program.mesh
+    words = layout_text(other.layout) + (f"; {said}" if said else "")
+    words += "" if mesh == evaluation.program.mesh else f" on {mesh}"
     terminal.show(
-        f"{layout_text(other.layout)}: {seconds_text(theirs)} a step, "
+        f"{words}: {seconds_text(theirs)} a step, "
         f"{bytes_text(other.memory.peak)} of memory; the plan: {bytes_text(evaluation.memory.peak)}"
     )
 

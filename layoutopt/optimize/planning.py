@@ -36,9 +36,9 @@ from layoutopt.optimize.subproblem import EvaluatedLayout
 from layoutopt.optimize.subproblems import Subproblem
 from layoutopt.plan.build import Plan, axes_of, decided, model_info
 from layoutopt.plan.machine_details import errors_known
-from layoutopt.plan.schema import PlanFile, ProofStatus, SolverInfo
+from layoutopt.plan.schema import Alternative, PlanFile, ProofStatus, SolverInfo
 from layoutopt.plan.trade_names import trade_names
-from layoutopt.plan.units import some
+from layoutopt.plan.units import bytes_text, memory_option, percent, some
 from layoutopt.solver import TOLERANCE
 from layoutopt.space.microbatches import impossible
 from layoutopt.space.objective import Objective
@@ -101,7 +101,7 @@ def make_plan(
         *request.model.notes(best.options),
         *best.evaluation.notes,
         *left_whole(request, best.evaluation),
-        *_tight(request, best.evaluation),
+        *_tight(request, best.evaluation, beside.found),
         *_notes(proof, missing, tuple(search.unsplit)),
         *beside.notes(),
         *repeats,
@@ -294,10 +294,22 @@ def _uneven(name: str, size: int, ways: int, split: int, microbatches: int) -> s
     )
 
 
-def _tight(request: Request, of: Evaluation) -> list[str]:
-    """That a plan barely fits, and why that may not be enough."""
-    doubt = errors_known(request.hardware).barely(of.memory.peak, request.limit)
-    return [doubt] if doubt else []
+def _tight(request: Request, of: Evaluation, others: Sequence[Alternative]) -> list[str]:
+    """That a plan barely fits, why that may not be enough, and what leaves more memory."""
+    known, limit, step = errors_known(request.hardware), request.limit, of.cost.step_seconds
+    doubt = known.barely(of.memory.peak, limit)
+    if not doubt or request.objective == Objective.MEMORY:
+        return [doubt] if doubt else []
+    ease = f"search with --memory {memory_option(limit * (1 - known.margin))} for one with room"
+    priced = [(a.predicted, a.name) for a in others if a.predicted is not None and a.feasible]
+    roomy = [(p, name) for p, name in priced if known.fits(p.peak_memory_bytes, limit) == "yes"]
+    if roomy:
+        found, name = min(roomy, key=lambda each: each[0].step_seconds)
+        ease += (
+            f" ({name} has it: {bytes_text(found.peak_memory_bytes)}, a step "
+            f"{percent(found.step_seconds / step - 1)} longer)"
+        )
+    return [f"{doubt}; {ease}"]
 
 
 def _unsplit(request: Request) -> list[str]:

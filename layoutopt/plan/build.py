@@ -24,7 +24,7 @@ from layoutopt.plan.units import bytes_text, seconds_text
 from layoutopt.space.decisions import KINDS, SearchSpace
 from layoutopt.space.recorded import allowed_by
 from mesh_tf_core.arguments import PATH, check
-from mesh_tf_core.errors import UserError
+from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.files import write_file
 from mesh_tf_core.ir.layout import ELSEWHERE, Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -119,6 +119,18 @@ class Plan:
     @property
     def alternatives(self) -> list[Alternative]:
         return self.data.alternatives
+
+    def alternative(self, name: str) -> Alternative:
+        """The alternative that a name, or a part of it, means.
+
+        Raises:
+          UserError: none or several have it.
+        """
+        found = {each.name: each for each in self.alternatives}
+        near = [n for n in found if name.casefold() in n.casefold()]
+        if name in found or len(near) == 1:
+            return found[name if name in found else near[0]]
+        raise UserError(f"{name!r} is no layout, and no alternative of the plan; {known_names(name, found)}")
 
     @property
     def question(self) -> Searched:

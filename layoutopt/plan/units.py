@@ -54,6 +54,12 @@ def bytes_text(value: float) -> str:
     return _scaled(value, 1024.0, _BINARY)
 
 
+def memory_option(value: float) -> str:
+    """Bytes as `--memory` takes them, rounded down: '14.9GiB', '31.2MiB'."""
+    power = max(0, min(3, int(math.log(max(value, 1.0), 1024))))
+    return f"{math.floor(value / 1024**power * 10) / 10:g}{('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
 def count(value: float) -> str:
     """A count: 512, 4.9 B."""
     return _scaled(value, 1000.0, _COUNT) if abs(value) >= 1e4 else f"{value:,.0f}"

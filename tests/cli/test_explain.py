@@ -74,6 +74,23 @@ def test_differences_add_up(
     assert "checked" in shown and "the same" in shown
 
 
+def test_an_alternative_is_compared_by_its_name(
+    run: Callable[..., Result],
+    result: Callable[..., dict[str, Any]],
+    refused: Callable[..., str],
+    plan_file: Path,
+) -> None:
+    plan = json.loads(plan_file.read_text(encoding="utf-8"))
+    priced = [each for each in plan["alternatives"] if each["predicted"]]
+    for each in priced:
+        other = result("explain", str(plan_file), "--against", each["name"])["against"]
+        assert other["step_seconds"] == pytest.approx(each["predicted"]["step_seconds"], rel=1e-9)
+        assert other["step_seconds_with_the_plans_options"] is None
+    assert len(priced) > 2
+    error = refused("explain", str(plan_file), "--against", "repliated")
+    assert "'repliated' is no layout, and no alternative of the plan; did you mean 'replicated'" in error
+
+
 def test_a_plan_that_is_no_longer_true_is_told(
     result: Callable[..., dict[str, Any]], plan_file: Path, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import layoutopt.optimize.evaluator as evaluator_module
 import mesh_tf_core as mtf
 from costmodels.hardware import load_hardware
+from layoutopt.cli.units import parse_bytes
 from layoutopt.formulation.shared import SharedContext
 from layoutopt.optimize import planning
 from layoutopt.optimize.entry import search
@@ -37,6 +39,19 @@ def test_baselines_of_a_searched_mesh_come_to_what_their_layouts_do() -> None:
         own = evaluate(model, mtf.Mesh(each.mesh), mtf.Layout(each.layout), V3, options)
         assert each.predicted == own.predicted
         assert each.reason == own.reason((peaks[0] + peaks[-1]) / 2)
+
+
+def test_an_answer_that_barely_fits_names_one_with_room() -> None:
+    model = EXAMPLES["transformer"]()
+    limit = search(model, devices=4, hardware=V3).predicted.peak_memory_bytes * 1.001
+    plan = search(model, devices=4, hardware=V3, memory=limit)
+    (note,) = [n for n in plan.data.notes if "it may not fit" in n]
+    said = re.search(r"--memory (\S+) for one with room(?: \((.+) has it: .* longer\))?$", note)
+    assert said is not None
+    roomy = [a for a in plan.alternatives if a.feasible and plan.data.fit_of(a) == "yes"]
+    assert bool(said[2]) == bool(roomy) and (not roomy or plan.alternative(said[2]) in roomy)
+    eased = search(model, devices=4, hardware=V3, memory=parse_bytes(said[1]))
+    assert eased.predicted.peak_memory_bytes <= limit * (1 - plan.data.known.margin)
 
 
 def check_whole(seed: int) -> None:
