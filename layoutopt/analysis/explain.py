@@ -17,15 +17,19 @@ from typing import Any
 from costmodels.hardware import Hardware
 from costmodels.pricing.pricer import Cost
 from layoutopt.optimize.evaluation import Evaluation
-from layoutopt.plan.build import Plan
-from layoutopt.plan.schema import ProofStatus
+from layoutopt.optimize.evaluator import evaluate
+from layoutopt.plan.build import Plan, layout_of, options_of
+from layoutopt.plan.schema import Alternative, ProofStatus
 from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.solver import TOLERANCE
 from layoutopt.space.decisions import FEATURES, SearchSpace
 from layoutopt.space.sequence_parallel import written
 from layoutopt.space.splits import parse_rules
-from mesh_tf_core.errors import InfeasibleError, LimitError, UserError, known_names
+from mesh_tf_core.errors import InfeasibleError, LayoutError, LimitError, UserError, known_names
+from mesh_tf_core.ir.layout import Layout
+from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.ir.schedules import GPIPE
+from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.offload import ACTIVATIONS
 from mesh_tf_core.model import Model
 
@@ -48,6 +52,23 @@ class Difference:
     def saved(self) -> float:
         """Seconds that the answer saves (negative: costs)."""
         return self.theirs - self.ours
+
+
+def compared(
+    model: Model, plan: Plan, machine: Hardware, other: Layout | Alternative
+) -> tuple[Evaluation, Evaluation | None]:
+    """Evaluates an alternative of a plan; or a layout on its mesh, without and with the plan's other
+    decisions (None: the plan has none, or they are illegal there)."""
+    if isinstance(other, Alternative):
+        mesh = Mesh(other.mesh) if other.mesh else plan.mesh
+        return evaluate(model, mesh, layout_of(other), machine, options_of(other)), None
+    found = evaluate(model, plan.mesh, other, machine)
+    if plan.options == Options():
+        return found, None
+    try:
+        return found, evaluate(model, plan.mesh, other, machine, plan.options)
+    except LayoutError:
+        return found, None
 
 
 def differences(ours: Cost, theirs: Cost) -> list[Difference]:

@@ -14,6 +14,7 @@ from layoutopt.analysis.certificate import Certificate, Ruled, certify, consider
 from layoutopt.analysis.explain import (
     Difference,
     WhatIfAnswer,
+    compared,
     differences,
     disagreements,
     finder,
@@ -27,8 +28,7 @@ from layoutopt.api.pricing import layout_of
 from layoutopt.api.running import model_of
 from layoutopt.optimize.evaluation import Evaluation
 from layoutopt.optimize.evaluator import evaluate
-from layoutopt.plan.build import Plan, options_of
-from layoutopt.plan.build import layout_of as said_layout
+from layoutopt.plan.build import Plan
 from layoutopt.plan.details import Proof, Robustness, RuledOut
 from layoutopt.plan.machine_details import hardware_details
 from layoutopt.plan.notebook import Shown, table
@@ -48,10 +48,8 @@ from layoutopt.runtime.clock import UNLIMITED, Clock
 from layoutopt.space.exclusions import CHECK, MEMORY, SENSITIVITY, memory_words, refuse
 from layoutopt.space.objective import Objective
 from layoutopt.space.recorded import allowed_text
-from mesh_tf_core.errors import LayoutError, UserError
+from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
-from mesh_tf_core.ir.mesh import Mesh
-from mesh_tf_core.lower import Options
 
 LARGEST = 3
 """Tensors named at the peak."""
@@ -272,7 +270,11 @@ def explain(
         wrong.insert(0, f"made with other hardware numbers: {some(numbers, LARGEST)}")
     least = asked.objective == Objective.MEMORY
     refuse({SENSITIVITY: "--sensitivity" if sensitivity else "", MEMORY: memory_words(asked.objective)})
-    other, alike = (None, None) if against is None else _others(plan, machine, against)
+    other = alike = None
+    if against is not None:
+        named = isinstance(against, str) and against.strip() and ":" not in against
+        which = plan.alternative(str(against).strip()) if named else layout_of(against)
+        other, alike = compared(model, plan, machine, which)
     clock = time_limit if isinstance(time_limit, Clock) else Clock(time_limit) if time_limit else UNLIMITED
 
     questions: list[tuple[str, str, float, str | None, str | None]] = []
@@ -343,22 +345,6 @@ def _other_numbers(plan: Plan, machine: Hardware) -> list[str]:
     said, now = plan.data.details.hardware, hardware_details(machine, plan.mesh)
     before = {n.path: n.value for n in said.numbers} if said else {}
     return [n.path for n in now.numbers if n.path in before and before[n.path] != n.value]
-
-
-def _others(plan: Plan, machine: Hardware, against: Layout | str) -> tuple[Evaluation, Evaluation | None]:
-    """An alternative by name; or a layout on the plan's mesh, without and with the plan's other decisions."""
-    model = model_of(plan)
-    if isinstance(against, str) and against.strip() and ":" not in against:
-        known = plan.alternative(against.strip())
-        mesh = Mesh(known.mesh) if known.mesh else plan.mesh
-        return evaluate(model, mesh, said_layout(known), machine, options_of(known)), None
-    other = evaluate(model, plan.mesh, layout_of(against), machine)
-    if plan.options == Options():
-        return other, None
-    try:
-        return other, evaluate(model, plan.mesh, other.layout, machine, plan.options)
-    except LayoutError:
-        return other, None
 
 
 def _checked(

@@ -63,7 +63,7 @@ def typed(value: object) -> str:
 
 
 def is_torch(value: object) -> bool:
-    """Whether a class of PyTorch made a value."""
+    """True if a class of PyTorch made a value."""
     return any(kind.__module__.partition(".")[0] == "torch" for kind in type(value).__mro__)
 
 
