@@ -182,17 +182,17 @@ def _nemo(found: Mapping[str, Any]) -> Iterator[str]:
 def readme() -> Iterator[str]:
     """The table of README.md: tables that came later first."""
     tables, held = stored("unseen")["tables"], stored("published")["tables"]
-    heads = "step time of", "runs", "mean error", "median", "worst", "part in the model"
+    heads = "step time of", "runs", "mean error", "median", "worst", "used to build the model"
 
     def rows() -> Iterator[tuple[object, ...]]:
         for name, what in LATER.items():
             q, read = tables[name]["time"], tables[name]["looked_at"]
-            part = "read when a rule was chosen" if read else "none"
+            part = "to choose a rule" if read else "no"
             yield what, q["rows"], share(q["mean"]), share(q["median"]), share(abs(q["worst"])), part
         steps = stored("one_gpu")["steps"].values()
         own = [abs(ratio({k: r[k]["step_seconds"] for k in r}, "measured") - 1) for r in steps]
         middle = share(statistics.median(own))
-        yield OWN, len(own), share(statistics.fmean(own)), middle, share(max(own)), "none"
+        yield OWN, len(own), share(statistics.fmean(own)), middle, share(max(own)), "no"
         for what, (names, part) in EARLIER.items():
             found = (r for name in names for r in held[name]["rows"])
             judged = [r for r in found if not r["not_judged"] and not r["keeps"]]
@@ -205,14 +205,14 @@ def readme() -> Iterator[str]:
 
 OWN = "layoutopt itself, models of 0.1 B to 1.2 B on one H100"
 EARLIER = {
-    "MaxText on TPU v4, v5e and v5p, one slice": (("maxtext_tpu.csv",), "read when rules were chosen"),
+    "MaxText on TPU v4, v5e and v5p, one slice": (("maxtext_tpu.csv",), "to choose rules"),
     "NeMo, Paxml and torchtitan on A100 and H100": (
         tuple(f"published/{n}.csv" for n in ("dgxc_benchmarking_h100", "jax_toolbox_pax", "torchtitan")),
-        "54 of 60 set constants",
+        "54 of 60, to set constants",
     ),
     "vTrain, GPT on one node of A100": (
         ("vtrain_a100_h1024.csv", "published/vtrain_a100_h2048.csv"),
-        "set constants",
+        "to set constants",
     ),
 }
 """What README shows besides -> its tables, and their part in the model."""
