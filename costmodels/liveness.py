@@ -5,7 +5,7 @@ A device holds, at instruction t,
   (2) the batch, and every value that is computed at or before t and read at or after it;
   (3) inside a loop: what is alive around the loop (its stacked results among it), plus the body's own values
       at their worst point.
-When values share memory, and when it is free, says `mesh_tf_core.ir.liveness`.
+`mesh_tf_core.ir.liveness` decides when values share memory, and when it is free.
 
 Where the compiler fuses (`costmodels.kernels.fused`)
   (4) values inside of a kernel take no memory, nor what it adds to a loop's sum, nor a loop's part of a
@@ -48,8 +48,7 @@ class MemoryPoint:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A value at the peak: what it is, its bytes on one device, where it comes from, its id (-1: a
-    variable)."""
+    """A value at the peak: its name, its bytes on one device, its origin, its id (-1: a variable)."""
 
     what: str
     bytes: int
@@ -59,7 +58,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """The timeline of one step, its peak, and what is held there (largest first)."""
+    """The timeline of one step, its peak, and the values there (largest first)."""
 
     points: tuple[MemoryPoint, ...]
     peak: int
@@ -75,14 +74,14 @@ def memory(
 
     Args:
       fuses: the compiler makes kernels of several operations (`Hardware.fuses`).
-      kernels: those of `fused(program)`, where they are known.
+      kernels: those of `fused(program)`, if known.
       tiles: arrays lie in tiles (`Hardware.tiles`).
     """
     return _Walk(program, fuses, kernels, tiles).run()
 
 
 SMALL = 1 << 16
-"""Bytes of arrays whose tiles are not counted: they add nothing to a peak."""
+"""Bytes of arrays whose tiles are not counted: they do not affect a peak."""
 
 Tiles: TypeAlias = "frozenset[frozenset[str]] | None"
 """`Fusion.regrouped` where arrays lie in tiles, None where they do not."""
@@ -118,11 +117,11 @@ class KernelMemory:
     """The effect of a program's kernels on memory.
 
     Attributes:
-      made_of: values that are made where they are read -> what they are made of.
-      twice: stacks of what a loop stacks already, and those, rule (5).
+      made_of: values that are computed where they are read -> their operands.
+      twice: stacks of values that a loop stacks already, and those, rule (5).
       nowhere: values without memory, rule (4).
-      casts: of variables in loops, rule (6): position of the outermost loop, the cast, the value that its
-        operand is a part of, how many parts that has.
+      casts: of variables in loops, rule (6): position of the outermost loop, the cast, the value whose part
+        its operand is, and the number of parts.
     """
 
     made_of: Mapping[int, int]
@@ -145,9 +144,9 @@ def kernel_memory(
     """Rules (4) to (6).
 
     Args:
-      kernels: those of `fused(program)`, where they are known.
-      anyhow: what has no memory under some sizes has none, so that it holds for every layout with the same
-        instructions.
+      kernels: those of `fused(program)`, if known.
+      anyhow: values without memory under some sizes have none, so that the result holds for every layout with
+        the same instructions.
     """
     if not fuses:
         return KernelMemory({}, {}, frozenset(), ())

@@ -1,7 +1,7 @@
 """The pipeline bubble: the seconds of a step's price that stages wait.
 
-The schedule's table (`mesh_tf_core.ir.schedules`) says in how many ticks of a pass a stage works and in how
-many it is idle. The ticks may be those of one loop, or of several, one after the other (1F1B: some only
+The schedule's table (`mesh_tf_core.ir.schedules`) has the number of ticks of a pass in which a stage works,
+and in which it is idle. The ticks may belong to one loop, or to several, one after the other (1F1B: some only
 forward, some only backward).
 """
 

@@ -29,13 +29,14 @@ class Repeated:
 
 
 def near_sizes(size: int, parts: int) -> list[int]:
-    """The nearest sizes of a dimension that divide into so many parts, where its own does not."""
+    """The nearest sizes of a dimension that the number of parts divides, if it does not divide the
+    dimension's own size."""
     fewer = size - size % parts
     return [n for n in (fewer, fewer + parts) if n]
 
 
 def repeated(program: Program) -> dict[str, Repeated]:
-    """Mesh axis -> the products that are not split over it, where these are worth a word."""
+    """Mesh axis -> the products that are not split over it, if they are significant."""
     axes, apart = [a for a in program.mesh.names if program.mesh.size(a) > 1], _apart(program)
     found, total = {a: Repeated() for a in axes}, 0.0
     for instr, times in program.walk():

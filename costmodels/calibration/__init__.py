@@ -1,5 +1,5 @@
-"""Calibration: measures this machine's mesh with little programs, and fits the profile that its programs are
-priced by; or fits that of a TPU to what its compiler estimates.
+"""Calibration: measures this machine's mesh with small programs and fits the profile for predictions, or fits
+a TPU's profile to its compiler's estimates.
 
 The only part of the cost models that opens an engine.
 """

@@ -11,7 +11,7 @@ program:
 The factor in (2) is the time that cores have nothing to do in a step. Only totals are long enough for it,
 because a system counts others' CPU time in ticks of about 10 ms, while a process's own is exact. (1) is
 right when a program keeps all cores busy, as steps of virtual devices nearly do, and a lower bound
-otherwise. `ClockNoise` says how much of the machine others had, and how far repeats lie apart.
+otherwise. `ClockNoise` has the share of the machine that other processes used, and the spread of repeats.
 """
 
 from __future__ import annotations

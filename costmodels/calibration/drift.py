@@ -1,7 +1,7 @@
 """Drift of a machine's speed since its calibration: two of its probes, measured again.
 
 A machine that others use, or that throttles its clock, runs the same program more slowly in CPU time too. The
-ratio says by how much, so that an error of the model can be told from a change of the machine.
+ratio of the two distinguishes an error of the model from a change of the machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SECONDS = 0.05
 
 @dataclass
 class Drift:
-    """References that are ready to run, what they took at the calibration, and what they take now."""
+    """References that are ready to run, their seconds at the calibration, and their present seconds."""
 
     then: Sequence[float]
     engines: Sequence[Engine]
@@ -67,8 +67,8 @@ def open_drift(mesh: Mesh, hardware: Hardware, engine: str = "local") -> Iterato
 
 
 def references(mesh: Mesh, hardware: Hardware, engine: str = "local") -> list[tuple[Probe, float]]:
-    """The reference probes, with the seconds that the profile says; none of one that other processes
-    measured too."""
+    """The reference probes, with the seconds of the profile; none for profiles that other processes measured
+    too."""
     found = {} if hardware.calibration is None else json.loads(hardware.calibration.machine)
     measured_alike = found.get("mesh") == str(mesh) and found.get("engine", "local") == engine
     if hardware.calibration is None or not measured_alike or found.get("processes", 1) > 1:

@@ -1,7 +1,7 @@
 r"""Curves from measurements.
 
-A probe's step holds r repeats of one operation, whose calls (`costmodels.kernels.array_functions`) are
-known; each repeat also reads and stores variables, which probes without work measure:
+A probe's step holds r repeats of one operation, whose calls (`costmodels.kernels.array_functions`) are known;
+each repeat also reads and stores variables, which probes without work measure:
 
 (1) seconds of one repeat y = (step - empty step) / r - seconds of its reads and stores
 (2) seconds of the class that the probe is about: y - sum of the other calls, by the classes fitted
@@ -15,7 +15,7 @@ known; each repeat also reads and stores variables, which probes without work me
 (7) uncertainty of a curve: the larger of the typical spread of its points' repeats and of the error at each
     inner point when the curve is fitted without it
 
-Nothing here knows an operation, and nothing is negative.
+Nothing here depends on an operation, and no result is negative.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from mesh_tf_core.ir.layout import Axes
 
 Measurement = Mapping[str, Any]
 SMALLEST = 0.05
-"""Part of a measured repeat that its target takes at least: what is subtracted is uncertain too."""
+"""Least part of a measured repeat that belongs to its target, because the subtracted part is uncertain
+too."""
 PRODUCTS = ("matmul", "batch", "matmul.conv")
 LAUNCH_CLASS = f"kernel.{LAUNCH}"
 DISTURBED = 0.1
@@ -125,7 +126,7 @@ def stores(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def repeat(out: CalibrationFit, probe: Probe, m: Measurement) -> float:
-    """Equation (1), at least a small part of what was measured."""
+    """Equation (1), at least a small part of the measured time."""
     seconds = m["seconds"] - out.step - probe.stores * out.store
     return max(seconds, SMALLEST * m["seconds"]) / probe.repeats
 
@@ -206,7 +207,7 @@ def products(
     """Coefficients >= 0 with rows · coefficients ≈ seconds, of the least relative squares.
 
     Args:
-      wholes: what errors are relative to (None: `seconds`): all that was measured, where `seconds` is a part
+      wholes: reference of relative errors (None: `seconds`): the whole measured time, if `seconds` is a part
         of it.
       disturbed: relative error from which on one counts in proportion, not squared (soft L1), so that a
         disturbed measurement does not decide the line.

@@ -17,7 +17,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.mesh import Mesh
 
 QUICK, THOROUGH = 45.0, 480.0
-"""Seconds after which what is still to be measured gets fewer repeats."""
+"""Seconds after which the remaining measurements get fewer repeats."""
 
 
 def calibrate(
@@ -32,22 +32,22 @@ def calibrate(
     """Measures this machine's mesh, or a cluster's; returns the content of its profile (see
     `costmodels.hardware.write_profile`).
 
-    The machine should be idle: `content["calibration"]["machine"]["noisy"]` says whether it was.
+    The machine should be idle: `content["calibration"]["machine"]["noisy"]` records whether it was.
 
     Args:
-      mesh: its devices are this process's (or those of the cluster's processes, in the order of their
-        ranks), all at work at once as in a step.
-      on_progress: called with (what is measured, measurements done, measurements in all).
+      mesh: its devices are this process's (or those of the cluster's processes, in the order of their ranks),
+        all at work at once as in a step.
+      on_progress: called with (current measurement, measurements done, number of measurements).
       quick: about 45 s on two cores, else about ten times that: more sizes, more repeats.
       resume: a file of partial results; written while measuring, read if it exists, removed at the end; of
         a cluster's processes, worker 0 does so.
       wanted: the probes (None: all of `costmodels.calibration.probes`).
-      cluster: the processes, each of which calls this alike and gets the same content.
-      engine: what runs the programs (see `mesh_tf_core.engines.open_engine`).
+      cluster: the processes; each calls this function with the same arguments and gets the same content.
+      engine: the engine of the programs (see `mesh_tf_core.engines.open_engine`).
 
     Raises:
-      UserError: a mesh of one device, or one that cannot be dealt out to the processes; a file to resume from
-        that is of another mesh.
+      UserError: a mesh of one device, or one that the processes cannot divide; a file to resume from that is
+        of another mesh.
       ClusterError: another process was lost.
     """
     mesh = Mesh(mesh) if isinstance(mesh, str) else mesh

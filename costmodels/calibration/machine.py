@@ -1,4 +1,4 @@
-"""The machine that measures, and what its numbers depend on."""
+"""The machine of a calibration, and the conditions that its numbers depend on."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The measurements of a calibration: array functions over several sizes, matrix products, collectives over
 every group.
 
-Sizes and shapes are those of Transformer and other steps in general; no example model is used, so that a
-validation on a model is a validation on something that the fit has not seen.
+Sizes and shapes are those of Transformer steps and others in general. No example model is used, so validation
+on a model is independent of the fit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from mesh_tf_core.ops.unary import Unary, UnaryGrad
 from mesh_tf_core.ops.windows import Window
 
 GroupShape = tuple[int, int]
-"""A kind of group: how many devices, over how many processes."""
+"""A kind of group: number of devices, number of processes."""
 KB, MB = 1024, 1 << 20
 LAUNCH = "launch"
 """The target of the one probe that is a whole step."""
@@ -231,8 +231,8 @@ PRODUCTS = (
     "T512x256x1024 256x64x256T 256x256x64T 512x512x128T 32x128x64T 32x1024x1024T 64x512x512T 256x1024x512T"
 )
 """m x k x n: square ones, tall activations by narrow weights, narrow by wide, few rows by large weights, and
-sums over many rows; T: a factor lies transposed, the first one in gradients of weights, the second one in
-those of activations."""
+sums over many rows; T: a factor is transposed, the first one in gradients of weights, the second one in those
+of activations."""
 MORE_PRODUCTS = "1024x1024x1024 2048x1024x256 256x1024x2048 4096x64x64 T2048x256x256 T1024x64x512"
 BATCHES = (
     "16x128x32x128 64x64x16x64 16x128x128x32 8x32x64x32 8x16x32x16 128x32x16x32 4x256x64x256 2x128x128x128 "
@@ -245,8 +245,8 @@ CONVOLUTIONS = (
     "32x18x16x3x16 8x18x32x3x32 8x10x64x3x64 8x6x16x3x32 16x16x32x1x64 16x18x8x16x16 4x10x4x3x16 "
     "32x18x16x3x2 16x18x32x16x2 64x6x32x4x8 16x10x32x8x32"
 )
-"""batch x image x channels x window x channels made: layers, narrow to wide, one of windows of one element,
-one that makes few channels, and gradients of weights, whose windows are nearly all of the image."""
+"""batch x image x channels x window x channels made: layers, narrow to wide, one with windows of one element,
+one with few output channels, and gradients of weights, whose windows are nearly as large as the image."""
 
 
 def products(quick: bool) -> Iterator[Probe]:

@@ -28,7 +28,7 @@ PREFIXES = {
     "kernel.take": "kernel.take.rows",
     "kernel.transpose": "kernel.transpose.rows",
 }
-"""Classes that stand for those below them that have no measurement of their own."""
+"""Classes whose curves apply to more specific classes without measurements."""
 COARSE = {
     "elementwise": "kernel.binary.same",
     "reduce": "kernel.reduce.inner",
@@ -36,7 +36,7 @@ COARSE = {
     "data": "kernel.copy",
     "random": "kernel.binary.same",
 }
-"""Curves of whole operations, for what is not priced op by op."""
+"""Curves of whole operations, for hardware without curves of array functions."""
 
 
 def profile(

@@ -1,8 +1,8 @@
 """Little programs to measure: the same operation or collective several times, on pieces of given sizes.
 
-They are plain programs that an engine runs as it runs a model's. Every repeat has operands of its own, read
-from variables, so that nothing can be removed or merged; every result is stored, so that it takes memory of
-its own, as the activations of a step do.
+They are plain programs that an engine runs as it runs a model's. Every repeat has separate operands, read
+from variables, so that no operation is removed or merged. Every result is stored, so that it uses separate
+memory, as the activations of a step do.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ def local_program(
 ) -> Program:
     """`repeats` times `op` on every device, each with another first operand.
 
-    An operation whose result is like its first operand forms chains, as activations do; for any other one,
-    the first operand is made a moment before, by a multiplication: with the result before where that can be,
-    or a runtime makes all operands first, in memory that is in no cache.
+    An operation whose result has the type of its first operand forms chains, as activations do. For other
+    operations, a multiplication makes the first operand just before, from the previous result if possible;
+    otherwise a runtime would make all operands first, in memory that is in no cache.
 
     Args:
       kept: every result is stored, as activations are, else only the last of a chain.
-      own: the other operands are variables of their own in every repeat (work that depends on them alone
-        cannot be shared), else the same ones.
+      own: the other operands are separate variables in every repeat (so work that depends only on them is not
+        shared), else the same ones.
       chain: operations of a chain (0: all).
     """
     length = chain or repeats
@@ -144,9 +144,7 @@ def warming(op: Op, inputs: Sequence[TensorType]) -> TensorType:
 
 
 def stores_program(mesh: Mesh, size: int, repeats: int) -> Program:
-    """Reads `repeats` variables and stores each in another one: what the other programs do besides their
-    work.
-    """
+    """Reads `repeats` variables and stores each in another one: the overhead of the other programs."""
     build = _ProbeBuilder(mesh)
     type = TensorType(Shape([Dim("a", size)]), "float32")
     for i in range(repeats):
@@ -155,9 +153,9 @@ def stores_program(mesh: Mesh, size: int, repeats: int) -> Program:
 
 
 def step_program(mesh: Mesh) -> Program:
-    """A training step of many small kernels, one after another kind, on every device: forward, whose values
-    stay for backward, backward, and the updates. Its arrays have next to no elements, and differ in size, so
-    that starting the kernels is nearly all of it. Nothing is split, so nothing is sent.
+    """A training step of many small kernels of alternating kinds, on every device: forward, whose values stay
+    for backward, backward, and the updates. Its arrays have next to no elements, and differ in size, so that
+    starting the kernels is nearly all of it. Nothing is split, so nothing is sent.
     """
     graph = Graph("step")
     losses = []
@@ -191,14 +189,14 @@ ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     "all_to_all": ("b", "a"),
     "permute": (1, True),
 }
-"""The arguments of each kind beside its axes, on an array of dimensions a, b and c."""
+"""The arguments of each kind besides its axes, on an array of dimensions a, b and c."""
 
 
 def collective_program(mesh: Mesh, kind: str, axes: Axes, full_bytes: int, repeats: int) -> Program:
     """`repeats` times a collective over `axes` in all groups at once, on float32 arrays.
 
     Args:
-      full_bytes: what `costmodels.network.collectives` means by bytes, rounded so that all groups divide it.
+      full_bytes: bytes as in `costmodels.network.collectives`, rounded so that all groups divide them.
     """
     build = _ProbeBuilder(mesh)
     n = mesh.group_size(axes)

@@ -18,7 +18,7 @@ from mesh_tf_core.ir.mesh import Mesh
 
 @dataclass(frozen=True)
 class FitResidual:
-    """One measurement beside what the profile says.
+    """One measurement with the profile's value.
 
     Attributes:
       what: kind of work.
@@ -35,7 +35,7 @@ class FitResidual:
 
 
 def residuals(hardware: Hardware) -> list[FitResidual]:
-    """Every measurement of a calibrated profile that its curves predict; none of other hardware."""
+    """Every measurement of a calibrated profile that its curves predict; none for other hardware."""
     if hardware.calibration is None:
         return []
     found = hardware.calibration

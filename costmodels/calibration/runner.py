@@ -40,7 +40,8 @@ def measure(
     Args:
       rounds: samples of every probe.
       seconds: of one sample.
-      budget: seconds after which the rest gets three rounds, but for what is taken off or added everywhere.
+      budget: seconds after which the remaining measurements get three rounds, except overheads that others
+        subtract or add.
       done: must be equal in all processes.
     """
     left = [p for p in wanted if p.name not in done]
@@ -106,10 +107,10 @@ def noise_of(done: Sequence[ProbeRecord]) -> ClockNoise:
 
 
 class Partial:
-    """Measurements so far in a file, so that a calibration that was stopped goes on where it was.
+    """Measurements so far in a file, so that a stopped calibration can resume.
 
     Args:
-      key: what the measurements depend on; a file with another key is refused.
+      key: the conditions of the measurements; a file with another key is refused.
     """
 
     def __init__(self, path: Path | None, key: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
-"""The processes that measure: this process alone, or those of a cluster, which all do the same in the same
-order.
+"""The processes that measure: this process alone, or those of a cluster, which all run the same steps in the
+same order.
 
 Values that depend on time differ between processes, so worker 0 sends its own (`Team.broadcast`). A sample
-is one of all (`costmodels.calibration.clock.combined`): every process begins it when all are ready, and
-receives the samples of the others.
+combines all processes (`costmodels.calibration.clock.combined`): every process starts it when all are ready,
+and receives the samples of the others.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Team:
     """The processes of one calibration; see the module.
 
     Attributes:
-      mesh: its devices are dealt out to the processes in the order of their ranks.
+      mesh: the processes divide its devices in the order of their ranks.
       devices: names of this process's.
-      machine: what the machines are, as one.
+      machine: the machines, described as one.
       cluster: the processes; None for this one alone.
       hosts: the machine of each process.
       cores: of each machine, those that the processes may use.
-      engine: what runs the steps (see `mesh_tf_core.engines.open_engine`).
+      engine: the engine of the steps (see `mesh_tf_core.engines.open_engine`).
     """
 
     mesh: Mesh
@@ -58,7 +58,7 @@ class Team:
 
     @property
     def is_writer(self) -> bool:
-        """True if this process keeps what is measured."""
+        """True if this process stores the measurements."""
         return self.cluster is None or self.cluster.is_writer
 
     @property
@@ -70,11 +70,11 @@ class Team:
         return open_engine(program, self.engine, cluster=self.cluster)
 
     def broadcast(self, what: str, value: Any) -> Any:
-        """Worker 0's value (what JSON holds), for all."""
+        """Sends worker 0's value (JSON data) to all."""
         return value if self.cluster is None else self.cluster.gather(what, value)[0]
 
     def sample(self, run: Callable[[], object], steps: int) -> TimingSample:
-        """Runs `steps` steps in every process, once all have come here."""
+        """Runs `steps` steps in every process, once all have called this method."""
         found = sample(run, steps)
         if self.accelerated:
             found = replace(found, foreign=0.0)  # whoever uses the cores takes nothing from an accelerator
@@ -89,11 +89,11 @@ class Team:
 
 
 def assemble(mesh: Mesh, cluster: Cluster | None = None, engine: str = "auto") -> Team:
-    """Starts this process's devices, and meets the others.
+    """Starts this process's devices, and connects to the others.
 
     Raises:
-      UserError: the mesh cannot be dealt out to the processes, or a library already runs with fewer devices.
-      ClusterError: a process did not come.
+      UserError: the processes cannot divide the mesh, or a library already runs with fewer devices.
+      ClusterError: a process did not connect.
     """
     engine = chosen(engine, cluster)
     if cluster is None:

@@ -1,8 +1,8 @@
-"""`calibrate_tpu`: a TPU's profile from what its compiler estimates, without a TPU.
+"""`calibrate_tpu`: a TPU's profile from its compiler's estimates, without a TPU.
 
 The profile is the preset with four numbers fitted to the compiler's estimates (`costmodels.calibration.
 tpu_fit`). It has no measured curves, so it stays analytic, as the search's bounds need it. The compiled text
-says nothing of the time of collectives: the network's numbers stay the preset's.
+has no times of collectives, so the network's numbers remain those of the preset.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KINDS = {PRODUCT: "matmuls", CHAIN: "chains", CHECK: "checks"}
 
 @dataclass(frozen=True)
 class TpuCalibration:
-    """A profile, and where it comes from.
+    """A profile and its origin.
 
     Attributes:
       content: of a hardware file.

@@ -53,7 +53,7 @@ class CompiledProbes:
 
 
 def tpu_targets() -> dict[str, tuple[str, Generation]]:
-    """Preset -> the compiler's name of the TPU, and what is known of it."""
+    """Preset -> the compiler's name of the TPU, and known facts about it."""
     return {generation.hardware: (name, generation) for name, generation in GENERATIONS.items()}
 
 

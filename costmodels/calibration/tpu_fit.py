@@ -50,12 +50,12 @@ ELEMENT = (1e-13, 1e-10)
 STEPS = (1.1, 1.01, 1.001)
 """Factors between values that are tried, first over the whole range, then around the best."""
 AROUND = 12
-"""How many of them on either side."""
+"""Number of neighbours on either side."""
 
 
 @dataclass(frozen=True)
 class ProbeSample:
-    """A probe with the compiler's seconds, and what our prediction is made of: kernels and how often each
+    """A probe with the compiler's seconds, and the inputs of the prediction: kernels and the number of their
     runs.
     """
 
@@ -214,7 +214,7 @@ def _nearest(hardware: Hardware, samples: Sequence[ProbeSample], launch: float) 
 
 
 def with_numbers(hardware: Hardware, numbers: Numbers) -> Hardware:
-    """The hardware with fitted numbers in place of its own."""
+    """The hardware with its numbers replaced by fitted ones."""
     chip = hardware.chip
     return replace(
         hardware,

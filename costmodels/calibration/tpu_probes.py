@@ -1,10 +1,9 @@
 """The programs that a calibration for a TPU compiles: matrix products, and chains of operations as in steps
 of training.
 
-A chain is compiled as a whole, so that its cycles show what the compiler makes of it as a whole: what is
-fused, what stays in the memory of the core, what is read twice. Half of the training steps have
-activations that the core's own memory holds, half have larger ones; no example model is used, so that whole
-models remain a test on what the fit has not seen.
+A chain is compiled as a whole, so that its cycles reflect fusion, values that stay in the memory of the core,
+and values that are read twice. In half of the training steps the activations fit in the core's own memory, in
+half they do not. No example model is used, so whole models remain an independent test of the fit.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class TpuProbe:
     """One program to compile.
 
     Attributes:
-      name: unique; says what and how large, so that results can be kept by it.
+      name: unique; it states the kind and the size, so that results can be stored by it.
       kind: 'product', 'chain', or 'check' (a chain that the fit does not see).
       build: adds the operations to a graph and gives the results.
     """

@@ -1,4 +1,4 @@
-"""TPUs as their compiler knows them: its names, and the clock that its cycle estimates count in.
+"""TPUs under their compiler's names, and the clock of its cycle estimates.
 
 (1) clock           = peak FLOP/s / FLOPs per cycle
 (2) FLOPs per cycle = 2 x rows x columns of a matrix unit x matrix units of a device
@@ -15,8 +15,8 @@ from costmodels.hardware import Hardware
 class Generation:
     """A TPU: our preset, its FLOPs per cycle and device in bfloat16, its smallest topology.
 
-    docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm and its pages per version give the matrix units;
-    for v6e, whose pages say 2 or 4, and v7 the compiler's estimates of large products fit 4 of 256 x 256.
+    docs.cloud.google.com/tpu/docs/system-architecture-tpu-vm and its pages per version give the matrix units.
+    For v6e, whose pages state 2 or 4, and v7 the compiler's estimates of large products fit 4 of 256 x 256.
 
     Attributes:
       smallest: sides of the smallest topology, in chips.

@@ -5,8 +5,8 @@ r"""Measured curves: piecewise linear, and never falling.
 (3) y(x) = y_n + slope (x - x_n) above the last one, with the slope of the last interval, but never less than
     proportional growth when that interval is flat.
 
-A curve fitted to noisy measurements is made monotone by pooling adjacent violators (Ayer et al. 1955): a
-cost model built on it cannot say that more bytes take less time.
+A curve fitted to noisy measurements is made monotone by pooling adjacent violators (Ayer et al. 1955), so no
+cost model predicts that more bytes take less time.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class SwitchReduce:
 class GpuCluster:
     """Nodes of GPUs on a switch or on links, joined by network cards; bandwidths are one way per GPU.
 
-    `node_bandwidth` is what a ring over a group of that many GPUs reaches; `launch` starts a collective,
+    `node_bandwidth` is the rate of a ring over a group of that many GPUs; `launch` starts a collective,
     `network_launch` is added to one that leaves the node.
     """
 

@@ -71,7 +71,7 @@ def machine_of(hardware: str | Path | Hardware) -> Hardware:
     calibrated replaces its preset; a Hardware itself.
 
     Raises:
-      HardwareError: as `load_hardware`, and for what is none of these.
+      HardwareError: as `load_hardware`, and for values of other types.
     """
     if isinstance(hardware, Hardware):
         return hardware
@@ -119,7 +119,7 @@ def _known(asked: str) -> str:
 
 
 def preset_content(name: str) -> dict[str, Any]:
-    """The parsed file of a preset: what a calibration starts from (its own copy)."""
+    """The parsed file of a preset, from which a calibration starts (a copy)."""
     if name not in hardware_names():
         raise HardwareError(f"hardware {name!r} is not known; {_known(name)}")
     path = _PRESETS / f"{name}.json"

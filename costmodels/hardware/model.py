@@ -1,8 +1,8 @@
-"""Hardware as cost models know it: frozen values in SI units, every number with its source and date.
+"""Hardware as cost models use it: frozen values in SI units, every number with its source and date.
 
-A *device* is what a mesh counts and what runs one copy of the program: a GPU, a TPU chip, or half a chip
-where the two cores have separate memory (TPU v2, v3, v7). Files give numbers per chip, as sources print them;
-`Hardware` gives them per device. A field says what its number measures; the form of the file follows from
+A *device* is an element of a mesh, which runs one copy of the program: a GPU, a TPU chip, or half a chip if
+the two cores have separate memory (TPU v2, v3, v7). Files give numbers per chip, as sources print them;
+`Hardware` gives them per device. A field states the quantity of its number; the form of the file follows from
 that (`costmodels.hardware.schema`).
 """
 
@@ -86,8 +86,8 @@ class Chip:
     `memory_doubt`: share of the usable memory that a step may need beyond what is predicted: what allocators
     cannot use and libraries take, and what predictions are too low. No price and no limit reads it; a plan
     that leaves less is doubted (`layoutopt.plan.known`). None: nothing is known.
-    `product_launch`: of a matrix product whose operands lie on the chip, as those of small ones do; then
-    `matmul_efficiency` is of such ones where it begins. None: as any kernel's.
+    `product_launch`: launch of a matrix product whose operands are on the chip, as those of small products
+    are; `matmul_efficiency` then begins with such products. None: as any kernel's.
     """
 
     devices: Count
@@ -119,8 +119,8 @@ class Chip:
 class CollectiveCurve:
     """Measured seconds of one collective over groups of `group_size`, against bytes of the FULL array.
 
-    `devices` is how many devices took part at once (all groups together), `processes` over how many processes
-    each group lay.
+    `devices` is the number of devices that took part at once (in all groups together), `processes` the number
+    of processes of each group.
     """
 
     collective: str
@@ -199,7 +199,7 @@ class Hardware:
         return int(self.chip.devices.value)
 
     def chips(self, devices: int) -> int:
-        """Chips that so many devices are of; virtual devices of a CPU are one machine's."""
+        """Number of chips of so many devices; virtual devices of a CPU belong to one machine."""
         return 1 if self.chip.host_cores is not None else -(-devices // self.devices_per_chip)
 
     @cached_property
@@ -215,17 +215,17 @@ class Hardware:
 
     @cached_property
     def usable_memory_bytes(self) -> float:
-        """Memory of one device without what the runtime keeps for itself."""
+        """Memory of one device without the runtime's reserve."""
         return (self.chip.memory.value - self.chip.memory_reserve.value) / self.devices_per_chip
 
     @property
     def is_host(self) -> bool:
-        """True if its devices are cores of the host, whose memory is theirs."""
+        """True if its devices are cores of the host and share its memory."""
         return self.chip.host_cores is not None
 
     @cached_property
     def host_link(self) -> float | None:
-        """Bytes/s between one device and its host's memory, one way; None: no link is known."""
+        """Bytes/s between one device and its host's memory, in one direction; None: unknown."""
         link = self.chip.host_link
         return None if link is None else link.value / self.devices_per_chip
 
@@ -236,7 +236,7 @@ class Hardware:
         return None if memory is None else memory.value / self.devices_per_chip
 
     def host_seconds(self, moved: float) -> float:
-        """Seconds in which so many bytes go between one device and its host.
+        """Seconds of a transfer of this many bytes between one device and its host.
 
         Raises:
           UserError: nothing is known of the link.
@@ -260,7 +260,7 @@ class Hardware:
         return {dtype: number.value / self.devices_per_chip for dtype, number in self.chip.peak_flops}
 
     def peak_dtype(self, dtype: str) -> str:
-        """The dtype whose peak products of `dtype` run at (`costmodels.hardware.peaks`)."""
+        """The dtype whose peak applies to products of `dtype` (`costmodels.hardware.peaks`)."""
         return computed_in(dtype, self._peaks)
 
     def peak_flops(self, dtype: str) -> float:
@@ -269,7 +269,7 @@ class Hardware:
 
     def peak_note(self, dtype: str) -> str | None:
         """A note on products of `dtype` where the chip has no peak for it; None: no note. Hosts have one
-        measured rate, which stands for all."""
+        measured rate for all dtypes."""
         return None if self.is_host else note_of(dtype, self._peaks, self.name)
 
     def contention(self, devices: int) -> float:

@@ -1,4 +1,4 @@
-"""One number of a hardware file with its source, and what the numbers of a field measure."""
+"""One number of a hardware file with its source, and the quantities of fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NamedPairs = tuple[tuple[str, T], ...]
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """One number and where it comes from.
+    """One number and its source.
 
     Attributes:
       value: in SI units (FLOP/s, bytes, bytes/s, seconds), or a plain fraction or count.
@@ -41,7 +41,7 @@ class Measures:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """How many elements a list or mapping of a file has."""
+    """Number of elements of a list or mapping in a file."""
 
     least: int
     most: int | None = None

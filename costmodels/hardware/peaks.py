@@ -1,7 +1,7 @@
-"""The peak rate of products of a type on a chip whose file has none for that type.
+"""The peak rate of products of a dtype on a chip whose file has none for it.
 
-A type without a peak of its own is computed in another one, the first of a list that the chip has. No float
-is ever computed in integers.
+A dtype without a peak is computed in another one, the first of a list that the chip has. No float is ever
+computed in integers.
 
   float64, float32  in the widest float there is: a TPU multiplies float32 in bfloat16 passes at default
                     precision (docs.cloud.google.com/tpu/docs/bfloat16, read 2026-11-25)
@@ -37,7 +37,7 @@ _OTHERS = ("float32", "bfloat16", "float64")
 
 
 def computed_in(dtype: str, peaks: Iterable[str]) -> str:
-    """The type whose peak products of `dtype` run at: itself, or what it is computed in.
+    """The dtype whose peak applies to products of `dtype`: itself, or the dtype of the computation.
 
     Args:
       peaks: types that the chip has a peak for; at least one is a float (`peaks_fault`).
@@ -59,8 +59,8 @@ def peaks_fault(peaks: Iterable[str]) -> str | None:
 
 
 def note_of(dtype: str, peaks: Mapping[str, float], name: str) -> str | None:
-    """A sentence on products of a float type that has no peak of its own on a chip; None if there is nothing
-    to say. Float32 on a TPU and float8 have none either: that is the rule there, and no surprise.
+    """A sentence about products of a float type without a peak of its own on a chip; None if there is nothing
+    to report. Float32 on a TPU and float8 have none either: that is the rule there, and no surprise.
 
     Args:
       peaks: type -> FLOP/s of a device; name: of the hardware.

@@ -1,4 +1,4 @@
-"""The hardware file: what its JSON may hold. It follows from the fields of `costmodels.hardware.model`.
+"""The schema of hardware files. It follows from the fields of `costmodels.hardware.model`.
 
 `read` checks everything and reports every fault at once, each with its path in the file.
 """

@@ -44,5 +44,5 @@ def units_of(quantity: str) -> tuple[str, ...]:
 
 
 def to_si(value: float, unit: str) -> float:
-    """`value` in the SI unit of what `unit` measures; KeyError for an unknown unit."""
+    """`value` in the SI unit of the quantity of `unit`; KeyError for an unknown unit."""
     return value * UNITS[unit][1]

@@ -1,4 +1,4 @@
-"""The same hardware with other numbers: what a prediction rests on, and how far it may be off."""
+"""The same hardware with other numbers: drawn within their uncertainties, or scaled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from costmodels.hardware.model import CollectiveCurve, ComputeCurve, Efficiency,
 from costmodels.hardware.numbers import Number
 
 NumberFactor = Callable[[str, float | None], float]
-"""factor(path, relative uncertainty) -> what a number, or a rate, is multiplied by."""
+"""factor(path, relative uncertainty) -> factor of a number, or of a rate."""
 
 NETWORK = (
     "topology.link_bandwidth",
@@ -60,7 +60,7 @@ def with_bandwidth(hardware: Hardware, times: float) -> Hardware:
 def drawn(hardware: Hardware, seed: int) -> Hardware:
     """One machine that the description may be of: every number with an uncertainty is drawn from it.
 
-    Numbers are drawn apart, log-normally, with the relative standard deviation that the file gives.
+    Numbers are drawn independently, log-normally, with the relative standard deviation of the file.
     """
     draw = random.Random(seed)
 

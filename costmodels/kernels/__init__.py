@@ -1,1 +1,1 @@
-"""The work of one device: which operations share a kernel, what each kernel does, its seconds."""
+"""The work of one device: kernels, the work of each kernel, its seconds."""

@@ -1,8 +1,8 @@
 """The array functions that one device calls in a local instruction, one by one, with their bytes.
 
-An operation's own kernel is run on pieces that have a shape and no elements (`Tally` is one more home of the
-kernel protocol), so what is counted is what an engine runs: a layer normalisation is eight passes over
-memory, a softmax one. Nothing here knows any operation. What calls cost is in `calls`.
+An operation's own kernel runs on pieces that have a shape and no elements (`Tally` is one more implementation
+of the kernel protocol), so the counted calls are those of an engine: a layer normalisation is eight passes
+over memory, a softmax one. Nothing here depends on an operation. `calls` has the costs of calls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mesh_tf_core.kernels.contraction import cheapest_pair, matmul, parse, same_
 VECTOR = 16
 """Numbers of float32 that processors of today work on at once."""
 NARROW = 64
-"""Bytes in a row below which a copy goes number by number, not by whole lines of a cache."""
+"""Bytes in a row below which a copy moves single numbers instead of whole lines of a cache."""
 
 
 def calls(
@@ -176,12 +176,12 @@ class Tally:
         return self._note(kind, sizes, x.dtype, part)
 
     def put(self, x: Piece, piece: Piece, axis: int, place: Any) -> Piece:
-        """Written where x lies: only the piece is touched."""
+        """Written in place: only the piece is moved."""
         self._note("copy.put", piece.shape, x.dtype, piece)
         return replace(x, constant=False)
 
     def add_at(self, x: Piece, values: Piece, ids: Piece, axis: int) -> Piece:
-        """Written where x lies: only what is added is touched."""
+        """Written in place: only the added part is moved."""
         self._note("copy.put", values.shape, x.dtype, values, ids)
         return replace(x, constant=False)
 
@@ -212,14 +212,14 @@ class Tally:
     # -- blocks ----------------------------------------------------------------------------------------------
 
     def loop(self, n: int, step: LoopStep, carried: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
-        """Its calls once for every iteration; what is made is copied into its stack."""
+        """Counts its calls once per iteration; each result is copied into its stack."""
         first = len(self.noted)
         state, made = step(0, carried)
         self.noted += self.noted[first:] * (n - 1)
         return state, [self._note("copy.concat", (n, *x.shape), x.dtype, x) for x in made]
 
     def attention(self, a: Attending) -> None:
-        """None: the local engine has no such kernel of its own."""
+        """None: the local engine has no such kernel."""
 
     def attention_gradient(self, a: Attending, result: Piece, lse: Piece, dresult: Piece) -> None:
         """None."""
@@ -354,7 +354,7 @@ def _broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def narrow(whole: Sequence[int], part: Sequence[int], dtype: str) -> bool:
-    """True if a part of an array lies in it in rows of less than `NARROW` bytes."""
+    """True if a part of an array consists of rows of less than `NARROW` bytes."""
     row = itemsize(dtype)
     for n, all_of_it in zip(reversed(part), reversed(whole), strict=True):
         row *= n

@@ -1,5 +1,5 @@
 """The seconds of calls of array functions (`array_functions` counts them). Hardware whose file has curves of
-classes `kernel.…` is priced so:
+classes `kernel.…` is predicted as follows:
 
 (1) seconds of an instruction = sum over its calls of curve(class of the call)(bytes)
 (2) a result that stays costs curve(`kernel.fresh`)(its bytes) more: it needs memory that is in no cache. The
@@ -18,8 +18,7 @@ classes `kernel.…` is priced so:
     A function of scalars takes nothing else (every variable's update has some of its own: powers of the
     step's number, the learning rate)
 
-A class without a curve of its own has that of its prefix: `kernel.unary.tanh`, else `kernel.unary`, else
-`kernel`.
+A class without a curve has that of its prefix: `kernel.unary.tanh`, else `kernel.unary`, else `kernel`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ FAR = 2048
 """Bytes from one row to the next from which on a column's elements share few places of a cache, and its pages
 few of the table of pages."""
 SCALAR = "kernel.scalar"
-"""Class of what works on single numbers."""
+"""Class of functions of single numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Call:
     """One array function on one device.
 
     Attributes:
-      op_class: `kernel.` and what it does, coarse to fine.
+      op_class: `kernel.` and the function, from coarse to fine.
       dtype: of its result.
       bytes: read and written.
       flops: of a matrix product, else 0.

@@ -35,7 +35,7 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.op import PRODUCTS
 
 MATMUL_CLASSES = PRODUCTS
-"""Kinds of operations whose FLOPs are products of matrices (`Op.kind`): the one list of them."""
+"""Kinds of operations whose FLOPs are matrix products (`Op.kind`); no other list repeats them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +250,8 @@ def _adding_seconds(hardware: Hardware, quantity: Quantity) -> float:
 
 
 def padding_ratio(unit: MatrixUnit, quantity: Quantity) -> float:
-    """FLOPs that the matrix unit spends / FLOPs asked for, at least 1; equations (3) and (4)."""
+    """FLOPs of the matrix unit, padding included / FLOPs of the product, at least 1; equations (3) and
+    (4)."""
     if quantity.matmul_dims is None:
         return 1.0
     m, n, k, batch = quantity.matmul_dims

@@ -1,7 +1,8 @@
-"""The kernels of a program on hardware whose compiler fuses: what each of them reads, computes, writes.
+"""The kernels of a program on hardware with a fusing compiler: the inputs, the computation and the outputs of
+each.
 
-`costmodels.kernels.fusion` says which operations may share a kernel. In a program a group falls into several
-kernels, one after the other:
+`costmodels.kernels.fusion` decides which operations may share a kernel. In a program a group falls into
+several kernels, one after the other:
   (1) what is sent by a collective, or moved otherwise, is written first; what follows on it is a later kernel
   (2) a reduction's result is used in a later kernel; softmax and normalisation are the reductions and maps
       that they consist of (`Op.expand`)
@@ -42,9 +43,9 @@ class Fused:
 
     Attributes:
       items: instructions that are not fused, and kernels, each with how often it runs.
-      inner: values that have no memory of their own: maps and reductions whose results stay inside of a
-        kernel, or lie in a loop's stack. A product's result stands for that of its kernel.
-      casts: values that are made where they are read -> what they are made of.
+      inner: values without memory of their own: maps and reductions whose results stay inside a kernel, or in
+        a loop's stack. A product's result represents that of its kernel.
+      casts: values that are computed where they are read -> their operands.
     """
 
     items: tuple[tuple[Instr | FusedKernel, float], ...]

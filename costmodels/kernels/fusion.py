@@ -15,7 +15,7 @@ compiler makes of training steps):
   (5) no kernel waits for another one that waits for it;
   (6) a cast to a wider float that another phase reads, too (logits, for the loss and for its gradient), is
       made wherever it is read: what is written and kept is the narrow one.
-A layout breaks these groups further, at collectives, and so does a reduction whose result is used in the same
+A layout splits these groups further, at collectives, and so does a reduction whose result is used in the same
 group (`costmodels.kernels.fused`).
 """
 
@@ -49,8 +49,8 @@ class Fusion:
       stored: tensors that are variables' values, or parts or casts of them, under any name, before the
         update.
       remade: tensors that are casts by rule (6) -> the dtype that they are read in.
-      aliases: free nodes by whose names groups read what they read under another one, too -> these groups. A
-        kernel reads it once.
+      aliases: renames by whose names groups read a value that they also read under another name -> these
+        groups. A kernel reads it once.
       regrouped: names of dimensions that are one dimension in other tensors.
     """
 
@@ -91,7 +91,7 @@ def fusion(graph: Outline) -> Fusion:
 
 
 def fusion_of(program: Program) -> Fusion:
-    """The groups of the graph that a program was lowered from; none of a program that was made by hand."""
+    """The groups of a lowered program's graph; none for a program that was written by hand."""
     return Fusion() if program.outline is None else fusion(program.outline)
 
 

@@ -22,7 +22,7 @@ class GroupContext:
 
     Attributes:
       same: a renamed value -> the one that it is.
-      producer: value -> what makes it.
+      producer: value -> the instruction that computes it.
       readers: value -> the groups that read it; None for anything else.
       stacked: values that loops stack.
     """
@@ -65,7 +65,7 @@ class GroupContext:
 
 @dataclass(frozen=True)
 class VariableCast:
-    """A cast of a variable outside of loops, rule (5): a kernel that stands for what is read more."""
+    """A cast of a variable outside loops, rule (5): a kernel for the additional bytes that are read."""
 
     context: GroupContext
     instr: Local
@@ -121,8 +121,8 @@ class Group:
         return self._partitions[key]
 
     def signature(self) -> tuple[Hashable, Sequence[int]]:
-        """The key that the group's kernels follow from: the operations, how they are connected, which of
-        their results are needed; and the values, of which only the types of the pieces matter."""
+        """The key that determines the group's kernels: the operations, their connections, and their needed
+        results; of the values, only the types of the shards."""
         context = self.context
         number: dict[int, int] = {}
         after: dict[int, Hashable] = {}

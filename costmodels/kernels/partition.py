@@ -27,8 +27,7 @@ class FusedKernel:
 
     Attributes:
       instrs: in order; `product` is the matrix product among them, `ends` are those that no later kernel
-        goes on with.
-      read, written: bytes of memory.
+        continues. read, written: bytes of memory.
       vector: FLOPs of all but the product.
       reduces: whether a reduction is among them.
       elements: of the largest array that it works on.
@@ -66,8 +65,8 @@ class KernelStep:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes that a partition follows from besides its steps: the bytes of every value; by step its FLOPs
-    and the elements of the largest array that it works on.
+    """The sizes that determine a partition besides its steps: the bytes of every value; for each step its
+    FLOPs and the elements of its largest array.
 
     Attributes:
       tiles: how much more than its bytes a value takes in tiles, where that is more; by step, elements in

@@ -1,5 +1,5 @@
-"""Quantities of what runs on one device: of local instructions, of the parts that they consist of, of kernels
-and stacks. No seconds yet."""
+"""Quantities of work on one device: of local instructions, of their parts, of kernels and stacks. No seconds
+yet."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ LANES = 128
 
 
 def tiling(shape: Shape, regrouped: frozenset[frozenset[str]] = frozenset()) -> float:
-    """How much more an array takes in tiles than its elements: one dimension lies along the lanes, which are
-    filled up. The compiler takes the one that wastes least; all of some names that are one dimension in other
+    """Factor between an array in tiles and its elements: one dimension lies along the lanes, which are filled
+    up. The compiler takes the one that wastes least; all of some names that are one dimension in other
     tensors (`regrouped`) count as one.
 
     Rows of a tile are not filled up: the compiler has lower tiles for few rows.
@@ -101,8 +101,8 @@ class ExpandedOperation:
     """One of the smaller operations that an operation equals (`Op.expand`: softmax, normalisation).
 
     Attributes:
-      kind: how it fuses (`costmodels.kernels.fusion.role`).
-      inputs, output: values by number; the operation's own inputs come first.
+      kind: its role in fusion (`costmodels.kernels.fusion.role`). inputs, output: values by number; the
+        operation's own inputs come first.
       elements: of the largest array that it works on.
       narrow: it works on arrays that lack dimensions of the operation's largest one.
     """
@@ -161,7 +161,7 @@ def of_copy(type: TensorType, passes: int, through: bool = True) -> Quantity:
 
     Args:
       passes: how often its bytes are read or written.
-      through: a kernel of its own brings it through the registers.
+      through: a separate kernel brings it through the registers.
     """
     more, elements = tiling(type.shape), type.shape.size if through else 0
     tiled = (passes * type.bytes * more, elements * more) if more > 1 else None

@@ -1,4 +1,4 @@
-"""Ways to factor the axes of a mesh over the levels of hardware, and the choice among them."""
+"""Assignments of the axes of a mesh to the levels of hardware, and the choice among them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ AxisAssignment = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
 def best_assignment(
     axes: AxisSizes, levels: Levels, score: Callable[[AxisAssignment], tuple[float, ...]]
 ) -> tuple[AxisAssignment, tuple[str, ...]]:
-    """The assignment of least score, the first such in a fixed order, and what had to be assumed.
+    """The assignment of least score, the first of these in a fixed order, and the assumptions.
 
     `levels` are the cores of a chip, the torus axes, the network. The network is only used by a mesh of more
     chips than one slice has, and there by its first axes, if these can fill it: as jobs number their devices,
-    slice by slice. A mesh whose sizes do not fit on the torus is given longer axes than exist.
+    slice by slice. A mesh whose sizes do not fit the torus gets longer axes than exist.
     """
     devices = math.prod(size for _, size in axes)
     (core, cores), *torus, (network, _) = levels
@@ -50,7 +50,7 @@ def best_assignment(
 
 
 def over_slices(axes: AxisSizes, slices: int) -> dict[str, int] | None:
-    """How many slices each axis crosses where the first axes fill them; None if their sizes do not."""
+    """Number of slices that each axis crosses if the first axes fill them; None if their sizes do not."""
     found = dict[str, int]()
     for axis, size in axes:
         crossed = math.gcd(size, slices)

@@ -1,6 +1,6 @@
 """Seconds of a collective over axes of a placed mesh.
 
-BYTES ARE THOSE OF THE FULL ARRAY OF ONE GROUP, not of what one device holds:
+BYTES ARE THOSE OF THE WHOLE ARRAY OF ONE GROUP, not those of one device:
 
 | collective     | `bytes` is the size of                                         | on a device before |
 |----------------|----------------------------------------------------------------|--------------------|
@@ -10,7 +10,7 @@ BYTES ARE THOSE OF THE FULL ARRAY OF ONE GROUP, not of what one device holds:
 | all_to_all     | the array of the whole group                                   | bytes / n          |
 | permute        | what ONE device sends (the one exception: nothing is gathered) | bytes              |
 
-`full_bytes` turns what a device holds into that. Every time is zero in a group of one and never falls with
+`full_bytes` converts the bytes of one device. Every time is zero in a group of one and never falls with
 bytes: all closed forms are sums, maxima and minima of non-decreasing functions, and measured curves are
 monotone.
 
@@ -35,9 +35,9 @@ from mesh_tf_core.ir import program
 COLLECTIVES = tuple(program.COLLECTIVES)
 """Names of all kinds."""
 ROUNDS = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
-"""Kinds that are priced as gathers of the array -> how many, one after the other."""
+"""Kinds that are predicted as gathers of the array -> number of gathers, one after the other."""
 OWN = ("all_to_all", "permute")
-"""Kinds with closed forms of their own on every network."""
+"""Kinds with their own closed forms on every network."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 r"""Closed forms for collectives.
 
-V bytes of the FULL array of a group, n members, B bytes/s one way, a seconds a step.
+V bytes of the WHOLE array of a group, n members, B bytes/s in one direction, a seconds per step.
 
 Ring (one direction) and any alpha-beta link:
 (1) all-gather, reduce-scatter: (n-1) a + V (n-1) / (n B)

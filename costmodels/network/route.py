@@ -69,7 +69,7 @@ class Route:
 
     @property
     def is_ring(self) -> bool:
-        """True if it crosses nothing but torus axes whose ends are joined."""
+        """True if it crosses only torus axes whose ends are joined."""
         return all(level.segments and all(s.ring for s in level.segments) for level in self.levels)
 
     def size_at(self, name: str) -> int:

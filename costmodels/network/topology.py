@@ -5,7 +5,7 @@ axes `x`, `y`, `z`, and `slice` (over the data-centre network); or `node` and `n
 `memory` for virtual devices. Within one level the later mesh axes are the inner ones, as in the row-major
 device order.
 
-A *route* says what a collective over a set of mesh axes meets, level by level, innermost first:
+A *route* lists the network of a collective over a set of mesh axes, level by level, innermost first:
 
 (1) torus segment: n chips, `stride` links from one to the next. All groups run at once (the program is the
     same on every device), so `stride` rings share each link, and so do the groups of a chip's cores:
@@ -43,7 +43,7 @@ class MeshPlacement:
       mesh: the mesh.
       assignment: for every mesh axis its factor at every level that it uses.
       shape: chips along each torus axis of a slice (empty for other hardware).
-      assumptions: what had to be assumed because the mesh does not fit the hardware as it is sold.
+      assumptions: assumptions about a mesh that does not fit the hardware as it is sold.
     """
 
     hardware: Hardware = field(compare=False, repr=False)
@@ -68,15 +68,15 @@ class MeshPlacement:
 
     @property
     def routes(self) -> frozenset[tuple[frozenset[str], Route]]:
-        """The routes over all sets of mesh axes, with torus axes told apart by their links only: what prices
-        of collectives follow from."""
+        """The routes over all sets of mesh axes, with torus axes distinguished only by their links: the
+        inputs of the cost of collectives."""
         names = self.mesh.names
         sets = (s for n in range(1, len(names) + 1) for s in itertools.combinations(names, n))
         return frozenset((frozenset(axes), _anonymous(self.route(axes))) for axes in sets)
 
     @property
     def near(self) -> tuple[str, ...]:
-        """The mesh axes inside nodes, or slices, where others lie between them; none where all are alike."""
+        """The mesh axes inside nodes, or slices, if others connect these; none if all links are equal."""
         split = [a for a, n in self.mesh.axes if n > 1]
         inside = tuple(a for a in split if not any(self.factor(a, level) > 1 for level in BETWEEN))
         return inside if len(inside) < len(split) else ()
@@ -136,7 +136,7 @@ def place(
 
 
 def one_slice(hardware: Hardware, devices: int) -> bool:
-    """True if so many devices lie without a network between slices."""
+    """True if this many devices need no network between slices."""
     if not isinstance(hardware.topology, Torus):
         return True
     return hardware.chips(devices) <= math.prod(int(axis.value) for axis in hardware.topology.axes)
@@ -282,8 +282,8 @@ def _anonymous(route: Route) -> Route:
 
 
 def processes_spanned(mesh: Mesh, axes: Iterable[str], devices_per_process: int | None) -> int:
-    """Over how many processes the widest group over `axes` lies, if processes hold so many devices each, in
-    the order of ranks (None: one process holds all)."""
+    """Number of processes of the widest group over `axes`, if each process holds this many devices, in the
+    order of ranks (None: one process holds all)."""
     if devices_per_process is None:
         return 1
     return max(len({rank // devices_per_process for rank in group}) for group in mesh.groups(axes))

@@ -17,7 +17,7 @@ def formula(prices: Pricer, line: Line, under: Under | None = None) -> str:
     """How the seconds of one run of a line follow, in words.
 
     Args:
-      under: of a message, what runs from its start to its done.
+      under: for a message, the instructions between its start and its done.
     """
     item = line.item
     if isinstance(item, Computed):

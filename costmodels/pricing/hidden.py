@@ -1,8 +1,8 @@
-"""Overlapped messages: the work between their starts and their dones, as the program says.
+"""Overlapped messages: the work between their starts and their dones, as in the program.
 
-A rule's fraction of a message's own time is hidden, or what the products between start and done take
-(`costmodels.pricing.overlap`), so that prices add up. Here the whole step is at hand: what runs from start to
-done has a time, and a price that hides more than that is too low.
+The hidden part is a rule's fraction of a message's own time, or the time of the products between start and
+done (`costmodels.pricing.overlap`), so costs add up. Here the whole step is known: the work between start and
+done has a time, and a prediction that hides more than this is too low.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mesh_tf_core.ir.instructions import HOST, RULES
 from mesh_tf_core.ir.program import Instr, Local, Loop, Origin, Program
 
 RunSeconds = dict[tuple[Origin, float], float]
-"""Where work comes from, and how often it runs in a step -> the part of its runs that is meant."""
+"""The origin of work, and the number of its runs in a step -> the share of its runs to count."""
 NOTHING = "nothing: what follows waits"
 OUTER = "outer step"
 """The note on the messages of replicas that synchronise rarely (DiLoCo)."""
@@ -40,10 +40,8 @@ class Under:
 class Hidden:
     """The messages of one rule, in seconds of a step.
 
-    Attributes:
-      seconds, hidden: of all its messages, and what of that is priced as hidden.
-      behind: what runs meanwhile.
-      room: how long that takes.
+    Attributes: seconds, hidden: of all its messages, and the part that is predicted as hidden.
+      behind: the overlapped work. room: how long that takes.
     """
 
     purpose: str
@@ -59,7 +57,7 @@ class Hidden:
 
     @property
     def fits(self) -> bool:
-        """True if what runs meanwhile takes as long as what is hidden."""
+        """True if the overlapped work takes at least as long as the hidden part."""
         return self.hidden <= self.room * (1 + 1e-9)
 
 
@@ -92,7 +90,7 @@ def under(program: Program, cost: Cost) -> dict[int, Under]:
 
 
 def rule_of(line: Line) -> str:
-    """The rule of a message, or what is said where there is none."""
+    """The rule of a message, or a text if there is none."""
     if line.value < 0:
         return OUTER
     return HOST if HOST in line.axes else line.purpose or ACTIVATION
@@ -113,13 +111,13 @@ def _under(rule: str, runs: RunSeconds, cost: Cost) -> Under:
 
 
 def between(program: Program, apart: bool = True) -> dict[int, RunSeconds]:
-    """Message, by its first value -> what runs from its start to its done.
+    """Message, by its first value -> the instructions between its start and its done.
 
-    What a loop stacks may be sent part by part as iterations make it, and of what it sums the last iteration
-    makes the last term; so a loop that makes what is sent counts too.
+    Parts of a stack may be sent as iterations compute them, and the last iteration computes the last term of
+    a sum; a loop that computes the message's value therefore counts too.
 
     Args:
-      apart: messages whose start and done are an iteration apart are meant, too.
+      apart: include messages whose done is one iteration after their start.
     """
     found: dict[int, RunSeconds] = {}
     for w in windows(program, RULES):

@@ -1,8 +1,8 @@
 """From a program to its itemised cost (`costmodels.pricing.items`).
 
-A kernel is an item, and so are a collective, what goes between a device and its host, and what loops write to
-their stacks and sums; reading a part of a stack back is a view. Which kernels there are, and what is copied
-around messages, says the compiler's profile (`costmodels.pricing.compilers`).
+Items are kernels, collectives, transfers between a device and its host, and a loop's writes to stacks and
+sums; reading a part of a stack is a view. The compiler's profile decides the kernels and the copies around
+messages (`costmodels.pricing.compilers`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Itemiser:
     """The division of programs into items. Itemisers that are equal make the same items.
 
     Attributes:
-      compiler: whose kernels they are.
+      compiler: the compiler of the kernels.
       overlaps: messages run at once with kernels.
     """
 
@@ -75,7 +75,7 @@ class Itemiser:
         """The items of a unit, where its values have pieces of some types.
 
         Args:
-          find: values by their ids; only an instruction that is priced op by op asks.
+          find: values by their ids; only instructions that are predicted op by op use it.
           local: types of their pieces.
         """
         if isinstance(unit, FusedKernel):
@@ -103,7 +103,7 @@ class Itemiser:
         mesh: Mesh,
         between: Between = (),
     ) -> tuple[Item, ...]:
-        """The items of a collective; `types` are those of what a device puts in."""
+        """The items of a collective; `types` are those of a device's inputs."""
         sent = _sent(instr, sending, [t.bytes for t in types], mesh, between)
         return (sent, *self.compiler.copies(instr, types, mesh))
 

@@ -1,4 +1,4 @@
-"""Itemised cost: what the kernels and collectives of a program do on one device, one item each.
+"""Itemised cost: the kernels and collectives of a program on one device, one item each.
 
 Items are frozen and add up. They have no seconds. Everything else is made from them: the seconds of a step
 (`costmodels.pricing.pricer`), the lines of `layoutopt cost` (`lines`), their formulas (`explanation`), the
@@ -36,11 +36,11 @@ class _Compute:
 
 @dataclass(frozen=True, slots=True)
 class Computed(_Compute):
-    """A kernel, or what a loop writes to a stack.
+    """A kernel, or a loop's write to a stack.
 
     Attributes:
-      flops: of its operations, each counted once. `quantity` counts what is computed again, too.
-      lacks: why the local engine's array functions do not price it; empty where nobody asked.
+      flops: of its operations, each counted once. `quantity` includes recomputed work.
+      lacks: why the local engine's array functions do not predict it; empty if that was not checked.
     """
 
     quantity: Quantity
@@ -55,7 +55,7 @@ class Called(_Compute):
     Attributes:
       inputs, outputs: types of one device's pieces.
       split: names of the dimensions that are split.
-      stays: its result needs memory of its own, `costmodels.kernels.calls` equation (2).
+      stays: its result needs separate memory, `costmodels.kernels.calls` equation (2).
     """
 
     op: Op
@@ -92,9 +92,9 @@ class Sent:
       payloads: bytes of the pieces that a device puts in.
       sent: bytes that a device sends.
       purpose: its rule (`costmodels.pricing.overlap`).
-      together: its values share one latency, else each is sent by itself.
-      crossings: of a permutation, how many pieces share a link of a ring.
-      both_ways: another one of the same size goes the other way at the same time.
+      together: its values share one latency, else each is sent separately.
+      crossings: for a permutation, the number of pieces that share a link of a ring.
+      both_ways: another permute of the same size runs in the opposite direction at the same time.
       joined: it travels with a larger one, which pays for the latency.
       between: products from start to done, each with the part of its time that hides this message.
     """

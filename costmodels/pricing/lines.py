@@ -1,4 +1,4 @@
-"""The priced lines of a program, and what they add up to."""
+"""The predicted lines of a program, and their sums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Line:
 
     Attributes:
       times: how often it runs in a step (`Loop.times`); every other number is of one run on one device.
-      item: what its seconds follow from (`costmodels.pricing.explanation`).
+      item: the source of its seconds (`costmodels.pricing.explanation`).
       seconds: all of it, hidden or not.
       exposed: seconds that the step waits for.
       value: of a message, the first value that it brings; -1 if another program than the step's sends it.

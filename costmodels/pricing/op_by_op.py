@@ -1,5 +1,5 @@
-"""The op-by-op model: seconds of the array functions that the local engine calls, on hardware whose file has
-measured them (`costmodels.kernels.array_functions`)."""
+"""The op-by-op model: seconds of the array functions that the local engine calls, on hardware with measured
+curves of them (`costmodels.kernels.array_functions`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def array_functions(item: Called) -> tuple[Call, ...]:
 
 @dataclass
 class OpByOp:
-    """Prices array functions on one mesh, remembering what it has priced."""
+    """Predicts array functions on one mesh, with a cache."""
 
     hardware: Hardware
     devices: int

@@ -1,5 +1,5 @@
-"""Overlap of messages with the products between start and done, as the program says
-(`mesh_tf_core.lower.start_done`), and the fraction of it that a hardware file says is hidden.
+"""Overlap of messages with the products between start and done (`mesh_tf_core.lower.start_done`), and the
+hidden fraction in a hardware file.
 
   gradient, parameter   a fraction of the message's own time is hidden, as the file's `overlap` says of the
                         rule. Prices of messages so add up, as the search needs; that the products between
@@ -8,8 +8,8 @@
                         larger one. Of several messages of a rule at once, a product hides each by its part of
                         their bytes
   activation            every other message: what follows waits for it, but for the file's fraction
-A rule that a file does not name is exposed. In a loop of n iterations, what runs between a start and a done
-that are an iteration apart (`Message.pipelined`) hides messages of all iterations but one.
+A rule that a file does not name is exposed. In a loop of n iterations, the work between a start and a done
+that are one iteration apart (`Message.pipelined`) hides the messages of all iterations except one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class MessageWindow:
     """A message from its start to its done.
 
     Attributes:
-      code: instructions of its block that stand between, or all of the block if these are an iteration apart.
+      code: instructions of its block between start and done, or the whole block if these are one iteration
+        apart.
       before: the block up to the done.
       times: how often the block runs in a step, as a price counts it.
       part: of these times, those in which the code hides the message.
@@ -71,7 +72,7 @@ def windows(program: Program, rules: Container[str]) -> Iterator[MessageWindow]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Overlapped:
-    """A message and what runs between its start and its done.
+    """A message and the work between its start and its done.
 
     Attributes:
       between: products, each with the part of its time that hides this message.

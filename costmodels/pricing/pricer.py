@@ -11,7 +11,7 @@
 (5) what goes over the host link is communication: bytes / bandwidth, one direction after the other; exposed,
     but for what a loop moves under its products
 
-Items add up over programs; seconds come last.
+Items add up over programs; seconds are computed last.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["Cost", "Line", "Pricer", "price", "pricer"]
 
 @dataclass
 class Pricer:
-    """Prices programs of one mesh on one piece of hardware, remembering what it has priced.
+    """Predicts programs of one mesh on one piece of hardware, with a cache.
 
     Attributes:
       hidden: an axis; nothing waits for messages over it.
@@ -61,12 +61,13 @@ class Pricer:
     _without: dict[str, Pricer] = field(default_factory=dict)
 
     def renamed(self, names: Mapping[str, str]) -> Pricer:
-        """The same with other names for the mesh's axes; what depends on no axis is known to both."""
+        """The same with other names of mesh axes; results that depend on no axis are shared."""
         placement, hidden = self.placement.renamed(names), names.get(self.hidden, self.hidden)
         return Pricer(self.hardware, placement, hidden, self._compute, _called=self._called)
 
     def without(self, axis: str) -> Pricer:
-        """The same where all that crosses an axis runs under steps; one object, whoever asks."""
+        """The same, with all messages over an axis hidden by later steps; repeated calls return one
+        object."""
         if axis not in self._without:
             self._without[axis] = Pricer(self.hardware, self.placement, axis, self._compute, self._collective)
         return self._without[axis]
@@ -88,8 +89,8 @@ class Pricer:
     def pieces_cost_more(self) -> bool:
         """True if n times the price of an n-th of some work is never less than the price of the whole.
 
-        True of rooflines with padding and of latency and bandwidth (tests/costmodels/test_pieces.py);
-        measured curves may say otherwise, where pieces fit into a cache.
+        True for rooflines with padding and for latency and bandwidth (tests/costmodels/test_pieces.py);
+        measured curves may differ if pieces fit into a cache.
         """
         return not self.hardware.compute_curves and not self.hardware.collective_curves
 
@@ -136,7 +137,7 @@ class Pricer:
         return total
 
     def computed(self, cost: ItemisedCost) -> float:
-        """Seconds of what an itemised cost computes: its total without what devices send."""
+        """Seconds of the computation of an itemised cost: its total without messages."""
         return self.total(tuple([each for each in cost if each[0].collective is None]))
 
     def _piece(self, placed: PlacedValue) -> TensorType:
@@ -150,7 +151,7 @@ class Pricer:
     # -- items -----------------------------------------------------------------------------------------------
 
     def seconds_of(self, item: Item) -> tuple[float, float]:
-        """Seconds of one run of an item, and those of them that the step waits for, equation (3)."""
+        """Seconds of one run of an item, and the exposed part, equation (3)."""
         if isinstance(item, Computed):
             seconds = self._compute.get(item.quantity)
             if seconds is None:
@@ -177,8 +178,8 @@ class Pricer:
         return sum(part * self.seconds_of(each)[0] for each, part in item.between)
 
     def payloads(self, item: Sent) -> Sequence[int]:
-        """Bytes that a collective is priced by. On a torus, pieces that go further than to the next chip
-        share links; what goes both ways round a ring at once takes as long as half of it one way."""
+        """Bytes that a collective is priced by. On a torus, pieces that go beyond the next chip share links;
+        a transfer in both directions of a ring takes as long as half of it in one."""
         if not isinstance(self.hardware.topology, Torus):
             return item.payloads
         if item.both_ways and self.placement.route(item.axes).is_ring:

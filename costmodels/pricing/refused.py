@@ -13,8 +13,8 @@ NAMED = {"tpu": "TPUs", "gpu": "NVIDIA GPUs"}
 
 
 def refused(program: Program, hardware: Hardware) -> dict[str, list[str]]:
-    """Why there is no such kernel -> the scopes where that is so, in order; nothing where nobody has looked
-    at the compiler's libraries."""
+    """Reason for a missing kernel -> the scopes where it applies, in order; empty if the compiler's libraries
+    are not known."""
     found: dict[str, dict[str, None]] = {}
     library = compiler_of(hardware).library
     for instr, _ in program.walk() if library else ():

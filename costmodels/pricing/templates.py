@@ -3,11 +3,12 @@
 Most layouts lead to the same instructions on the same values; only the splits of values and the axes of
 collectives differ. Programs that agree in all but these have the same structural key: the same operations
 share kernels, and messages start by the same rules (`costmodels.kernels.fused`,
-`costmodels.pricing.overlap`). So what is priced on its own is read off one program of every structural key.
+`costmodels.pricing.overlap`). Costs of single units are therefore read off one program of every structural
+key.
 
 A kernel template is all of a unit but the sizes and splits of its values: its operations and how they are
-connected. An instance is a template with its values. On a mesh its values have pieces, and instances of one
-template whose pieces have the same types have the same items: a search meets few of them, in many programs.
+connected. An instance is a template with its values. On a mesh its values have shards, and instances of one
+template whose shards have the same types have the same items: a search has few of them, in many programs.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ BySplits = dict[tuple[Axes, ...], PlacedValue]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelTemplate:
-    """All of a unit but the sizes and splits of its values; equal ones of one `Templates` are one object.
+    """All of a unit except the sizes and splits of its values; equal ones of one `Templates` are one object.
 
     Attributes:
-      unit: where it was met first; `values` are the ids of its values there.
-      known: sizes of the values' pieces, and what else items follow from (`Compiler.known_by`) -> items.
+      unit: its first occurrence; `values` are the ids of its values there.
+      known: sizes of the values' shards, and further inputs of items (`Compiler.known_by`) -> items.
     """
 
     unit: Unit
@@ -56,7 +57,8 @@ class Instance:
 
     @property
     def loads_or_stores(self) -> bool:
-        """True if it moves what a loop keeps between device and host, under the products of its body."""
+        """True if it moves saved values of a loop between device and host, during the products of its
+        body."""
         unit = self.template.unit
         return isinstance(unit, Overlapped) and isinstance(unit.message, Transfer)
 
@@ -102,7 +104,7 @@ class _Row:
 
 
 class Templates:
-    """All templates and instances that were met in the programs of one graph."""
+    """All templates and instances in the programs of one graph."""
 
     def __init__(self, itemiser: Itemiser) -> None:
         self._itemiser = itemiser

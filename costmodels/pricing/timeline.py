@@ -1,11 +1,11 @@
 """The predicted step as slices of time on one device, in the order of the program; for trace viewers.
 
-Work on a device comes one after the other. A message lies with all of its seconds on a track of its axes,
-from its start on. It holds the device up for its exposed seconds: where it stands, or, if the program says
-where the device waits for it (`mesh_tf_core.lower.start_done`), there. So the device's track takes
-`Cost.step_seconds`, equation (4) of `costmodels.pricing.pricer`. Hidden messages may end later, where there
-is not work enough to hide them under (`costmodels.pricing.hidden`). Messages whose start and done are an
-iteration apart are drawn where they stand.
+Work on a device is sequential. A message is drawn with all its seconds on a track of its axes, from its start
+on. It delays the device by its exposed seconds: at its place, or, if the program has a done
+(`mesh_tf_core.lower.start_done`), there. So the device's track takes `Cost.step_seconds`, equation (4) of
+`costmodels.pricing.pricer`. Hidden messages may end later, where there is not work enough to hide them under
+(`costmodels.pricing.hidden`). Messages whose done is one iteration after their start are drawn at their
+place.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from mesh_tf_core.ir.program import Instr, Loop, Origin, Program
 PHASES, DEVICE = "phases", "device"
 """Tracks besides those of messages."""
 MOST = 20_000
-"""Slices up to which every iteration of a loop is drawn; else two of each, and the others as one slice."""
+"""Number of slices up to which every iteration of a loop is drawn; otherwise two of each, and the others as
+one slice."""
 SHOWN = 2
 
 
 @dataclass(frozen=True, slots=True)
 class TimeSlice:
-    """A stretch of time, seconds since the start of the step. Those of a track nest, or follow each other.
+    """A stretch of time, seconds since the start of the step. Slices of one track nest, or follow each other.
 
     Attributes:
-      line: what is priced there; None for a loop, an iteration or a phase.
+      line: its predicted line; None for a loop, an iteration or a phase.
     """
 
     track: str

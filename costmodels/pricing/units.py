@@ -22,9 +22,9 @@ class Stack:
     """The writes of a loop to one value that it stacks or adds up.
 
     Attributes:
-      value: of the size of what is written in one run.
+      value: with the size of the part that one run writes.
       passes: how often its bytes are read or written.
-      through: a kernel of its own sets it to zero before, or copies what is stacked.
+      through: a separate kernel sets it to zero before, or copies the stacked values.
     """
 
     loop: Loop
@@ -39,11 +39,11 @@ Unit: TypeAlias = "Local | Collective | Transfer | Overlapped | FusedKernel | Gr
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """The facts that the price of a collective follows from besides its axes and bytes.
+    """The inputs of a collective's cost besides its axes and bytes.
 
     Attributes:
       purpose: its rule (`costmodels.pricing.overlap`).
-      parts: in how many parts each of its values is sent, one by one; none if they travel together.
+      parts: number of parts in which each of its values is sent separately; none if they travel together.
       joins: if it is small, it travels with a larger one.
     """
 

@@ -1,7 +1,6 @@
-"""Words for what may be chosen, with the dimensions that a model has: `usual`, `everything`, `+pipeline`,
-`-context`.
+"""Words for decisions, with the dimensions of a model: `usual`, `everything`, `+pipeline`, `-context`.
 
-Names are those of arguments and of features (`explain --without`); a field that is said itself counts more.
+Names are those of arguments and of features (`explain --without`); a field that is set overrides them.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ PLAIN = SearchSpace()
 
 
 def resolved(space: SearchSpace, targets: Sequence[Target]) -> SearchSpace:
-    """The space with what its words allow.
+    """The space with the decisions that its words allow.
 
     Args:
       targets: of every mesh that is searched.
 
     Raises:
-      UserError: a word that is not a name, or a name of what this model has nothing of.
+      UserError: an unknown word, or a decision that this model does not have.
     """
     if not space.allow:
         return space

@@ -11,7 +11,7 @@ from layoutopt.space.option import Option
 from mesh_tf_core.errors import UserError
 
 ARGUMENT = "argument"
-"""Where the metadata of a field of `Space` have what users say of it."""
+"""Key of the user's view of a field of `Space` in its metadata."""
 OptionTexts = Mapping[str, str | None]
 """Option -> its text; None: it is left out."""
 
@@ -22,12 +22,12 @@ class Argument:
 
     Attributes:
       parse: the value that an option's text or a value of Python means, which means itself; UserError.
-      text: a value as the option has it; None for one that is not said.
-      plan: the type that plan files have it as; those of type str have `text`.
-      unsaid: makes the value that a plan file without the field stands for.
+      text: a value as text of the option; None if it is not set.
+      plan: its type in plan files; fields of type str use `text`.
+      unsaid: makes the value for a plan file without the field.
       usual: makes the value for an objective where the given one is None.
       names_axes: it is about a mesh that is given: no question about other meshes has it.
-      by_name: plans that go by a name choose of it as a search does (`optimize.baselines`).
+      by_name: named plans choose it as a search does (`optimize.baselines`).
     """
 
     parse: Callable[[Any], Any]
@@ -60,7 +60,7 @@ class Argument:
 
 
 def argument(default: Any, **said: Any) -> Any:
-    """A field of `Space` that users say: its default, and the fields of `Argument`."""
+    """A field of `Space` that users set: its default, and the fields of `Argument`."""
     metadata = {ARGUMENT: Argument(**said)}
     if isinstance(default, Mapping):
         return field(default_factory=lambda: default, metadata=metadata)
@@ -68,7 +68,7 @@ def argument(default: Any, **said: Any) -> Any:
 
 
 def names(value: Any, what: str) -> tuple[Any, ...]:
-    """The names of a text with commas, or those of a list, each once."""
+    """The names in a comma-separated text or in a list, each once."""
     if isinstance(value, str):
         value = [name.strip() for name in value.split(",") if name.strip()]
     if not isinstance(value, Iterable):
@@ -78,8 +78,8 @@ def names(value: Any, what: str) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """Base of search spaces. Every kind has its fields in a class of its own; `SearchSpace` of
-    `layoutopt.space.decisions` has those of all."""
+    """Base of search spaces. Every kind has its fields in a separate class; `SearchSpace` of
+    `layoutopt.space.decisions` has all of them."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -92,7 +92,7 @@ class Space:
                 object.__setattr__(self, f.name, found)
 
     def said(self, name: str) -> Any:
-        """The value of a field; of None, the value that it stands for."""
+        """The value of a field; for None, its default."""
         value = getattr(self, name)
         unsaid = next(f.metadata[ARGUMENT].unsaid for f in fields(self) if f.name == name)
         return unsaid() if value is None and unsaid is not None else value

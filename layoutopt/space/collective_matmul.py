@@ -1,8 +1,8 @@
-"""Collective matmul: whether what products with a dimension gather comes in chunks beside them, and what is
-scattered of them goes so (`mesh_tf_core.lower.collective_matmul`).
+"""Collective matmul: whether gathers for products with a dimension, and scatters of their results, overlap
+the products in chunks (`mesh_tf_core.lower.collective_matmul`).
 
-Only asked for: it pays where an axis splits these products and, elsewhere, what they read and make
-(`--elsewhere length`), and where products take about as long as the messages.
+It is searched on request: it pays if an axis splits these products and, elsewhere, their inputs and results
+(`--elsewhere length`), and if products take about as long as the messages.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ON = "chunks"
 
 @dataclass(frozen=True, kw_only=True)
 class Chunked(Space):
-    """Dimensions; messages may go in chunks beside products that have one."""
+    """Dimensions; messages may overlap products with one of them in chunks."""
 
     collective_matmul: tuple[str, ...] = argument(
         (),
@@ -59,7 +59,8 @@ class Chunked(Space):
 
 @dataclass(frozen=True)
 class CollectiveMatmul(Decision):
-    """Products with one dimension: () gather and scatter whole values, ("chunks",) beside the products."""
+    """Products with one dimension: () gather and scatter whole values, ("chunks",) overlap with the
+    products."""
 
     prefix = "collective matmul of "
     label = "collective matmul"

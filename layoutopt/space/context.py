@@ -1,4 +1,4 @@
-"""Context parallelism: how attention to keys that lie split is done, where its queries are split alike."""
+"""Context parallelism: the form of attention to split keys, for queries with the same split."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ Every decision has a name and a finite list of options, each a tuple of words; `
   "collective matmul of <dim>" (), ("chunks",): beside products with <dim>          `collective_matmul`
   "number of microbatches"   one number in each subproblem                                   `microbatches`
   "schedule"                 (), ("1f1b",), ("circular:2",), …: of stages, one in a subproblem    `schedule`
-The mesh's own shape (`mesh_shapes`) is decided outside: each is a subproblem of its own. So are the axes that
-layers lie over (`stages`); a subproblem knows them as the one option of a dimension.
+The mesh's own shape (`mesh_shapes`) is decided outside: each is a subproblem of its own. So are the axes of
+layers (`stages`); in a subproblem they are the single option of a dimension.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ BY_HAND = [kind.by_hand for kind in sorted(KINDS, key=lambda kind: kind.place) i
 def typed(model: Model, texts: Mapping[str, Sequence[str]]) -> Options:
     """Reads the options of `BY_HAND` as options of a model's program.
 
-    A stage without a variable is for all trained ones, and so is what lies on the hosts, a form of attention
-    without a dimension for all keys.
+    A stage without a variable is for all trained ones; the same holds for host memory. A form of attention
+    without a dimension is for all keys.
 
     Raises:
       UserError: a text that means nothing to this model.
@@ -178,11 +178,11 @@ class Structure:
     them.
 
     Attributes:
-      stages: dimensions of layers -> how many stages of a pipeline they are, in what `schedule`.
-      again: what of them runs again (`mesh_tf_core.lower.remat_policy.of_stages`).
+      stages: dimensions of layers -> number of pipeline stages, in `schedule`.
+      again: parts of them that are recomputed (`mesh_tf_core.lower.remat_policy.of_stages`).
       further: dimensions that may be split further elsewhere.
-      keeps: what loops that run again may keep (`remat_policy.Recomputed`).
-      products: dimensions; messages may go in chunks beside products that have one.
+      keeps: values that recomputed loops may keep (`remat_policy.Recomputed`).
+      products: dimensions; messages may overlap products with one of them in chunks.
     """
 
     microbatches: int = 1
@@ -211,7 +211,7 @@ class Decisions:
 
     @cached_property
     def options(self) -> dict[str, tuple[Choice, ...]]:
-        """Name -> what may be chosen, the plain option first."""
+        """Name -> options, the plain option first."""
         return {d.name: d.options for d in self.every}
 
     @cached_property
@@ -274,7 +274,7 @@ class Decisions:
         return Decisions(tuple(replace(d, options=tuple(options.get(d.name, d.options))) for d in self.every))
 
     def read(self, chosen: Mapping[str, Choice]) -> tuple[Layout, Options]:
-        """The layout and options that some choices mean; what is not chosen has its only or its plain
+        """The layout and options of some choices; a decision without a choice has its only or its plain
         option."""
         found = Chosen()
         for name, choice in {**self.fixed, **chosen}.items():
@@ -292,7 +292,7 @@ class Decisions:
 
 
 def decisions(graph: Graph, mesh: Mesh, allowed: Space = ANYTHING) -> Decisions:
-    """The decisions about a graph on a mesh; UserError if what is allowed does not suit it."""
+    """The decisions about a graph on a mesh; UserError if the space does not suit it."""
     return Decisions(tuple(d for kind in KINDS for d in kind.about(graph, mesh, allowed)))
 
 
@@ -312,5 +312,5 @@ def left_out(target: Target, allowed: Space) -> list[LeftOut]:
 
 
 def changing(touched: Affects) -> tuple[str, ...]:
-    """Names of the decisions, splits apart, that change how an operation is lowered."""
+    """Names of the decisions, except splits, that change how an operation is lowered."""
     return tuple(dict.fromkeys(name for kind in KINDS for name in kind.changing(touched)))

@@ -1,7 +1,7 @@
-"""An axis that synchronises rarely (DiLoCo): each way to have one, or none, is a search of its own
-(`api.replicas`), so in a subproblem nothing is left to choose.
+"""An axis that synchronises rarely (DiLoCo): each choice, or none, is a search of its own (`api.replicas`),
+so a subproblem has nothing to choose.
 
-Nothing is split over the axis, and the dimension of the replicas alone lies along it.
+Nothing is split over the axis except the dimension of the replicas.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Replicas(Space):
 
 @dataclass(frozen=True)
 class Rarely(Decision):
-    """The axis that the replicas lie along, and how they meet."""
+    """The axis of the replicas, and the settings of their synchronisation."""
 
     diloco: DiLoCo | None = None
     label = "replicas that meet rarely"

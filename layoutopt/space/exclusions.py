@@ -23,5 +23,5 @@ def refuse(asked: Mapping[str, str]) -> None:
 
 
 def memory_words(objective: str) -> str:
-    """How the least memory is asked for; "" if it is not."""
+    """The user's words for the objective of least memory; "" for another objective."""
     return "--objective memory" if objective == Objective.MEMORY else ""

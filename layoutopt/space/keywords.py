@@ -22,8 +22,8 @@ def gathered(call: str, asked: Mapping[str, Any], *groups: tuple[Any, Any]) -> l
 
     Args:
       call: the function's name.
-      asked: keywords: fields of the groups, which count more than what these say.
-      groups: each a dataclass, and what was given of it; None: its defaults.
+      asked: keywords: fields of the groups, which override those of the groups.
+      groups: each a dataclass, and its given value; None: its defaults.
 
     Raises:
       UserError: an unknown keyword, or something else than such a dataclass.
@@ -43,7 +43,7 @@ def gathered(call: str, asked: Mapping[str, Any], *groups: tuple[Any, Any]) -> l
 
 
 def names_of(kind: Any) -> list[str]:
-    """The fields that a caller may say."""
+    """The fields that a caller may set."""
     return [*ARGUMENTS, "allow"] if issubclass(kind, SearchSpace) else [f.name for f in fields(kind)]
 
 

@@ -1,8 +1,8 @@
-"""The base of kinds of decisions: a kind states its options, which operations they affect, what a choice
-means, how it is read back, written and parsed.
+"""The base of kinds of decisions: a kind defines its options, the operations that they affect, the meaning of
+a choice, and how it is read back, written and parsed.
 
-A kind is a class in a module of its own, named in `layoutopt.space.decisions.KINDS`; the search knows no more
-of it. Its decisions are those instances of it that `about` finds in a graph.
+A kind is a class in a module of its own, named in `layoutopt.space.decisions.KINDS`; the search depends only
+on this interface. Its decisions are those instances of it that `about` finds in a graph.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ HYBRID = "hybrid"
 """Among the stages that are allowed: the last one over the axes inside a node or a slice alone (HSDP), on
 meshes that have others too."""
 STORED = (*STAGES, HYBRID)
-"""All that is allowed if nothing is said."""
+"""The stages that are allowed by default."""
 UNEQUAL = "unequal shards"
-"""In words of what is left out: what would need them (`Storage`, `Split`)."""
+"""Feature that left-out choices would need, in words (`Storage`, `Split`)."""
 OFFLOADING = "offloading"
 """The label of kinds that keep something in the hosts' memory."""
 ALWAYS, NEVER = "always", "never"
@@ -58,10 +58,10 @@ class Typed:
 
     @property
     def recomputed(self) -> Policies:
-        """The loops that run again; where nothing is said, those of a JAX program (jax.checkpoint).
+        """The recomputed loops; by default, those of a JAX program (jax.checkpoint).
 
         Raises:
-          UserError: `NEVER` beside others.
+          UserError: `NEVER` together with others.
         """
         own = getattr(getattr(self.model, "origin", None), "recomputed", ())
         texts = self.texts.get("--recompute") or None
@@ -81,7 +81,7 @@ class Beyond:
     """A decision that another library may not be able to express.
 
     Attributes:
-      what: the name by which forms say that they can (`plan.export.ExportForm`).
+      what: the name by which export forms declare that they support it (`plan.export.ExportForm`).
       words: in a sentence: "that ...".
       instead: a search whose plan the library can express.
     """
@@ -94,7 +94,7 @@ class Beyond:
 def about_each(option: str, texts: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Reads the texts of an option that may be given again: subject -> its text and its value.
 
-    First what is about everything (''), which names count more than, in whatever order they are given.
+    Values for everything ('') come first; values for names override them, in any order.
 
     Raises:
       UserError: two values for the same.
@@ -111,7 +111,7 @@ def about_each(option: str, texts: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 @dataclass
 class Chosen:
-    """A layout and options under way: choices are applied to it.
+    """A layout and options to which choices are applied.
 
     Attributes:
       options: fields of `Options`, those that are not plain.
@@ -130,12 +130,12 @@ class Affects:
     """The parts of an operation that decisions may affect.
 
     Attributes:
-      recomputed: names of the loops whose recomputation makes it run again, or changes what is saved of it.
-      variables: trained variables that it updates, or whose gradient it makes.
+      recomputed: names of the loops whose recomputation repeats it, or changes its saved values.
+      variables: trained variables that it updates, or whose gradient it computes.
       keys: the dimension of keys that it attends to.
       updated: the trained variable that it updates.
       read: the trained variable that it brings to those who read it.
-      products: dimensions of the product that it is, or that reads what it renames.
+      products: dimensions of the product that it is, or whose renamed result it reads.
     """
 
     recomputed: Sequence[str] = ()
@@ -148,12 +148,12 @@ class Affects:
 
 @dataclass(frozen=True)
 class Feature:
-    """Some options of a kind, as the trade calls them: what a search may be forbidden.
+    """Some options of a kind under their usual name, which a search may forbid.
 
     Attributes:
-      field: of `SearchSpace`: a list of what may be chosen.
+      field: of `SearchSpace`: a list of choices.
       means: whether an element of that list allows it.
-      used: whether a layout and options have it, as far as they alone say.
+      used: True if a layout and options use it, as far as they determine this.
     """
 
     name: str
@@ -164,10 +164,10 @@ class Feature:
 
 @dataclass(frozen=True)
 class Target:
-    """For what a search decides.
+    """The model, the mesh and the hardware of a search.
 
     Attributes:
-      hosts: something may lie in the hosts' memory: the hardware knows the link to it.
+      hosts: the hosts' memory may be used: the hardware has a link to it.
     """
 
     model: Model
@@ -182,7 +182,7 @@ class Target:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Choices that `layoutopt.cost` prices and a search did not look at: what it proves says nothing of them.
+    """Choices that `layoutopt.cost` predicts and a search does not consider: its proof does not cover them.
 
     Attributes:
       kind: the label of their kind.
@@ -199,11 +199,11 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Decision(ABC):
-    """One thing that is decided.
+    """One decision.
 
     Attributes:
-      subject: what it is about.
-      options: what may be chosen, the plain option first.
+      subject: its subject.
+      options: its options, the plain option first.
       prefix: of the names of this kind's decisions.
       label: names the kind in sentences.
       features: the parts of it that users may forbid.
@@ -211,8 +211,8 @@ class Decision(ABC):
       says: its fields of plan files: their types and defaults.
       always: plan files have these fields where they are plain too.
       by_hand: the option of commands that take one layout.
-      word: names it in plans; "": plans say nothing of it.
-      place: where its words stand among those of others.
+      word: its name in plans; "": plans do not mention it.
+      place: position of its words among those of others.
       needs: a field of `SearchSpace` without which its own mean nothing.
     """
 
@@ -241,7 +241,7 @@ class Decision(ABC):
 
     @classmethod  # noqa: B027  (a kind may have nothing to refuse)
     def check(cls, allowed: Space) -> None:
-        """Raises UserError if what is allowed means nothing to this kind, whatever the model."""
+        """Raises UserError if a value is invalid for this kind, whatever the model."""
 
     @classmethod
     @abstractmethod
@@ -255,14 +255,14 @@ class Decision(ABC):
 
     @classmethod
     def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:
-        """The choices of `everything` that are not allowed. A kind of which no search can choose all that
-        `layoutopt.cost` prices adds these."""
+        """The choices of `everything` that are not allowed. A kind whose choices no search can cover
+        completely adds them here."""
         yield from not_allowed(cls, target, allowed)
 
     @classmethod
     @abstractmethod
     def about(cls, graph: Graph, mesh: Mesh, allowed: Space) -> Iterator[Self]:
-        """The decisions of this kind about a graph; UserError if what is allowed does not suit it."""
+        """The decisions of this kind about a graph; UserError if the space does not suit it."""
 
     @abstractmethod
     def apply(self, choice: Choice, to: Chosen) -> None:
@@ -289,7 +289,7 @@ class Decision(ABC):
 
     @classmethod
     def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:
-        """Its fields of `Options`, from what its option says; UserError."""
+        """Its fields of `Options`, from the text of its option; UserError."""
         return {}
 
     @classmethod
@@ -316,7 +316,7 @@ def not_allowed(kind: type[Decision], target: Target, allowed: Space) -> Iterato
 
 
 def missing(label: str, field: str, allowed: Any, widest: Any) -> Iterator[LeftOut]:
-    """The values of a field of `Space` that are not allowed; `label`: of the kind whose field it is."""
+    """The values of a field of `Space` that are not allowed; `label`: name of the kind."""
     option = f"--{field.replace('_', '-')}"
     if isinstance(widest, str):
         if allowed != widest:

@@ -1,6 +1,6 @@
 """The shape of the mesh: the one that is given, or every factorisation of a number of devices.
 
-Another shape is another machine, so every shape is a subproblem of its own.
+Another shape is another machine, so every shape is a separate subproblem.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def mesh_shapes(devices: int, max_axes: int, ordered: bool) -> list[tuple[int, .
     """Factorisations of a number of devices into at most `max_axes` axes of size >= 2.
 
     Args:
-      ordered: keep different orders of the same sizes apart (they lie on the hardware differently).
+      ordered: distinguish different orders of the same sizes (they use the hardware differently).
     """
     if devices < 1:
         raise UserError(f"--devices {devices}: needs at least one device")

@@ -1,6 +1,6 @@
-"""Into how many parts the batch is split that run one after the other.
+"""The number of parts of the batch that run one after the other.
 
-Another number is another graph, so every number is a subproblem of its own, where nothing is left to choose.
+Another number is another graph, so every number is a separate subproblem, in which nothing is left to choose.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import Graph
 
 USUAL = (1, 2, 4, 8, 16, 32)
-"""The numbers that a search looks at if nothing else is said."""
+"""The numbers that a search considers by default."""
 
 
 def _numbers(value: Any) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
 """Values in the hosts' memory between their uses (see `mesh_tf_core.lower.offload`).
 
-Variables of the same dimensions are one class, and one decision about their optimizer's state, one about
-themselves; what loops save is an option of whether they
-run again (`recompute`). Only asked for: it takes time over the host link, and helps where memory is short.
+Variables with the same dimensions form one class, with one decision about their optimizer state and one about
+themselves. For saved values of loops, it is an option of their recomputation (`recompute`). It is searched on
+request: it takes time on the host link, and helps if memory is short.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class OffloadDecision(Decision):
 
     @classmethod
     def having(cls, variables: Sequence[Variable], graph: Graph) -> tuple[str, ...]:
-        """Those of a class that have what may lie there."""
+        """The variables of a class with values that may be in host memory."""
         with_state = {v.slot_of for v in graph.variables.values()}
         return tuple(v.name for v in variables if v.name in with_state)
 
@@ -141,7 +141,7 @@ class OffloadDecision(Decision):
 
     @classmethod
     def class_of(cls, variable: Variable) -> str:
-        """Name of the decision about a variable; what is one per replica lies alike."""
+        """Name of the decision about a variable; copies for replicas share it."""
         return cls.prefix + " ".join(name for name in variable.shape.names if name != REPLICA)
 
     @classmethod
@@ -221,10 +221,10 @@ class Weights(OffloadDecision):
 
     @classmethod
     def in_words(cls, said: Any) -> Words:
-        """Nothing: `OffloadDecision` says all kinds."""
+        """Empty: `OffloadDecision` has the words of all kinds."""
         return PLAIN
 
     @classmethod
     def beyond(cls, said: Any) -> Iterator[Beyond]:
-        """Nothing: `OffloadDecision` says all kinds."""
+        """Empty: `OffloadDecision` has those of all kinds."""
         yield from ()

@@ -1,4 +1,4 @@
-"""Options of the command line that kinds of decisions have, and those of all kinds as plain data.
+"""Options of the command line for kinds of decisions, and the options of all kinds as plain data.
 
 Help and completion read `options.json`, so that they need not load the kinds and the runtime below them;
 `python -m layoutopt.space.listed` makes it of the records, and a test holds it to them.
@@ -22,7 +22,7 @@ class Option:
     Attributes:
       usual: the default that help shows; False: none.
       several: it may be given again.
-      prefix: of the elements of a list that it has without this prefix; "" has the others.
+      prefix: of the elements of a list that this option has, without the prefix; "" has the others.
     """
 
     name: str
@@ -40,8 +40,8 @@ class Option:
 
 @cache
 def listed() -> dict[str, Any]:
-    """The file: the options of what may be chosen (`asked`), those of them that name axes of a mesh
-    (`axes`), those of what is chosen (`by_hand`), and what may be forbidden (`features`)."""
+    """The file: the options of choices (`asked`), those of them that name mesh axes (`axes`), the options of
+    one layout (`by_hand`), and features that may be forbidden (`features`)."""
     found = json.loads(FILE.read_text(encoding="utf-8"))
     return {
         name: [Option(**o) for o in said] if said and isinstance(said[0], dict) else said

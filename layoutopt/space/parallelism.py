@@ -24,12 +24,12 @@ from mesh_tf_core.tracing.graph import Graph
 
 @dataclass(frozen=True)
 class Parallelism:
-    """The dimensions of one model by what splitting them is called.
+    """The dimensions of one model by the parallelism that splitting them gives.
 
     Attributes:
       data: the batch first.
       weights: those that the fewest variables have first.
-      beside: pairs of dimensions that some tensor has both of.
+      beside: pairs of dimensions that occur in one tensor.
     """
 
     data: tuple[str, ...]

@@ -1,5 +1,5 @@
-"""Activation checkpointing: whether loops over a dimension are recomputed in backward instead of saving what
-their bodies compute, and what of it they keep (`mesh_tf_core.lower.remat_policy`)."""
+"""Activation checkpointing: whether loops over a dimension are recomputed in backward instead of saving the
+values of their bodies, and which values they keep (`mesh_tf_core.lower.remat_policy`)."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from mesh_tf_core.tracing.graph import Graph
 
 ON: Choice = ("on",)
 SELECTIVE = "selective"
-"""Every set of kinds that a search knows may be kept (`remat_policy.SETS`)."""
+"""Every set of kinds that a search may keep (`remat_policy.SETS`)."""
 KEEP = "keep="
 """The prefix of an allowed keep set of the user's own: "keep=attention+wi"."""
 HOST = "host"
-"""Last among the words of a choice: what is kept lies on the hosts (`mesh_tf_core.lower.offload`)."""
+"""The last word of a choice: kept values are stored on the hosts (`mesh_tf_core.lower.offload`)."""
 RunsAgain = frozenset[tuple[str, Choice]]
 """Loops that run again: the name of the decision about them, and its option."""
 
@@ -53,7 +53,7 @@ WORDS: Mapping[str, tuple[bool | str, ...]] = {
     "never-whole": (False, SELECTIVE),
     "only-selective": (SELECTIVE,),
 }
-"""The values of `--recompute`, which a text is, and what each allows."""
+"""The values of `--recompute` as text, and the options that each allows."""
 SHOWN = tuple(WORDS)[:4]
 """Those that help names."""
 
@@ -108,11 +108,11 @@ class RecomputeSpace(Space):
 
 @dataclass(frozen=True)
 class Recompute(Decision):
-    """The loops over one dimension: () saves, ("on",) recomputes, ("on", "products") but for what is kept,
-    ("on", "products", "host") and keeps that on the hosts.
+    """The loops over one dimension: () saves, ("on",) recomputes, ("on", "products") recomputes all but kept
+    values, ("on", "products", "host") and stores these on the hosts.
 
     Attributes:
-      kept: what some option keeps, also where fewer options are left.
+      kept: values that some option keeps, also if only a part of the options remains.
     """
 
     kept: Sets = ()
@@ -235,7 +235,7 @@ def check_named(graph: Graph, allowed: Iterable[bool | str]) -> None:
     """UserError for a set that no loop has all of.
 
     Args:
-      graph: a model's own step, whose loops users know: stages make other ones of them.
+      graph: a model's own step, with the loops that users know; stages replace them.
     """
     loops = recomputable(graph)
     for one in (a for a in allowed if isinstance(a, str) and a != SELECTIVE):
@@ -253,18 +253,18 @@ def _refused(graph: Graph, policy: Recomputed) -> UserError | None:
 
 
 def choice_of(policy: Recomputed, hosted: bool) -> tuple[str, Choice]:
-    """The decision about some loops, and its option; `hosted`: what they keep lies on the hosts."""
+    """The decision about some loops, and its option; `hosted`: their kept values are stored on the hosts."""
     return recompute_name(policy.dim), (*ON, *policy.keep, *([HOST] if hosted else []))
 
 
 def again_in(options: Options) -> RunsAgain:
-    """The loops that run again, what they keep, and whether on the hosts."""
+    """The recomputed loops, their kept values, and whether these are on the hosts."""
     there = {name for kind, name in options.offload if kind == ACTIVATIONS}
     return frozenset(choice_of(policy, policy.dim in there) for policy in options.recompute)
 
 
 def options_of(again: RunsAgain) -> dict[str, Any]:
-    """The fields of `Options` that loops which run again say."""
+    """The fields of `Options` for recomputed loops."""
     found = Chosen()
     for name, choice in again:
         Recompute(name.removeprefix(Recompute.prefix), (choice,)).apply(choice, found)

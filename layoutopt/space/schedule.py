@@ -1,6 +1,6 @@
 """The schedules of pipelines (`mesh_tf_core.ir.schedules`).
 
-Another schedule is another graph, so that each is a subproblem of its own, where nothing is left to choose.
+Another schedule is another graph, so each is a separate subproblem, in which nothing is left to choose.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Sequence parallelism: a dimension is split further between layers, where mesh axes split nothing else
 (`mesh_tf_core.ir.layout`).
 
-Only asked for: these decisions couple all that reads one value, so searches with them take longer.
+They are searched on request: these decisions couple all readers of one value, so searches with them take
+longer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The splits of each dimension: tuples of mesh axes that divide it, less what the user pins and forbids.
+"""The splits of each dimension: tuples of mesh axes that divide it, without those that the user's pins and
+prohibitions exclude.
 
-The axes are in the order of the mesh unless all orders are asked for. A pin may have another order.
+The axes are in the order of the mesh unless all orders are allowed. A pin may have another order.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ def domains(graph: Graph, mesh: Mesh, allowed: Space) -> dict[str, tuple[Axes, .
 
 
 def inside(graph: Graph, stages: Mapping[str, Axes]) -> dict[str, Axes]:
-    """Dimensions of what stages compute -> the axes that tell these apart, which cannot split them."""
+    """Dimensions of values of stages -> the axes of the stages, which cannot split them."""
     found: dict[str, Axes] = {}
     for block in graph.blocks if stages else ():
         axes = stages.get(block.dim.name, ()) if block.spread and block.dim is not None else ()
@@ -230,7 +231,7 @@ def split_options(mesh: Mesh, sizes: Set[int], forbidden: set[str], orders: str)
 
 
 def why_not(name: str, axes: Axes, mesh: Mesh, sizes: Set[int], counted: bool, forbidden: Axes) -> str:
-    """Why a pin is none of the ways to split a dimension."""
+    """The reason why a pin is not among the splits of a dimension."""
     asked = f"--pin {name}:{'+'.join(axes) or 'none'}"
     if counted:
         return (

@@ -1,7 +1,8 @@
 """Pipelines: the mesh axes that the layers of a loop lie over, each device a stage of them.
 
-Other stages are another graph (`mesh_tf_core.tracing.pipeline`), so every way to have them is a subproblem of
-its own, where nothing is left to choose. Only asked for: a search then has many more of them.
+Other stages are another graph (`mesh_tf_core.tracing.pipeline`), so every choice is a separate subproblem, in
+which nothing is left to choose. They are searched on request, because a search then has many more
+subproblems.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Piped(Space):
 
     Attributes:
       stages: of a subproblem: those that do, each with its axes.
-      again: of a subproblem: what of stages that go backward at once runs again
+      again: for a subproblem: recomputed parts of stages that go backward at once
         (`mesh_tf_core.lower.remat_policy.of_stages`).
     """
 
@@ -98,11 +99,11 @@ class StageSplit(Split):
 
 
 def ways(model: Model, mesh: Mesh, allowed: Space) -> Iterator[Space]:
-    """The choices beside each use of pipelines on a mesh: without any first.
+    """The choices for each use of pipelines on a mesh: the choice without pipelines first.
 
     Raises:
-      UserError: a dimension that is asked for counts no layers, a pin on it is none of these ways, or a
-        schedule is asked for and no dimension.
+      UserError: a dimension counts no layers, its pin excludes all choices, or a schedule is given without a
+        dimension.
     """
     if not allowed.pipeline and (others := [s for s in allowed.schedule if s != GPIPE]):
         counted = ",".join(loop_dims(model.graph))
@@ -163,7 +164,7 @@ def _ways_to_split(model: Model, mesh: Mesh, dim: str, banned: set[str], orders:
 
 
 def count(mesh: Mesh, allowed: Space) -> dict[str, int]:
-    """How many stages dimensions of layers are."""
+    """Number of stages of dimensions of layers."""
     return {dim: mesh.group_size(axes) for dim, axes in allowed.stages.items()}
 
 

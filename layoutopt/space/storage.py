@@ -1,4 +1,5 @@
-"""The storage of variables: as the layout says, or split further (see `mesh_tf_core.lower.storage`).
+"""The storage of variables: with the splits of the layout, or split further (see
+`mesh_tf_core.lower.storage`).
 
 Variables of the same dimensions are one class, and one decision.
 """
@@ -59,7 +60,7 @@ class StorageSpace(Space):
     """Stages that variables may be stored at, of all axes, or of some ("zero3@data"), or `HYBRID`.
 
     Attributes:
-      near: of a subproblem: the axes of `HYBRID`; none where all links are alike.
+      near: for a subproblem: the axes of `HYBRID`; none if all links are equal.
     """
 
     storage: tuple[str, ...] = argument(
@@ -237,7 +238,7 @@ def _holds_less(choice: Choice) -> tuple[int, float]:
 
 
 def storage_class(variable: Variable) -> str:
-    """Name of the decision about a variable's storage; replicas of one store it alike."""
+    """Name of the decision about a variable's storage; its copies for replicas share it."""
     return Storage.prefix + " ".join(name for name in variable.shape.names if name != REPLICA)
 
 

@@ -1,7 +1,8 @@
-"""Variables that a stage of storage (ZeRO) cannot split: none of their dimensions divides by the devices.
+"""Variables that a stage of storage (ZeRO) cannot split: the devices divide none of their dimensions.
 
-`mesh_tf_core.lower.placement.Placement.further` is the rule; whatever names storage, or says why it saves
-nothing, asks here: prices, plans, named plans, the words for axes, likely mistakes, and why nothing fits.
+`mesh_tf_core.lower.placement.Placement.further` is the rule. Code that names storage, or explains why it
+saves nothing, calls these functions: predictions, plans, named plans, words of axes, likely mistakes, and
+repairs.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from mesh_tf_core.lower.storage import Stage, StageByVariable, read_stage
 from mesh_tf_core.tracing.graph import Graph
 
 MENTIONED = 0.01
-"""Share of the trained bytes; what is stored whole and is less is not mentioned: scales, biases."""
+"""Share of the trained bytes below which whole variables are not mentioned: scales, biases."""
 FEW = 4
 """Variables that are named one by one."""
 NAMED = 3
 """Variables or dimensions that a text names."""
 WIDER = 2
-"""Up to so many times as many devices are looked at for a number that divides."""
+"""Factor of the number of devices up to which a divisor is looked for."""
 
 
 @dataclass(frozen=True)
 class Undivided:
-    """Variables with the same stage that is split over fewer devices than it asks for.
+    """Variables with the same stage that is split over fewer devices than the stage requires.
 
     Attributes:
-      ways: devices that share one replica's storage.
+      ways: number of devices that share one replica's storage.
       parts: into which they are split all the same; 1: they are stored whole.
       variables: their names, the largest first.
       share: of the bytes of all trained variables.
       below, above: the nearest numbers of devices that divide them; 0: none is near.
-      inside: the largest divisor of `ways` that divides them; 1: there is none.
+      inside: the largest divisor of `ways` that divides them; 1: none.
     """
 
     stage: str
@@ -88,8 +89,8 @@ def split_stages(storage: Placement) -> dict[str, str]:
 
 
 def undivided(storage: Placement) -> list[Undivided]:
-    """The dimensions that stages leave whole, or split less than they ask for, the largest part first;
-    negligible ones are left out."""
+    """The dimensions that stages leave whole, or split over fewer devices than required, the largest part
+    first; negligible ones are left out."""
     trained = {n: v for n, v in storage.variables.items() if v.trainable}
     total = sum(v.bytes for v in trained.values())
     groups: dict[tuple[str, int, int], list[Variable]] = {}
@@ -130,7 +131,7 @@ def _pieces(storage: Placement, variable: Variable) -> Iterator[int]:
 
 
 def mostly_split(storage: Placement) -> bool:
-    """True if most parameters are split further than the layout says."""
+    """True if most parameters are split further than in the layout."""
     trained = {n: v.shape.size for n, v in storage.variables.items() if v.trainable}
     split = sum(size for name, size in trained.items() if storage.further(name)[0])
     return split > math.fsum(trained.values()) / 2
@@ -142,11 +143,11 @@ def stored_at(variables: Iterable[Variable], stage: str) -> StageByVariable:
 
 
 def few(names: Sequence[str]) -> str:
-    """Names of variables, or how many they are: 'embedding, norm', '38 variables'."""
+    """Names of variables, or their number: 'embedding, norm', '38 variables'."""
     return ", ".join(names) if len(names) <= FEW else f"{len(names):,} variables"
 
 
 def first_of(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """The first names, and the number of the others."""
     more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
     return f"{', '.join(names[:NAMED])}{more}"

@@ -1,6 +1,5 @@
-"""The interface between the itemiser (`costmodels.pricing.itemise`) and a compiler profile, and the plainest
-profile: every operation is a kernel of its own, nothing is copied, and messages travel as the program
-says."""
+"""The interface between the itemiser (`costmodels.pricing.itemise`) and a compiler profile, and the simplest
+profile: every operation is a separate kernel, nothing is copied, and messages are those of the program."""
 
 from __future__ import annotations
 
@@ -28,10 +27,10 @@ class Compiler:
     Attributes:
       name: in hardware files.
       fuses: several operations may be one kernel.
-      tiles: arrays lie in tiles, whose lanes are filled up (`costmodels.kernels.quantities.tiling`).
+      tiles: arrays are stored in tiles, whose lanes are filled up (`costmodels.kernels.quantities.tiling`).
       apart: the values of one all-reduce are sent one by one.
-      library: whose kernels of attention run ("tpu", "gpu"; `mesh_tf_core.kernels.libraries`); empty: nobody
-        has looked.
+      library: owner of the attention kernels that run ("tpu", "gpu"; `mesh_tf_core.kernels.libraries`);
+        empty: not known.
     """
 
     name: ClassVar[str] = "none"
@@ -42,7 +41,7 @@ class Compiler:
 
     @classmethod
     def of(cls, hardware: Hardware) -> Compiler:
-        """The profile with what it needs to know of a machine."""
+        """The profile with the facts of a machine that it needs."""
         return cls()
 
     # -- what is priced on its own ---------------------------------------------------------------------------
@@ -71,7 +70,8 @@ class Compiler:
         return Stack(loop, stack)
 
     def summed(self, program: Program, loop: Loop) -> Iterator[tuple[Unit, float]]:
-        """The additions of a loop to its sums, and to parts of those of the loop around, as `stacked`."""
+        """The additions of a loop to its sums, and to parts of those of the surrounding loop, as
+        `stacked`."""
         terms = [s for s in loop.summed if s.inner not in program.added]
         parts = [s for s in loop.stacked if s.outer in program.added]
         for term, _ in (*terms, *parts):
@@ -84,12 +84,12 @@ class Compiler:
         raise NotImplementedError(f"{self.name} makes no kernels of several operations")
 
     def local(self, instr: Local, find: Find, local: Types) -> Iterator[Computed | Called]:
-        """The item of an instruction that runs by itself, if it is one."""
+        """The item of an instruction that runs as a separate kernel, if it does."""
         quantity = of_local(instr, local)
         yield Computed(quantity, quantity.flops)
 
     def known_by(self, values: Sequence[PlacedValue]) -> Hashable:
-        """The key that the items of a unit follow from besides the types of its pieces."""
+        """The key that determines the items of a unit besides the types of its shards."""
         return None
 
     def start(self, program: Program) -> Started | None:
@@ -99,7 +99,7 @@ class Compiler:
     # -- messages --------------------------------------------------------------------------------------------
 
     def parts(self, program: Program) -> Mapping[int, int]:
-        """Stacks whose parts stay apart -> the number of their parts."""
+        """Stacks whose parts are stored separately -> number of their parts."""
         return {}
 
     def sending(self, instr: Collective, purpose: str, parts: Mapping[int, int]) -> Sending:
@@ -114,7 +114,7 @@ class Compiler:
     def copies(
         self, instr: Collective, types: Sequence[TensorType], mesh: Mesh
     ) -> Iterator[Computed | Called]:
-        """The kernels that lay anew what a collective brings.
+        """The kernels that copy a collective's result to a new layout in memory.
 
         Args:
           types: of the pieces that a device puts in.

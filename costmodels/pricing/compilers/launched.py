@@ -3,8 +3,8 @@
 (1) The host counts: an operation on single whole numbers alone is not a kernel. PyTorch counts layers and
     microbatches in Python, and hands a dropout's seed and offset to its kernel as arguments
     (pytorch/pytorch aten/src/ATen/cuda/CUDAGeneratorImpl.cpp @03e68c4b).
-(2) FSDP lays a layer's weights end to end, so that small messages travel with large ones (Zhao et al. 2023,
-    section 3.2).
+(2) FSDP stores a layer's weights end to end, so small messages travel together with large ones (Zhao et al.
+2023, section 3.2).
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class EagerLaunch(Joining):
 
 @dataclass(frozen=True)
 class Launched(Joining, Xla):
-    """Kernels fuse what XLA's would, written by hand (Megatron-LM's), or by a compiler that makes them one by
-    one."""
+    """Kernels fuse as in XLA, written by hand (Megatron-LM's), or made by a compiler one by one."""
 
     name: ClassVar[str] = "launched"
 

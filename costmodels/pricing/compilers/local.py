@@ -2,8 +2,9 @@
 
 (1) Where they were measured (`costmodels.pricing.op_by_op`), an instruction is its array functions; else
     every operation is a kernel.
-(2) In one process the parts of a stack stay apart, and are joined only for readers other than loops: the
-    update, of gradients. Values that travel together, and the parts of stacked ones, are summed one by one.
+(2) In one process the parts of a stack are stored separately, and are joined only for readers other than
+loops: the update, of gradients. Values that travel together, and the parts of stacked ones, are summed one by
+one.
     Between processes both are joined, as on other hardware.
 """
 

@@ -1,4 +1,4 @@
-"""Compilers that make kernels of several operations, and what XLA's back ends do besides."""
+"""Compilers that make kernels of several operations, and further rules of XLA's back ends."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Xla(Compiler):
 
     (1) A stack that it cannot prove to be written as a whole, from the last part to the first, is set to zero
         before.
-    (2) What is added to a loop's sum, or to a part of it (`Program.added`), is read and written there: by the
-        kernel that makes the term, else by an addition of its own.
-    (3) What works on statistics alone is part of what reads them.
+    (2) Additions to a loop's sum, or to a part of it (`Program.added`), read and write it in place: by the
+    kernel that computes the term, else by a separate addition. (3) Operations on statistics only are part of
+    the kernel that reads them.
     """
 
     name: ClassVar[str] = "xla"
@@ -78,8 +78,8 @@ def computed(kernel: FusedKernel, local: Types) -> Computed:
 
 @dataclass(frozen=True)
 class Joining(Compiler):
-    """A message of a weight that is stored split, or of its gradient, goes with the others of its layer; so a
-    small one (a bias, a scale) pays for its bytes, not for a message of its own.
+    """A message of a weight that is stored split, or of its gradient, is sent with the others of its layer; a
+    small one (a bias, a scale) therefore adds only its bytes, not a latency.
 
     Attributes:
       curves: collectives were measured, each alone, so each is priced alone.
@@ -100,14 +100,12 @@ class Joining(Compiler):
 class XlaTpu(Xla):
     """XLA for TPUs, as its compiler's programs and estimates show (`benchmarks/verify.py`).
 
-    (1) Arrays lie in tiles; what goes over the host link are all of the tiles.
-    (2) What a collective made is copied to its stack by a kernel of its own.
-    (3) What an all-to-all brings lies device by device: a kernel of its own writes it in the order of its
-        dimensions (copies around `lax.all_to_all`).
-    (4) A product reads a part of an operand (`PartialAccess.cuts`) where it lies, and writes its result in
-        place (v5e:2x4, chunks of scatters and gathers, 2026-11-24).
-    (5) What works on statistics alone is a kernel of its own.
-    (6) Each message of a weight or of its gradient is sent alone.
+    (1) Arrays are stored in tiles; transfers over the host link move whole tiles. (2) A separate kernel
+    copies the result of a collective to its stack. (3) The result of an all-to-all is ordered by device: a
+    separate kernel writes it in the order of its dimensions (copies around `lax.all_to_all`). (4) A product
+    reads a part of an operand (`PartialAccess.cuts`) in place, and writes its result in place (v5e:2x4,
+    chunks of scatters and gathers, 2026-11-24). (5) Operations on statistics only are a separate kernel. (6)
+    Each message of a weight or of its gradient is sent alone.
     """
 
     name: ClassVar[str] = "xla-tpu"
@@ -157,9 +155,8 @@ class XlaGpu(Joining, Xla):
 
 @dataclass(frozen=True)
 class XlaCpu(Xla):
-    """XLA for virtual CPU devices: it gathers along the outermost dimension alone, so that what is gathered
-    along another is written once more, in the order of its dimensions (`benchmarks/cpu_jax.py`,
-    `gathers`)."""
+    """XLA for virtual CPU devices: it gathers only along the outermost dimension, so a gather along another
+    dimension is written once more, in the order of its dimensions (`benchmarks/cpu_jax.py`, `gathers`)."""
 
     name: ClassVar[str] = "xla-cpu"
 
