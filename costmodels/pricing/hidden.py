@@ -40,7 +40,8 @@ class Under:
 class Hidden:
     """The messages of one rule, in seconds of a step.
 
-    Attributes: seconds, hidden: of all its messages, and the part that is predicted as hidden.
+    Attributes:
+      seconds, hidden: of all its messages, and the part that is predicted as hidden.
       behind: the overlapped work. room: how long that takes.
     """
 

@@ -1,4 +1,4 @@
-"""A group of operations that is priced by itself: what `clusters` finds and `tables` price."""
+"""A group of operations that is predicted alone: `clusters` finds it, `tables` predicts it."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ class Cluster:
 
     Attributes:
       name: for reports.
-      subgraph: what lowering sees of the graph.
-      again: what runs a second time when loops are recomputed, by what says so of one of its `nests`
+      subgraph: the cluster's part of the graph.
+      again: nodes that run a second time when loops are recomputed, by the policy of one of its `nests`
         (`remat_policy.Recomputed`).
-      first: what is said of a nest -> what then runs at first, if it is not all of `subgraph`.
-      nests: names of loops that are one inside of the other: together they say what runs again.
-      crossed: decision about keys -> the dimensions that anything but its plain option needs split alike.
-      alike: decision about recomputation -> its options that are another one to this cluster -> that one.
+      first: policy of a nest -> nodes that then run in the first run, if not all of `subgraph`.
+      nests: names of nested loops: their policies together determine the second runs.
+      crossed: decision about keys -> the dimensions that all its options except the plain one need with equal
+        splits.
+      alike: decision about recomputation -> options that equal another one for this cluster -> that one.
       dims: names of all dimensions of their inputs and outputs.
       switches: the other decisions that matter to it: storage classes, recomputation.
-      shapes: dimension names of every tensor that they touch, and of everything that one operation works
-        through; a legal layout uses an axis once in each.
-      given, left: choices of `cuts.PendingSum` -> operands, or outputs, whose sum waits if they are made.
+      shapes: dimension names of every tensor of the cluster, and of everything that one operation iterates
+        over; a legal layout uses an axis once in each. given, left: choices of `cuts.PendingSum` -> operands,
+        or outputs, whose sum is pending under them.
       totalled: outputs whose sum the update's total takes, with those of other clusters.
-      saves: recomputation changes what it saves; else it only runs again.
-      follows: a choice of `given` -> that of the addition that makes another operand of its own: the sum of
-        both waits over the same axes, or here none does.
-      multiplicity: how many equal clusters the graph has; of a meeting of replicas, in a step of theirs.
+      saves: recomputation changes the saved values; otherwise it only adds second runs.
+      follows: a choice of `given` -> that of the addition that computes another of its operands: both sums
+        are pending over the same axes, or neither is.
+      multiplicity: number of equal clusters in the graph; for an outer step, per step.
       members: the nodes of each of them, in corresponding order; the first is the one that is lowered.
     """
 
@@ -109,17 +110,17 @@ def subgraph_of(
 
 
 def stages_of(graph: Graph, nodes: Iterable[Node], subgraph: Subgraph) -> list[str]:
-    """The dimensions of layers whose stages have some of a subgraph, or are nodes of it."""
+    """The dimensions of layers of stages that contain some of a subgraph, or are nodes of it."""
     blocks = [graph.blocks[b] for b in sorted(subgraph.blocks)]
     blocks += [n.body for n in nodes if n.body is not None]
     return [b.dim.name for b in blocks if b.spread and b.dim is not None]
 
 
 def rules_of(dims: Iterable[str], further: Set[str]) -> tuple[str, ...]:
-    """The decisions about what splits some dimensions further elsewhere."""
+    """The decisions that split some dimensions further elsewhere."""
     return tuple(written(n) for n in dims if n in further)
 
 
 def pairs_of(dims: Iterable[str], further: Set[str]) -> tuple[tuple[str, str], ...]:
-    """A dimension and what splits it further, over other axes."""
+    """A dimension and its further splits, over other axes."""
     return tuple((n, written(n)) for n in dims if n in further)

@@ -1,12 +1,12 @@
-"""Clusters: the smallest groups of operations whose prices add up to the price of the whole program.
+"""Clusters: the smallest groups of operations whose costs add up to the cost of the whole program.
 
-Lowering treats most operations alone. The exceptions couple operations, and a cluster holds together what
-they couple:
+Lowering treats most operations alone. The exceptions couple operations, and a cluster contains the operations
+that they couple:
   - a sum that may wait behind linear operations (pass `pending sums`), also out of a loop;
   - a gather that several operations of a block share;
   - the update of one variable, all of it;
   - the casts and gathers of one variable that is stored split, in every block that reads it.
-A cluster is lowered by itself, with everything around it given; equal clusters (unrolled layers) are priced
+A cluster is lowered alone, with everything around it given; equal clusters (unrolled layers) are predicted
 once, with a multiplicity.
 """
 
@@ -36,7 +36,7 @@ from mesh_tf_core.lower.subgraph import Twin, made_by
 
 
 def clusters(dependencies: Dependencies) -> list[Cluster]:
-    """The clusters of a graph, equal ones merged."""
+    """The clusters of a graph, with equal ones merged."""
     builder = _Builder(dependencies)
     groups: dict[int, list[Node]] = defaultdict(list)
     for node in dependencies.live:

@@ -1,7 +1,7 @@
-"""Options that go together: what bounds leave of the assignments of tables, not of each decision alone.
+"""Combinations of options: bounds remove assignments of tables, not only options of single decisions.
 
 Where all layouts with some options of several decisions are slower than a known one, each of these options
-may still be in a faster one. The tables so far say so row by row (`problem.marginals`). A later table has no
+may still be in a faster one. The existing tables bound each row (`problem.marginals`). A later table has no
 entry for an assignment that agrees with no row of one of them, and nothing is lowered for it.
 """
 
@@ -17,7 +17,7 @@ from layoutopt.solver.form import Bools
 from layoutopt.solver.relations import Relation, agree
 
 FEW = 32
-"""Entries of a table that are not worth the look."""
+"""Number of entries below which a table is not reduced."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,11 +1,11 @@
 """Couplings that are too large for a table are cut at their additions.
 
 Lowering lets the sums of all operands of an addition wait behind it, if they are over the same axes. So n
-operands are one cluster, and its table grows exponentially with n. Where a table would have more cells than
-`LOWERED` allows, the addition is cut from its operands, and one variable more says which sum waits behind it:
-over some axes, or none. Every operand is priced for itself under each of its choices, and so is
-the addition. With the choice that lowering makes these tables add up to the price of the whole; other choices
-are those of programs that let no sum wait there, so that the least over them is never more than that price.
+operands are one cluster, and its table grows exponentially with n. If a table would have more cells than
+`LOWERED` allows, the addition is cut from its operands, and one more variable records the pending sum: over
+some axes, or none. Every operand is priced for itself under each of its choices, and so is the addition. With
+the choice of lowering, these tables add up to the cost of the whole. The other choices are those of programs
+without a pending sum there, so the least over them never exceeds that cost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOWERED = 1 << 14
 MOST_LOWERED = 1 << 20
 """Operations that are lowered for one table at most, some minutes."""
 SMALL = 64
-"""Cells that are not worth a closer look."""
+"""Number of cells below which a table is not split."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class PendingSum(Decision):
 
     @classmethod
     def about(cls, graph: Graph, mesh: Mesh, allowed: Space) -> Iterator[Self]:
-        """None: what is allowed has nothing to say about it."""
+        """None: the space has no options for it."""
         return iter(())
 
     @classmethod
     def at(cls, node: int, mesh: Mesh) -> Self:
-        """That of an addition on a mesh."""
+        """The variable of an addition on a mesh."""
         some = (c for n in range(len(mesh.names) + 1) for c in combinations(mesh.names, n))
         return cls(str(node), tuple(some))
 
@@ -71,7 +71,7 @@ def most_cells(
 ) -> int:
     """A bound on the legal assignments of some dimensions and other decisions, from their numbers alone.
 
-    Axis by axis: it splits dimensions of which no two are in one shape.
+    Axis by axis: an axis splits dimensions of which no two occur in one shape.
     """
     free = [n for n in dims if len(options.get(n, ())) > 1]
     rest = math.prod(len(options.get(n, ((),))) for n in others)

@@ -2,9 +2,8 @@
 
     use_t(x) = sum over the values v alive at t of bytes(v) / prod over the dimensions d of v of ways(x_d)
 
-That is the estimate of Mesh-TensorFlow's `auto_mtf`: no kernels, no moved copies, no storage of its own. It
-needs nothing to be lowered, so it says quickly where to look for a layout with little memory; it bounds
-nothing.
+This is the estimate of Mesh-TensorFlow's `auto_mtf`: no kernels, no moved copies, no separate storage. It
+needs no lowering, so it quickly finds layouts with little memory; it bounds nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from mesh_tf_core.ir.program import Instr, Loop, Program
 
 
 class NaturalMemory:
-    """The rows of one problem; as `MemoryConstraints`, but for what they count."""
+    """The rows of one problem, as in `MemoryConstraints`, with other counts."""
 
     def __init__(self, context: SharedContext, mesh: Mesh, decided: Decisions, names: Sequence[str]) -> None:
         self.dependencies, self.mesh, self.decided, self.names = context.dependencies, mesh, decided, names
@@ -49,7 +48,7 @@ class NaturalMemory:
         return self._rows
 
     def point(self, again: RunsAgain, node: int, phase: str, choices: Sequence[int]) -> None:
-        """None: what a layout holds besides is not known by its parts."""
+        """None: the further memory of a layout is not known by its parts."""
 
     def _row(self, tables: Sequence[RowTerm], sizes: np.ndarray) -> ResourceRow:
         entries = []

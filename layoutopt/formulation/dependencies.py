@@ -27,9 +27,9 @@ class Dependencies:
 
     Args:
       program: the graph lowered under any layout; operations that it does not have are dead and left out.
-      structure: what decisions make of it.
+      structure: effects of the decisions.
       returned: tensors that a step returns.
-      cut: additions that are not joined with what makes their operands.
+      cut: additions that are separated from the makers of their operands.
 
     Attributes:
       live: nodes that the program has, in order.
@@ -42,9 +42,10 @@ class Dependencies:
       owner: tensor that is a variable as read, a part of it in a loop, or a cast of these -> the variable.
       chain: variable -> these tensors.
       stacks: tensors that the program's loops stack; `unread` those that they save or stack and do not.
-      additions: nodes of the step itself that sums may wait behind -> the operands whose sums may.
+      additions: nodes of the step itself that may have pending sums -> the operands whose sums may be
+        pending.
       totalled: tensors whose sum the update's total takes.
-      fusion: what a compiler may run as one kernel.
+      fusion: operations that a compiler may run as one kernel.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Dependencies:
         return self.owner.get(cast.outputs[0]) if cast.outputs else None
 
     def accesses(self, variable: str) -> set[Access]:
-        """Where nodes need a variable as the layout says, so gathered if stored split."""
+        """Nodes that need a variable with the layout's splits, so it is gathered if it is stored split."""
         return {
             (self.block_of[reader.index].id, pass_of(reader.phase), tensor)
             for tensor in self.chain[variable]
@@ -175,7 +176,7 @@ class Dependencies:
         return found
 
     def leads_to(self, tensor: int) -> list[int]:
-        """A tensor and what loops make of it, outwards."""
+        """A tensor and the results of loops on it, outwards."""
         found = [tensor]
         for t in found:
             found.extend(self.outer[t])

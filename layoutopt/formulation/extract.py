@@ -58,16 +58,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Extraction:
-    """A model's problem on one mesh, and the way back from choices to layouts.
+    """A model's problem on one mesh, and the conversion of choices to layouts.
 
     Attributes:
       names: variable i of the problem is the decision `names[i]`; message groups follow, then `waits`.
       tables: the priced clusters.
-      problem: variables, times, and rows of what lies on the hosts.
+      problem: variables, times, and rows of host memory.
       memory: the rows of the devices' memory.
-      unsplit: dimensions that stay whole here though they need not, for else a table would be too large; the
-        problem's bounds are then none on what was asked.
-      waits: what loops wait for the host link: the last variables.
+      unsplit: dimensions that stay whole because a table would be too large; the bounds of the problem then
+        do not bound the request.
+      waits: waiting times of loops for the host link: the last variables.
     """
 
     mesh: Mesh
@@ -118,7 +118,7 @@ class Extraction:
 
 
 def legal_problem(model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer) -> Extraction:
-    """The problem without its seconds: what is legal, and what it holds."""
+    """The problem without seconds: legal assignments, and their memory."""
     draft = Draft(model, mesh, decided, pricer)
     for cluster in draft.left:
         draft.bound(cluster)
@@ -128,7 +128,7 @@ def legal_problem(model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer) 
 
 
 def extract(model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer) -> Extraction:
-    """The problem of a model on a mesh; `decided` is what may be chosen."""
+    """The problem of a model on a mesh; `decided` has the options."""
     draft = Draft(model, mesh, decided, pricer)
     for cluster in draft.left:
         draft.make(cluster)
@@ -136,16 +136,16 @@ def extract(model: Model, mesh: Mesh, decided: Decisions, pricer: Pricer) -> Ext
 
 
 class Draft:
-    """A problem whose tables are being made.
+    """A problem whose tables are not complete yet.
 
     Args:
-      whole: clusters are only asked for single entries, so none is cut.
+      whole: only single entries of clusters are needed, so none is cut.
 
     Attributes:
-      decided: what may be chosen (`fixing` takes away from it), and what follows of it where clusters are
-        cut; `tables` are over that.
+      decided: the options (`fixing` removes some), and the variables of cut clusters; `tables` are over
+        these.
       left: clusters without a table.
-      together: what is left of combinations of options (`restrict`).
+      together: remaining combinations of options (`restrict`).
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Draft:
             self.restrict(decided)
 
     def tabler_of(self, cluster: Cluster) -> Tabler:
-        """The table maker of a cluster: of the step, or of an outer step beside it."""
+        """The table maker of a cluster: of the step, or of an outer step."""
         met = self._met.get(id(cluster))
         return self.tabler if met is None else met.tabler(self.mesh, self.pricer)
 
@@ -216,10 +216,11 @@ class Draft:
         return self.decided.read({n: options[n][c] for n, c in zip(self.decided.free, choices, strict=True)})
 
     def restrict(self, decided: Decisions, rows: Sequence[Relation] | None = None) -> None:
-        """Takes options away: those of `decided` are left.
+        """Removes options; those of `decided` remain.
 
         Args:
-          rows: of the terms of `times`, that are left; later tables have what agrees with them alone.
+          rows: remaining rows of the terms of `times`; later tables contain only assignments that agree with
+            them.
         """
         if rows is not None:
             self.together = Combinations(Index(self.decided.free, self.decided), tuple(rows))
@@ -229,7 +230,7 @@ class Draft:
         self.decided = decided
 
     def times(self) -> Problem:
-        """The problem by the tables so far, without what messages share."""
+        """The problem with the existing tables, without shared latencies of messages."""
         index = Index(self.decided.free, self.decided)
         return self._problem(_time_terms(self.tables, _groups(self.tables), index, self.pricer), ())
 
@@ -251,7 +252,7 @@ class Draft:
         return Problem(f"{self.model.name} on {self.mesh}", tuple(variables), tuple(terms))
 
     def extraction(self, memory: NaturalMemory | None = None) -> Extraction:
-        """The problem with all its tables; `memory`: its rows, if they are not those of the tables."""
+        """The problem with all its tables; `memory`: its rows, if they do not follow from the tables."""
         assert not self.left
         decided, names = self.decided, self.decided.free
         groups, index = _groups(self.tables), Index(names, decided)
@@ -314,7 +315,7 @@ def shared_seconds(keys: Collection[BucketKey], pricer: Pricer) -> float:
 
 
 def own_seconds(entry: Entry, shared: Mapping[BucketKey, float], pricer: Pricer) -> float:
-    """The seconds of a cluster besides the latency that its messages share with others."""
+    """The seconds of a cluster without the latency that its messages share with others."""
     if not entry.small:
         return entry.seconds
     small = (

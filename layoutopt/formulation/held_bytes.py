@@ -33,7 +33,7 @@ class HeldBytes(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """A thing that the points from `first` to `last` hold."""
+    """An object that the points from `first` to `last` hold."""
 
     first: int
     last: int
@@ -42,7 +42,7 @@ class Counted(NamedTuple):
 
 
 def last_reads(program: Program) -> dict[int, int]:
-    """A value -> the last point that makes or reads it; what a loop is given is read until it ends."""
+    """A value -> the last point that computes or reads it; inputs of a loop are read until it ends."""
     found, position = dict[int, int](), 0
 
     def visit(code: Sequence[Instr]) -> None:
@@ -62,7 +62,7 @@ def undominated(counts: np.ndarray) -> list[int]:
     """The points that hold something which no other single point holds as well, those that hold most first.
 
     Args:
-      counts: how much of everything each point holds, of shape (points, things).
+      counts: amount of every object at each point, of shape (points, objects).
     """
     first = np.sort(np.unique(counts, axis=0, return_index=True)[1])
     order = first[np.argsort(-counts[first].sum(axis=1), kind="stable")]

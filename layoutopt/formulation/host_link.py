@@ -1,16 +1,15 @@
-"""Rows of the host link: what loops keep and read on the hosts moves while the products of their bodies run.
+"""Rows of the host link: saved and read values on the hosts move while the products of the loops' bodies run.
 
-A body of n iterations hides its transfers but for what takes longer than its products, those of one iteration
-apart (`costmodels.pricing.overlap`). So the step waits n w seconds, where
+A body of n iterations hides its transfers except the part that takes longer than its products, and the
+transfers of one iteration (`costmodels.pricing.overlap`). So the step waits n w seconds, where
 
     sum_c m_c (L_c(x) - (1 - 1/n) P_c(x)) <= w
 
 L_c: seconds of the transfers of cluster c in one iteration, P_c: of its products; both read off the cluster
 as it was lowered for its price, without its transfers. There is a row for a loop in forward, which stores,
 and one for its backward, which loads the same bytes again and runs the products of second runs too. Each of
-them loads the weights that lie on the hosts. w is a
-variable of the problem, in steps; each costs what the one before it is, so that no layout costs more than its
-program.
+them loads the weights on the hosts. w is a variable of the problem, with discrete steps; each step costs the
+previous step's value, so no layout costs more than its program.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ WHOLE = 1e12
 STEPS, FINEST = 32, 1e-3
 """The steps of the grid of a loop's waiting time, and the first of them as a fraction of the largest."""
 LinkDirection = tuple[int, str]
-"""A loop by the block of its forward, and which run of it: the first (""), its `BACKWARD`, or what runs again
-beside the backward of a loop around it (`Subgraph.again`)."""
+"""A loop by the block of its forward, and its run: the first (""), its `BACKWARD`, or its second run in the
+backward of a surrounding loop (`Subgraph.again`)."""
 BACKWARD = "backward"
 
 
@@ -53,7 +52,7 @@ class Waits:
 
     Attributes:
       steps: of its variable: `WHOLE` units in one iteration, of all that it may keep there.
-      runs: how many iterations there are in a step.
+      runs: number of iterations in a step.
       row: without its variable.
     """
 
@@ -80,7 +79,7 @@ class Waits:
 
 
 class HostLink:
-    """Finds what the loops of one problem wait."""
+    """Computes the waiting times of the loops of one problem."""
 
     def __init__(self, dependencies: Dependencies, prices: Pricer, index: Index) -> None:
         self.dependencies, self.prices, self.index = dependencies, prices, index

@@ -1,4 +1,4 @@
-"""The row of the hosts' memory: what a device keeps on its host, whatever is running there.
+"""The row of the hosts' memory: bytes of a device on its host, at any time.
 
     host(x) = sum over the clusters c of m_c H_c(x)
 
@@ -28,7 +28,7 @@ def host_row(
     """The row; none if no choice keeps more than `limit` bytes there.
 
     Args:
-      meetings: the outer steps beside the step: what they keep that it has not lies there all the time.
+      meetings: the outer steps: host memory that only they use is always counted.
     """
     entries, most = [], 0.0
     known: dict[tuple[int, Mesh, str], int] = {}

@@ -1,9 +1,9 @@
 """The bytes that a lowered cluster holds of every tensor that it makes or is given, and when.
 
-A cluster is lowered by itself, so its program says which of its tensors have memory under its decisions: one
-that is renamed lies in its operand's memory, one within a kernel nowhere, a sum that is scattered exists in
-pieces only. `Lifetimes` is what follows from the instructions, which most layouts have in common;
-`ClusterMemory` adds the sizes of one of them. Rows of the search are sums of what these say
+A cluster is lowered alone, so its program determines which of its tensors have memory under its decisions: a
+renamed tensor shares its operand's memory, one inside a kernel has none, a scattered sum exists only in
+shards. `Lifetimes` follows from the instructions, which most layouts have in common; `ClusterMemory` adds the
+sizes of one layout. Memory rows of the search are sums of these bytes
 (`layoutopt.formulation.memory_points`).
 """
 
@@ -41,11 +41,10 @@ from mesh_tf_core.ops.stages import StageStack
 class ByteRule(Enum):
     """The rule by which the bytes of a tensor are read off a lowered cluster.
 
-    OWN: of the tensor's value; 0 where it lies in another's memory or in a kernel.
-    ANY: the same in whatever memory it lies.
-    CASTS: as ANY, of a cast that is kept for all iterations; 0 where each loads from the host what it casts.
-    ONCE: as OWN, but 0 where a loop may stack it under another name.
-    RESULT: as OWN while the node that makes it runs; 0 where it takes the place of a dying operand, or is
+    OWN: of the tensor's value; 0 if it shares another's memory or is inside a kernel. ANY: the same in any
+    memory. CASTS: as ANY, for a cast that is kept for all iterations; 0 if each loads the operand from the
+    host. ONCE: as OWN, but 0 where a loop may stack it under another name. RESULT: as OWN while the node that
+    makes it runs; 0 where it takes the place of a dying operand, or is
       made after the node's main instruction.
     OPERAND: as the node that reads it last is given it; 0 where only a moved copy is read.
     GIVEN: as the cluster is given it.
@@ -54,9 +53,9 @@ class ByteRule(Enum):
     INSIDE: of the values of no tensor that live while the main instruction of a node runs.
     STACK: of the stack that a loop keeps of it for backward, or that loops around stack of that one: `more`
       counts these loops.
-    KEPT: as `more` says, (another reading, its own `more`), of what nothing in its loop reads any more but
-      that is stacked for backward; 0 where it is not, as it runs again.
-    VARIABLE: of a variable as it is stored on the devices.
+    KEPT: by `more` (another rule, its own `more`), for a value that nothing in its loop reads any more but
+    that is stacked for backward; 0 if it is recomputed instead. VARIABLE: of a variable as stored on the
+    devices.
     """
 
     OWN = auto()
@@ -75,16 +74,16 @@ class ByteRule(Enum):
 
 
 class Lifetimes:
-    """Which value of a lowered cluster stands for each tensor, and from when to when it has memory.
+    """The value of a lowered cluster for each tensor, and the interval in which it has memory.
 
     Args:
       nodes: of the graph, by their index.
       fuses: the compiler makes kernels of several operations.
 
     Attributes:
-      value: tensor -> the value that stands for it, before it is moved.
+      value: tensor -> its value, before it is moved.
       given: tensor -> the value of it that the program reads and does not make.
-      stacks: tensor, and by how many loops it is stacked one after the other -> that stack.
+      stacks: tensor, and number of nested loops that stack it -> that stack.
       stacked: tensors that loops stack.
       copies: (tensor, node of the loop in which it is, or 0) -> its gathered copy.
       born, until: value -> numbers of the first and last instruction with its memory.
@@ -234,8 +233,8 @@ class Lifetimes:
 
 
 def stacks_of(program: Program, tensor: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """The stacks that loops keep and that are not tensors: value -> the tensor that is stacked, and by how
-    many loops one after the other.
+    """The stacks that loops save and that are not tensors: value -> the stacked tensor, and the number of
+    nested loops.
 
     Args:
       tensor: value -> the tensor that it is, or -1.
@@ -268,7 +267,7 @@ class ClusterMemory:
     tiles: Tiles
 
     def bytes(self, reading: ByteRule, what: int, more: Hashable) -> int:
-        """Bytes of a tensor (INSIDE: of what a node holds) on one device.
+        """Bytes of a tensor on one device (INSIDE: of the internal values of a node).
 
         Args:
           more: the node, block, variable or dying operands that the reading is about.

@@ -1,9 +1,9 @@
 """Clusters as they were lowered, remembered for other axes, other storage, other meshes.
 
-What a cluster becomes follows from which of its dimensions are split over the same axes, whatever these are
-called, and from the answers of the lowering oracle (`mesh_tf_core.lower.oracle`). So axes are numbered in the
-order in which a cluster's dimensions name them (`Naming`). Where the answers are the same, the itemised
-cost (`costmodels.pricing.templates`) is: only its prices are looked up again, on the mesh at hand.
+The program of a cluster depends only on which of its dimensions share axes, whatever their names, and on the
+answers of the lowering oracle (`mesh_tf_core.lower.oracle`). So axes are numbered in the order in which a
+cluster's dimensions name them (`Naming`). If the answers are the same, so is the itemised cost
+(`costmodels.pricing.templates`): only its seconds are computed again, on the current mesh.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from mesh_tf_core.tracing.graph import Graph
 
 @dataclass(frozen=True, slots=True)
 class LoweredCluster:
-    """A cluster, or what recomputation adds to it, after lowering.
+    """A cluster, or the part that recomputation adds to it, after lowering.
 
     Attributes:
-      subgraph: what was lowered.
-      asked: what lowering asked, with the answers.
+      subgraph: the lowered part.
+      asked: queries of lowering, with the answers.
       cost: None if it is not legal.
-      waiting: gradient sums that may travel with those of other clusters.
-      totalled: axes and dtype of what the update's total takes.
-      program: what it was lowered to; None if it is not legal.
+      waiting: gradient sums that may be combined with those of other clusters.
+      totalled: axes and dtype of the values that the update's total takes.
+      program: the lowered program; None if the assignment is illegal.
     """
 
     subgraph: Subgraph
@@ -64,7 +64,7 @@ class Naming:
 
     Attributes:
       mesh, pricer: with the numbers as names; the pricer's mesh may have them in another order.
-      number: an axis -> its number; `real` the other way.
+      number: an axis -> its number; `real`: the inverse.
     """
 
     mesh: Mesh
@@ -79,7 +79,7 @@ class Naming:
 
 
 class Namings:
-    """All ways to number the axes of one mesh."""
+    """All numberings of the axes of one mesh."""
 
     def __init__(self, pricer: Pricer) -> None:
         self.pricer = pricer
@@ -87,7 +87,7 @@ class Namings:
         self._pricers: dict[Hashable, Pricer] = {}
 
     def of(self, splits: Iterable[Axes]) -> Naming:
-        """Axes numbered in the order in which they are named here, then the others."""
+        """Numbers axes in the given order, then the others."""
         mesh = self.pricer.placement.mesh
         order = tuple(dict.fromkeys([*(a for axes in splits for a in axes), *mesh.names]))
         if order not in self._known:

@@ -1,7 +1,7 @@
 """The cluster that makes each tensor of a step, and the tensor's name there.
 
-Equal clusters are lowered once: a tensor of any of them is read off the first one, in which the tensor at the
-same place stands for it.
+Equal clusters are lowered once: a tensor of any of them is read off the first one, where the tensor at the
+same place represents it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Makers:
     """The sources of one step.
 
     Attributes:
-      clusters: those that are priced, then the feeds and reads that none of them has.
-      runs: node -> its cluster, and the node that stands for it there.
-      given: node -> its cluster's operands -> the tensors that stand for them there.
-      variable: variable -> the cluster that stores it, and the variable that stands for it there.
+      clusters: those with tables, then the feeds and reads that belong to none.
+      runs: node -> its cluster, and the node that represents it there.
+      given: node -> its cluster's operands -> the tensors that represent them there.
+      variable: variable -> the cluster that stores it, and the variable that represents it there.
       gathered: (node of a loop, or 0, tensor of a variable that is read there) -> its source.
-      parts: part of a stack -> the stack, and how many parts that has; a stage's is all that its device has.
+      parts: part of a stack -> the stack, and its number of parts; for a stage, all parts on its device.
       renamed: parts that stages have: other names of stacks.
     """
 
@@ -66,7 +66,7 @@ class Makers:
         self.renamed = {inner for block in spread for _, inner in block.sliced}
 
     def source(self, tensor: int) -> TensorMaker | None:
-        """The source of a tensor; of a part of a stack, that of the stack. None: no cluster makes it."""
+        """The origin of a tensor; for a part of a stack, that of the stack. None: no cluster makes it."""
         share = 1.0
         while tensor not in self._made and tensor in self.parts:
             tensor, n = self.parts[tensor]

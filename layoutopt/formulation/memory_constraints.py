@@ -1,12 +1,13 @@
-"""Memory rows of the integer program: what every point of a step holds (`memory_points`), each thing a table
-over the decisions about the cluster that makes it, read off that cluster as it was lowered for its price.
+"""Memory rows of the integer program: the bytes at every point of a step (`memory_points`). Each value is a
+table over the decisions of the cluster that computes it, read off that cluster's lowered program.
 
-    use_t(x) = sum over the things h alive at t of bytes_h(x_c(h))
+    use_t(x) = sum over the values h alive at t of bytes_h(x_c(h))
 
-Decisions that do not matter to a thing leave its table, equal tables are one, and a point that holds no more
-than another is dropped. Loops that run again hold other values at other points, so every set of them has rows
-of its own, which hold nothing where it is not chosen. What only some layouts hold, or only in the middle of
-an operation, is not counted, so a row never forbids a layout that fits; `lazy_cuts` adds it where it matters.
+Decisions that do not affect a value are removed from its table, equal tables are merged, and a point that
+never holds more than another is dropped. With recomputed loops other values are alive at other points, so
+every set of recomputed loops has its own rows, which are 0 if the set is not chosen. Values that exist only
+in some layouts, or only inside an operation, are not counted, so a row never forbids a layout that fits;
+`lazy_cuts` adds them where needed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class MemoryConstraints:
     Args:
       names: the decisions with a choice, in the order of the problem's variables.
       tables: the priced clusters, over these decisions.
-      meetings: of replicas, beside the step.
+      meetings: outer steps of replicas.
     """
 
     def __init__(
@@ -78,8 +79,8 @@ class MemoryConstraints:
     def point(
         self, again: RunsAgain, node: int, phase: str, choices: Sequence[int]
     ) -> tuple[ResourceRow, dict[PointKey, float]] | None:
-        """The row of the point at which a node runs, and what is counted there under some choices besides
-        the variables; None if there is no such point. (Of several, the one that holds most.)"""
+        """The row of the point at which a node runs, and its bytes under some choices besides the variables;
+        None if there is no such point. (Of several, the one that holds most.)"""
         points = self.context.points(again | self.always, self.fuses)
         found = []
         for point in points.running(node, phase):

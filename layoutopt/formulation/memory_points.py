@@ -1,13 +1,12 @@
 """The points of a step with the tensors alive at each, whatever is split, and the clusters that make them.
 
-The step is lowered once with nothing split, and `mesh_tf_core.ir.liveness` walks it with every name of a
-tensor counted for itself: a layout may make a rename or a reshape a value of its own. A tensor that is alive
-at a point there is alive at the corresponding point under any layout, so a row may count the bytes that the
-cluster which makes it says it has (`layoutopt.formulation.lifetimes`). Nothing is said here of splits or
-sizes.
+The step is lowered once without splits, and `mesh_tf_core.ir.liveness` walks it with every name of a tensor
+counted separately, because a layout may give a rename or a reshape its own memory. A tensor that is alive at
+a point there is alive at the corresponding point under any layout. A row may therefore count the bytes of the
+cluster that computes it (`layoutopt.formulation.lifetimes`). Nothing here depends on splits or sizes.
 
-Two things are counted otherwise, for what becomes of them depends on the layout: copies that are gathered for
-the readers of a block, and values that only live while one operation runs.
+Two kinds of values are counted differently, because they depend on the layout: copies that are gathered for
+the readers of a block, and values that exist only during one operation.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class ProgramPoints:
       fuses: the compiler makes kernels of several operations.
 
     Attributes:
-      instrs: what runs at each point.
-      counted: what they hold besides the variables.
+      instrs: the instruction at each point.
+      counted: their values besides the variables.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class ProgramPoints:
             yield HeldBytes(ByteRule.VARIABLE, cluster, 0, like, "", 1.0)
 
     def at(self, point: int) -> Iterator[tuple[PointKey, HeldBytes]]:
-        """The tensors that a point holds besides the variables."""
+        """The tensors at a point besides the variables."""
         return ((c.key, c.thing) for c in self.counted if c.first <= point <= c.last)
 
     def running(self, node: int, phase: str) -> list[int]:

@@ -1,15 +1,16 @@
-"""The outer step of replicas, beside the step of each (`mesh_tf_core.tracing.replicas`).
+"""The outer step of replicas, in addition to the step of each (`mesh_tf_core.tracing.replicas`).
 
-A step with replicas is the step of one, on the other axes of the mesh, and a 1/H of every meeting. Each is a
-graph of its own over the same decisions, so its clusters stand beside those of the step, each 1/H times, and
-what replicas keep to meet is held at every point of the step. A replica's step costs and holds what the
-step does where nothing is split over the axis (tests/layoutopt/test_search_replicas.py).
+A step with replicas is the step of one, on the other axes of the mesh, and 1/H of every outer step. Each
+outer step is a separate graph over the same decisions. Its clusters are added with multiplicity 1/H, and its
+state is counted at every point of the step. A replica's step has the cost and the memory of a step in which
+nothing is split over the axis (tests/layoutopt/test_search_replicas.py).
 
-With a delay the exchange of a fragment waits only for what is longer than the steps of the delay,
+With a delay only the part of a fragment's exchange that exceeds the steps of the delay is exposed,
 
   exposed = max(0, exchange - delay * step)
 
-which is not a sum over clusters. The tables say 0: they are a bound, and the price where all of it is hidden.
+which is not a sum over clusters. The tables have 0: a bound, and the exact cost if the whole exchange is
+hidden.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ class _Meets:
 
 
 class OuterStepContext(SharedContext):
-    """A meeting of some replicas after a step.
+    """An outer step of some replicas.
 
     Attributes:
-      narrow, padded: see `Tabler`; of the step, for a meeting updates what that reads.
-      kept: the variables that it writes, and neither the step nor a meeting before it.
+      narrow, padded: see `Tabler`; of the step, and for an outer step also its variables.
+      kept: the variables that only this outer step writes, not the step or an earlier one.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class OuterStepContext(SharedContext):
         self.clusters = tuple(replace(c, multiplicity=c.multiplicity / by.period) for c in self.clusters)
 
     def kept_of(self, cluster: int) -> Counter[str]:
-        """How many of `kept` a cluster stands for, by the variable of its own that they are like."""
+        """Number of `kept` that a cluster represents, by its own variable."""
         made = map(self.makers.variable.__getitem__, self.kept)
         return Counter(like for number, like in made if number == cluster)
 
@@ -91,8 +92,8 @@ class OuterStepContext(SharedContext):
 
 
 def meetings(model: Model, mesh: Mesh, decided: Decisions) -> tuple[OuterStepContext, ...]:
-    """Those of a problem's replicas in a period, made once for all searches of its graph; none without
-    replicas."""
+    """The outer steps of a problem's replicas in a period, made once for all searches of its graph; none
+    without replicas."""
     by = decided.diloco
     if by is None:
         return ()

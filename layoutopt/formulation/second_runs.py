@@ -1,8 +1,8 @@
 """The parts of a step that run a second time where loops are recomputed, and the values that backward finds
 kept.
 
-Of loops one inside of the other, a nest, each may run again: what runs then, and what is kept for it, follows
-from what is said of all of them together.
+Each of several nested loops may be recomputed: the second runs, and the values kept for them, follow from the
+policies of all of them together.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NOTHING: Mapping[Policies, Subgraph] = {}
 
 
 class SecondRun(NamedTuple):
-    """A second run: of loops with a name, or beside the backward of what is inside of them."""
+    """A second run: of loops with a name, or in the backward of loops inside them."""
 
     recompute: Policies
     name: str
@@ -47,9 +47,9 @@ class SecondRuns:
       nests: names of loops, those together that are one inside of the other.
       again: run -> its nodes.
       runs: node -> the runs that it is in.
-      switches: node -> the names of the loops whose recomputation changes what it does again, or keeps.
-      idle: what is said -> the nodes that do nothing then in the first run.
-      kept: tensor -> under which policies loops keep it, or what they pass on has it.
+      switches: node -> the names of the loops whose recomputation changes its second run, or its kept values.
+      idle: policy -> the nodes that then do nothing in the first run.
+      kept: tensor -> the policies under which loops, or loops that they pass it to, keep it.
     """
 
     def __init__(self, dependencies: Dependencies) -> None:
@@ -186,8 +186,8 @@ class SecondRuns:
         return self.loops.get(block.id) == name or beside(block) == name
 
     def beside(self, nodes: Iterable[Node], run: SecondRun) -> tuple[Twin, ...]:
-        """`Subgraph.beside`: of what some nodes may move that run again within their block's backward (loops
-        inside of it do so beside theirs)."""
+        """`Subgraph.beside`: for values that some nodes may move, and that are recomputed within their
+        block's backward."""
         found: dict[int, Twin] = {}
         for node in nodes:
             home = self.dependencies.block_of[node.index]
@@ -220,7 +220,7 @@ class SecondRuns:
         return self.dependencies.block_of[node.index] is block
 
     def twin(self, tensor: int, backward: Block) -> int:
-        """The tensor that stands for one of forward in a backward body, or in those around it."""
+        """The tensor that represents one of forward in a backward body, or in those around it."""
         around = backward
         while tensor not in around.captured and around.parent is not None:
             around = self.graph.blocks[around.parent]
@@ -233,8 +233,8 @@ class SecondRuns:
         names: Sequence[str],
         first_runs: Mapping[Policies, Subgraph] = NOTHING,
     ) -> dict[str, dict[Choice, Choice]]:
-        """`Cluster.alike`: under which options the same runs again and the same is kept, whatever is said of
-        other loops.
+        """`Cluster.alike`: the options with the same second runs and the same kept values, whatever the
+        policies of other loops.
 
         Args:
           names: the loops that matter to the cluster.

@@ -41,8 +41,8 @@ class SharedContext:
       narrow, padded: see `Tabler`.
 
     Args:
-      structure: what decisions make of it.
-      cut: additions that are priced apart from their operands.
+      structure: effects of the decisions.
+      cut: additions that are predicted separately from their operands.
     """
 
     narrow: Mapping[str, str] | None = None
@@ -106,7 +106,7 @@ class SharedContext:
     def tabler(
         self, mesh: Mesh, pricer: Pricer, padded: Mapping[str, frozenset[str]] | None = None
     ) -> Tabler:
-        """Makes its tables on a mesh; what it made for the pricer that was asked for last is known.
+        """Makes its tables on a mesh; the tables for the last pricer are cached.
 
         Args:
           padded: see `Tabler`; None: the context's own.
@@ -123,7 +123,7 @@ class SharedContext:
         return Makers(self.dependencies, self.clusters)
 
     def points(self, again: RunsAgain, fuses: bool) -> ProgramPoints:
-        """The points of the step and what each holds; `fuses`: the compiler makes kernels of several
+        """The points of the step and the values at each; `fuses`: the compiler makes kernels of several
         operations."""
         if (again, fuses) not in self._points:
             self._points[again, fuses] = ProgramPoints(
@@ -133,7 +133,7 @@ class SharedContext:
 
 
 def shared_context(model: Model, structure: Structure) -> SharedContext:
-    """That of a step, made once for all searches of its graph: the next one may be for another machine."""
+    """The context of a step, made once for all searches of its graph, also for other machines."""
     step = structure.step_of(model)
     key = SharedContext, structure, tuple(t.id for t in step.results.values())
     return step.graph.remembered(key, lambda: SharedContext(model, structure))

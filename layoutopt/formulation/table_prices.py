@@ -1,4 +1,4 @@
-"""The price of single layouts from the prices of clusters, each lowered when it is first asked for."""
+"""The cost of single layouts from the costs of clusters, each lowered on first use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mesh_tf_core.lower.combine import BucketKey
 
 
 class TablePrices:
-    """Prices of layouts of one problem: what its tables say, without making them."""
+    """Costs of layouts of one problem, as its tables would have them, without making the tables."""
 
     def __init__(self, draft: Draft) -> None:
         self.draft = draft

@@ -1,5 +1,4 @@
-"""Cost tables: every cluster, lowered by itself under every legal combination of the decisions about it, and
-priced.
+"""Cost tables: every cluster, lowered alone under every legal combination of its decisions, and predicted.
 
     T_c(a) = seconds of cluster c when the decisions are a       (computed by lowering, never by formula)
     S_c(a) = the small gradient messages in it, which travel with those of other clusters:
@@ -52,8 +51,8 @@ class Entry:
     """The price of one assignment.
 
     Attributes:
-      small: the bytes of each small message, by group; none for what it adds to a norm, axis by axis.
-      lowered: what the price is of: the cluster, then what of it runs again; `mesh` is the one it lies on.
+      small: the bytes of each small message, by group; none for contributions to a norm, axis by axis.
+      lowered: the lowered programs: the cluster, then its second runs; `mesh` is their mesh.
     """
 
     seconds: float
@@ -89,8 +88,9 @@ def assignments(
     follows: Mapping[str, str] = NONE,
     most: float = math.inf,
 ) -> list[Assignment]:
-    """Assignments of `names` under which no shape uses a mesh axis twice, and what follows another name has
-    its choice or the plain one; if the first names have more than `most`, the assignments of these."""
+    """Assignments of `names` under which no shape uses a mesh axis twice, and in which names that follow
+    another have its choice or the plain one; if the first names have more than `most`, the assignments of
+    these."""
     position = {n: i for i, n in enumerate(names)}
     within = [[position[n] for n in shape if n in position] for shape in shapes]
     earlier = [
@@ -251,7 +251,7 @@ class Tabler:
         return known[key]
 
     def computed(self, cluster: Cluster, entry: Entry, chosen: Mapping[str, Choice]) -> float:
-        """Seconds of an entry, under the choices that it is of, without what devices send."""
+        """Seconds of an entry, under its choices, without messages."""
         prices = self.namings.of([chosen.get(n, ()) for n in cluster.dims]).pricer
         return sum(prices.computed(part.cost or ()) for part in entry.lowered)
 

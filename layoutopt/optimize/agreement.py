@@ -1,9 +1,9 @@
-"""Agreement of the tables with lowered programs, as far as it is known when a plan is made.
+"""Agreement of the tables with lowered programs, as far as a plan can check it.
 
-A search proves seconds of the tables. That they hold of programs assumes that the tables come to more than
-the program of no layout, also of those that nobody evaluated. Tests hold that. Here a few layouts that differ
-little from the answer are lowered whole and compared, for those would be the better ones: one that is cheaper
-than its tables ends the proof.
+A search proves seconds of the tables. A proof about programs assumes that the tables exceed the program of no
+layout, including those that were not evaluated. Tests hold that. Here a few layouts that differ little from
+the answer are lowered whole and compared, because these could be better: one that is faster than its tables
+invalidates the proof.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower import Options
 
 COMPARED, CHANGED = 8, 3
-"""Layouts that are lowered and compared, and in how many decisions, at most, each differs from the answer."""
+"""Number of layouts that are lowered and compared, and the largest number of decisions in which each differs
+from the answer."""
 
 
 @dataclass(frozen=True)
 class TableAgreement:
-    """The tables' prices beside those of whole programs, for some layouts.
+    """The tables' costs and those of whole programs, for some layouts.
 
     Attributes:
       seconds: their sum for the answer.
       program: seconds of the answer's program.
-      over: by how much of a program's seconds they come to more, at most, of `count` layouts on its mesh, and
-        which of them that is, if it is another one.
+      over: the largest excess of the tables over a program's seconds, relatively, for `count` layouts on its
+        mesh, and that layout if it is not the answer.
     """
 
     seconds: float

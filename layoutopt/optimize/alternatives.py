@@ -34,15 +34,15 @@ NamedLayout = tuple[Mesh, Layout, Options]
 
 @dataclass
 class Alternatives:
-    """The best of every name on any mesh of as many devices, the model's own layouts, and what simpler
-    searches find; where there is no time, only what is priced already.
+    """The best layout of every name on any mesh with the same devices, the model's own layouts, and results
+    of simpler searches; without time, only layouts that are predicted already.
 
     Attributes:
-      names: what the mesh's axes are called.
+      names: names of the mesh's axes.
       shapes: of meshes that baselines may have (None: all of one or two axes).
-      found: as far as it goes.
-      missing: names of those for which there was no time.
-      over, far: names whose plans are all too large, or all too slow to look for one that fits.
+      found: results so far.
+      missing: names that were skipped for lack of time. over, far: names whose plans are all too large, or
+        all so slow that no fitting one was searched.
       none: names that no plan has, as storage splits too little.
     """
 
@@ -57,7 +57,7 @@ class Alternatives:
     none: list[str] = field(default_factory=list)
 
     def look(self, subproblem: Subproblem) -> None:
-        """Fills them in; `subproblem`: what was decided where the answer is."""
+        """Fills them in; `subproblem`: the decisions of the answer's problem."""
         request, best = self.request, self.best
         quick = {name: (m, x, o) for name, m, x, o in by_name(request.model, best.mesh, self.names)}
         plans = Baselines(request.model, best.mesh, self.shapes).restrictions()
@@ -97,7 +97,7 @@ class Alternatives:
         return True
 
     def notes(self) -> list[str]:
-        """Why names whose plan does not fit have no other; where the mesh that was given costs time."""
+        """Notes: why names without a fitting plan have none; the cost of the given mesh."""
         notes = []
         if self.over:
             why = "do not fit with any storage, recomputation or number of microbatches that is allowed"
@@ -216,7 +216,7 @@ def _tried(
 def priced(
     request: Request, name: str, mesh: Mesh, layout: Layout, options: Options, names: Mapping[str, str]
 ) -> Alternative:
-    """A layout beside the answer, priced, or with the reason why it is not legal; `names`: of the axes."""
+    """A layout beside the answer, predicted, or with the reason why it is illegal; `names`: of the axes."""
     called, rules = called_mesh(mesh, names), layout.renamed(names)
     predicted, reason, used = _tried(request, mesh, layout, options, names)
     if reason is not None and called != mesh and not request.late:
@@ -234,7 +234,7 @@ def priced(
 
 
 def called_mesh(mesh: Mesh, names: Mapping[str, str]) -> Mesh:
-    """A mesh whose axes have other names."""
+    """A mesh with other names of axes."""
     return Mesh([(names.get(a, a), n) for a, n in mesh.axes])
 
 

@@ -9,10 +9,10 @@
   expert parallel         data over all axes, experts over the same, with all-to-alls between (GShard,
                           Lepikhin et al. 2021); of mixtures of experts alone
 
-`parallelism` says which dimension is which. A name stands for many plans: which of the weights' dimensions,
-the shape of the mesh, storage, recomputation and microbatches are left to choose (`restricted`), and where
-weights are split, what their axes split elsewhere (sequence parallelism, Korthikanti et al. 2022). Where the
-batch does not divide over all devices, what is left of them splits a sequence or an image.
+`parallelism` decides the role of each dimension. A name covers many plans: the split dimensions of weights,
+the shape of the mesh, storage, recomputation and microbatches are searched (`restricted`), and if weights are
+split, also further splits over their axes elsewhere (sequence parallelism, Korthikanti et al. 2022). If all
+devices do not divide the batch, the remaining ones split a sequence or an image.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FSDP = "fully sharded (FSDP)"
 
 def chosen_by_name(allowed: SearchSpace) -> SearchSpace:
     """The space of a named plan: the choices of a search that the name does not fix. Named plans have no
-    stages of pipelines, and the user's pins are none of theirs."""
+    pipeline stages, and the user's pins do not apply to them."""
     whole = tuple(stage for stage in allowed.storage if stage != HYBRID and AT not in stage)
     said = {name: getattr(allowed, name) for name, argument in ARGUMENTS.items() if argument.by_name}
     return SearchSpace(**{**said, "storage": whole or STAGES[:1]})
@@ -57,7 +57,8 @@ class Plans(ABC):
 
     Attributes:
       data: axes that the data dimensions are split over, all of them.
-      rest: axes that other dimensions may be split over, at least one of which is: `split`, if it names any.
+      rest: axes over which other dimensions may be split, of which at least one must be: `split`, if it names
+        any.
     """
 
     mesh: Mesh
@@ -67,10 +68,10 @@ class Plans(ABC):
 
     @abstractmethod
     def decided(self, allowed: SearchSpace, microbatches: int) -> Decisions | None:
-        """The decisions with so many microbatches; None if there are none."""
+        """The decisions with this number of microbatches; None if there are none."""
 
     def plain(self) -> tuple[Layout, Options] | None:
-        """One of them, as it is written without a search."""
+        """One of them, as written without a search."""
         return None
 
 
@@ -262,11 +263,11 @@ class Baselines:
 def by_name(
     model: Model, mesh: Mesh, names: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, Mesh, Layout, Options]]:
-    """(name, mesh, layout, options) of one plan of every name on a mesh, as it is written without a search,
-    of nothing split, and of the model's own expert layouts.
+    """(name, mesh, layout, options) of one plan of every name on a mesh, as written without a search, of the
+    layout without splits, and of the model's own expert layouts.
 
     Args:
-      names: what a plan calls the mesh's axes, if not by their names.
+      names: names of the mesh's axes in a plan, if they differ.
     """
     yield "replicated", mesh, Layout(), Options()
     for name, plans in Baselines(model, mesh, frozenset()).restrictions().items():

@@ -1,8 +1,7 @@
-"""The bounds of a subproblem: what is proven of the seconds of its layouts, for every limit of memory, and by
-what.
+"""The bounds of a subproblem: proven seconds of its layouts, for every limit of memory, with their proofs.
 
-A bound that is proven of the layouts that hold at most some bytes holds for every smaller limit too. Prices
-and tables bound layouts whatever memory they take; a solver, those within the limit that it was asked about.
+A bound that is proven of the layouts that hold at most some bytes holds for every smaller limit too.
+Predictions and tables bound layouts with any memory; a solver bounds those within its limit.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Source(StrEnum):
 
     NOTHING = "open"
     SHARE = "share"
-    """A device computes its share of what one would compute alone."""
+    """A device computes its share of the compute on one device."""
     PIECES = "pieces"
     """Fewer microbatches on the same mesh take no longer."""
     TABLES = "bound"
@@ -41,7 +40,7 @@ class Source(StrEnum):
 
 
 class State(Enum):
-    """Progress with a subproblem, beside the best layout that is known."""
+    """Progress with a subproblem, with the best known layout."""
 
     OPEN = "open"
     """Something better may be in it."""
@@ -57,7 +56,7 @@ class Bound:
 
     Attributes:
       value: seconds; bytes where the least memory is the objective.
-      within: bytes that the layouts hold at most of which that is proven.
+      within: largest memory, in bytes, of the layouts for which it is proven.
     """
 
     value: float = 0.0
@@ -73,7 +72,7 @@ class ProvenBounds:
       proven: bounds in seconds, none of which follows from another.
       least: bytes that no layout holds less than.
       costs: of options, whatever memory a layout takes.
-      best: the fastest within the last limit that was asked about, if that is proven.
+      best: the fastest layout within the last limit, if that is proven.
     """
 
     proven: list[Bound] = field(default_factory=lambda: [Bound()])

@@ -36,7 +36,7 @@ from mesh_tf_core.model import Model
 
 __all__ = ["AUTO", "Limits", "Objective", "OnSearchStatus", "SearchSpace", "SearchStatus", "search"]
 MOST_LISTED = 1000
-"""The largest number of best layouts that may be listed: each takes a search of its own."""
+"""The largest number of best layouts in a list: each takes a separate search."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Limits:
     Attributes:
       memory: bytes of a device that a layout may use (None: the hardware's memory).
       max_axes: the largest number of axes of a mesh, when `devices` is given instead of a mesh.
-      top: how many of the best layouts to list.
+      top: number of best layouts to list.
       time_limit: seconds, or a running clock. The search ends at most two seconds later with the best layout
         found and its bound.
       refine: try other splits of single operations after the search, for at most 40 s.

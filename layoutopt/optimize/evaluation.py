@@ -1,4 +1,4 @@
-"""A layout's program with what follows from it: its price, its memory, and what a plan says of them."""
+"""A layout's program with its cost, its memory, and the texts of a plan about them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ ONE_DEVICE = Mesh("all:1")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A layout's program, and what follows from it when it is asked for: its price and its memory.
+    """A layout's program, with its cost and its memory computed on demand.
 
     Attributes:
-      replicas: those that train alone for some steps, whose step `program` is: they and their meeting,
-        of which a step's price has its share.
-      options: what the program was lowered with.
+      replicas: replicas that train alone for some steps; `program` is the step of one. A step's cost includes
+        its share of their outer steps.
+      options: options of the lowering.
     """
 
     model: Model = field(repr=False, compare=False)
@@ -60,7 +60,8 @@ class Evaluation:
         return tuple(undivided(self.placement))
 
     def left_whole(self, stage: str) -> tuple[Undivided, ...]:
-        """Variables that a stage could not split under this layout, of those with no stage of their own."""
+        """Variables that a stage could not split under this layout, among those without a stage of
+        their own."""
         stages = stored_at(self.placement.variables.values(), stage)
         known = split_stages(self.placement)
         others = self.placement.stored({n: s for n, s in stages.items() if n not in known})
@@ -120,7 +121,7 @@ class Evaluation:
 
     @property
     def pipeline(self) -> Mapping[str, int]:
-        """Dimensions of layers that are stages of a pipeline -> how many stages."""
+        """Dimensions of layers that are pipeline stages -> number of stages."""
         return self.model.stages(self.program.mesh, self.program.layout)
 
     @property
@@ -159,8 +160,8 @@ class Evaluation:
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
-        """Notes on the price: where it is of another kind, what it prices too low, and where it claims more
-        than anyone published."""
+        """Notes on the prediction: differences of kind, known underestimates, and results above every
+        published one."""
         own = (
             *map(str, self.undivided),
             *self._offloads(),
@@ -245,7 +246,7 @@ class Evaluation:
 
     @cached_property
     def beyond_hosts(self) -> str | None:
-        """Why what it keeps on the hosts does not fit there; None if it does, as far as is known."""
+        """The reason why values on the hosts do not fit there; None if they fit, as far as is known."""
         host, held = self.prices.hardware.host_memory_bytes, self.program.host_bytes
         if host is None or held <= host:
             return None
@@ -275,8 +276,8 @@ def over_axis(cost: Cost, axis: str) -> float:
 
 
 def beside_steps(met: Cost, how: DiLoCo, step: float) -> Iterator[Line]:
-    """The lines of a meeting, of whose messages between replicas the steps of its delay hide as much as they
-    take; `step`: seconds of one."""
+    """The lines of an outer step; the steps of its delay hide as much of its messages between replicas as
+    they take; `step`: seconds of one."""
     total = over_axis(met, how.axis)
     left = max(0.0, 1 - how.delay * step / total) if total else 1.0
     for x in met.lines:

@@ -1,7 +1,7 @@
 """The price of one layout: the whole graph is lowered under it, and the program is priced. No table, no
 solver.
 
-`evaluate` does it once; an `Evaluator` remembers, for a search, what layouts of one model have in common.
+`evaluate` runs once; an `Evaluator` caches, for a search, the common parts of one model's layouts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def computed_alone(model: Model, hardware: Hardware, loops: Collection[str] | No
 
 
 def check_limit(memory: Any) -> None:
-    """UserError if that is no limit of a device's memory, whatever annotations say; None is none."""
+    """UserError if the value is not a limit of a device's memory, at run time; None is no limit."""
     if memory is not None and not (is_number(memory) and float(memory) > 0):
         raise UserError(f"memory {memory!r}: needs a positive number of bytes")
 
@@ -70,10 +70,10 @@ def evaluate(
 
 
 class Evaluator:
-    """Evaluations of one model on one piece of hardware, and what they share: nothing is made twice.
+    """Evaluations of one model on one piece of hardware, with a shared cache.
 
     Attributes:
-      tight: the fastest layout of some mesh did not fit: those of others may not either.
+      tight: the fastest layout of some mesh did not fit, so those of others may not fit either.
       again: sets of loops (`again_in`) that ran again in a layout that did not fit: their rows are needed on
         other meshes too.
     """
@@ -93,8 +93,8 @@ class Evaluator:
         return self._prices[mesh]
 
     def least(self, mesh: Mesh, decided: Decisions) -> float:
-        """Seconds that no layout takes less than: a device computes its share, and stages of pipelines that
-        of their products in every tick."""
+        """Seconds that every layout takes at least: a device computes its share, and pipeline stages that of
+        their products in every tick."""
         parts = decided.microbatches
         stages = decided.stages_on(mesh).items()
         plans = ((dim, PipelineSchedule.named(decided.schedule, n, parts)) for dim, n in stages)
@@ -113,7 +113,7 @@ class Evaluator:
         return self.prices(mesh).placement.near
 
     def table_prices(self, mesh: Mesh, decided: Decisions) -> TablePrices:
-        """The tables' prices of a problem; those of the latest problem are kept."""
+        """The costs of a problem's layouts by its tables; those of the latest problem are cached."""
         found = self._table_prices
         if found is None or found.draft.mesh != mesh or found.draft.decided is not decided:
             self._table_prices = found = TablePrices(

@@ -1,12 +1,12 @@
-"""Fewer options before all tables are made: what cannot be part of anything faster than a known one leaves.
+"""Removes options before all tables are complete: those that no layout faster than a known one has.
 
-A problem with only some of its tables costs no more than the whole. Elimination says of every option what
-the best layout with it costs by these tables (`problem.marginals`). To that comes what clusters without a
-table take at least: a device computes its share of them, where pieces cost no less than their share of the
-whole (`Pricer.pieces_cost_more`). Where the sum is more than a layout that is known to fit takes, the
-option leaves, and later tables are made over what is left. Where the bound of the whole problem is more, no
-further table is needed. Tables that say much in few entries come first: how much is estimated by the price
-of their cluster while nothing is split.
+A problem with only some of its tables costs no more than the whole. Elimination gives, for every option, the
+cost of the best layout with it under these tables (`problem.marginals`). The least cost of clusters without a
+table is added: a device computes its share of them, if pieces cost no less than their share of the whole
+(`Pricer.pieces_cost_more`). If the sum exceeds the time of a known layout that fits, the option is removed,
+and later tables are made over the remaining ones. Where the bound of the whole problem is more, no further
+table is needed. Tables with large costs and few entries come first; their cost is estimated by that of their
+cluster without splits.
 
 The best choices by the tables so far are evaluated now and then: they are often a better known layout.
 """
@@ -38,14 +38,14 @@ from mesh_tf_core.lower import Options
 FIRST, MORE = 40, 0.3
 """Entries before options are looked at: at first, and as a part of those that there are."""
 PROPOSED = 0.5
-"""Part of the estimated seconds that tables must tell before their best choices are evaluated."""
+"""Share of the estimated seconds in complete tables from which their best choices are evaluated."""
 
 Propose = Callable[[Layout, Options], float]
 """Evaluates a layout; the seconds of the fastest known one that fits."""
 Heard = Callable[[float, float], None]
 """heard(seconds that no layout takes less than, part of the tables that are made)."""
 PartMade = Callable[[float], None]
-"""told(part of the tables that are made)."""
+"""told(share of the tables that are complete)."""
 
 
 class Weight(NamedTuple):
@@ -53,7 +53,7 @@ class Weight(NamedTuple):
 
     Attributes:
       seconds: all of it; 0: that is not legal.
-      computed: what of it no layout computes less than on all devices together; 0: not known.
+      computed: the least compute on all devices together under any layout; 0: unknown.
     """
 
     seconds: float
@@ -76,8 +76,8 @@ def fix_options(
 
     Args:
       upper: seconds of a known layout; only faster ones matter.
-      weights: what clusters cost while nothing is split, as far as that is known; it is filled.
-      heard: told of every bound.
+      weights: costs of clusters without splits, as far as known; it is filled.
+      heard: called with every bound.
 
     Returns:
       seconds: no layout takes less, or none takes less than `upper` if that is less.
@@ -127,12 +127,12 @@ def faster(
     weights: ClusterWeights | None = None,
     told: PartMade | None = None,
 ) -> SubproblemSearch | None:
-    """The problem of what may be faster than `upper` seconds; None if nothing is, or there was no time for
+    """The problem of layouts that may be faster than `upper` seconds; None if there are none, or no time for
     all tables. Proves bounds of the subproblem, none if dimensions had to stay whole.
 
     Args:
       propose, clock, weights: those of `fix_options`.
-      told: told of every bound.
+      told: called with every bound.
     """
     mesh, bounds = subproblem.mesh, subproblem.bounds
     draft = Draft(evaluator.model, mesh, subproblem.decided, evaluator.prices(mesh))
@@ -160,9 +160,9 @@ def option_costs(search: SubproblemSearch, asked: Decisions, known: float) -> Op
     """The costs of the options of a problem; None if they are unknown.
 
     Args:
-      search: what is left of it (`faster`).
+      search: the remaining problem (`faster`).
       asked: all its options.
-      known: seconds of a layout; what left, or is only in rows that did, takes more.
+      known: seconds of a layout; removed options, and those that only occur in removed rows, take longer.
     """
     found, extraction = search.eliminated, search.extraction
     if not found.exact or extraction.unsplit:
@@ -177,7 +177,7 @@ def option_costs(search: SubproblemSearch, asked: Decisions, known: float) -> Op
 
 
 def fill(weights: ClusterWeights, draft: Draft) -> ClusterWeights:
-    """The weights of clusters by their id, those of a draft among them."""
+    """The weights of clusters by their id, including those of a draft."""
     weights.update({id(c): _weight(draft, c) for c in draft.left if id(c) not in weights})
     return weights
 

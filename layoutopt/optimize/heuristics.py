@@ -1,10 +1,10 @@
-"""Simpler searches on the same mesh: beside the answer they show what proving it is worth.
+"""Simpler searches on the same mesh: their results show the value of the proof.
 
   greedy        from nothing split: the one split more that saves most, as long as one saves anything
   least memory  the splits with the smallest peak, whatever they cost in time; what Mesh-TensorFlow's own
                 optimiser (`mesh_tensorflow/auto_mtf`) looks for
 Both decide about splits alone; storage, recomputation and microbatches are chosen after them (`restricted`).
-Neither needs tables: greedy prices single layouts, and memory follows from what is legal.
+Neither needs tables: greedy predicts single layouts, and memory follows from the legal assignments.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every layout that was priced so far, and the best of them: the answer of a search, whenever it ends.
 
-Layouts by name (`baselines`) are here before anything is solved where time is short, and beside every answer:
-no plan is slower than what experts would have written.
+Named layouts (`baselines`) are predicted before anything is solved if time is short, and beside every answer,
+so no plan is slower than the plan of an expert.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Incumbents:
 
     Args:
       renames: a plan gives the axes of its mesh other names.
-      subproblems: a layout that none of them allows is not kept; the search adds to them.
+      subproblems: a layout that none of them allows is rejected; the search adds to them.
 
     Attributes:
       found: in the order in which they were found.
@@ -47,7 +47,7 @@ class Incumbents:
         return (found.peak, found.seconds) if memory else (found.seconds, found.peak)
 
     def add(self, found: EvaluatedLayout) -> None:
-        """Keeps a layout, and tells of it if it is the best so far that fits."""
+        """Keeps a layout, and reports it if it is the best so far that fits."""
         request, known = self.request, self.best()
         better = known is None or self.order(found)[0] < self.order(known)[0]
         self.found.append(found)
@@ -103,8 +103,9 @@ class Incumbents:
     # -- layouts by name -------------------------------------------------------------------------------------
 
     def price_named(self, clock: Clock = UNLIMITED) -> None:
-        """Prices what experts would write, to have something early: as lean as it can be until something
-        fits, then as it is, and leaner where that does not fit; until the time of `clock` is over."""
+        """Predicts layouts that experts would write, to have an early answer: with the least memory until
+        something fits, then as written, and with less memory if that does not fit; until the time of `clock`
+        is over."""
         for lean in (True, False):
             # More microbatches need less memory.
             for subproblem in self.subproblems[::-1] if lean else self.subproblems:
@@ -123,8 +124,8 @@ class Incumbents:
                         self.offer(mesh, layout, subproblem.decided.least_memory)
 
     def price_on(self, subproblem: Subproblem) -> None:
-        """Prices layouts by name where one problem is, leaner if none fits as it is: they stand beside an
-        answer there anyway, and what is slower than one of them needs no table."""
+        """Predicts named layouts on the mesh of a problem, with less memory if none fits as written. They are
+        alternatives of the answer in any case, and slower layouts need no table."""
         mesh, parts, decided = subproblem.mesh, subproblem.microbatches, subproblem.decided
         for lean in (False, True):
             for _, layout, options in self._named(mesh, {}):
@@ -134,7 +135,7 @@ class Incumbents:
                     )
 
     def beat_named(self, limit: float) -> None:
-        """Looks at the layouts by name on the mesh of the fastest one, and at the greedy one, that are listed
+        """Searches the named layouts on the mesh of the fastest one, and the greedy one, which are listed
         beside it: one of them may be faster."""
         seen: list[EvaluatedLayout] = []
         while (best := self.fastest(limit)) is not None and best not in seen:

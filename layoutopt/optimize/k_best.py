@@ -1,11 +1,11 @@
 """The best layouts after the best, over all problems of a search, in order.
 
-Every problem waits with what its next layout takes at least: first its bound, then the seconds of its fastest
-layout that was not taken yet; the one that promises most is looked at next (Lawler 1972, "A procedure for
-computing the K best solutions to discrete optimization problems"). Layouts that differ by the names of axes
-alone are one, as are those that a mesh with fewer axes has too, and those whose programs differ by no more
-than the order of their instructions and hold as much: storage in which gradients are scattered at once or a
-little later, say.
+Every problem is ordered by the least time of its next layout: first its bound, then the seconds of its
+fastest remaining layout. The most promising problem is next (Lawler 1972, "A procedure for computing the K
+best solutions to discrete optimization problems"). Layouts that differ only in the names of axes count as
+one. So do those that a mesh with fewer axes also has, and those whose programs differ only in the order of
+their instructions and have the same peak, such as storage in which gradients are scattered at once or a
+little later.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SAME = 1e-9
 def k_best(search: LayoutSearch, best: EvaluatedLayout) -> Iterator[EvaluatedLayout]:
     """The second best layout, the third, and so on, as long as there are any and there is time.
 
-    Where the least memory was asked for, they hold no more than the best one and take longer.
+    With the objective of least memory, they need no more memory than the best one and take longer.
     """
     request, taken, number = search.request, [best], itertools.count()
     told = {program_of(best.evaluation)}
@@ -71,7 +71,7 @@ def k_best(search: LayoutSearch, best: EvaluatedLayout) -> Iterator[EvaluatedLay
 
 
 def program_of(evaluated: Evaluation) -> Hashable:
-    """The instructions of a program in any order, each by what it computes or moves, and its peak."""
+    """The instructions of a program in any order, each by its computation or move, and its peak."""
     program = evaluated.program
 
     def values(ids: tuple[int, ...]) -> Hashable:

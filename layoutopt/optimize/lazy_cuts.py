@@ -4,15 +4,15 @@ is too large for the same reason.
 The evaluator's peak is at some instruction. The row of that point (`memory_constraints`) counts less
 there: some values are larger under this layout, moved copies are held, kernels are cut. Let D be the
 decisions about the clusters that make or read one of these values, and about the cluster that runs at the
-peak. A cluster is
-lowered from its own decisions alone (that is why prices of clusters add up), so under every layout that
-agrees on D the same instruction runs, and holds the same excess e over what the row counts:
+peak. A cluster's program depends only on its own decisions (that is why costs of clusters add up). Under
+every layout that agrees on D the same instruction therefore runs, with the same excess e over the row's
+count:
 
     row(x) + e [x agrees on D] <= peak(x)     written as     row(x) + e (sum_{i in D} [x_i agrees] - |D| + 1)
 
-which is less where x does not agree. So the row never forbids what fits (tests/layoutopt/test_lazy_cuts.py).
-Where the point is not found in the program with nothing split, D is everything, and the row is about this
-one layout.
+which is less where x does not agree. The row therefore never forbids a layout that fits
+(tests/layoutopt/test_lazy_cuts.py). Where the point is not found in the program with nothing split, D is
+everything, and the row is about this one layout.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ SAME = 0.5
 
 
 def lazy_cut(found: Extraction, choices: Sequence[int], judged: Evaluation, met: int = 0) -> ResourceRow:
-    """The row for choices whose program is known; its use under them is that program's peak.
+    """The row for choices with a known program; its use under them is that program's peak.
 
     Args:
-      met: bytes of what replicas keep to meet, of which that program, the step of one, knows nothing.
+      met: bytes of the replicas' synchronisation state, which the program of one step does not contain.
     """
     names = found.names
     entries: tuple[RowTerm, ...] = ()

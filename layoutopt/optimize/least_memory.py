@@ -30,7 +30,7 @@ from layoutopt.solver import (
 from layoutopt.space.kind import Choice
 
 LEVELS, ROUNDS = 33, 4
-"""Steps of memory that are told apart at once, and how often they get finer."""
+"""Steps of memory that are distinguished at once, and number of refinements."""
 CLOSE = 1e-3
 """Relative difference below which a bound on memory needs no finer steps."""
 
@@ -68,11 +68,11 @@ def leanest(
     pinned: Mapping[str, Choice] | None = None,
     best: EvaluatedLayout | None = None,
 ) -> tuple[EvaluatedLayout | None, float]:
-    """A layout with little memory, and bytes that no layout goes below.
+    """A layout with little memory, and a lower bound of every layout's bytes.
 
-    One variable more counts what the rows may hold, in steps from what they hold at least to what is
-    known to suffice. The lowest step under which a legal choice exists is solved for, the answer is
-    evaluated, and the steps get finer between the two.
+    One more variable is the limit of the rows, in steps from their least use to a sufficient one. The lowest
+    step under which a legal choice exists is solved for, the answer is evaluated, and the steps get finer
+    between the two.
 
     Args:
       pinned: decisions that are taken already.
@@ -119,7 +119,7 @@ def _levelled(search: SubproblemSearch, levels: np.ndarray) -> Problem:
 def least_memory(
     search: SubproblemSearch, below: float = math.inf, clock: Clock = UNLIMITED
 ) -> tuple[list[EvaluatedLayout], float]:
-    """Layouts that hold less than `below` bytes, the last one least, and bytes that none goes below."""
+    """Layouts with less than `below` bytes, the last one least, and a lower bound of every layout's bytes."""
     found: list[EvaluatedLayout] = []
     if math.isfinite(below):
         outcome = search.fastest(below - 1, clock=clock)
@@ -169,8 +169,8 @@ def _legal(term: Term) -> Term:
 
 
 def too_much(request: Request, leanest: EvaluatedLayout, low: float, advice: str, space: CoveredSpace) -> str:
-    """The bytes that a layout needs beyond a limit that nothing fits into, what to do, and what was looked
-    at; `low`: bytes that are proven needed."""
+    """The bytes that a layout needs beyond a limit that no layout satisfies, the remedy, and the searched
+    space; `low`: bytes that are proven necessary."""
     limit = request.limit
     whole = "".join(f"; {each}" for each in left_whole(request, leanest.evaluation))
     looked = f"; {space.count} were looked at ({space.limits})" if space.limits else ""

@@ -32,7 +32,7 @@ class Pace:
         """Seconds that the search will take yet, about; None: unknown.
 
         Args:
-          part: of the problem that is looked at, what is done.
+          part: finished share of the current problem.
           others: problems that are to be looked at after it.
           limit: seconds that are left of a time limit.
         """

@@ -35,8 +35,7 @@ def with_details(
     """The same plan, with all its `details`.
 
     Args:
-      limit: bytes that a device may hold.
-      source, hashes: what the model was made from, if that is a file.
+      limit: bytes of a device. source, hashes: origin of the model, if it is a file.
     """
     from layoutopt.optimize.evaluator import Evaluator
     from layoutopt.plan.build import AppliesPlans

@@ -1,12 +1,11 @@
-"""From the best layout to a plan: prices, proof, the baselines beside it, names for the axes of a searched
-mesh.
+"""From the best layout to a plan: costs, proof, alternatives, names for the axes of a searched mesh.
 
-Seconds are proven of the tables; what a plan shows is the price of the lowered program. It is OPTIMAL only if
-the two agree on its layout within `layoutopt.solver.TOLERANCE` (relative), whoever found it. Where the
-tables come to less, their bound holds, and the difference is the gap. Where they come to more, other layouts
-may be cheaper than their tables, too: the bound is what is proven of every program, that no device computes
-less than its share of what one would alone. A note says what the bound would be if the tables counted no
-layout dearer than the ones at hand.
+The proof is about the tables; a plan shows the cost of the lowered program. It is OPTIMAL only if the two
+agree on its layout within `layoutopt.solver.TOLERANCE` (relative), whoever found it. If the tables' sum is
+less, their bound holds, and the difference is the gap. If it is more, other layouts may also be faster than
+their tables. The bound is then one that holds for every program: no device computes less than its share of
+the compute on one device. A note has the bound under the assumption that the tables exceed no layout by more
+than the compared ones.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def make_plan(
       others: the next best layouts.
       shapes: of meshes that baselines may have (None: all of one or two axes).
       bound: no layout takes fewer seconds, or bytes if these are the objective (None: the bound of `search`).
-      alternatives: look for those that stand beside the answer.
+      alternatives: find those beside the answer.
 
     Raises:
       ProgramError: the program of the layout is not well-formed; a defect of lowering.
@@ -230,8 +229,8 @@ def _solver(request: Request, best: EvaluatedLayout, proof: _Proof, considered: 
 
 
 def share_bound(request: Request, mesh: Mesh) -> Bound:
-    """Seconds of a device's share of what one device would compute alone: no layout takes less, as far as
-    pieces never cost less than their share of the whole; else 0."""
+    """Seconds of a device's share of the compute on one device: no layout takes less, if pieces cost at least
+    their share of the whole; else 0."""
     return Bound(request.evaluator.alone() / mesh.devices, Source.SHARE)
 
 

@@ -27,8 +27,8 @@ class SearchStatus:
     """The progress of a search.
 
     Attributes:
-      looked: the mesh that is looked at, and what else is given there, in words.
-      number, count: it is the first, second, ... of so many that are not settled yet.
+      looked: the current mesh, with its further choices in words. number, count: position of the problem, and
+        number of unsettled problems.
       best: the objective of the best layout so far; inf: none fits yet.
       bound: no layout of the whole search is better.
       left: seconds that the search will take yet, about; None: unknown.
@@ -46,11 +46,11 @@ OnSearchStatus = Callable[[SearchStatus], None]
 Better = Callable[[str, float, int], None]
 """on_better(layout in words, its seconds, its bytes): the best so far that fits is now another one."""
 SEARCHED, ANSWERED, PLANNED = 0.6, 1.3, 1.2
-"""Seconds after the time limit in which solvers end and their answers are evaluated; in which any layout that
-fits is looked for, where none is known; in which what stands beside the answer is priced."""
+"""Seconds after the time limit for solvers to end and for their answers to be evaluated; for finding any
+layout that fits, if none is known; for predicting alternatives."""
 BESIDE, BESIDE_SHARE = 20.0, 4.0
-"""Seconds that what stands beside the answer takes at most where no limit was given, and how often the time
-of the answer if that is more: a name's best plan can be harder to find than the best of all."""
+"""Largest seconds for alternatives without a time limit, and their limit as a multiple of the answer's time,
+if that is more: a name's best plan can be harder to find than the best of all."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class Request:
 
     Attributes:
       limit: bytes a device may hold.
-      allowed: what may be chosen.
+      allowed: the choices.
       clock: when to end.
-      explains: where nothing fits, what comes nearest is looked for.
+      explains: if nothing fits, the closest layout is searched.
     """
 
     model: Model
@@ -94,7 +94,7 @@ class Request:
         return not self.hardware.is_host
 
     def meeting(self, options: Options) -> Options:
-        """Options with replicas that meet as was asked for."""
+        """Options with the requested replicas."""
         return options if self.allowed.diloco is None else replace(options, diloco=self.allowed.diloco)
 
     @property
@@ -118,11 +118,11 @@ def uneven(request: Request, meshes: Iterable[Mesh]) -> bool:
 def space_of(
     request: Request, mesh: Mesh, considered: int, shapes: Set[tuple[int, ...]] | None
 ) -> CoveredSpace:
-    """The space that a search covered, and what it left out.
+    """The space that a search covered, and the choices outside it.
 
     Args:
       mesh: of its answer.
-      considered: how many layouts.
+      considered: number of layouts.
       shapes: of the meshes that it looked at; None: the mesh was given.
     """
     left = left_out(Target(request.model, mesh, request.hosts), request.allowed)

@@ -1,10 +1,9 @@
-"""The best of some plans that go by one name: the search with less to choose from, over meshes and numbers of
-microbatches.
+"""The best of the plans of one name: the search with fewer choices, over meshes and numbers of microbatches.
 
-The same tables, bounds and solvers as for the whole answer it; what was lowered for that is known. Fewer
-microbatches come first: where pieces cost no less than the whole, what is fastest with few of them and fits
-leaves nothing for more. Where everything takes `FAR` times the seconds of the best layout at least, any plan
-that fits will do.
+The same tables, bounds and solvers as for the whole space find it, with the same cached programs. Fewer
+microbatches come first: if pieces cost no less than the whole, the fastest plan with few of them that fits is
+also the fastest with more. Where everything takes `FAR` times the seconds of the best layout at least, any
+plan that fits will do.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ FAR, NEAR = 4.0, 1.2
 """Times the seconds of the best layout from which on any plan will do; from which on more microbatches are
 not looked at where fewer fit."""
 TRIES = 3
-"""Answers that are too large by a little before the limit is lowered by as much: a rival needs no proof."""
+"""Number of answers that exceed the limit slightly before it is lowered by the excess: an alternative needs
+no proof."""
 HEAVY = 12
 """Clusters by which plans are ordered."""
 
@@ -62,7 +62,7 @@ class StrategyAnswer:
 
 
 class BestPlans:
-    """Finds the best of plans by any name, beside the best layout of all.
+    """Finds the best plans of all names, beside the best layout of all.
 
     Args:
       seconds: of the best layout.
@@ -75,8 +75,8 @@ class BestPlans:
         self._weights: dict[int, ClusterWeights] = {}
 
     def of(self, plans: Sequence[Plans]) -> StrategyAnswer:
-        """The fastest that fits, of the first plans where others are as fast; a lean one where the least
-        memory is asked for."""
+        """The fastest that fits, among equal ones of the first plans; for the objective of least memory, one
+        with little memory."""
         search = _StrategySearch(self.request, self.seconds, self._weights)
         plans, far = search.ordered(plans, self.parts[0]), False
         for number in self.parts:

@@ -1,22 +1,22 @@
-"""All problems of a search, one for every mesh shape, number of microbatches and way to have
-stages of pipelines, and the best over them.
+"""All problems of a search, one for every mesh shape, number of microbatches and choice of pipeline stages,
+and the best over them.
 
-A question is always the same: what is fastest within some bytes? Every problem has a bound on its seconds;
-the one that promises most is asked first, and what promises no more than the best answer so far is not asked
-at all. Time against memory is this question with less and less memory: an answer holds for every limit from
-its own peak up to the one that was asked about, and a bound for every lower limit.
+Every query has one form: which layout is fastest within a number of bytes? Every problem has a bound on its
+seconds. The most promising one is solved first; problems whose bound is no better than the best answer are
+skipped. Time against memory is this query with less and less memory: an answer holds for every limit from its
+own peak up to the queried one, and a bound for every lower limit.
 
-Asked for the least time, a problem is narrowed while its tables are made (`fixing`); time against memory
-needs whole problems, which answer for every limit.
+For the least time, a problem is narrowed while its tables are made (`fixing`); time against memory needs
+whole problems, which answer for every limit.
 
 The best time of a problem without a memory limit bounds all its layouts, and the best with one option all
-that have it. Where the hardware's prices say that a piece never costs less than its share of the whole
-(`Pricer.pieces_cost_more`), that holds for every multiple of its microbatches too (`subproblems`): their
-tables are not even made, or over fewer options. A calibrated machine may be faster in pieces, so there each
-is looked at whole.
+that have it. If the hardware's costs satisfy that a piece never costs less than its share of the whole
+(`Pricer.pieces_cost_more`), the bound also holds for every multiple of its microbatches (`subproblems`):
+their tables are not made, or are made over fewer options. A calibrated machine may be faster in pieces, so
+there each is looked at whole.
 
-A search can be ended anywhere, by its clock or by Ctrl-C: layouts are kept as they are priced
-(`incumbents`), and bounds as they rise, so that the best so far and what is proven of it are always known.
+A search can be ended at any time, by its clock or by Ctrl-C: layouts are stored as they are predicted
+(`incumbents`), and bounds as they rise, so the best so far and its bound are always known.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NAMED_SHARE = 0.25
 STOPPING = 5.0
 """Seconds after Ctrl-C in which layouts by name are priced, if nothing that fits was found yet."""
 EVENLY = " whose shards divide evenly"
-"""Said of the layouts that are looked at where others could split more."""
+"""Note about layouts with equal shards if other layouts could split further."""
 MOST_POINTS = 200
 LEAN = 2.0
 """Times the seconds of a layout that does not fit, which it mostly takes at most where it holds least."""
@@ -64,11 +64,11 @@ class LayoutSearch:
       proven: all problems were looked at to the end.
       stopped: Ctrl-C ended it.
       listed: the problems are all there.
-      asked: the problem that is being looked at.
+      asked: the current problem.
       none: why there is no answer, if that is proven.
       nearest: the layout that was found to need least memory, where none fits.
       unsplit: dimensions that had to stay whole (`Extraction.unsplit`).
-      weights: what clusters cost about, for `faster`.
+      weights: approximate costs of clusters, for `faster`.
     """
 
     request: Request
@@ -108,7 +108,7 @@ class LayoutSearch:
 
     @property
     def bound(self) -> Bound:
-        """No layout that was asked for is better, by the objective."""
+        """No layout of the space is better, by the objective."""
         limit, incumbents = self.request.limit, self.incumbents
         if self.request.objective != Objective.MEMORY:
             lower, best = self.lower(limit), incumbents.seconds(limit)
@@ -118,7 +118,7 @@ class LayoutSearch:
         return replace(lower, value=min(lower.value, best))
 
     def run(self, subproblems: Iterable[Subproblem], keep_best: bool = False) -> EvaluatedLayout:
-        """The best layout over all subproblems, or the error that says why there is none.
+        """The best layout over all subproblems, or the error with the reason why there is none.
 
         Args:
           keep_best: Ctrl-C ends the search with the best so far; KeyboardInterrupt if there is none.

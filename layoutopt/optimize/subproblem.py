@@ -1,10 +1,11 @@
-"""The search on one mesh: solve the integer program, evaluate the answer, exclude what does not fit, again.
+"""The search on one mesh: solves the integer program, evaluates the answer, excludes answers that do not fit,
+and repeats.
 
-The answer of a solver is never believed: `evaluate` lowers the whole graph under it and computes time and
-memory anew. The memory rows of the integer program never forbid a layout that fits (`memory_constraints`). A
-layout that they let pass and the evaluator finds too large adds rows: those of the loops that it recomputes,
-then one that forbids all that is too large for the same reason (`lazy_cuts`). Rows hold for every limit, so
-later questions know them. What remains is proven best among the layouts that fit.
+The answer of a solver is not trusted: `evaluate` lowers the whole graph under it and computes time and memory
+again. The memory rows of the integer program never forbid a layout that fits (`memory_constraints`). An
+answer that passes the rows and is too large for the evaluator adds rows: those of the loops that it
+recomputes, then one that forbids all layouts that are too large for the same reason (`lazy_cuts`). Rows hold
+for every limit, so later queries reuse them. The result is proven best among the layouts that fit.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ Listener = Callable[[float, float], None]
 Box = tuple[tuple[int, ...], ...]
 """Some of the solver's choices for every variable, in all combinations."""
 ATTEMPTS = (3, 100)
-"""How many answers are evaluated, at least and at most, before the limit is lowered; then `ATTEMPTS[0]`
+"""Least and largest number of answers that are evaluated before the limit is lowered; then `ATTEMPTS[0]`
 more."""
 CELLS = 30_000
-"""Table cells that may be solved anew: what is small enough is solved as often as it takes."""
+"""Number of table cells up to which a problem is solved again as often as needed."""
 ROUNDING = 0.5
 """Bytes by which a row may be wrong: it never counts more than the evaluator but for the rounding of a sum of
 whole numbers (tests/layoutopt/test_tables.py)."""
@@ -83,7 +84,7 @@ class SubproblemOutcome:
 
     Attributes:
       found: the best layout (None: there is none, or none was found in time).
-      bound: no layout that was asked for takes fewer seconds.
+      bound: no layout of the space takes fewer seconds.
       proven: `found` is the best, or its absence is certain.
     """
 
@@ -143,8 +144,8 @@ class SubproblemSearch:
 
     @property
     def rows(self) -> tuple[ResourceRow, ...]:
-        """The rows of the devices' memory so far: those of the loops that were seen to run again, and of
-        none, and what layouts that did not fit have taught."""
+        """The rows of the devices' memory so far: those of sets of recomputed loops in earlier answers, and
+        of none, and cuts from layouts that did not fit."""
         plain = (row for again in self.again for row in self.extraction.memory.rows(again))
         return (*plain, *self.cuts.values())
 
@@ -182,7 +183,7 @@ class SubproblemSearch:
         )
 
     def refused(self, choices: tuple[int, ...]) -> bool:
-        """True if the hosts have no room for what they are to keep, or their link no time to move it."""
+        """True if the hosts lack memory for their values, or their link lacks time to move them."""
         return any(row.use(choices) > row.limit for row in self.extraction.problem.rows)
 
     def _too_large(self, choices: tuple[int, ...], limit: float) -> bool:
@@ -203,15 +204,15 @@ class SubproblemSearch:
         seconds.
 
         A layout that the rows let pass and the evaluator does not adds rows, and the problem is solved
-        again. If that happens too often, the limit of the rows is lowered, by a part and in the end by all of
-        what they were seen to miss: the answer is then not proven best, and the outcome's bound says by how
-        much it may be missed.
+        again. If that happens too often, the limit of the rows is lowered, by a part and finally by all of
+        their known deficit. The answer is then not proven best, and the outcome's bound has the possible
+        loss.
 
         Args:
-          excluded: what may not be the answer.
+          excluded: choices that may not be the answer.
           pinned: decisions that are taken already.
-          tries: answers that are evaluated before the limit is lowered (default: the smaller the tables, the
-            more, and besides as many as there are sets of loops that run again).
+          tries: answers that are evaluated before the limit is lowered (default: the more the smaller the
+            tables, and one more per set of recomputed loops).
         """
         found = self._fastest(limit, upper, clock, listener, excluded, pinned, tries)
         return replace(found, bound=0.0, proven=False) if self.extraction.unsplit else found
@@ -276,8 +277,8 @@ class SubproblemSearch:
         return replace(problem, terms=(*problem.terms, *terms))
 
     def learn(self, choices: tuple[int, ...]) -> bool:
-        """Adds the rows of the loops that run again under some choices, or a row of what they need more;
-        whether these loops were not known yet."""
+        """Adds the rows of the loops that are recomputed under some choices, or a row of their additional
+        memory; returns whether these loops are new."""
         again = again_in(self.extraction.read(choices)[1]) - self.extraction.memory.always
         if again not in self.again:
             self.again.append(again)
@@ -309,7 +310,7 @@ def listed(entry: RowTerm | Term) -> np.ndarray:
 
 
 def go_on(solution: Solution) -> None:
-    """Ctrl-C ends a solver, which then tells its best; it is to end the whole search."""
+    """Ctrl-C ends a solver, which then returns its best answer; it also ends the whole search."""
     if solution.stopped:
         raise KeyboardInterrupt
 

@@ -1,10 +1,10 @@
-"""The subproblems of a search: mesh shapes, and on each, stages of pipelines and numbers of microbatches,
-with their decisions, and what is proven of each.
+"""The subproblems of a search: mesh shapes, and on each, pipeline stages and numbers of microbatches, with
+their decisions, and the bounds of each.
 
 Where a piece never costs less than its share of the whole (`Pricer.pieces_cost_more`), no layout takes less
 with more microbatches: a bound on all layouts, or on those with one option, holds for every multiple of the
-number that it was found for. Stages of a pipeline wait less with more: with k M microbatches instead of M, P
-stages run k M + P - 1 times, each for at least 1/k as long, so that of a bound this part holds:
+number that it was found for. Pipeline stages are idle less with more microbatches: with k M instead of M, P
+stages run k M + P - 1 times, each for at least 1/k as long, so this part of a bound holds:
 
     (k M + P - 1) / (k (M + P - 1))
 
@@ -38,12 +38,12 @@ from mesh_tf_core.model import Model
 
 @dataclass(eq=False)
 class Subproblem:
-    """One mesh shape with one number of microbatches and the same stages in one schedule, of which the same
-    runs again: a problem of its own.
+    """A mesh shape with a number of microbatches, stages, a schedule and recomputed parts: a separate
+    problem.
 
     Attributes:
       bounds: all that is proven of it.
-      fewer: the problems that differ from it in fewer microbatches, of which its number is a multiple.
+      fewer: the problems that differ from it only in fewer microbatches that divide its number.
       whole: its integer program with all options, once that is needed.
     """
 
@@ -59,7 +59,7 @@ class Subproblem:
         return self.decided.microbatches
 
     def share(self, microbatches: int) -> float:
-        """The fraction of a bound with fewer microbatches, of which these are a multiple, that holds here, if
+        """The fraction of a bound with fewer microbatches, which divide this number, that holds here, if
         pieces cost at least their share of the whole."""
         times, named = self.microbatches // microbatches, self.decided.schedule
         stages = self.decided.stages_on(self.mesh).values()
@@ -80,7 +80,7 @@ class Subproblem:
     @property
     def rank(self) -> tuple[float, int, int]:
         """The order of subproblems, least first: the most promising, then those that bound more microbatches,
-        then small ones, whose answers larger meshes hardly beat."""
+        then small ones, whose answers larger meshes rarely beat."""
         highest = max(bound.value for bound in self.bounds.proven)
         return highest, self.microbatches, count_layouts(self.decided.options)
 
@@ -92,14 +92,14 @@ class Subproblem:
         return self.whole
 
     def inherit(self, evaluator: Evaluator) -> None:
-        """Proves what follows from fewer microbatches."""
+        """Proves bounds that follow from fewer microbatches."""
         for other in self.fewer if evaluator.prices(self.mesh).pieces_cost_more else ():
             known = (bound.value for bound in other.bounds.proven if bound.source is Source.TABLES)
             self.bounds.prove(self.share(other.microbatches) * max(known, default=0.0), Source.PIECES)
 
     def narrowed(self, seconds: float, evaluator: Evaluator) -> Subproblem | None:
-        """The same with what may be in layouts that take at most `seconds`, as far as fewer microbatches say;
-        None if there are none. Up to `seconds`, what is proven of it is proven of this one."""
+        """The same with options of layouts that take at most `seconds`, by the results for fewer
+        microbatches; None if there are none. Up to `seconds`, its bounds hold for this one."""
         options, most = dict(self.decided.options), seconds * (1 + SLACK)
         for other in self.fewer if evaluator.prices(self.mesh).pieces_cost_more else ():
             part, costs = self.share(other.microbatches), other.bounds.costs
@@ -109,7 +109,7 @@ class Subproblem:
 
 
 def related(problems: Iterable[Subproblem]) -> Iterator[Subproblem]:
-    """Subproblems, the fewest microbatches first, each of which then knows its `fewer`."""
+    """Subproblems, the fewest microbatches first, each with its `fewer`."""
     known = defaultdict[Hashable, list[Subproblem]](list)
     for each in problems:
         others = known[each.place]
@@ -130,15 +130,15 @@ def subproblems(
 ) -> Iterator[Subproblem]:
     """Every problem of a search, the fewest microbatches of every mesh first.
 
-    More microbatches are left out where what is pinned does not divide the smaller batch, and pipelines that
-    the model cannot be.
+    Numbers of microbatches are left out if the pins do not divide the smaller batch, and pipelines if the
+    model cannot have them.
 
     Args:
       near: the axes of a mesh that lie inside nodes or slices, where others do not.
 
     Raises:
-      UserError: the model cannot be split into any of these numbers, or what is pinned or forbidden does not
-        suit even the fewest; or pipelines were asked for, and none is possible.
+      UserError: the model cannot be split into any of these numbers, pins or prohibitions do not suit even
+        the smallest, or pipelines are required and none is possible.
     """
     parts = numbers(model, allowed.microbatches)
     check_named(model.step_graph, allowed.recompute)
@@ -175,8 +175,8 @@ def _reasons(refused: Mapping[str, str]) -> str:
 
 
 def near_axes(mesh: Mesh, allowed: SearchSpace, near: Callable[[Mesh], Axes]) -> Axes:
-    """The near axes that `HYBRID` is over, of those that one replica lies over; none where all of these are
-    near, or it is not allowed."""
+    """The near axes of `HYBRID`, among those of one replica; none if all of these are near, or it is not
+    allowed."""
     if HYBRID not in allowed.storage:
         return ()
     own = {axis for axis, size in mesh.axes if size > 1 and axis not in allowed.apart}

@@ -155,8 +155,9 @@ class ProofStatus(StrEnum):
 class SolverInfo(Data):
     """The solver's proof. `objective` and `bound` are in the objective's own unit.
 
-    Attributes: likely_bound, likely_gap: their values if the tables' error is no larger than on the compared
-    layouts (a note has that error); left out if the proof needs no such condition.
+    Attributes:
+      likely_bound, likely_gap: their values if the tables' error is no larger than on the compared layouts (a
+        note has that error); left out if the proof needs no such condition.
     """
 
     status: str
@@ -211,7 +212,8 @@ class Renaming(Data):
 class Refinement(Data):
     """The gain of `search --refine` over the best layout in which a name has one placement.
 
-    Attributes: plain_seconds, plain_status: seconds of a step in that layout, and its proof.
+    Attributes:
+      plain_seconds, plain_status: seconds of a step in that layout, and its proof.
     """
 
     plain_seconds: Amount

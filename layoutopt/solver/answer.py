@@ -1,4 +1,4 @@
-"""Answers: what a solver claims (`Solution`) and what the problem itself says about it (`evaluate`).
+"""Answers: the claim of a solver (`Solution`) and its check by the problem (`evaluate`).
 
 `evaluate` shares no code with the solvers or the reductions, so that it can contradict them.
 """

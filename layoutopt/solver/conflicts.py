@@ -46,9 +46,8 @@ def conflict(
     """A minimal conflicting subset of `groups`, or None if all of them can hold together.
 
     Rows that a group names belong to that group alone; all else in the problem always holds. Earlier groups
-    are kept in preference to later ones where there is a choice, so name the facts in the order in which they
-    should be blamed. Raises `ProblemError` for a group that names an unknown row or choice, and when nothing
-    is known in time.
+    are kept in preference to later ones, so list the facts in the order in which they should be blamed.
+    Raises `ProblemError` for a group that names an unknown row or choice, and when nothing is known in time.
     """
     search = _ConflictSearch(problem, groups, Clock(time_limit), solver)
     names = list(groups)

@@ -5,9 +5,9 @@ Brioschi 1972).
     J_v = sum of terms with v
 
 Each step replaces the terms with v by one table without it, m_v = min_v J_v. Read backwards, every choice of
-v costs J_v - m_v >= 0 more than the best that is left, and these regrets of an assignment add up to what it
-costs above the optimum: so all assignments below a bound are found without one detour (`below`). J_v holds
-only what all its terms allow (`join_tree`).
+v has a regret J_v - m_v >= 0 above the best remaining one, and the regrets of an assignment add up to its
+cost above the optimum. All assignments below a bound are therefore found directly (`below`). J_v contains
+only assignments that all its terms allow (`join_tree`).
 
 Where J_v would have too many assignments its terms are minimised in groups (mini-buckets, Dechter and Rish
 2003), min_v (A + B) >= min_v A + min_v B: then the bound is lower than the optimum, and nothing is
@@ -89,12 +89,13 @@ def eliminate(problem: Problem, cells: int = CELLS) -> Elimination:
 
 
 def constant(problem: Problem) -> float:
-    """The cost that all choices have alike; inf if the problem forbids all."""
+    """The cost that all choices share; inf if the problem forbids all."""
     return math.fsum([problem.constant, *(term.cost(()) for term in problem.terms if not term.scope)])
 
 
 def tabled(problem: Problem) -> TablesByScope:
-    """For every scope what the terms over it allow together, with its costs; every variable is in one."""
+    """For every scope the assignments that its terms allow together, with their costs; every variable is in
+    one."""
     found: TablesByScope = {}
     for term in problem.terms:
         if not term.scope:

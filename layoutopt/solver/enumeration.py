@@ -1,8 +1,8 @@
 """All assignments of an exact join tree that stay within several limits at once, many at a time.
 
-Each limit is on a sum of costs over the tree's relations. What an assignment has left of it is known from its
-beginning on: the regrets of the rows taken so far (`messages`) are never given back. Of two beginnings that
-can be continued alike, one that has at least as much left of every limit replaces the other (dominance in
+Each limit is on a sum of costs over the tree's relations. The slack of an assignment is bounded by that of
+its beginning: the regrets of its rows so far (`messages`) are never recovered. Among two beginnings with the
+same continuations, one that has at least as much slack in every limit replaces the other (dominance in
 dynamic programs, Weingartner and Ness 1967).
 """
 
@@ -21,7 +21,7 @@ from layoutopt.solver.relations import codes
 AT_ONCE = 1 << 12
 """Beginnings that are continued together."""
 COMPARED = 8
-"""With how many others each beginning is compared."""
+"""Number of others with which each beginning is compared."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +43,10 @@ def within(
 ) -> Iterator[tuple[Ints | None, int]]:
     """Batches of assignments, (some, buckets) rows, that stay within `limits()` of `costs`, those with most
     left of the first limit first; then None if `most` beginnings were not enough, or if it was `over`. With
-    each how many beginnings it took so far.
+    each, the number of beginnings so far.
 
     Args:
-      limits: asked again all the time, for they may fall.
+      limits: read repeatedly, because they may fall.
       every: also those that others replace.
     """
     regrets = [np.stack(found, axis=1) for found in zip(*(c.regrets() for c in costs), strict=True)]

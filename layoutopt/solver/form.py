@@ -12,7 +12,7 @@ with their values. An assignment that a sparse *term* does not list is forbidden
 entry* does not list uses 0. Family (4) is family (3) written compactly; `Intervals.rows` compiles the time
 points that matter.
 
-Nothing here knows what a variable stands for, and nothing here solves anything.
+Nothing here depends on the meaning of a variable, and nothing here solves a problem.
 """
 
 from __future__ import annotations

@@ -46,8 +46,7 @@ class Incumbent:
         return self._best[1]
 
     def evaluate(self, choices: Choices, equal: bool = False) -> AnswerCheck:
-        """Evaluates `choices`, and keeps them if they are feasible and better, or as good where that is
-        asked."""
+        """Evaluates `choices`, and keeps them if they are feasible and better, or on request equally good."""
         found = evaluate(self.problem, choices)
         allowed = found.objective <= self.limit + ALIKE * abs(self.limit) and choices not in self.banned
         better = found.objective < self.objective or (equal and found.objective == self.objective)

@@ -1,5 +1,5 @@
-"""The assignments that tables allow together, variable by variable: what elimination needs to know once,
-whatever the tables' values are.
+"""The assignments that tables allow together, variable by variable: elimination needs these once, whatever
+the tables' values.
 
 A bucket belongs to one variable: it joins all relations that name it, and leaves a message, the assignments
 of the other variables in it, which is a relation for the buckets after it (Dechter, "Bucket elimination",
@@ -29,8 +29,8 @@ class Bucket:
 
     Attributes:
       choices: (rows,) of the variable.
-      parts: relations, and which of its rows belongs to each row here; messages are numbered after the
-        tree's relations, in the order of the buckets that they come from.
+      parts: relations, and the row of each that belongs to each row here; messages are numbered after the
+        tree's relations, in the order of their buckets.
       group: (rows,) the row of the message; rises.
       begins: (messages + 1,) the first row of each row of the message.
     """
@@ -71,7 +71,7 @@ class JoinTree:
         return sum(map(len, self.buckets))
 
     def sources(self, bucket: Bucket) -> list[tuple[int, Ints]]:
-        """The buckets whose messages come in, and the row of each message."""
+        """The buckets of its incoming messages, and the row of each message."""
         first = len(self.relations)
         return [(number - first, rows) for number, rows in bucket.parts if number >= first]
 
@@ -122,13 +122,13 @@ def _marked(count: int, rows: Ints) -> Bools:
 def grow(
     relations: Sequence[Relation], sizes: Sequence[int], most: int, total: int | None = None
 ) -> JoinTree:
-    """The tree over variables with so many choices each, all named by some relation; the one whose bucket
-    could have the fewest rows comes first, those that no relation links to others last.
+    """The tree over variables with these numbers of choices, each in some relation. The variable whose bucket
+    could have the fewest rows comes first; variables without links come last.
 
     Args:
       most: joins of more rows are not made.
-      total: an exact tree of at most so many rows is wanted: where there is none, what comes back is inexact
-        and not finished.
+      total: require an exact tree with at most this many rows; without one the result is inexact and not
+        finished.
     """
     live = dict(enumerate(relations))
     named: list[set[int]] = [set() for _ in sizes]

@@ -1,11 +1,11 @@
-r"""Problems with rows, by elimination: rows get prices, and what no better answer has is left out.
+r"""Problems with rows, by elimination: rows get prices, and parts of no better answer are removed.
 
 For prices p >= 0 of the rows, no feasible choices cost less than they do under
 
     L_p(x) = cost(x) + sum_r p_r (use_r(x) - limit_r)                    (Everett 1963, Geoffrion 1974)
 
 whose least value, and the least with any given part of the choices (`messages`), elimination finds: entries
-of rows lie within the scopes of tables, so they are more tables of the same kind. So
+of rows lie within the scopes of tables, so they are further tables of the same kind. So
 
 1. prices are raised until the bound min L_p stops rising, one row after the other (`_along`). Choices met on
    the way that satisfy all rows are answers (`Incumbent`).
@@ -39,15 +39,15 @@ VARIABLES = 256
 JOINED, TOGETHER, NUMBERS = 1 << 19, 1 << 20, 1 << 24
 """The most assignments of one join and of all, and numbers that are held at once."""
 PORTIONS, GROWTH = (1 << 14, 1 << 17), 8
-"""Beginnings that are listed at first and at most, and how many times more after nothing was learnt."""
+"""Beginnings that are listed at first and at most, and the growth factor after a round without progress."""
 ROUNDS, STEPS = 16, 24
-"""Rows whose price is raised before tables shrink, and prices of one row that are tried."""
+"""Number of rows whose price is raised before tables shrink, and number of prices tried for one row."""
 SHRUNK = 0.7
-"""Part of the assignments; while no more is left, prices are raised again."""
+"""Share of the assignments up to which prices are raised again."""
 STRETCHES = (1.5, 3.0, 10.0)
-"""How much all prices are raised where no feasible choices were met."""
+"""Factors by which all prices are raised if no feasible choices were found."""
 WORTH = 1e-3
-"""Part of the gap; a price that can close no more of it is not looked for."""
+"""Share of the gap below which a price is not improved further."""
 ROUNDED = 1e-12
 """Relative difference that the order of a sum can make: up to it a row counts as kept."""
 
@@ -68,7 +68,7 @@ class Visit:
     """The least of L_p for some prices, and the choices that have it.
 
     Attributes:
-      over: (limits,) what they use above each limit.
+      over: (limits,) use above each limit.
     """
 
     prices: Floats
@@ -85,7 +85,7 @@ class Visit:
 
 
 class LagrangianSearch:
-    """One problem under way.
+    """The search on one problem.
 
     Attributes:
       seen: (limits,) which rows were overfull.
@@ -121,7 +121,7 @@ class LagrangianSearch:
         return self.done or self.clock.over
 
     def run(self) -> None:
-        """Raises prices, shrinks tables and lists what is left in turn."""
+        """Raises prices, shrinks tables and lists remaining assignments in turn."""
         best, portion = self._ascend(np.zeros(len(self.uses.limits))), PORTIONS[0]
         if math.isinf(self.cut):
             for stretch in STRETCHES:
@@ -312,9 +312,9 @@ def _most(costs: Costs) -> float:
 
 
 def price(incumbent: Incumbent, clock: Clock) -> ResidualProblem | None:
-    """Improves `incumbent` and its bound; what is left of its problem, or None if nothing better is.
+    """Improves `incumbent` and its bound; returns the remaining problem, or None if nothing better remains.
 
-    A problem that is too large comes back whole, and one in which nothing is chosen.
+    A problem that is too large, or without choices, is returned unchanged.
     """
     problem = incumbent.problem
     if not 0 < len(problem.variables) <= VARIABLES or math.isinf(constant(problem)):

@@ -26,7 +26,7 @@ PER_ROUND = 12
 
 @dataclass
 class LazySearch:
-    """One problem under way: rows in the program, the best answer, the proven bound."""
+    """The search on one problem: rows in the program, the best answer, the proven bound."""
 
     problem: Problem
     solver: Solver
@@ -63,7 +63,7 @@ class LazySearch:
         self.constraints.append(self.program.resource(row))
 
     def run(self, hint: Choices | None) -> Status:
-        """Solves until proven or out of time; `best`, `objective`, `bound` hold what was found."""
+        """Solves until proven or out of time; `best`, `objective`, `bound` have the result."""
         while not self.clock.over:
             options = SolverOptions(self.clock.left, self.options.workers, self.options.seed)
             start = self.best or hint

@@ -12,8 +12,8 @@ couples, y_{S,a} = 1 if S takes the assignment a, for the assignments that are n
 
 (2) are equalities: the relaxation is the local polytope (Wainwright and Jordan, "Graphical Models,
 Exponential Families, and Variational Inference", 2008, section 4.1), far tighter than cell-wise x + x - y <=
-1. With x whole, y is whole by itself, so only x must be declared integer. A term whose scope lies inside
-another's shares that scope's columns.
+1. If x is integer, y is integer too, so only x must be declared integer. A term whose scope is inside
+   another's shares that scope's columns.
 """
 
 from __future__ import annotations

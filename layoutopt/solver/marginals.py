@@ -12,7 +12,7 @@ from layoutopt.solver.relations import Relation
 
 
 def marginals(known: Elimination, sizes: Sequence[int]) -> list[Floats]:
-    """For every variable, (choices,) what the best choices with each of its choices cost, by an exact
+    """For every variable, (choices,) the cost of the best choices with each of its choices, by exact
     elimination (inf: none); rows are left out. ProblemError if it is not exact."""
     found = [np.full(size, np.inf) for size in sizes]
     for bucket, costs in zip(known.costs.tree.buckets, _of_rows(known), strict=True):

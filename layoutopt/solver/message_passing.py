@@ -1,11 +1,11 @@
-r"""Costs on a join tree: the least over all assignments, and what each row of each bucket costs at least.
+r"""Costs on a join tree: the least over all assignments, and the least cost with each row of each bucket.
 
     total_b(row)   = costs of the relations in bucket b + messages of the buckets below
     message_b      = min of total_b over the rows with that message                              upward
     regret_b(row)  = total_b(row) - message_b >= 0
     marginal_b(row) = total_b(row) + (best of all the rest of the tree that agrees with it)      downward
 
-The regrets of an assignment, one row per bucket, add up to what it costs above the least.
+The regrets of an assignment, one row per bucket, add up to its cost above the least.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Costs:
         return rows
 
     def regrets(self) -> list[Floats]:
-        """Per bucket, (rows,) what each costs above the best with the same message."""
+        """Per bucket, (rows,) cost of each row above the best with the same message."""
         pairs = zip(self.tree.buckets, self.totals, self.messages, strict=True)
         return [totals - messages[bucket.group] for bucket, totals, messages in pairs]
 

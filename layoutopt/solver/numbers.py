@@ -1,4 +1,4 @@
-"""Reading numbers and lists out of parsed JSON that nobody has checked."""
+"""Reads numbers and lists from unchecked JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists of assignments and their natural joins: what sparse tables say about which choices go together."""
+"""Lists of assignments and their natural joins: the combinations of choices that sparse tables allow."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Relation:
 
 
 TablesByScope = dict[Scope, tuple[Relation, Floats]]
-"""Per scope what is allowed, and what each row of it costs."""
+"""The allowed assignments of each scope, and the cost of each row."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""The rest of a join tree, as a problem of its own: fewer variables, choices and assignments."""
+"""The rest of a join tree as a separate problem: fewer variables, choices and assignments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ResidualProblem:
 
     Attributes:
       kept: per variable of the other, its choices that are left.
-      free: the variables of the other that are those of `problem`; the rest have one choice.
+      free: the variables of the other problem that are those of `problem`; the rest have one choice.
     """
 
     problem: Problem
@@ -51,7 +51,7 @@ class ResidualProblem:
         return tuple(found)
 
     def holds(self, choices: Sequence[int]) -> bool:
-        """True if these choices of the other problem are among what is left."""
+        """True if these choices of the other problem remain."""
         return all(choice in kept for kept, choice in zip(self.kept, choices, strict=True))
 
     def project(self, choices: Sequence[int]) -> Choices:

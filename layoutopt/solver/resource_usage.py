@@ -17,8 +17,8 @@ class ResourceUsage:
     """The rows (limits) of a problem over its relations.
 
     Attributes:
-      tables: per number of a relation, (limits, its rows) what they use.
-      limits: (limits,) less what is used in any case.
+      tables: per number of a relation, (limits, its rows) their use.
+      limits: (limits,) minus the use of all choices.
     """
 
     tables: dict[int, Floats]
@@ -37,7 +37,7 @@ def uses(
     """The uses of `rows`; `tables` gets the scopes of their entries too. None if they have more than `most`
     numbers.
 
-    An entry's scope inside that of a table is allowed what the table allows there.
+    An entry whose scope is inside that of a table allows what the table allows there.
     """
     limits = np.array([row.limit for row in rows], float)
     alike: dict[tuple[Scope, int], list[tuple[int, CostTable]]] = {}

@@ -1,4 +1,4 @@
-"""One call of `solve` under way: reduce, solve lazily, lift, and evaluate on the problem as it was given."""
+"""One call of `solve`: reduce, solve lazily, lift, and evaluate on the original problem."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class SolverRun:
     """One call of `solve`.
 
     Attributes:
-      above: only answers below are asked of solvers.
-      name: what is solving, or has solved, it.
+      above: solvers look only for answers below this.
+      name: the solver that runs, or that solved it.
       proven: nothing better than the incumbent is left.
     """
 
@@ -80,7 +80,7 @@ class SolverRun:
         return Solution(status, choices, best, bound, elapsed, self.name, stopped)
 
     def report(self) -> None:
-        """Evaluates what local search has found since it last did."""
+        """Evaluates the results of local search since the last call."""
         if self.improver is not None:
             self.improver.report()
 
@@ -117,7 +117,7 @@ class SolverRun:
             self.rest(solver, left.problem, [left])
 
     def large(self, left: ResidualProblem) -> None:
-        """A first answer, then local search, beside HiGHS where it can end."""
+        """Computes a first answer, then runs local search, in parallel with HiGHS if that can be ended."""
         from layoutopt.solver.anytime.improve import Improver
         from layoutopt.solver.anytime.network import least_use, network
 

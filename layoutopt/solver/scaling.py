@@ -1,10 +1,10 @@
-"""Whole-number copies of real coefficients, with a bound on what the rounding can hide.
+"""Integer copies of real coefficients, with a bound on the rounding error.
 
 CP-SAT counts in 64-bit integers. Costs that are whole already stay as they are (scale 1, error 0). Others are
 multiplied by a power of two, so that the sum of the largest cost of every group stays below 2^`BITS`, and
 rounded. A solution picks one column per group, so its true cost and its scaled cost differ by at most the sum
 over groups of the largest rounding error: `Scaled.error`. A bound that the solver proves for the scaled costs
-holds for the true ones once lowered by it.
+holds for the true ones minus this error.
 """
 
 from __future__ import annotations

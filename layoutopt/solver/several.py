@@ -21,8 +21,8 @@ def top_k(
     """The `count` best distinct choice vectors, best first (fewer if there are fewer, or if the time runs
     out).
 
-    Each is found with the earlier ones excluded; an answer after a LIMIT would not be known to be the next
-    best, so the list ends there. Raises `ProblemError` for a count below 1.
+    Each is found with the earlier ones excluded. An answer after a LIMIT is not known to be the next best, so
+    the list ends there. Raises `ProblemError` for a count below 1.
     """
     if count < 1:
         raise ProblemError(f"the {count} best answers were asked for; ask for at least 1")
@@ -50,7 +50,7 @@ class FrontierPoint:
 
 @dataclass(frozen=True)
 class Frontier:
-    """The points, cheapest objective first; `complete` says that there are no others."""
+    """The points, cheapest objective first; `complete` is True if there are no others."""
 
     points: tuple[FrontierPoint, ...]
     complete: bool
@@ -68,7 +68,7 @@ def pareto(
     (names).
 
     Epsilon constraint: solve, lower the rows' limits to just below the use that was found, solve again until
-    nothing is left. Points whose objective the next one equals are dropped. Only proven points are returned:
+    nothing is left. Points with the objective of the next one are dropped. Only proven points are returned:
     if the time runs out, or after `most` points, the list is the frontier's beginning. Raises `ProblemError`
     for an unknown row.
     """

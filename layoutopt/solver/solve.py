@@ -1,8 +1,8 @@
 """One door to all solvers: reduce, solve lazily, lift, and evaluate on the problem as it was given.
 
-Large problems of unary and pair costs get an answer first (`anytime`): everybody's least use, then local
-search on what the reductions leave. It goes on beside HiGHS, in whose place it takes all the time of a limit
-where what is left is too large for HiGHS.
+Large problems of unary and pair costs get an answer first (`anytime`): the least use of every variable, then
+local search on the reduced problem. Local search continues in parallel with HiGHS, and replaces it for the
+whole limit if the reduced problem is too large for HiGHS.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from layoutopt.solver.backends.base import SolverProgress
 
 GRACE = 0.3
-"""Seconds after the limit in which what stops by itself may do so."""
+"""Seconds after the limit for solvers that stop by themselves."""
 NAMES = ("auto", "cp-sat", "highs", "exhaustive")
 
 

@@ -74,7 +74,8 @@ class ProgramBuilder:
     def applied(self, op: Op, *inputs: int, splits: Splits | None = None, partial: Axes = ()) -> int:
         """The one result of a local operation, of the type that it infers.
 
-        Args: splits, partial: of the result; without `splits`, both are those of the first input.
+        Args:
+          splits, partial: of the result; without `splits`, both are those of the first input.
         """
         if splits is None:
             splits, partial = self.values[inputs[0]].splits, self.values[inputs[0]].partial

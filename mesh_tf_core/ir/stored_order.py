@@ -51,7 +51,8 @@ class Interleaved:
         Args:
           begin, count: of the places.
 
-        Returns: For each run: its first layer, the number of layers, and their distance behind `begin`.
+        Returns:
+          For each run: its first layer, the number of layers, and their distance behind `begin`.
         """
         numbers = self.numbers(layers).reshape(-1)[begin : begin + count]
         breaks = np.flatnonzero((np.diff(numbers) != 1) | (numbers[:-1] == PADDING)) + 1

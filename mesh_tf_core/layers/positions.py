@@ -23,7 +23,8 @@ class Sinusoids:
     """Sines, then cosines, of the position in wavelengths that grow geometrically from 2 pi to 2 pi base,
     added to x (Vaswani et al. 2017, section 3.5, with the features in the order of tensor2tensor's).
 
-    Attributes: length, d_model: names of x's positions and of its features; the number of features is even.
+    Attributes:
+      length, d_model: names of x's positions and of its features; the number of features is even.
     """
 
     base: float = 10000.0

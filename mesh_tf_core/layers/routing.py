@@ -47,8 +47,9 @@ KEPT = ("first", "largest")
 class Routed:
     """The destinations of tokens.
 
-    Attributes: combine, dispatch: float32 [others, token, router, capacity]: a token's gate, or 1, at its
-    place in a buffer.
+    Attributes:
+      combine, dispatch: float32 [others, token, router, capacity]: a token's gate, or 1, at its place in a
+        buffer.
       loss: float32 scalar to be added, weighted, to the model's.
     """
 

@@ -27,7 +27,8 @@ from mesh_tf_core.tracing.graph import Graph
 class NodePlan:
     """One node.
 
-    Attributes: first, again: origin of its instructions; `again` for its second run in backward.
+    Attributes:
+      first, again: origin of its instructions; `again` for its second run in backward.
       types: of its outputs.
       roles: None if it is not lowered from them: connections, operations that lower themselves, and
         those that convert, which every piece allows.

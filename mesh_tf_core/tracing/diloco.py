@@ -42,7 +42,8 @@ class DoNotFit(UserError):
 def read_settings(what: str, text: str, pairs: str, known: Settings, cls: type) -> dict[str, Any]:
     """Fields of `cls` as `name=value,...` gives them.
 
-    Args: what, text: name in messages, and the whole text.
+    Args:
+      what, text: name in messages, and the whole text.
 
     Raises:
       UserError: an unknown or repeated name, or a missing number.

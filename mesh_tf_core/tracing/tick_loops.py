@@ -28,7 +28,8 @@ from mesh_tf_core.tracing.virtual_stages import IN_FLIGHT, RecomputeLayer, Virtu
 class TickState(NamedTuple):
     """The state that one loop over ticks hands to the next.
 
-    Attributes: flow, back: states of stages, forward and backward.
+    Attributes:
+      flow, back: states of stages, forward and backward.
       rings: saved values of forward; `late`: values that backward keeps for slots of weights.
     """
 

@@ -77,7 +77,8 @@ CopyLoops = Callable[
 class VirtualStageCopy(Accumulation):
     """A step whose layers are copied as those of a stage.
 
-    Args: dim, stages: the dimension of the layers, and the number of stages.
+    Args:
+      dim, stages: the dimension of the layers, and the number of stages.
       schedule: of `ir.schedules`.
       loops: builds the loops over its ticks, of the nodes that are needed, the loop over layers, the one over
         their gradient, and the sums that are wanted; gives these.

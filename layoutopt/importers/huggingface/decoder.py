@@ -43,7 +43,8 @@ class LayerKind:
 class Mixture:
     """A layer's experts.
 
-    Attributes: count, d_ff: number of experts, and hidden size of one.
+    Attributes:
+      count, d_ff: number of experts, and hidden size of one.
       router: chooses them, given a capacity factor.
       shared: hidden size of shared experts, which every token passes through; 0: none.
     """
@@ -58,8 +59,9 @@ class Mixture:
 class Latent:
     """Keys and values of low rank (`nn.LatentAttention`).
 
-    Attributes: kv_rank, q_rank: of keys and values, and of queries (0: none). d_rotary, d_v: elements of a
-    key with positions, and of a value.
+    Attributes:
+      kv_rank, q_rank: of keys and values, and of queries (0: none).
+      d_rotary, d_v: elements of a key with positions, and of a value.
     """
 
     kv_rank: int

@@ -120,7 +120,8 @@ def classes(
 ) -> Classes:
     """The dimensions of a block.
 
-    Args: parameters, batch: the operands that are parameters, and those that are inputs.
+    Args:
+      parameters, batch: the operands that are parameters, and those that are inputs.
       hints: axes that the user or the library declares equal. alike: axes that are equal unless other
       relations contradict. stacks: parameters of several layers, one behind the other.
     """

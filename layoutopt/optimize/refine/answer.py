@@ -1,4 +1,4 @@
-"""From the plan of a search to one that is refined, and what that gains in the user's words."""
+"""From the plan of a search to a refined one, with its gain in the user's terms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.tracing.graph import Graph
 
 LONGEST, ENDED = 40.0, 0.5
-"""Seconds that a refinement takes at most, and those after which what it is doing is ended where it is."""
+"""Largest seconds of a refinement, and seconds after which current work is ended."""
 NAMED = 6
 """Places that a sentence names."""
 PLAIN = "no renaming"
@@ -34,7 +34,7 @@ def refined(plan: Plan, request: Request, keep_best: bool = False) -> Plan:
     the same plan, with a note, if nothing does.
 
     Args:
-      request: what the plan answers.
+      request: the request of the plan.
       keep_best: Ctrl-C ends the looking for better, and the plan is `stopped`.
     """
     stopped, limit = plan.stopped, request.clock.left

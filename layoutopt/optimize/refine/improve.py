@@ -3,13 +3,13 @@
 Around a layout, the time of a step under moves in several places is modelled by exact prices of one and of
 two:
 
-    T(moves) = T + sum_p D(move of p) + sum_{p, q that meet} (D(both) - D(one) - D(other))
+    T(moves) = T + sum_p D(move of p) + sum_{adjacent p, q} (D(both) - D(one) - D(other))
 
-D(...) is what these moves change: the whole program with them is lowered and priced. Of two places that meet,
-only moves of one axis to the same dimension are priced together: they spare what would be sent between the
-two. The moves that are best by this model (`layoutopt.solver`) are priced as everything is, and the best of
-all that was priced is where the next round begins: there only moves in places that changed, or that meet
-such, are priced anew. Large places first, then the smaller ones inside of them.
+D(...) is the change by these moves: the whole program with them is lowered and predicted. For two adjacent
+places, only moves of one axis to the same dimension are predicted together: they save the message between the
+two. The best moves by this model (`layoutopt.solver`) are predicted like all others, and the next round
+starts from the best predicted layout: it predicts only moves in changed places and their neighbours again.
+Large places come first, then the smaller ones inside them.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.model import Model
 
 WORTH = 1e-4
-"""Relative gain below which a layout is not better: what nobody would rename anything for."""
+"""Relative gain below which a layout does not count as better."""
 SOLVING = 2.0
 """Seconds that a model of moves is solved for."""
 SINGLE = 0.6
 """Share of the time that is left in which single moves of a round are priced; the rest is for pairs."""
 LAST = 0.15
-"""Share of all time that is for saying what each place gains."""
+"""Share of all time for computing the gain of each place."""
 TIGHT = 0.6
-"""Share of the memory from which on moves are chosen by what they hold, too."""
+"""Share of the memory from which moves are also chosen by their bytes."""
 
 
 class MoveGain(NamedTuple):
@@ -55,13 +55,13 @@ class MoveGain(NamedTuple):
 
 @dataclass
 class RefineSearch:
-    """Layouts of one model, and what is known of them.
+    """Layouts of one model, with cached results.
 
     Attributes:
       allowed: pins and prohibitions hold in every place.
       limit: bytes that a device may hold.
-      clock: when to end; the last of the time is for saying what each place gains.
-      on_better: hears of every better layout that fits: its seconds and its bytes.
+      clock: time limit; its last part is for computing the gain of each place.
+      on_better: called with seconds and bytes of every better layout that fits.
       seconds: of every layout that was priced; inf if it is not legal.
       found: the best that was found so far.
     """
@@ -151,7 +151,7 @@ class RefineSearch:
             self.on_better(self.seconds[layout], self.peak(layout))
 
     def simpler(self, layout: Layout) -> Layout:
-        """The same without rules that gain nothing to speak of, of single places and of places that meet."""
+        """The same without rules of negligible gain, of single places and of adjacent places."""
         graph = self.model.training_step(self.options.microbatches).graph
         for paths in [*((path,) for path, _ in layout.refined), *regions(layout, graph)]:
             fewer = without(layout, *paths)
@@ -160,15 +160,15 @@ class RefineSearch:
         return layout
 
     def worth(self, layout: Layout, paths: Iterable[str]) -> float | None:
-        """Seconds that a step takes longer without the rules of some places; None if there is no time to
-        know."""
+        """Seconds that a step takes longer without the rules of some places; None: unknown for lack of
+        time."""
         fewer = without(layout, *paths)
         if fewer not in self.seconds and self.clock.over:
             return None
         return self.price(fewer) - self.price(layout)
 
     def spent_in(self, layout: Layout, found: ModelPlaces) -> Mapping[str, float]:
-        """Place -> seconds of a step, those of its variables' updates too."""
+        """Place -> seconds of a step, including those of its variables' updates."""
         spent = dict.fromkeys(found.by_path, 0.0)
         for line in self._evaluation(layout).cost.lines:
             path = found.of.get(line.origin.node)

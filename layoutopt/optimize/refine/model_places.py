@@ -1,8 +1,8 @@
 """The places of a model that may be laid out otherwise, and how.
 
-A place is a scope that has no scope inside it, or an operation outside of such; backward goes with what it
-differentiates, and a variable with the scope that it is in. The state that a loop carries is a place too: the
-loop's own. Two places meet where one reads what the other makes.
+A place is a scope without inner scopes, or an operation outside these; backward belongs to its forward
+operation, and a variable to its scope. The state that a loop carries is a place too: the loop's own. Two
+places are adjacent if one reads results of the other.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ModelPlaces:
     Attributes:
       by_path: the places.
       of: node -> the path of its place.
-      meet: pairs of places, each in order, one of which reads what the other makes.
+      meet: ordered pairs of places, one of which reads results of the other.
     """
 
     by_path: Mapping[str, ModelPlace]
@@ -84,7 +84,7 @@ class ModelPlaces:
     meet: frozenset[tuple[str, str]]
 
     def near(self, path: str) -> list[str]:
-        """The places that one meets."""
+        """The places adjacent to one."""
         return [two if one == path else one for one, two in self.meet if path in (one, two)]
 
     def moves(self, mesh: Mesh) -> Iterator[AxisMove]:
@@ -96,12 +96,12 @@ class ModelPlaces:
 
 
 def places(graph: Graph, depth: int = DEEPEST) -> ModelPlaces:
-    """The places of the graph of a training step; `depth`: scopes of so many names are places as a whole."""
+    """The places of the graph of a training step; `depth`: scopes with this many names are whole places."""
     return graph.remembered((places, depth), lambda: _Finder(graph, depth).found())
 
 
 def levels(graph: Graph) -> list[ModelPlaces]:
-    """The places of every depth, the largest first; what is the same at two is there once."""
+    """The places of every depth, the largest first; places of several depths occur once."""
     deepest = max((n.scope.count("/") + 1 for n, _ in graph.walk() if n.scope), default=1)
     every = [places(graph, depth) for depth in range(1, deepest + 1)]
     return [
@@ -115,7 +115,7 @@ def without(layout: Layout, *paths: str) -> Layout:
 
 
 def regions(layout: Layout, graph: Graph) -> list[tuple[str, ...]]:
-    """The places that have rules of their own; those that meet are together."""
+    """The places with rules of their own; adjacent places form one region."""
     found, root = places(graph), {path: path for path, _ in layout.refined}
 
     def around(path: str) -> str | None:

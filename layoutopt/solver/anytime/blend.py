@@ -1,4 +1,4 @@
-"""Two choice vectors into one that keeps the rows: what differs falls into parts that no pair links.
+"""Blends two choice vectors into one that satisfies the rows: the differences form parts that no pair links.
 
 The parts' costs add up, so each may be taken on its own.
 """
@@ -16,7 +16,7 @@ class DifferingParts:
 
     Attributes:
       label: (variables,) the part of each variable, -1 where nothing differs.
-      gain: (parts,) what taking the part saves.
+      gain: (parts,) saving of the part.
     """
 
     def __init__(self, network: Network, base: Ints, other: Ints) -> None:
@@ -59,7 +59,7 @@ class DifferingParts:
         self.cuts = np.searchsorted(part[order], np.arange(self.count + 1))
 
     def paid(self, prices: Floats) -> Floats:
-        """(parts,) what each part's uses cost more at these prices."""
+        """(parts,) additional cost of each part's uses at these prices."""
         paid = np.concatenate([[0.0], np.cumsum(prices)])
         network = self.network
         each = self.more * (paid[network.end[self.items]] - paid[network.begin[self.items]])

@@ -1,4 +1,5 @@
-"""Local search beside other work: its answers and bounds go to the incumbent of the whole problem."""
+"""Local search in parallel with other work: its answers and bounds go to the incumbent of the whole
+problem."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ IDLE = 0.05
 
 
 class Improver:
-    """Steps of local search on a network; `lift` makes its choices those of the incumbent's problem."""
+    """Steps of local search on a network; `lift` converts its choices to those of the incumbent's problem."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class Improver:
 
     @property
     def done(self) -> bool:
-        """The bound meets the answer."""
+        """True if the bound equals the answer."""
         return self.incumbent.choices is not None and self.incumbent.bound >= self.incumbent.objective
 
     def step(self) -> None:

@@ -1,13 +1,13 @@
 r"""A bound on a network's cost and its choices' likely costs: sequential tree-reweighted message passing.
 
-A message M_ij adds to the costs of j's choices what it takes from the pair's. With variables in a fixed
-order, each sends in turn to those after it, and then, backwards, to those before it,
+A message M_ij moves cost from a pair's table to the choices of j. With variables in a fixed order, each sends
+in turn to those after it, and then, backwards, to those before it,
 
     M_ij(x_j) = min over x_i of  g_i (unary_i + sum_k M_ki)(x_i) - M_ji(x_i) + table_ij(x_i, x_j),
 
-where g_i is 1 / the larger number of neighbours on one side. What is taken out as constants on the way back
-adds up to a lower bound, which never falls (Kolmogorov, "Convergent Tree-Reweighted Message Passing for
-Energy Minimization", PAMI 2006). Variables of one colour have no pair, so they send at once.
+where g_i is 1 / the larger number of neighbours on one side. The constants that are removed on the way back
+add up to a lower bound, which never falls (Kolmogorov, "Convergent Tree-Reweighted Message Passing for Energy
+Minimization", PAMI 2006). Variables of one colour have no pair, so they send at once.
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ from layoutopt.solver.form import Floats, Ints
 
 @dataclass(frozen=True, eq=False)
 class MessageBatch:
-    """The messages that the variables of one colour send one way.
+    """The messages that the variables of one colour send in one direction.
 
     Attributes:
       members: (choices,) the senders' choices, counted through; `begins` where each sender's begin.
-      source: (inputs,) choices of the sender of each message; `share` is g of it, `back` where the message
-        the other way has them.
-      cells, at: the tables, receiver's choice first, and which input each cell meets.
-      rows: where each receiver's choice begins in `cells`.
-      heads, lengths: where each message begins in `rows`, and how long it is.
-      out, target: where each of its numbers goes: the message, and the receiver's choice.
+      source: (inputs,) choices of the sender of each message; `share` is g of it, `back` is the position of
+        the opposite message. cells, at: the tables, receiver's choice first, and the input of each cell.
+      rows: start of each receiver's choice in `cells`. heads, lengths: start and length of each message in
+        `rows`. out, target: destination of each number: the message, and the receiver's choice.
     """
 
     members: Ints

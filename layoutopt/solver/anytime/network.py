@@ -33,9 +33,9 @@ class Network:
       offsets: (variables + 1,) the first number of each variable's choices, counted through.
       unary: (choices,).
       ends: (pairs, 2) the variables of each pair.
-      starts: (pairs,) where each table begins in `cells`.
-      owner, begin, end: (items,) the variable and the points, begin <= point < end.
-      used, choice, item: (uses,) how much, by which choice (counted through), of which item.
+      starts: (pairs,) start of each table in `cells`. owner, begin, end: (items,) the variable and the
+        points, begin <= point < end. used, choice, item: (uses,) amount, choice (numbered consecutively),
+        item.
       room: (points,).
     """
 
@@ -85,17 +85,17 @@ class Network:
         return np.bincount(self.item[mine], self.used[mine], len(self.owner)).astype(float)
 
     def over(self, uses: Floats, items: Ints | slice = slice(None)) -> Floats:
-        """(points,) what items with these uses add up to."""
+        """(points,) the sum of items with these uses."""
         count = len(self.room) + 1
         change = np.bincount(self.begin[items], uses, count) - np.bincount(self.end[items], uses, count)
         return np.cumsum(change)[:-1]
 
     def profile(self, choices: Ints) -> Floats:
-        """(points,) what `choices` use."""
+        """(points,) the use of `choices`."""
         return self.over(self.uses(choices))
 
     def priced(self, prices: Floats) -> Floats:
-        """(choices,) the unary costs, and what each choice's uses cost at (points,) prices."""
+        """(choices,) the unary costs, and the cost of each choice's uses at (points,) prices."""
         paid = np.concatenate([[0.0], np.cumsum(prices)])
         per_item = paid[self.end] - paid[self.begin]
         return self.unary + np.bincount(self.choice, self.used * per_item[self.item], len(self.unary))
@@ -139,7 +139,8 @@ def network(problem: Problem) -> Network | None:
 
 
 def least_use(problem: Problem) -> Choices:
-    """The choice of every variable that uses least, each use counted alike; of equals the cheapest."""
+    """The choice of every variable with the least use, all uses counted equally; among equal ones the
+    cheapest."""
     uses, costs = [np.zeros(size) for size in problem.sizes], [np.zeros(size) for size in problem.sizes]
     for usage in problem.intervals.usages if problem.intervals else ():
         uses[usage.variable] += usage.table

@@ -1,4 +1,4 @@
-"""A second local search with another seed, in a process of its own; each tells the other what it finds."""
+"""A second local search with another seed, in a separate process; the two exchange their results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Partner:
     """The door to the process; `end` it.
 
     Attributes:
-      news: (choices or None, bound) that it told and nobody has taken yet.
+      news: (choices or None, bound) that it reported and that was not read yet.
     """
 
     def __init__(self, network: Network, seed: int) -> None:
@@ -57,7 +57,7 @@ class Partner:
                 self.news.append(pickle.load(pipe))
 
     def end(self) -> None:
-        """Ends the process, and what speaks with it."""
+        """Ends the process and the threads that communicate with it."""
         atexit.unregister(self.end)
         self._process.kill()
         self._process.wait()

@@ -1,4 +1,4 @@
-"""The process of a `Partner`: reads a network, then choices, from stdin; writes what it finds to stdout."""
+"""The process of a `Partner`: reads a network, then choices, from stdin; writes its results to stdout."""
 
 from __future__ import annotations
 

@@ -1,18 +1,19 @@
-r"""Local search at any time: prices on overfull points, sweeps under them, what of a sweep keeps the rows.
+r"""Local search at any time: prices on overfull points, sweeps under them, and the parts of a sweep that
+satisfy the rows.
 
-1. The start takes everybody's least use (`least_use`).
+1. The start takes the least use of every variable (`least_use`).
 2. Prices rise where the points are overfull and fall elsewhere, each by a factor
 
        p_t <- p_t exp(rate (use_t - room_t) / room_t)
 
    (multiplicative weights: Plotkin, Shmoys and Tardos 1995), where use_t is averaged over the last choices.
-   At first these are what the messages call likely, which costs little (`ASCENT`).
-3. Then an `EliminationOrder` finds the best choices of most variables at once under the prices, which go on
-   changing.
+   At first these are the likely choices by the messages, which are cheap to compute (`ASCENT`).
+3. Then an `EliminationOrder` finds the best choices of most variables at once under prices that continue
+   to change.
 4. Choices that are cheaper than the best answer but overfull are swept again under prices that rise only
    where they are overfull, until they fit (`_repair`).
-5. What differs between the best answer and the sweep's is taken as far as the rows allow (`blended`).
-6. Where nothing better was found for long, all prices change by chance (`_kick`).
+5. The differences between the best answer and the sweep's are taken as far as the rows allow (`blended`).
+6. If nothing better was found for long, all prices change at random (`_kick`).
 """
 
 from __future__ import annotations
@@ -33,21 +34,22 @@ ASCENT = 80
 RATES, AT_MOST = (0.3, 0.1), 0.7
 """How fast prices change at first and in the end, and the logarithm of the most that one does in a step."""
 MEMORY = 0.8, 0.5
-"""The fractions kept of the uses of earlier choices: of likely ones, of those of sweeps."""
+"""Decay of the memory of earlier choices' uses: of likely ones, and of those of sweeps."""
 SMALL = 1e-3
-"""The first prices, times all room, in parts of what the average choices cost."""
+"""The first prices, times all room, as a share of the average choices' cost."""
 FORGOTTEN = 1e-12
 """Part of the highest price, in parts of the room, that every price keeps, so that it can rise again."""
 KEPT, RENEWED, RESTED = 6, 4, 0.2
 """Orders that take turns, steps until one is replaced, and how much less likely a variable is to be held that
 just was."""
 LIKELY = 5
-"""Every so many steps a sweep begins at the likely choices as well."""
+"""Number of steps after which a sweep also starts at the likely choices."""
 REPAIRS, STEEP, BUMP, SEEN = 16, 3.0, (0.1, 1.0), 1e-3
 """Sweeps of a repair; how much prices rise in it, as a logarithm, per relative excess, at least and at most,
 times the number of the sweep; the price where there was none, in parts of the highest."""
 AIMED, FREED = 4, 0.01
-"""Sweeps of a repair until one is made for what is overfull, and how much less likely that is held in it."""
+"""Number of sweeps of a repair until one aims at overfull rows, and the factor by which holding these becomes
+less likely."""
 STALE, KICK = 20, 1.0
 """Sweeps without a better answer until prices change by chance, each and all of them, and by how much: the
 standard deviation of the logarithm."""
@@ -56,7 +58,7 @@ WORK = 1 << 27, 1 << 16, 1 << 18
 
 
 class LocalSearch:
-    """One network under way.
+    """The search on one network.
 
     Attributes:
       best: feasible choices, as long as there are some; `cost` is theirs.
@@ -109,7 +111,7 @@ class LocalSearch:
         return False
 
     def step(self) -> None:
-        """New messages, mostly a sweep and what it gives, and new prices; or one sweep of a repair."""
+        """New messages, mostly a sweep and its answer, and new prices; or one sweep of a repair."""
         if self.attempt is not None:
             self._repair(*self.attempt)
             return

@@ -1,8 +1,9 @@
-r"""The best choices of most variables at once, the others as they are: elimination with a cutset.
+r"""The best choices of most variables at once, with the others fixed: elimination with a cutset.
 
 Variables are eliminated in an order of small joins (`layoutopt.solver.elimination` has the mathematics);
 where every join would have more than `most` cells, one of the variables in it is held (cutset conditioning:
-Pearl 1986). What is held is drawn by chance, less likely what was held before, so that sweeps differ.
+Pearl 1986). The held variables are drawn at random, with less weight for those held before, so that sweeps
+differ.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class EliminationStep:
 
     Attributes:
       tables: per pair, (axis, pair, whether the variable is its second).
-      children: per message, the shape that it takes in the join, and the step that it comes from.
+      children: per message, its shape in the join, and the step that it comes from.
     """
 
     number: int
@@ -60,7 +61,7 @@ class StepBatch:
     end: int
 
     def join(self, theta: Floats, messages: Floats) -> Floats:
-        """(steps, *shape) what all assignments cost."""
+        """(steps, *shape) cost of all assignments."""
         total = theta[self.theta].reshape(-1, *(1 for _ in self.shape[:-1]), self.shape[-1])
         for table in self.tables:
             total = total + table
@@ -178,7 +179,7 @@ class EliminationOrder:
         self.jump = np.where(is_first, 1, network.sizes[second])
 
     def best(self, unary: Floats, choices: Ints) -> Ints:
-        """Choices that cost least under (choices,) unary costs, where the held ones are as in `choices`."""
+        """Choices with the least cost under (choices,) unary costs, with held variables as in `choices`."""
         network = self.network
         cells = self.base + (self.jump * choices[self.outside])[self.edge]
         theta = unary + np.bincount(self.target, network.cells[cells], len(unary))

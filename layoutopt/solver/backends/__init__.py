@@ -1,1 +1,1 @@
-"""One file per solver; `base` is what they share."""
+"""One file per solver; `base` has the common part."""

@@ -1,4 +1,4 @@
-"""The interface of every solver, so that the rest does not know which one ran."""
+"""The interface of every solver, so that other code does not depend on the solver."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SolverRequest:
     on_bound: Callable[[float], None] | None = None
     """Called with each better bound."""
     meanwhile: Callable[[], None] | None = None
-    """A little other work: called again and again while a solver works in a process of its own."""
+    """A little other work, called repeatedly while a solver runs in a separate process."""
 
 
 class Solver(Protocol):
@@ -67,11 +67,10 @@ def interruptible(
     over: Callable[[], bool] = lambda: False,
     meanwhile: Callable[[], None] | None = None,
 ) -> WorkResult:
-    """Runs `work` in a thread, so that Python hears Ctrl-C meanwhile and the clock can end it, and does
-    `meanwhile` again and again; calls `stop` once it is `over`, or ended.
+    """Runs `work` in a thread, so that Python receives Ctrl-C and the clock can end it, and calls `meanwhile`
+    repeatedly; calls `stop` once it is `over`, or ended.
 
-    Raises what `work` raises, and what `stop` raises if the work cannot be stopped; its thread is then left
-    behind.
+    Raises exceptions of `work`, and of `stop` if the work cannot be stopped; its thread is then abandoned.
     """
     results: list[WorkResult] = []
     errors: list[BaseException] = []

@@ -20,8 +20,8 @@ def solve(
     excluded: frozenset[Choices] = frozenset(),
     on_better: Callable[[Choices], object] = lambda _: None,
 ) -> Raw:
-    """The best feasible choices of at most `upper_bound` (the first of equal ones), by looking at all; each
-    better one is told."""
+    """The best feasible choices of at most `upper_bound` (the first of equal ones), by enumeration; each
+    improvement is reported."""
     count = math.prod(problem.sizes)
     if count > LARGEST:
         raise ProblemError(

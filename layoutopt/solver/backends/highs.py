@@ -1,10 +1,11 @@
 """HiGHS through OR-tools' MathOpt: branch and cut over the exact local polytope.
 
 HiGHS works in floating point: its answer is rounded to choices and evaluated by the caller, its bound is
-lowered by its own feasibility tolerance. It runs on one thread: MathOpt offers no other way in this release.
+lowered by its own feasibility tolerance. It runs on one thread, because MathOpt has no other option in this
+release.
 
-It runs in a process of its own (`highs_process`): in one process, TensorFlow cannot be imported after MathOpt
-(both bring pybind11_abseil), and MathOpt cannot be interrupted, while a process can be ended.
+It runs in a separate process (`highs_process`): in one process, TensorFlow cannot be imported after MathOpt
+(both bring pybind11_abseil), and MathOpt cannot be interrupted, whereas a process can be ended.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from layoutopt.solver.backends.highs_worker import Worker
 from layoutopt.solver.linear import Constraint, LinearProgram
 
 DUAL_TOLERANCE = 1e-10
-"""HiGHS accepts reduced costs down to minus this. A solution has one column per group at 1, so what the
-proven bound can be too high by is at most this times the number of groups (weak duality: c x >= y b + sum
-of reduced costs * x).
+"""HiGHS accepts reduced costs down to minus this. A solution has one column per group at 1, so the proven
+bound exceeds the true one by at most this times the number of groups (weak duality: c x >= y b + sum of
+reduced costs * x).
 """
 
 LATE = 0.2
@@ -35,7 +36,7 @@ _worker = Worker()
 
 
 def solve(request: SolverRequest) -> Raw:
-    """Solves the program with HiGHS, whose process Ctrl-C ends."""
+    """Solves the program with HiGHS in a process that Ctrl-C ends."""
     program = request.program
     unit = _unit(program)
     task = _task(request, unit)

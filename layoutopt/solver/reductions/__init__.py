@@ -1,4 +1,4 @@
-"""Reductions: an equivalent smaller problem, and the way back (the arrangement of cvxpy's `reductions`).
+"""Reductions: an equivalent smaller problem, and the inverse (the arrangement of cvxpy's `reductions`).
 
 `reduce` applies the steps of `prune` and `merge` until none changes anything. Every step keeps at least one
 optimal choice vector; with `keep_all` only steps that keep every feasible one, one to one, are used.

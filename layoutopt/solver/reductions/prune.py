@@ -21,7 +21,8 @@ LARGEST = 1 << 21
 
 
 def forbidden(state: ReductionState, variable: int) -> bool:
-    """Drops choices that a unary cost, a pair table or a wide term forbids for every choice of the others."""
+    """Removes choices that a unary cost, a pair table or a wide term forbids for every choice of the
+    others."""
     possible = np.isfinite(state.unary[variable])
     for table in state.pairs[variable].values():
         possible &= np.isfinite(table).any(axis=1)

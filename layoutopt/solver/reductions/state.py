@@ -1,5 +1,4 @@
-"""The problem while it is being reduced: mutable, indexed by variable, with the way back written down as it
-goes.
+"""The problem during reduction: mutable, indexed by variable, with a record of the inverse.
 
 A variable that is `alive` has a unary cost vector, a pair table per neighbour, and a usage vector per
 resource key; a key is (row number, -1) for a row and (start, end) for an interval. Wider tables are kept as
@@ -31,11 +30,11 @@ from layoutopt.solver.form import (
 
 PairKey = tuple[int, int]
 RestoreStep = Callable[[dict[int, int]], None]
-"""Fills in the choices of variables that a reduction removed or renumbered, given the others'."""
+"""Fills in the choices of variables that a reduction removed or renumbered, from the others'."""
 
 
 LARGEST_PAIR = 1 << 22
-"""Cells of a pair table above which it stays as it is."""
+"""Number of cells above which a pair table is not changed."""
 
 
 class ReductionState:
@@ -124,12 +123,12 @@ class ReductionState:
             uses[key] = table
 
     def touch(self, variables: Iterable[int]) -> None:
-        """Marks variables whose surroundings changed."""
+        """Marks variables whose neighbourhood changed."""
         for variable in variables:
             self.dirty[variable] = None
 
     def keep(self, variable: int, kept: Ints, instead: Ints | None = None) -> None:
-        """Restricts the domain to `kept`; `instead[old]` is the new number of old or of its stand-in."""
+        """Restricts the domain to `kept`; `instead[old]` is the new number of old or of its replacement."""
         self.unary[variable] = self.unary[variable][kept]
         for other, table in self.pairs[variable].items():
             smaller = np.ascontiguousarray(table[kept])
@@ -166,7 +165,7 @@ class ReductionState:
             self.wide_rows[number // 2] = (row, scope, _sliced(table, scope.index(variable), kept))
 
     def remove(self, variable: int, follows: Callable[[dict[int, int]], int]) -> None:
-        """Takes a variable out (its costs have moved); `follows` tells its choice from the others'."""
+        """Removes a variable (its costs have moved); `follows` computes its choice from the others'."""
         for other in list(self.pairs[variable]):
             self.drop_pair(variable, other)
         self.use[variable] = {}
