@@ -62,6 +62,7 @@ class OuterStepContext(SharedContext):
 
     Attributes:
       narrow, padded: see `Tabler`; of the step, and for an outer step also its variables.
+      divided: see `Tabler`; of the step, which splits were chosen for: codes of 4 bits are half as many.
       kept: the variables that only this outer step writes, not the step or an earlier one.
     """
 
@@ -76,6 +77,7 @@ class OuterStepContext(SharedContext):
     ) -> None:
         super().__init__(_Meets(TrainingStep(graph, {}, ())), structure)
         self.period, self.narrow, self.padded = by.period, narrow_reads(step.graph), padded
+        self.divided = step.graph.dims()
         self.kept = tuple(name for name in _written(graph) if name not in known)
         self.clusters = tuple(replace(c, multiplicity=c.multiplicity / by.period) for c in self.clusters)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import cached_property
 from typing import Protocol
 
@@ -38,7 +38,7 @@ class SharedContext:
 
     Attributes:
       dependencies: which of its operations must be priced together; `clusters` of these.
-      narrow, padded: see `Tabler`.
+      narrow, padded, divided: see `Tabler`.
 
     Args:
       structure: effects of the decisions.
@@ -47,6 +47,7 @@ class SharedContext:
 
     narrow: Mapping[str, str] | None = None
     padded: Mapping[str, frozenset[str]] | None = None
+    divided: Mapping[str, Set[int]] | None = None
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class SharedContext:
         padded = self.padded if padded is None else padded
         padded, known = paddable(self.graph) if padded is None else padded, self._tabler
         if known is None or known.pricer is not pricer or known.padded != padded:
-            self._tabler = known = Tabler(self.graph, mesh, pricer, self.narrow, padded)
+            self._tabler = known = Tabler(self.graph, mesh, pricer, self.narrow, padded, self.divided)
         return known
 
     @cached_property

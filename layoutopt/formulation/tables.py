@@ -192,6 +192,7 @@ class Tabler:
 
     Args:
       narrow, padded: see `storage.narrow_reads` and `padding.paddable`; None: of this graph.
+      divided: name -> sizes of dimensions that their splits are known to divide; None: all sizes here.
     """
 
     def __init__(
@@ -201,12 +202,14 @@ class Tabler:
         pricer: Pricer,
         narrow: Mapping[str, str] | None = None,
         padded: Mapping[str, frozenset[str]] | None = None,
+        divided: Mapping[str, Set[int]] | None = None,
     ) -> None:
         self.graph, self.mesh, self.pricer = graph, mesh, pricer
         self.narrow = narrow_reads(graph) if narrow is None else narrow
         self.padded = paddable(graph) if padded is None else padded
         self.cache, self.namings = lowering_cache(graph, pricer), Namings(pricer)
         self.sizes = graph.dims()
+        self.divided = self.sizes if divided is None else divided
         self._entries: dict[Cluster, dict[Assignment, Entry | None]] = {}
         self._oracles: dict[Hashable, Oracle] = {}
 
@@ -314,7 +317,7 @@ class Tabler:
         oracle = self._oracles.get(key)
         if oracle is None:
             where = placement(self.graph, naming.mesh, layout, options, self.narrow, self.padded)
-            oracle = self._oracles[key] = Oracle(where, self.sizes, naming.real)
+            oracle = self._oracles[key] = Oracle(where, self.divided, naming.real)
         return oracle
 
     def _numbered(self, options: Options, naming: Naming) -> Options:

@@ -3,6 +3,7 @@ forbid nothing that fits, and the answer is the best of all layouts."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Iterator
@@ -197,4 +198,25 @@ def test_one_decision_may_be_of_variables_that_meet_apart() -> None:
     heads_of = mtf.Model(first + second, mtf.Adam(1e-2))
     rare, mesh = "sites:period=4,fragments=2", "sites:2;data:2"
     plan = search(heads_of, mesh, hardware="h100", diloco=rare, microbatches=[1], alternatives=False)
+    assert plan.solver.status == "OPTIMAL"
+
+
+def test_a_split_that_does_not_divide_what_is_sent_is_not_in_the_tables() -> None:
+    """A row of 12 is sent as 6 bytes, which 4 devices do not divide."""
+    g = mtf.Graph("head")
+    b, d, v = mtf.Dim("batch", 16), mtf.Dim("d", 8), mtf.Dim("vocab", 12)
+    x, y = g.input("x", [b, d], "float32"), g.input("y", [b])
+    scores = mtf.einsum([x, g.variable("head", [d, v], mtf.Normal(0.1))], [b, v])
+    head = mtf.Model(mtf.reduce_mean(mtf.softmax_cross_entropy(scores, y, v)), mtf.Adam(1e-2))
+    evaluator, mesh = Evaluator(head, load_hardware("tpu-v4")), mtf.Mesh("data:4;sites:2")
+    for bits in (8, 4):
+        allowed = SearchSpace(
+            storage=("layout",), microbatches=(1,), diloco=mtf.DiLoCo("sites", 4, bits=bits)
+        )
+        (subproblem,) = subproblems(head, [mesh], allowed, evaluator.near)
+        layout, options = subproblem.decided.read({"vocab": ("data",)})
+        assert (subproblem.opened(evaluator).extraction.choices(layout, options) is None) == (bits == 4)
+        with pytest.raises(mtf.LayoutError, match="size 6") if bits == 4 else contextlib.nullcontext():
+            evaluator(mesh, layout, options)
+    plan = search(head, mesh, hardware="tpu-v4", diloco="sites:bits=4", alternatives=False)
     assert plan.solver.status == "OPTIMAL"
