@@ -76,7 +76,7 @@ def leanest(
 
     Args:
       pinned: decisions that are taken already.
-      best: a layout that is known.
+      best: a layout that is known, of this problem or another; the answer if nothing here holds less.
     """
     low = max((sum(map(_least, row.entries)) for row in search.rows), default=0.0)
     high = max((sum(map(_most, row.entries)) for row in search.rows), default=0.0)
@@ -90,6 +90,8 @@ def leanest(
         solution = solve(problem, time_limit=clock.rest)
         if solution.choices is None:
             go_on(solution)
+            if best is not None and solution.status is Status.INFEASIBLE:
+                low = float(best.peak)  # all that is legal here holds more
             break
         *choices, level = solution.choices
         if solution.status is Status.OPTIMAL and level:

@@ -368,20 +368,22 @@ class LayoutSearch:
 
     def _needed(self) -> str:
         """The least memory that a layout needs, what of it is proven, and what fills it."""
-        request, known = self.request, [*self.incumbents.found]
+        request = self.request
+        self.nearest = min(self.incumbents.found, key=lambda f: f.peak, default=None)
 
         def look() -> None:
-            for each in self.problems:
-                if each.bounds.least > request.limit:  # known without tables, which may take long
-                    known.extend(filter(None, [lean(request, each)]))
-            for each in self.problems:
-                found, low = leanest(self.opened(each), request.clock)
-                each.bounds.hold_at_least(low)
-                known.extend([found] if found is not None else [])
+            for each in sorted(
+                self.problems, key=lambda p: -p.microbatches
+            ):  # small pieces mostly hold least
+                if self.nearest is None and each.bounds.least > request.limit:
+                    self.nearest = lean(request, each)  # without tables, which may take long
+                if self.nearest is None or each.bounds.least < self.nearest.peak:
+                    self.nearest, low = leanest(self.opened(each), request.clock, best=self.nearest)
+                    each.bounds.hold_at_least(low)
 
         with request.clock.at_most(BESIDE):
             ended = request.clock.within(0.0, look)
-        nearest = self.nearest = min(known, key=lambda f: f.peak, default=None)
+        nearest = self.nearest
         advice = "; use more devices or more memory, or a smaller batch"
         if nearest is None:
             return ": the pins and prohibitions allow no legal layout; drop one of them" if ended else advice

@@ -28,6 +28,7 @@ from tests.layoutopt.models import (
 from tests.marks import by_day
 
 AGREE = 1e-6
+ONE = SearchSpace(microbatches=(1,))
 
 
 def asked(seed: int, most: int) -> tuple[mtf.Model, Question, str, list[Point]]:
@@ -149,3 +150,19 @@ def test_gradients_that_are_moved_at_the_end_of_an_iteration_are_counted() -> No
     )
     assert plan.solver.status == "OPTIMAL"
     assert plan.solver.bound == plan.predicted.peak_memory_bytes
+
+
+def test_a_mesh_that_holds_more_at_best_is_proven_so_by_what_another_holds() -> None:
+    evaluator = Evaluator(EXAMPLES["mlp"](), load_hardware("tpu-v3"))
+    few, many = (
+        next(subproblems(evaluator.model, [mtf.Mesh(mesh)], ONE)).opened(evaluator)
+        for mesh in ("data:2", "data:8")
+    )
+    best, low = leanest(many)
+    assert best is not None
+    assert 0 < low <= best.peak
+    assert leanest(few, best=best) == (best, best.peak)
+    other, _ = leanest(few)
+    assert other is not None
+    assert other.peak > best.peak
+    assert leanest(many, best=other)[0] != other
