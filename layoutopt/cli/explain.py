@@ -84,7 +84,7 @@ def explain(
 
     clock = time_limited(time_limit)
     terminal = Terminal(as_json, quiet)
-    check_out(out)
+    check_out(out, read=[model])
     planned = open_plan(plan, model)
     with StepProgress(terminal, "searching", 1) as bar:
         found = explained(

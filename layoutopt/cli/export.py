@@ -62,7 +62,7 @@ def export(
     from mesh_tf_core.files import write_file
 
     terminal = Terminal(as_json, quiet)
-    check_out(out)
+    check_out(out, read=[plan, model])
     own = load_plan(plan, say_damage)
     if to is Library.PERFETTO:
         _write_step(terminal, own, plan, model, out)

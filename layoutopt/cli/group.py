@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from layoutopt.cli.exits import fail, handled
 from layoutopt.cli.hints import usage
-from layoutopt.cli.listing import short_listing, show_help
+from layoutopt.cli.listing import PLANNING, short_listing, show_help
 from layoutopt.cli.panels import asks_short, short_help
 from layoutopt.runtime import signals
 
@@ -30,6 +30,12 @@ class CommandGroup(TyperGroup):
             name = words[0] if len(words) == 2 else ""
             print(short_help(self.commands[name], f"layoutopt {name}") if name else short_listing())
             sys.exit(0)
+        if words and words[0] in self.commands:
+            from mesh_tf_core.engines.jax import compat
+
+            # A model file may start JAX: to plan takes no accelerator from a job.
+            if words[0] in PLANNING or not compat.accelerated():
+                compat.stay_on_cpu()
         as_json = "--json" in words
         # But for `train`, which hears all, a worker of several has nothing to save by itself.
         several = any(word.partition("=")[0] in ("--cluster", "--coordinator") for word in words)

@@ -46,6 +46,8 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Purpose -> command's name -> its one-line description."""
+PLANNING = (*COMMANDS["Find a layout"], *COMMANDS["Show it"])
+"""The commands that run nothing on devices."""
 PURPOSE = "Find, prove, explain and apply the best layout of a model over a mesh of devices."
 VERSION = "Print the version."
 OPTIONS = {

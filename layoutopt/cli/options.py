@@ -6,7 +6,7 @@ import contextlib
 import io
 import math
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -252,9 +252,23 @@ def read_mesh(text: str | None) -> Mesh:
     return mesh
 
 
-def check_out(path: Path | None, option: str = "--out") -> None:
-    """Raises UserError unless `path` can be written, before any work is done for it."""
+def check_out(path: Path | None, option: str = "--out", read: Iterable[str | Path | None] = ()) -> None:
+    """Raises UserError unless `path` can be written, before any work is done for it.
+
+    Args:
+      read: MODELs and plans that the command reads; it does not write over them.
+    """
+    from layoutopt.models.recorded import file_and_function
+    from mesh_tf_core import UserError
     from mesh_tf_core.files import check_writable
 
-    if path is not None:
-        check_writable(path, option)
+    if path is None:
+        return
+    for source in read:
+        named = file_and_function(str(source))
+        file = named[0] if named else Path(str(source))
+        if source is not None and file.resolve() == path.resolve():
+            raise UserError(
+                f"{option} {str(path)!r} would overwrite a file that this command reads; name another file"
+            )
+    check_writable(path, option)

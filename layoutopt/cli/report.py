@@ -54,7 +54,7 @@ def report(
     from layoutopt.plan.results import ReportResult
 
     terminal = Terminal(as_json, quiet)
-    check_out(out)
+    check_out(out, read=[*plans, model, validation])
     count = read_tokens(tokens)
     found = [_complete(terminal, path, model) for path in plans]
     prices = read_prices(price or (), [plan.data.hardware for plan in found])

@@ -122,8 +122,8 @@ def search(
     from mesh_tf_core.errors import InfeasibleError
 
     terminal = Terminal(as_json, quiet)
-    check_out(out)
-    check_out(report, "--report")
+    check_out(out, read=[model])
+    check_out(report, "--report", [model])
     machine = read_hardware(hardware, set_hardware)
     limit = read_memory(memory, machine)
     count, prices = read_tokens(tokens), read_prices(price or (), [machine.name])

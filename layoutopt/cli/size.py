@@ -151,8 +151,8 @@ def size(
     from layoutopt.sizing.sizing import size as answer
 
     terminal = Terminal(as_json, quiet)
-    check_out(out)
-    check_out(report, "--report")
+    check_out(out, read=[model])
+    check_out(report, "--report", [model])
     asked: dict[str, Any] = {
         "budget": _count(budget, "--budget", "1e22"),
         "money": _count(money, "--money", "1e6"),

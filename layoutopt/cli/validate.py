@@ -70,7 +70,7 @@ def validate(
     from layoutopt.api.running import validate as run
     from mesh_tf_core.files import write_file
 
-    check_out(out)
+    check_out(out, read=[model])
     machine = read_hardware(hardware, set_hardware)
     devices = read_mesh(mesh)
     with job.open(engine, as_json, quiet) as session:

@@ -77,7 +77,7 @@ def verify(
     from mesh_tf_core.files import write_file
 
     terminal = Terminal(as_json, quiet)
-    check_out(text, "--text")
+    check_out(text, "--text", [source, model])
     machine = read_hardware(generation(topology).hardware)
     loaded, given = _asked(source, model, settings, mesh, layout, decided)
     priced = cost(loaded.model, given.mesh, given.layout, machine, options=given.options)

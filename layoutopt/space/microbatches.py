@@ -30,7 +30,8 @@ def _numbers(value: Any) -> tuple[Any, ...]:
         parts = [part.strip() for part in value.split(",")]
         if not all(re.fullmatch(r"0*[1-9][0-9]{0,8}", part) for part in parts):
             raise UserError(
-                f"--microbatches {value!r} is not a list of numbers; write for example --microbatches 1,2,4"
+                f"--microbatches {value!r} is not a list of numbers from 1; write for example --microbatches "
+                "4, or 1,2,4 to search several"
             )
         value = map(int, parts)
     found = names(value, "microbatches")

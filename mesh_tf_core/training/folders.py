@@ -63,7 +63,9 @@ def check_directory(directory: str | Path, mode: int | None = None) -> None:
         raise UserError(
             f"checkpoint {str(directory)!r}: {str(error.filename)!r} is {kind}; name a directory"
         ) from None
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if root.parent.parent.is_dir():
+            raise unwritable(directory, error) from None
         raise UserError(
             f"checkpoint {str(directory)!r} cannot be made: there is no folder "
             f"{str(root.parent.parent)!r}; make it, or name another place"

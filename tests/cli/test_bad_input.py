@@ -235,3 +235,35 @@ def test_a_graph_that_nobody_can_build(refused: Callable[..., str], monkeypatch:
     assert (
         "graph 'mlp' has more than 100 operations; ask for fewer, or write equal layers as one scan" in line
     )
+
+
+@pytest.mark.parametrize(
+    ("args", "option"),
+    [
+        ("search MODEL --mesh data:2", "--out MODEL"),
+        ("search MODEL:model --mesh data:2", "--report MODEL"),
+        ("size MODEL --tokens 1e9 --devices 2", "--out MODEL"),
+        ("size MODEL --tokens 1e9 --devices 2", "--report MODEL"),
+        ("validate MODEL --mesh data:2", "--out MODEL"),
+        ("verify MODEL --mesh data:2 --topology v5e:2x2", "--text MODEL"),
+        ("explain PLAN --model MODEL", "--out MODEL"),
+        ("report PLAN", "--out PLAN"),
+        ("export PLAN --to jax", "--out PLAN"),
+    ],
+)
+def test_no_output_overwrites_what_is_read(
+    refused: Callable[..., str], tmp_path: Path, args: str, option: str
+) -> None:
+    """Not by another name of the same file either."""
+    made = {"MODEL": tmp_path / "model.py", "PLAN": tmp_path / "plan.json"}
+    made["MODEL"].write_text("from examples.mlp import model\n", encoding="utf-8")
+    made["PLAN"].write_text(json.dumps(sample.plain_plan()), encoding="utf-8")
+    before = {name: file.read_bytes() for name, file in made.items()}
+    words = f"{args} {option}"
+    for name, file in made.items():
+        words = words.replace(name, str(file))
+    *front, last = words.split()
+    named = Path(last).parent / "." / Path(last).name
+    error = refused(*front, str(named.parent / ".." / named.parent.name / named.name))
+    assert f"{option.split()[0]} " in error and "would overwrite a file that this command reads" in error
+    assert {name: file.read_bytes() for name, file in made.items()} == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from typer.testing import Result
 
 from layoutopt.cli.given import UNDECIDED
+from layoutopt.cli.listing import COMMANDS, PLANNING
 from layoutopt.cli.options import EngineName
 from layoutopt.cli.running import Session
 from layoutopt.cli.terminal import Terminal
@@ -74,6 +76,18 @@ def test_what_auto_means(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen("auto") == "jax"
     monkeypatch.setattr(compat, "_CHIPS", {"null": ("no such package",), "no such file": ("numpy",)})
     assert chosen("auto") == "local"
+
+
+@pytest.mark.parametrize("command", [name for panel in COMMANDS.values() for name in panel])
+def test_planning_takes_no_accelerator(
+    command: str, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Model files may start JAX; where there is an accelerator, commands that run on devices may use it."""
+    for chips, runs_on in (({"null": ("numpy",)}, None), ({}, "cpu")):
+        monkeypatch.setattr(compat, "_CHIPS", chips)
+        monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+        run(command, "--no-such-option")
+        assert os.environ.get("JAX_PLATFORMS") == ("cpu" if command in PLANNING else runs_on)
 
 
 def test_an_unknown_engine_is_refused(run: Callable[..., Result]) -> None:
