@@ -93,6 +93,9 @@ class Subproblem:
 
     def inherit(self, evaluator: Evaluator) -> None:
         """Proves bounds that follow from fewer microbatches."""
+        # Infinity too: a layout that is legal with k M is legal with M. The step of M has the same nodes,
+        # with parts k times as large (`tracing.copying.PartCopy`), and legality depends on names and on what
+        # splits divide. A number that a model or a schedule refuses makes no problem, so bounds nothing.
         for other in self.fewer if evaluator.prices(self.mesh).pieces_cost_more else ():
             known = (bound.value for bound in other.bounds.proven if bound.source is Source.TABLES)
             self.bounds.prove(self.share(other.microbatches) * max(known, default=0.0), Source.PIECES)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from costmodels.hardware import load_hardware
-from layoutopt.optimize.bounds import EXACT
+from layoutopt.optimize.bounds import EXACT, SLACK
 from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.fixing import faster
-from layoutopt.optimize.subproblems import Subproblem
+from layoutopt.optimize.subproblems import Subproblem, related, subproblems
 from layoutopt.space.decisions import SearchSpace, decisions
-from mesh_tf_core.errors import InfeasibleError, UserError
+from mesh_tf_core.errors import InfeasibleError, LayoutError, UserError
 from mesh_tf_core.ir.mesh import Mesh
-from tests.layoutopt.models import EXAMPLES, towers
+from tests.layoutopt.every_kind import opened, some_machine, whole_model
+from tests.layoutopt.models import EXAMPLES, some_choices, towers
 from tests.marks import by_day
 from tests.searching import search
 
@@ -35,6 +38,41 @@ def test_pieces_of_a_batch_take_no_less_time(name: str, hardware: str) -> None:
     mesh = Mesh("data:2;model:2")
     bounds = [bound(name, mesh, parts, hardware) for parts in (1, 4)]
     assert bounds == sorted(bounds)
+
+
+def compare_with_fewer(seed: int, problems: int, layouts: int) -> int:
+    """Layouts of every kind of decision that are legal with more microbatches are legal with fewer, and take
+    no less than the bound that follows from these; returns how many were compared."""
+    rng, model, compared = random.Random(seed), whole_model(seed), 0
+    mesh = Mesh(rng.choice(["x:2;y:2", "x:4"]))
+    evaluator = Evaluator(model, some_machine(rng))
+    allowed = opened(rng, model).but(microbatches=(1, 2, 4))
+    every = related([*subproblems(model, [mesh], allowed, evaluator.near)])
+    more = [each for each in every if each.fewer]
+    for each in rng.sample(more, min(problems, len(more))):
+        for _ in range(layouts):
+            layout, options = each.decided.read(some_choices(each.decided, rng))
+            try:
+                seconds = evaluator(mesh, layout, options).cost.step_seconds
+            except LayoutError:
+                continue
+            for other in each.fewer:
+                less = evaluator(mesh, layout, replace(options, microbatches=other.microbatches))
+                bound = each.share(other.microbatches) * less.cost.step_seconds
+                assert bound <= seconds * (1 + SLACK) or not evaluator.prices(mesh).pieces_cost_more
+                compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("seed", by_day(range(8), every=8))
+def test_what_is_legal_with_more_is_legal_with_fewer(seed: int) -> None:
+    assert compare_with_fewer(seed, 2, 3)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(100, 200, 10))
+def test_many_layouts_are_legal_with_fewer(first: int) -> None:
+    assert sum(compare_with_fewer(seed, 4, 6) for seed in range(first, first + 10)) > 100
 
 
 PARTS = (1, 4)
