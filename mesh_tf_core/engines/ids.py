@@ -13,7 +13,8 @@ numbers are allowed in look-ups and one-hots), unless the model itself may exclu
              factor of the look-up's results that is computed from the input (`minimum(labels + 1, 1)`)
              compares it too: with the number that makes the factor 0.
   weighted   the looked-up value, or a result of it, is multiplied by, or selected with, another array of the
-             batch (a mask), or an element of a table that is not trained, which may exclude v.
+             batch (a mask), or an element of a table that is not trained, which may exclude v. The mask is
+             not compared with the numbers, so every v is allowed.
 
 Each step checks the least and the greatest number of every such input, and the next ones if these are
 excluded: two passes over integers. A wrong number between excluded ones may be missed; every refused number

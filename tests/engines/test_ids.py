@@ -194,3 +194,22 @@ def test_wide_numbers_of_a_wide_input_stay() -> None:
     running.initialize()
     wide = np.arange(4) + 2**40
     assert float(running.step({"y": wide})["loss"]) == np.mean(wide % 7)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "local", "jax"])
+def test_a_number_that_a_mask_leaves_out_changes_nothing(engine: str) -> None:
+    """Neither the loss nor a weight; where the mask counts it, it is read as an element of zeros."""
+
+    def trained(label: int, counts: float) -> tuple[float, Any]:
+        running = open_engine(program("another mask"), engine)
+        running.initialize()
+        given = batch([0, 1, 2, label])
+        given["x"] = np.arange(40, dtype=np.float32).reshape(4, 10) / 40
+        given["mask"][3] = counts
+        return float(running.step(given)["loss"]), running.read("w")
+
+    loss, weights = trained(3, 0.0)
+    for wrong in (-9, 10, 99):
+        left_out, after = trained(wrong, 0.0)
+        assert left_out == loss and np.array_equal(after, weights)
+        assert trained(wrong, 1.0)[0] > loss
