@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import os
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
@@ -264,11 +265,11 @@ def check_out(path: Path | None, option: str = "--out", read: Iterable[str | Pat
 
     if path is None:
         return
+    check_writable(path, option)
     for source in read:
         named = file_and_function(str(source))
         file = named[0] if named else Path(str(source))
-        if source is not None and file.resolve() == path.resolve():
+        if source is not None and os.path.realpath(file) == os.path.realpath(path):
             raise UserError(
                 f"{option} {str(path)!r} would overwrite a file that this command reads; name another file"
             )
-    check_writable(path, option)

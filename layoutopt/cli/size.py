@@ -60,7 +60,8 @@ def size(
         str | None,
         typer.Option(
             metavar="T",
-            help="Train MODEL at its given size on this many tokens, e.g. 300B, and choose only the chips.",
+            help="Train MODEL at its given size (or at that of --sizes) on this many tokens, e.g. 300B, and "
+            "choose only the chips.",
             show_default=False,
         ),
     ] = None,
@@ -99,7 +100,9 @@ def size(
     sizes: Annotated[
         str | None,
         typer.Option(
-            metavar="LOW:HIGH", help="Parameters, as 1B:20B.", show_default="around the law's optimum"
+            metavar="LOW:HIGH",
+            help="Numbers of parameters, e.g. 1B:20B; one, e.g. 13B, for a single size.",
+            show_default="around the law's optimum",
         ),
     ] = None,
     candidates: Annotated[int, typer.Option(metavar="K", help="How many sizes.")] = 9,
@@ -252,12 +255,7 @@ def _devices(texts: Sequence[str]) -> tuple[int, ...]:
 
 
 def _sizes(text: str) -> tuple[float, float]:
-    from mesh_tf_core.errors import UserError
 
     low, colon, high = text.partition(":")
-    if not colon:
-        raise UserError(
-            f"--sizes {text!r}: write the fewest and the most parameters, e.g. --sizes 1B:20B; to train "
-            "MODEL at its own size, use --tokens without --sizes"
-        )
-    return parse_count(low, "--sizes", "1B:20B"), parse_count(high, "--sizes", "1B:20B")
+    least = parse_count(low, "--sizes", "1B:20B")
+    return least, parse_count(high, "--sizes", "1B:20B") if colon else least

@@ -66,6 +66,6 @@ def least_memory(request: Request, subproblem: Subproblem) -> Baseline | None:
 
 HEURISTICS: dict[str, Callable[[Request, Subproblem], Baseline | None]] = {
     "greedy": greedy,
-    "least memory (as auto_mtf)": least_memory,
+    "least-memory splits": least_memory,
 }
 """The heuristics beside an answer, by their names in plans."""

@@ -73,7 +73,9 @@ class Answering:
     def candidates(self) -> list[SizeCandidate]:
         """The sizes, those near the law's optimum first."""
         if self.question.goal == "tokens":
-            return [self.family.own]
+            if self.sizes is None:
+                return [self.family.own]
+            return [*self.family.sizes([self.sizes[0]], self._counted)]
         low, high = self.sizes or self._around()
         middle = math.sqrt(low * high)
         steps = max(self.count - 1, 1)

@@ -187,6 +187,8 @@ def _sized(
     served = {name: value for name, value in vars(goal).items() if name not in ("devices", "inference")}
     question = SizingQuestion(**served, devices=_numbers(goal.devices), served=goal.inference)
     _check(sizes.candidates, sizes.sizes, limits.memory, sizes.scale)
+    if question.tokens is not None and sizes.sizes is not None and sizes.sizes[0] != sizes.sizes[1]:
+        raise UserError("--tokens trains one size: write for example --sizes 13B, or leave --sizes out")
     if scaling.runs is not None and scaling.law:
         raise UserError("--law and --fit: a law is published or fitted; leave one of them out")
     machines = machines_of(*on, limits.memory)
@@ -309,7 +311,7 @@ def _result(answering: Answering, best: SizeRow) -> SizeResult:
         law=law_info(forecast),
         best=answer,
         candidates=[told[id(r)] for r in rows],
-        scaled={} if question.goal == "tokens" else answering.family.powers,
+        scaled={} if question.goal == "tokens" and answering.sizes is None else answering.family.powers,
         beaten=[*map(summary.beaten, answering.beaten)],
         unfit=answering.unfit,
         optimum=summary.optimum(answering, best),

@@ -68,7 +68,9 @@ def test_people_see_what_to_train_where_and_the_plan_is_kept(
         (("--money", "1e6"), "--money: a chip-hour of tpu-v5e has no price; write --price tpu-v5e=4.2"),
         (("--money", "1e6", "--price", "h100=3"), "'h100' is no --hardware here"),
         (("--budget", "1e20", "--devices", "many"), "--devices 'many': write numbers"),
-        (("--budget", "1e20", "--sizes", "1B"), "--sizes '1B': write the fewest and the most"),
+        (("--budget", "1e20", "--sizes", "2B:1B"), "--sizes 2e+09:1e+09: write the fewest and the most"),
+        (("--budget", "1e20", "--sizes", "large"), "--sizes 'large' is not a number; write for example"),
+        (("--tokens", "1M", "--sizes", "1B:2B"), "--tokens trains one size: write for example --sizes 13B"),
         (("--budget", "1e20", "--law", "moore"), "--law moore: no such law"),
         (("--budget", "1e20", "--fit", "README.md"), "--fit 'README.md'"),
         (("--budget", "1e20", "--fit", "none.csv"), "No such file"),
@@ -98,8 +100,16 @@ def test_what_is_no_count_is_refused(text: str) -> None:
         parse_count(text, "--tokens", "300B")
 
 
-def test_chips_are_named(refused: Callable[..., str], run: Callable[..., Result]) -> None:
+def test_chips_are_named(run: Callable[..., Result]) -> None:
     said = run("size", LM, *TINY, "--tokens", "1M").stderr
     assert "no chip is named, so cpu-local was sized; compare chips with --hardware" in " ".join(said.split())
-    said = refused("size", LM, *TINY, "--tokens", "1M", "--hardware", "h100", "--sizes", "13B")
-    assert "to train MODEL at its own size, use --tokens without --sizes" in said
+
+
+def test_one_size_of_the_family_is_trained_on_tokens(result: Callable[..., dict[str, Any]]) -> None:
+    own = result("size", LM, *TINY, "--tokens", "1M", "--devices", "2", "--hardware", "tpu-v5e")["best"]
+    wanted = 20 * own["parameters"]
+    args = ("size", LM, *TINY, "--tokens", "1M", "--devices", "2", "--hardware", "tpu-v5e")
+    found = result(*args, "--sizes", str(wanted))
+    sizes = {each["parameters"] for each in found["candidates"]}
+    assert len(sizes) == 1 and sizes.pop() == pytest.approx(wanted, rel=0.2)
+    assert found["scaled"] and found["best"]["hparams"]["layers"] > 1
