@@ -26,7 +26,7 @@ from layoutopt.space.decisions import Decisions, SearchSpace, decisions
 from layoutopt.space.kind import HYBRID
 from layoutopt.space.microbatches import numbers
 from layoutopt.space.recompute import check_named
-from layoutopt.space.stages import count, ways
+from layoutopt.space.stages import count, ways, why_none
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Axes, Layout
 from mesh_tf_core.ir.mesh import Mesh
@@ -165,8 +165,8 @@ def subproblems(
     dims = ",".join(dim for dim in allowed.pipeline if allowed.pins.get(dim) != ())
     if dims and not piped:
         raise UserError(
-            f"--pipeline {dims}: {_reasons(refused) or 'no axis has as few devices as these are'}; "
-            "leave it out, or choose another mesh"
+            f"--pipeline {dims}: {_reasons(refused) or why_none(model, shapes, allowed)}; leave it out, or "
+            "choose another mesh"
         )
 
 

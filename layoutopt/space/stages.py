@@ -8,7 +8,7 @@ subproblems.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
@@ -161,6 +161,19 @@ def _ways_to_split(model: Model, mesh: Mesh, dim: str, banned: set[str], orders:
             if axes:
                 check_stages(model.graph, dim, mesh.group_size(axes))
             yield axes
+
+
+def why_none(model: Model, meshes: Iterable[Mesh], allowed: Space) -> str:
+    """The reason why the layers can lie over no axes as stages: what refuses the fewest stages."""
+    refused = dict[int, str]()
+    for mesh, dim in itertools.product(meshes, allowed.pipeline):
+        banned = {*allowed.forbid.get(dim, ()), *allowed.apart}
+        for axes in filter(None, split_options(mesh, set(), banned, allowed.orders)):
+            try:
+                check_stages(model.graph, dim, mesh.group_size(axes))
+            except UserError as error:
+                refused.setdefault(mesh.group_size(axes), str(error))
+    return refused[min(refused)] if refused else "no mesh has an axis that may split it"
 
 
 def count(mesh: Mesh, allowed: Space) -> dict[str, int]:

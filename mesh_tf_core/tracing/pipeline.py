@@ -101,8 +101,8 @@ def check_stages(graph: Graph, dim: str, count: int, rounds: int = 1) -> None:
         if count * rounds > size + 2 * (rounds > 1):
             times = f" times {rounds} rounds" if rounds > 1 else ""
             raise UserError(
-                f"pipeline over {dim!r}: {count} stages{times} are more than its {size} layers; take fewer "
-                f"stages{' or rounds' * (rounds > 1)}"
+                f"pipeline over {dim!r}: {count} stages{times} are more than its {size} "
+                f"layer{'s' * (size != 1)}; take fewer stages{' or rounds' * (rounds > 1)}"
             )
         if node not in graph.nodes:
             raise UserError(f"pipeline over {dim!r}: this loop is inside of another; split the outer one")

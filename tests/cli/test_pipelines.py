@@ -43,8 +43,13 @@ def test_a_plan_with_stages(
         (("--pipeline", "layer"), "--pipeline layer: no loop counts it; did you mean 'layers'?"),
         (
             ("--pipeline", "layers", "--mesh", "pipe:8"),
-            "--pipeline layers: no axis has as few devices as these are",
+            "--pipeline layers: pipeline over 'layers': 8 stages are more than its 4 layers; take fewer",
         ),
+        (
+            ("--pipeline", "layers", "--schedule", "circular:3", "--set", "layers=1"),
+            "2 stages are more than its 1 layer;",
+        ),
+        (("--pipeline", "layers", "--forbid", "layers:pipe+data"), "no mesh has an axis that may split it"),
         (("--pin", "layers:pipe"), "add --pipeline layers"),
         (("--pipeline", "layers", "--schedule", "1f1n"), "did you mean '1f1b'?"),
         (("--pipeline", "layers", "--schedule", "circular"), "as circular:2"),
