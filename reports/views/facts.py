@@ -50,19 +50,22 @@ def proof(plan: PlanFile, limits: str) -> ProofWords:
         return ProofWords("Nothing fits", "bad", words, (limits,) if limits else ())
     if s.gap is None:
         return ProofWords(status, "warn", f"nothing is known of it ({s.status})")
-    spent = f"gap {100 * abs(s.gap):.2g}%"
-    spent += "" if s.wall_seconds is None else f", {duration_text(s.wall_seconds)}"
-    more = tuple(filter(None, (spent, limits)))
+    spent = "" if s.wall_seconds is None else duration_text(s.wall_seconds)
     if s.proven:
         told = f", with {shorten(rules(plan), 80)}" if rules(plan) else ""
+        more = tuple(filter(None, (", ".join(filter(None, ("gap 0%", spent))), limits)))
         return ProofWords("Proven", "good", f"optimal under this cost model, of {among}{told}", more)
-    more = (f"{s.status}, of {among}", *more)
+    more = tuple(filter(None, (f"{s.status}, of {among}", spent, limits)))
     if plan.frontier and s.gap == 0:
         return ProofWords(status, "warn", "the fastest is proven, the frontier is not complete", more)
-    likely = "" if s.likely_gap is None else f", likely {100 * s.likely_gap:.2g}% (see the note)"
-    return ProofWords(
-        status, "warn", f"not proven: at most {100 * abs(s.gap):.1f}% from the best{likely}", more
-    )
+    likely = "" if s.likely_gap is None else f", likely {_gap_text(s.likely_gap)} (see the note)"
+    return ProofWords(status, "warn", f"not proven: at most {_gap_text(s.gap)} from the best{likely}", more)
+
+
+def _gap_text(gap: float) -> str:
+    """A gap in percent; it is never 0, however small."""
+    value = 100 * abs(gap)
+    return f"{value:.1f}%" if value >= 10 else f"{value:.2g}%"
 
 
 def considered(text: str) -> str:

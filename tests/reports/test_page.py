@@ -16,6 +16,7 @@ import reports
 from layoutopt.plan.schema import PlanFile, PricedAlternative, plan_file
 from mesh_tf_core.errors import UserError
 from reports.page.answers import parallelism_text
+from reports.views.facts import proof
 from tests.reports import sample
 
 SECTIONS = [
@@ -158,6 +159,17 @@ def test_first_screen_admits(pages: dict[str, str]) -> None:
     said = hero(reports.report_html([plan]))
     assert "rests on 5 numbers with sources, 2 of them assumptions" in said
     assert "the plan has no record of a search" in said
+
+
+@pytest.mark.parametrize(
+    ("gap", "said"), [(0.00014, "0.014%"), (0.031, "3.1%"), (0.875, "87.5%"), (0.996, "99.6%")]
+)
+def test_a_gap_has_one_number(gap: float, said: str) -> None:
+    plan = sample.full_plan()
+    plan["solver"] |= {"status": "FEASIBLE", "gap": gap}
+    words = str(proof(PlanFile.model_validate(plan), ""))
+    assert words.startswith(f"not proven: at most {said} from the best (FEASIBLE")
+    assert words.count("%") == 1
 
 
 def test_an_operation_names_its_collective_once(pages: dict[str, str]) -> None:
