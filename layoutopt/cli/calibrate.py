@@ -12,12 +12,12 @@ from layoutopt.cli.calibrate_tpu import for_tpu
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.job import ALONE, Job
 from layoutopt.cli.options import (
+    OUTPUT,
     THIS_MACHINE,
     EngineName,
     EngineOption,
-    JsonOption,
     MeshOption,
-    QuietOption,
+    Output,
     check_out,
     examples,
     path_option,
@@ -75,8 +75,7 @@ def calibrate(
     ] = None,
     engine: EngineOption = EngineName.auto,
     job: Job = ALONE,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    output: Output = OUTPUT,
 ) -> None:
     """Measure this machine or several processes, or compile for a TPU; fit the profile for predictions."""
     from mesh_tf_core import UserError
@@ -92,7 +91,7 @@ def calibrate(
             raise UserError(
                 f"--target {target} compiles for a TPU in one process; leave out --cluster (or launch -n)"
             )
-        for_tpu(Terminal(as_json, quiet), target, refresh, out)
+        for_tpu(output.terminal, target, refresh, out)
         return
     if refresh:
         raise UserError("--refresh compiles for a TPU anew; say which one, for example --target tpu-v5e")
@@ -107,7 +106,7 @@ def calibrate(
             "own with --out PROFILE.json"
         )
     where = read_mesh(DEFAULT_MESH if mesh is None else mesh)
-    with job.open(engine, as_json, quiet) as session:
+    with job.open(engine, output) as session:
         if session.cluster is not None:
             # First of all: what fails then ends the others too.
             session.start(where.devices)

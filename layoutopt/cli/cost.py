@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 from layoutopt.cli.given import UNDECIDED, ByHand
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
+    OUTPUT,
     THIS_MACHINE,
     HardwareOption,
-    JsonOption,
     LayoutOption,
     LinesOption,
     MemoryOption,
     MeshOption,
     ModelArgument,
-    QuietOption,
+    Output,
     SetHardwareOption,
     SetOption,
     examples,
@@ -60,14 +60,13 @@ def cost(
     tokens: TokensOption = None,
     price: PriceOption = None,
     lines: LinesOption = False,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    output: Output = OUTPUT,
 ) -> None:
     """Price a layout: per operation, per axis, per phase, and its peak memory."""
     from layoutopt.api.pricing import cost as priced
     from layoutopt.models.loading import load_model
 
-    terminal = Terminal(as_json, quiet)
+    terminal = output.terminal
     machine = read_hardware(hardware, set_hardware)
     limit = read_memory(memory, machine)
     count, prices = read_tokens(tokens), read_prices(price or (), [machine.name])
@@ -93,7 +92,7 @@ def cost(
         )
     more: dict[str, Any] = {"notes": notes} if notes else {}
     terminal.result(found.data.model_copy(update=more | ({"lines": opened} if lines else {})))
-    if not as_json:
+    if not output.as_json:
         _show(terminal, loaded, of, machine, limit, found.reason, found.training)
         if lines:
             from layoutopt.cli.cost_tables import line_table

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
+from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
-    JsonOption,
-    QuietOption,
+    OUTPUT,
+    Output,
     TimeLimitOption,
     check_out,
     examples,
@@ -19,7 +20,6 @@ from layoutopt.cli.options import (
 )
 from layoutopt.cli.plans import ModelOption, PlanArgument, open_plan
 from layoutopt.cli.progress import StepProgress
-from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.ways import compared_on_links
 from layoutopt.space.option import listed as listed_options
 
@@ -31,6 +31,7 @@ EXAMPLES = examples(
 )
 
 
+@grouped
 def explain(
     plan: PlanArgument,
     against: Annotated[
@@ -74,8 +75,7 @@ def explain(
     ] = None,
     model: ModelOption = None,
     time_limit: TimeLimitOption = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    output: Output = OUTPUT,
 ) -> None:
     """Say why a plan's layout and not another: what each split is worth, what binds, what a pin costs."""
     from layoutopt.api.explaining import explain as explained
@@ -83,7 +83,7 @@ def explain(
     from mesh_tf_core.errors import UserError
 
     clock = time_limited(time_limit)
-    terminal = Terminal(as_json, quiet)
+    terminal = output.terminal
     check_out(out, read=[model])
     planned = open_plan(plan, model)
     with StepProgress(terminal, "searching", 1) as bar:
@@ -101,7 +101,7 @@ def explain(
     found = replace(found, turning=compared_on_links(terminal, planned, clock, sensitivity))
     with terminal.saved(out, with_found(found).save, "the plan"):
         terminal.result(found.data)
-        if not as_json:
+        if not output.as_json:
             from layoutopt.cli.explain_tables import show_explained
 
             show_explained(terminal, planned, found)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples, path_option
+from layoutopt.cli.grouped import grouped
+from layoutopt.cli.options import OUTPUT, Output, check_out, examples, path_option
 from layoutopt.cli.plans import ModelOption, PlanArgument, say_damage, with_model
 from layoutopt.cli.terminal import Terminal
 
@@ -36,6 +37,7 @@ class Library(StrEnum):
     PERFETTO = "perfetto"
 
 
+@grouped
 def export(
     plan: PlanArgument,
     to: Annotated[
@@ -50,8 +52,7 @@ def export(
         Path | None,
         path_option("FILE", "Write to this file instead of stdout."),
     ] = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    output: Output = OUTPUT,
 ) -> None:
     """Write a plan's layout in the form that another library takes, and say what it lacks; or its step."""
     from layoutopt.plan.build import AppliesPlans, decided, load_plan
@@ -61,7 +62,7 @@ def export(
     from layoutopt.plan.results import ExportResult
     from mesh_tf_core.files import write_file
 
-    terminal = Terminal(as_json, quiet)
+    terminal = output.terminal
     check_out(out, read=[plan, model])
     own = load_plan(plan, say_damage)
     if to is Library.PERFETTO:
@@ -88,7 +89,7 @@ def export(
         more["slices"] = slices
     with terminal.saved(out, lambda path: write_file(path, text, "--out"), "the layout") as is_saved:
         terminal.result(ExportResult(to=to.value, mesh=own.mesh.as_dict(), text=text, **more))
-        if not is_saved and not as_json:
+        if not is_saved and not output.as_json:
             sys.stdout.write(text)
     if unsaid:
         words = Decided(refined=unsaid).listed()

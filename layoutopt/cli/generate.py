@@ -17,13 +17,13 @@ from layoutopt.cli.given import UNDECIDED, GivenOptions
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.job import ALONE, Job
 from layoutopt.cli.options import (
+    OUTPUT,
     EngineName,
     EngineOption,
-    JsonOption,
     LayoutOption,
     MeshOption,
     ModelArgument,
-    QuietOption,
+    Output,
     SetOption,
     checkpoint_option,
     examples,
@@ -60,15 +60,14 @@ def generate(
     ] = 0,
     engine: EngineOption = EngineName.auto,
     job: Job = ALONE,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    output: Output = OUTPUT,
 ) -> None:
     """Continue texts with a trained model, under any layout."""
     from layoutopt.plan.build import axes_of, model_info
     from layoutopt.plan.results import Continued, GenerateResult
 
     mesh = mesh if mesh or is_plan(layout) else ONE_DEVICE
-    with job.open(engine, as_json, quiet) as session:
+    with job.open(engine, output) as session:
         terminal = session.terminal
         loaded, given = _loaded(session, model, settings or [], len(prompt), mesh, layout)
         feeds, begun = _feeds(loaded, prompt, seed)

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from layoutopt.cli.options import JsonOption, QuietOption, examples, path_argument
-from layoutopt.cli.terminal import Terminal
+from layoutopt.cli.grouped import grouped
+from layoutopt.cli.options import OUTPUT, Output, examples, path_argument
 
 EXAMPLES = examples(
     "layoutopt init",
@@ -28,6 +28,7 @@ def complete_example(incomplete: str) -> list[str]:
     return [name for name in shipped.names() if name.startswith(incomplete)]
 
 
+@grouped
 def init(
     path: Annotated[Path, path_argument("[FILE]", "The file to write.")] = USUAL,
     jax: Annotated[bool, typer.Option("--jax", help="A model of a JAX loss.")] = False,
@@ -42,15 +43,14 @@ def init(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    output: Output = OUTPUT,
 ) -> None:
     """Write a commented model.py to start from, or an example."""
     from layoutopt.plan.results import InitResult
     from mesh_tf_core.errors import UserError
     from mesh_tf_core.files import write_file
 
-    terminal = Terminal(as_json, quiet)
+    terminal = output.terminal
     if example is None:
         if path.suffix != ".py":
             raise UserError(f"{str(path)!r} is not a Python file; write for example layoutopt init model.py")

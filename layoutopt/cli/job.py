@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from layoutopt.cli.options import LONGEST
+from layoutopt.cli.options import LONGEST, Output
 from layoutopt.cli.running import Session
 from layoutopt.cli.terminal import Terminal
 
@@ -67,7 +67,7 @@ class Job:
         return self.cluster or self.coordinator is not None
 
     @contextlib.contextmanager
-    def open(self, engine: str, as_json: bool, quiet: bool) -> Iterator[Session]:
+    def open(self, engine: str, output: Output) -> Iterator[Session]:
         """The context that the command runs in once all processes have joined; only one of them prints.
 
         Raises:
@@ -78,7 +78,7 @@ class Job:
 
         if not self.several:
             self._refuse_alone()
-            yield Session(Terminal(as_json, quiet), engine)
+            yield Session(output.terminal, engine)
             return
         from layoutopt.cli.exits import tell
         from mesh_tf_core.engines import Cluster, chosen
@@ -88,13 +88,13 @@ class Job:
             self.coordinator,
             self.processes,
             self.process,
-            tell=lambda text: tell(text, ClusterError.exit_code, as_json),
+            tell=lambda text: tell(text, ClusterError.exit_code, output.as_json),
             **{name: seconds for name, seconds in waits.items() if seconds is not None},
         )
         chosen(engine, made)  # before anybody waits for anybody
         _own_output()
         with made:
-            yield Session(Terminal(as_json, quiet, made.is_writer), engine, made)
+            yield Session(Terminal(output.as_json, output.quiet, made.is_writer), engine, made)
 
     def _refuse_alone(self) -> None:
         """What is for several processes says nothing to one."""

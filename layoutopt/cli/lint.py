@@ -12,20 +12,20 @@ from layoutopt.cli.cost import show_doubts
 from layoutopt.cli.given import UNDECIDED, ByHand, GivenOptions
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
+    OUTPUT,
     THIS_MACHINE,
     HardwareOption,
-    JsonOption,
     LayoutOption,
     MeshOption,
     ModelArgument,
-    QuietOption,
+    Output,
     SetHardwareOption,
     SetOption,
     examples,
     read_hardware,
     read_mesh,
 )
-from layoutopt.cli.terminal import Terminal, facts, layout_text
+from layoutopt.cli.terminal import facts, layout_text
 from layoutopt.plan.units import seconds_text, times_text
 
 if TYPE_CHECKING:
@@ -50,14 +50,13 @@ def lint(
     time_limit: Annotated[
         float, typer.Option("--time-limit", min=0.1, metavar="S", help="Seconds to look for the best layout.")
     ] = 60.0,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    output: Output = OUTPUT,
 ) -> None:
     """Find likely mistakes of a layout, or of your own shardings, and what they cost."""
     from layoutopt.api.pricing import lint as linted
     from layoutopt.models.loading import load_model
 
-    terminal = Terminal(as_json, quiet)
+    terminal = output.terminal
     machine = read_hardware(hardware, set_hardware)
     loaded = load_model(model, settings or ())
     unlike: list[str] = []
@@ -71,7 +70,7 @@ def lint(
     given, its = replace(given, options=of.decided), GivenOptions(best.mesh, best.layout, best.options)
     now, least = of.cost.step_seconds, best.predicted.step_seconds
     terminal.result(found.data)
-    if as_json:
+    if output.as_json:
         return
     proof = "proven best" if best.solver.proven else "best found"
     terminal.show(

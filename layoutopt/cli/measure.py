@@ -12,14 +12,14 @@ from layoutopt.cli.given import UNDECIDED, ByHand, GivenOptions
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.job import ALONE, Job
 from layoutopt.cli.options import (
+    OUTPUT,
     THIS_MACHINE,
     EngineName,
     EngineOption,
-    JsonOption,
     LayoutOption,
     MeshOption,
     ModelArgument,
-    QuietOption,
+    Output,
     RunsOnOption,
     SetHardwareOption,
     SetOption,
@@ -60,15 +60,14 @@ def measure(
     set_hardware: SetHardwareOption = None,
     engine: EngineOption = EngineName.auto,
     job: Job = ALONE,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    output: Output = OUTPUT,
 ) -> None:
     """Run a layout's step on this machine and time it; count what the devices send."""
     from layoutopt.plan.build import axes_of, refined_of
     from layoutopt.plan.results import MeasureResult
 
     read_hardware(hardware or THIS_MACHINE, set_hardware)  # refused before anything takes time
-    with job.open(engine, as_json, quiet) as session:
+    with job.open(engine, output) as session:
         terminal, traced = session.terminal, Trace(session, trace)
         loaded = session.load(model, settings, mesh, layout)
         given = decided.read(loaded, mesh, layout, session.plan)
@@ -90,7 +89,7 @@ def measure(
                 peak_memory_bytes=ran.peak_memory_bytes,
             )
         )
-        if not as_json:
+        if not output.as_json:
             _show(session, loaded, given, predicted, timed, trainer, machine.name)
 
 

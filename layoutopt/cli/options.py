@@ -8,6 +8,7 @@ import math
 import os
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -20,6 +21,7 @@ from layoutopt.runtime.clock import Clock
 
 if TYPE_CHECKING:
     from costmodels.hardware import Hardware
+    from layoutopt.cli.terminal import Terminal
     from mesh_tf_core import Mesh
 
 THIS_MACHINE = "cpu-local"
@@ -220,6 +222,24 @@ LinesOption = Annotated[
     typer.Option("--lines", help="Add every priced instruction, with its formula and the numbers in it."),
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no messages.")]
+
+
+@dataclass(frozen=True)
+class Output:
+    """The way in which a command prints."""
+
+    as_json: JsonOption = False
+    quiet: QuietOption = False
+
+    @property
+    def terminal(self) -> Terminal:
+        """The streams of the command."""
+        from layoutopt.cli.terminal import Terminal
+
+        return Terminal(self.as_json, self.quiet)
+
+
+OUTPUT = Output()
 
 
 def examples(*lines: str) -> str:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layoutopt.cli.options import JsonOption, QuietOption, check_out, examples, path_option
+from layoutopt.cli.grouped import grouped
+from layoutopt.cli.options import OUTPUT, Output, check_out, examples, path_option
 from layoutopt.cli.plans import ModelOption, hardware_of, with_model
 from layoutopt.cli.terminal import Terminal
 from layoutopt.cli.training_cost import PriceOption, TokensOption, read_prices, read_tokens, training_cost
@@ -26,6 +27,7 @@ FULL = {"lines", "variables", "memory"}
 """Details without which a report has gaps."""
 
 
+@grouped
 def report(
     plans: Annotated[
         list[Path],
@@ -47,13 +49,12 @@ def report(
     tokens: TokensOption = None,
     price: PriceOption = None,
     model: ModelOption = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    output: Output = OUTPUT,
 ) -> None:
     """Write a report that opens in any browser: which layout, how fast, does it fit, how sure."""
     from layoutopt.plan.results import ReportResult
 
-    terminal = Terminal(as_json, quiet)
+    terminal = output.terminal
     check_out(out, read=[*plans, model, validation])
     count = read_tokens(tokens)
     found = [_complete(terminal, path, model) for path in plans]

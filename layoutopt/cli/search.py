@@ -13,13 +13,13 @@ from layoutopt.cli.allowed import Allowed, MaxAxesOption, OnMesh
 from layoutopt.cli.exits import tell
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
+    OUTPUT,
     THIS_MACHINE,
     HardwareOption,
-    JsonOption,
     MemoryOption,
     MeshOption,
     ModelArgument,
-    QuietOption,
+    Output,
     SetHardwareOption,
     SetOption,
     TimeLimitOption,
@@ -110,8 +110,7 @@ def search(
         Path | None,
         path_option("FILE.html", "Write a report there."),
     ] = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    output: Output = OUTPUT,
 ) -> None:
     """Find the best layout of a model, prove it, and show it with its alternatives."""
     clock = time_limited(time_limit)  # of all that this command does
@@ -121,7 +120,7 @@ def search(
     from layoutopt.plan.training import check_tokens
     from mesh_tf_core.errors import InfeasibleError
 
-    terminal = Terminal(as_json, quiet)
+    terminal = output.terminal
     check_out(out, read=[model])
     check_out(report, "--report", [model])
     machine = read_hardware(hardware, set_hardware)
@@ -169,8 +168,8 @@ def search(
 
             diagnosis = _diagnosed(terminal, clock, loaded, {**where, **asked}, error)
             found = repairs_of(diagnosis, {**where, **asked}, typed)
-            refused = refusal(error, diagnosis, found, as_json)
-            tell(str(refused), refused.exit_code, as_json, refused.more)
+            refused = refusal(error, diagnosis, found, output.as_json)
+            tell(str(refused), refused.exit_code, output.as_json, refused.more)
             if report is not None and error.nearest is not None:
                 from layoutopt.cli.report import write_report
 
@@ -198,7 +197,7 @@ def search(
             if full.stopped:
                 terminal.say("stopped: this is the best so far")
             terminal.result(plan.data)
-            if not as_json:
+            if not output.as_json:
                 from layoutopt.cli.plan_tables import show_plan
 
                 show_plan(terminal, plan, limit, machine)

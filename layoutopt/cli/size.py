@@ -12,12 +12,12 @@ import typer
 from layoutopt.cli.allowed import Allowed, MaxAxesOption, OnAnyMesh
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
+    OUTPUT,
     THIS_MACHINE,
     HardwaresOption,
-    JsonOption,
     MemoryOption,
     ModelArgument,
-    QuietOption,
+    Output,
     SetHardwareOption,
     SetOption,
     TimeLimitOption,
@@ -145,15 +145,14 @@ def size(
         Path | None, path_option("PLAN.json", "Write the plan of the best size to this file.")
     ] = None,
     report: Annotated[Path | None, path_option("FILE.html", "Write a report there.")] = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    output: Output = OUTPUT,
 ) -> None:
     """Which size to train, on which chips, on how many, for how long: scaling laws over proven layouts."""
     clock = time_limited(time_limit)
     from layoutopt.models.loading import load_model
     from layoutopt.sizing.sizing import size as answer
 
-    terminal = Terminal(as_json, quiet)
+    terminal = output.terminal
     check_out(out, read=[model])
     check_out(report, "--report", [model])
     asked: dict[str, Any] = {
@@ -204,7 +203,7 @@ def size(
         if found.stopped:
             terminal.say("stopped: this is the best so far")
         terminal.result(found.data)
-        if not as_json:
+        if not output.as_json:
             from layoutopt.cli.size_tables import show
 
             show(terminal, found.data)

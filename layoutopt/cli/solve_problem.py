@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from layoutopt.cli.options import JsonOption, QuietOption, TimeLimitOption, examples, in_time, time_limited
+from layoutopt.cli.grouped import grouped
+from layoutopt.cli.options import OUTPUT, Output, TimeLimitOption, examples, in_time, time_limited
 from layoutopt.cli.progress import Bounds
 from layoutopt.cli.terminal import Terminal, facts
 from layoutopt.plan.units import duration_text
@@ -37,6 +38,7 @@ class SolverName(StrEnum):
     EXHAUSTIVE = "exhaustive"
 
 
+@grouped
 def solve_problem(
     file: Annotated[
         Path,
@@ -50,15 +52,14 @@ def solve_problem(
         SolverName, typer.Option(help="Solver; auto chooses by the problem's size.")
     ] = SolverName.AUTO,
     time_limit: TimeLimitOption = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    output: Output = OUTPUT,
 ) -> None:
     """Solve a problem in the general form, or in the contest's."""
     clock = time_limited(time_limit)  # of all that this command does
     from layoutopt.plan.results import ProblemSolver, SolveProblemResult
     from layoutopt.solver import Status, load, solve
 
-    terminal = Terminal(as_json, quiet)
+    terminal = output.terminal
     problem = in_time(clock, str(file), lambda: load(file))
     with Bounds(terminal, problem.name, str) as bounds:
         rest = clock.rest

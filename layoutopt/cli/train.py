@@ -12,13 +12,13 @@ from layoutopt.cli.given import UNDECIDED, ByHand, GivenOptions
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.job import ALONE, Job
 from layoutopt.cli.options import (
+    OUTPUT,
     THIS_MACHINE,
     EngineName,
     EngineOption,
-    JsonOption,
     MeshOption,
     ModelArgument,
-    QuietOption,
+    Output,
     RunsOnOption,
     SetHardwareOption,
     SetOption,
@@ -111,8 +111,7 @@ def train(
     set_hardware: SetHardwareOption = None,
     engine: EngineOption = EngineName.auto,
     job: Job = ALONE,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    output: Output = OUTPUT,
 ) -> None:
     """Train a model on this machine's mesh, under the best layout or one of yours."""
     from mesh_tf_core.errors import UserError
@@ -132,7 +131,7 @@ def train(
     if mode is not None and checkpoint is None:
         raise UserError("--checkpoint-mode goes with --checkpoint DIR; add it, or leave the mode out")
     with contextlib.ExitStack() as stack:
-        session = stack.enter_context(job.open(engine, as_json, quiet))
+        session = stack.enter_context(job.open(engine, output))
         terminal, traced = session.terminal, Trace(session, trace)
         if checkpoint is not None and terminal.shown:
             _own(stack, terminal, checkpoint, mode)  # before any work is done for it

@@ -12,14 +12,14 @@ import typer
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.job import ALONE, Job
 from layoutopt.cli.options import (
+    OUTPUT,
     THIS_MACHINE,
     EngineName,
     EngineOption,
     HardwareOption,
-    JsonOption,
     MeshOption,
     ModelArgument,
-    QuietOption,
+    Output,
     SetHardwareOption,
     SetOption,
     check_out,
@@ -63,8 +63,7 @@ def validate(
         path_option("FILE.json", "Write the JSON to this file, for `report --validation`."),
     ] = None,
     job: Job = ALONE,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    output: Output = OUTPUT,
 ) -> None:
     """Run many layouts on this machine and hold the predicted times against the measured ones."""
     from layoutopt.api.running import validate as run
@@ -73,7 +72,7 @@ def validate(
     check_out(out, read=[model])
     machine = read_hardware(hardware, set_hardware)
     devices = read_mesh(mesh)
-    with job.open(engine, as_json, quiet) as session:
+    with job.open(engine, output) as session:
         terminal = session.terminal
         loaded = session.load(model, settings, mesh)
         session.start(devices.devices)

@@ -10,10 +10,10 @@ import typer
 from layoutopt.cli.given import UNDECIDED, ByHand, GivenOptions
 from layoutopt.cli.grouped import grouped
 from layoutopt.cli.options import (
-    JsonOption,
+    OUTPUT,
     LayoutOption,
     MeshOption,
-    QuietOption,
+    Output,
     SetOption,
     check_out,
     examples,
@@ -65,8 +65,7 @@ def verify(
         Path | None,
         path_option("FILE", "Write the compiled program (HLO) to this file."),
     ] = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    output: Output = OUTPUT,
 ) -> None:
     """Compile with the real TPU compiler: collectives, peak memory and compute time against ours."""
     from layoutopt.analysis.verify import generation
@@ -76,7 +75,7 @@ def verify(
     from mesh_tf_core.errors import InfeasibleError
     from mesh_tf_core.files import write_file
 
-    terminal = Terminal(as_json, quiet)
+    terminal = output.terminal
     check_out(text, "--text", [source, model])
     machine = read_hardware(generation(topology).hardware)
     loaded, given = _asked(source, model, settings, mesh, layout, decided)
@@ -89,7 +88,7 @@ def verify(
     out = text if program is not None else None
     with terminal.saved(out, lambda path: write_file(path, program or "", "--text"), "the program"):
         terminal.result(found.data)
-        if not as_json:
+        if not output.as_json:
             _show(terminal, loaded, given, evaluation, found)
     if found.refusal is not None:
         raise InfeasibleError(_verdict(found))
