@@ -43,7 +43,7 @@ from mesh_tf_core.lower.options import DEFAULT, Options
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.storage import BACKWARD, FORWARD, GRADIENT, UPDATE, VARIABLE
-from mesh_tf_core.lower.subgraph import WHOLE, Twin, Whole
+from mesh_tf_core.lower.subgraph import Part, Twin
 from mesh_tf_core.ops.basic import AddN, Cast
 from mesh_tf_core.tracing.graph import Graph
 
@@ -56,13 +56,14 @@ class Lowering(Placing):
       collective_matmul: dimensions of products that overlap messages (`Options`).
     """
 
-    def __init__(self, graph: Graph, oracle: Oracle, options: Options = DEFAULT, part: Whole = WHOLE) -> None:
+    def __init__(
+        self, graph: Graph, oracle: Oracle, options: Options = DEFAULT, part: Part | None = None
+    ) -> None:
         super().__init__(graph, oracle, part)
         self.context, self.collective_matmul = dict(options.context), options.collective_matmul
-        self.stored: dict[str, Stored] = {}
         self.feeds: dict[str, int] = {}
         self.loops = Loops(self, options.recompute, self.node, self.nodes)
-        self._again = bool(part.again)
+        self._again = bool(self.part.again)
         self._terms = gradient_terms(graph)
 
     def node(self, node: Node, again: bool = False) -> None:
@@ -264,12 +265,12 @@ class Lowering(Placing):
         return [env[found.result]]
 
     def nodes(self, block: Block) -> None:
-        beside = {each.tensor: each for each in self.part.beside}
-        for node in self.part.within(block):
-            for tensor in beside.keys() & node.inputs if beside else ():
-                self._moved_beside(beside.pop(tensor))
+        beside = self.part.beside
+        for node in block.nodes:
+            for each in beside.get(node.index, ()) if beside else ():
+                self._moved_beside(each)
             self.node(node)
-        for phase, tensor in self.part.natural_in(block):
+        for phase, tensor in self.part.wanted.get(block.id, ()):
             self.origin = replace(self.origin, phase=phase)
             self.to_natural(self.value_of(tensor))
 
@@ -302,12 +303,13 @@ def lower_base(
     oracle: Oracle,
     results: Mapping[str, Tensor] | None = None,
     options: Options = DEFAULT,
-    part: Whole = WHOLE,
+    part: Part | None = None,
 ) -> Program:
     """Lowers every node alone; see the module's text. LayoutError if the layout is not legal for the
     graph."""
     state = Lowering(graph, oracle, options, part)
-    state.nodes(graph.blocks[0])
+    part = state.part
+    state.nodes(part.root)
     if part.alone:
         state.deliver_gradients()
     for tensor, id in state.env.items():

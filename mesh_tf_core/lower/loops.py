@@ -48,12 +48,9 @@ class Loops(Saving):
     def loop(self, node: Node) -> None:
         block, origin = node.body, self.low.origin
         assert block is not None and block.dim is not None
-        over = self._over(block)
-        whole = self.low.part.has({node.index})
-        decides = block.runs if whole else None
+        over, whole = self._over(block), self.low.graph.blocks[block.id]
         first = None if block.first is None else self.low.value_of(block.first)
-        inputs, starts = (node.inputs, block.carry_in) if whole else ((), ())
-        init = [self.low.to_natural(self.low.value_of(i)) for i in inputs]
+        init = [self.low.to_natural(self.low.value_of(i)) for i in node.inputs]
         if not self.low.part.alone:
             self._bring(block)
         with self.low.block() as code:
@@ -61,23 +58,20 @@ class Loops(Saving):
                 index = self.low.new(self.low.graph.tensor(block.index).type, ())  # type: ignore[arg-type]
                 self.low.env[block.index] = index  # type: ignore[index]
                 carry_in = []
-                for tensor, start in zip(starts, init, strict=True):
+                for tensor, start in zip(block.carry_in, init, strict=True):
                     v = self.low.values[start]
                     self.low.env[tensor] = self.low.like(v, v.splits)
                     carry_in.append(self.low.env[tensor])
                 sliced = self._sliced(block)
-                runs = None if decides is None else self.low.value_of(decides)
+                runs = None if block.runs is None else self.low.value_of(block.runs)
                 self._nodes(block)
-                ends = block.carry_out if whole else ()
-                carry_out = [self.low.to_natural(self.low.value_of(t)) for t in ends]
+                carry_out = [self.low.to_natural(self.low.value_of(t)) for t in block.carry_out]
             finals = [self._outer(v, None) for v in carry_in]
-            # A loop's own carries belong to its scan.
-            stacks, sums, saves = self.low.part.made(node, self.low.graph)
-            sums = tuple(self._read_again([*sums], block))
-            pairs = self._read_again([*stacks], block)
+            sums, pairs = self._read_again(block.summed, block), self._read_again(block.stacked, block)
             stacked = [self._result(inner, outer, block) for inner, outer in pairs]
-            stacked += self._saved(self._read_again(self._saves(block, saves), block), block, node)
-            stacked += self._keeps(block, node, starts)
+            saves = self._saves(whole, block.saved)
+            stacked += self._saved(self._read_again(saves, block), block, node)
+            stacked += self._keeps(whole, node, block.carry_in)
             summed = [self._result(inner, outer, None) for inner, outer in sums]
             behind = list[Instr]()
             if not over:
@@ -159,15 +153,14 @@ class Loops(Saving):
 
     def _sliced(self, block: Block) -> list[Sliced]:
         """Parts of stacked values; with recomputation, saved values are computed anew instead."""
-        taken = self.low.part.takes(block, self.low.env)
         if self.low.part.alone:
-            return [self._part(self.low.lying(outer), inner) for outer, inner in taken]
+            return [self._part(self.low.lying(outer), inner) for outer, inner in block.sliced]
         forward = block.forward
         saved = {o: i for i, o in forward.saved.items()} if forward else {}
         then = self._stands_for(block)
         pairs = []
         again: list[tuple[int, int]] = []
-        for outer, inner in taken:
+        for outer, inner in block.sliced:
             tensor = saved.get(then.get(outer, outer))
             if tensor is not None and forward and self.remat.again(forward):
                 again.append((tensor, inner))

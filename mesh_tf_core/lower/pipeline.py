@@ -99,7 +99,7 @@ def lower_part(
     Raises:
       LayoutError: as `lower`, or a sum does not wait there.
     """
-    program = lower_base(graph, oracle, part.returned(graph), options, part)
+    program = lower_base(graph, oracle, part.returned(graph), options, part.part(graph))
     # What is dead or travels together is not known from a part of the graph.
     program = delay_sums(cut.begin(program), oracle)
     return start_and_done(cut.end(decompose(program, options.collective_matmul, oracle)))

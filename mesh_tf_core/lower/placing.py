@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from mesh_tf_core.errors import LayoutError
@@ -19,15 +19,16 @@ from mesh_tf_core.ir.program import (
     HostStore,
     Instr,
     Slice,
+    Stored,
     Value,
 )
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ir.values import Splits
-from mesh_tf_core.lower.nodes import pass_of, read_nodes, repeated, weights
+from mesh_tf_core.lower.nodes import pass_of, repeated, weights
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placement import Row
-from mesh_tf_core.lower.subgraph import WHOLE, Whole
+from mesh_tf_core.lower.subgraph import Part
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.ops.pieces import CutPadding, PadPieces
 from mesh_tf_core.tracing.graph import Graph
@@ -48,11 +49,13 @@ class Placing(ProgramBuilder):
       converted: (value, cast) -> result of the cast.
       masters: a variable's tensor, or a part of it -> its master copy as stored, if `env` has the
         half-precision copy.
+      given: tensors taken as given (see `Part`), once something asked for them.
+      stored: variable -> its storage between steps, once it was read or written.
     """
 
-    def __init__(self, graph: Graph, oracle: Oracle, part: Whole = WHOLE) -> None:
+    def __init__(self, graph: Graph, oracle: Oracle, part: Part | None = None) -> None:
         super().__init__()
-        self.graph, self.oracle, self.part = graph, oracle, part
+        self.graph, self.oracle, self.part = graph, oracle, part or Part(graph.blocks[0])
         self.mesh, self.layout = oracle.mesh, oracle.layout
         self.within: Axes = ()
         self.chunked = False
@@ -64,6 +67,8 @@ class Placing(ProgramBuilder):
         self._weights = weights(graph)
         self.converted: dict[tuple[int, Op], int] = {}
         self.masters: dict[int, int] = {}
+        self.given: set[int] = set()
+        self.stored: dict[str, Stored] = {}
 
     def lay_out(self, layout: Layout) -> None:
         """Sets the current layout: inside stages without rules for elsewhere over their axes."""
@@ -133,7 +138,7 @@ class Placing(ProgramBuilder):
         return self.on_device(self.lying(tensor))
 
     def lying(self, tensor: int) -> int:
-        """The current value of a tensor; one that is not computed here (see `Subgraph`) is taken as given."""
+        """The current value of a tensor; one that is not computed here (see `Part`) is taken as given."""
         value = self.env.get(tensor)
         if value is None:
             value = self.env[tensor] = self._given(tensor)
@@ -149,12 +154,9 @@ class Placing(ProgramBuilder):
         key = id, v.splits, Phase.UPDATE if updates else pass_of(self.origin.phase)
         if key not in self.moved:
             # What reads the variable brings it to all who read it before the update.
-            brings = updates or v.tensor not in self._weights or self.part.has(self._reads_of(v.tensor))
+            brings = updates or self._weights.get(v.tensor) in (None, *self.stored)
             self.moved[key] = self.loaded(id) if brings else self._brought(v)
         return self.moved[key]
-
-    def _reads_of(self, weight: int) -> Set[int]:
-        return read_nodes(self.graph)[self._weights[weight]]
 
     def _brought(self, v: Value) -> int:
         """A weight that others bring, gathered as its readers want it."""
@@ -172,6 +174,7 @@ class Placing(ProgramBuilder):
         first = repeated(self.graph).get(tensor)
         if first is not None:
             return self.lying(first)
+        self.given.add(tensor)
         t, maker = self.graph.tensor(tensor), self.graph.producer.get(tensor)
         stored = maker.op.variable if maker is not None and isinstance(maker.op, Read) else None
         row = None if stored is None else self.oracle.stored(stored)

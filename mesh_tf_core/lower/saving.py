@@ -3,7 +3,7 @@ values kept for second runs, on the devices or on their hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 from mesh_tf_core.errors import LayoutError
@@ -18,7 +18,6 @@ from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.lower.rematerialization import leading_to, rematerialization
 from mesh_tf_core.lower.storage import BACKWARD, SAVED
-from mesh_tf_core.lower.subgraph import IdPairs
 from mesh_tf_core.tracing.residuals import several
 from mesh_tf_core.tracing.stage_layers import loop_name
 
@@ -59,7 +58,7 @@ class Saving:
             read = self.remat.read_again(block, live=alone)  # the whole program drops what is dead
             found.update((t, self.low.env[t]) for t in starts if t in read)
             stays = self.remat.kept(block, unread, alone)
-            found.update((t, self.low.value_of(t)) for t in sorted(stays) if self._here(t, node))
+            found.update((t, self.low.value_of(t)) for t in sorted(stays) if self._here(t))
             if self._lies_on_host(block):
                 # What decides whether an iteration runs is read before it begins.
                 found |= self._on_host({key: x for key, x in found.items() if key != block.runs}, node)
@@ -68,7 +67,7 @@ class Saving:
                 kept = self._kept.get(inner.id, {})
                 found.update(((inner.id, key), value) for key, value in kept.items())
             for t in self.remat.of_body(block):
-                if self.remat.stacked(t, block, self.low.part.unread) and self._here(t, node):
+                if self.remat.stacked(t, block, self.low.part.unread) and self._here(t):
                     found[t] = self.low.value_of(t)
         self._kept[block.id] = {key: self._outer(value, block) for key, value in found.items()}
         return [Result(value, self._kept[block.id][key]) for key, value in found.items()]
@@ -87,10 +86,10 @@ class Saving:
         code[:0] = [store for store in stores if store.inputs[0] not in made]
         return kept
 
-    def _saves(self, block: Block, saved: IdPairs) -> list[tuple[int, int]]:
+    def _saves(self, block: Block, saved: Mapping[int, int]) -> list[tuple[int, int]]:
         if not saved or self.remat.again(block) or self._keeps_nothing(block):
             return []
-        return [(i, o) for i, o in saved if not self.remat.unsaved(i)]
+        return [(i, o) for i, o in saved.items() if not self.remat.unsaved(i)]
 
     def _saved(self, pairs: Sequence[tuple[int, int]], block: Block, node: Node) -> list[Result]:
         """The stacks that a loop saves for its backward."""
@@ -126,9 +125,9 @@ class Saving:
         needed = self.remat.read_again(around, part.unread, live=True)
         return [(i, outer) for i, outer in pairs if outer in needed]
 
-    def _here(self, tensor: int, scan: Node) -> bool:
-        """Whether this lowering computes a body tensor."""
-        return self.low.part.computes(tensor, scan, self.low.graph)
+    def _here(self, tensor: int) -> bool:
+        """Whether this lowering has computed a tensor."""
+        return tensor in self.low.env and tensor not in self.low.given
 
     # -- in backward -----------------------------------------------------------------------------------------
 

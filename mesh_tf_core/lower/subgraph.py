@@ -1,19 +1,19 @@
-"""Choose what lowering covers: a whole graph, or a part alone with everything around it given."""
+"""Choose what lowering makes: all of a graph, or a part by itself, with everything around it given."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
-from mesh_tf_core.ir.blocks import Block, Node
+from mesh_tf_core.ir.blocks import Block, Node, reads
 from mesh_tf_core.ir.phase import Phase
+from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.ir.tensor import Tensor
+from mesh_tf_core.lower.nodes import casts, weights
 from mesh_tf_core.tracing.graph import Graph
 
-IdPairs = tuple[tuple[int, int], ...]
 Access = tuple[int, Phase, int]
-"""The place where a variable is read in the layout's splits: id of a block, the pass, one of its tensors."""
+"""Where a variable is read as the layout says: id of a block, the pass, a tensor that it is."""
 
 
 @dataclass(frozen=True)
@@ -25,72 +25,44 @@ class Twin:
     readers: tuple[Node, ...] = field(hash=False)
 
 
-class Whole:
-    """All of a graph.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A small graph to lower: all of a graph, or some of it with everything around it given.
 
     Attributes:
-      alone: it is a part: values of other nodes are given, and no result is known to be unused. again,
-        beside, unread: see `Subgraph`.
+      root: its nodes; what is left of a loop, or of its body, has the number that it has in the graph.
+      alone: it is not all of the graph: what others compute is taken as given, and nothing is known to be
+        dead.
+      again, unread: see `Subgraph`.
+      wanted: id of a block -> the phases and tensors of `Subgraph.natural` in it.
+      beside: node -> those of `Subgraph.beside` that it is the first of its block to read.
     """
 
-    alone: ClassVar[bool] = False
+    root: Block
+    alone: bool = False
     again: str = ""
-    beside: tuple[Twin, ...] = ()
     unread: frozenset[int] = frozenset()
-
-    def has(self, nodes: Set[int]) -> bool:
-        """True if some of these nodes are lowered."""
-        return True
-
-    def within(self, block: Block) -> Sequence[Node]:
-        """The nodes of a block to lower, and the loops to enter."""
-        return block.nodes
-
-    def natural_in(self, block: Block) -> Sequence[tuple[Phase, int]]:
-        """The phases and tensors of `Subgraph.natural` in a block."""
-        return ()
-
-    def takes(self, block: Block, known: Container[int]) -> Sequence[tuple[int, int]]:
-        """The parts of stacks that a loop's body is given: (stack, part).
-
-        Args:
-          known: tensors that already have a value.
-        """
-        return block.sliced
-
-    def made(self, scan: Node, graph: Graph) -> tuple[IdPairs, IdPairs, IdPairs]:
-        """The stacks, sums and saved values that a loop makes of lowered nodes' results."""
-        block = scan.body
-        assert block is not None
-        return tuple(block.stacked), tuple(block.summed), tuple(block.saved.items())
-
-    def computes(self, tensor: int, scan: Node, graph: Graph) -> bool:
-        """True if a lowered node computes a tensor in the body of `scan`."""
-        return True
-
-
-WHOLE = Whole()
+    wanted: Mapping[int, Sequence[tuple[Phase, int]]] = field(default_factory=dict)
+    beside: Mapping[int, Sequence[Twin]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Subgraph(Whole):
-    """Lowers only these nodes (by index); values of other nodes are given, in default sharding.
+class Subgraph:
+    """Lowers only these nodes (by index); what others compute is taken as given, in natural sharding.
 
     Attributes:
-      nodes: the nodes to lower.
+      nodes: what to lower.
       blocks: ids of the loop bodies that hold some of it.
       natural: (block, phase, tensor): also bring a tensor into its natural sharding at the end of a block, as
         its readers of this phase would.
-      again: the part is a second run in the backward of loops with this name (`rounds.loop_name`), or belongs
-        to one (`rematerialization.beside`).
-      early: tensors that nodes outside the part also read before the update: a sum of them is neither delayed
-        further nor combined with other messages.
-      beside: for a second run, tensors that backward also reads and may already have moved; the second run
-        reuses them.
+      again: it is what runs a second time in the backward of loops with this name (`rounds.loop_name`), or
+        beside it (`rematerialization.beside`).
+      early: tensors that what is not lowered here reads too, before the update: a sum of them neither waits
+        further nor travels with other messages.
+      beside: of a second run, what backward has, too, and may move alike: the second run finds it moved.
       unread: stacks that nothing reads in the whole graph: no loop makes them.
     """
 
-    alone: ClassVar[bool] = True
     nodes: frozenset[int]
     blocks: frozenset[int]
     natural: frozenset[Access] = frozenset()
@@ -98,67 +70,80 @@ class Subgraph(Whole):
     early: frozenset[int] = frozenset()
     beside: tuple[Twin, ...] = ()
     unread: frozenset[int] = frozenset()
-    _by_block: dict[int, tuple[tuple[Phase, int], ...]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
-    _visits: dict[int, list[Node]] = field(default_factory=dict, compare=False, repr=False)
-    _reads: dict[int, frozenset[int]] = field(default_factory=dict, compare=False, repr=False)
-    _made: dict[int, tuple[IdPairs, IdPairs, IdPairs]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
+    _part: list[Part] = field(default_factory=list, compare=False, repr=False)
 
     def without(self, nodes: Set[int]) -> Subgraph:
         """The same without some nodes."""
-        return replace(self, nodes=self.nodes - nodes, _by_block={}, _visits={}, _reads={}, _made={})
+        return replace(self, nodes=self.nodes - nodes, _part=[])
 
     def returned(self, graph: Graph) -> dict[str, Tensor]:
         """`early`, as results of a program."""
         return {f"%{t}": graph.tensor(t) for t in sorted(self.early)}
 
-    def has(self, nodes: Set[int]) -> bool:
-        return not self.nodes.isdisjoint(nodes)
+    def part(self, graph: Graph) -> Part:
+        """The small graph of its nodes, made once; they are of one graph."""
+        if not self._part:
+            self._part.append(_Builder(self, graph).part())
+        return self._part[0]
 
-    def within(self, block: Block) -> Sequence[Node]:
-        if block.id not in self._visits:
-            self._visits[block.id] = [
-                n
-                for n in block.nodes
-                if n.index in self.nodes or (n.body is not None and n.body.id in self.blocks)
-            ]
-        return self._visits[block.id]
 
-    def natural_in(self, block: Block) -> Sequence[tuple[Phase, int]]:
-        if block.id not in self._by_block:
-            self._by_block[block.id] = tuple(sorted((p, t) for b, p, t in self.natural if b == block.id))
-        return self._by_block[block.id]
+class _Builder:
+    """Builds the small graph of a subgraph."""
 
-    def takes(self, block: Block, known: Container[int]) -> Sequence[tuple[int, int]]:
-        reads = self._read_in(block)
-        return [(outer, inner) for outer, inner in block.sliced if inner in reads or outer in known]
+    def __init__(self, subgraph: Subgraph, graph: Graph) -> None:
+        self.subgraph, self.graph = subgraph, graph
+        self.beside: dict[int, list[Twin]] = {}
+        self.wanted: dict[int, list[tuple[Phase, int]]] = {}
+        for block, phase, tensor in sorted(subgraph.natural):
+            self.wanted.setdefault(block, []).append((phase, tensor))
+        own = [
+            n.op.variable.name for n in graph.nodes if n.index in subgraph.nodes and isinstance(n.op, Read)
+        ]
+        self.casts = {t: i for t, i in casts(graph).items() if weights(graph)[i] in own}
 
-    def _read_in(self, block: Block) -> frozenset[int]:
-        """The tensors that the kept nodes of a block read."""
-        if block.id not in self._reads:
-            kept = (n for n in block.nodes if n.index in self.nodes)
-            found = (*(i for n in kept for i in n.inputs), *(t for _, t in self.natural_in(block)))
-            self._reads[block.id] = frozenset(found)
-        return self._reads[block.id]
+    def part(self) -> Part:
+        whole, what = self.graph.blocks[0], self.subgraph
+        root = replace(whole, nodes=self._nodes(whole))
+        return Part(root, True, what.again, what.unread, self.wanted, self.beside)
 
-    def made(self, scan: Node, graph: Graph) -> tuple[IdPairs, IdPairs, IdPairs]:
-        block = scan.body
-        assert block is not None
-        if block.id not in self._made:
-            stacked, summed, saved = (
-                tuple(
-                    (i, o) for i, o in pairs if o not in self.unread and _source(i, scan, graph) in self.nodes
-                )
-                for pairs in (block.stacked, block.summed, block.saved.items())
-            )
-            self._made[block.id] = stacked, summed, saved
-        return self._made[block.id]
+    def _nodes(self, block: Block) -> list[Node]:
+        """The nodes of a block to lower, and the loops to enter."""
+        twins, found = {each.tensor: each for each in self.subgraph.beside}, list[Node]()
+        for node in block.nodes:
+            here = node.index in self.subgraph.nodes
+            if here or (node.body is not None and node.body.id in self.subgraph.blocks):
+                found.append(node if node.body is None else self._loop(node, node.body, here))
+                if first := twins.keys() & node.inputs:
+                    self.beside[node.index] = [twins.pop(t) for t in first]
+        return found
 
-    def computes(self, tensor: int, scan: Node, graph: Graph) -> bool:
-        return _source(tensor, scan, graph) in self.nodes
+    def _loop(self, scan: Node, block: Block, here: bool) -> Node:
+        """A loop with what is in the part; its own state is, if the loop is (`here`)."""
+        stacked, summed, saved = (
+            [(i, o) for i, o in pairs if o not in self.subgraph.unread and self._made(i, scan)]
+            for pairs in (block.stacked, block.summed, block.saved.items())
+        )
+        nodes = self._nodes(block)
+        read = {i for node in nodes for i in (*reads(node), *node.inputs)}
+        read.update(tensor for _, _, tensor in self.subgraph.natural)
+        read.update(i for i, _ in (*stacked, *summed, *saved))
+        read.update((*block.carry_out, *([] if block.runs is None else [block.runs])) if here else ())
+        # A variable stays where it is stored, also when it is converted elsewhere.
+        read.update(self.casts[t] for t in read & self.casts.keys())
+        body = replace(
+            block,
+            nodes=nodes,
+            sliced=[(outer, inner) for outer, inner in block.sliced if inner in read],
+            stacked=stacked,
+            summed=summed,
+            saved=dict(saved),
+        )
+        if here:
+            return replace(scan, body=body)
+        return replace(scan, inputs=(), outputs=(), body=replace(body, carry_in=(), carry_out=(), runs=None))
+
+    def _made(self, tensor: int, scan: Node) -> bool:
+        return _source(tensor, scan, self.graph) in self.subgraph.nodes
 
 
 def made_by(node: Node, graph: Graph) -> tuple[int, ...]:
