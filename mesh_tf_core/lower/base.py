@@ -156,7 +156,7 @@ class Lowering(Placing):
         if dtype is None:
             return master
         self.masters[v.tensor] = master
-        if self.part.again:
+        if self._again:
             plain = TensorType(self.plain_type(v).shape, dtype)
             return self.new(plain, self.natural(plain.shape), (), v.tensor)
         half = self.new(TensorType(v.shape, dtype), v.splits, (), v.tensor)

@@ -51,8 +51,7 @@ class Loops(Saving):
         over, whole = self._over(block), self.low.graph.blocks[block.id]
         first = None if block.first is None else self.low.value_of(block.first)
         init = [self.low.to_natural(self.low.value_of(i)) for i in node.inputs]
-        if not self.low.part.alone:
-            self._bring(block)
+        self._bring(block)
         with self.low.block() as code:
             with self.low.inside(over):
                 index = self.low.new(self.low.graph.tensor(block.index).type, ())  # type: ignore[arg-type]
@@ -153,8 +152,6 @@ class Loops(Saving):
 
     def _sliced(self, block: Block) -> list[Sliced]:
         """Parts of stacked values; with recomputation, saved values are computed anew instead."""
-        if self.low.part.alone:
-            return [self._part(self.low.lying(outer), inner) for outer, inner in block.sliced]
         forward = block.forward
         saved = {o: i for i, o in forward.saved.items()} if forward else {}
         then = self._stands_for(block)

@@ -105,8 +105,6 @@ class Saving:
         """Whether nobody reads what a loop would save in this run: it is inside of another one that runs
         again before its backward does, or it is not inside of the one whose second run this is. (The whole
         program drops that as dead.)"""
-        if not self.low.part.alone:
-            return False
         around = self.remat.around(block)
         later = around is not None and self.remat.inside(around, self.running)
         return later or not self.remat.inside(block, self.running)

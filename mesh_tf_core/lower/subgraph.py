@@ -132,6 +132,7 @@ class _Builder:
         read.update(self.casts[t] for t in read & self.casts.keys())
         body = replace(
             block,
+            forward=None,  # What a second run makes is a part of its own.
             nodes=nodes,
             sliced=[(outer, inner) for outer, inner in block.sliced if inner in read],
             stacked=stacked,
