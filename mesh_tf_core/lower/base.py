@@ -270,9 +270,14 @@ class Lowering(Placing):
             for each in beside.get(node.index, ()) if beside else ():
                 self._moved_beside(each)
             self.node(node)
-        for phase, tensor in self.part.wanted.get(block.id, ()):
-            self.origin = replace(self.origin, phase=phase)
-            self.to_natural(self.value_of(tensor))
+        for want in self.part.wanted.get(block.id, ()):
+            if not want.gradient_of:
+                self.origin = replace(self.origin, phase=want.phase)
+                self.to_natural(self.value_of(want.tensor))
+            elif want.tensor in self.env:
+                # The update asks for it: a sum that only the update reads may travel with others.
+                self.origin = Origin(self.origin.node, want.gradient_of, want.phase)
+                self.reshard(self.env[want.tensor], self.oracle.row(GRADIENT, want.gradient_of, UPDATE))
 
     def _moved_beside(self, each: Twin) -> None:
         """Notes what backward moves of a tensor that a second run reads: its readers are lowered, and
@@ -287,16 +292,6 @@ class Lowering(Placing):
         self.env = env
         del self.code[count:]
 
-    def deliver_gradients(self) -> None:
-        """Brings the gradients that were lowered here to where the update of their variables wants them."""
-        gradient_of = self.graph.gradient_of
-        for tensor in [t for t in gradient_of if t in self.env]:
-            variable = gradient_of[tensor]
-            if not self.graph.tensor(tensor).block:
-                # The update asks for it: a sum that only the update reads may travel with others.
-                self.origin = Origin(self.origin.node, variable, Phase.UPDATE)
-                self.reshard(self.env[tensor], self.oracle.row(GRADIENT, variable, UPDATE))
-
 
 def lower_base(
     graph: Graph,
@@ -308,19 +303,14 @@ def lower_base(
     """Lowers every node alone; see the module's text. LayoutError if the layout is not legal for the
     graph."""
     state = Lowering(graph, oracle, options, part)
-    part = state.part
-    state.nodes(part.root)
-    if part.alone:
-        state.deliver_gradients()
+    state.nodes(state.part.root)
     for tensor, id in state.env.items():
         if state.values[id].tensor != tensor:
             state.values[id] = state.values[id].of(tensor)
+    state.env.update(state.masters)
     # A part of a graph returns what it has.
-    wanted = ((n, t.id) for n, t in (results or {}).items() if not part.alone or t.id in state.env)
-    env, returned = {**state.env, **state.masters}, {}
-    for name, tensor in wanted:
-        value = state.on_device(env[tensor]) if tensor in env else state.value_of(tensor)
-        returned[name] = state.to_natural(value)
+    wanted = {n: t.id for n, t in (results or {}).items() if t.id in state.env or not state.part.alone}
+    returned = {name: state.to_natural(state.value_of(tensor)) for name, tensor in wanted.items()}
     return Program(
         oracle.mesh,
         oracle.layout,

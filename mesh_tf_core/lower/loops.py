@@ -89,7 +89,7 @@ class Loops(Saving):
             first = None
         crossing = Crossing(carried, tuple(sliced), tuple(stacked), tuple(summed))
         own = origin, block.dim, block.reverse, index, crossing, body
-        self.low.emit(make_loop(*own, runs, block.branch, first, block.runs is not None and runs is None))
+        self.low.emit(make_loop(*own, runs, block.branch, first, whole.runs is not None and runs is None))
         self.low.code.extend(behind)
 
     def _spread(

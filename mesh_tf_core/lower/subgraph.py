@@ -1,4 +1,4 @@
-"""Choose what lowering makes: all of a graph, or a part by itself, with everything around it given."""
+"""Choose what lowering covers: a whole graph, or a part alone with everything around it given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mesh_tf_core.lower.nodes import casts, weights
 from mesh_tf_core.tracing.graph import Graph
 
 Access = tuple[int, Phase, int]
-"""Where a variable is read as the layout says: id of a block, the pass, a tensor that it is."""
+"""The place where a variable is read in the layout's splits: id of a block, the pass, one of its tensors."""
 
 
 @dataclass(frozen=True)
@@ -26,40 +26,55 @@ class Twin:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A small graph to lower: all of a graph, or some of it with everything around it given.
+class Wanted:
+    """A tensor that lowering moves, at the end of a block, to where readers outside the part need it.
 
     Attributes:
-      root: its nodes; what is left of a loop, or of its body, has the number that it has in the graph.
-      alone: it is not all of the graph: what others compute is taken as given, and nothing is known to be
-        dead.
+      phase: the phase of these readers.
+      gradient_of: the variable whose update reads it, in the splits of that update; "": default sharding.
+    """
+
+    tensor: int
+    phase: Phase
+    gradient_of: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A small graph to lower: a whole graph, or some of its nodes with everything around them given.
+
+    Attributes:
+      root: the nodes; loops and their bodies keep the numbers that they have in the graph.
+      alone: some of the graph is missing: values of other nodes are given, and no result is known to be
+        unused.
       again, unread: see `Subgraph`.
-      wanted: id of a block -> the phases and tensors of `Subgraph.natural` in it.
-      beside: node -> those of `Subgraph.beside` that it is the first of its block to read.
+      wanted: id of a block -> its tensors that nodes outside the part read: `Subgraph.natural`, and gradients.
+      beside: node -> the tensors of `Subgraph.beside` that it is the first node of its block to read.
     """
 
     root: Block
     alone: bool = False
     again: str = ""
     unread: frozenset[int] = frozenset()
-    wanted: Mapping[int, Sequence[tuple[Phase, int]]] = field(default_factory=dict)
+    wanted: Mapping[int, Sequence[Wanted]] = field(default_factory=dict)
     beside: Mapping[int, Sequence[Twin]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Subgraph:
-    """Lowers only these nodes (by index); what others compute is taken as given, in natural sharding.
+    """Lowers only these nodes (by index); values of other nodes are given, in default sharding.
 
     Attributes:
-      nodes: what to lower.
+      nodes: the nodes to lower.
       blocks: ids of the loop bodies that hold some of it.
       natural: (block, phase, tensor): also bring a tensor into its natural sharding at the end of a block, as
         its readers of this phase would.
-      again: it is what runs a second time in the backward of loops with this name (`rounds.loop_name`), or
-        beside it (`rematerialization.beside`).
-      early: tensors that what is not lowered here reads too, before the update: a sum of them neither waits
-        further nor travels with other messages.
-      beside: of a second run, what backward has, too, and may move alike: the second run finds it moved.
+      again: the part is a second run in the backward of loops with this name (`rounds.loop_name`), or belongs
+        to one (`rematerialization.beside`).
+      early: tensors that nodes outside the part also read before the update: a sum of them is neither delayed
+        further nor combined with other messages.
+      beside: for a second run, tensors that backward also reads and may already have moved; the second run
+        reuses them.
       unread: stacks that nothing reads in the whole graph: no loop makes them.
     """
 
@@ -81,7 +96,7 @@ class Subgraph:
         return {f"%{t}": graph.tensor(t) for t in sorted(self.early)}
 
     def part(self, graph: Graph) -> Part:
-        """The small graph of its nodes, made once; they are of one graph."""
+        """The small graph of these nodes; it is built once, for one graph."""
         if not self._part:
             self._part.append(_Builder(self, graph).part())
         return self._part[0]
@@ -93,9 +108,13 @@ class _Builder:
     def __init__(self, subgraph: Subgraph, graph: Graph) -> None:
         self.subgraph, self.graph = subgraph, graph
         self.beside: dict[int, list[Twin]] = {}
-        self.wanted: dict[int, list[tuple[Phase, int]]] = {}
+        self.wanted: dict[int, list[Wanted]] = {}
         for block, phase, tensor in sorted(subgraph.natural):
-            self.wanted.setdefault(block, []).append((phase, tensor))
+            self.wanted.setdefault(block, []).append(Wanted(tensor, phase))
+        outside = self.wanted.setdefault(0, [])
+        for tensor, variable in graph.gradient_of.items():
+            if not graph.tensor(tensor).block:
+                outside.append(Wanted(tensor, Phase.UPDATE, variable))
         own = [
             n.op.variable.name for n in graph.nodes if n.index in subgraph.nodes and isinstance(n.op, Read)
         ]
@@ -118,7 +137,7 @@ class _Builder:
         return found
 
     def _loop(self, scan: Node, block: Block, here: bool) -> Node:
-        """A loop with what is in the part; its own state is, if the loop is (`here`)."""
+        """A loop reduced to the part; it keeps its own state if the loop itself is in the part (`here`)."""
         stacked, summed, saved = (
             [(i, o) for i, o in pairs if o not in self.subgraph.unread and self._made(i, scan)]
             for pairs in (block.stacked, block.summed, block.saved.items())
@@ -128,11 +147,11 @@ class _Builder:
         read.update(tensor for _, _, tensor in self.subgraph.natural)
         read.update(i for i, _ in (*stacked, *summed, *saved))
         read.update((*block.carry_out, *([] if block.runs is None else [block.runs])) if here else ())
-        # A variable stays where it is stored, also when it is converted elsewhere.
+        # The cast of a stored variable keeps its splits, also if another part makes the cast.
         read.update(self.casts[t] for t in read & self.casts.keys())
         body = replace(
             block,
-            forward=None,  # What a second run makes is a part of its own.
+            forward=None,  # A second run is a part of its own.
             nodes=nodes,
             sliced=[(outer, inner) for outer, inner in block.sliced if inner in read],
             stacked=stacked,
