@@ -166,9 +166,8 @@ class SecondRuns:
                     continue
                 saved = block is outer and t in block.saved and block.saved[t] not in unread
                 goes_on = block is not outer and t in dependencies.leaving
-                kept = block is not outer and run.recompute in self.kept.get(t, ())
                 others = (r.index for r in dependencies.readers[t] if r.index not in inside)
-                if saved or goes_on or kept or t in dependencies.sliced or not again.isdisjoint(others):
+                if saved or goes_on or t in dependencies.sliced or not again.isdisjoint(others):
                     found.add(t)
         return frozenset(found)
 

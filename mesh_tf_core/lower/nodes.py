@@ -82,16 +82,6 @@ def weights(graph: Graph | Outline) -> Mapping[int, str]:
     return found
 
 
-@per_graph
-def casts(graph: Graph) -> Mapping[int, int]:
-    """Casts of a trained variable, or of parts of it, before the update -> what they cast."""
-    return {
-        node.outputs[0]: node.inputs[0]
-        for node, _ in graph.walk()
-        if converts_variable(node) and node.inputs[0] in weights(graph)
-    }
-
-
 def pass_of(phase: Phase) -> Phase:
     """The pass that an instruction belongs to: weights are moved once for each."""
     return Phase.FORWARD if phase == Phase.FORWARD else Phase.BACKWARD

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from mesh_tf_core.ir.blocks import Block, Node, reads
+from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.phase import Phase
-from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.ir.tensor import Tensor
-from mesh_tf_core.lower.nodes import casts, weights
 from mesh_tf_core.tracing.graph import Graph
 
 Access = tuple[int, Phase, int]
@@ -48,7 +46,7 @@ class Part:
       alone: some of the graph is missing: values of other nodes are given, and no result is known to be
         unused.
       again, unread: see `Subgraph`.
-      wanted: id of a block -> its tensors that nodes outside the part read: `Subgraph.natural`, and gradients.
+      wanted: id of a block -> its tensors that nodes outside the part read: `Subgraph.natural`, gradients.
       beside: node -> the tensors of `Subgraph.beside` that it is the first node of its block to read.
     """
 
@@ -103,10 +101,15 @@ class Subgraph:
 
 
 class _Builder:
-    """Builds the small graph of a subgraph."""
+    """Builds the small graph of a subgraph.
+
+    Attributes:
+      known: tensors that the nodes so far read or made, in the order in which lowering goes through them.
+    """
 
     def __init__(self, subgraph: Subgraph, graph: Graph) -> None:
         self.subgraph, self.graph = subgraph, graph
+        self.known: set[int] = set()
         self.beside: dict[int, list[Twin]] = {}
         self.wanted: dict[int, list[Wanted]] = {}
         for block, phase, tensor in sorted(subgraph.natural):
@@ -115,10 +118,6 @@ class _Builder:
         for tensor, variable in graph.gradient_of.items():
             if not graph.tensor(tensor).block:
                 outside.append(Wanted(tensor, Phase.UPDATE, variable))
-        own = [
-            n.op.variable.name for n in graph.nodes if n.index in subgraph.nodes and isinstance(n.op, Read)
-        ]
-        self.casts = {t: i for t, i in casts(graph).items() if weights(graph)[i] in own}
 
     def part(self) -> Part:
         whole, what = self.graph.blocks[0], self.subgraph
@@ -131,7 +130,9 @@ class _Builder:
         for node in block.nodes:
             here = node.index in self.subgraph.nodes
             if here or (node.body is not None and node.body.id in self.subgraph.blocks):
+                self.known.update(node.inputs if here else ())
                 found.append(node if node.body is None else self._loop(node, node.body, here))
+                self.known.update(node.outputs if here else ())
                 if first := twins.keys() & node.inputs:
                     self.beside[node.index] = [twins.pop(t) for t in first]
         return found
@@ -142,25 +143,25 @@ class _Builder:
             [(i, o) for i, o in pairs if o not in self.subgraph.unread and self._made(i, scan)]
             for pairs in (block.stacked, block.summed, block.saved.items())
         )
-        nodes = self._nodes(block)
-        read = {i for node in nodes for i in (*reads(node), *node.inputs)}
-        read.update(tensor for _, _, tensor in self.subgraph.natural)
-        read.update(i for i, _ in (*stacked, *summed, *saved))
-        read.update((*block.carry_out, *([] if block.runs is None else [block.runs])) if here else ())
-        # The cast of a stored variable keeps its splits, also if another part makes the cast.
-        read.update(self.casts[t] for t in read & self.casts.keys())
+        read = {i for node in block.nodes if node.index in self.subgraph.nodes for i in node.inputs}
+        read.update(want.tensor for want in self.wanted.get(block.id, ()))
+        # The part of a known stack has its splits, which others see where nobody here reads it.
+        sliced = [(outer, inner) for outer, inner in block.sliced if inner in read or outer in self.known]
+        self.known.update(inner for _, inner in sliced)
         body = replace(
             block,
             forward=None,  # A second run is a part of its own.
-            nodes=nodes,
-            sliced=[(outer, inner) for outer, inner in block.sliced if inner in read],
+            nodes=self._nodes(block),
+            sliced=sliced,
             stacked=stacked,
             summed=summed,
             saved=dict(saved),
         )
+        self.known.update(o for _, o in (*stacked, *summed, *saved))
         if here:
             return replace(scan, body=body)
-        return replace(scan, inputs=(), outputs=(), body=replace(body, carry_in=(), carry_out=(), runs=None))
+        body = replace(body, carry_in=(), carry_out=(), runs=None)
+        return replace(scan, inputs=(), outputs=tuple(o for _, o in (*stacked, *summed)), body=body)
 
     def _made(self, tensor: int, scan: Node) -> bool:
         return _source(tensor, scan, self.graph) in self.subgraph.nodes
