@@ -21,6 +21,7 @@ from layoutopt.formulation.cluster import Cluster, numbers_of, pairs_of, rules_o
 from layoutopt.formulation.cuts import PendingSum
 from layoutopt.formulation.dependencies import Dependencies
 from layoutopt.formulation.second_runs import SecondRun, SecondRuns
+from layoutopt.space.context import Context
 from layoutopt.space.decisions import changing
 from layoutopt.space.kind import Affects
 from mesh_tf_core.ir.blocks import Block, Node
@@ -181,7 +182,9 @@ class _Builder:
             alike={}
             if any(n.body is not None for n in nodes)
             else self.runs.alike(again, kept, names, first_runs),
-            crossed={s: crosses(n.op) for n in nodes for s in changing(Affects(keys=crosses(n.op)[:1]))},
+            crossed={
+                s: crosses(n.op) for n in nodes for s in Context.changing(Affects(keys=crosses(n.op)[:1]))
+            },
             nests=tuple(nest for nest in self.runs.nests if not nest.isdisjoint(names)),
             first=first_runs,
         )

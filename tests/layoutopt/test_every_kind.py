@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+import layoutopt
 import mesh_tf_core as mtf
 from layoutopt.optimize.restricted import held
 from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblems import subproblems
+from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.decisions import KINDS, SearchSpace, decisions, left_out
 from layoutopt.space.kind import Decision, Target
 from layoutopt.space.splits import Split
@@ -169,3 +171,15 @@ def test_replicas_with_stages_are_no_problem_of_a_search() -> None:
     model = EXAMPLES["transformer"]()
     with pytest.raises(mtf.UserError, match="replicas that train alone are not split into stages"):
         search(model, mesh="data:3;sites:2", diloco="sites", pipeline=("layers",))
+
+
+def test_a_kind_may_change_every_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decision that every cluster is told of is taken for none about attention's keys."""
+    asked: dict[str, Any] = {"mesh": "data:2;model:2", "hardware": "tpu-v4", "microbatches": [1]}
+    asked |= {"storage": ["layout"], "collective_matmul": "hidden", "alternatives": False}
+    plain = layoutopt.search(EXAMPLES["mlp"](), **asked)
+    every = [f"{CollectiveMatmul.prefix}hidden"]
+    monkeypatch.setattr(CollectiveMatmul, "changing", classmethod(lambda cls, touched: every))
+    told = layoutopt.search(EXAMPLES["mlp"](), **asked)
+    assert told.solver.status == plain.solver.status == "OPTIMAL"
+    assert told.predicted.step_seconds == pytest.approx(plain.predicted.step_seconds, rel=1e-9)
