@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from mesh_tf_core.ir.structure import Connection
 from mesh_tf_core.model import Model
-from mesh_tf_core.ops.shape import groups
+from mesh_tf_core.ops.shape import SliceDim, groups
 from mesh_tf_core.tracing.graph import Graph
 
 
@@ -72,6 +72,19 @@ def _parallelism(model: Model, graph: Graph) -> Parallelism:
         and any(frozenset((other, model.batch_dim)) in beside for other in links.get(n, ()))
     ]
     return Parallelism(tuple(data), tuple(sequence), tuple(weights), tuple(experts), frozenset(beside))
+
+
+def cut(graph: Graph) -> set[str]:
+    """Dimensions of parts of the inputs, and of what these are called, before anything is computed."""
+    held = {t.id for t in graph.inputs.values()}
+    for node, _ in graph.walk():
+        if (
+            held.issuperset(node.inputs)
+            and node.inputs
+            and (node.op.regroups or isinstance(node.op, SliceDim))
+        ):
+            held.update(node.outputs)
+    return {name for index in held for name in graph.tensor(index).shape.names}
 
 
 def _whole(graph: Graph) -> set[str]:

@@ -25,7 +25,7 @@ from layoutopt.space.kind import (
     missing,
 )
 from layoutopt.space.option import Option
-from layoutopt.space.parallelism import parallelism
+from layoutopt.space.parallelism import cut, parallelism
 from layoutopt.space.splits import split_options, why_not
 from mesh_tf_core.errors import UserError, known_names
 from mesh_tf_core.ir.layout import AT, ELSEWHERE, Layout
@@ -74,10 +74,12 @@ class Elsewhere(Decision):
 
     @classmethod
     def widest(cls, target: Target) -> dict[str, Any]:
-        """Dimensions of sequences that are given."""
+        """Dimensions of sequences that are given; if none can be split (tokens [batch, length + 1]), those
+        that are cut from them."""
         given = {name for t in target.model.graph.inputs.values() for name in t.shape.names}
-        known = given & {*parallelism(target.model).sequence}
-        return {"elsewhere": tuple(name for name in cls.everything(target)["elsewhere"] if name in known)}
+        sequence, every = {*parallelism(target.model).sequence}, cls.everything(target)["elsewhere"]
+        found = [name for name in every if name in given & sequence]
+        return {"elsewhere": tuple(found or (n for n in every if n in cut(target.model.graph) & sequence))}
 
     @classmethod
     def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:

@@ -19,6 +19,7 @@ import pytest
 
 import layoutopt
 import mesh_tf_core as mtf
+from layoutopt.space.parallelism import parallelism
 from tests.docs.console import steps
 from tests.importers.jax_models import (
     MODELS,
@@ -180,6 +181,26 @@ def test_heads_have_their_name_where_rotary_positions_take_d_kv_apart() -> None:
     found = {a.path: str(a).partition(" ")[2].strip("[]").split() for a in model.origin.parameters.values()}
     assert found["wi"] == ["d_model", "d_ff"]
     assert [found[n][1] for n in "qkv"] == ["heads"] * 3 and found["o"] == ["heads", "d_v", "d_model"]
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_the_length_is_that_of_the_layers_whether_or_not_targets_are_cut_from_the_tokens(more: int) -> None:
+    def loss(params: Any, tokens: Any) -> Any:
+        x = params["table"][tokens[:, : tokens.shape[1] - more]]
+        scores = jax.nn.softmax(jnp.einsum("bid,bjd->bij", x @ params["q"], x @ params["k"]))
+        logits = jax.nn.log_softmax(jnp.einsum("bij,bjd->bid", scores, x) @ params["table"].T)
+        return -jnp.take_along_axis(logits, tokens[:, more:, None], -1).mean()
+
+    S = jax.ShapeDtypeStruct
+    params = {"table": S((32, 8), jnp.float32), "q": S((8, 4), jnp.float32), "k": S((8, 4), jnp.float32)}
+    model = layoutopt.from_jax(loss, params, S((4, 16 + more), jnp.int32))
+    sizes = model.graph.dims()
+    assert (sizes["length"], sizes["memory_length"]) == ({16}, {16})
+    assert model.tokens == 4 * (16 + more)
+    sequence = {"length", "memory_length"} | ({"given_length"} if more else set())
+    assert sequence <= set(parallelism(model).sequence)
+    plan = layoutopt.search(model, mesh="x:2", hardware="tpu-v5e", allow="+sequence")
+    assert "length" in plan.allowed.elsewhere
 
 
 def test_ends_of_edges_are_no_tokens() -> None:

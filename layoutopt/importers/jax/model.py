@@ -32,6 +32,7 @@ from layoutopt.importers.jax.placing import ArrayPlacing, inner_dims
 from layoutopt.importers.jax.reader import KEEPS, traced
 from layoutopt.importers.jax.relations import Axis
 from layoutopt.importers.jax.reroll import Rerolled, rerolled
+from layoutopt.importers.jax.roles import GIVEN_LENGTH
 from layoutopt.importers.jax.shardings import jax_mesh
 from layoutopt.importers.jax.writer import Handler, Writer
 from layoutopt.plan.build import Plan, check_plan_model
@@ -364,8 +365,9 @@ def _store(w: Writer, v: Var, leaf: Leaf, value: Operand) -> None:
 def _tokens(w: Writer, arrays: ArgumentArrays) -> tuple[str, ...]:
     for v, _ in arrays.batch:
         names = [d.name for d in w.shape(v)]
-        if v.dtype.startswith("int") and names[:2] == ["batch", "length"] and id(v) in w.values:
-            return ("batch", "length")
+        known = len(names) > 1 and names[0] == "batch" and names[1] in ("length", GIVEN_LENGTH)
+        if v.dtype.startswith("int") and known and id(v) in w.values:
+            return ("batch", names[1])
     return ()
 
 

@@ -7,9 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from layoutopt.importers.jax.classes import PARAMETER, FactorNode
-from layoutopt.importers.jax.equations import Equation, Operand
+from layoutopt.importers.jax.equations import Equation, Operand, Var
 from layoutopt.importers.jax.indexing import indexing
 from layoutopt.importers.jax.names import ClassNames, last
+
+GIVEN_LENGTH = "given_length"
+"""The axis of tokens [batch, length + 1] from which a loss cuts its inputs and its targets."""
 
 
 def name_roles(names: ClassNames) -> None:
@@ -35,10 +38,21 @@ class _Roles:
             for node in self.classes.of(v, 0)[:1]:
                 self.names.give(node, f"{last(leaf.path)}_batch")
             if v.dtype.startswith("int") and len(v.shape) >= 2 and id(v) not in places:
+                for part in self._shortened(v)[:1]:
+                    for node in self.classes.of(part, 1)[:1]:
+                        self.names.give(node, "length")
+                    for node in self.classes.of(v, 1)[:1]:
+                        self.names.give(node, GIVEN_LENGTH)
                 for node in self.classes.of(v, 1)[:1]:
                     self.names.give(
                         node, "length" if "length" not in self.names.taken else f"{last(leaf.path)}_length"
                     )
+
+    def _shortened(self, v: Var) -> list[Var]:
+        """The parts of tokens [batch, length + 1] as inputs and targets; empty if anything reads them all."""
+        reads = [e for e in self.block.walk() if any(x is v for x in e.ins)]
+        cut = all(e.prim == "slice" and e.out.shape[1] < v.shape[1] for e in reads)
+        return [e.out for e in reads] if cut else []
 
     def _places(self) -> set[int]:
         """ids of inputs whose numbers are places in other values, as the ends of a graph's edges are: none of
