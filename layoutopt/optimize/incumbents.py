@@ -52,7 +52,11 @@ class Incumbents:
         better = known is None or self.order(found)[0] < self.order(known)[0]
         self.found.append(found)
         if request.on_better and found.peak <= request.limit and better:
-            request.on_better(_in_words(found), found.seconds, found.peak)
+            request.on_better(_in_words(found, self._names(found)), found.seconds, found.peak)
+
+    def _names(self, found: EvaluatedLayout) -> dict[str, str]:
+        """What a plan calls the axes of a layout's mesh, where not as they are."""
+        return axis_names(found.layout, found.mesh, self.request.model) if self.renames else {}
 
     def fitting(self, limit: float) -> list[EvaluatedLayout]:
         """All that hold at most `limit` bytes."""
@@ -140,8 +144,7 @@ class Incumbents:
         seen: list[EvaluatedLayout] = []
         while (best := self.fastest(limit)) is not None and best not in seen:
             seen.append(best)
-            names = axis_names(best.layout, best.mesh, self.request.model) if self.renames else {}
-            for found in self._named(best.mesh, names):
+            for found in self._named(best.mesh, self._names(best)):
                 self.offer(*found)
             if not self.request.late:
                 self.offer(best.mesh, *greedy(self.request, self.subproblem_of(best)))
@@ -153,12 +156,12 @@ class Incumbents:
                 yield mesh, layout, options
 
 
-def _in_words(found: EvaluatedLayout) -> str:
-    """A layout and what is decided beside it, in short."""
-    layout = f"{str(found.layout) or 'nothing split'} on {found.mesh}"
-    return "; ".join(
-        filter(None, (layout, decided(found.options, found.layout, found.evaluation.pipeline).in_short()))
-    )
+def _in_words(found: EvaluatedLayout, names: Mapping[str, str]) -> str:
+    """A layout and what is decided beside it, in short, with these names of axes."""
+    layout, options = found.layout.renamed(names), found.options.renamed(names)
+    mesh = Mesh([(names.get(axis, axis), n) for axis, n in found.mesh.axes])
+    more = decided(options, layout, found.evaluation.pipeline).in_short()
+    return "; ".join(filter(None, (f"{str(layout) or 'nothing split'} on {mesh}", more)))
 
 
 def _allows(decisions: Decisions, layout: Layout, options: Options) -> bool:

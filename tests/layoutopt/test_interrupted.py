@@ -92,3 +92,12 @@ def test_ctrl_c_is_raised_where_nothing_is_kept(monkeypatch: pytest.MonkeyPatch)
         search(EXAMPLES["mlp"](), **ON)
     with pytest.raises(KeyboardInterrupt):
         search(EXAMPLES["mlp"](), memory=8000, keep_best=True, **ON)  # its variables alone would fit
+
+
+def test_layouts_on_the_way_have_the_axes_of_the_plan() -> None:
+    told: list[tuple[str, float, float]] = []
+    given = {"devices": 4, "hardware": ON["hardware"]}
+    plan = search(EXAMPLES["transformer"](), on_better=lambda *found: told.append(found), **given)
+    words, seconds, _ = told[-1]
+    assert seconds == plan.predicted.step_seconds
+    assert f"{plan.layout or 'nothing split'} on {plan.mesh}" in words
