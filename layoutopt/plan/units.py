@@ -99,6 +99,12 @@ def percent(share: float) -> str:
     return f"{text} %"
 
 
+def gap_text(gap: float) -> str:
+    """The relative gap of a bound, in percent; however small, it is never shown as 0."""
+    value = 100 * abs(gap)
+    return f"{value:.1f}%" if value >= 10 else f"{value:.2g}%"
+
+
 def signed_percent(share: float) -> str:
     """A difference: '+8.3 %', '−4.0 %'; nothing to see is '±0 %'."""
     if abs(share) < 5e-4:

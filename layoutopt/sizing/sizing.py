@@ -14,6 +14,7 @@ from layoutopt.optimize.evaluator import check_limit
 from layoutopt.plan.build import Plan
 from layoutopt.plan.schema import ProofStatus
 from layoutopt.plan.size_results import LawInfo, SizedCandidate, SizeResult
+from layoutopt.plan.units import gap_text
 from layoutopt.runtime.clock import Clock
 from layoutopt.sizing import summary
 from layoutopt.sizing.answer import Answering, Tell
@@ -353,7 +354,7 @@ def _notes(answering: Answering, best: SizeRow, answer: SizedCandidate, batch: f
         )
     if answer.status != ProofStatus.OPTIMAL:
         notes.append(
-            f"the best size's layout is not proven optimal ({answer.status}, gap {answer.gap or 0:.1%})"
+            f"the best size's layout is not proven optimal ({answer.status}, gap {gap_text(answer.gap or 0)})"
         )
     if best.timing.plan is not None:
         notes += (f"its layout: {each}" for each in best.timing.plan.data.notes)

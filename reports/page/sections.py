@@ -8,10 +8,10 @@ from dataclasses import replace
 from layoutopt.plan.schema import PlanFile
 from layoutopt.plan.units import (
     digits,
+    gap_text,
     layout_text,
     letter,
     mesh_option,
-    percent,
     plural,
     seconds_text,
     shorten,
@@ -198,7 +198,7 @@ def _record(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
             ("Solver status", s.status),
             ("Objective", digits(s.objective, 6) if s.objective is not None else ""),
             ("Lower bound", digits(s.bound, 6) if s.bound is not None else ""),
-            ("Gap", percent(abs(s.gap)) if s.gap is not None else ""),
+            ("Gap", gap_text(s.gap) if s.gap is not None else ""),
             ("Search time", seconds_text(s.wall_seconds) if s.wall_seconds is not None else ""),
             ("Considered", told.considered(s.layouts_considered)),
         ]

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from layoutopt.plan.covered import count_text
 from layoutopt.plan.details import Robustness
 from layoutopt.plan.schema import PlanFile, Predicted, ProofStatus
-from layoutopt.plan.units import bytes_text, duration_text, percent, rate_text, seconds_text, shorten
+from layoutopt.plan.units import (
+    bytes_text,
+    duration_text,
+    gap_text,
+    percent,
+    rate_text,
+    seconds_text,
+    shorten,
+)
 from reports.plan import rules
 
 LONGEST = 300
@@ -58,14 +66,8 @@ def proof(plan: PlanFile, limits: str) -> ProofWords:
     more = tuple(filter(None, (f"{s.status}, of {among}", spent, limits)))
     if plan.frontier and s.gap == 0:
         return ProofWords(status, "warn", "the fastest is proven, the frontier is not complete", more)
-    likely = "" if s.likely_gap is None else f", likely {_gap_text(s.likely_gap)} (see the note)"
-    return ProofWords(status, "warn", f"not proven: at most {_gap_text(s.gap)} from the best{likely}", more)
-
-
-def _gap_text(gap: float) -> str:
-    """A gap in percent; it is never 0, however small."""
-    value = 100 * abs(gap)
-    return f"{value:.1f}%" if value >= 10 else f"{value:.2g}%"
+    likely = "" if s.likely_gap is None else f", likely {gap_text(s.likely_gap)} (see the note)"
+    return ProofWords(status, "warn", f"not proven: at most {gap_text(s.gap)} from the best{likely}", more)
 
 
 def considered(text: str) -> str:
