@@ -277,7 +277,7 @@ def check_out(path: Path | None, option: str = "--out", read: Iterable[str | Pat
     """Raises UserError unless `path` can be written, before any work is done for it.
 
     Args:
-      read: MODELs and plans that the command reads; it does not write over them.
+      read: files that the command reads, or writes otherwise; it does not write over them.
     """
     from layoutopt.models.recorded import file_and_function
     from mesh_tf_core import UserError
@@ -291,5 +291,6 @@ def check_out(path: Path | None, option: str = "--out", read: Iterable[str | Pat
         file = named[0] if named else Path(str(source))
         if source is not None and os.path.realpath(file) == os.path.realpath(path):
             raise UserError(
-                f"{option} {str(path)!r} would overwrite a file that this command reads; name another file"
+                f"{option} {str(path)!r} would overwrite a file that this command reads or writes; name "
+                "another file"
             )

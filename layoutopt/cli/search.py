@@ -122,7 +122,7 @@ def search(
 
     terminal = output.terminal
     check_out(out, read=[model])
-    check_out(report, "--report", [model])
+    check_out(report, "--report", [model, out])
     machine = read_hardware(hardware, set_hardware)
     limit = read_memory(memory, machine)
     count, prices = read_tokens(tokens), read_prices(price or (), [machine.name])

@@ -154,7 +154,7 @@ def size(
 
     terminal = output.terminal
     check_out(out, read=[model])
-    check_out(report, "--report", [model])
+    check_out(report, "--report", [model, out])
     asked: dict[str, Any] = {
         "budget": _count(budget, "--budget", "1e22"),
         "money": _count(money, "--money", "1e6"),

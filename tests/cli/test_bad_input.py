@@ -242,6 +242,7 @@ def test_a_graph_that_nobody_can_build(refused: Callable[..., str], monkeypatch:
     [
         ("search MODEL --mesh data:2", "--out MODEL"),
         ("search MODEL:model --mesh data:2", "--report MODEL"),
+        ("search MODEL --mesh data:2 --out PLAN", "--report PLAN"),
         ("size MODEL --tokens 1e9 --devices 2", "--out MODEL"),
         ("size MODEL --tokens 1e9 --devices 2", "--report MODEL"),
         ("validate MODEL --mesh data:2", "--out MODEL"),
