@@ -60,12 +60,12 @@ def optional(kind: ArgumentKind) -> ArgumentKind:
     return ArgumentKind(lambda value: value is None or kind.holds(value), f"{kind.words}, or None")
 
 
-PATH = instance((str, os.PathLike), "a path, as text or as pathlib has it")
+PATH = instance((str, os.PathLike), "a path, as a string or a pathlib.Path")
 FUNCTION = ArgumentKind(callable, "a function")
 BATCH = instance(Mapping, "a dict of arrays by the names of the model's inputs")
 BATCHES = ArgumentKind(
     lambda value: is_iterable(value) and not isinstance(value, str | Mapping),
-    "the batches one after the other, each a dict of arrays: a list of them, or a generator",
+    "a list or generator of batches, each a dict of arrays",
 )
 
 

@@ -26,15 +26,17 @@ MEETINGS, CLUSTER, DECODING, MICROBATCHES = "meetings", "cluster", "decoding", "
 ALTERNATING, SEVERAL_STAGES = "alternating schedule", "several dimensions of stages"
 SPLIT_BACKWARD, STAGE_AGAIN = "split backward", "recomputed stages"
 EXCLUDED = (
-    Exclusion(REPLICAS, STAGES, "replicas that train alone are not split into stages"),
-    Exclusion(REPLICAS, SCHEDULE, "replicas that train alone are not split into stages"),
-    Exclusion(REPLICAS, MEANS, "each replica has running means of its own"),
-    Exclusion(MEETINGS, REPLICAS, "each replica is a job of its own there"),
+    Exclusion(REPLICAS, STAGES, "separate replicas are not split into stages"),
+    Exclusion(REPLICAS, SCHEDULE, "separate replicas are not split into stages"),
+    Exclusion(REPLICAS, MEANS, "each replica has its own running means"),
+    Exclusion(MEETINGS, REPLICAS, "each replica is a separate job there"),
     Exclusion(MEETINGS, CLUSTER, "each replica is one process there"),
     Exclusion(DECODING, MICROBATCHES, "no gradients are added up over them"),
-    Exclusion(DECODING, STAGES, "a token goes through all layers before the next one"),
-    Exclusion(ALTERNATING, SEVERAL_STAGES, "its ticks go over one dimension of layers"),
-    Exclusion(SPLIT_BACKWARD, STAGE_AGAIN, "gradients of weights have no slot where whole stages run again"),
+    Exclusion(DECODING, STAGES, "each token passes through all layers before the next one"),
+    Exclusion(ALTERNATING, SEVERAL_STAGES, "its ticks run over one dimension of layers"),
+    Exclusion(
+        SPLIT_BACKWARD, STAGE_AGAIN, "weight gradients have no ticks where whole stages are recomputed"
+    ),
 )
 """The pairs that the runtime cannot combine."""
 

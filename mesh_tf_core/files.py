@@ -22,7 +22,7 @@ OPEN = ("/dev/fd/", "/dev/std", "/proc/")
 """Names of open files: they are written to, and not replaced by another file."""
 KEPT = 32
 """Characters of a file's name that its temporary name has too; a name has at most 255 bytes."""
-PIPE = "it is a named pipe, which would wait for its other end"
+PIPE = "it is a named pipe"
 MOST_BYTES = 1 << 28
 """The largest file, in bytes, that is read whole."""
 LONGEST = 200
@@ -102,9 +102,10 @@ def unwritable(path: str | Path, error: Exception, what: str = "the file") -> Us
     if isinstance(error, IsADirectoryError):
         said, todo = "it is a folder", "name a file"
     elif isinstance(error, FileNotFoundError) and not Path(path).parent.is_dir():
-        said, todo = f"there is no folder {str(Path(path).parent.parent)!r}", "make it, or name another place"
+        said = f"there is no folder {str(Path(path).parent.parent)!r}"
+        todo = "make it, or choose another place"
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        todo = "make room, or name another place"
+        todo = "free some space, or choose another place"
     return UserError(f"{what} {str(path)[:LONGEST]!r} cannot be written: {said}; {todo}")
 
 
@@ -215,7 +216,7 @@ def read_file(path: str | Path, most: int = MOST_BYTES) -> bytes:
         with open(path, "rb") as file:
             data = file.read(most + 1)
     except ValueError:
-        raise OSError(errno.EINVAL, "no file has such a name") from None
+        raise OSError(errno.EINVAL, "it is not a valid file name") from None
     if len(data) > most:
         raise OSError(errno.EFBIG, f"it holds more than {most:,} bytes")
     return data

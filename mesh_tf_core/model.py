@@ -176,7 +176,7 @@ class Model:
     ) -> TrainingStep:
         if self.batch_dim is None:
             raise UserError(
-                f"model {self.name!r}: its inputs have no first dimension in common to make microbatches of, "
+                f"model {self.name!r}: its inputs have no first dimension in common for microbatches, "
                 f"so that {' and '.join(stages)} cannot be split"
             )
         whole = self.training_step()
@@ -200,7 +200,7 @@ class Model:
         whole = self.training_step()
         if self.batch_dim is None:
             raise UserError(
-                f"model {self.name!r}: its inputs have no first dimension in common to make microbatches of"
+                f"model {self.name!r}: its inputs have no first dimension in common for microbatches"
             )
         batch = self.batch_dim
         return self._added_up(lambda wanted: accumulate(whole.graph, batch, microbatches, wanted))
@@ -246,8 +246,8 @@ class Model:
         check_offload(options.offload, step.graph.variables)
         if options.schedule != GPIPE and not stages:
             raise UserError(
-                f"schedule {options.schedule}: the layout splits no layers into stages; split the dimension "
-                "of a loop over layers, as layers:pipe, or leave the schedule out"
+                f"schedule {options.schedule}: the layout splits no layers into stages; split the "
+                "dimension of a loop over layers, e.g. layers:pipe, or remove the schedule"
             )
         again = of_stages(options.recompute, stages, alternates(options.schedule))
         options = replace(options, recompute=options.recompute - again)

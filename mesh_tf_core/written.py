@@ -156,7 +156,7 @@ class _Reader:
         found = self.classes.get(name)
         if found is None:
             raise UserError(
-                f"the written program has {name!r}, which is not known here; "
+                f"the written program has {name!r}, which is unknown; "
                 f"{known_names(name, self.classes)}; import the module that defines it first"
             )
         if isinstance(content, list):

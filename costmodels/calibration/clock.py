@@ -76,9 +76,7 @@ class ClockNoise:
         state = "noisy" if self.noisy else "quiet"
         text = f"{state} machine: others used {self.foreign:.0%} of the cores, "
         text += f"repeats differ by {self.spread:.1%}"
-        return text + (
-            "; close other programs and measure again for numbers to rely on" if self.noisy else ""
-        )
+        return text + ("; close other programs and measure again for reliable numbers" if self.noisy else "")
 
 
 def sample(run: Callable[[], object], steps: int = 1) -> TimingSample:

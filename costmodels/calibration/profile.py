@@ -149,15 +149,15 @@ def _memory(chip: dict[str, Any], team: Team, source: str, date: str) -> None:
     """A device's memory, and the cores that devices share."""
     if team.accelerated:
         chip.pop("host_cores", None)
-        taken = f"what JAX takes of a {team.kind.upper()}'s memory"
+        taken = f"the part that JAX takes of a {team.kind.upper()}'s memory"
         chip["memory"] = _number(accelerator_memory_bytes(), "B", taken, date)
-        chip["memory_reserve"] = _number(0.0, "B", "what JAX does not take is left out already", date)
+        chip["memory_reserve"] = _number(0.0, "B", "memory that JAX does not take is excluded already", date)
         return
     chip["host_cores"] = _number(team.machine["cores"], "count", source, date)
     total = team.machine["memory_bytes"] / team.mesh.devices
     chip["memory"] = _number(total, "B", "physical memory of this machine, shared by the devices", date)
     chip["memory_reserve"] = _number(
-        0.1 * total, "B", "assumption: a tenth is for the system and the runtime", date
+        0.1 * total, "B", "assumption: a tenth is reserved for the system and the runtime", date
     )
 
 

@@ -125,7 +125,7 @@ class Partial:
             key, done = dict(content["key"]), {m["name"]: m for m in content["measurements"]}
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             raise UserError(
-                f"partial results {str(path)!r} cannot be read; delete the file to start anew"
+                f"partial results {str(path)!r} cannot be read; delete the file to start again"
             ) from None
         if key != self.key:
             raise UserError(

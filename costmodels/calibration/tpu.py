@@ -75,8 +75,8 @@ def calibrate_tpu(
     missing = [p.name for p in probes if p.name not in compiled.cycles]
     if missing:
         raise UserError(
-            f"the shipped results for {target} lack {len(missing)} probes, as {missing[0]!r}; "
-            "compile them anew with --refresh"
+            f"the shipped results for {target} lack {len(missing)} probes, e.g. {missing[0]!r}; "
+            "compile them again with --refresh"
         )
     hardware = load_hardware(target)
     samples = tpu_samples(hardware, probes, compiled)
@@ -157,8 +157,8 @@ def _profile(
     }
     content["notes"] = [
         *content["notes"],
-        "Estimates of the compiler, not measurements of a chip: they serve its scheduling, and may be far "
-        "from what a chip reaches, above all where work is element-wise.",
+        "Estimates of the compiler, not measurements of a chip: they serve its scheduling and may be far "
+        "from a chip's speed, most of all for element-wise work.",
         "The probes' activations are bfloat16; programs with float32 ones are predicted too slow.",
         f"Held-out error of probes that the fit did not see: {held_out:.1%}.",
     ]

@@ -246,8 +246,8 @@ class Hardware:
         if self.is_host:
             return 0.0
         raise UserError(
-            f"hardware {self.name}: no bandwidth of its host link is known, so nothing can lie on its hosts; "
-            "leave --offload out, or say it with --set-hardware host_link=15GB/s"
+            f"hardware {self.name}: the bandwidth of its host link is unknown, so nothing can be "
+            "offloaded; remove --offload, or set it with --set-hardware host_link=15GB/s"
         )
 
     @cached_property

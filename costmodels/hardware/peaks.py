@@ -68,7 +68,7 @@ def note_of(dtype: str, peaks: Mapping[str, float], name: str) -> str | None:
     own = computed_in(dtype, peaks)
     if own == dtype or dtype not in ("float64", "bfloat16", "float16"):
         return None
-    said = f"{name} has no rate of its own for {dtype}: its products are priced at that of {own}"
+    said = f"{name} has no separate rate for {dtype}: its products are predicted at that of {own}"
     if dtype == "float64":
         return f"{said}, so they take longer than predicted"
     faster = [other for other in ("bfloat16", "float16") if peaks.get(other, 0.0) > peaks[own]]

@@ -29,7 +29,7 @@ def made_profiles_directory() -> Path:
     """The same, made if it is missing; UserError where it cannot be."""
     place = profiles_directory()
     if place is None:
-        raise UserError("there is no home directory to keep the profile in; name a file with --out")
+        raise UserError("there is no home directory for the profile; name a file with --out")
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -86,7 +86,7 @@ class _EfficiencyFile(_File):
         if fault := curve_fault(self.points):
             raise ValueError(fault)
         if self.points[-1][1] > 1 or self.points[0][1] <= 0:
-            raise ValueError("a fraction of the peak lies above 0 and is at most 1")
+            raise ValueError("a fraction of the peak must be above 0 and at most 1")
         for (x0, y0), (x1, y1) in pairwise(self.points):
             if x1 / y1 < x0 / y0:
                 raise ValueError(f"a product of {x1:g} FLOPs would take less time than one of {x0:g}")
@@ -198,7 +198,7 @@ class _CollectiveCurveFile(_CurveFile):
     @model_validator(mode="after")
     def _spread(self) -> _CollectiveCurveFile:
         if self.processes > self.group_size:
-            raise ValueError(f"{self.group_size} devices cannot lie in {self.processes} processes")
+            raise ValueError(f"{self.group_size} devices cannot be divided over {self.processes} processes")
         return self
 
 
@@ -241,7 +241,7 @@ class _HardwareFile(_Form):
     @model_validator(mode="after")
     def _honest(self) -> _HardwareFile:
         if self.calibrated and self.calibration is None:
-            raise ValueError("'calibrated' is true but there is no 'calibration' that says how")
+            raise ValueError("'calibrated' is true but 'calibration' is missing")
         return self
 
 

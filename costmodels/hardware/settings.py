@@ -50,7 +50,7 @@ def changed(content: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
         found = _VALUE.fullmatch(value)
         if not key or found is None:
             raise HardwareError(
-                f"hardware setting {setting!r} is not NAME=NUMBER with a unit, as node_egress=100GB/s"
+                f"hardware setting {setting!r} is not NAME=NUMBER with a unit, e.g. node_egress=100GB/s"
             )
         for place in _places(content, key, setting):
             _set(content, place, float(found[1]), found[2])

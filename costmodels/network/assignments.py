@@ -72,7 +72,7 @@ def contiguous_assignment(axes: AxisSizes, node_size: int) -> tuple[AxisAssignme
         out.append((name, tuple((level, n) for level, n in factors if n > 1)))
     used = math.prod(dict(factors).get("node", 1) for _, factors in out)
     spread = any("network" in dict(factors) for _, factors in out)
-    note = f"nodes hold {used} of their {node_size} devices, so that no group is cut unevenly"
+    note = f"nodes use {used} of their {node_size} devices, so that groups are equal"
     return tuple(reversed(out)), (note,) if spread and used < node_size else ()
 
 

@@ -54,9 +54,9 @@ def check_prices(kinds: Iterable[str]) -> None:
     for kind in kinds:
         if kind not in (*ROUNDS, *OWN):
             raise TypeError(
-                f"collective {kind!r} has no price: write its closed forms in "
-                "costmodels/network/collectives.py and name it in OWN there; or, if it takes as long as "
-                "gathers do, say how many in ROUNDS"
+                f"collective {kind!r} has no predicted time: write its closed forms in "
+                "costmodels/network/collectives.py and add it to OWN there; or, if it takes as long as "
+                "gathers, add their number to ROUNDS"
             )
 
 

@@ -170,7 +170,7 @@ def _checked(mesh: Mesh, assignment: Mapping[str, Mapping[str, int]], levels: Le
     missing = [n for n, s in mesh.axes if s > 1 and n not in assignment]
     if missing:
         raise UserError(
-            f"placement of mesh {mesh}: axis {missing[0]!r} has no place; give every axis its levels"
+            f"placement of mesh {mesh}: axis {missing[0]!r} has no levels; give every axis its levels"
         )
     for level, capacity in levels:
         used = math.prod(factors.get(level, 1) for factors in assignment.values())

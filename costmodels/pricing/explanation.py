@@ -30,14 +30,14 @@ def formula(prices: Pricer, line: Line, under: Under | None = None) -> str:
         return _sent(prices, item) + _hides(line, under)
     if isinstance(item, Transferred):
         return _transferred(prices, item) + _hides(line, under)
-    return "measured: what a step takes under every layout"
+    return "measured time that a step has under every layout"
 
 
 def _called(item: Called) -> str:
     found = array_functions(item)
     counts = Counter(c.op_class for c in found)
     listed = " + ".join(f"{n} x {name}" if n > 1 else name for name, n in counts.items())
-    kept = ", and memory for a result that stays" if item.stays else ""
+    kept = ", and memory for a result that is kept" if item.stays else ""
     return f"measured array functions: {listed or 'none'}; {sum(c.bytes for c in found):.4g} bytes{kept}"
 
 
@@ -68,5 +68,5 @@ def _sent(prices: Pricer, item: Sent) -> str:
 def _transferred(prices: Pricer, item: Transferred) -> str:
     link = prices.hardware.host_link
     if link is None:
-        return "device and host have one memory: nothing moves"
+        return "device and host share one memory: nothing is copied"
     return f"{item.sent:.4g} bytes / {link:.4g} B/s of the host link"

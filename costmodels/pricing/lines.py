@@ -100,7 +100,7 @@ class Cost:
         """Notes on work that was priced otherwise than this hardware runs it."""
         lacking = (x.item.lacks for x in self.lines if isinstance(x.item, Computed) and x.item.lacks)
         return tuple(
-            f"{lacks}: priced by its FLOPs and bytes, not by measured array functions"
+            f"{lacks}: predicted from its FLOPs and bytes, not from measured array functions"
             for lacks in dict.fromkeys(lacking)
         )
 

@@ -90,7 +90,7 @@ class Certificate:
         """The difference between this space and the space of the plan's search; '' if none is known."""
         if not self.complete or self.considered in (None, self.layouts):
             return ""
-        return f"the plan's search had {self.considered:,} layouts, what it says of them has {self.layouts:,}"
+        return f"the plan's search had {self.considered:,} layouts, the check counts {self.layouts:,}"
 
     @property
     def faster(self) -> Ruled | None:
@@ -110,14 +110,14 @@ class Certificate:
             return f"wrong: {layout} on {self.faster.mesh} is faster and fits"
         count = len(self.problems)
         if not count:
-            return "no problem was checked: there was no time"
+            return "no problem was checked within the time limit"
         space = f"{count} problem{'s' if count > 1 else ''} with {self.layouts:,} layouts"
         if self.other:
             return f"of another space: {self.other}"
         said = f"{space}, ruled out without a solver: {', '.join(parts)}"
         if counts[Source.NOTHING]:
             said += f"; {counts[Source.NOTHING]} not checked: too many layouts to list"
-        return said if self.complete else f"{said}; time ran out before the others were checked"
+        return said if self.complete else f"{said}; the time limit ended before the others were checked"
 
 
 def certify(

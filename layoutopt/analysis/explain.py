@@ -94,13 +94,13 @@ def disagreements(plan: Plan, evaluation: Evaluation) -> list[str]:
             else [(old.get(a, 0), new.get(a, 0)) for a in {**old, **new}]
         )
         if any(abs(a - b) > AGREE * max(abs(a), abs(b)) for a, b in pairs):
-            wrong.append(f"{name} is {new}, the plan says {old}")
+            wrong.append(f"{name} is {new}, the plan has {old}")
     claim, least = plan.solver, (found["step_seconds"], found["peak_memory_bytes"])
     objective, bound = claim.objective or 0.0, claim.bound or 0.0
     if all(abs(objective - value) > AGREE * value for value in least):
-        wrong.append(f"the objective is neither its seconds nor its bytes: the plan says {claim.objective}")
+        wrong.append(f"the objective is neither its seconds nor its bytes: the plan has {claim.objective}")
     if claim.status == ProofStatus.OPTIMAL and abs(objective - bound) > TOLERANCE * abs(objective):
-        wrong.append(f"the bound of a proven plan is its objective, the plan says {claim.bound}")
+        wrong.append(f"the bound of a proven plan is its objective, the plan has {claim.bound}")
     return wrong
 
 

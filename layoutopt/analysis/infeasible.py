@@ -107,8 +107,12 @@ class Diagnosis:
         """The conflict in words; '' where it is the memory alone."""
         if len(self.conflict) < 2:
             return ""
-        fewer = "" if self.minimal else " (there was no time to see whether some of them can)"
-        return f"these cannot hold together: {', '.join(self.conflict)}{fewer}"
+        fewer = (
+            ""
+            if self.minimal
+            else " (some of them may be compatible: the time limit ended before this was checked)"
+        )
+        return f"these conflict: {', '.join(self.conflict)}{fewer}"
 
     def __str__(self) -> str:
         helps = "what would help: " + "; ".join(map(str, self.repairs)) if self.repairs else ""

@@ -61,7 +61,7 @@ def _changes(asked: Recomputed, graph: Graph) -> Iterator[tuple[str, Recomputed 
     def kept(policy: Recomputed) -> tuple[frozenset[int], ...]:
         return tuple(map(rematerialization(graph, frozenset({policy})).kept, blocks))
 
-    yield "nothing runs again", None
+    yield "nothing is recomputed", None
     seen = {kept(asked)}
     words = dict.fromkeys(word for block in blocks for word in words_of(block, graph))
     changes = [(f"without {_said(word)}", set(asked.keep) - {word}) for word in asked.keep]

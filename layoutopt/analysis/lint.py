@@ -166,8 +166,8 @@ class _Lint:
                 if self.mesh.size(axis) == 1:
                     yield LikelyMistake(
                         "axis of one",
-                        f"{name!r} is split over {axis!r}, which has one device: this splits nothing",
-                        f"leave {axis!r} out, or give it more devices",
+                        f"{name!r} is split over {axis!r}, which has one device, so nothing is split",
+                        f"remove {axis!r}, or give it more devices",
                     )
 
     def _memory(self) -> Iterator[LikelyMistake]:
@@ -184,7 +184,7 @@ class _Lint:
         yield LikelyMistake(
             "repeated memory",
             f"of {size_text(held)} of variables and optimizer state on a device, "
-            f"{size_text(repeated)} lie on others too",
+            f"{size_text(repeated)} are on other devices too",
             self._stored_split(peak),
         )
 

@@ -220,7 +220,7 @@ class Explained(Shown):
             for a in self.splits
             if a.seconds
         ]
-        memory = "the memory limit binds" if self.binds else "the memory limit does not bind"
+        memory = "the memory limit binds" if self.binds else "the memory does not limit the step"
         return f"Explained({'; '.join([*said, memory])})"
 
 
@@ -260,7 +260,7 @@ def explain(
       >>> explained = layoutopt.explain(plan, check=True)
     """
     if not isinstance(plan, Plan):
-        raise UserError(f"explain {plan!r}: give what layoutopt.search gave, or load_plan(path).of(model)")
+        raise UserError(f"explain {plan!r}: give a result of layoutopt.search, or load_plan(path).of(model)")
     model, machine = model_of(plan), machine_of(hardware or plan.data.hardware)
     asked, rules, memory = plan.question, plan.allowed, float(plan.limit(machine))
     features = forbidden(plan, rules, without)
@@ -288,7 +288,7 @@ def explain(
     # What is asked for shares the time.
     proof = None
     if check:
-        on_progress(next(done), total, "ruling out what was searched")
+        on_progress(next(done), total, "ruling out the searched layouts")
         proof = _checked(plan, machine, memory, found, wrong, clock.part(1 / (2 + sensitivity)))
     find = finder(model, plan, machine, rules, "memory" if least else "time")
     answers: dict[str, list[WhatIfAnswer]] = {"limit": [], "splits": [], "pins": [], "decisions": []}
@@ -357,7 +357,7 @@ def _checked(
     """
     asked = plan.question
     if plan.data.details.search is None:
-        raise UserError("--check: the plan does not say what was asked; make it again with search --out")
+        raise UserError("--check: the plan does not record its search; write it again with search --out")
     refuse({CHECK: "--check", MEMORY: memory_words(asked.objective)})
     if plan.solver.status != ProofStatus.OPTIMAL:
         raise UserError(f"--check: the plan claims no proof, its status is {plan.solver.status}")

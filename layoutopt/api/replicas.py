@@ -73,7 +73,7 @@ def choose_replicas(
     mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
     machine = machine_of(hardware)
     if accept_loss is not None and not accept_loss >= 0:
-        raise UserError(f"--accept-loss {accept_loss!r}: needs a share of at least 0, as 0.02")
+        raise UserError(f"--accept-loss {accept_loss!r}: needs a fraction of at least 0, e.g. 0.02")
     clock = time_limit if isinstance(time_limit, Clock) else Clock(time_limit)
     whole = build(1)
     found: list[_WayResult] = []
@@ -221,7 +221,8 @@ def shared(build: BuildReplica, whole: Model, count: int) -> Model:
     if model.examples * count != whole.examples or model.parameters != whole.parameters:
         raise UserError(
             f"the model of one of {count} replicas has {model.examples} examples and {model.parameters:,} "
-            f"parameters, the whole {whole.examples} and {whole.parameters:,}; build it with its share"
+            f"parameters, the whole {whole.examples} and {whole.parameters:,}; build it with its share of "
+            "the batch"
         )
     return model
 
@@ -254,4 +255,4 @@ def _proven(best: Plan, found: Sequence[_WayResult]) -> Plan:
 
 def _refused(found: Sequence[_WayResult], accept: float | None) -> str:
     said = "; ".join(f"{f.way.name}: {f.way.reason}" for f in found)
-    return f"--accept-loss {accept:g}: no way is left ({said})" if accept is not None else said
+    return f"--accept-loss {accept:g}: no setting remains ({said})" if accept is not None else said

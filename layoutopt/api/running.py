@@ -72,7 +72,7 @@ def validate(
       UserError: fewer than two layouts, or an illegal one.
     """
     if isinstance(layouts, str):
-        raise UserError(f"layouts {layouts!r}: give a list of them, two at least")
+        raise UserError(f"layouts {layouts!r}: give a list of at least two")
     (how,) = gathered("validate", more, (ValidationRuns, runs))
     found = validation.validate(model, mesh, machine_of(hardware), layouts, how, on_progress)
     return Validated(ValidateResult.model_validate(found))
@@ -91,8 +91,8 @@ def verify(priced: Plan | PricedLayout, topology: str) -> Verified:
     """
     if not isinstance(priced, Plan | PricedLayout):
         raise UserError(
-            f"verify {priced!r}: give what layoutopt.search or layoutopt.cost gave, "
-            "or load_plan(path).of(model)"
+            f"verify {priced!r}: give a result of layoutopt.search or layoutopt.cost, or "
+            "load_plan(path).of(model)"
         )
     machine = load_hardware(generation(topology).hardware)
     if isinstance(priced, PricedLayout):
@@ -109,5 +109,5 @@ def verify(priced: Plan | PricedLayout, topology: str) -> Verified:
 def model_of(plan: Plan) -> Model:
     """The model of a plan; it must be loaded."""
     if plan.model is None:
-        raise UserError("a plan file holds no model; write load_plan(path).of(model)")
+        raise UserError("a plan file has no model; write load_plan(path).of(model)")
     return plan.model

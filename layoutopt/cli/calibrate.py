@@ -77,7 +77,7 @@ def calibrate(
     job: Job = ALONE,
     output: Output = OUTPUT,
 ) -> None:
-    """Measure this machine or several processes, or compile for a TPU; fit the profile for predictions."""
+    """Fit a hardware profile to measurements of this machine, or to the TPU compiler's estimates."""
     from mesh_tf_core import UserError
     from mesh_tf_core.engines import chosen
 
@@ -85,16 +85,16 @@ def calibrate(
         if mesh is not None or thorough:
             raise UserError(
                 f"--mesh and --thorough measure this machine, --target {target} compiles for a TPU; "
-                "leave out one or the other"
+                "remove one of them"
             )
         if job.several:
             raise UserError(
-                f"--target {target} compiles for a TPU in one process; leave out --cluster (or launch -n)"
+                f"--target {target} compiles for a TPU in one process; remove --cluster (or launch -n)"
             )
         for_tpu(output.terminal, target, refresh, out)
         return
     if refresh:
-        raise UserError("--refresh compiles for a TPU anew; say which one, for example --target tpu-v5e")
+        raise UserError("--refresh compiles for a TPU again; name it, e.g. --target tpu-v5e")
     if not job.several and out is None and (kind := chosen(engine)) != "local":
         raise UserError(
             f"{THIS_MACHINE} stands for the engine local; name a file for what --engine {kind} takes with "
@@ -102,8 +102,8 @@ def calibrate(
         )
     if job.several and out is None:
         raise UserError(
-            f"--cluster measures several processes, and {THIS_MACHINE} stands for one; name a file of their "
-            "own with --out PROFILE.json"
+            f"--cluster measures several processes, and {THIS_MACHINE} describes one; name another file "
+            f"with --out PROFILE.json"
         )
     where = read_mesh(DEFAULT_MESH if mesh is None else mesh)
     with job.open(engine, output) as session:
@@ -128,7 +128,7 @@ def _this_machine(session: Session, mesh: Mesh, thorough: bool, out: Path | None
     is_file = target.is_file() or not target.exists()
     partial = target.with_name(f"{target.stem}.partial.json") if is_file else None
     if partial is not None and partial.is_file():
-        terminal.say(f"going on from the measurements in {partial}")
+        terminal.say(f"continuing from the measurements in {partial}")
     with kept(terminal, partial):
         content = _measured(session, mesh, thorough, partial)
     with terminal.saved(target, lambda path: write_profile(content, path), "the profile"):

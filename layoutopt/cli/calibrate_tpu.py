@@ -29,10 +29,10 @@ def for_tpu(terminal: Terminal, target: str, refresh: bool, out: Path | None) ->
     check_out(out)
     partial = None
     if refresh or shipped_probes(target) is None:
-        terminal.say(f"compiling little programs for {target}; some minutes")
+        terminal.say(f"compiling small programs for {target}, which takes some minutes")
         partial = made_profiles_directory() / f"{target}.partial.json"
         if partial.is_file():
-            terminal.say(f"going on from the estimates in {partial}")
+            terminal.say(f"continuing from the estimates in {partial}")
     with kept(terminal, partial), StepProgress(terminal, f"compiling for {target}", 1, left=True) as bar:
         made = calibrate_tpu(
             target, refresh, lambda what, done, total: bar.update(done, what, total), hushed, partial

@@ -42,7 +42,7 @@ def _row(plan: Plan, curve: SensitivityCurve, t: SensitivityTrial) -> ViewRow:
         least = seconds_text(t.bound) if t.bound else "unknown"
         most = None if t.step_seconds is None else seconds_text(t.step_seconds)
         known = least if most is None else f"{least} to {most}" if t.bound else f"at most {most}"
-        return *about, Cell(known), None, "not settled: it needs more time", False
+        return *about, Cell(known), None, "not settled within the time limit", False
     if t.step_seconds is None:
         return *about, Cell("nothing fits"), None, None, True
     best = "; ".join(filter(None, (t.mesh, t.layout or "nothing is split", t.options)))

@@ -176,10 +176,10 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(
             f"--target: there is no {FILE} beside the model or in the current folder; write one with a table "
-            f"[{TARGETS}.NAME] of options, as devices = 64"
+            f"[{TARGETS}.NAME] of options, e.g. devices = 64"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: this is not TOML: {error}") from None
+        raise UserError(f"{path}: this file is not TOML: {error}") from None
     targets = content.get(TARGETS)
     if content.keys() != {TARGETS} or not isinstance(targets, dict):
         raise UserError(f"{path}: needs tables [{TARGETS}.NAME] and nothing else, found {[*content]}")
@@ -210,7 +210,7 @@ def _value(param: Any, value: Any, where: str) -> Any:
     words = [f"{k}{between}{v}" for k, v in value.items()] if table else value
     words = words if isinstance(words, list) else [words]
     if not all(isinstance(each, str | int | float) and not isinstance(each, bool) for each in words):
-        raise UserError(f"{where} = {value!r}: needs a text, a number, a list or a table of these")
+        raise UserError(f"{where} = {value!r}: needs a string, a number, a list or a table of these")
     if param.multiple:
         return [*map(str, words)]
     return (";" if table else ",").join(map(str, words))

@@ -77,7 +77,7 @@ def explain(
     time_limit: TimeLimitOption = None,
     output: Output = OUTPUT,
 ) -> None:
-    """Say why a plan's layout and not another: what each split is worth, what binds, what a pin costs."""
+    """Explain a plan: the worth of each split, the limit that binds, the cost of a pin."""
     from layoutopt.api.explaining import explain as explained
     from layoutopt.api.explaining import with_found
     from mesh_tf_core.errors import UserError

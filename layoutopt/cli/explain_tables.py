@@ -146,7 +146,7 @@ def show_explained(terminal: Terminal, planned: Planned, found: Explained) -> No
 
     evaluation, own, limit = found.evaluation, found.plan.data, planned.limit
     said = "; ".join(found.disagreements)
-    checks = [("checked", said or "lowered and priced again: the same")]
+    checks = [("checked", said or "lowered and predicted again: the same")]
     if (proof := found.proof) is not None:
         checks += [("recheck", str(proof)), ("allowed", allowed_text(proof.allowed) or "what is usual")]
     held = [("idle", words) for words in evaluation.waits]

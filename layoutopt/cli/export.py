@@ -43,7 +43,7 @@ def export(
     to: Annotated[
         Library,
         typer.Option(
-            help="Form to write: a library's, or perfetto, the predicted step as a trace for trace viewers.",
+            help="Form to write: that of a library, or perfetto (the predicted step as a trace).",
             show_default=False,
         ),
     ],
@@ -54,7 +54,7 @@ def export(
     ] = None,
     output: Output = OUTPUT,
 ) -> None:
-    """Write a plan's layout in the form that another library takes, and say what it lacks; or its step."""
+    """Write a plan's layout for another library, or its predicted step as a trace."""
     from layoutopt.plan.build import AppliesPlans, decided, load_plan
     from layoutopt.plan.decided import Decided
     from layoutopt.plan.export import export as written

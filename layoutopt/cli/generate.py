@@ -50,7 +50,7 @@ ONE_DEVICE = "device:1"
 @grouped
 def generate(
     model: ModelArgument,
-    checkpoint: Annotated[Path, checkpoint_option("What `train --checkpoint` wrote.")],
+    checkpoint: Annotated[Path, checkpoint_option("Folder that `train --checkpoint` wrote.")],
     prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="Text to continue (repeatable).")],
     mesh: MeshOption = None,
     layout: LayoutOption = None,

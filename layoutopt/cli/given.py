@@ -45,7 +45,7 @@ class ByHand:
             raise UserError(f"{layout} sets every decision itself; remove {', '.join(sorted(self.texts))}")
         if mesh is not None and read_mesh(mesh) != plan.mesh:
             raise UserError(
-                f"--mesh {mesh!r} is not the mesh of {layout}, which is {plan.mesh}; leave --mesh out"
+                f"--mesh {mesh!r} is not the mesh of {layout}, which is {plan.mesh}; remove --mesh"
             )
         return GivenOptions(plan.mesh, plan.layout, plan.options, plan)
 

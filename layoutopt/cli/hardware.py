@@ -31,7 +31,7 @@ def hardware(
     set_hardware: SetHardwareOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the machines to price for, or show one with the source of each number."""
+    """List the hardware presets, or show one with the source of each number."""
     terminal = Terminal(as_json)
     if name is None:
         _list(terminal)
@@ -97,7 +97,7 @@ def _one(terminal: Terminal, machine: Hardware) -> None:
     )
     numbers = [(path, n.given, n.uncertainty, n.date, n.source) for path, n in machine.numbers()]
     curves = [(path, "curve", c.uncertainty, c.date, c.source) for path, c in machine.curves()]
-    title = "Numbers, as their sources print them (per chip)"
+    title = "Numbers in the units of their sources (per chip)"
     terminal.show(View(title, columns, [*numbers, *curves]))
 
 

@@ -31,7 +31,7 @@ def complete_example(incomplete: str) -> list[str]:
 @grouped
 def init(
     path: Annotated[Path, path_argument("[FILE]", "The file to write.")] = USUAL,
-    jax: Annotated[bool, typer.Option("--jax", help="A model of a JAX loss.")] = False,
+    jax: Annotated[bool, typer.Option("--jax", help="Write a model of a JAX loss.")] = False,
     example: Annotated[
         str | None,
         typer.Option(
@@ -59,7 +59,7 @@ def init(
     else:
         if jax or path != USUAL:
             raise UserError(
-                f"--example {example} writes its own file; leave {'--jax' if jax else repr(str(path))} out"
+                f"--example {example} writes its own file; remove {'--jax' if jax else repr(str(path))}"
             )
         texts = _of_example(example)
     first = next(iter(texts))
@@ -68,7 +68,7 @@ def init(
     taken = None if force else next((file for file in new if os.path.lexists(file)), None)
     if taken is not None:
         other = "" if example else "choose another name, or "
-        raise UserError(f"{str(taken)!r} is there already; {other}--force to replace it")
+        raise UserError(f"{str(taken)!r} already exists; {other}--force to replace it")
     for file, text in new.items():
         write_file(file, text, "the model file")
     terminal.result(InitResult(path=str(first)))

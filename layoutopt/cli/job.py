@@ -101,11 +101,11 @@ class Job:
         from mesh_tf_core.errors import UserError
 
         if self.processes is not None or self.process is not None:
-            raise UserError("--processes and --process go with --coordinator HOST:PORT; add it")
+            raise UserError("--processes and --process need --coordinator HOST:PORT; add it")
         if self.timeout is not None or self.start_timeout is not None:
             raise UserError(
-                "--timeout and --start-timeout say how long processes wait for each other; add --cluster (or "
-                "--coordinator HOST:PORT), or leave them out"
+                "--timeout and --start-timeout limit how long processes wait for each other; add "
+                "--cluster (or --coordinator HOST:PORT), or remove them"
             )
 
 

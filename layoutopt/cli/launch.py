@@ -19,8 +19,8 @@ EXAMPLES = examples(
 
 AGAIN = "the same command may be run again"
 AFTER_FAILURE = {
-    "train": "add --checkpoint DIR to go on after a failure",
-    "calibrate": "the same command goes on from what was measured",
+    "train": "add --checkpoint DIR to resume after a failure",
+    "calibrate": "the same command continues from the measurements",
     "measure": AGAIN,
     "validate": AGAIN,
     "generate": AGAIN,
@@ -41,7 +41,7 @@ def launch(
         list[str],
         typer.Argument(
             metavar="-- train MODEL …",
-            help=f"What every worker runs: {TOGETHER}.",
+            help=f"Command of every worker: {TOGETHER}.",
             show_default=False,
         ),
     ],
@@ -53,9 +53,9 @@ def launch(
         typer.Option(min=0, help="Restarts in a row after failures, if no checkpoint is made between them."),
     ] = 3,
 ) -> None:
-    """Start local workers that run one command together; training starts again if one fails.
+    """Start local workers that run one command together, and restart training if one fails.
 
-    Shows what the first worker shows. Training needs --checkpoint in the command to go on after a failure.
+    Prints the output of the first worker. To resume after a failure, training needs --checkpoint.
     """
     from layoutopt.runtime.launching import launch as run
     from mesh_tf_core.errors import UserError
@@ -68,7 +68,7 @@ def launch(
     given = {word.partition("=")[0] for word in command}
     if own := [name for name in OWN if name in given]:
         raise UserError(
-            f"launch says itself which processes there are and where they meet; leave out {', '.join(own)}, "
+            f"launch sets the processes and their coordinator itself; remove {', '.join(own)}, "
             "or start every process without launch"
         )
     whole = [command[0], "--cluster", "--start-timeout", str(START), *command[1:]]

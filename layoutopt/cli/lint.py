@@ -52,7 +52,7 @@ def lint(
     ] = 60.0,
     output: Output = OUTPUT,
 ) -> None:
-    """Find likely mistakes of a layout, or of your own shardings, and what they cost."""
+    """Find likely mistakes of a layout, or of your own shardings, and their cost."""
     from layoutopt.api.pricing import lint as linted
     from layoutopt.models.loading import load_model
 

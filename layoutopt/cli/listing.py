@@ -14,35 +14,31 @@ from io import StringIO
 COMMANDS: Mapping[str, Mapping[str, str]] = {
     "Find a layout": {
         "search": "Find the best layout of a model, prove it, and show it with its alternatives.",
-        "explain": "Say why a plan's layout and not another: what each split is worth, what binds, what a "
-        "pin costs.",
-        "cost": "Price a layout: per operation, per axis, per phase, and its peak memory.",
-        "lint": "Find likely mistakes of a layout, or of your own shardings, and what they cost.",
-        "size": "Which size to train, on which chips, on how many, for how long: scaling laws over proven "
-        "layouts.",
+        "explain": "Explain a plan: the worth of each split, the limit that binds, the cost of a pin.",
+        "cost": "Predict a layout's time by operation, axis and phase, and its peak memory.",
+        "lint": "Find likely mistakes of a layout, or of your own shardings, and their cost.",
+        "size": "Choose a model size, chips and training time by scaling laws and searched layouts.",
     },
     "Run it": {
-        "train": "Train a model on this machine's mesh, under the best layout or one of yours.",
-        "launch": "Start local workers that run one command together; training starts again if one fails.",
+        "train": "Train a model on this machine, under the best layout or your own.",
+        "launch": "Start local workers that run one command together, and restart training if one fails.",
         "generate": "Continue texts with a trained model, under any layout.",
-        "calibrate": "Measure this machine or several processes, or compile for a TPU; fit the profile for "
-        "predictions.",
-        "validate": "Run many layouts on this machine and hold the predicted times against the measured "
-        "ones.",
-        "measure": "Run a layout's step on this machine and time it; count what the devices send.",
-        "verify": "Compile with the real TPU compiler: collectives, peak memory and compute time against "
-        "ours.",
+        "calibrate": "Fit a hardware profile to measurements of this machine, or to the TPU compiler's "
+        "estimates.",
+        "validate": "Measure several layouts on this machine and compare them with their predictions.",
+        "measure": "Time a layout's step on this machine and count the bytes that devices send.",
+        "verify": "Compile with the TPU compiler and compare collectives, memory and compute time with "
+        "the prediction.",
     },
     "Show it": {
-        "lower": "Print the SPMD program: what each device computes, sends and keeps.",
-        "report": "Write a report that opens in any browser: which layout, how fast, does it fit, how sure.",
-        "export": "Write a plan's layout in the form that another library takes, and say what it lacks; or "
-        "its step.",
+        "lower": "Print the SPMD program that each device runs.",
+        "report": "Write a report for any browser: the layout, its time and memory, and the evidence.",
+        "export": "Write a plan's layout for another library, or its predicted step as a trace.",
     },
     "More": {
         "init": "Write a commented model.py to start from, or an example.",
-        "hardware": "List the machines to price for, or show one with the source of each number.",
-        "solve-problem": "Solve a problem in the general form, or in the contest's.",
+        "hardware": "List the hardware presets, or show one with the source of each number.",
+        "solve-problem": "Solve a problem in layoutopt's format, or in that of the ASPLOS 2025 contest.",
     },
 }
 """Purpose -> command's name -> its one-line description."""

@@ -49,12 +49,13 @@ def lower(
     emit: Annotated[
         LowerOutput,
         typer.Option(
-            help="Our own text, StableHLO for the TPU compiler, or JSON that can be read, priced and run."
+            help="Form to print: layoutopt's text, StableHLO for the TPU compiler, or JSON that layoutopt "
+            "can read and run."
         ),
     ] = LowerOutput.PROGRAM,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the SPMD program: what each device computes, sends and keeps."""
+    """Print the SPMD program that each device runs."""
     from layoutopt.models.loading import load_model
     from layoutopt.plan.build import axes_of, model_info, refined_of
     from layoutopt.plan.results import LowerResult

@@ -62,7 +62,7 @@ def measure(
     job: Job = ALONE,
     output: Output = OUTPUT,
 ) -> None:
-    """Run a layout's step on this machine and time it; count what the devices send."""
+    """Time a layout's step on this machine and count the bytes that devices send."""
     from layoutopt.plan.build import axes_of, refined_of
     from layoutopt.plan.results import MeasureResult
 

@@ -167,7 +167,7 @@ def in_time(clock: Clock, what: str, load: Callable[[], OptionInput]) -> OptionI
     found: list[OptionInput] = []
     if not clock.within(LOADED, lambda: found.append(load())):
         raise LimitError(
-            f"{what}: the time was over before it was loaded; give more than --time-limit {clock.limit:g}"
+            f"{what}: the time limit ended before it was loaded; give more than --time-limit {clock.limit:g}"
         )
     return found[0]
 
@@ -219,7 +219,7 @@ def checkpoint_option(help: str) -> Any:
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 LinesOption = Annotated[
     bool,
-    typer.Option("--lines", help="Add every priced instruction, with its formula and the numbers in it."),
+    typer.Option("--lines", help="Also list every instruction, with its formula and numbers."),
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no messages.")]
 

@@ -36,7 +36,11 @@ def report(
     out: Annotated[Path, path_option("FILE.html", "The page.", show_default=True)] = Path("report.html"),
     validation: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.json", help="What `validate --json` printed.", show_default=False),
+        typer.Option(
+            metavar="FILE.json",
+            help="JSON file that `validate` wrote, to compare with measured times.",
+            show_default=False,
+        ),
     ] = None,
     figures: Annotated[
         Path | None,
@@ -51,7 +55,7 @@ def report(
     model: ModelOption = None,
     output: Output = OUTPUT,
 ) -> None:
-    """Write a report that opens in any browser: which layout, how fast, does it fit, how sure."""
+    """Write a report for any browser: the layout, its time and memory, and the evidence."""
     from layoutopt.plan.results import ReportResult
 
     terminal = output.terminal

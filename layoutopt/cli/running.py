@@ -209,7 +209,9 @@ def kept(terminal: Terminal, partial: Path | None) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if partial is not None and partial.is_file():
-            terminal.say(f"stopped; what was measured is in {partial}, and the same command goes on from it")
+            terminal.say(
+                f"stopped; the measurements are in {partial}, and the same command continues from them"
+            )
         else:
             terminal.say("stopped before anything was measured")
         raise

@@ -251,7 +251,7 @@ def _detailed(
 
     try:
         if not clock.within(DETAILED, fill):
-            terminal.say("no time was left for the plan's details: reports of it show less")
+            terminal.say("the time limit ended before the plan's details were made: its reports show less")
     except KeyboardInterrupt:
         full.stopped = True
     return full
@@ -266,7 +266,7 @@ def _diagnosed(
     from layoutopt.optimize.entry import search as find
 
     found = [Diagnosis((), ())]
-    with terminal.waiting("nothing fits; looking for what would help"), suppress(KeyboardInterrupt):
+    with terminal.waiting("nothing fits; looking for changes that help"), suppress(KeyboardInterrupt):
         more: dict[str, Any] = {} if clock.left is None else {"seconds": clock.left}
         more |= {} if error.nearest is None else {"least": error.nearest.solver.bound}
         more |= {"smaller": smaller_batch(loaded)}
@@ -281,7 +281,7 @@ def _ways(said: Sequence[str], accept: float | None, where: dict[str, Any]) -> t
     ways = [way.strip() for way in said]
     if not is_choice(ways):
         if accept is not None:
-            raise UserError("--accept-loss chooses among ways: name several, as --diloco free")
+            raise UserError("--accept-loss chooses among several --diloco; name several, e.g. --diloco free")
         return [], ways[0] if ways else None
     if where["mesh"] is None:
         raise UserError("--diloco names a mesh axis: give the mesh with --mesh instead of --devices")

@@ -48,13 +48,14 @@ EXAMPLES = examples(
 def size(
     model: ModelArgument,
     budget: Annotated[
-        str | None, typer.Option(metavar="FLOP", help="Training work, as 1e22.", show_default=False)
+        str | None,
+        typer.Option(metavar="FLOP", help="Training compute in FLOP, e.g. 1e22.", show_default=False),
     ] = None,
     loss: Annotated[
         float | None, typer.Option(metavar="L", help="Loss to reach, in nats per token.", show_default=False)
     ] = None,
     money: Annotated[
-        str | None, typer.Option(metavar="M", help="To spend; needs --price.", show_default=False)
+        str | None, typer.Option(metavar="M", help="Money to spend (with --price).", show_default=False)
     ] = None,
     tokens: Annotated[
         str | None,
@@ -73,7 +74,9 @@ def size(
     ] = None,
     devices: Annotated[
         list[str] | None,
-        typer.Option(metavar="N", help="How many, as 64 or 16,64.", show_default="looked for"),
+        typer.Option(
+            metavar="N", help="Number of devices, e.g. 64; 16,64 compares both.", show_default="looked for"
+        ),
     ] = None,
     hardware: HardwaresOption = None,
     price: PriceOption = None,
@@ -81,7 +84,7 @@ def size(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="besiroglu, hoffmann, kaplan or muennighoff.",
+            help="Scaling law: besiroglu, hoffmann, kaplan or muennighoff.",
             show_default="besiroglu",
         ),
     ] = None,
@@ -105,7 +108,7 @@ def size(
             show_default="around the law's optimum",
         ),
     ] = None,
-    candidates: Annotated[int, typer.Option(metavar="K", help="How many sizes.")] = 9,
+    candidates: Annotated[int, typer.Option(metavar="K", help="Number of sizes to try.")] = 9,
     unique: Annotated[
         str | None,
         typer.Option(
@@ -128,9 +131,14 @@ def size(
             metavar="DATA", help="Data of an earlier pretraining: text or text+code.", show_default=False
         ),
     ] = None,
-    characters: Annotated[float, typer.Option(metavar="C", help="Of a token, for --pretrained.")] = 4.0,
+    characters: Annotated[
+        float, typer.Option(metavar="C", help="Characters per token (with --pretrained).")
+    ] = 4.0,
     replicas: Annotated[
-        int | None, typer.Option(metavar="M", help="Of DiLoCo, which costs loss.", show_default=False)
+        int | None,
+        typer.Option(
+            metavar="M", help="Number of DiLoCo replicas, which raise the loss.", show_default=False
+        ),
     ] = None,
     every: Annotated[
         bool, typer.Option("--every", help="Also search candidates that cannot be on the frontier.")
@@ -147,7 +155,7 @@ def size(
     report: Annotated[Path | None, path_option("FILE.html", "Write a report there.")] = None,
     output: Output = OUTPUT,
 ) -> None:
-    """Which size to train, on which chips, on how many, for how long: scaling laws over proven layouts."""
+    """Choose a model size, chips and training time by scaling laws and searched layouts."""
     clock = time_limited(time_limit)
     from layoutopt.models.loading import load_model
     from layoutopt.sizing.sizing import size as answer
@@ -248,7 +256,9 @@ def _devices(texts: Sequence[str]) -> tuple[int, ...]:
     found = []
     for part in ",".join(texts).split(",") if texts else ():
         if not (part.strip().isascii() and part.strip().isdigit()) or len(part.strip()) > 9:
-            raise UserError(f"--devices {part.strip()!r}: write numbers, as --devices 64 or --devices 16,64")
+            raise UserError(
+                f"--devices {part.strip()!r}: write numbers, e.g. --devices 64 or --devices 16,64"
+            )
         found.append(int(part))
     return tuple(found)
 

@@ -54,7 +54,7 @@ def solve_problem(
     time_limit: TimeLimitOption = None,
     output: Output = OUTPUT,
 ) -> None:
-    """Solve a problem in the general form, or in the contest's."""
+    """Solve a problem in layoutopt's format, or in that of the ASPLOS 2025 contest."""
     clock = time_limited(time_limit)  # of all that this command does
     from layoutopt.plan.results import ProblemSolver, SolveProblemResult
     from layoutopt.solver import Status, load, solve

@@ -113,7 +113,7 @@ def train(
     job: Job = ALONE,
     output: Output = OUTPUT,
 ) -> None:
-    """Train a model on this machine's mesh, under the best layout or one of yours."""
+    """Train a model on this machine, under the best layout or your own."""
     from mesh_tf_core.errors import UserError
     from mesh_tf_core.exclusions import MEETINGS, REPLICAS, refuse
     from mesh_tf_core.training.decoupled import Decoupled
@@ -124,12 +124,12 @@ def train(
     alone = "--diloco" if "--diloco" in decided.texts else ""
     refuse({MEETINGS: "" if meets is None else "--meet", REPLICAS: alone})
     if resume is not None and checkpoint is None:
-        raise UserError("--resume: say where the checkpoint is; add --checkpoint DIR")
+        raise UserError("--resume needs --checkpoint DIR")
     if layout == AUTO:
         _refuse_decided(decided)
     mode = None if checkpoint_mode is None else read_mode(checkpoint_mode)
     if mode is not None and checkpoint is None:
-        raise UserError("--checkpoint-mode goes with --checkpoint DIR; add it, or leave the mode out")
+        raise UserError("--checkpoint-mode needs --checkpoint DIR; add it, or remove the mode")
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(job.open(engine, output))
         terminal, traced = session.terminal, Trace(session, trace)
@@ -180,8 +180,8 @@ def _refuse_decided(decided: ByHand) -> None:
 
     if decided:
         raise UserError(
-            f"--layout auto searches with the defaults of `search`; leave "
-            f"{', '.join(decided.texts)} out, or train the plan of a search"
+            f"--layout auto searches with the defaults of `search`; remove {', '.join(decided.texts)}, or "
+            f"train the plan of a search"
         )
 
 

@@ -45,7 +45,9 @@ def read_prices(texts: Sequence[str], names: Sequence[str]) -> dict[str, float]:
     for text in texts:
         name, equals, number = text.rpartition("=")
         if equals and name not in names:
-            raise UserError(f"--price {text}: {name!r} is no --hardware here; {known_names(name, names)}")
+            raise UserError(
+                f"--price {text}: {name!r} is not a --hardware of this command; {known_names(name, names)}"
+            )
         value = parse_count(number, "--price", f"{name or names[0]}=4.2")
         found.update(dict.fromkeys([name] if equals else names, value))
     return found

@@ -127,7 +127,7 @@ class TrainingRun:
 
             def told_of(step: int, met: Met) -> None:
                 assert meet is not None
-                self.terminal.say(f"step {step}/{self.steps}: met as {met.words(meet.count)}")
+                self.terminal.say(f"step {step}/{self.steps}: synchronised as {met.words(meet.count)}")
 
             judging = judge if held_out and evaluate_every else None
             data = self.loaded.data(rows=trainer.rows)
@@ -178,7 +178,7 @@ class TrainingRun:
             return f"{text}; nothing is saved in {checkpoint} yet"
         if saved[0] != trainer.step_number:
             return f"{text}; the newest checkpoint in {checkpoint} is of step {saved[0]}"
-        return f"{text}, saved in {checkpoint}; the same command goes on from there"
+        return f"{text}, saved in {checkpoint}; the same command continues from there"
 
     def evaluate(self, count: int) -> None:
         """The loss on held-out data, beside the losses of simpler models."""
@@ -282,7 +282,7 @@ class TrainingRun:
                     f"{used_text(self.predicted.peak_memory_bytes, self.machine.usable_memory_bytes)} "
                     "per device predicted",
                 ),
-                ("input", f"waited for it {100 * self.waited:.1f}% of the time"),
+                ("input", f"devices waited for it {100 * self.waited:.1f}% of the time"),
                 ("loss", f"{self.losses[0]:.4f} at first, {self.losses[-1]:.4f} at the end"),
             ]
         else:
@@ -298,7 +298,7 @@ class TrainingRun:
         if rare is None or rare.met(step) == step:
             return []
         met = f"met after step {rare.met(step)} the last time" if rare.met(step) else "have not met yet"
-        return [("replicas", f"{met}; held-out data and saved weights are of what they had in common then")]
+        return [("replicas", f"{met}; held-out data and saved weights use the common state of that time")]
 
 
 def _saved_elsewhere(trainer: Trainer) -> str:

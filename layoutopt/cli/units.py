@@ -57,5 +57,5 @@ def parse_count(text: str, option: str, example: str) -> float:
         raise UserError(f"{option} {text!r} is not a number; write for example {option} {example}")
     found = float(match["number"]) * units[match["unit"].lower()]
     if not 0 < found < 1e40:
-        raise UserError(f"{option} {text!r}: needs a positive number, as {option} {example}")
+        raise UserError(f"{option} {text!r}: needs a positive number, e.g. {option} {example}")
     return found

@@ -52,8 +52,8 @@ def validate(
     layouts: Annotated[
         int, typer.Option(min=2, max=MOST, metavar="N", help="Number of layouts to run.")
     ] = 12,
-    steps: Annotated[int, typer.Option(min=1, help="Samples of each.")] = 7,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Which random layouts.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Number of samples of each layout.")] = 7,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the random layouts.")] = 0,
     settings: SetOption = None,
     hardware: HardwareOption = THIS_MACHINE,
     set_hardware: SetHardwareOption = None,
@@ -65,7 +65,7 @@ def validate(
     job: Job = ALONE,
     output: Output = OUTPUT,
 ) -> None:
-    """Run many layouts on this machine and hold the predicted times against the measured ones."""
+    """Measure several layouts on this machine and compare them with their predictions."""
     from layoutopt.api.running import validate as run
     from mesh_tf_core.files import write_file
 
@@ -107,7 +107,10 @@ def _show(terminal: Terminal, found: dict[str, Any], machine: Hardware) -> None:
                 ("MAPE", f"{100 * found['mape']:.1f}%: the mean error of a predicted time"),
                 ("Kendall tau", f"{_number(found['kendall_tau'])}: 1 is the measured order"),
                 ("Spearman", f"{_number(found['spearman'])}: rank correlation"),
-                ("regret", f"{100 * found['regret']:.1f}%: what the layout ranked first costs over the best"),
+                (
+                    "regret",
+                    f"{100 * found['regret']:.1f}%: the excess time of the layout ranked first over the best",
+                ),
             ]
         ),
     )

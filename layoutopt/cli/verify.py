@@ -67,7 +67,7 @@ def verify(
     ] = None,
     output: Output = OUTPUT,
 ) -> None:
-    """Compile with the real TPU compiler: collectives, peak memory and compute time against ours."""
+    """Compile with the TPU compiler and compare collectives, memory and compute time with the prediction."""
     from layoutopt.analysis.verify import generation
     from layoutopt.api.pricing import cost
     from layoutopt.api.running import verify as compiled
@@ -110,14 +110,14 @@ def _asked(
     if not source.endswith(".json") or is_configuration(source):
         if model is not None:
             raise UserError(
-                f"--model names the model of a plan, but {source!r} is not a PLAN.json; leave it out"
+                f"--model names the model of a plan, but {source!r} is not a PLAN.json; remove it"
             )
         loaded = load_model(source, settings or ())
         return loaded, decided.read(loaded, mesh, layout)
     if settings or mesh or layout or decided:
         raise UserError(
-            f"{source} says the hyperparameters, the mesh, the layout and how variables are stored; "
-            "leave these options out, or give the MODEL"
+            f"{source} records the hyperparameters, the mesh, the layout and the storage; remove these "
+            "options, or give the MODEL"
         )
     planned = open_plan(Path(source), model, on_damage=say_damage)
     plan = planned.plan
@@ -127,7 +127,7 @@ def _asked(
 def _verdict(found: Verified) -> str:
     assert found.refusal is not None
     what = "does not fit on a device" if found.refusal.out_of_memory else "was refused"
-    return f"the program {what}, says the compiler for {found.topology}: {found.refusal.reason}"
+    return f"the program {what}, according to the compiler for {found.topology}: {found.refusal.reason}"
 
 
 def _show(
@@ -162,7 +162,7 @@ def _show(
             f"{seconds_text(found.compute_seconds)} "
             f"({times_text(found.compute_seconds, made.compute_seconds)})",
         ),
-        ("collectives", "as the program says" if found.same_collectives else "not all as the program says"),
+        ("collectives", "as the program says" if found.same_collectives else "not all as in the program"),
     ]
     if made.host_bytes:
         moved = evaluation.program.transfer_bytes()
@@ -174,7 +174,9 @@ def _show(
         rows.append(("host", "; ".join((held, *words))))
     if made.libraries:
         attention = seconds_text(evaluation.cost.compute_seconds - found.compute_seconds)
-        rows.append(("note", f"kernels of attention ({attention} predicted) are a library's, not compared"))
+        rows.append(
+            ("note", f"kernels of attention ({attention} predicted) belong to a library and are not compared")
+        )
     if made.unknown_loops:
         rows.append(("note", f"{made.unknown_loops} loops of unknown length count once"))
     terminal.show(facts(rows))
@@ -200,4 +202,4 @@ def _moved_table(found: Verified) -> View:
         )
         for m in found.moved
     ]
-    return View("Collectives of a step: how many, and bytes that a device puts in", columns, rows)
+    return View("Collectives of a step: number, and bytes of a device's inputs", columns, rows)

@@ -25,8 +25,8 @@ AcceptLossOption = Annotated[
     typer.Option(
         "--accept-loss",
         metavar="SHARE",
-        help="Drop the ways that lose more than this share of the loss by the published law, e.g. 0.02 "
-        "(with several --diloco).",
+        help="Exclude settings that raise the loss by more than this fraction, by the published law, e.g. "
+        "0.02 (with several --diloco).",
         show_default=False,
     ),
 ]
@@ -52,7 +52,7 @@ class ReplicaModel:
                 said = f"its batch {batch} does not divide" if isinstance(batch, int) else "it has none"
                 raise UserError(
                     f"--diloco: {count} replicas share the hyperparameter 'batch' of {self.source}, and "
-                    f"{said}; set another one (--set batch=...), or name one way"
+                    f"{said}; set another one (--set batch=...), or give one --diloco"
                 )
             self.loaded[count] = load_model(self.source, [*self.settings, f"batch={batch // count}"])
         return self.loaded[count].model
@@ -94,8 +94,8 @@ def show_ways(terminal: Terminal, plan: Plan) -> None:
         )
         for way in found.compared
     ]
-    terminal.show("", View("Ways to synchronise, on the same examples", columns, rows, strong=0))
-    law = "Loss by the law of Charles et al. 2025 (2503.09799) at H = 30 and 20 tokens a parameter, not ours."
+    terminal.show("", View("Settings of synchronisation, on the same examples", columns, rows, strong=0))
+    law = "Loss by the law of Charles et al. 2025 (2503.09799), at H = 30 and 20 tokens per parameter."
     terminal.show(law)
 
 
@@ -118,7 +118,7 @@ def compared_on_links(terminal: Terminal, found: Planned, clock: Clock, anew: bo
             return found.loaded.model
         return load_model(found.loaded.source, {**own, **way.hparams}).model
 
-    with terminal.waiting("pricing the ways to synchronise on other links"):
+    with terminal.waiting("predicting the settings of synchronisation on other links"):
         if not anew:
             return turning(ways.compared, build, found.hardware)
         return searched(ways.compared, build, found.hardware, plan.allowed, found.limit, clock)

@@ -125,7 +125,7 @@ class Loaded:
             least = 1 if rows is None else 0  # other processes may have rows of a short batch
             fewer = short and found and found[1:] == wanted[1:] and least <= found[0] < wanted[0]
             if found != wanted and not fewer:
-                whose = "the model's" if rows is None else f"that of the {len(rows)} rows asked for"
+                whose = "the model's" if rows is None else f"that of the {len(rows)} requested rows"
                 raise UserError(
                     f"{self.source}: batch input {name!r} has shape {found}, but {whose} is "
                     f"{wanted} [{tensor.shape}]"

@@ -81,12 +81,12 @@ def trusted(source: str, recorded: Hashes) -> dict[Path, bytes]:
     if function != FUNCTION:
         raise UserError(f"its model is {function[:MOST]!r} of {file!r}, not {FUNCTION!r}")
     if not os.path.isfile(named[0]):
-        raise UserError(f"its model file {file!r} is not there")
+        raise UserError(f"its model file {file!r} does not exist")
     path = named[0].resolve()
     if not path.is_relative_to(Path.cwd().resolve()):
         raise UserError(f"its model file {file!r} is not below the current folder")
     if not recorded:
-        raise UserError(f"it records no SHA-256 of its model file {file!r}, as older versions did not")
+        raise UserError(f"it records no SHA-256 of its model file {file!r}, as plans of older versions do")
     for each in closure(path):
         if (name := _shown(each, path)) not in recorded:
             raise UserError(f"it records no SHA-256 of {name!r}, which its model file {file!r} imports")
@@ -95,7 +95,9 @@ def trusted(source: str, recorded: Hashes) -> dict[Path, bytes]:
         each = path.parent / name
         text = _text(each)
         if text is None or hashlib.sha256(text).hexdigest() != digest:
-            raise UserError(f"{name[:MOST]!r}, of its model, is not what it was: it has another SHA-256")
+            raise UserError(
+                f"{name[:MOST]!r}, of its model, has changed: its SHA-256 differs from the plan's"
+            )
         texts[place_of(each)] = text
     return texts
 

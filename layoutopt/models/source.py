@@ -30,8 +30,8 @@ from mesh_tf_core.errors import UserError, known_names
 PLANS = "pass a plan with --layout, as in layoutopt train MODEL --layout PLAN.json"
 _MODULE = re.compile(r"(?P<module>[A-Za-z_][\w.]*)(?::(?P<function>[^:/]*))?")
 TORCH = (
-    "PyTorch modules cannot be imported yet: give the model's Hugging Face config.json, or go through "
-    "torchax (docs/guides/jax.md)"
+    "PyTorch modules cannot be imported yet: give the model's Hugging Face config.json, or use torchax "
+    "(docs/guides/jax.md)"
 )
 RECIPES = {".toml", ".yaml", ".yml"}
 """Suffixes of training recipes of other tools."""
@@ -74,9 +74,7 @@ def _import(source: str) -> tuple[ModuleType, str]:
         if not os.path.isfile(path):
             kind = f"*{path.suffix}"
             if os.path.islink(path):
-                raise UserError(
-                    f"model file {str(path)[:MOST]!r} is a link that leads to no file; link it to one"
-                )
+                raise UserError(f"model file {str(path)[:MOST]!r} is a broken link; link it to a file")
             found = [p.name for p in path.parent.glob(kind)] if os.path.isdir(path.parent) else []
             known = known_names(path.name, found) if found else f"give the path of a {path.suffix} file"
             plan = f"; {PLANS}" if path.suffix == ".json" else ""
@@ -87,7 +85,7 @@ def _import(source: str) -> tuple[ModuleType, str]:
             return module_of(path, str(path)), function
         return _import_file(path.resolve(), str(path)), function
     if (path := Path(os.path.expanduser(source))).suffix in RECIPES or path.is_file():
-        recipe = "; recipes of other tools are not read: docs/guides/coming_from.md translates their settings"
+        recipe = "; recipes of other tools cannot be read: docs/guides/coming_from.md maps their settings"
         raise UserError(
             f"model {source[:MOST]!r}: a MODEL is FILE.py or a Hugging Face CONFIG.json, not a file that "
             f"ends in {path.suffix or 'nothing'!r}{recipe if path.suffix in RECIPES else ''}"

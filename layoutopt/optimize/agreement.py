@@ -54,7 +54,7 @@ class TableAgreement:
     @property
     def said(self) -> str:
         """The differences between tables and programs; "" if none is known."""
-        shared = "what operations share is not all in the tables"
+        shared = "the tables do not contain all values that operations share"
         if abs(self.seconds - self.program) > EXACT * self.program:
             return (
                 f"the tables sum to {self.seconds:.9g} s and the lowered program costs {self.program:.9g} s "
@@ -64,7 +64,7 @@ class TableAgreement:
             return ""
         return (
             f"the tables sum to {self.over * 100:.2g} % more than the lowered program of another layout "
-            f"({self.where}): {shared}, so they prove nothing"
+            f"({self.where}): {shared}, so they are no proof"
         )
 
 

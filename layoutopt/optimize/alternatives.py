@@ -142,7 +142,9 @@ class Alternatives:
         if not split or self.request.allowed.context != (GATHER,):
             return []
         forms = ",".join((GATHER, *FORMS))
-        return [f"the answer splits {', '.join(split)} and gathers it; --context {forms} looks at more forms"]
+        return [
+            f"the answer splits {', '.join(split)} and gathers it; --context {forms} considers more forms"
+        ]
 
     def _faster(self) -> list[str]:
         """Why the search did not find layouts by name that are faster than its answer."""
@@ -153,7 +155,7 @@ class Alternatives:
         faster = [a for a in self.found if a.feasible and a.predicted and a.predicted.step_seconds < seconds]
         meshes = [
             f"{a.name} on {Mesh(a.mesh)} is faster than the answer on {best.mesh}; "
-            f"search --devices {best.mesh.devices} looks at every mesh"
+            f"search --devices {best.mesh.devices} considers every mesh"
             for a in faster
             if sorted(a.mesh.values()) != sorted(best.mesh.shape)
         ]
@@ -162,7 +164,7 @@ class Alternatives:
             if sorted(a.mesh.values()) == sorted(best.mesh.shape):
                 why.setdefault(self._not_allowed(a), []).append(a.name)
         return meshes + [
-            f"faster than the answer, with {what}, which the search was not allowed: {', '.join(names)}"
+            f"faster than the answer, with {what}, which the search did not allow: {', '.join(names)}"
             for what, names in why.items()
             if what
         ]
@@ -174,7 +176,7 @@ class Alternatives:
         found = [f"--storage {stage}" for stage in sorted(stages - {*allowed.storage})]
         found += ["--recompute never"] * (not a.recompute and False not in allowed.recompute)
         found += [f"--microbatches {a.microbatches}"] * (a.microbatches not in allowed.microbatches)
-        found += ["splits other than --pin says"] * bool(allowed.pins and not found)
+        found += ["splits other than those of --pin"] * bool(allowed.pins and not found)
         return " and ".join(found)
 
 

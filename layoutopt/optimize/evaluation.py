@@ -203,7 +203,7 @@ class Evaluation:
         waits = max(0.0, longest - how.delay * step)
         yield (
             f"{said}, of which {seconds_text(waits)} is exposed; the rest overlaps {how.delay} steps on an "
-            "engine that sends messages beside steps (no engine here does)"
+            "engine that sends messages during steps (layoutopt's engines do not)"
         )
 
     def _offloads(self) -> Iterator[str]:
@@ -217,7 +217,7 @@ class Evaluation:
             share = share_text(waits, self.cost.step_seconds)
             yield (
                 f"{seconds_text(waits)} or {share} of the step is exposed traffic on the host link, of "
-                f"{seconds_text(total)} in all; loads and stores run one after the other and overlap only "
+                f"{seconds_text(total)} in total; loads and stores run one after the other and overlap only "
                 "with the products of loops"
             )
         if self.program.host_bytes and machine.host_memory_bytes is None and not machine.is_host:

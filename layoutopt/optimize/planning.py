@@ -235,7 +235,7 @@ def share_bound(request: Request, mesh: Mesh) -> Bound:
 
 
 def _notes(proof: _Proof, missing: Sequence[str], unsplit: Sequence[str]) -> list[str]:
-    why = "named layouts not searched to the end in their time"
+    why = "the searches of some named layouts reached their time limit"
     notes = [f"{why}: {', '.join(missing)}"] if missing else []
     tables = proof.tables
     if unsplit:
@@ -244,7 +244,7 @@ def _notes(proof: _Proof, missing: Sequence[str], unsplit: Sequence[str]) -> lis
             "stayed whole in some operations, so optimality is not proven; pin some of them (--pin)"
         )
     elif not proof.proven and proof.bound is proof.share and proof.share.value > 0 and not proof.refuted:
-        notes.append(f"{SHARE}, and in the time given nothing more was proven")
+        notes.append(f"{SHARE}, and nothing more was proven within the time limit")
     if tables is None or not tables.said:
         return notes
     notes.append(tables.said)
@@ -299,7 +299,7 @@ def _tight(request: Request, of: Evaluation, others: Sequence[Alternative]) -> l
     doubt = known.barely(of.memory.peak, limit)
     if not doubt or request.objective == Objective.MEMORY:
         return [doubt] if doubt else []
-    ease = f"search with --memory {memory_option(limit * (1 - known.margin))} for one with room"
+    ease = f"search with --memory {memory_option(limit * (1 - known.margin))} for a plan with room"
     priced = [(a.predicted, a.name) for a in others if a.predicted is not None and a.feasible]
     roomy = [(p, name) for p, name in priced if known.fits(p.peak_memory_bytes, limit) == "yes"]
     if roomy:
@@ -325,6 +325,6 @@ def _fewer(request: Request, count: int) -> list[str]:
         return []
     if request.objective == Objective.MEMORY:
         return [
-            f"--top {request.top}: layouts that hold more are in --objective pareto, {count} hold as little"
+            f"--top {request.top}: layouts with more memory are in --objective pareto; {count} need as little"
         ]
     return [f"--top {request.top}: {count} {'layout fits' if count == 1 else 'layouts fit'}"]

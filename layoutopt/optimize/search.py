@@ -140,7 +140,7 @@ class LayoutSearch:
             return self.best
         if self.stopped:
             raise KeyboardInterrupt
-        raise LimitError("nothing was found in the time given; raise --time-limit")
+        raise LimitError("nothing was found within the time limit; raise --time-limit")
 
     def _look(self, subproblems: Iterable[Subproblem]) -> None:
         """Sets `best`, or `none`."""
@@ -386,7 +386,7 @@ class LayoutSearch:
         nearest = self.nearest
         advice = "; use more devices or more memory, or a smaller batch"
         if nearest is None:
-            return ": the pins and prohibitions allow no legal layout; drop one of them" if ended else advice
+            return ": the pins and prohibitions exclude every layout; remove one of them" if ended else advice
         low = max(request.limit, self.least)
         shapes = {each.mesh.shape for each in self.problems} if self.renames else None
         space = space_of(request, nearest.mesh, self.considered, shapes)

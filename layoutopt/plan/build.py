@@ -86,8 +86,9 @@ class Plan:
         if self._said() != self._made:
             mesh, layout, _ = self._made
             raise UserError(
-                f"the plan's data was changed after it was made for {layout} on {mesh}, so its price and "
-                "proof are of another layout; search with pins, or price a layout of your own with `cost`"
+                f"the plan's data was changed after it was made for {layout} on {mesh}, so its prediction "
+                "and proof belong to another layout; search with pins, or predict your own layout with "
+                "`cost`"
             )
         return self._made
 
@@ -130,7 +131,9 @@ class Plan:
         near = [n for n in found if name.casefold() in n.casefold()]
         if name in found or len(near) == 1:
             return found[name if name in found else near[0]]
-        raise UserError(f"{name!r} is no layout, and no alternative of the plan; {known_names(name, found)}")
+        raise UserError(
+            f"{name!r} is not a layout, and not an alternative of the plan; {known_names(name, found)}"
+        )
 
     @property
     def question(self) -> Searched:
@@ -215,7 +218,7 @@ class Plan:
           UserError: the model does not come from JAX, or is not loaded.
         """
         if self.model is None:
-            raise UserError("plan.jax: a plan file holds no model; write load_plan(path).of(model).jax")
+            raise UserError("plan.jax: a plan file has no model; write load_plan(path).of(model).jax")
         if not isinstance(self.model, AppliesPlans):
             raise UserError(
                 f"plan.jax: {self.model.name!r} is not a model from JAX; make it with "

@@ -248,7 +248,7 @@ class Robustness(Data):
     @model_validator(mode="after")
     def _at_most_all(self) -> Robustness:
         if self.wins > self.draws:
-            raise wrong(f"says {self.wins} of {self.draws} draws", "wins")
+            raise wrong(f"has {self.wins} of {self.draws} draws", "wins")
         return self
 
     @property

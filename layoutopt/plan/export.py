@@ -39,7 +39,8 @@ def export(what: Exported, to: str) -> str:
         for name, size, axes in zip(v.dims, v.sizes, v.splits, strict=True):
             if size % (ways := what.mesh.group_size(axes)):
                 raise UserError(
-                    f"{to} has shards of equal size alone, but this plan stores {v.name!r} padded: {ways} "
+                    f"{to} supports only shards of equal size, but this plan stores {v.name!r} padded: "
+                    f"{ways} "
                     f"devices do not divide its {name!r} of {size}; search with --storage layout, or train "
                     "with layoutopt"
                 )
@@ -53,7 +54,7 @@ def export(what: Exported, to: str) -> str:
     if (refined := what.decided.places()) and not form.every_variable:
         path, rules = next(iter(refined.items()))
         raise UserError(
-            f"{to} places a dimension alike wherever it appears, but in {path!r} this plan has "
+            f"{to} splits a dimension in one way everywhere, but in {path!r} this plan has "
             f"{rules_in(rules)} instead; search without --refine, or give these dimensions other "
             "names there in the model"
         )
@@ -77,7 +78,9 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _beside(what: Exported, checkpoint: str, parts: str = "parts of the batch in turn") -> list[str]:
+def _beside(
+    what: Exported, checkpoint: str, parts: str = "parts of the batch, one after the other"
+) -> list[str]:
     """What is decided beside the layout, as names of Python; nothing of what is plain.
 
     Args:
@@ -85,7 +88,9 @@ def _beside(what: Exported, checkpoint: str, parts: str = "parts of the batch in
     """
     lines = []
     if loops := tuple(what.decided.recompute):
-        lines.append(f"RECOMPUTE = {loops!r}  # {checkpoint}: the loops whose bodies run again in backward")
+        lines.append(
+            f"RECOMPUTE = {loops!r}  # {checkpoint}: the loops whose bodies are recomputed in backward"
+        )
     if (n := what.decided.microbatches) > 1:
         lines.append(f"MICROBATCHES = {n}  # {parts}, whose gradients are added up")
     return lines
@@ -134,7 +139,7 @@ def _jax(what: Exported) -> str:
         "from jax.sharding import PartitionSpec as P",
         "",
         *_jax_mesh(what.mesh),
-        *_beside(what, "jax.checkpoint, with a policy that saves what they keep"),
+        *_beside(what, "jax.checkpoint, with a policy that saves their kept values"),
         "",
     ]
     if what.arrays:

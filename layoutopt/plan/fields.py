@@ -203,7 +203,7 @@ MUST = {
 def _trouble(error: ErrorDetails) -> str:
     kind, found = error["type"], _kind(error["input"])
     if kind == "missing":
-        return "is missing, so the file is truncated or was written by something else"
+        return "is missing: the file is truncated, or another program wrote it"
     if kind in MUST:
         return f"must be {MUST[kind]}, found {found}"
     return error["msg"]

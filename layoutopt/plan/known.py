@@ -81,7 +81,7 @@ class Known(Data):
         the peak does not fit."""
         if self.fits(peak, limit) != "barely":
             return ""
-        asks = "" if self.compiler is None else ", which `layoutopt verify` asks the compiler"
+        asks = "" if self.compiler is None else "; `layoutopt verify` checks with the compiler"
         return (
             f"{percent(1 - peak / limit)} of the memory is left, and a step may need {percent(self.margin)} "
             f"more than predicted (fragmentation, libraries, the prediction's error): it may not fit{asks}"

@@ -70,13 +70,13 @@ def sure(machine: Hardware) -> str:
     sources = sources_text(numbers)
     if machine.kind == "cpu":
         return f"not calibrated ({sources}): `layoutopt calibrate` measures this machine"
-    return f"no step of it was compared; {sources}"
+    return f"no published step was compared; {sources}"
 
 
 def _shape(placed: MeshPlacement) -> str:
     if not placed.shape:
         return ""
-    return f"The mesh lies on {' × '.join(map(str, placed.shape))} chips of a torus."
+    return f"The mesh uses {' × '.join(map(str, placed.shape))} chips of a torus."
 
 
 def _lies(placed: MeshPlacement, axis: str) -> Iterator[str]:

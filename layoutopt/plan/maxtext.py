@@ -111,7 +111,7 @@ def _maxtext_stage(what: Exported) -> tuple[str, Axes]:
     for name, axes in spare.items():
         if axes and {*axes} != {*stored}:
             raise UserError(
-                f"maxtext splits what it stores over the batch's axes alone ({'+'.join(batch) or 'none'}), "
+                f"maxtext splits stored variables only over the batch's axes ({'+'.join(batch) or 'none'}), "
                 f"but this plan stores {name} over {'+'.join(axes)}; search with --storage layout"
             )
     return next(iter(stages)), stored
@@ -152,8 +152,8 @@ def maxtext(what: Exported) -> str:
     for name, extra in what.decided.refined.get(ELSEWHERE, {}).items():
         if name != "length":
             raise UserError(
-                f"maxtext has no logical axis for {name}:{'+'.join(extra)} elsewhere: what lies between its "
-                "operations has one for length; leave that out, or choose another form"
+                f"maxtext has no logical axis for {name}:{'+'.join(extra)} elsewhere: it has one for "
+                "length; remove this rule, or choose another form"
             )
         logical[MAXTEXT_BETWEEN] = _renamed((*what.layout.axes(name), *extra), names)
     if stage == "zero3":
@@ -221,8 +221,8 @@ def _maxtext_offload(what: Exported) -> list[str]:
     """MaxText keeps all weights on the hosts, or none; so the optimizer's state."""
     if loops := what.decided.offload.get(ACTIVATIONS):
         raise UserError(
-            f"maxtext names single tensors that go to the hosts, not all that {some(loops, NAMED)} keep, as "
-            "in this plan; train with layoutopt, or leave --offload activations out"
+            f"maxtext offloads tensors by name, not all that {some(loops, NAMED)} keep, as "
+            "in this plan; train with layoutopt, or remove --offload activations"
         )
     said = []
     for kind, word in MAXTEXT_HOST.items():

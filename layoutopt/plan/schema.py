@@ -348,7 +348,7 @@ def load_json(path: str | Path, what: str, again: str) -> Any:
     except RecursionError:
         raise UserError(f"{what} is nested too deeply; {again}") from None
     except ValueError as error:
-        raise UserError(f"{what} is not whole JSON ({error}, of {len(text):,}); {again}") from None
+        raise UserError(f"{what} is not valid JSON ({error}, of {len(text):,}); {again}") from None
     return found
 
 
@@ -389,7 +389,7 @@ def plan_file(found: Any, what: str = "the plan", on_damage: Told | None = None)
         places = [e["loc"] for e in error.errors(include_url=False)]
         if on_damage is None or any(place[:1] != ("details",) for place in places):
             raise refusal(error, what, AGAIN) from None
-        on_damage(str(refusal(error, what, "its layout is whole and is used")))
+        on_damage(str(refusal(error, what, "its layout is complete and is used")))
     damaged = {str(place[1]) for place in places if len(place) > 1}
     kept = {k: v for k, v in found["details"].items() if k not in damaged} if damaged else {}
     try:

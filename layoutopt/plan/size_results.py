@@ -175,10 +175,10 @@ class Sweep(Data):
     in_time: bool = False
 
     def in_words(self) -> str:
-        pays = f"up to {self.searched_to:,}, as far as was searched, more of them pay"
+        pays = f"up to {self.searched_to:,}, the most that was searched, more devices pay"
         if self.pays_to is not None:
             pays = f"above {self.pays_to:,} a token costs over {PAYS - 1:.0%} more than the least"
-        able = "fits, and ends in time," if self.in_time else "fits"
+        able = "fits and meets the deadline," if self.in_time else "fits"
         return f"{able} from {plural(self.fits_from, 'device')}; {pays}"
 
 
@@ -236,7 +236,7 @@ class SizeResult(CommandResult):
 
     def accuracy_of(self, hardware: str) -> Accuracy:
         """The accuracy of the times of a piece of hardware."""
-        unknown = Accuracy(hardware=hardware, words="nothing is known of it")
+        unknown = Accuracy(hardware=hardware, words="it was not examined")
         return next((each for each in self.accuracy if each.hardware == hardware), unknown)
 
     def family(self) -> str:

@@ -51,7 +51,7 @@ def check_tokens(tokens: float | None, own: float | None) -> None:
     """UserError for tokens if the model does not name the dimensions of its `own` tokens."""
     if tokens is not None and not own:
         raise UserError(
-            "--tokens: nothing says what a token of this model is; name the dimensions that count them, as "
+            "--tokens: the model does not define its tokens; name the dimensions that count them, e.g. "
             'Model(..., token_dims=("batch", "length"))'
         )
 

@@ -80,7 +80,7 @@ class Turning(Data):
     def words(self) -> str:
         """In one sentence: 'it pays from 9.1 to 250 Gbit/s between a replica and the others'."""
         if not self.at:
-            return "there was no time to know"
+            return "not determined within the time limit"
         low, high = self.at[0].gigabits, self.at[-1].gigabits
         ends = [None, *self.turns] if self.at[0].pays else [*self.turns]
         spans = []

@@ -94,7 +94,7 @@ def launch(
     restarts: int = 3,
     checkpoint: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
-    advice: str = "add --checkpoint DIR to go on after a failure",
+    advice: str = "add --checkpoint DIR to resume after a failure",
 ) -> int:
     """Runs `layoutopt COMMAND` as `processes` workers; the exit code of the job.
 
@@ -121,10 +121,10 @@ def launch(
         saved = _newest(checkpoint)
         tried, newest = (1 if saved != newest else tried + 1), saved
         if tried > restarts:
-            say(f"{attempt.reason()}; given up after {restarts} restarts without a new checkpoint")
+            say(f"{attempt.reason()}; stopped after {restarts} restarts without a new checkpoint")
             return attempt.exit_code
-        where = f"from {newest}" if newest else "from the beginning, for nothing is saved yet"
-        say(f"{attempt.reason()}; starting again {where} (restart {tried} of {restarts})")
+        where = f"from {newest}" if newest else "from the beginning, as nothing is saved yet"
+        say(f"{attempt.reason()}; restarting {where} (restart {tried} of {restarts})")
 
 
 def run_once(command: Sequence[str], processes: int) -> Attempt:

@@ -34,7 +34,7 @@ which larger numbers are skipped."""
 AROUND = 6.0
 """Sizes to search: factors of the law's optimum."""
 DOUBLINGS, ROUNDS = 4, 4
-_UNSEARCHED = "not all sizes were searched in the time given; raise --time-limit"
+_UNSEARCHED = "not all sizes were searched within the time limit; raise --time-limit"
 Tell = Callable[[int, int, str], None]
 """tell(searches done, approximate number of searches, current search)."""
 
@@ -96,8 +96,7 @@ class Answering:
                 told = " under the conditions given" if forecast.facts() else ""
                 raise InfeasibleError(
                     f"--loss {question.loss:g}: no size reaches it by the law {forecast.law.name!r}, whose "
-                    f"least loss is {digits(forecast.least(question.served), 4)}{told}; ask for a higher "
-                    "loss"
+                    f"least loss is {digits(forecast.least(question.served), 4)}{told}; give a higher loss"
                 )
         else:
             works = [w for m in self.machines for w in question.work(m, self.dtype)]
@@ -359,12 +358,12 @@ class Answering:
 
     def _nothing(self) -> Exception:
         if self.missing and not self.unfit:
-            return LimitError("no size was searched in the time given; raise --time-limit")
+            return LimitError("no size was searched within the time limit; raise --time-limit")
         if self.missing:
-            return LimitError(f"{_UNSEARCHED}: {len(self.unfit)} were, and cannot answer")
+            return LimitError(f"{_UNSEARCHED}: {len(self.unfit)} were, and do not meet the target")
         near = self.unfit[0]
         return InfeasibleError(
-            f"none of {len(self.unfit)} candidates can answer; {count(near.parameters)} parameters on "
+            f"none of {len(self.unfit)} candidates meets the target; {count(near.parameters)} parameters on "
             f"{near.devices:,} {near.hardware}: {near.reason}"
         )
 

@@ -127,8 +127,8 @@ class Family:
             model = self.build(**{**self.hparams, **changed})
             if model.tokens is None:
                 raise UserError(
-                    f"model {model.name!r} names no tokens, and laws are of tokens; give it "
-                    "token_dims, as mtf.Model(..., token_dims=(batch, length))"
+                    f"model {model.name!r} does not define its tokens, which laws need; add token_dims, "
+                    "e.g. mtf.Model(..., token_dims=(batch, length))"
                 )
             self._known[key] = SizeCandidate(changed, model, counted(model))
         return self._known[key]
@@ -206,9 +206,8 @@ def powers_of(rule: str, hparams: Mapping[str, Any]) -> dict[str, float]:
     sizes = {n for n, v in hparams.items() if isinstance(v, int) and not isinstance(v, bool) and v > 0}
     if not sizes:
         raise UserError(
-            f"--scale {rule}: this model has no hyperparameters that are whole numbers, so there are no "
-            "other sizes of it; give it some, as model(layers=6, d_model=256), or ask of this size alone "
-            "with --tokens"
+            f"--scale {rule}: this model has no hyperparameters that are whole numbers, so it has no "
+            "other sizes; add some, e.g. model(layers=6, d_model=256), or use --tokens for this size"
         )
     if rule in RULES:
         known = {"depth": DEPTH, "width": (*HEADS, *WIDTH)}
@@ -223,7 +222,7 @@ def powers_of(rule: str, hparams: Mapping[str, Any]) -> dict[str, float]:
             )
             raise UserError(
                 f"--scale {rule}: no hyperparameter is a known {' or '.join(missing)}; {only}name them with "
-                f'powers, as --scale "layers:1;d_model:1"; sizes are: {", ".join(sorted(sizes))}'
+                f'powers, e.g. --scale "layers:1;d_model:1"; sizes are: {", ".join(sorted(sizes))}'
             )
         return dict.fromkeys((n for names in wanted.values() for n in names), 1.0)
     powers = {}
@@ -235,8 +234,8 @@ def powers_of(rule: str, hparams: Mapping[str, Any]) -> dict[str, float]:
             power = math.nan
         if not colon or not 0 < power <= 4:
             raise UserError(
-                f"--scale {rule!r}: write {', '.join(RULES)}, or hyperparameters with powers of at most 4, "
-                'as "layers:1;d_model:1;heads:1"'
+                f"--scale {rule!r}: write {', '.join(RULES)}, or hyperparameters with powers of at most "
+                f'4, e.g. "layers:1;d_model:1;heads:1"'
             )
         if name.strip() not in sizes:
             raise UserError(f"--scale {rule!r}: {name.strip()!r} is not a size; {known_names(name, sizes)}")

@@ -91,7 +91,7 @@ def fit(runs: Any, name: str = "own", source: str = "own runs", resamples: int =
     n, d, loss = (_column(runs, name, source) for name in COLUMNS)
     for column, values in zip(COLUMNS, (n, d, loss), strict=True):
         if not ((values > SMALLEST) & (values < LARGEST)).all():
-            raise UserError(f"{source}: column {column!r} must hold positive numbers; leave out other runs")
+            raise UserError(f"{source}: column {column!r} must hold positive numbers; remove the other runs")
     sizes, lengths = len(np.unique(n)), len(np.unique(d))
     if len(loss) < LEAST or sizes < KINDS or lengths < KINDS:
         raise UserError(
@@ -104,8 +104,8 @@ def fit(runs: Any, name: str = "own", source: str = "own runs", resamples: int =
         ends = constants[factor] * np.array([values.min(), values.max()]) ** -constants[power]
         if not ends[0] - ends[1] > FALL * loss.min():
             raise UserError(
-                f"{source}: from the least {column} to the most, the loss falls by less than {FALL:.1%}, so "
-                f"these runs do not say what more of it is worth; add runs whose {column} differs more"
+                f"{source}: from the least {column} to the most, the loss falls by less than {FALL:.1%}, "
+                f"so the law cannot be fitted; add runs whose {column} differs more"
             )
     rng, samples = np.random.default_rng(0), list[FloatArray]()
     while len(samples) < resamples:
@@ -139,7 +139,7 @@ def _column(runs: Any, name: str, source: str) -> FloatArray:
         return np.asarray(runs[name], dtype=np.float64)
     except (TypeError, ValueError):
         raise UserError(
-            f"{source}: column {name!r} must hold positive numbers; leave out other runs"
+            f"{source}: column {name!r} must hold positive numbers; remove the other runs"
         ) from None
 
 

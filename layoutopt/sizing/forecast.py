@@ -179,14 +179,14 @@ class Forecast:
         said = self.law.outside(size.counted(self.law), tokens)
         if self.unique is not None and (epochs := tokens / self.unique) > 1:
             most = data()["repeated"]["ranges"]["epochs"][1]
-            said += [f"{epochs:,.0f} epochs are more than its runs had ({most:,})"] if epochs > most else []
+            said += [f"{epochs:,.0f} epochs are more than in its runs ({most:,})"] if epochs > most else []
         if self.replicas is not None:
             low, high = data()["replicas"]["ranges"]["parameters"]
             most = data()["replicas"]["ranges"]["replicas"][1]
             if not low <= size.total <= high:
                 said.append(f"DiLoCo's law is of {count(low)} to {count(high)} parameters")
             if self.replicas > most:
-                said.append(f"{self.replicas} replicas are more than DiLoCo's runs had ({most})")
+                said.append(f"{self.replicas} replicas are more than in DiLoCo's runs ({most})")
         return said
 
     def sources(self) -> list[str]:

@@ -87,7 +87,7 @@ class Law(ABC):
             if not low <= value <= high:
                 side = "fewer" if value < low else "more"
                 end = low if value < low else high
-                said.append(f"{count(value)} {what} are {side} than its runs had ({count(end)})")
+                said.append(f"{count(value)} {what} are {side} than in its runs ({count(end)})")
         return said
 
 

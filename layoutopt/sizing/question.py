@@ -39,11 +39,11 @@ class SizingQuestion:
     def __post_init__(self) -> None:
         given = [name for name in GOALS if getattr(self, name) is not None]
         if len(given) > 1:
-            raise UserError(f"--{given[0]} and --{given[1]}: ask for one of them; the other follows from it")
+            raise UserError(f"--{given[0]} and --{given[1]}: give one of them; the other follows from it")
         if not given and (self.days is None or not self.devices):
             raise UserError(
-                "size needs a target: write --budget FLOP, --loss L, --money M with --price, --tokens T for "
-                "this very size, or --devices N with --days D"
+                "size needs a target: write --budget FLOP, --loss L, --money M with --price, --tokens T "
+                "for this size, or --devices N with --days D"
             )
         for name in (*given, *(["days"] if self.days is not None else [])):
             value = getattr(self, name)

@@ -170,7 +170,9 @@ def size(
     goal, scaling, sizes, chosen, limits = gathered("size", asked, *parts)
     for f in fields(Limits):
         if f.name not in LIMITS and getattr(limits, f.name) != f.default:
-            raise UserError(f"size: {f.name!r} is about one search; {known_names(f.name, LIMITS)}")
+            raise UserError(
+                f"size: {f.name!r} applies to a single search only; {known_names(f.name, LIMITS)}"
+            )
     return _sized(model, hparams, goal, scaling, sizes, chosen, limits, (hardware, price), on_progress)
 
 
@@ -191,7 +193,7 @@ def _sized(
     if question.tokens is not None and sizes.sizes is not None and sizes.sizes[0] != sizes.sizes[1]:
         raise UserError("--tokens trains one size: write for example --sizes 13B, or leave --sizes out")
     if scaling.runs is not None and scaling.law:
-        raise UserError("--law and --fit: a law is published or fitted; leave one of them out")
+        raise UserError("--law and --fit: a law is published or fitted; remove one of them")
     machines = machines_of(*on, limits.memory)
     if question.money is not None:
         for machine in machines:
@@ -219,7 +221,7 @@ def _check(candidates: Any, sizes: Any, memory: Any, scale: Any) -> None:
         raise UserError(f"--candidates {candidates!r}: needs a whole number, 1 to {MOST_CANDIDATES}")
     if sizes is not None and not (len(sizes) == 2 and all(map(is_positive, sizes)) and sizes[0] <= sizes[1]):
         said = ":".join(f"{each:g}" if is_positive(each) else repr(each) for each in sizes)
-        raise UserError(f"--sizes {said}: write the fewest and the most parameters, as 1B:20B")
+        raise UserError(f"--sizes {said}: write the fewest and the most parameters, e.g. 1B:20B")
     check_limit(memory)
     if not isinstance(scale, str):
         raise UserError(f"--scale {scale!r}: write {', '.join(RULES)}, or powers by name")
@@ -237,7 +239,9 @@ def machines_of(
     prices = price if isinstance(price, Mapping) else dict.fromkeys(names, price)
     for name, value in prices.items():
         if name not in names:
-            raise UserError(f"--price {name}={value}: no such --hardware here; {known_names(name, names)}")
+            raise UserError(
+                f"--price {name}={value}: not a --hardware of this command; {known_names(name, names)}"
+            )
         if value is not None and not is_positive(value):
             raise UserError(f"--price {name}={value!r}: needs a positive number")
     found = {
@@ -338,7 +342,7 @@ def _notes(answering: Answering, best: SizeRow, answer: SizedCandidate, batch: f
     if answer.batch_tokens > batch:
         notes.append(
             f"a batch of {answer.batch_tokens:,} tokens is above the critical one, about {batch:,.0f} at "
-            f"this loss ({data()['critical_batch']['source']}): it needs more tokens than the law says"
+            f"this loss ({data()['critical_batch']['source']}): training needs more tokens than by the law"
         )
     suits = answering.forecast.batch(best.candidate.size)
     if suits is not None:
@@ -349,7 +353,7 @@ def _notes(answering: Answering, best: SizeRow, answer: SizedCandidate, batch: f
     hardware = {row.timing.machine.name: row.timing.machine for row in answering.rows}
     if len(hardware) > 1 and any(machine.price is None for machine in hardware.values()):
         notes.append(
-            "hardware is compared by chip-hours, whatever an hour of each costs; to compare costs, add "
+            "hardware is compared by chip-hours, not by cost; to compare costs, add "
             + " ".join(f"--price {name}=P" for name in hardware)
         )
     if answer.status != ProofStatus.OPTIMAL:

@@ -56,7 +56,9 @@ class Elimination:
     def below(self, upper: float) -> Iterator[Choices]:
         """All choices that cost less than `upper`, none twice; ProblemError unless `exact`."""
         if not self.exact:
-            raise ProblemError("the problem's tables are too large to enumerate what lies below a bound")
+            raise ProblemError(
+                "the problem's tables are too large to enumerate the assignments below a bound"
+            )
         tree, regrets = self.costs.tree, self.costs.regrets()
         count = len(tree.buckets)
         picked, given = [0] * count, [0] * count

@@ -81,7 +81,7 @@ def _bytes(path: Path) -> bytes:
 
 def _parse(data: bytes) -> Any:
     def refuse(word: str) -> NoReturn:
-        raise ProblemError(f"holds {word}, which is not JSON number")
+        raise ProblemError(f"has {word}, which is not a JSON number")
 
     try:
         return json.loads(data, parse_constant=refuse)
@@ -96,7 +96,7 @@ def _parse(data: bytes) -> Any:
             f"is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})"
         ) from None
     except ValueError:
-        raise ProblemError("holds a number with too many digits") from None
+        raise ProblemError("has a number with too many digits") from None
 
 
 def problem_from(data: dict[str, Any]) -> Problem:

@@ -25,7 +25,7 @@ def top_k(
     the list ends there. Raises `ProblemError` for a count below 1.
     """
     if count < 1:
-        raise ProblemError(f"the {count} best answers were asked for; ask for at least 1")
+        raise ProblemError(f"the number of answers must be at least 1, found {count}")
     clock = Clock(time_limit)
     found: list[Solution] = []
     seen: list[Choices] = []

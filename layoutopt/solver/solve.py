@@ -62,7 +62,7 @@ def solve(
     if solver not in NAMES:
         raise ProblemError(f"there is no solver {solver!r}; choose one of: {', '.join(NAMES)}")
     if time_limit is not None and not time_limit > 0:
-        raise ProblemError(f"a time limit of {time_limit} seconds leaves no time; give a positive number")
+        raise ProblemError(f"a time limit of {time_limit} seconds is not positive; give a positive number")
     from layoutopt.solver.backends.base import SolverOptions
     from layoutopt.solver.incumbent import Incumbent
     from layoutopt.solver.run import SolverRun

@@ -58,7 +58,7 @@ def _more(name: str, word: str, chosen: dict[str, Any], widest: dict[str, Any]) 
     """The fields that a name adds to."""
     field, means = _meaning(name, word)
     if field not in widest:
-        raise UserError(f"--allow {word}: this model, on this mesh and hardware, has nothing to choose of it")
+        raise UserError(f"--allow {word}: this model, on this mesh and hardware, has no such choice")
     if not isinstance(widest[field], tuple):
         return {field: widest[field]}
     known = chosen[field] or ()

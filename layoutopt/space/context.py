@@ -132,7 +132,7 @@ class Context(Decision):
         forms: dict[str, str] = {}
         for dim, (text, form) in about_each("--context", texts).items():
             if not dim and not crossed(graph):
-                raise UserError(f"--context {text}: the model has no fused attention; leave it out")
+                raise UserError(f"--context {text}: the model has no fused attention; remove it")
             forms.update(dict.fromkeys([dim] if dim else crossed(graph), form))
         forms = {dim: form for dim, form in forms.items() if form != GATHER or dim not in crossed(graph)}
         check_context(graph, forms)

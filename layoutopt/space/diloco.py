@@ -27,7 +27,7 @@ from mesh_tf_core.tracing.graph import Graph
 def _one(value: Any) -> DiLoCo | None:
     found = DiLoCo.parse(value) if isinstance(value, str) else value
     if not isinstance(found, DiLoCo | None):
-        raise UserError(f"diloco {found!r}: write the axis and how replicas meet, as 'sites:period=30'")
+        raise UserError(f"diloco {found!r}: write the axis and the period, e.g. 'sites:period=30'")
     return found
 
 
@@ -47,7 +47,7 @@ class Replicas(Space):
                 "--diloco",
                 "WAY",
                 "Replicas along an axis that synchronise rarely, each with the model's batch: "
-                "sites:period=30. Several ways are compared with the batch shared among the replicas "
+                "sites:period=30. Several settings are compared, with the batch shared among the replicas "
                 "(repeatable): sites:period=30/100,fragments=1/4,bits=32/4; never; free (never, and every "
                 "axis between nodes or slices).",
                 usual="all devices synchronise in every step",
@@ -67,14 +67,14 @@ class Rarely(Decision):
     """The axis of the replicas, and the settings of their synchronisation."""
 
     diloco: DiLoCo | None = None
-    label = "replicas that meet rarely"
+    label = "replicas that synchronise rarely"
     asks = Replicas
     says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"diloco": (str, "")}
     by_hand = Option(
         "--diloco",
         "AXIS[:period=30,...]",
-        "Replicas along this axis train alone for a period of steps, each on its own batches, then "
-        "synchronise. Settings: rate=0.7, momentum=0.9 (outer step), fragments=4 (a quarter at a time), "
+        "Train replicas along this axis separately for a period of steps, each on its own batches, then "
+        "synchronise them. Settings: rate=0.7, momentum=0.9 (outer step), fragments=4 (a quarter at a time), "
         "bits=8 or 4 (quantised), delay=2 (merged two steps later).",
         usual="all devices synchronise in every step",
     )
@@ -91,7 +91,7 @@ class Rarely(Decision):
         if target.axes and allowed.diloco is None:
             yield LeftOut(cls.label, cls.label, "--diloco AXIS")
         elif target.axes:
-            yield LeftOut(cls.label, "other ways to meet", "--diloco", finer=True)
+            yield LeftOut(cls.label, "other settings of replicas", "--diloco", finer=True)
 
     @classmethod
     def check(cls, allowed: Space) -> None:
@@ -104,8 +104,8 @@ class Rarely(Decision):
         for said, axes in over:
             if axis in axes:
                 raise UserError(
-                    f"{said}: replicas lie along {axis!r}, which synchronises rarely (--diloco), so nothing "
-                    "is split over it; name another axis"
+                    f"{said}: axis {axis!r} has the replicas of --diloco, so it splits nothing; name "
+                    f"another axis"
                 )
 
     @classmethod
@@ -134,8 +134,8 @@ class Rarely(Decision):
         for text in texts:
             if text in ("never", "free") or "/" in text:
                 raise UserError(
-                    f"--diloco {text}: only `search` compares ways to synchronise; name one, as "
-                    "sites:period=30, or leave --diloco out"
+                    f"--diloco {text}: only `search` compares several settings; give one, e.g. "
+                    "sites:period=30, or remove --diloco"
                 )
         return {"diloco": DiLoCo.parse(texts[-1]) if texts else None}
 
@@ -144,10 +144,10 @@ class Rarely(Decision):
         if not said.diloco:
             return PLAIN
         axis = said.diloco.partition(":")[0]
-        return f"train alone, and meet rarely ({said.diloco})", f"replicas of {axis}"
+        return f"train separately and synchronise rarely ({said.diloco})", f"replicas of {axis}"
 
     @classmethod
     def beyond(cls, said: Any) -> Iterator[Beyond]:
         if how := said.diloco:
-            alone = f"replicas along {how.partition(':')[0]!r} train alone for some steps"
+            alone = f"replicas along {how.partition(':')[0]!r} train separately for some steps"
             yield Beyond("diloco", alone, "search without --diloco")

@@ -12,8 +12,8 @@ MEMORY, REFINE, CHECK, SENSITIVITY, VERIFY = "memory", "refine", "check", "sensi
 EXCLUDED = (
     Exclusion(REFINE, MEMORY, "it looks for less time"),
     Exclusion(CHECK, MEMORY, "it shows that no layout is faster"),
-    Exclusion(SENSITIVITY, MEMORY, "it varies what makes a step fast"),
-    Exclusion(VERIFY, REPLICAS, "a step and a meeting are two programs, and one is compiled"),
+    Exclusion(SENSITIVITY, MEMORY, "it varies the numbers of a step"),
+    Exclusion(VERIFY, REPLICAS, "a step and a synchronisation are two programs, and one is compiled"),
 )
 
 

@@ -67,7 +67,7 @@ class Typed:
         texts = self.texts.get("--recompute") or None
         if texts and NEVER in texts and {*texts} != {NEVER}:
             others = ", ".join(text for text in texts if text != NEVER)
-            raise UserError(f"--recompute {NEVER} and --recompute {others}: leave one of them out")
+            raise UserError(f"--recompute {NEVER} and --recompute {others}: remove one of them")
         found: list[str] = []
         for text in sorted(own) if texts is None else texts:
             word, colon, keep = text.partition(":")
@@ -104,8 +104,10 @@ def about_each(option: str, texts: Sequence[str]) -> dict[str, tuple[str, str]]:
         about, _, value = text.rpartition("=")
         before = found.setdefault(about, (text, value))
         if before[1] != value:
-            which = f"are both about {about!r}" if about else "are both about everything that none names"
-            raise UserError(f"{option} {before[0]} and {option} {text} {which}; leave one of them out")
+            which = (
+                f"are both about {about!r}" if about else "both apply to everything without a rule of its own"
+            )
+            raise UserError(f"{option} {before[0]} and {option} {text} {which}; remove one of them")
     return dict(sorted(found.items(), key=lambda item: item[0] != ""))
 
 

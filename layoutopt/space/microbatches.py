@@ -92,7 +92,7 @@ class Microbatches(Decision):
         for number in allowed.microbatches or (0,):
             if not isinstance(number, int) or number < 1:
                 raise UserError(
-                    f"microbatches {allowed.microbatches}: needs whole numbers of at least 1, as 1, 2, 4"
+                    f"microbatches {allowed.microbatches}: needs whole numbers of at least 1, e.g. 1, 2, 4"
                 )
 
     @classmethod
@@ -117,7 +117,7 @@ class Microbatches(Decision):
     def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:
         numbers = _numbers(texts[-1]) if texts else (1,)
         if len(numbers) != 1:
-            raise UserError(f"--microbatches {texts[-1]}: only a search has several numbers; name one")
+            raise UserError(f"--microbatches {texts[-1]}: only a search takes several numbers; name one")
         return {"microbatches": numbers[0]}
 
     @classmethod

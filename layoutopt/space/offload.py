@@ -122,7 +122,7 @@ class OffloadDecision(Decision):
                 found += 1
                 yield cls(cls.class_of(variables[0]).removeprefix(cls.prefix), ((), (cls.kind,)), names)
         if not found:
-            raise UserError("--offload optimizer: the optimizer keeps no state; leave it out, or use Adam")
+            raise UserError("--offload optimizer: the optimizer has no state; remove it, or use Adam")
 
     @classmethod
     def having(cls, variables: Sequence[Variable], graph: Graph) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ class OffloadDecision(Decision):
     @classmethod
     def beyond(cls, said: Any) -> Iterator[Beyond]:
         for kind, its in said.offload.items():
-            lie = f"{kind} of {first_of(its)} lie on their hosts"
+            lie = f"{kind} of {first_of(its)} are stored on the host"
             yield Beyond("offload", lie, "search without --offload")
 
 

@@ -158,7 +158,7 @@ class Recompute(Decision):
         for left in missing(OFFLOADING, "offload", allowed.offload, every["offload"]):
             yield replace(left, what=f"{OFFLOADING} of saved activations", finer=bool(allowed.offload))
         if every["recompute"]:
-            yield LeftOut(cls.label, f"{cls.label} with sets of your own", "--keep SETS", finer=True)
+            yield LeftOut(cls.label, f"{cls.label} with your own sets", "--keep SETS", finer=True)
 
     @classmethod
     def check(cls, allowed: Space) -> None:
@@ -216,9 +216,9 @@ class Recompute(Decision):
     @classmethod
     def beyond(cls, said: Any) -> Iterator[Beyond]:
         for text in said.recompute:
-            yield Beyond("recompute", f"the loop over {text} runs again", "search with --recompute never")
+            yield Beyond("recompute", f"the loop over {text} is recomputed", "search with --recompute never")
             if Recomputed.parse(text).keep:
-                words = f"some values of a block that runs again are kept ({text})"
+                words = f"some values of a recomputed block are kept ({text})"
                 yield Beyond("keep", words, "recompute all of it")
 
 

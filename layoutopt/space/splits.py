@@ -34,7 +34,7 @@ def parse_rules(rules: Rules) -> dict[str, Axes]:
         if pins.get(dim, found) != found:
             raise UserError(
                 f"{dim!r} is asked to be split over {'+'.join(pins[dim]) or 'none'} and over "
-                f"{'+'.join(found) or 'none'}: these contradict each other; keep one"
+                f"{'+'.join(found) or 'none'}: these conflict; keep one"
             )
         pins[dim] = found
     return pins
@@ -45,7 +45,9 @@ def parse_forbid(rules: Rules) -> dict[str, Axes]:
     forbid: dict[str, Axes] = {}
     for dim, found in _parsed(rules, "forbid"):
         if not found:
-            raise UserError(f"--forbid {dim}:none names no axis; to have {dim!r} split, pin it to one")
+            raise UserError(
+                f"--forbid {dim}:none names no axis; to require a split of {dim!r}, pin it to an axis"
+            )
         known = forbid.get(dim, ())
         forbid[dim] = (*known, *(a for a in found if a not in known))
     return forbid
@@ -189,9 +191,13 @@ def domains(graph: Graph, mesh: Mesh, allowed: Space) -> dict[str, tuple[Axes, .
             wanted = pins[name]
             if set(wanted) not in map(set, options):
                 if wanted and name in graph.unsplit:
-                    raise UserError(f"--pin {name}:{'+'.join(wanted)}: {graph.unsplit[name]}; drop this pin")
+                    raise UserError(
+                        f"--pin {name}:{'+'.join(wanted)}: {graph.unsplit[name]}; remove this pin"
+                    )
                 if set(wanted) & set(apart.get(name, ())):
-                    raise UserError(f"--pin {name}:{'+'.join(wanted)}: these axes tell stages apart")
+                    raise UserError(
+                        f"--pin {name}:{'+'.join(wanted)}: these axes are those of pipeline stages"
+                    )
                 raise UserError(why_not(name, wanted, mesh, found, name in counted, forbid.get(name, ())))
             options = [wanted]
         out[name] = tuple(options)
@@ -235,11 +241,11 @@ def why_not(name: str, axes: Axes, mesh: Mesh, sizes: Set[int], counted: bool, f
     asked = f"--pin {name}:{'+'.join(axes) or 'none'}"
     if counted:
         return (
-            f"{asked}: {name!r} counts the layers of a loop, which a search splits into stages only if asked "
-            f"for it; add --pipeline {name}"
+            f"{asked}: {name!r} counts the layers of a loop, which a search splits into stages only with "
+            f"--pipeline; add --pipeline {name}"
         )
     if set(axes) & set(forbidden):
-        return f"{asked}: --forbid {name}:{'+'.join(forbidden)} forbids the same split; drop one of the two"
+        return f"{asked}: --forbid {name}:{'+'.join(forbidden)} forbids the same split; remove one of the two"
     ways, over = mesh.group_size(axes), "+".join(axes)
     for size in sorted(sizes):
         if size % ways:
@@ -247,7 +253,7 @@ def why_not(name: str, axes: Axes, mesh: Mesh, sizes: Set[int], counted: bool, f
                 f"{asked}: {name!r} has size {size}, not divisible by the {ways} devices of {over}; "
                 "choose another axis or size"
             )
-    return f"{asked}: an axis of size 1 splits nothing; leave it out"
+    return f"{asked}: an axis of size 1 splits nothing; remove it"
 
 
 def _parsed(rules: Rules, what: str = "rules") -> Iterator[tuple[str, Axes]]:

@@ -94,7 +94,7 @@ class StageSplit(Split):
     @classmethod
     def beyond(cls, said: Any) -> Iterator[Beyond]:
         for dim, n in said.pipeline.items():
-            stages = f"{dim!r} is split into {n} stages that microbatches go through"
+            stages = f"{dim!r} is split into {n} stages for microbatches"
             yield Beyond("pipeline", stages, f"search without --pipeline {dim}")
 
 

@@ -71,7 +71,7 @@ class Cache:
         full = value.graph.path(name)
         old = self.states.get(full)
         if self.position is None and old is not None:
-            raise UserError(f"decoding: two layers remember {full!r}; give them different names")
+            raise UserError(f"decoding: two layers have the cache entry {full!r}; give them different names")
         if self.position is not None:
             old = self._known(full)
             if old.value.type != value.type:
@@ -85,7 +85,7 @@ class Cache:
     def _known(self, full: str) -> CachedState:
         if full not in self.states:
             raise UserError(
-                f"decoding: nothing was remembered as {full!r} when the prompts were read; "
+                f"decoding: no cache entry {full!r} was made when the prompts were read; "
                 f"{known_names(full, self.states)}"
             )
         return self.states[full]

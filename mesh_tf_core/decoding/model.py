@@ -81,7 +81,7 @@ def generate(
         raise UserError(f"model {model.name!r} has no network that decodes; give mtf.Model(..., network=...)")
     if beams < 0 or (beams and (temperature or top)):
         raise UserError(
-            f"generate: beams={beams} with temperature={temperature}, top={top}: search with beams or draw, "
+            f"generate: beams={beams} with temperature={temperature}, top={top}: use beams or sampling, "
             "not both"
         )
     texts = [t.shape for t in model.graph.inputs.values() if len(t.shape) == 2]

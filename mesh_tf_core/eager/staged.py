@@ -136,8 +136,8 @@ class Staged:
     def _checked(self, x: Tensor, first: Tensor) -> EagerTensor:
         if not isinstance(x, EagerTensor) or x.graph is not first.graph:
             raise UserError(
-                f"staged {self.name}: {first!r} and {x!r} belong to different steps; take both into one step "
-                "with step.constant(x)"
+                f"staged {self.name}: {first!r} and {x!r} belong to different steps; copy both into one "
+                "step with step.constant(x)"
             )
         if x.machine is not self.machine:
             raise UserError(

@@ -174,18 +174,18 @@ class EagerStep(Graph):
         """UserError if the step is over."""
         if self._over:
             raise UserError(
-                f"{getattr(user, 'name', user)}: this eager step is over; begin another (Eager.step) and "
-                "take values into it with its constant(x)"
+                f"{getattr(user, 'name', user)}: this eager step has ended; begin another (Eager.step) "
+                "and copy values into it with constant(x)"
             )
 
     def _foreign(self, x: Tensor) -> str:
         if not isinstance(x, EagerTensor):
             return (
-                f"{x!r} belongs to graph {x.graph.name!r}, which is being built and holds no values; "
+                f"{x!r} belongs to graph {x.graph.name!r}, which is being built and has no values; "
                 "make the operands in one graph or in one eager step"
             )
         whose = "another step" if x.machine is self.machine else "another eager context"
-        return f"{x!r} belongs to {whose}; take its value into this one with step.constant(x)"
+        return f"{x!r} belongs to {whose}; copy its value into this one with step.constant(x)"
 
     def _append(self, op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor], body: Block | None) -> Node:
         self.check_open(op)

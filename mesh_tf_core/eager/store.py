@@ -97,8 +97,8 @@ class VariableStore:
         held = self.held.get(variable.name)
         if held is not None and held.variable.type != variable.type:
             raise UserError(
-                f"variable {variable.name!r} is {held.variable.type} since an earlier step and is now "
-                f"asked for as {variable.type}; give it another name, or begin with a new mtf.Eager"
+                f"variable {variable.name!r} has type {held.variable.type} from an earlier step and is "
+                f"now requested as {variable.type}; give it another name, or use a new mtf.Eager"
             )
         return held
 

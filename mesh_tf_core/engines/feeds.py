@@ -70,8 +70,8 @@ def _check_width(name: str, array: Any, wanted: Any) -> None:
     if low < least or high > most:
         raise UserError(
             f"input {name!r}: the model reads {wanted}, {least} to {most}, found numbers from {low} to "
-            f"{high}; give it numbers in this range (of hashed ids, modulo the size of their table), or make "
-            "the input of the model int64"
+            f"{high}; feed numbers in this range (hashed ids modulo the size of their table), or make the "
+            "model's input int64"
         )
 
 

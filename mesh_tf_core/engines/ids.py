@@ -111,8 +111,8 @@ class Ids:
                         n = use.dim.size
                         raise UserError(
                             f"input {name!r} has the number {number}, but {use.dim.name!r} has {n:,} "
-                            f"elements, 0 to {n - 1:,}; correct the data, or leave such numbers out by a "
-                            "mask in the model, as not_equal(labels, -1)"
+                            f"elements, 0 to {n - 1:,}; correct the data, or mask such numbers in the "
+                            "model, e.g. not_equal(labels, -1)"
                         )
                 rest = rest[beyond(rest, number)] if wrong else rest[:0]
                 if not rest.size:

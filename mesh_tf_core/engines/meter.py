@@ -50,7 +50,7 @@ class Meter:
         for o in loop.outputs:
             declared = self._held.bytes.get(o, size(o))
             if declared != size(o):
-                raise ValueError(f"a loop's result has {size(o)} bytes, room was taken for {declared}")
+                raise ValueError(f"a loop's result has {size(o)} bytes, {declared} were reserved")
         self._held.ends(loop)
         return self._unread(loop)
 

@@ -26,7 +26,7 @@ def chosen(kind: str, cluster: Cluster | None = None) -> str:
         raise UserError(f"engine {kind!r}: {known_names(kind, KINDS)}")
     if cluster is not None:
         if kind not in ("auto", "jax"):
-            raise UserError(f"engine '{kind}' runs in one process; several are for the engine 'jax'")
+            raise UserError(f"engine '{kind}' runs in one process; use the engine 'jax' for several")
         return "jax"
     if kind != "auto":
         return kind

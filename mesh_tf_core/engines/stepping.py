@@ -77,7 +77,7 @@ def check_beside(program: Program, other: Program) -> None:
             raise UserError(f"there is no variable {name!r}; {known_names(name, program.variables)}")
         own = program.variables[name]
         if own.variable.order != stored.variable.order:
-            raise UserError(f"variable {name!r} lies in other rounds of stages in the other program")
+            raise UserError(f"variable {name!r} belongs to other rounds of stages in the other program")
         if (own.value, own.variable.type) != (stored.value, stored.variable.type):
             raise UserError(
                 f"variable {name!r} is {own.variable.type} stored over {own.splits}{_where(own)} here, "

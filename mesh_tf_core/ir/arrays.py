@@ -50,7 +50,7 @@ def numbers(what: str, given: Any) -> Any:
     try:
         array = np.asarray(given)
     except ValueError as error:
-        raise UserError(f"{what}: no array can be made of it ({error})") from None
+        raise UserError(f"{what}: it cannot be converted to an array ({error})") from None
     if str(array.dtype) not in DTYPES and array.dtype.kind not in "fiu":
         raise UserError(f"{what}: needs an array of numbers, found {array.dtype} of shape {array.shape}")
     return array

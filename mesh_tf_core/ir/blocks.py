@@ -17,7 +17,8 @@ TICK = "tick"
 """Name of the dimension that counts the steps of a pipeline (see `tracing.pipeline`)."""
 
 REPLICA = "replica"
-"""Name of the dimension that counts replicas which train alone for some steps (see `tracing.replicas`)."""
+"""Name of the dimension that counts replicas which train separately for some steps (see
+`tracing.replicas`)."""
 
 
 @dataclass(frozen=True)

@@ -202,8 +202,8 @@ class FromFunction(Initializer):
             raise UserError(f"{what} gave an array of shape {list(made.shape)}, not {list(shape)}")
         if not np.array_equal(made, again, equal_nan=made.dtype.kind == "f"):
             raise UserError(
-                f"{what} gave other numbers when it was asked again, so layouts would not begin alike; "
-                "take all random numbers from the generator that it is given"
+                f"{what} gave other numbers in a second call, so layouts would start differently; draw "
+                "all random numbers from the generator that it receives"
             )
         return made
 

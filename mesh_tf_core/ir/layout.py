@@ -229,8 +229,8 @@ class Layout(Mapping[str, Axes]):
         for name, axes in further:
             if len(set(axes)) < len(axes):
                 raise LayoutError(
-                    f"layout {self}: {name!r} is split over {'+'.join(self.axes(name))} everywhere; leave "
-                    f"that out of {name}{AT}{ELSEWHERE}"
+                    f"layout {self}: {name!r} is split over {'+'.join(self.axes(name))} everywhere; "
+                    f"remove that from {name}{AT}{ELSEWHERE}"
                 )
         for name, axes in (*self.rules, *further, *((name, axes) for _, name, axes in self._parts())):
             if name not in known_dims:
@@ -270,7 +270,7 @@ def check_disjoint(splits: Mapping[str, Axes], what: str) -> None:
             if axis in owner:
                 raise LayoutError(
                     f"{what} has both {owner[axis]!r} and {name!r} split over mesh axis {axis!r}; "
-                    f"an axis can split one dimension of an operation: drop one of the two rules"
+                    "an axis can split one dimension of an operation: remove one of the two rules"
                 )
             owner[axis] = name
 

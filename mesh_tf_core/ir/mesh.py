@@ -60,7 +60,7 @@ class Mesh:
             if names.count(name) > 1:
                 raise UserError(f"mesh {self}: axis {name!r} appears twice; give every axis its own name")
         if self.devices > MOST_DEVICES:
-            raise UserError(f"mesh of {', '.join(names)}: more than {MOST_DEVICES:,} devices in all")
+            raise UserError(f"mesh of {', '.join(names)}: more than {MOST_DEVICES:,} devices")
         object.__setattr__(self, "_sizes", dict(pairs))
 
     def __str__(self) -> str:

@@ -151,7 +151,7 @@ class Scopes:
             )
         if found is not None and found.type != asked.type:
             raise UserError(
-                f"variable {asked.name!r} is shared, but was made as {found.type} and is now asked for as "
+                f"variable {asked.name!r} is shared, but was made as {found.type} and is now requested as "
                 f"{asked.type}; give it another name"
             )
         return found

@@ -214,12 +214,12 @@ class Tensor:
     def __getitem__(self, index: Any) -> NoReturn:
         d = self.shape.names[0] if len(self.shape) else "dim"
         raise UserError(
-            f"{self!r} goes by names, not by positions; write mtf.slice_dim(x, {d!r}, begin, size), "
+            f"{self!r} is indexed by names, not by positions; write mtf.slice_dim(x, {d!r}, begin, size), "
             f"mtf.dynamic_slice(x, position, {d!r}) for one place, or mtf.gather(x, ids, {d!r})"
         )
 
     def __iter__(self) -> NoReturn:
-        raise UserError(f"{self!r} has no order to go through; write mtf.unstack(x, dim), or mtf.scan")
+        raise UserError(f"{self!r} cannot be iterated; write mtf.unstack(x, dim), or mtf.scan")
 
     def __matmul__(self, other: Any) -> NoReturn:
         raise UserError(

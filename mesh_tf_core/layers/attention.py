@@ -86,7 +86,7 @@ class Attention:
         steps = ("projections", "queries", "joined")
         own = any(getattr(type(self), s) is not getattr(Attention, s) for s in steps)
         if self.biases != "none" and own and not self.biased:
-            raise UserError(f"{type(self).__name__}: its projections have no biases; leave biases='none'")
+            raise UserError(f"{type(self).__name__}: its projections have no biases; use biases='none'")
         if self.kv_heads < 0 or (self.kv_heads and self.heads.size % self.kv_heads):
             raise UserError(
                 f"{type(self).__name__}: heads={self.heads.size} must be a multiple of "
@@ -192,8 +192,8 @@ class Attention:
             return rename(x, **{self.length: self.memory_length})
         if self.causal or self.window or self.rotary:
             raise UserError(
-                f"{type(self).__name__}: a memory of its own has no positions in common with the queries; "
-                "use neither causal, window nor rotary with it"
+                f"{type(self).__name__}: a separate memory shares no positions with the queries; remove "
+                "causal, window and rotary"
             )
         return memory
 
@@ -217,10 +217,7 @@ class Attention:
             raise UserError(f"{type(self).__name__}: cannot decode with a cache; use Attention")
         hidden = mask is not None or segments is not None
         if cache is not None and memory is None and (hidden or not self.causal):
-            raise UserError(
-                f"{type(self).__name__}: a text that grows is read from left to right; with a cache, use "
-                "causal=True and no mask"
-            )
+            raise UserError(f"{type(self).__name__}: with a cache, use causal=True and no mask")
 
     def remember(self, cache: Cache, k: Tensor, v: Tensor, crosses: bool) -> None:
         """Leaves the keys and values of the prompts in a cache: of a memory all, of a text as many as its

@@ -87,7 +87,7 @@ class LocalAttention(_InBlocks):
           cache: as `Attention`'s; it holds as many positions as the window sees.
         """
         if memory is not None or mask is not None or segments is not None:
-            raise UserError("LocalAttention: takes neither a memory nor a mask of its own; use Attention")
+            raise UserError("LocalAttention: takes no separate memory and no mask; use Attention")
         self.check_cached(cache, memory, mask)
         if one_of_all(cache):
             return self.at_position(x, False, None, bias, cache)
@@ -155,7 +155,7 @@ class ChunkedAttention(_InBlocks):
           cache, segments: as `Attention`'s; a cache holds as many positions as a chunk has.
         """
         if memory is not None:
-            raise UserError("ChunkedAttention: a memory of its own has no chunks; use Attention")
+            raise UserError("ChunkedAttention: a separate memory has no chunks; use Attention")
         self.check_cached(cache, memory, mask, segments)
         if one_of_all(cache):
             return self.at_position(x, False, None, bias, cache)

@@ -122,7 +122,7 @@ class Rotary:
         """
         g, k = x.graph, x.dim(d_kv)
         if k.size % 2:
-            raise UserError(f"Rotary: {k} must have an even size, as its elements are turned in pairs")
+            raise UserError(f"Rotary: {k} must have an even size, as it rotates pairs of elements")
         half = k.size // 2
         place = mtf_range(g, k)
         second = place >= half

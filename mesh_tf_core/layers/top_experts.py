@@ -88,7 +88,9 @@ class TopExperts(Router):
             raise UserError(f"TopExperts: groups={self.groups} do not divide the {experts} experts")
         asked = experts // self.groups * self.groups_chosen
         if self.chosen > asked:
-            raise UserError(f"TopExperts: chosen={self.chosen} must be from 1 to the {asked} experts asked")
+            raise UserError(
+                f"TopExperts: chosen={self.chosen} must be from 1 to the {asked} experts of the chosen groups"
+            )
         if self.groups > 1 and self.scores == "sigmoid" and experts < 2 * self.groups:
             raise UserError(f"TopExperts: {self.groups} groups of {experts} experts have less than two each")
 

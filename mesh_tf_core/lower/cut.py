@@ -39,7 +39,7 @@ class Cut:
         for v in taken:
             axes = self.given[v.tensor]
             if {a for split in v.splits for a in split} & {*axes}:
-                raise LayoutError(f"no sum over {'+'.join(axes)} can be pending of {v}")
+                raise LayoutError(f"{v} cannot have a pending sum over {'+'.join(axes)}")
             state.emit(AllReduce((state.pending(v.id, axes),), (v.id,), state.origin, axes))
         return state.rewritten((*state.code, *program.code))
 

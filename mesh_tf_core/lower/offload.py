@@ -53,13 +53,14 @@ def check_offload(offload: OffloadSet, variables: Mapping[str, Variable]) -> Non
         if kind == WEIGHTS:
             if not variables[name].trainable:
                 raise UserError(
-                    f"offload {kind}: {name!r} is not a trained variable; name one that is, or leave it out"
+                    f"offload {kind}: {name!r} is not a trained variable; name a trained variable, or "
+                    "remove it"
                 )
             continue
         if not any(v.slot_of == name for v in variables.values()):
             raise UserError(
-                f"offload {kind}: the optimizer keeps no state of {name!r}; leave it out, or train with one "
-                "that does, as Adam"
+                f"offload {kind}: the optimizer keeps no state of {name!r}; remove it, or use one with "
+                "state, e.g. Adam"
             )
 
 
@@ -76,8 +77,8 @@ def offload_of(
         every = again if kind == ACTIVATIONS else trained
         if kind == ACTIVATIONS and not (name or every):
             raise UserError(
-                "offload activations: no loop runs again in backward; recompute one, as layers, or name one "
-                "of which all that it saves lies on the hosts, as activations=layers"
+                "offload activations: no loop is recomputed; recompute one, e.g. layers, or name a loop "
+                "that stores all saved values on the host, e.g. activations=layers"
             )
         found.update((kind, each) for each in ([name] if name else every))
     return frozenset(found)

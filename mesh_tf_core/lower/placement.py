@@ -220,8 +220,8 @@ def check_counted(layout: Layout, dim: str, axes: Axes) -> None:
     placement."""
     if axes:
         raise LayoutError(
-            f"layout {layout}: {dim!r} counts what runs one after the other (iterations of a loop, parts of "
-            f"the batch) and cannot be split over {'+'.join(axes)}; drop this rule"
+            f"layout {layout}: {dim!r} counts sequential iterations (of a loop, or parts of the batch) "
+            f"and cannot be split over {'+'.join(axes)}; remove this rule"
         )
 
 

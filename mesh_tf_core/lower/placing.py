@@ -105,8 +105,8 @@ class Placing(ProgramBuilder):
             for axis in axes:
                 if axis in self.within:
                     raise LayoutError(
-                        f"layout {self.layout}: axis {axis!r} tells the stages of a pipeline apart, and "
-                        f"cannot split {d.name!r} inside of them; split it over another axis"
+                        f"layout {self.layout}: axis {axis!r} is the axis of pipeline stages and cannot "
+                        f"split {d.name!r} inside of them; split it over another axis"
                     )
 
     def _legal(self, shape: Shape, rules: Layout, what: str) -> Splits:

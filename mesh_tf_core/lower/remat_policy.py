@@ -194,7 +194,7 @@ def check_kept(recompute: Policies, loops: Set[str], blocks: Iterable[Block], gr
             )
         if known.setdefault(asked.dim, asked) != asked:
             raise UserError(
-                f"recompute: {known[asked.dim]} and {asked} are about the same loops; name {asked.dim} once"
+                f"recompute: {known[asked.dim]} and {asked} apply to the same loops; name {asked.dim} once"
             )
         here = [b for b in blocks if loop_name(b, graph) == asked.dim]
         for word in asked.keep:

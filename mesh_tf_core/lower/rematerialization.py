@@ -349,9 +349,9 @@ def check_saved(recompute: Policies, offload: OffloadSet, whole: Graph, staged: 
             continue
         if dim in known:
             raise UserError(
-                f"{what}: in {where} stages hold what loops over {dim!r} save, from forward to backward, on "
-                "their devices; take the schedule gpipe, recompute the layers or 'tick' around them, or "
-                "leave it out"
+                f"{what}: in {where} stages keep the saved values of loops over {dim!r} on their devices "
+                "from forward to backward; use the schedule gpipe, recompute the layers or 'tick', or remove "
+                "it"
             )
         if (what, dim) in hosted:
             raise UserError(f"{what}: no loop over {dim!r} has a backward; {known_names(dim, known)}")

@@ -62,7 +62,7 @@ def check_axis(diloco: DiLoCo, mesh: Mesh) -> int:
         raise UserError(f"diloco: mesh {mesh} has no axis {axis!r}; {known_names(axis, mesh.names)}")
     count = mesh.size(axis)
     if count < 2:
-        raise UserError(f"diloco: axis {axis!r} of mesh {mesh} has one device: no replicas to meet")
+        raise UserError(f"diloco: axis {axis!r} of mesh {mesh} has one device, so there are no replicas")
     return count
 
 
@@ -110,8 +110,9 @@ def lower_replicas(
     count = check_axis(diloco, mesh)
     if diloco.axis in layout.used:
         raise LayoutError(
-            f"layout {layout}: replicas lie along {diloco.axis!r}, which synchronises rarely, so nothing is "
-            "split over it; split over another axis"
+            f"layout {layout}: axis {diloco.axis!r} has the replicas of DiLoCo, so it splits nothing; "
+            f"split over "
+            "another axis"
         )
     inner, found, outer = replica_graphs(graph, results, count, diloco)
     split = layout.with_rules({REPLICA: (diloco.axis,)})
@@ -147,7 +148,9 @@ def check_alone(program: Program, axis: str) -> None:
     """ProgramError if something crosses an axis."""
     for instr, _ in program.walk():
         if isinstance(instr, Collective) and axis in instr.axes:
-            raise ProgramError(f"{instr.text()} {instr.origin.scope}: replicas along {axis!r} train alone")
+            raise ProgramError(
+                f"{instr.text()} {instr.origin.scope}: replicas along {axis!r} train separately"
+            )
 
 
 def check_meeting(program: Program, diloco: DiLoCo) -> None:
@@ -162,7 +165,8 @@ def check_meeting(program: Program, diloco: DiLoCo) -> None:
         if not (summed if diloco.bits == WHOLE else coded):
             what = "sums" if diloco.bits == WHOLE else f"codes of {diloco.bits} bits and scales"
             raise ProgramError(
-                f"{instr.text()} {instr.origin.scope}: {what} alone cross {diloco.axis!r} where replicas meet"
+                f"{instr.text()} {instr.origin.scope}: {what} alone cross {diloco.axis!r} in a "
+                f"synchronisation"
             )
 
 

@@ -216,8 +216,8 @@ class Saving:
             return ()
         if ways(axes) != block.dim.size:
             raise LayoutError(
-                f"layout {self.low.layout}: {block.dim.name!r} has {block.dim.size} stages or replicas, each "
-                f"on devices of its own, and is split over {'+'.join(axes) or 'no axis'}"
+                f"layout {self.low.layout}: {block.dim.name!r} has {block.dim.size} stages or replicas, "
+                f"each on its own devices, and is split over {'+'.join(axes) or 'no axis'}"
             )
         return axes
 

@@ -132,9 +132,9 @@ def read_stage(said: str | int | Stage) -> Stage:
         return Stage(stage_number(said))
     number, over = stage_number(name.strip()), tuple(a.strip() for a in axes.split("+"))
     if not number:
-        raise UserError(f"storage {said!r}: {STAGES[0]} splits nothing further; leave {AT}{axes} out")
+        raise UserError(f"storage {said!r}: {STAGES[0]} splits nothing further; remove {AT}{axes}")
     if not all(over) or len(set(over)) < len(over):
-        raise UserError(f"storage {said!r}: name each mesh axis once, as {STAGES[number]}{AT}data+pod")
+        raise UserError(f"storage {said!r}: name each mesh axis once, e.g. {STAGES[number]}{AT}data+pod")
     return Stage(number, over)
 
 

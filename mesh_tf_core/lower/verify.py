@@ -79,7 +79,7 @@ class _Verifier:
                     raise ProgramError(f"{instr.text()}: %{o} is computed twice")
                 self.defined.add(o)
         for i, message in going.items():
-            raise ProgramError(f"{message.text()}: nothing in its block waits for %{i}")
+            raise ProgramError(f"{message.text()}: its block never waits for %{i}")
 
     def in_order(self, instr: Instr, going: dict[int, Message]) -> None:
         """What a message brings is waited for once, in the message's block, and read after that."""
@@ -87,9 +87,9 @@ class _Verifier:
             for i in instr.inputs:
                 message = going.pop(i, None)
                 if message is None or message.name != instr.message:
-                    raise ProgramError(f"{instr.text()}: no such message is on its way with %{i}")
+                    raise ProgramError(f"{instr.text()}: no such message was started for %{i}")
         elif going and (early := [i for i in instr.inputs if i in going]):
-            raise ProgramError(f"{instr.text()}: reads %{early[0]}, which is still on its way")
+            raise ProgramError(f"{instr.text()}: reads %{early[0]}, which has not arrived")
         elif isinstance(instr, Message) and instr.rule:
             going.update(dict.fromkeys(instr.outputs, instr))
 
@@ -112,10 +112,12 @@ class _Verifier:
         self.block(loop.body)
         for stack in (*(s.outer for s in loop.sliced), *(r.outer for r in loop.stacked)):
             if loop.first is None and values[stack].shape.sizes[0] != loop.dim.size:
-                raise ProgramError(f"{loop.text()}: %{stack} is longer, and it does not say where to begin")
+                raise ProgramError(
+                    f"{loop.text()}: %{stack} is longer than the loop, which has no first index"
+                )
         for outer, inner in loop.sliced:
             if values[outer].host != values[inner].host:
-                raise ProgramError(f"{loop.text()}: the part %{inner} of %{outer} lies elsewhere")
+                raise ProgramError(f"{loop.text()}: the part %{inner} of %{outer} is placed elsewhere")
         for c in loop.carried:
             kinds = {(values[i].shape, values[i].dtype, values[i].splits) for i in c}
             if len(kinds) != 1:
@@ -146,7 +148,7 @@ class _Verifier:
             there = [i for i in (*instr.inputs, *instr.outputs) if self.of(i).host]
             renames = isinstance(instr, Local) and instr.op.free and len(instr.inputs) == 1
             if there and not (renames and len(there) == 2):
-                raise ProgramError(f"{instr.text()}: %{there[0]} lies on the host")
+                raise ProgramError(f"{instr.text()}: %{there[0]} is on the host")
         if isinstance(instr, Local):
             self.local(instr)
         elif isinstance(instr, Collective):
@@ -160,7 +162,7 @@ class _Verifier:
                 raise ProgramError(f"{instr.text()}: %{instr.inputs[0]} is not on the side that it leaves")
         elif isinstance(instr, ReadVariable):
             if self.of(instr.outputs[0]).host != self.program.variables[instr.variable].host:
-                raise ProgramError(f"{instr.text()}: %{instr.outputs[0]} is not where the variable lies")
+                raise ProgramError(f"{instr.text()}: %{instr.outputs[0]} is not placed as the variable")
         elif isinstance(instr, WriteVariable):
             stored = self.program.variables[instr.variable]
             written = self.of(instr.inputs[0])
@@ -172,7 +174,7 @@ class _Verifier:
         try:
             change = instr.resplits()
         except NotImplementedError:
-            raise ProgramError(f"{instr.text()}: no rule says what it demands of its operands") from None
+            raise ProgramError(f"{instr.text()}: it has no rule for its operands") from None
         for i, o in zip(instr.inputs, instr.outputs, strict=True):
             if instr.sums and set(instr.axes) != set(self.of(i).partial) - set(self.of(o).partial):
                 raise ProgramError(
@@ -192,7 +194,7 @@ class _Verifier:
         terms = instr.inputs[:-1] if adds else instr.inputs
         partial = {self.of(i).partial for i in terms if not self.is_number(i, instr)}
         if adds and self.of(instr.inputs[-1]).partial != self.of(instr.outputs[0]).partial:
-            raise ProgramError(f"{instr.text()}: adds to what is pending over other axes")
+            raise ProgramError(f"{instr.text()}: adds to a sum that is pending over other axes")
         if any(partial):
             if not (instr.op.linear or rounds(instr.op, self.of(instr.outputs[0]).dtype)):
                 raise ProgramError(f"{instr.text()}: takes a pending sum but is not linear")
@@ -251,7 +253,7 @@ class _Verifier:
             left = pending.union(*lacking)
             if set(self.of(o).partial) != left:
                 raise ProgramError(
-                    f"{instr.text()}: leaves a sum over {sorted(left)} but %{o} says {self.of(o).partial}"
+                    f"{instr.text()}: leaves a sum over {sorted(left)} but %{o} has {self.of(o).partial}"
                 )
 
     def moves(self, instr: Instr, i: int, o: int, change: Mapping[str, tuple[int, Axes]]) -> None:
@@ -263,4 +265,4 @@ class _Verifier:
             sign, axes = change.get(name, (0, ()))
             expected = (*before, *axes) if sign > 0 else before[: len(before) - len(axes)] if sign else before
             if after != tuple(expected):
-                raise ProgramError(f"{instr.text()}: {name!r} goes from {before} to {after}")
+                raise ProgramError(f"{instr.text()}: {name!r} changes from {before} to {after}")

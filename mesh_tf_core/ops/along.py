@@ -51,8 +51,8 @@ class TakeAlong(LabelOperand, Move):
         common = [d for d in x.shape if d.name in ids.shape.names]
         if self.dim in ids.shape.names or any(d not in ids.shape.dims for d in common):
             raise UserError(
-                f"take_along of {listing(inputs)}: the ids may not have {self.dim!r}, and what they have in "
-                "common with x must have one size"
+                f"take_along of {listing(inputs)}: the ids may not have {self.dim!r}, and their "
+                "dimensions in x must have equal sizes"
             )
         return TensorType(Shape([*ids.shape, *_rows(x.shape.without(self.dim), ids.shape)]), x.dtype)
 

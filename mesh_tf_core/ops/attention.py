@@ -72,7 +72,7 @@ class FusedAttention(Spread):
         need(self.length in query.dims, f"the query needs its positions {self.length}")
         need(self.memory in key.dims and self.memory in value.dims, f"keys and values need {self.memory}")
         apart = self.memory.name not in query.names and self.length.name not in (*key.names, *value.names)
-        need(apart, "positions of queries and of keys need names of their own; rename one with mtf.rename")
+        need(apart, "positions of queries and keys need different names; rename one with mtf.rename")
         common = key.without(self.d_kv).dims
         own = [d for d in value if d not in common]
         alike = len(own) == 1 and len(value) == len(key) and own[0].name not in query.without(self.d_kv).names

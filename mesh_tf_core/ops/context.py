@@ -52,7 +52,7 @@ class Spread(AnyAttention, abstract=True):
             # Rules for elsewhere split further here what a reader of the layout sees split alike.
             found = ", ".join(f"{n}:{'+'.join(a) or 'none'}" for n, a in zip(names, (own, axes), strict=True))
             why = f"needs {' and '.join(names)} split over the same axes, found {found}"
-            raise refused(self, form, why, f"split both, or leave {form} out")
+            raise refused(self, form, why, f"split both, or remove {form}")
         if low.oracle.ways(axes) == 1:
             return None
         # All else that it needs whole is gathered as ever.

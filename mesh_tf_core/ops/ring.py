@@ -49,7 +49,7 @@ class Ring(Pieces):
         if (op.causal or op.window) and n.size != m.size:
             which = "causal" if op.causal else "a window"
             raise refused(
-                op, form, f"and {which} needs as many queries as keys, found {n} and {m}", "leave one out"
+                op, form, f"and {which} needs as many queries as keys, found {n} and {m}", "remove one"
             )
         if form == ZIGZAG and not op.causal:
             raise refused(op, form, "is for causal attention", f"use {RING}")

@@ -211,15 +211,15 @@ class SliceDim(Move):
 
     def roles(self, *inputs: TensorType) -> Roles:
         kept = inputs[0].shape.without(self.dim).names
-        return Roles(parallel=kept, whole={self.dim: "the part wanted lies on some of the devices only"})
+        return Roles(parallel=kept, whole={self.dim: "only some devices have the requested part"})
 
     def infer(self, *inputs: TensorType) -> TensorType:
         (x,) = inputs
         d = x.shape.dim(self.dim)
         if self.begin < 0 or self.size < 1 or self.begin + self.size > d.size:
             raise UserError(
-                f"slice of {x}: elements {self.begin} to {self.begin + self.size} of {self.dim!r} are asked "
-                f"for, it has {d.size}"
+                f"slice of {x}: elements {self.begin} to {self.begin + self.size} of {self.dim!r} are "
+                f"requested, it has {d.size}"
             )
         return TensorType(
             Shape(Dim(self.dim, self.size) if e.name == self.dim else e for e in x.shape), x.dtype

@@ -136,8 +136,8 @@ def _rates(graph: Graph, optimizer: Optimizer, names: Sequence[str]) -> dict[str
     for pattern in optimizer.rates:
         if pattern not in chosen.values():
             raise UserError(
-                f"{type(optimizer).__name__}: rates has {pattern!r}, which holds for no variable; "
-                f"there are {', '.join(names)}"
+                f"{type(optimizer).__name__}: rates has {pattern!r}, which matches no variable; the "
+                f"variables are {', '.join(names)}"
             )
 
     def rate_of(rate: float | Schedule) -> LearningRate:

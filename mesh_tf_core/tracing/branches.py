@@ -115,7 +115,7 @@ def while_loop(
         new = tuple(made) if isinstance(made, tuple | list) else (made,)
         if [t.type if isinstance(t, Tensor) else t for t in new] != [t.type for t in now]:
             raise UserError(
-                f"while_loop: the body must return what it is given, {', '.join(map(repr, now))}; "
+                f"while_loop: the body must return the types of its arguments, {', '.join(map(repr, now))}; "
                 f"found {', '.join(map(repr, new))}"
             )
         return (going(*new), *new)

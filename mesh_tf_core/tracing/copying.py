@@ -216,7 +216,8 @@ class PartCopy(Copy):
             if len(both) > 1:
                 raise UserError(
                     f"microbatches={self.parts}: a tensor [{t.shape}] has the batch twice "
-                    f"({' and '.join(both)}); examples of different parts would not meet; use one microbatch"
+                    f"({' and '.join(both)}); examples of different parts would not be combined; use one "
+                    f"microbatch"
                 )
 
     def _operands(self, node: Node) -> list[Tensor]:

@@ -1,5 +1,5 @@
-"""DiLoCo: replicas that train alone for some steps and then synchronise: its settings, and which part of the
-variables synchronises when.
+"""DiLoCo: replicas that train separately for some steps and then synchronise: its settings, and which part of
+the variables synchronises when.
 
 Replicas along a mesh axis (`DiLoCo`) and replicas that are separate jobs (`training.decoupled`) have the same
 settings of the outer step, which are read and checked here.
@@ -56,14 +56,14 @@ def read_settings(what: str, text: str, pairs: str, known: Settings, cls: type) 
             raise UserError(f"{what} {text!r}: {name!r} is unknown; {known_names(name, known)}")
         field, kind = known[name]
         if field in said:
-            raise UserError(f"{what} {text!r}: {name} is said twice; leave one of them out")
+            raise UserError(f"{what} {text!r}: {name} is given twice; remove one of them")
         try:
             said[field] = kind(value)
         except ValueError:
             due = "whole number" if kind is int else "number"
             usual = getattr(cls, field)
             raise UserError(
-                f"{what} {text!r}: {name}={value!r} is not a {due}; write {name}={usual}, say"
+                f"{what} {text!r}: {name}={value!r} is not a {due}; write e.g. {name}={usual}"
             ) from None
     return said
 
@@ -180,7 +180,7 @@ class DiLoCo:
         axis, _, rest = text.partition(":")
         given = read_settings("diloco", text, rest, _SETTINGS, cls)
         if not axis.strip():
-            raise UserError(f"diloco {text!r}: name the axis of the mesh, as sites:period=30")
+            raise UserError(f"diloco {text!r}: name the axis of the mesh, e.g. sites:period=30")
         return cls(axis.strip(), **given)
 
     def __post_init__(self) -> None:
@@ -188,10 +188,10 @@ class DiLoCo:
         if not 0 <= self.delay < self.every:
             raise DoNotFit(
                 f"diloco: a delay of {self.delay} steps; it must be at least 0 and less than the "
-                f"{self.every} from one meeting to the next"
+                f"{self.every} from one synchronisation to the next"
             )
         if not 0 <= self.alpha < 1:
-            raise UserError(f"diloco: alpha, the share that stays, must be in [0, 1), found {self.alpha:g}")
+            raise UserError(f"diloco: alpha, a replica's own share, must be in [0, 1), found {self.alpha:g}")
 
     @property
     def every(self) -> int:

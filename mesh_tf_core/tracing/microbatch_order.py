@@ -112,7 +112,7 @@ class MicrobatchOrder:
             if not stage and self.runs.get(maker.index) is When.WHOLE:
                 read = sorted(outer_reads(self.old, maker))
                 if any(self.kind(i) in (Linearity.PER_EXAMPLE, Linearity.INSEPARABLE) for i in read):
-                    raise self.refuse(f"{maker.op.describe()} reads what is before and behind the layers")
+                    raise self.refuse(f"{maker.op.describe()} reads values from before and after the layers")
                 left += [
                     i for i in read if self.kind(i) is Linearity.REDUCIBLE or self.when(i) is not When.BEFORE
                 ]
@@ -127,7 +127,7 @@ class MicrobatchOrder:
         read = set().union(*self.reads.values())
         late = [i for i in (*read, *self.sliced[self.backward.index]) if self.when(i) is not When.BEFORE]
         if late or any(self.when(i) > When.HEAD for i in self.seeds):
-            raise self.refuse("the gradient of what the layers stack depends on the microbatch")
+            raise self.refuse("the gradient of the layers' stacked values depends on the microbatch")
         rows = {i for i in read if self.kind(i) is Linearity.PER_EXAMPLE}
         if any(self.kind(i) in (Linearity.REDUCIBLE, Linearity.INSEPARABLE) for i in read):
             raise self.refuse("the layers read a sum over the batch that is not whole")
@@ -151,7 +151,7 @@ class MicrobatchOrder:
         body, refuse = self.body(self.forward), self.refuse
         inside = [n for n, _ in body.walk()]
         if any(n.body is not None and n.body.runs is not None for n in inside) or body.runs is not None:
-            raise refuse("its layers have branches or end early, and stages have to do the same things")
+            raise refuse("its layers have branches or end early, but all stages run one program")
         if body.halves:
             raise refuse("its layers are reversible")
         if any(self.kind(o) is Linearity.PER_EXAMPLE for _, o in body.stacked):

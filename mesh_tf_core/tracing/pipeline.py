@@ -102,10 +102,10 @@ def check_stages(graph: Graph, dim: str, count: int, rounds: int = 1) -> None:
             times = f" times {rounds} rounds" if rounds > 1 else ""
             raise UserError(
                 f"pipeline over {dim!r}: {count} stages{times} are more than its {size} "
-                f"layer{'s' * (size != 1)}; take fewer stages{' or rounds' * (rounds > 1)}"
+                f"layer{'s' * (size != 1)}; use fewer stages{' or rounds' * (rounds > 1)}"
             )
         if node not in graph.nodes:
-            raise UserError(f"pipeline over {dim!r}: this loop is inside of another; split the outer one")
+            raise UserError(f"pipeline over {dim!r}: this loop is inside another; split the outer one")
 
 
 @dataclass
@@ -215,7 +215,7 @@ class _Pipeline:
         body = self.body
         inside = [n for n, _ in body.walk()]
         if any(n.body is not None and n.body.runs is not None for n in inside) or body.runs is not None:
-            raise self._refuse("its layers have branches or end early, and stages have to do the same things")
+            raise self._refuse("its layers have branches or end early, but all stages run one program")
         made = {*body.carry_in, *(o for n in inside for o in n.outputs)}
         self.copy.smaller = self.copy.part
         self.copy.check_batch(map(self.old.tensor, (*made, *self.rows)))
@@ -223,8 +223,13 @@ class _Pipeline:
         whole = [i for i in body.carry_in if self.linearity.of(i).kind is Linearity.INSEPARABLE]
         if whole or any(self.linearity.of(i).kind is Linearity.INSEPARABLE for i, _ in body.stacked):
             known = [*whole, *(i for i, _ in body.stacked), *body.carry_out]
-            why = next((self.linearity.why[i] for i in known if i in self.linearity.why), "what it hands on")
-            raise self._refuse(f"microbatches do not add up to what its layers hand on, because of {why}")
+            why = next(
+                (self.linearity.why[i] for i in known if i in self.linearity.why),
+                "the values that it passes on",
+            )
+            raise self._refuse(
+                f"its layers pass on values that are no sums over microbatches, because of {why}"
+            )
         for outer, _ in body.sliced:
             if self._batch(outer):
                 raise self._refuse("its layers read parts of the batch that are stacked, one for each layer")

@@ -1,5 +1,5 @@
 """An axis that synchronises rarely (Douillard et al. 2023, "DiLoCo", algorithm 1): replicas of the variables
-train alone for some steps, each on its own batches, and then synchronise.
+train separately for some steps, each on its own batches, and then synchronise.
 
 A training step becomes graphs on the same variables, with a copy for each replica: [replica, own dims]. The
 inner step, here, is the step as it was, side by side for every replica (`Block.spread`): nothing in it reads

@@ -70,12 +70,12 @@ def _called(fn: Any, state: Sequence[Tensor], parts: Sequence[Tensor], single: b
     found = [x.type if isinstance(x, Tensor) else x for x in out]
     if found != [x.type for x in state]:
         raise UserError(
-            f"scan over {dim}: the body must return what it is given, "
+            f"scan over {dim}: the body must return the types of its arguments, "
             f"{', '.join(str(x.type) for x in state)}; found {', '.join(map(str, found))}"
         )
     for y in ys or ():
         if not isinstance(y, Tensor):
-            raise UserError(f"scan over {dim}: what the body gives to stack must be tensors, found {y!r}")
+            raise UserError(f"scan over {dim}: the values that the body stacks must be tensors, found {y!r}")
     return out, None if ys is None else list(ys)
 
 

@@ -73,8 +73,8 @@ def reordered(x: Tensor, order: Interleaved, layers: Dim, *, lies: bool) -> Tens
         known = ", ".join(str(n) for n in range(2, layers.size + 1) if layers.size % n == 0)
         raise UserError(
             f"pipeline over {name!r}: {parts} {'virtual ' * (order.rounds > 1)}stages do not divide its "
-            f"{layers.size} layers, and something beside them reads one by one what they have or stack; "
-            f"choose one of {known}"
+            f"{layers.size} layers, and an operation outside reads their values one by one; choose one of "
+            f"{known}"
         )
     rounds, stages = Dim(f"{name}_rounds", order.rounds), Dim(name, order.stages)
     chunk = Dim(layers_of_stage(name), layers.size // parts)

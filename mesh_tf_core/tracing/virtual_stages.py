@@ -114,7 +114,7 @@ class VirtualStageCopy(Accumulation):
         self.own = Dim(layers_of_stage(dim), self.lie.size // stages)
         self.chunk = Dim(self.own.name, self.own.size // rounds)
         for name in (MICROBATCH, IN_FLIGHT):
-            self.new.unsplit[name] = "microbatches go through the stages of a pipeline one after the other"
+            self.new.unsplit[name] = "microbatches pass through pipeline stages one after the other"
         self.again = self.links = False
         self.keeps: Sequence[int] = ()
         self.held: dict[int, Tensor] = {}
@@ -136,7 +136,7 @@ class VirtualStageCopy(Accumulation):
 
     def refusal(self, what: str) -> UserError:
         return UserError(
-            f"schedule {self.named} over {self.layers!r}: {what}; take the schedule gpipe, or do not split "
+            f"schedule {self.named} over {self.layers!r}: {what}; use the schedule gpipe, or do not split "
             f"{self.layers!r}"
         )
 
@@ -153,7 +153,7 @@ class VirtualStageCopy(Accumulation):
         forward = [n for n in over if n.phase == Phase.FORWARD]
         backward = [n for n in over if n.phase != Phase.FORWARD]
         if not backward:
-            raise self.refusal("the loss needs sums over the whole batch of what the layers make")
+            raise self.refusal("the loss needs sums over the whole batch of the layers' values")
         if len(forward) != 1 or len(backward) != 1 or backward[0].body.forward is not forward[0].body:  # type: ignore[union-attr]
             raise self.refusal("more than one loop runs over these layers")
         made = self.loops(self, needed, (forward[0], backward[0]), sums)

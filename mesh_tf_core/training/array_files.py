@@ -167,10 +167,10 @@ def _place(path: Path, name: str, begin: int, said: Mapping[str, Any]) -> ArrayL
     first, end = said["data_offsets"]
     shape = tuple(said["shape"])
     if not all(type(number) is int and 0 <= number < 1 << 62 for number in (*shape, first, end)):
-        raise ValueError(f"{name[:80]!r} has a size that is none")
+        raise ValueError(f"{name[:80]!r} has an invalid size")
     found = ArrayLocation(path, begin + first, begin + first, SAFE[said["dtype"]], shape)
     if end - first != found.bytes:
-        raise ValueError(f"{name[:80]!r} has {found.bytes} bytes and lies from {first} to {end}")
+        raise ValueError(f"{name[:80]!r} has {found.bytes} bytes, from {first} to {end}")
     return found
 
 
@@ -224,7 +224,7 @@ def zipped(path: Path) -> dict[str, Zipped]:
     with _parsing(path.name):
         archive = zipfile.ZipFile(path)
         if min(entry.header_offset for entry in archive.infolist()) != 0:
-            raise ValueError("something lies before its first array")
+            raise ValueError("its first array does not start at 0")
         entries = [entry for entry in archive.infolist() if entry.filename.endswith(".npy")]
         for name, entry in _once([(entry.filename.removesuffix(".npy"), entry) for entry in entries]).items():
             with archive.open(entry) as file:

@@ -113,8 +113,8 @@ def finish(folder: Path, step: int, written: Iterable[Any], extra: Mapping[str, 
         _look(folder, step)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"step {step} is not saved: {reason(error)}, though every process said that it had written its "
-            "part; the checkpoints before it are kept"
+            f"step {step} is not saved: {reason(error)}, although every process reported its part as "
+            "written; earlier checkpoints are kept"
         ) from None
     root = folder.parent
     final = root / named(step)
@@ -146,7 +146,7 @@ def _entries_of(step: int, written: Iterable[Any]) -> dict[str, ManifestEntry]:
         }
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"step {step} is not saved: the processes do not say what pieces they wrote "
+            f"step {step} is not saved: the processes did not report their pieces "
             f"({' '.join(str(error).split())[:200]})"
         ) from None
 
@@ -225,7 +225,7 @@ def of_step(
         steps = ", ".join(str(one) for one, _ in there[::-1])
         raise UserError(
             f"checkpoint {str(directory)!r}: resume={step}: there is no checkpoint of that step; "
-            + (f"there are {steps}" if steps else "there is none at all")
+            + (f"there are {steps}" if steps else "there are no checkpoints")
         )
     said = []
     if cluster is None or cluster.is_writer:
@@ -233,7 +233,7 @@ def of_step(
             for path in (path for one, path in there if one > step):
                 place = _aside(path)
                 path.rename(place)
-                said.append(f"{path.name} is set aside: it is {place.name} from now on")
+                said.append(f"{path.name} is renamed to {place.name}")
             sync_names(Path(directory))
     return replace(found, aside=tuple(said))
 
@@ -252,7 +252,7 @@ def going_on(directory: str | Path) -> str:
         return f"nothing is saved in {str(directory)!r}"
     older = ", ".join(str(step) for step, _ in there[1:])
     also = f"; older ones, by resume=: {older}" if older else ""
-    return f"go on from step {there[0][0]} in {str(directory)!r}, the newest there{also}"
+    return f"continue from step {there[0][0]} in {str(directory)!r}, the newest there{also}"
 
 
 def _first(
@@ -273,8 +273,8 @@ def _first(
         skipped.append(f"{path.name}: {why}")
     if skipped:
         raise UserError(
-            f"checkpoint {str(directory)!r}: no whole checkpoint in it ({'; '.join(skipped)}); "
-            "give another directory, or remove this one to start anew"
+            f"checkpoint {str(directory)!r}: no complete checkpoint in it ({'; '.join(skipped)}); "
+            "give another directory, or remove this one to start again"
         )
     return None
 

@@ -41,8 +41,10 @@ class Met:
 
     def words(self, count: int) -> str:
         """'round 3, 3 of 4 replicas'."""
-        lost = "; what this one did was too old and is dropped" if self.dropped and not self.left else ""
-        lost += "".join(f"; the post of replica {one} is left out: {why}" for one, why in self.left.items())
+        lost = (
+            "; the work of this replica was too old and is dropped" if self.dropped and not self.left else ""
+        )
+        lost += "".join(f"; the post of replica {one} is excluded: {why}" for one, why in self.left.items())
         return f"round {self.round}, {len(self.present)} of {count} replicas{lost}"
 
 
@@ -85,8 +87,8 @@ class Decoupled:
         place = re.fullmatch(r"(\d+)/(\d+)", given.pop("replica", ""))
         if not given.get("directory") or place is None:
             raise UserError(
-                f"meet {text!r}: say where and as which replica, as dir=/shared/run,replica=0/4 (the first "
-                "of four)"
+                f"meet {text!r}: give the directory and the replica, e.g. dir=/shared/run,replica=0/4 "
+                "(the first of four)"
             )
         return cls(replica=int(place[1]), count=int(place[2]), **given)
 
@@ -103,10 +105,10 @@ class Decoupled:
     def __post_init__(self) -> None:
         object.__setattr__(self, "directory", Path(self.directory))
         if self.count < 1:
-            raise UserError(f"meet: there is at least one replica, found {self.replica}/{self.count}")
+            raise UserError(f"meet: needs at least one replica, found {self.replica}/{self.count}")
         if not 0 <= self.replica < self.count:
             raise UserError(
-                f"meet: replica {self.replica}/{self.count} is none: they are 0/{self.count} to "
+                f"meet: replica {self.replica}/{self.count} does not exist: use 0/{self.count} to "
                 f"{self.count - 1}/{self.count}"
             )
         check("meet", on_met=(self.on_met, optional(FUNCTION)))

@@ -162,8 +162,8 @@ class EvaluationPass:
             if [int(np.searchsorted(rows, count)) for count in whole] == counts:
                 return whole
         raise UserError(
-            "evaluate: this process has not the rows of the batches that it was asked for; where a batch is "
-            "short, give those that are there (numbers[rows[rows < len(numbers)]]), or an array of no row"
+            "evaluate: the data lack rows of this process; in a short batch, yield the rows that exist "
+            "(numbers[rows[rows < len(numbers)]]), or an array without rows"
         )
 
     def _mean(self, name: str, sums: Mapping[str, float], examples: int, batches: int) -> float:
@@ -198,7 +198,7 @@ class EvaluationPass:
                 name, why = next(iter(self.whole.items()))
                 raise UserError(
                     f"evaluate: a batch has {count} rows instead of {most}, and {name!r} is not a sum over "
-                    f"rows ({why}); leave the short batch out, or leave {name!r} out of the metrics"
+                    f"rows ({why}); drop the short batch, or remove {name!r} from the metrics"
                 )
             counts.append(count)
             padded = {n: np.concatenate([a, _padding(a, most - count)]) for n, a in short.items()}
@@ -243,9 +243,9 @@ def running_means(program: Program, steps: int, what: str) -> Mapping[str, Varia
     slots = [s.variable for s in program.variables.values()]
     found = {v.slot_of: v for v in slots if v.slot_of and v.name == f"{v.slot_of}/{EMA}"}
     if not found:
-        raise UserError(f"{what}: the optimizer keeps no running means; give it ema=0.999, say")
+        raise UserError(f"{what}: the optimizer has no running means; set e.g. ema=0.999")
     if not steps:
-        raise UserError(f"{what}: running means begin with the first step; train first, or leave out ema")
+        raise UserError(f"{what}: running means begin with the first step; train first, or remove ema")
     return found
 
 

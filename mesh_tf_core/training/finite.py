@@ -68,7 +68,7 @@ class FinitePieces(Mapping[VariablePiece, Any]):
         array = self._pieces[piece]
         if piece.name in self._names and not is_finite(array):
             raise UserError(
-                f"step {self._step} is not saved: variable {piece.name!r} holds numbers that are not finite; "
+                f"step {self._step} is not saved: variable {piece.name!r} has numbers that are not finite; "
                 + self._todo()
             )
         return array
@@ -98,9 +98,9 @@ class FiniteLoss:
         self._skipped += 1
         if self.scaled and self._skipped < SKIPPED:
             return
-        tried = f"and in the {SKIPPED - 1} before it, which the loss scale left out" if self.scaled else ""
+        tried = f"and in the {SKIPPED - 1} before it, which the loss scale skipped" if self.scaled else ""
         raise UserError(
             f"the loss is {loss} in step {step}{f', {tried}' if tried else ''}; try a smaller "
-            "learning rate, a warm-up, clip_norm in the optimizer, or float32 activations, and look at that "
-            "step's batch"
+            "learning rate, a warm-up, clip_norm in the optimizer, or float32 activations, and check the "
+            "batch of that step"
         )

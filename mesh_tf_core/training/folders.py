@@ -36,7 +36,7 @@ def check_mode(mode: int, called: str) -> None:
     """UserError unless it is a mode of folders that lets the owner write."""
     if not 0o700 <= mode <= 0o777:
         raise UserError(
-            f"checkpoint mode {called} is none that lets the owner read and write; write an octal number as "
+            f"checkpoint mode {called} does not let the owner read and write; write an octal number, e.g. "
             "0700 (yours alone), 0750 (your group reads) or 0755 (all read)"
         )
 
@@ -59,7 +59,7 @@ def check_directory(directory: str | Path, mode: int | None = None) -> None:
             if not folder.is_dir():
                 make(folder, mode if folder == root else None)
     except FileExistsError as error:
-        kind = "a link that leads to no directory" if os.path.islink(error.filename) else "a file"
+        kind = "a broken link" if os.path.islink(error.filename) else "a file"
         raise UserError(
             f"checkpoint {str(directory)!r}: {str(error.filename)!r} is {kind}; name a directory"
         ) from None
@@ -68,7 +68,7 @@ def check_directory(directory: str | Path, mode: int | None = None) -> None:
             raise unwritable(directory, error) from None
         raise UserError(
             f"checkpoint {str(directory)!r} cannot be made: there is no folder "
-            f"{str(root.parent.parent)!r}; make it, or name another place"
+            f"{str(root.parent.parent)!r}; make it, or choose another place"
         ) from None
     except (OSError, ValueError) as error:
         raise unwritable(directory, error) from None
@@ -147,7 +147,8 @@ def begun(directory: str | Path, step: int, name: Any) -> Path:
     found = UNFINISHED.fullmatch(name) if isinstance(name, str) else None
     if found is None or int(found[1]) != step:
         raise UserError(
-            f"checkpoint {str(directory)!r}: asked to write step {step} to {str(name)[:80]!r}, which is not "
+            f"checkpoint {str(directory)!r}: requested to write step {step} to {str(name)[:80]!r}, which "
+            f"is not "
             "an unfinished checkpoint of it; nothing is written"
         )
     return Path(directory) / found[0]

@@ -78,10 +78,11 @@ def _take(place: str, called: str) -> str:
             os.close(handle)
             if error.errno in TAKEN:
                 raise UserError(
-                    f"{called} is in use: {holder} writes there; wait for its end, or give another directory"
+                    f"{called} is in use: {holder} writes there; wait until it ends, or give another "
+                    "directory"
                 ) from None
             return (
-                f"{called} cannot be locked here ({error.strerror}); see to it that no other job writes there"
+                f"{called} cannot be locked here ({error.strerror}); make sure that no other job writes there"
             )
         if _is_in_place(place, handle):
             break
@@ -110,7 +111,7 @@ def _take_again(place: str, called: str) -> str:
         _handles[place] = lost
         raise
     os.close(lost)
-    return trouble or f"{removed}, and is there again; leave it, for it keeps other jobs out"
+    return trouble or f"{removed}, and exists again; keep it, because it excludes other jobs"
 
 
 def _opened(place: str, called: str) -> int:
@@ -140,8 +141,7 @@ def _opened(place: str, called: str) -> int:
 
 def _foreign(called: str, kind: str) -> UserError:
     return UserError(
-        f"{called}: what is called {FILE} there is {kind}, which would be overwritten; remove it, or give "
-        "another directory"
+        f"{called}: {FILE} there is {kind} and would be overwritten; remove it, or give another directory"
     )
 
 

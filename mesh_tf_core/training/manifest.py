@@ -117,8 +117,8 @@ def write(path: Path, manifest: Manifest) -> None:
     if len(content) > LARGEST:
         parts = sum(len(entry.parts) for entry in manifest.variables.values())
         raise UserError(
-            f"step {manifest.step} is not saved: its {parts:,} pieces of variables are more than a manifest "
-            "names; save from fewer processes, or stack equal layers"
+            f"step {manifest.step} is not saved: its {parts:,} pieces of variables are too many for a "
+            "manifest; save from fewer processes, or stack equal layers"
         )
     with create(path) as file:
         file.write(content)
@@ -137,7 +137,7 @@ def read(path: Path) -> Manifest:
     if not stat.S_ISREG(found.st_mode):
         raise ValueError(f"{path.name} is not a file")
     if found.st_size > LARGEST:
-        raise ValueError(f"{path.name} has {found.st_size} bytes; no manifest is as large")
+        raise ValueError(f"{path.name} has {found.st_size} bytes; which is too large for a manifest")
     try:
         plain = json.loads(path.read_bytes())
         if not isinstance(plain, Mapping):

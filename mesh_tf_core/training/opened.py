@@ -117,7 +117,7 @@ class Checkpoint:
                 if mine(number) and place.sha256() != part.sha256:
                     raise ValueError(f"{said} differs from its checksum in {part.file}")
                 if mine(number) and name in finite and not is_finite(place.mapped()):
-                    raise ValueError(f"{said} holds numbers that are not finite")
+                    raise ValueError(f"{said} has numbers that are not finite")
 
     def _entry(self, name: str) -> ManifestEntry:
         if name not in self.variables:

@@ -135,15 +135,15 @@ class Directory:
         newest = max((r for r in rounds if r == 0 or r - 1 in rounds), default=-1)
         if rounds and newest < 0:
             raise UserError(
-                f"meet: {str(self.root)!r} has state {max(rounds)} and not the one before it: a copy "
-                "strayed there, or the others were removed; move it away, or name another directory"
+                f"meet: {str(self.root)!r} has state {max(rounds)} but not the previous one: it is a "
+                "stray copy, or the others were removed; move it away, or name another directory"
             )
         for stray in sorted(r for r in rounds if r > newest):
             name = f"state-{stray:08d}.npz"
             if name not in self._told:
                 self._told.add(name)
                 warnings.warn(
-                    f"meet: {name} in {str(self.root)!r} is not counted: the state before it is not there",
+                    f"meet: {name} in {str(self.root)!r} is ignored: the previous state does not exist",
                     MeetWarning,
                     stacklevel=2,
                 )
@@ -213,8 +213,8 @@ class Directory:
         except UnusablePost as error:
             raise UserError(
                 f"meet: {str(self.root)!r} has the states of another model, or damaged ones: in "
-                f"state-{round:08d}.npz {error}; name another directory, or the same hyperparameters and "
-                "fragments"
+                f"state-{round:08d}.npz {error}; name another directory, or use the same hyperparameters "
+                "and fragments"
             ) from None
 
     def _state(self, round: int) -> tuple[MeetingState, Mapping[str, Any]]:
@@ -230,7 +230,7 @@ class Directory:
                 raise UnusablePost(f"it is of replica {max(about.present)}")
         except UnusablePost as error:
             raise UserError(
-                f"meet: {str(path)!r} is torn, or nothing that a replica wrote ({error}); remove it, and "
+                f"meet: {str(path)!r} is incomplete, or no replica wrote it ({error}); remove it and "
                 "start again"
             ) from None
         self._agree(about)
@@ -244,8 +244,8 @@ class Directory:
             so = "replica=…/" if name == "replica" else f"{name}="
             if there != here:
                 raise UserError(
-                    f"meet: replicas meet in {str(self.root)!r} with {so}{there:g}, this one comes "
-                    f"with {so}{here:g}; say the same, or name another directory"
+                    f"meet: replicas synchronise in {str(self.root)!r} with {so}{there:g}, this one has "
+                    f"{so}{here:g}; use the same, or name another directory"
                 )
 
     # -- writing ---------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def _write(path: Path, arrays: Mapping[str, np.ndarray], about: BaseModel) -> No
             part.unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise unwritable(path, error, "what replicas meet with") from None
+        raise unwritable(path, error, "a synchronisation file") from None
     sync_names(path.parent)
 
 
@@ -340,7 +340,7 @@ def _opened(path: Path) -> Mapping[str, array_files.Zipped]:
         return array_files.zipped(path)
     except FileNotFoundError:
         if path.is_symlink():  # its name is there, so whoever reads it again would do so for ever
-            raise UnusablePost("it is a link to nothing") from None
+            raise UnusablePost("it is a broken link") from None
         raise
     except (OSError, ValueError) as error:
         raise UnusablePost(str(error)) from None
@@ -349,15 +349,13 @@ def _opened(path: Path) -> Mapping[str, array_files.Zipped]:
 def _about(arrays: Mapping[str, array_files.Zipped], kind: type[About]) -> About:
     found = arrays.get(ABOUT)
     if found is None or found.dtype != np.uint8 or len(found.shape) != 1 or found.shape[0] > MOST_ABOUT:
-        raise UnusablePost("it does not say what it is")
+        raise UnusablePost("it has no description")
     try:
         return kind.model_validate_json(found.read().tobytes())
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))[:80]
-        raise UnusablePost(
-            f"what it says of itself: {where!r}: {' '.join(first['msg'].split())[:200]}"
-        ) from None
+        raise UnusablePost(f"its description: {where!r}: {' '.join(first['msg'].split())[:200]}") from None
     except ValueError as error:
         raise UnusablePost(str(error)) from None
 
@@ -378,5 +376,5 @@ def _read(arrays: Mapping[str, array_files.Zipped], wanted: Wanted) -> ArraysByN
         except (OSError, ValueError) as error:
             raise UnusablePost(str(error)) from None
         if not is_finite(made[name]):
-            raise UnusablePost(f"{name[:80]!r} holds numbers that are not finite")
+            raise UnusablePost(f"{name[:80]!r} has numbers that are not finite")
     return made

@@ -190,8 +190,8 @@ class Meetings:
             came[name] = self._began[name][part] - _wide(self.engine.read(name))[part]
             if not is_finite(came[name]):
                 raise UserError(
-                    f"meet: variable {name!r} holds numbers that are not finite, so nothing is posted and "
-                    "the others go on without this replica; start it again from a checkpoint before, with "
+                    f"meet: variable {name!r} has numbers that are not finite, so nothing is posted and "
+                    "the others continue without this replica; restart it from an earlier checkpoint with "
                     "a smaller learning rate, a warm-up or clip_norm in the optimizer"
                 )
         if self.how.bits == WHOLE:
@@ -264,8 +264,8 @@ class Meetings:
             left[worst] = "its numbers are too large"
         said = "; ".join(f"replica {replica}: {why}" for replica, why in left.items())
         raise UserError(
-            f"meet: no post of round {open} in {str(self.how.directory)!r} can be used ({said}); see who "
-            "writes there, and start again"
+            f"meet: no post of round {open} in {str(self.how.directory)!r} can be used ({said}); check "
+            "which jobs write there, and start again"
         )
 
     def _outer(self, open: int, state: ArraysByName, posts: Mapping[int, ArraysByName]) -> ArraysByName:

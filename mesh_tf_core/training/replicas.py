@@ -1,5 +1,5 @@
-"""Replicas that train alone for some steps (`tracing.replicas`), in a training: the batch of each replica,
-and their outer steps."""
+"""Replicas that train separately for some steps (`tracing.replicas`), in a training: the batch of each
+replica, and their outer steps."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TrainedReplicas:
             there, here = ("none" if each is None else f"fragment {each}" for each in (had, has))
             raise UserError(
                 f"checkpoint {where!r}: after step {step} {there} is in flight with diloco {written}, "
-                f"{here} with {self.diloco}; train on with the same diloco"
+                f"{here} with {self.diloco}; continue with the same diloco"
             )
 
     def together(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

@@ -115,7 +115,7 @@ class Trainer:
         if not isinstance(mesh, Mesh | str):
             mesh.check(model)
             if layout or options != DEFAULT:
-                raise UserError("Trainer: a plan decides the layout and the options; leave them out")
+                raise UserError("Trainer: a plan sets the layout and the options; remove them")
             self.plan, layout, options = mesh, mesh.layout, mesh.options
             mesh = mesh.mesh
         self.mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
@@ -317,7 +317,7 @@ class Trainer:
         check("save", directory=(directory, PATH))
         if self.torn:
             raise UserError(
-                f"step {self.step_number + 1} was interrupted, so the variables may be of two steps and are "
+                f"step {self.step_number + 1} was interrupted, so the variables may mix two steps and are "
                 "not saved; restore a checkpoint first"
             )
         extra = {"layout": str(self.layout), "data": self.position, "mesh": str(self.mesh)}
@@ -328,8 +328,8 @@ class Trainer:
             json.dumps(extra)
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"the data's get_state() gave {self.position!r}, which a checkpoint cannot hold ({error}); "
-                "return what JSON can hold"
+                f"the data's get_state() gave {self.position!r}, which a checkpoint cannot store ({error}); "
+                "return types of JSON"
             ) from None
         self._saver.wait()  # then there is one snapshot at a time
         todo = partial(checkpoints.going_on, directory)

@@ -139,7 +139,10 @@ def read_weights(
     if missing or wrong:
         said = [f"no weights for {', '.join(missing)}"] if missing else []
         there = ", ".join(list(arrays)[:3])
-        hint = f"; there are {there} and others: give names=, or new= for what keeps its initial values"
+        hint = (
+            f"; there are {there} and others: give names=, or new= for variables that keep their "
+            "initial values"
+        )
         raise UserError(f"load: {'; '.join([*said, *wrong])}{hint if missing else ''}")
     _check_numbers({wanted[name]: parts for name, parts in found.items()}, arrays, cluster)
     taken = {name for parts in found.values() for name in parts.names}

@@ -69,7 +69,10 @@ def find_memory_by_layout(plan: PlanFile) -> str:
     """The finding in one sentence."""
     limit, peak = plan.memory_limit, plan.predicted.peak_memory_bytes
     if limit is None:
-        return f"The plan's peak is {bytes_text(peak)} on a device; the plan does not say how much there is"
+        return (
+            f"The plan's peak is {bytes_text(peak)} on a device; the plan does not record the memory "
+            "of a device"
+        )
     state = "leaves" if peak <= limit else "lacks"
     text = f"The plan {state} {bytes_text(abs(limit - peak))} of {bytes_text(limit)} on every device"
     over = [

@@ -97,7 +97,7 @@ def find_pieces(plan: PlanFile) -> str:
     """The fraction of all variables that a device holds."""
     whole, local = totals(plan)
     if not whole:
-        return "The plan's variables hold no bytes"
+        return "The plan has no variables"
     return f"A device holds {bytes_text(local)} of {bytes_text(whole)} of variables: {percent(local / whole)}"
 
 

@@ -83,7 +83,7 @@ def find_step_time(plan: PlanFile) -> str:
     name = shorten(other.names, 40)
     if other.ratio >= 1:
         return f"{text}; the best alternative that fits, {name}, takes {times_text(other.ratio)} as long"
-    return f"{text}; {name} is priced lower, at {times_text(other.ratio)} the time"
+    return f"{text}; {name} is predicted faster, at {times_text(other.ratio)} the time"
 
 
 def tell_step_time(plan: PlanFile) -> str:

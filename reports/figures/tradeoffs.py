@@ -233,7 +233,7 @@ def find_sensitivity(plan: PlanFile) -> str:
         ratio = times_text(slow / fast) if fast <= slow else f"1/{times_text(fast / slow)}"
         low, high = factor_value(one.factor, first.value), factor_value(one.factor, last.value)
         parts.append(f"{one.factor} {low} to {high}: {ratio} the speed{layouts}")
-    return "; ".join(parts) or "How the best step time answers to the hardware"
+    return "; ".join(parts) or "How the best step time depends on the hardware"
 
 
 def tell_sensitivity(plan: PlanFile) -> str:

@@ -135,7 +135,7 @@ def speed(plan: PlanFile) -> PageAnswer:
         note = (
             f"{said}; the next best, {name}, takes {times_text(other.ratio)} as long"
             if other.ratio >= 1
-            else f"{said}; {name} is priced at {times_text(other.ratio)} this time"
+            else f"{said}; {name} is predicted at {times_text(other.ratio)} this time"
         )
     elif plan.alternatives and not any(a.feasible for a in plan.alternatives):
         note = f"{said}; none of the alternatives fits"
@@ -151,7 +151,7 @@ def fit(plan: PlanFile) -> PageAnswer:
         return PageAnswer(
             question,
             bytes_text(peak),
-            "peak on a device; the plan does not say how much a device has",
+            "peak on a device; the plan does not record the memory of a device",
             "warn",
         )
     share = peak / limit if limit else 2.0
@@ -196,7 +196,7 @@ def _measured(plan: PlanFile) -> PageAnswer:
     if hardware is not None and hardware.numbers:
         note = f"rests on {sources_text(hardware.numbers)}"
         return PageAnswer(question, "Not measured", note, "warn")
-    return PageAnswer(question, "Not measured", "this plan brings no measurements and no sources", "warn")
+    return PageAnswer(question, "Not measured", "this plan has no measurements and no sources", "warn")
 
 
 def _known(known: Known) -> PageAnswer:
@@ -220,7 +220,7 @@ def _validated(plan: PlanFile, checked: Validation, error: float) -> PageAnswer:
     other = best_alternative(plan)
     close = other is not None and other.ratio is not None and 1 <= other.ratio < 1 + error
     if close:
-        parts.append("the next best is closer than that: measure both")
+        parts.append("the next best is closer than this error: measure both")
     if error > BAD_ERROR:
         return PageAnswer("How sure", f"{percent(error)} off", "; ".join(parts), "bad")
     state = "good" if error <= GOOD_ERROR and not close else "warn"

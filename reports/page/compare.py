@@ -180,7 +180,7 @@ def pieces(plans: Sequence[PlanFile]) -> View:
         for name in names
         for first in (tables[0].get(name),)
     ]
-    title = f"What a device holds of each of {plural(len(names), 'variable')}, by plan"
+    title = f"The part of a device of each of {plural(len(names), 'variable')}, by plan"
     return replace(_beside(title, "variable", plans, rows, shown=12), name="variables")
 
 

@@ -102,9 +102,9 @@ def _table(chart: Chart, plan: PlanFile, view: Callable[[PlanFile], View]) -> Pa
 def _repairs(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     found, conflict = plan.details.repairs, plan.details.conflict
     if not found:
-        return (PageBlock(missing="`layoutopt search` lists what would fit where nothing does"),)
-    notes = [f"These cannot hold together: {', '.join(conflict)}."] if len(conflict) > 1 else []
-    finding = f"{plural(len(found), 'change')} under which it fits, each searched anew; the fastest first"
+        return (PageBlock(missing="if nothing fits, `layoutopt search` lists changes that fit"),)
+    notes = [f"These conflict: {', '.join(conflict)}."] if len(conflict) > 1 else []
+    finding = f"{plural(len(found), 'change')} under which it fits, each searched again; the fastest first"
     return (PageBlock(finding, grid=grid(repairs(found)), notes=tuple(notes)),)
 
 

@@ -34,10 +34,10 @@ LEADS = {
         "times are those of the best layouts found."
     ),
     "candidates": (
-        "Every size that was searched, in its best layout. The frontier is what no other beats in loss, days "
+        "Every searched size in its best layout. No other size beats those of the frontier in loss, days "
         "and cost."
     ),
-    "law": "The law, its constants and where they are from, and what else to know of the answer.",
+    "law": "The law, its constants and sources, and notes on the answer.",
 }
 
 

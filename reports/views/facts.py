@@ -54,10 +54,12 @@ def proof(plan: PlanFile, limits: str) -> ProofWords:
     status = f"Not proven: {shorten(s.status.replace('_', ' ').lower(), 24)}"
     if s.status == ProofStatus.INFEASIBLE:
         least = f"; none needs less than {bytes_text(s.bound)}" if s.bound else ""
-        words = f"proven: none of {among} fits{least}; this is the one of least memory that was found"
+        words = (
+            f"proven: none of {among} fits{least}; this is the layout with the least memory that was found"
+        )
         return ProofWords("Nothing fits", "bad", words, (limits,) if limits else ())
     if s.gap is None:
-        return ProofWords(status, "warn", f"nothing is known of it ({s.status})")
+        return ProofWords(status, "warn", f"it was not examined ({s.status})")
     spent = "" if s.wall_seconds is None else duration_text(s.wall_seconds)
     if s.proven:
         told = f", with {shorten(rules(plan), 80)}" if rules(plan) else ""

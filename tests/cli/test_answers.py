@@ -165,7 +165,7 @@ def test_a_user_without_a_home(
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     assert run("cost", *ON).exit_code == 0
     assert run("hardware").exit_code == 0
-    assert "there is no home directory to keep the profile in; name a file with --out" in refused(
+    assert "there is no home directory for the profile; name a file with --out" in refused(
         "calibrate", "--mesh", "data:2"
     )
     assert "model file '~/x.py' does not exist" in refused("cost", "~/x.py", "--mesh", "data:2")

@@ -69,7 +69,9 @@ def test_an_interrupted_calibration_keeps_what_was_measured(
     done = run("calibrate", "--mesh", "data:2", "--out", str(out))
     partial = tmp_path / "mine.partial.json"
     assert (done.exit_code, done.stdout) == (143, "")
-    assert f"stopped; what was measured is in {partial}, and the same command goes on from it" in done.stderr
+    assert (
+        f"stopped; the measurements are in {partial}, and the same command continues from them" in done.stderr
+    )
     assert len(json.loads(partial.read_text(encoding="utf-8"))["measurements"]) == 5
     assert [p.name for p in tmp_path.glob("mine*")] == [partial.name]
 
@@ -85,21 +87,21 @@ def test_wrong_input(refused: Callable[..., str], tmp_path: Path) -> None:
     partial = tmp_path / "mine.partial.json"
     partial.write_text("{}", encoding="utf-8")
     line = refused("calibrate", "--mesh", "data:2", "--out", str(tmp_path / "mine.json"), "--quiet")
-    assert f"partial results {str(partial)!r} cannot be read; delete the file to start anew" in line
+    assert f"partial results {str(partial)!r} cannot be read; delete the file to start again" in line
 
 
 def test_wrong_input_about_several_processes(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     out = ("--out", str(tmp_path / "two.json"), "--quiet")
-    assert "name a file of their own with --out" in refused("calibrate", "--cluster", "--mesh", "data:2")
+    assert "name another file with --out" in refused("calibrate", "--cluster", "--mesh", "data:2")
     line = refused("calibrate", "--cluster", "--target", "tpu-v5e")
-    assert line == "--target tpu-v5e compiles for a TPU in one process; leave out --cluster (or launch -n)"
+    assert line == "--target tpu-v5e compiles for a TPU in one process; remove --cluster (or launch -n)"
     line = refused("calibrate", "--processes", "2", "--mesh", "data:2", *out)
-    assert line == "--processes and --process go with --coordinator HOST:PORT; add it"
+    assert line == "--processes and --process need --coordinator HOST:PORT; add it"
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host0:12345")
     line = refused("calibrate", "--cluster", "--mesh", "data:2", *out)
-    assert line.startswith("cluster: coordinator host0:12345 does not say how many processes there are")
+    assert line.startswith("cluster: coordinator host0:12345 comes without the number")
 
 
 def test_a_profile_of_a_tpu(result: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
@@ -151,7 +153,9 @@ def test_wrong_input_about_a_tpu(refused: Callable[..., str], tmp_path: Path) ->
     assert "did you mean 'tpu-v6e'" in refused("calibrate", "--target", "tpu-v6", "--quiet")
     line = refused("calibrate", "--target", "tpu-v5e", "--mesh", "data:2")
     assert "--mesh and --thorough measure this machine" in line
-    assert "say which one, for example --target tpu-v5e" in refused("calibrate", "--refresh")
+    assert "--refresh compiles for a TPU again; name it, e.g. --target tpu-v5e" in refused(
+        "calibrate", "--refresh"
+    )
     line = refused("calibrate", "--target", "tpu-v5e", "--out", str(tmp_path))
     assert "it is a folder; name a file" in line
 
@@ -169,7 +173,7 @@ def test_new_estimates_for_a_tpu(
         profile = tmp_path / "v5e.json"
         done = run("calibrate", "--target", "tpu-v5e", "--refresh", "--out", str(profile))
         assert done.exit_code == 0
-        assert "compiling little programs for tpu-v5e; some minutes" in done.stderr
+        assert "compiling small programs for tpu-v5e, which takes some minutes" in done.stderr
         assert said in done.stderr and place in done.stderr
         assert load_hardware(profile).calibrated
     assert tpu_compiled.FORMAT in (tmp_path / "probes.json").read_text(encoding="utf-8")

@@ -34,14 +34,15 @@ def test_by_hand(run: Callable[..., Result]) -> None:
         ),
         (("rnig",), "did you mean 'ring'"),
         (("length=ring",), "no fused attention has keys along 'length'; found 'memory_length'"),
-        (("ring", "--context", "zigzag"), "--context ring and --context zigzag are both about everything"),
+        (("ring", "--context", "zigzag"), "--context ring and --context zigzag both apply to everything"),
         (
             ("memory_length=ring", "--context", "memory_length=zigzag"),
             "--context memory_length=ring and --context memory_length=zigzag are both about 'memory_length'",
         ),
         (
             ("ring", "--storage", "zero1", "--storage", "zero3"),
-            "--storage zero1 and --storage zero3 are both about everything that none names; leave one",
+            "--storage zero1 and --storage zero3 both apply to everything without a rule of its own; "
+            "remove one",
         ),
         (("ring", "--set", "attention=plain"), "the model has no fused attention"),
         (("all_to_all", "--set", "heads=1", "--set", "batch=1"), "needs heads that 2 devices divide"),

@@ -86,8 +86,8 @@ def test_a_target_is_found_beside_the_model_else_in_the_current_folder(
         ("[targets]\npod = 3", "target 'pod' must be a table of options, as [targets.pod], found 3"),
         ("[targets.pod]\ndevcies = 3", "no command has an option --devcies; near are --devices"),
         ("[targets.pod]\nquiet = 1", "quiet = 1: needs true or false"),
-        ("[targets.pod]\ndevices = true", "devices = True: needs a text, a number, a list"),
-        ("[targets.pod", "this is not TOML: "),
+        ("[targets.pod]\ndevices = true", "devices = True: needs a string, a"),
+        ("[targets.pod", "this file is not TOML: "),
     ],
 )
 def test_a_wrong_file_is_said_in_one_line(

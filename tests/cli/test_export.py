@@ -231,7 +231,9 @@ def test_what_is_kept_is_said_or_refused() -> None:
     with pytest.raises(mtf.UserError, match="one remat_policy for all layers, but this plan recomputes a, b"):
         exported("maxtext", "a", "b:keep=products")
     for to in ("haliax", "mesh-tensorflow", "dtensor"):
-        with pytest.raises(mtf.UserError, match=f"{to} cannot express that some values of a block"):
+        with pytest.raises(
+            mtf.UserError, match=f"{to} cannot express that some values of a recomputed block"
+        ):
             export(replace(matrices("", "", layout="batch:a", recompute=("layers:keep=products",))), to)
 
 
@@ -302,7 +304,7 @@ def test_the_model_of_a_plan(refused: Callable[..., str], plan_file: str, tmp_pa
     del bare["details"]
     file = tmp_path / "bare.json"
     file.write_text(json.dumps(bare), encoding="utf-8")
-    assert "does not say from which file it was made; name it with --model MODEL" in refused(
+    assert "does not record its model file; name it with --model MODEL" in refused(
         "export", str(file), "--to", "jax"
     )
     line = refused("export", str(file), "--to", "jax", "--model", "examples/mlp.py")
@@ -329,6 +331,6 @@ def test_a_layout_is_used_though_the_details_of_its_plan_are_damaged(
         assert (found.exit_code, found.stdout) == (0, whole.stdout)
         (said,) = found.stderr.splitlines()
         assert said.startswith(f"warning: plan {str(path)!r}: 'details")
-        assert said.endswith("its layout is whole and is used")
+        assert said.endswith("its layout is complete and is used")
     refused = run("explain", str(path), "--model", LM)
     assert refused.exit_code == 2 and "'details" in refused.stderr

@@ -38,9 +38,12 @@ def test_maxtext_stores_all_matrices_alike(stage: str, said: str) -> None:
         (matrices("zero2", "zero2"), "stores wi and wo at zero2"),
         (
             matrices("zero1", "zero1", layout="batch:a;d_ff:c"),
-            r"over the batch's axes alone \(a\), but this plan stores wi over a\+b",
+            r"only over the batch's axes \(a\), but this plan stores wi over a\+b",
         ),
-        (matrices("zero3", "zero3", layout="batch:a+b;d_ff:c;length:a"), r"the batch's axes alone \(none\)"),
+        (
+            matrices("zero3", "zero3", layout="batch:a+b;d_ff:c;length:a"),
+            r"only over the batch's axes \(none\)",
+        ),
     ],
 )
 def test_maxtext_refuses_storage_that_it_has_not(what: Exported, why: str) -> None:

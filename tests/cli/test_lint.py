@@ -130,4 +130,4 @@ def test_every_command_knows_a_programs_own_checkpoints(
     parts = result("cost", str(file), *on, "--hardware", "tpu-v5e", "--set", "whole=false")
     line = 1 + CHECKPOINTED.splitlines().index('    return h + jax.checkpoint(part)(h, p["up"]) @ p["down"]')
     assert "recompute" not in parts
-    assert any(f"train.py:{line}: jax.checkpoint of a part is left out" in n for n in parts["notes"])
+    assert any(f"train.py:{line}: jax.checkpoint of a part is ignored" in n for n in parts["notes"])

@@ -244,7 +244,7 @@ def test_an_error_keeps_its_exit_code(tmp_path: Path) -> None:
         ("no_such_module_here", r"there is no module 'no_such_module_here'; give a file"),
         ("examples.nothing:model", r"there is no module 'examples.nothing'"),
         ("what is this", r"is not FILE.py, FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION or CONFIG.json"),
-        ("llama3_8b.toml", r"not a file that ends in '.toml'; recipes of other tools are not read: docs"),
+        ("llama3_8b.toml", r"not a file that ends in '.toml'; recipes of other tools"),
         ("README.md", r"'README.md': a MODEL is FILE.py or a Hugging Face CONFIG.json, not .* '.md'$"),
         ("examples/mlp.py:mode", r"has no function 'mode' to build a model; did you mean 'model'\?"),
         ("examples/transformer_lm.py:llama3-8b", r"to build a model; did you mean 'llama3_8b'\?"),

@@ -17,11 +17,11 @@ WORDS = ("train", "examples/mlp.py", "--mesh", "data:1", "--layout", "batch:data
 
 def test_what_it_refuses(run: Callable[..., Result]) -> None:
     found = run(*WORDS, "--meet", "dir=/x,replica=2/2")
-    assert found.exit_code == 2 and "replica 2/2 is none: they are 0/2 to 1/2" in found.stderr
+    assert found.exit_code == 2 and "replica 2/2 does not exist: use 0/2 to 1/2" in found.stderr
     found = run(*WORDS, "--meet", "dir=/x,replica=0/2", "--diloco", "data")
     assert found.exit_code == 2
     assert found.stderr == (
-        "error: --meet cannot be combined with --diloco: each replica is a job of its own there; remove one "
+        "error: --meet cannot be combined with --diloco: each replica is a separate job there; remove one "
         "of them\n"
     )
 
@@ -70,10 +70,10 @@ def test_a_killed_replica_stops_nobody(tmp_path: Path) -> None:
     killed.communicate(timeout=60)
     _, said = kept.communicate(timeout=300)
     assert kept.returncode == 0, said
-    met = [line.partition("met as ")[2] for line in said.splitlines() if "met as" in line]
+    met = [line.partition("synchronised as ")[2] for line in said.splitlines() if "synchronised as" in line]
     assert len(met) == 40 and met[0] == "round 1, 2 of 2 replicas"
     assert met[-1] == "round 40, 1 of 2 replicas"
     back = job(1, 20, 0.0)
     _, said = back.communicate(timeout=300)
-    assert back.returncode == 0 and "met as round 42, 1 of 2 replicas" in said
+    assert back.returncode == 0 and "synchronised as round 42, 1 of 2 replicas" in said
     assert not [path for path in where.iterdir() if path.name.startswith("state-0000001")]

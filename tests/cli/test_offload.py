@@ -43,8 +43,8 @@ def test_a_plan_says_it_and_is_trained(
     assert plan["solver"]["status"] == "OPTIMAL" and plan["offload"]["optimizer"]
     assert plan["details"]["search"]["offload"] == ["optimizer"]
     explained = run("explain", out)
-    assert explained.exit_code == 0 and "lowered and priced again: the same" in explained.stdout
+    assert explained.exit_code == 0 and "lowered and predicted again: the same" in explained.stdout
     trained = run("train", LM, *SETS, "--layout", out, "--steps", "2", "--engine", "lockstep")
     assert trained.exit_code == 0, trained.stderr
     refused = run("export", out, "--to", "jax")
-    assert refused.exit_code == 2 and "lie on their hosts" in refused.stderr.replace("\n", " ")
+    assert refused.exit_code == 2 and "are stored on the host" in refused.stderr.replace("\n", " ")

@@ -34,7 +34,7 @@ def test_a_plan_with_stages(
     edited.write_text(json.dumps({**told, "pipeline": {}}))
     for file, model in ((plan, ()), (edited, ("--model", LM))):
         refused = run("export", str(file), "--to", "maxtext", *model)
-        assert refused.exit_code == 2 and "stages that microbatches go through" in refused.stderr
+        assert refused.exit_code == 2 and "stages for microbatches" in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_plan_with_stages(
         (("--pipeline", "layer"), "--pipeline layer: no loop counts it; did you mean 'layers'?"),
         (
             ("--pipeline", "layers", "--mesh", "pipe:8"),
-            "--pipeline layers: pipeline over 'layers': 8 stages are more than its 4 layers; take fewer",
+            "--pipeline layers: pipeline over 'layers': 8 stages are more than its 4 layers; use fewer",
         ),
         (
             ("--pipeline", "layers", "--schedule", "circular:3", "--set", "layers=1"),
@@ -52,15 +52,18 @@ def test_a_plan_with_stages(
         (("--pipeline", "layers", "--forbid", "layers:pipe+data"), "no mesh has an axis that may split it"),
         (("--pin", "layers:pipe"), "add --pipeline layers"),
         (("--pipeline", "layers", "--schedule", "1f1n"), "did you mean '1f1b'?"),
-        (("--pipeline", "layers", "--schedule", "circular"), "as circular:2"),
+        (("--pipeline", "layers", "--schedule", "circular"), "e.g. circular:2"),
         (
             ("--pipeline", "layers", "--schedule", "circular:4"),
             "2 stages times 4 rounds are more than its 4 layers",
         ),
         (("--schedule", "gpipe,circular:2"), "circular:2 needs --pipeline; add"),
-        (("--pipeline", "layers", "--schedule", "interleaved:1"), "as interleaved:2"),
+        (("--pipeline", "layers", "--schedule", "interleaved:1"), "e.g. interleaved:2"),
         (("--refine", "--objective", "memory"), "--refine cannot be combined with --objective memory"),
-        (("--pipeline", "layers", "--pin", "layers:pipe", "--pin", "batch:pipe"), "tell stages apart"),
+        (
+            ("--pipeline", "layers", "--pin", "layers:pipe", "--pin", "batch:pipe"),
+            "axes are those of pipeline stages",
+        ),
     ],
 )
 def test_what_is_refused(words: tuple[str, ...], said: str, run: Callable[..., Result]) -> None:

@@ -149,13 +149,13 @@ def test_the_same_file_is_run_and_a_changed_one_is_not(
     text = place.parts.read_text()
     place.parts.write_text(text + "# harmless\n")
     line = refused("explain", "plan.json")
-    assert "'parts.py', of its model, is not what it was: it has another SHA-256" in line
+    assert "'parts.py', of its model, has changed: its SHA-256 differs from the plan's" in line
     assert place.times == 0
     assert run("explain", "plan.json", "--model", "model.py", "--quiet").exit_code == 0
     assert place.times > 0
     place.parts.write_text(text)
     place.model.write_text(place.model.read_text() + "\n")
-    assert "'model.py', of its model, is not what it was" in refused("explain", "plan.json")
+    assert "'model.py', of its model, has changed: its SHA-256" in refused("explain", "plan.json")
     assert place.times == 0
 
 
@@ -175,11 +175,11 @@ def test_a_file_that_is_imported_and_not_recorded_is_not_run(
     ("source", "said"),
     [
         ("model.py:remove", "its model is 'remove' of 'model.py', not 'model'"),
-        ("gone.py", "its model file 'gone.py' is not there"),
+        ("gone.py", "its model file 'gone.py' does not exist"),
         ("../outside.py", "its model file '../outside.py' is not below the current folder"),
         ("link.py", "its model file 'link.py' is not below the current folder"),
-        ("a\0.py", "its model file 'a\\x00.py' is not there"),
-        ("x" * 5000 + ".py", "is not there"),
+        ("a\0.py", "its model file 'a\\x00.py' does not exist"),
+        ("x" * 5000 + ".py", "does not exist"),
         (".py", "its model '.py' is not a .py or .json file"),
     ],
 )
@@ -197,7 +197,7 @@ def test_a_plan_of_an_older_version_needs_its_model_named(
 ) -> None:
     place.edit(source_sha256={})
     line = refused("explain", "plan.json")
-    assert "it records no SHA-256 of its model file 'model.py', as older versions did not" in line
+    assert "it records no SHA-256 of its model file 'model.py', as plans of older versions do" in line
     assert place.times == 0
     assert run("explain", "plan.json", "--model", "model.py", "--quiet").exit_code == 0
 
@@ -208,7 +208,7 @@ def test_recorded_names_are_only_compared(refused: Callable[..., str], place: Pl
     known = hashes(place.model)
     for name in ("pipe", "/dev/zero", "/", "..", "a\0b", "x" * 5000, ""):
         place.edit(source_sha256={**known, name: "0" * 64})
-        assert "is not what it was" in refused("explain", "plan.json")
+        assert "has changed: its SHA-256 differs from the plan's" in refused("explain", "plan.json")
     assert place.times == 0
 
 

@@ -88,7 +88,7 @@ def test_wrong_files(refused: Callable[..., str], written: Path, tmp_path: Path)
     plan = str(written / "plan.json")
     cut = tmp_path / "cut.json"
     cut.write_text((written / "plan.json").read_text(encoding="utf-8")[:500], encoding="utf-8")
-    assert f"plan {str(cut)!r} is not whole JSON" in refused("report", str(cut))
+    assert f"plan {str(cut)!r} is not valid JSON" in refused("report", str(cut))
     old = tmp_path / "old.json"
     old.write_text('{"format": "layoutopt-plan/0"}', encoding="utf-8")
     assert "has format 'layoutopt-plan/0'; this version reads" in refused("report", str(old))

@@ -226,7 +226,7 @@ def test_objectives(result: Callable[..., dict[str, Any]], run: Callable[..., Re
     listed = run(*MLP, "--objective", "memory", "--top", "3").stdout
     names = re.findall(r"^(the answer|fully sharded|replicated)", listed.partition("Alternatives")[2], re.M)
     assert names == ["the answer", "fully sharded", "replicated"]  # though that one is the fastest
-    assert "--top 3: layouts that hold more are in --objective pareto, 1 hold as little" in " ".join(
+    assert "--top 3: layouts with more memory are in --objective pareto; 1 need as little" in " ".join(
         listed.split()
     )
     frontier = result(*MLP, "--objective", "pareto")["frontier"]
@@ -287,7 +287,7 @@ def test_no_time_for_anything(run: Callable[..., Result], refused: Callable[...,
     hurried = ("search", LM, "--mesh", "data:2;model:4", "--time-limit", "0.000001")
     assert run(*hurried).exit_code == 0
     line = refused(*hurried, "--memory", "5MiB", code=4)
-    assert "nothing was found in the time given; raise --time-limit" in line
+    assert "nothing was found within the time limit; raise --time-limit" in line
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_init_keeps_what_is_there(
 ) -> None:
     file = tmp_path / "model.py"
     file.write_text("mine", encoding="utf-8")
-    assert "is there already; choose another name, or --force to replace it" in refused("init", str(file))
+    assert "already exists; choose another name, or --force to replace it" in refused("init", str(file))
     assert file.read_text(encoding="utf-8") == "mine"
     assert run("init", str(file), "--force", "--quiet").stderr == ""
     assert "def model(" in file.read_text(encoding="utf-8")
@@ -82,17 +82,17 @@ def test_an_example_comes_with_what_it_imports(
     assert run("init", "--example", "bert").exit_code == 0
     (tmp_path / "examples/text.py").write_text("mine", encoding="utf-8")
     said = refused("init", "--example", "bert")
-    assert said == "'examples/text.py' is there already; --force to replace it"
+    assert said == "'examples/text.py' already exists; --force to replace it"
     assert (tmp_path / "examples/text.py").read_text(encoding="utf-8") == "mine"
     assert run("init", "--example", "bert", "--force").exit_code == 0
 
 
 def test_an_example_that_is_not_there(refused: Callable[..., str]) -> None:
     said = refused("init", "--example", "transformer")
-    assert said.startswith("--example 'transformer': there is none of that name; did you mean 'transformer_")
+    assert said.startswith("--example 'transformer': no example has this name; did you mean 'transformer_")
     assert "known: bert, clip," in said and "text" not in said.replace("transformer_", "")
-    assert "leave 'x.py' out" in refused("init", "x.py", "--example", "mlp")
-    assert "leave --jax out" in refused("init", "--jax", "--example", "mlp")
+    assert "remove 'x.py'" in refused("init", "x.py", "--example", "mlp")
+    assert "remove --jax" in refused("init", "--jax", "--example", "mlp")
 
 
 def test_every_example_is_whole() -> None:
@@ -131,7 +131,7 @@ def test_a_file_that_takes_longer_than_the_limit_is_not_waited_for(
     monkeypatch.setattr("layoutopt.solver.load", slow)
     file = problem(tmp_path)
     line = refused("solve-problem", file, "--time-limit", "0.5", code=4)
-    assert "the time was over before it was loaded; give more than --time-limit 0.5" in line
+    assert "the time limit ended before it was loaded; give more than --time-limit 0.5" in line
 
 
 @pytest.mark.parametrize(("nothing", "limits"), [(False, [LEAST]), (True, [LEAST, FIRST])])

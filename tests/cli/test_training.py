@@ -154,7 +154,7 @@ def test_a_signal_in_a_step_saves_what_the_step_learned(
     done = run(*TRAIN, "--checkpoint", str(place))
     assert (done.exit_code, done.stdout) == (128 + number, "")
     last = done.stderr.splitlines()[-1]
-    assert last == f"stopped after step 3 of 6, saved in {place}; the same command goes on from there"
+    assert last == f"stopped after step 3 of 6, saved in {place}; the same command continues from there"
     assert contents(place, 3) == contents(tmp_path / "three", 3)
 
 
@@ -196,7 +196,7 @@ def test_a_directory_of_another_job_is_refused_before_the_search(
 
     monkeypatch.setattr(fcntl, "flock", taken)
     line = refused("train", MLP, "--mesh", "data:2", "--checkpoint", str(tmp_path))
-    assert "is in use: another process writes there; wait for its end, or give another directory" in line
+    assert "is in use: another process writes there; wait until it ends, or give another directory" in line
 
 
 @pytest.mark.parametrize("words", [("train", MLP), ("generate", MLP, "--prompt", "a")])
@@ -213,9 +213,11 @@ def test_checkpoints_have_the_mode_that_is_asked_for(
 ) -> None:
     """A lock that is removed meanwhile is one line."""
     words = ("train", MLP, "--mesh", "data:2", "--layout", "batch:data", "--engine", "lockstep")
-    assert "goes with --checkpoint DIR; add it" in refused(*words, "--checkpoint-mode", "0700")
+    assert "--checkpoint-mode needs --checkpoint DIR; add it, or remove the mode" in refused(
+        *words, "--checkpoint-mode", "0700"
+    )
     place = ("--checkpoint", str(tmp_path / "run"))
-    assert "checkpoint mode '0077' is none that lets the" in refused(
+    assert "checkpoint mode '0077' does not let the owner" in refused(
         *words, *place, "--checkpoint-mode", "0077"
     )
     save = Trainer.save
@@ -228,7 +230,7 @@ def test_checkpoints_have_the_mode_that_is_asked_for(
     numbers = ("--steps", "2", "--every", "1", "--held-out", "0")
     done = run(*words, *place, *numbers, "--checkpoint-mode", "0700")
     assert done.exit_code == 0, done.stderr
-    assert done.stderr.count("its .lock was removed while this job held it, and is there again") == 1
+    assert done.stderr.count("its .lock was removed while this job held it, and exists again; keep") == 1
     made = [tmp_path / "run", *(tmp_path / "run").glob("step*"), *(tmp_path / "run").glob("step*/*")]
     assert [path.stat().st_mode & 0o777 for path in made] == [0o700] * 3 + [0o600] * 4
 
@@ -365,7 +367,7 @@ def test_a_model_without_data_is_refused_before_any_work(refused: Callable[..., 
 @pytest.mark.parametrize(("option", "value"), [("--collective-matmul", "hidden"), ("--schedule", "1f1b")])
 def test_what_auto_does_not_decide_is_named(refused: Callable[..., str], option: str, value: str) -> None:
     said = refused("train", MLP, "--layout", "auto", "--mesh", "data:2", option, value)
-    assert f"--layout auto searches with the defaults of `search`; leave {option} out" in said
+    assert f"--layout auto searches with the defaults of `search`; remove {option}" in said
 
 
 @pytest.mark.parametrize(

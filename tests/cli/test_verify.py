@@ -63,7 +63,7 @@ def test_out_of_memory_is_a_verdict(run: Callable[..., Result]) -> None:
     *_, last = done.stderr.splitlines()
     said = json.loads(last)
     assert said["exit"] == 3
-    assert "does not fit on a device, says the compiler for v5e:2x2" in said["error"]
+    assert "does not fit on a device, according to the compiler for v5e:2x2" in said["error"]
     found = json.loads(done.stdout)
     assert found["compiled"] is False and found["out_of_memory"] is True
     assert found["collectives"] == [] and "memory" in found["reason"]
@@ -78,7 +78,7 @@ def test_out_of_memory_is_a_verdict(run: Callable[..., Result]) -> None:
         (("--topology", "v5e:2x2", *SPLIT), r"v5e:2x2 has 4 devices, the mesh \[data:2;model:4\] 8"),
         (("--topology", "v5e:nine", *SPLIT), r"'v5e:nine' is not known to the TPU compiler"),
         (("--topology", "v5e:2x4"), r"--mesh is missing"),
-        (("--topology", "v5e:2x4", *SPLIT, "--model", "x"), r"is not a PLAN.json; leave it out"),
+        (("--topology", "v5e:2x4", *SPLIT, "--model", "x"), r"is not a PLAN.json; remove it"),
         ((), r"Missing option '--topology'"),
     ],
 )
@@ -95,7 +95,7 @@ def test_replicas_are_two_programs(refused: Callable[..., str]) -> None:
 
 
 def test_a_plan_takes_no_layout(refused: Callable[..., str]) -> None:
-    assert "leave these options out" in refused(
+    assert "remove these options, or give the MODEL" in refused(
         "verify", "plan.json", "--topology", "v5e:2x4", "--mesh", "a:8"
     )
 

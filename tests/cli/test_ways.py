@@ -1,4 +1,4 @@
-"""`search --diloco`: replicas that meet rarely in plans that are compared, explained and trained."""
+"""`search --diloco`: replicas that synchronise rarely in plans that are compared, explained and trained."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def test_a_plan_with_replicas_is_trained(
     priced = result("cost", *MLP, "--layout", out, "--hardware", "tpu-v5e")
     assert priced["predicted"]["step_seconds"] == pytest.approx(found["predicted"]["step_seconds"])
     shown = run("cost", *MLP, "--layout", out, "--hardware", "tpu-v5e")
-    assert "replica:sites" not in shown.stdout and "train alone, and meet rarely" in shown.stdout
+    assert "replica:sites" not in shown.stdout and "train separately and synchronise rarely" in shown.stdout
     changed = result("explain", out, "--sensitivity")["sensitivity"]
     assert [curve["factor"] for curve in changed] == ["bandwidth", "memory"]  # replicas name an axis
     trained = result("train", *MLP, "--layout", out, "--steps", "4", "--held-out", "0")
     assert trained["steps"] == 4
     assert json.loads(Path(out).read_text())["diloco"] == found["diloco"]
     shown = run("search", *MLP, *HERE, "--diloco", "free", "--out", out)
-    assert shown.exit_code == 0 and "Ways to synchronise" in shown.stdout
+    assert shown.exit_code == 0 and "Settings of synchronisation" in shown.stdout
     shown = run("explain", out)
     assert shown.exit_code == 0 and "Where it pays that" in shown.stdout and "Gbit/s" in shown.stdout
     refused = run("search", *MLP, *HERE, "--diloco", "sites:period=30", "--accept-loss", "0.1")
-    assert refused.exit_code == 2 and "--accept-loss chooses among ways" in refused.stderr
+    assert refused.exit_code == 2 and "--accept-loss chooses among several --diloco" in refused.stderr

@@ -100,7 +100,7 @@ def test_a_full_disk_leaves_the_old_file_and_the_result(
     assert shown in done.stdout
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and errors[0] == done.stderr.splitlines()[-1]
-    assert f"{str(out)!r} cannot be written: No space left on device; make room, or name" in errors[0]
+    assert f"{str(out)!r} cannot be written: No space left on device; free some space, or" in errors[0]
     assert out.read_text() == "old" and list(folder.iterdir()) == [out]
 
 

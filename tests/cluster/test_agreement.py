@@ -167,7 +167,7 @@ def test_a_silent_process_is_named_with_what_it_did(job: Job) -> None:
         job.silence(third)
     for one in (first, second):
         text = failure(one)
-        assert text.startswith("worker 2 (") and "devices 4 to 5) was lost: no sign of life for 1 s" in text
+        assert text.startswith("worker 2 (") and "devices 4 to 5) was lost: no signal for 1 s" in text
         assert "last heard: in step 7" in text
         with pytest.raises(mtf.ClusterError, match="worker 2"):
             one.gather("values", None)
@@ -265,10 +265,13 @@ def test_a_number_is_taken_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> No
     for number in range(N):
         rendezvous.take_number(keys, number, N, "host0:1")
     made = job.join(0, 1, 2)
-    with pytest.raises(mtf.UserError, match=r"process 1 of 3 of the job at host0:1 is there already; give"):
+    with pytest.raises(mtf.UserError, match=r"process 1 of 3 of the job at host0:1 already exists; number"):
         rendezvous.take_number(keys, 1, N, "host0:1")
     job.silence(made[1])
-    with pytest.raises(mtf.ClusterError, match=r"process 1 of 3 .* was there already and is silent"):
+    with pytest.raises(
+        mtf.ClusterError,
+        match=r"process 1 of 3 .* joined earlier and does not answer",
+    ):
         rendezvous.take_number(keys, 1, N, "host0:1")
 
 

@@ -34,7 +34,7 @@ def test_two_processes_measure_together(tmp_path: Path) -> None:
         job.signal(1)
         code, said = job.end(60)
         assert (code, said, out.exists()) == (137, "", False)
-        assert "worker 1 was ended by SIGKILL; the same command goes on from what was measured" in job.log()
+        assert "worker 1 was ended by SIGKILL; the same command continues from the measurements" in job.log()
     key = json.loads(partial.read_text(encoding="utf-8"))["key"]
     assert key == {"mesh": str(MESH), "processes": 2, "quick": True, "versions": versions("jax")}
 
@@ -43,7 +43,7 @@ def test_two_processes_measure_together(tmp_path: Path) -> None:
     with Job(["-n", "2"], command, tmp_path / "again") as job:
         code, said = job.end(100)
         assert code == 0, job.log()
-        assert f"going on from the measurements in {partial}" in job.log()
+        assert f"continuing from the measurements in {partial}" in job.log()
     assert not partial.exists()
     found = json.loads(said)
     assert found["machine"]["processes"] == found["machine"]["devices_per_process"] == 2

@@ -102,11 +102,11 @@ def test_a_job_is_started_again_from_its_checkpoint(
     attempts([killed, saved(5), killed, saved(10), killed, done])
     assert launch(["train"], 2, 2, tmp_path, said.append) == 0
     assert [text.partition("; ")[2] for text in said] == [
-        "starting again from the beginning, for nothing is saved yet (restart 1 of 2)",
-        "starting again from step-000000005 (restart 1 of 2)",
-        "starting again from step-000000005 (restart 2 of 2)",
-        "starting again from step-000000010 (restart 1 of 2)",
-        "starting again from step-000000010 (restart 2 of 2)",
+        "restarting from the beginning, as nothing is saved yet (restart 1 of 2)",
+        "restarting from step-000000005 (restart 1 of 2)",
+        "restarting from step-000000005 (restart 2 of 2)",
+        "restarting from step-000000010 (restart 1 of 2)",
+        "restarting from step-000000010 (restart 2 of 2)",
     ]
 
 
@@ -114,10 +114,10 @@ def test_it_is_given_up(attempts: Callable[[list[Callable[[], Attempt]]], None],
     said: list[str] = []
     attempts([killed] * 3)
     assert launch(["train"], 2, 2, tmp_path, said.append) == 137
-    assert said[-1] == "worker 1 was ended by SIGKILL; given up after 2 restarts without a new checkpoint"
+    assert said[-1] == "worker 1 was ended by SIGKILL; stopped after 2 restarts without a new checkpoint"
     attempts([killed])
     assert launch(["train"], 2, 2, None, said.append) == 137
-    assert said[-1] == "worker 1 was ended by SIGKILL; add --checkpoint DIR to go on after a failure"
+    assert said[-1] == "worker 1 was ended by SIGKILL; add --checkpoint DIR to resume after a failure"
 
 
 def test_wrong_input_is_not_tried_again(
@@ -200,7 +200,7 @@ def test_launch_alone_says_who_the_workers_are(words: list[str], monkeypatch: py
     monkeypatch.setattr(launching, "launch", lambda *_: pytest.fail("it starts workers"))
     found = CliRunner().invoke(app, ["launch", "--", "train", "examples/mlp.py", *words])
     assert found.exit_code == 2
-    assert f"where they meet; leave out {words[0].partition('=')[0]}, or start" in found.stderr
+    assert f"and their coordinator itself; remove {words[0].partition('=')[0]}, or start" in found.stderr
 
 
 def test_launch_looks_where_the_command_saves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def test_an_engine_of_one_process_is_refused_before_anybody_waits(monkeypatch: p
         app, ["train", "examples/mlp.py", "--mesh", "data:2", "--engine", "local", *place]
     )
     assert found.exit_code == 2
-    assert "error: engine 'local' runs in one process; several are for the engine 'jax'" in found.stderr
+    assert "error: engine 'local' runs in one process; use the engine 'jax' for several" in found.stderr
 
 
 def test_a_process_that_never_comes_is_told() -> None:
@@ -229,7 +229,9 @@ def test_a_process_that_never_comes_is_told() -> None:
         [sys.executable, "-m", "layoutopt", *words], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == ClusterError.exit_code, done.stderr
-    assert done.stderr.startswith(f"error: not all processes of the job met at {place[1]} within 1 s; is")
+    assert done.stderr.startswith(
+        f"error: not all processes of the job connected to {place[1]} within 1 s; check"
+    )
     assert done.stderr.count("\n") == 1
 
 
@@ -249,7 +251,7 @@ def test_a_number_that_the_job_has_not_is_refused() -> None:
 
 def test_two_jobs_do_not_share_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mesh_tf_core.engines.jax.coordinator.LINGER", 0.0)
-    said = r"process 0 cannot listen on .* in use\); is another job there"
+    said = r"process 0 cannot listen on .* in use\); check whether another job"
     with (
         socket.create_server(("127.0.0.1", 0), reuse_port=True) as taken,
         pytest.raises(UserError, match=said),
@@ -308,7 +310,7 @@ def test_two_processes_measure_validate_and_generate(tmp_path: Path) -> None:
         (
             {},
             ["--coordinator", "host0:1"],
-            "coordinator host0:1 does not say how many",
+            "coordinator host0:1 comes without the number",
         ),
         ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "two"}, [], "error: cluster: JAX_PROCESS_ID is 'two'"),
         ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, [], "error: cluster: there is no coordinator"),

@@ -68,6 +68,6 @@ def test_noise_does_not_end_a_job(tmp_path: Path) -> None:
         assert job.newest() < STEPS, "too fast: raise STEPS"
         code, _ = job.end(200)
         assert code == 0, job.log()
-        assert "starting again" not in job.log()
+        assert "; restarting" not in job.log()
     last = checkpoint.newest(saved)
     assert last is not None and (last.step, last.skipped) == (STEPS, ())

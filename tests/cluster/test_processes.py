@@ -71,9 +71,9 @@ def test_killed_workers_change_nothing(tmp_path: Path) -> None:
         log, left = job.log(), job.workers()
     assert code == 0, log
     assert not left
-    assert '{"error": "worker 1 (' in log and "devices 2 to 3) was lost: no sign of life for 10 s" in log
-    assert log.count("launch: worker 1 was ended by SIGKILL; starting again from step-") == 1
-    assert log.count("launch: worker 0 was ended by SIGKILL; starting again from step-") == 1
+    assert '{"error": "worker 1 (' in log and "devices 2 to 3) was lost: no signal for 10 s" in log
+    assert log.count("launch: worker 1 was ended by SIGKILL; restarting from step-") == 1
+    assert log.count("launch: worker 0 was ended by SIGKILL; restarting from step-") == 1
 
     found = json.loads(out)
     assert found["steps"] == STEPS and found["first_step"] >= 4 * EVERY
@@ -97,7 +97,7 @@ def test_a_signal_ends_all_after_the_same_step(tmp_path: Path) -> None:
         code, _ = job.end(30)
         log, left = job.log(), job.workers()
     assert (code, left) == (143, {}), log
-    said = re.search(r"stopped after step (\d+) of 100000, saved in (.+); the same command goes on", log)
+    said = re.search(r"stopped after step (\d+) of 100000, saved in (.+); the same command continues", log)
     assert said is not None and said[2] == str(saved), log
     last = checkpoint.newest(saved)
     assert last is not None and (last.step, last.skipped) == (int(said[1]), ())
@@ -129,9 +129,9 @@ def test_a_process_with_a_number_of_a_job_that_runs_is_refused(tmp_path: Path) -
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
             assert done.returncode == 2, done.stderr
             assert done.stderr.count("\n") == 1 and "error: cluster: process" in done.stderr
-            assert number == "0" or f"of the job at {address} is there already; give" in done.stderr
+            assert number == "0" or f"of the job at {address} already exists; give" in done.stderr
         before = job.newest()
         wait_for(lambda: job.newest() > before, 60, "another checkpoint")
         job.process.send_signal(signal.SIGTERM)
         code, _ = job.end(60)
-        assert (code, "starting again" in job.log()) == (143, False), job.log()
+        assert (code, "; restarting" in job.log()) == (143, False), job.log()

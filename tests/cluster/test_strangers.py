@@ -82,7 +82,7 @@ def test_the_secret_comes_from_a_variable_or_a_private_file(
     assert given_secret() == b"s" * 16
     monkeypatch.setenv(SECRET, "short")
     with pytest.raises(
-        mtf.UserError, match="LAYOUTOPT_JOB_SECRET has 5 bytes, a secret 16 to 4096; make one"
+        mtf.UserError, match="LAYOUTOPT_JOB_SECRET has 5 bytes, and a secret needs 16 to 4096; make one"
     ):
         given_secret()
     assert "secret" not in repr(rendezvous.JobAddress(None, None, None, b"x" * 20))
@@ -141,7 +141,7 @@ def test_what_strangers_write_is_named_and_ignored(
     assert [one.failure for one in members] == [""] * 3 and all(one.begins(2) for one in members)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     said = capsys.readouterr().err
-    assert "warning: the message 'now/failure' has no code of this job: somebody else wrote" in said
+    assert "warning: the message 'now/failure' has no code of this job: another sender wrote to" in said
     assert said.count("\n") <= 3 * store.NAMED  # and no more, whatever is written
 
 
@@ -156,7 +156,7 @@ def test_an_old_sign_of_life_is_none(job: Members) -> None:
         turn.reverse()
         job.store.key_value_set("layoutopt/now/2", turn[0], allow_overwrite=True)
         time.sleep(0.02)
-    assert "worker 2" in first.failure and "was lost: no sign of life" in first.failure
+    assert "worker 2" in first.failure and "was lost: no signal" in first.failure
 
 
 def test_a_message_that_is_overwritten_ends_the_job_in_one_line(job: Members) -> None:
@@ -164,7 +164,7 @@ def test_a_message_that_is_overwritten_ends_the_job_in_one_line(job: Members) ->
     members[0].post(members[0].store.topic("checkpoint") + "/folder", {"said": ["x"]})
     job.store.key_value_set("layoutopt/checkpoint 1/folder", '{"said": ["/"]}', allow_overwrite=True)
     with pytest.raises(
-        mtf.ClusterError, match=r"'checkpoint 1/folder' has no code .* belongs there is lost$"
+        mtf.ClusterError, match=r"'checkpoint 1/folder' has no code .* original message is lost$"
     ):
         members[1].fetch("checkpoint 1/folder")
 
@@ -212,7 +212,7 @@ def test_another_user_cannot_reach_a_launched_job(tmp_path: Path) -> None:
         code, _ = launched.end(200)
         log = launched.log()
     assert found == {**found, "uid": NOBODY, "joined": False, "read": 0, "error": "Permission denied"}, found
-    assert code == 0 and "starting again" not in log and "warning" not in log, log
+    assert code == 0 and "; restarting" not in log and "warning" not in log, log
     assert contents(saved, 400) and {path.stat().st_mode & 0o777 for path in saved.glob("step*/*")} == {0o600}
     wait_for(lambda: not Path(address.removeprefix(SOCKET)).parent.exists(), 30, "the folder's end")
 

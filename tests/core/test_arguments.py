@@ -31,7 +31,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "Trainer: checkpoint_mode is '0700'; give": lambda _: mtf.Trainer(
         MODEL, "data:2", checkpoint_mode="0700"
     ),
-    "checkpoint mode -0o1 is none": lambda _: mtf.Trainer(
+    "checkpoint mode -0o1 does not let": lambda _: mtf.Trainer(
         MODEL, "data:2", engine="local", checkpoint_mode=-1
     ),
     "SGD: learning_rate is '1'; give": lambda _: mtf.SGD("1"),

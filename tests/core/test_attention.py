@@ -221,7 +221,7 @@ def test_a_window_is_sent_no_further_than_it_is_seen(window: int, turns: int) ->
     [
         (lambda q, k: mtf.attention(q, k, k, L, L, D), r"no dimension 'l'"),
         (lambda q, k: mtf.attention(q, k.cast("float32"), k, L, M, D), "one float dtype"),
-        (lambda q, k: mtf.attention(q, k, mtf.rename(k, d="l"), L, M, D), "names of their own"),
+        (lambda q, k: mtf.attention(q, k, mtf.rename(k, d="l"), L, M, D), "need different names"),
         (
             lambda q, k: mtf.attention(q, k, mtf.reduce_sum(k, H), L, M, D),
             "a value needs the dimensions of its key",

@@ -150,7 +150,7 @@ def test_a_second_job_is_told_whose_the_directory_is(tmp_path: Path, kind: str) 
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         pid = holder.stdout.readline().strip()
-        said = rf"is in use: process {pid} on .+ \(since .+\) writes there; wait for its end, or give"
+        said = rf"is in use: process {pid} on .+ \(since .+\) writes there; wait until it ends, or give"
         with pytest.raises(UserError, match=said):
             Saver().save(tmp_path, 1, whole(VALUES), {})
         holder.kill()
@@ -174,7 +174,7 @@ def test_where_there_are_no_locks_it_is_said(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(fcntl, "flock", lacking)
     with checkpoint.owned(tmp_path) as trouble:
-        assert "cannot be locked here (No locks available); see to it that no other job" in trouble
+        assert "cannot be locked here (No locks available); make sure that no" in trouble
     saver = Saver()
     with pytest.warns(checkpoint.CheckpointWarning, match="cannot be locked here"):
         saver.save(tmp_path, 1, whole(VALUES), {})
@@ -215,7 +215,10 @@ def test_what_is_not_there_is_not_called_saved(tmp_path: Path, damage: str) -> N
     for step in (1, 2, 3):
         checkpoint.write(tmp_path, step, whole(VALUES), {})
     with (
-        pytest.raises(UserError, match=r"step 4 is not saved: .*; the checkpoints before it are kept"),
+        pytest.raises(
+            UserError,
+            match=r"step 4 is not saved: .*; earlier checkpoints are kept",
+        ),
         checkpoint.beginning(tmp_path, 4) as folder,
     ):
         written = checkpoint.write_pieces(folder, 0, whole(VALUES))
@@ -251,7 +254,7 @@ def test_of_whole_ones_as_many_are_kept(tmp_path: Path) -> None:
 
 def test_who_says_what_makes_no_sense_saves_nothing(tmp_path: Path) -> None:
     with (
-        pytest.raises(UserError, match="step 1 is not saved: the processes do not say what pieces"),
+        pytest.raises(UserError, match="step 1 is not saved: the processes did not"),
         checkpoint.beginning(tmp_path, 1) as folder,
     ):
         checkpoint.finish(folder, 1, [{"name": "w", "file": "../../x"}], {})
@@ -275,11 +278,9 @@ def test_a_mode_is_that_of_folders_and_files(tmp_path: Path, text: str, mode: in
 
 def test_a_mode_that_keeps_the_owner_out_is_refused() -> None:
     for text in ("0070", "", "rwx", "8", "1777", "-700", "0o700"):
-        with pytest.raises(
-            UserError, match=r"checkpoint mode '.*' is none that lets the owner read and write;"
-        ):
+        with pytest.raises(UserError, match=r"checkpoint mode '.*' does not let the"):
             folders.read_mode(text)
-    with pytest.raises(UserError, match="checkpoint mode 0o600 is none"):
+    with pytest.raises(UserError, match="checkpoint mode 0o600 does not let"):
         Saver(mode=0o600)
 
 
@@ -290,7 +291,7 @@ def test_what_could_not_be_read_is_not_written(tmp_path: Path, monkeypatch: pyte
     assert b"\n" not in file.read_bytes()
     monkeypatch.setattr(manifest, "LARGEST", file.stat().st_size)
     checkpoint.write(tmp_path, 2, whole(VALUES), {})
-    with pytest.raises(UserError, match="step 3 is not saved: its 4 pieces of variables are more than"):
+    with pytest.raises(UserError, match="step 3 is not saved: its 4 pieces of variables are too many"):
         checkpoint.write(tmp_path, 3, whole(VALUES), {"data": "a place"})
     found = checkpoint.newest(tmp_path)
     assert found is not None and (found.step, found.skipped) == (2, ())

@@ -246,9 +246,11 @@ def refused(why: str, mesh: str, schedule: str, built: mtf.Model, layout: str = 
 
 
 def test_what_it_cannot_do_is_refused_with_what_to_do(plain: mtf.Model) -> None:
-    refused("6 virtual stages do not divide its 8 layers, and something", "pipe:2", "circular:3", plain)
+    refused(
+        "6 virtual stages do not divide its 8 layers, and an operation outside", "pipe:2", "circular:3", plain
+    )
     refused("8 stages times 3 rounds are more than its 8 layers", "pipe:8", "circular:3", plain)
     refused("splits no layers into stages", "pipe:2", "circular:2", plain, "e:pipe")
     for schedule in ("circular", "circular:1", "circular:x", "circular:"):
-        refused(f"schedule '{schedule}': say how often microbatches go round", "pipe:2", schedule, plain)
+        refused(f"schedule '{schedule}': give the number of rounds", "pipe:2", schedule, plain)
     refused("schedule 'circulr:2': did you mean 'circular:2'", "pipe:2", "circulr:2", plain)

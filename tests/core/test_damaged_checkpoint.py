@@ -60,7 +60,11 @@ def test_a_damaged_checkpoint_is_passed_over(damage: str, tmp_path: Path) -> Non
     harm, said = DAMAGE[damage]
     assert said in passed_over(tmp_path, harm)
     harm(tmp_path / "step-000000001")
-    with pytest.raises(UserError, match=r"no whole checkpoint in it .step-000000002: .*; step-000000001: "):
+    with pytest.raises(
+        UserError,
+        match=r"no complete checkpoint in it .step-000000002: .*; "
+        "step-000000001: ",
+    ):
         checkpoint.newest(tmp_path)
 
 

@@ -185,7 +185,7 @@ def test_a_replica_that_is_not_finite_ends_alone(tmp_path: Path) -> None:
     """It posts nothing, and the other goes on; what it posted is in no state."""
     its, other = meetings(trainer(), tmp_path, 1), meetings(trainer(), tmp_path)
     its.engine.write("wo", np.full((2, 8, 4), np.nan))
-    with pytest.raises(mtf.UserError, match="variable 'wo' holds numbers that are not finite, so nothing is"):
+    with pytest.raises(mtf.UserError, match="variable 'wo' has numbers that are not finite, so nothing is"):
         its.meet()
     met = other.meet()
     assert met == Met(1, (0,), False, 1024) and not its.directory.has_post(0, 1)
@@ -214,7 +214,7 @@ def test_what_is_too_old_is_dropped(tmp_path: Path) -> None:
     np.testing.assert_array_equal(late.engine.read("wi"), before["wi"])
     assert (
         found.words(2)
-        == f"round {found.round}, 1 of 2 replicas; what this one did was too old and is dropped"
+        == f"round {found.round}, 1 of 2 replicas; the work of this replica was too old and is dropped"
     )
 
 
@@ -298,19 +298,19 @@ def test_codes() -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("replica=0/2", "say where and as which replica"),
-        ("dir=/x", "say where and as which replica"),
-        ("dir=,replica=0/1", "say where and as which replica"),
-        ("dir=/x,replica=0/1,dir=/y", "dir is said twice; leave one of them out"),
-        ("dir=/x,replica=2/2", "replica 2/2 is none: they are 0/2 to 1/2"),
+        ("replica=0/2", "give the directory and the replica"),
+        ("dir=/x", "give the directory and the replica"),
+        ("dir=,replica=0/1", "give the directory and the replica"),
+        ("dir=/x,replica=0/1,dir=/y", "dir is given twice; remove one of them"),
+        ("dir=/x,replica=2/2", "replica 2/2 does not exist: use 0/2 to 1/2"),
         ("dir=/x,replica=0/2,period=0", "the period must be at least one step"),
         ("dir=/x,replica=0/2,patience=-1", "patience -1 and staleness 1 must be at least 0"),
         ("dir=/x,replica=0/2,periode=3", "'periode' is unknown; did you mean 'period'"),
         ("dir=/x,replica=0/2,fragments=4", "4 fragments do not divide a period of 30 steps"),
         ("dir=/x,replica=0/2,bits=5", "bits=5: choose 32, 8 or 4"),
-        ("dir=/x,replica=0/2,period=x", "period='x' is not a whole number; write period=30"),
-        ("dir=/x,replica=0/2,rate=x", "rate='x' is not a number; write rate=0.7"),
-        ("dir=/x,replica=0/0", "there is at least one replica, found 0/0"),
+        ("dir=/x,replica=0/2,period=x", "period='x' is not a whole number; write e.g. period=30"),
+        ("dir=/x,replica=0/2,rate=x", "rate='x' is not a number; write e.g. rate=0.7"),
+        ("dir=/x,replica=0/0", "least one replica, found 0/0"),
         ("dir=/x,replica=0/2,rate=inf", "learning rate must be positive and finite, found inf"),
     ],
 )
@@ -330,8 +330,8 @@ def test_states_of_another_model_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"count": 6, "replica": 5}, "with replica=…/2, this one comes with replica=…/6"),
-        ({"learning_rate": 0.5}, "with rate=0.7, this one comes with rate=0.5"),
+        ({"count": 6, "replica": 5}, "with replica=…/2, this one has replica=…/6"),
+        ({"learning_rate": 0.5}, "with rate=0.7, this one has rate=0.5"),
     ],
 )
 def test_replicas_that_would_meet_otherwise_are_refused(
@@ -360,7 +360,7 @@ def test_nobody_is_a_replica_twice(tmp_path: Path) -> None:
 def test_a_torn_state_is_named(tmp_path: Path) -> None:
     its = meetings(trainer(), tmp_path)
     its.directory.place("state-00000000").write_bytes(b"PK")
-    with pytest.raises(mtf.UserError, match=r"state-00000000.npz' is torn, or nothing that a replica wrote"):
+    with pytest.raises(mtf.UserError, match=r"state-00000000.npz' is incomplete, or no"):
         its.meet()
 
 

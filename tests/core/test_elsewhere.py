@@ -59,12 +59,12 @@ def test_they_hold_where_the_axis_splits_nothing_else() -> None:
     [
         ("lenght@elsewhere:model", "no operation has a dimension 'lenght'; did you mean 'length'"),
         ("length@elsewhere:modle", "has no axis 'modle'; did you mean 'model'"),
-        ("length:model;length@elsewhere:model", "'length' is split over model everywhere; leave that out"),
+        ("length:model;length@elsewhere:model", "'length' is split over model everywhere; remove that from"),
         (
             "length:data;length@elsewhere:model+three",
             "which is not divisible by the 12 devices of data+model",
         ),
-        ("layers@elsewhere:model", "'layers' counts what runs one after the other"),
+        ("layers@elsewhere:model", "'layers' counts sequential iterations"),
     ],
 )
 def test_mistakes_are_named(layout: str, said: str) -> None:

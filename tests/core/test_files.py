@@ -147,7 +147,9 @@ def test_a_killed_writer_leaves_the_old_file(old: Path) -> None:
 
 
 def test_full_devices_folders_and_names(tmp_path: Path, old: Path) -> None:
-    assert "No space left on device; make room, or name another place" in refused("/dev/full", both=False)
+    assert "No space left on device; free some space, or choose another place" in refused(
+        "/dev/full", both=False
+    )
     assert "it is a folder; name a file" in refused(tmp_path)
     assert "File name too long" in refused(tmp_path / ("x" * 300))
     assert "embedded null byte" in refused(f"{tmp_path}/a\0b")
@@ -169,7 +171,7 @@ def test_only_the_files_own_folder_is_made(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     write_file(tmp_path / "build" / "plan.json", "x")
     line = refused(tmp_path / "tpyo" / "build" / "plan.json")
-    assert f"there is no folder {str(tmp_path / 'tpyo')!r}; make it, or name another place" in line
+    assert f"there is no folder {str(tmp_path / 'tpyo')!r}; make it, or choose another place" in line
     assert [p.name for p in tmp_path.iterdir()] == ["build"]
 
 
@@ -259,5 +261,5 @@ def test_what_may_never_end_is_not_read(tmp_path: Path) -> None:
         read_file(tmp_path / "five", 4)
     with pytest.raises(OSError, match="it is a device"):
         read_file("/dev/zero", 1000)
-    with pytest.raises(OSError, match="no file has such a name"):
+    with pytest.raises(OSError, match="it is not a valid file name"):
         read_file("a\0b")

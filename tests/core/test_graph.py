@@ -145,7 +145,7 @@ def test_a_tensor_has_no_value(g: mtf.Graph) -> None:
             r"\(4 elements\) to \[b:6\] \(6 elements\): the numbers of elements",
         ),
         (lambda x, y: mtf.transpose(x, [A, B]), "transpose of .*: both need the same dimensions"),
-        (lambda x, y: mtf.slice_dim(x, "a", 3, 2), "elements 3 to 5 of 'a' are asked for, it has 4"),
+        (lambda x, y: mtf.slice_dim(x, "a", 3, 2), "elements 3 to 5 of 'a' are requested, it has 4"),
         (lambda x, y: mtf.pad(x, "a", -1, 2), "-1 and 2 elements; both must be >= 0"),
         (lambda x, y: mtf.concat([x, x.cast("int32")], "a"), "operands have dtypes float32 and int32"),
         (
@@ -183,7 +183,7 @@ def test_operand_errors(g: mtf.Graph, make: Any, match: str) -> None:
 def test_scan_needs_the_same_state_back(g: mtf.Graph) -> None:
     x = g.input("x", [A], "float32")
     with pytest.raises(
-        mtf.UserError, match=r"the body must return what it is given, float32\[a:4\]; found int32"
+        mtf.UserError, match=r"the body must return the types of its arguments, float32\[a:4\]; found int32"
     ):
         mtf.scan(lambda h: h.cast("int32"), x, L)
     with pytest.raises(mtf.UserError, match="scan: needs a tensor to carry"):

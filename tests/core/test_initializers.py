@@ -158,11 +158,11 @@ def test_changed_by_the_model_around() -> None:
     ("initial", "message"),
     [
         (TABLE.T, r"variable 'w' \[a:16 b:8\]: its initial array has shape \[8, 16\], not \[16, 8\]"),
-        (lambda rng, shape: np.random.normal(size=shape), "gave other numbers when it was asked again"),
+        (lambda rng, shape: np.random.normal(size=shape), "gave other numbers in a second call,"),
         (lambda rng, shape: rng.normal(size=shape).T, r"gave an array of shape \[8, 16\], not \[16, 8\]"),
         (mtf.Normal, r"Normal is a class; write mtf.Normal\(...\)"),
         ("normal", "an initial value: needs an array of numbers"),
-        ([[1.0], [1.0, 2.0]], "no array can be made of it"),
+        ([[1.0], [1.0, 2.0]], "it cannot be converted to an array"),
     ],
 )
 def test_refused(initial: object, message: str) -> None:

@@ -54,7 +54,7 @@ def test_a_lock_that_is_not_ours_is_not_touched(tmp_path: Path, kind: str, said:
     else:
         lock.mkdir()
     with (
-        pytest.raises(UserError, match=rf"ck': what is called \.lock there is {said}, which would be over"),
+        pytest.raises(UserError, match=rf"ck': \.lock there is {said} and would be over"),
         checkpoint.owned(folder),
     ):
         pass
@@ -75,7 +75,7 @@ def test_a_lock_that_was_removed_is_taken_again_and_said(tmp_path: Path) -> None
         saver.save(tmp_path, 1, whole(VALUES), {})
         saver.wait()
         (tmp_path / locking.FILE).unlink()
-        said = r"its \.lock was removed while this job held it, and is there again; leave it"
+        said = r"its \.lock was removed while this job held it, and exists again; keep"
         with pytest.warns(checkpoint.CheckpointWarning, match=said):
             saver.save(tmp_path, 2, whole(VALUES), {})
         saver.wait()
@@ -99,7 +99,9 @@ def test_a_job_that_came_in_when_the_lock_was_removed_is_named(tmp_path: Path) -
                 with pytest.raises(UserError, match=said):
                     Saver().save(tmp_path, 1, whole(VALUES), {})
             other.kill()
-        with pytest.warns(checkpoint.CheckpointWarning, match="is there again"):
+        with pytest.warns(
+            checkpoint.CheckpointWarning, match="and exists again; keep it, because it excludes other jobs"
+        ):
             (saver := Saver()).save(tmp_path, 1, whole(VALUES), {})
         saver.wait()
     assert not locking._handles and not locking._counts
@@ -165,7 +167,7 @@ def test_a_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
 def test_a_link_that_goes_round_is_called_a_link(tmp_path: Path) -> None:
     loop = tmp_path / "loop.py"
     loop.symlink_to(loop)
-    with pytest.raises(UserError, match=r"loop.py' is a link that leads to no directory; name a directory"):
+    with pytest.raises(UserError, match=r"loop.py' is a broken link; name a directory"):
         check_directory(loop)
-    with pytest.raises(UserError, match=r"loop.py' is a link that leads to no file; link it to one"):
+    with pytest.raises(UserError, match=r"loop.py' is a broken link; link it to a file"):
         load_model(str(loop))

@@ -122,21 +122,24 @@ BOTH: dict[str, tuple[Callable[[Path], None], str]] = {
     "nothing": (lambda p: p.write_bytes(b""), "cannot be read"),
     "a pipe": (pipe, "is not a file"),
     "a device": (device, "is not a file"),
-    "a link to nothing": (nowhere, "it is a link to nothing"),
+    "a link to nothing": (nowhere, "it is a broken link"),
     "a folder": (folder, "is not a file"),
     "an array of 8 GiB": (bomb, "'wi' is float32[2147483648] and has "),
-    "not finite": (edited(NAN), "'wi' holds numbers that are not finite"),
-    "infinite": (edited(put("wi", lambda x: x + np.inf)), "'wi' holds numbers that are not finite"),
+    "not finite": (edited(NAN), "'wi' has numbers that are not finite"),
+    "infinite": (edited(put("wi", lambda x: x + np.inf)), "'wi' has numbers that are not finite"),
     "a variable less": (edited(lambda a: a.pop("wo")), "'wo' is missing"),
     "another shape": (edited(put("wi", lambda x: x[:1])), "'wi' is float64[1, 4, 8], not float32[2, 4, 8]"),
     "complex": (edited(put("wi", lambda x: x.astype(complex))), "'wi' is complex128[2, 4, 8], not"),
     "text": (edited(put("wi", lambda x: x.astype(str))), "'wi' is <U32[2, 4, 8], not"),
     "the other order": (edited(put("wi", lambda x: x.astype(">f8"))), "'wi' is >f8[2, 4, 8], not"),
     "objects": (edited(put("wi", lambda x: np.array([None]))), "'wi' is object[1], not"),
-    "nothing of itself": (edited(lambda a: a.pop(ABOUT)), "it does not say what it is"),
-    "a list": (edited(lambda a: a.update({ABOUT: np.frombuffer(b"[]", np.uint8)})), "what it says of itself"),
-    "no JSON": (edited(lambda a: a.update({ABOUT: np.arange(9, dtype=np.uint8)})), "what it says of itself"),
-    "too much of itself": (edited(lambda a: a.update({ABOUT: np.zeros(2 << 20, np.uint8)})), "does not say"),
+    "nothing of itself": (edited(lambda a: a.pop(ABOUT)), "it has no description"),
+    "a list": (edited(lambda a: a.update({ABOUT: np.frombuffer(b"[]", np.uint8)})), "its description:"),
+    "no JSON": (edited(lambda a: a.update({ABOUT: np.arange(9, dtype=np.uint8)})), "its description:"),
+    "too much of itself": (
+        edited(lambda a: a.update({ABOUT: np.zeros(2 << 20, np.uint8)})),
+        "has no description",
+    ),
     "another run": (edited(told(run="other")), "other"),
     "another round": (edited(told(round=5)), "5"),
     "a round that is text": (edited(told(round="x")), "'round': Input should be a valid integer"),
@@ -162,7 +165,7 @@ def test_a_post_that_cannot_be_used_stops_nobody(harm: str, tmp_path: Path) -> N
     met = own.meet()
     assert met is not None and (met.round, met.present, met.dropped) == (1, (0,), False)
     assert said in met.left[1] and "\n" not in met.words(2)
-    assert f"the post of replica 1 is left out: {met.left[1]}" in met.words(2)
+    assert f"the post of replica 1 is excluded: {met.left[1]}" in met.words(2)
     alone = replica(tmp_path / "alone", learning_rate=3.0)
     assert alone.meet() == Met(1, (0,), False, met.bytes)
     for name in ("wi", "wo"):
@@ -227,7 +230,9 @@ def test_a_stray_copy_of_a_state_is_not_counted(tmp_path: Path) -> None:
     names = {path.name for path in tmp_path.iterdir()}
     assert {*theirs, "state-99999999.npz", "state-00000007.npz"} < names
     assert f"{STATE}.npz" not in names and "state-00000002.npz" in names
-    with pytest.raises(mtf.UserError, match=r"state-00000005.npz' is torn, .* \(it is state 4\); remove it"):
+    with pytest.raises(
+        mtf.UserError, match=r"state-00000005.npz' is incomplete, .* \(it is state 4\); remove it"
+    ):
         (tmp_path / "state-00000005.npz").write_bytes((tmp_path / "state-00000004.npz").read_bytes())
         its.meet()
 

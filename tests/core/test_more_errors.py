@@ -23,7 +23,7 @@ A, B, C, K = mtf.Dim("a", 8), mtf.Dim("b", 4), mtf.Dim("c", 2), mtf.Dim("k", 3)
         (lambda x, w: mtf.take_along(x, x, "a"), "take_along: indices need int32 or int64"),
         (
             lambda x, w: mtf.take_along(x, x.cast("int32"), "a"),
-            "the ids may not have 'a', and what they have in",
+            "the ids may not have 'a', and their dimensions in x",
         ),
         (
             lambda x, w: mtf.put_along(x, x.cast("int32"), A, ["b"]),
@@ -64,7 +64,7 @@ A, B, C, K = mtf.Dim("a", 8), mtf.Dim("b", 4), mtf.Dim("c", 2), mtf.Dim("k", 3)
         ),
         (
             lambda x, w: mtf.while_loop(lambda h: mtf.reduce_sum(h) > 0.0, lambda h: w, [x], 3),
-            "the body must return what it is given",
+            "the body must return the types of its arguments",
         ),
         (lambda x, w: mtf.custom_gradient(lambda: x, lambda *_: [], []), "needs at least one input"),
     ],

@@ -270,7 +270,7 @@ def test_planted_faults_are_caught() -> None:
         # Computed on where it lies; loaded twice; stored as it is on the device; read as if it lay there.
         (
             [(read, replace(read, inputs=tuple(there if i == here else i for i in read.inputs)))],
-            "lies on the host",
+            "is on the host",
         ),
         ([(load, replace(load, inputs=store.inputs))], "is not computed before it"),
         ([(write, replace(write, inputs=store.inputs))], "is not placed as the variable is stored"),
@@ -288,11 +288,11 @@ def test_planted_faults_are_caught() -> None:
     stages = weights_on_hosts("layers:x;batch:y", microbatches=2)
     local = (i for i, _ in stages.walk() if isinstance(i, Local) and i.op.free and i.inputs)
     (part,) = next(i for i in local if stages.values[i.inputs[0]].host).outputs
-    with pytest.raises(ProgramError, match=r"stagepart.* lies on the host"):
+    with pytest.raises(ProgramError, match=r"stagepart.* is on the host"):
         verify(replace(stages, values=tuple(replace(v, host=v.host and v.id != part) for v in stages.values)))
     values = tuple(replace(v, host=False) if v.id == there else v for v in program.values)
     assert any(isinstance(i, ReadVariable) and i.outputs == (there,) for i in program.code)
-    with pytest.raises(ProgramError, match="not where the variable lies"):
+    with pytest.raises(ProgramError, match="is not placed as the variable"):
         verify(replace(program, values=values))
 
 
@@ -304,7 +304,11 @@ def test_planted_faults_are_caught() -> None:
         (["weights=v"], "the model has no variable 'v'"),
         (["weights=w/adam_m"], "'w/adam_m' is not a trained variable"),
         (["activations=layer"], "no loop over 'layer' has a backward; did you mean 'layers'?"),
-        (["activations"], "no loop runs again in backward"),
+        (
+            ["activations"],
+            "offload activations: no loop is recomputed; recompute one, e.g. layers, or "
+            "name a loop that stores all saved values on the host, e.g. activations=layers",
+        ),
     ],
 )
 def test_mistakes_are_named(words: list[str], said: str) -> None:
@@ -340,7 +344,10 @@ def test_replicas_learn_the_same_with_all_on_the_hosts(delay: int) -> None:
 
 
 def test_hardware_without_a_host_link_is_named() -> None:
-    with pytest.raises(mtf.UserError, match="no bandwidth of its host link is known"):
+    with pytest.raises(
+        mtf.UserError,
+        match="the bandwidth of its host link is unknown",
+    ):
         price(lowered(True), load_hardware("tpu-v2"))
     assert HOST in price(lowered(True), load_hardware("cpu-local")).by(lambda x: "+".join(x.axes))
 

@@ -184,9 +184,11 @@ def test_loops_inside_of_layers(schedule: str) -> None:
     alone = learned("one:1", "")
     for again in INSIDE[schedule]:
         same([learned("pipe:2;data:2", "layers:pipe;batch:data", *again)], [alone])
-    with pytest.raises(mtf.UserError, match="recompute the layers or 'tick' around them"):
+    with pytest.raises(
+        mtf.UserError, match="use the schedule gpipe, recompute the layers or 'tick', or remove it"
+    ):
         learned("pipe:2", "layers:pipe", "parts")
-    with pytest.raises(mtf.UserError, match="stages hold what loops over 'layers' save"):
+    with pytest.raises(mtf.UserError, match="stages keep the saved values of loops over 'layers'"):
         hosted = frozenset({("activations", "layers")})
         how = mtf.Options({}, frozenset({"layers"}), 2, schedule=schedule, offload=hosted)
         built.lower(mtf.Mesh("pipe:2"), mtf.Layout("layers:pipe"), how)
@@ -233,7 +235,7 @@ def refused(why: str, built: mtf.Model, layout: str = "layers:pipe") -> None:
 
 def test_what_it_cannot_do_is_refused_with_what_to_do(plain: mtf.Model) -> None:
     refused("splits no layers into stages", plain, "e:t")
-    refused("sums over the whole batch of what the layers make; take the schedule gpipe", model())
+    refused("of the layers' values; use the schedule gpipe", model())
     with pytest.raises(mtf.UserError, match="schedule '1f1n': did you mean '1f1b'"):
         mtf.Options(schedule="1f1n")
 
@@ -245,4 +247,4 @@ def test_what_it_cannot_do_is_refused_with_what_to_do(plain: mtf.Model) -> None:
         return h * g.variable("w", [E], mtf.ONES, "float64")
 
     behind = mtf.scan(layer, mixed, LAYERS) * mtf.tanh(mixed)
-    refused("before and behind the layers", mtf.Model(mtf.reduce_mean(mtf.square(behind))))
+    refused("reads values from before and after the layers", mtf.Model(mtf.reduce_mean(mtf.square(behind))))

@@ -68,7 +68,7 @@ def backward(gives: Callable[..., Any]) -> Callable[[mtf.Tensor], Any]:
         (lambda x: mtf.scan(lambda h: None, x, L), "scan over layers:3: .* found None"),
         (lambda x: mtf.scan(lambda h: 1.0, x, L), r"scan over layers:3: .* found 1\.0"),
         (lambda x: mtf.scan(lambda h: (None, h[0]), [x, x], L), "scan over layers:3: .* found None, float32"),
-        (lambda x: mtf.scan(lambda h: (h, [None]), x, L), "gives to stack must be tensors, found None"),
+        (lambda x: mtf.scan(lambda h: (h, [None]), x, L), "must be tensors, found None"),
         (lambda x: mtf.while_loop(lambda h: mtf.reduce_sum(h) > 0.0, lambda h: None, [x], 3), "found None"),
         (
             backward(lambda *_: None),

@@ -250,13 +250,13 @@ def refused(layout: str, why: str, built: mtf.Model, mesh: str = "pipe:2;t:2", *
 
 def test_what_cannot_be_a_pipeline_is_refused_with_what_to_do(plain: mtf.Model) -> None:
     refused("layers:pipe;batch:pipe", "both 'layers' and 'batch' split over mesh axis 'pipe'", plain)
-    refused("layers:pipe", "3 stages do not divide its 4 layers, and something beside", plain, "pipe:3")
+    refused("layers:pipe", "3 stages do not divide its 4 layers, and an operation outside", plain, "pipe:3")
     refused("layers:pipe", "microbatches=3: 'batch' has size 8", plain, microbatches=3)
     for rule in (
         "microbatch:t",
         "microbatch@elsewhere:t",
     ):  # a piece of a part would be asked of other devices
-        said = "counts what runs one after the other"
+        said = "counts sequential iterations"
         refused(f"layers:pipe;{rule}", said, plain, microbatches=2)
     g = mtf.Graph()
     x = g.input("x", [B, D], "float64")
@@ -266,7 +266,7 @@ def test_what_cannot_be_a_pipeline_is_refused_with_what_to_do(plain: mtf.Model) 
         return (h - mtf.reduce_mean(h, B)) * w
 
     mixing = mtf.Model(mtf.reduce_mean(mtf.square(mtf.scan(centred, x, LAYERS))))
-    refused("layers:pipe", "microbatches do not add up to what its layers hand on, because of", mixing)
+    refused("layers:pipe", "its layers pass on values that are no sums over microbatches, because of", mixing)
 
     g = mtf.Graph()
     x = g.input("x", [B, D], "float64")
@@ -275,7 +275,7 @@ def test_what_cannot_be_a_pipeline_is_refused_with_what_to_do(plain: mtf.Model) 
         return h * g.variable("w", [D], mtf.ONES, "float64")
 
     nested = mtf.scan(lambda h: mtf.scan(inner, h, LAYERS), x, mtf.Dim("groups", 2))
-    refused("layers:pipe", "inside of another", mtf.Model(mtf.reduce_mean(mtf.square(nested))))
+    refused("layers:pipe", "inside another", mtf.Model(mtf.reduce_mean(mtf.square(nested))))
 
     g = mtf.Graph()
     x = g.input("x", [B, D], "float64")
@@ -285,4 +285,4 @@ def test_what_cannot_be_a_pipeline_is_refused_with_what_to_do(plain: mtf.Model) 
         return h * g.variable("w", [D], mtf.ONES, "float64") + bias
 
     inside = mtf.Model(mtf.reduce_mean(mtf.square(mtf.scan(numbered, x, LAYERS))))
-    refused("layers:pipe;e:pipe", "axis 'pipe' tells the stages of a pipeline apart", inside)
+    refused("layers:pipe;e:pipe", "axis 'pipe' is the axis of", inside)

@@ -180,7 +180,7 @@ def test_a_collective_over_the_axis_is_a_defect() -> None:
     found = lower_replicas(step.graph, step.results, mtf.Mesh(MESH), mtf.Layout("batch:data"), given).inner
     reduce = next(i for i, _ in found.walk() if isinstance(i, AllReduce))
     wrong = tuple(replace(i, axes=("sites",)) if i is reduce else i for i in found.code)
-    with pytest.raises(ProgramError, match="replicas along 'sites' train alone"):
+    with pytest.raises(ProgramError, match="replicas along 'sites' train separately"):
         check_alone(replace(found, code=wrong), "sites")
 
 
@@ -289,14 +289,14 @@ def test_replicas_begin_from_weights(layout: str, tmp_path: Any) -> None:
     ("said", "layout", "error"),
     [
         ("site", "", "diloco: mesh sites:2;data:2;model:2 has no axis 'site'; did you mean 'sites'"),
-        ("sites", "batch:sites", "replicas lie along 'sites', which synchronises rarely"),
+        ("sites", "batch:sites", "axis 'sites' has the replicas"),
         ("sites:period=0", "", "the period must be at least one step, found 0"),
-        ("sites:period=often", "", "period='often' is not a whole number; write period=30"),
-        ("sites:rate=much", "", "rate='much' is not a number; write rate=0.7"),
+        ("sites:period=often", "", "period='often' is not a whole number; write e.g. period=30"),
+        ("sites:rate=much", "", "rate='much' is not a number; write e.g. rate=0.7"),
         ("sites:rate=0", "", "the outer learning rate must be positive and finite, found 0"),
         ("sites:momentum=1", "", "the outer momentum must be in"),
         ("sites:perod=3", "", "'perod' is unknown; did you mean 'period'"),
-        ("sites:period=3,period=4", "", "period is said twice; leave one of them out"),
+        ("sites:period=3,period=4", "", "period is given twice; remove one of them"),
         (":period=3", "", "name the axis of the mesh"),
     ],
 )

@@ -121,7 +121,12 @@ def test_what_no_program_does_is_refused_with_what_to_do() -> None:
         if asked in SCHEDULES:
             check_schedule(asked)
             continue
-        with pytest.raises(mtf.UserError, match="one program for all stages cannot do it") as error:
+        with pytest.raises(
+            mtf.UserError,
+            match="one program for all stages cannot run it, because stages "
+            "send to different neighbours in the same tick; choose "
+            "from",
+        ) as error:
             check_schedule(asked)
         assert "\n" not in str(error.value)
     with pytest.raises(mtf.UserError, match="take even numbers"):

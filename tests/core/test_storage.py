@@ -252,9 +252,9 @@ def test_stages_are_read_and_written() -> None:
     for text in ("layout", "zero1", "zero3@data", "zero2@pod+data"):
         assert str(read_stage(text)) == text
     for text, said in (
-        ("zero3@", "name each mesh axis once, as zero3@data+pod"),
+        ("zero3@", "name each mesh axis once, e.g. zero3@data+pod"),
         ("zero3@data+data", "name each mesh axis once"),
-        ("layout@data", "splits nothing further; leave @data out"),
+        ("layout@data", "splits nothing further; remove @data"),
         ("hsdp", "write zero3@AXIS, with the axes inside a node"),
     ):
         with pytest.raises(mtf.UserError) as refused:

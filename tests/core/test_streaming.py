@@ -183,7 +183,7 @@ def test_a_training_resumed_while_a_fragment_is_in_flight_is_the_same(tmp_path: 
             2,
             5,
             10,
-            "after step 10 none is in flight with diloco .*delay=2, fragment 0 with .*delay=5; train on",
+            "after step 10 none is in flight with diloco .*delay=2, fragment 0 with .*delay=5; continue",
         ),
         (5, 2, 10, "after step 10 fragment 0 is in flight with diloco .*, none with"),
         (2, 5, 13, None),
@@ -261,7 +261,7 @@ def test_few_bits_send_codes_and_scales(bits: int, layout: str) -> None:
 def test_a_meeting_that_sends_anything_else_is_a_defect() -> None:
     made, options = model(), mtf.Options(diloco=mtf.DiLoCo("sites", bits=4))
     met = made.replicas(mtf.Mesh(MESH), mtf.Layout("f:model"), options).outer[0]
-    with pytest.raises(ProgramError, match="sums alone cross 'sites' where replicas meet"):
+    with pytest.raises(ProgramError, match="sums alone cross 'sites' in a synchronisation"):
         check_meeting(met, mtf.DiLoCo("sites"))
     greatest = next(i for i, _ in met.walk() if isinstance(i, AllReduce) and i.axes == ("model",))
     wrong = tuple(replace(i, axes=("sites",)) if i is greatest else i for i in met.code)
@@ -280,7 +280,7 @@ def test_a_meeting_that_sends_anything_else_is_a_defect() -> None:
             "sites:period=8,fragments=2,delay=4",
             "it must be at least 0 and less than the 4 from",
         ),
-        ("sites:delay=1,alpha=1", r"the share that stays, must be in \[0, 1\), found 1"),
+        ("sites:delay=1,alpha=1", r"a replica's own share, must be in \[0, 1\), found 1"),
         ("sites:rate=inf", "the outer learning rate must be positive and finite, found inf"),
     ],
 )

@@ -288,5 +288,5 @@ def test_no_bytes_take_no_time() -> None:
 
 def test_a_kind_without_a_price_is_refused() -> None:
     check_prices(COLLECTIVES)
-    with pytest.raises(TypeError, match="collective 'broadcast' has no price: write its closed forms"):
+    with pytest.raises(TypeError, match="collective 'broadcast' has no predicted time:"):
         check_prices([*COLLECTIVES, "broadcast"])

@@ -151,7 +151,7 @@ def attention(hardware: str, **more: object) -> list[str]:
 )
 def test_attention_without_a_kernel_is_said(hardware: str, more: dict[str, object], reason: str) -> None:
     (said,) = attention(hardware, **more)
-    assert f"takes attention with {reason} (" in said and "blocks" in said
+    assert f"supports attention with {reason} (" in said and "blocks" in said
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_a_path_may_be_given_whole_or_its_end() -> None:
     ("setting", "message"),
     [
         ("node_egres=100GB/s", "a100 has no number 'node_egres'; did you mean 'node_egress'?"),
-        ("node_egress", "is not NAME=NUMBER with a unit, as node_egress=100GB/s"),
+        ("node_egress", "is not NAME=NUMBER with a unit, e.g. node_egress=100GB/s"),
         ("node_egress=fast", "is not NAME=NUMBER with a unit"),
         ("node_egress=100GB", "topology.node_egress: unit 'GB' is not a bandwidth; use one of B/s, GB/s"),
         ("memory=-1GB", "chip.memory: the memory must be at least 0, found -1 GB"),

@@ -50,7 +50,7 @@ def test_what_nearly_fills_the_memory_may_not_fit() -> None:
     assert known.barely(989, 1000).startswith(
         "1.1 % of the memory is left, and a step may need 5.0 % more than predicted"
     )
-    assert known.barely(989, 1000).endswith("`layoutopt verify` asks the compiler")
+    assert known.barely(989, 1000).endswith("; `layoutopt verify` checks with the compiler")
     assert [known.barely(peak, 1000) for peak in (940, 1001)] == ["", ""]
     assert "verify" not in Known().barely(1000, 1000) != ""
 

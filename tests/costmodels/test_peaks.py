@@ -63,7 +63,7 @@ def test_float16_is_no_integer(name: str) -> None:
     assert hardware.peak_dtype("float16") == "bfloat16"
     assert hardware.peak_flops("float16") * 1.9 < hardware.peak_flops("int8")
     said = hardware.peak_note("float16") or ""
-    assert said.startswith(f"{name} has no rate of its own for float16") and "loss scale" in said
+    assert said.startswith(f"{name} has no separate rate for float16") and "loss scale" in said
     assert hardware.peak_note("bfloat16") is None and hardware.peak_note("float32") is None
 
 

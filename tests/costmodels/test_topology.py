@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_assumed_and_said() -> None:
         "1 of the 2 devices of each chip are used: 3 is not a multiple"
     )
     assert _place("a100", "d:12;m:6").assumptions == (
-        "nodes hold 6 of their 8 devices, so that no group is cut unevenly",
+        "nodes use 6 of their 8 devices, so that groups are equal",
     )
     assert _place("tpu-v5e", "data:16;model:16").assumptions == ()
 
@@ -143,7 +143,7 @@ def test_explicit_placement() -> None:
     [
         ({"d": {"x": 4}, "m": {"y": 4}}, "mesh axis 'd': its factors multiply to 4, but the mesh has 8"),
         ({"d": {"x": 8}, "m": {"w": 4}}, "mesh axis 'm': no level 'w'; known: core, slice, x, y, z"),
-        ({"d": {"x": 8}}, "axis 'm' has no place"),
+        ({"d": {"x": 8}}, "axis 'm' has no levels"),
         ({"d": {"x": 8}, "m": {"core": 4}}, "4 devices at level 'core', which has 1"),
         ({"data": {"x": 8}, "m": {"y": 4}}, "has no axis 'data'"),
     ],

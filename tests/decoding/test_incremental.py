@@ -128,9 +128,9 @@ def test_an_empty_prompt_has_its_first_token() -> None:
 @pytest.mark.parametrize(
     ("attention", "options", "match"),
     [
-        (nn.Attention(HEADS, KV), {}, "read from left to right; with a cache, use causal=True and no mask"),
+        (nn.Attention(HEADS, KV), {}, "with a cache, use causal=True and no mask"),
         (nn.Attention(HEADS, KV, causal=True), {"mask": True}, "use causal=True and no mask"),
-        (nn.LocalAttention(HEADS, KV, window=4), {}, "LocalAttention: a text that grows is read from left"),
+        (nn.LocalAttention(HEADS, KV, window=4), {}, "LocalAttention: with a cache, use"),
         (
             nn.Synthesizer(HEADS, KV, causal=True),
             {},
@@ -153,10 +153,12 @@ def test_what_is_remembered_has_one_name_and_type() -> None:
     x, lengths = inputs(g)
     cache = decoding.Cache(mtf.reduce_min(lengths), LENGTH.size)
     cache.put("state", x)
-    with pytest.raises(mtf.UserError, match="two layers remember 'state'; give them different names"):
+    with pytest.raises(
+        mtf.UserError, match="two layers have the cache entry 'state'; give them different names"
+    ):
         cache.put("state", x)
     later = cache.at(mtf.reduce_min(lengths), cache.values)
-    with pytest.raises(mtf.UserError, match=r"nothing was remembered as 'stat' .*did you mean 'state'"):
+    with pytest.raises(mtf.UserError, match=r"no cache entry 'stat' .*did you mean 'state'"):
         later.get(g, "stat")
     with pytest.raises(
         mtf.UserError, match=r"'state' was int32\[batch:4 length:8\] and is now int32\[batch:4\]"

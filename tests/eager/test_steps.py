@@ -132,7 +132,7 @@ def test_a_variable_cannot_change_its_type() -> None:
         run.step() as g,
         pytest.raises(
             mtf.UserError,
-            match=r"'w' is float32\[batch:4\] since an earlier step and is now asked for",
+            match=r"'w' has type float32\[batch:4\] from an earlier step",
         ),
     ):
         g.variable("w", [D], mtf.ZEROS)
@@ -317,7 +317,7 @@ def test_a_staged_function_does_not_run_in_a_step_that_is_over() -> None:
         x = g.constant(X, [B, D])
         loss_of(x)
     before = run.read("dense/weight")
-    with pytest.raises(mtf.UserError, match="staged trained: this eager step is over"):
+    with pytest.raises(mtf.UserError, match="staged trained: this eager step has"):
         run.staged(trained)(x)
     np.testing.assert_array_equal(run.read("dense/weight"), before)
 

@@ -140,7 +140,7 @@ def piped(program: Program) -> None:
 
 
 def replicas() -> None:
-    """Replicas that train alone for some steps, beside other splits, and meet."""
+    """Replicas that train separately for some steps, beside other splits, and meet."""
     found = []
     for engine in ("jax", "lockstep"):
         made, how = test_replicas.example()

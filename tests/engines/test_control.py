@@ -141,14 +141,17 @@ def test_errors() -> None:
         mtf.cond(total > 0.0, lambda: x, lambda: (x, x))
     with pytest.raises(mtf.UserError, match="condition must give a bool scalar"):
         mtf.while_loop(lambda h: h, lambda h: h, [x], 3)
-    with pytest.raises(mtf.UserError, match="must return what it is given"):
+    with pytest.raises(mtf.UserError, match="the body must return the types of its arguments"):
         mtf.while_loop(lambda h: total > 0.0, lambda h: total, [x], 3)
 
     def stores() -> mtf.Tensor:
         g.assign(g.lookup("v"), v)
         return x
 
-    with pytest.raises(mtf.UserError, match="not inside a branch or a while loop"):
+    with pytest.raises(
+        mtf.UserError,
+        match="an assignment inside a branch or a while loop may not run; return the value from it",
+    ):
         mtf.cond(total > 0.0, stores, lambda: x)
     with pytest.raises(mtf.UserError, match="needs at least one tensor"):
         mtf.recomputable(lambda: x)

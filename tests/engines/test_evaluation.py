@@ -250,7 +250,7 @@ def test_a_short_batch_of_several_processes(
     judged.cluster = Others()  # type: ignore[assignment]
     rows = np.arange(4, 8)
     if whole is None:
-        with pytest.raises(mtf.UserError, match="has not the rows of the batches that it was asked for"):
+        with pytest.raises(mtf.UserError, match=r"the data lack rows of this process"):
             judged._of_all(rows, counts)
     else:
         assert judged._of_all(rows, counts) == whole

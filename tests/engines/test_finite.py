@@ -55,7 +55,7 @@ def steps(place: Path) -> list[int]:
 def test_a_step_that_cannot_be_trained_on_is_not_saved(engine: str, tmp_path: Path) -> None:
     """Its loss is finite. The run ends with the checkpoint to go on from, and going on ends as if the step
     had been sound at first."""
-    said = r"the loss is nan in step 5; .*; go on from step 2 in '.*', the newest there$"
+    said = "the loss is nan in step 5; .*; continue from step 2 in '.*', the newest there$"
     with pytest.raises(mtf.UserError, match=said):
         trainer(engine).fit(batches(worst=4), 8, tmp_path, every=2)
     assert steps(tmp_path) == [2]
@@ -71,7 +71,7 @@ def test_a_step_that_is_not_saved_is_an_error_by_itself(tmp_path: Path) -> None:
     """Where no loss comes after it; nothing that was there is lost."""
     run = trainer()
     run.fit(batches(), 2, tmp_path)
-    said = r"step 4 is not saved: variable '\w+.*' holds numbers that are not finite; go on from step 2 in "
+    said = r"step 4 is not saved: variable '\w+.*' has numbers that are not finite; continue from step 2"
     with pytest.raises(mtf.UserError, match=said):
         run.fit(batches(worst=4), 4, tmp_path)
     assert steps(tmp_path) == [2]
@@ -87,14 +87,14 @@ def poisoned(place: Path, last: int) -> None:
 
 def test_one_that_is_not_finite_is_passed_over(tmp_path: Path) -> None:
     poisoned(tmp_path, 4)
-    said = r"step-000000004: variable '.*' holds numbers that are not finite; step-000000002 is used"
+    said = "step-000000004: variable '.*' has numbers that are not finite; step-000000002 is used"
     with pytest.warns(CheckpointWarning, match=said):
         run = trainer()
         run.fit(batches(), 6, tmp_path, every=2)
     assert steps(tmp_path) == [6, 4, 2]
     assert trainer().restore(tmp_path)  # without a warning: step 4 is another one
     poisoned(tmp_path / "only", 2)
-    with pytest.raises(mtf.UserError, match=r"no whole checkpoint in it .*that are not finite"):
+    with pytest.raises(mtf.UserError, match=r"no complete checkpoint in it .*that are not finite"):
         trainer().restore(tmp_path / "only")
 
 
@@ -118,15 +118,14 @@ def test_a_step_to_go_on_from_is_chosen(tmp_path: Path) -> None:
         with pytest.warns(CheckpointWarning) as caught:
             assert other.restore(tmp_path, 2) and other.step_number == 2
         assert [str(one.message) for one in caught] == [
-            f"checkpoint step-00000000{n} is set aside: it is step-00000000{n}.aside{more} from now on"
-            for n in (6, 4)
+            f"checkpoint step-00000000{n} is renamed to step-00000000{n}.aside{more}" for n in (6, 4)
         ]
         assert steps(tmp_path) == [2]
         other.fit(batches(), 6, tmp_path, every=2)
     names = {path.name for path in tmp_path.iterdir()}
     aside = {f"step-00000000{n}.aside{more}" for n in (4, 6) for more in ("", "-2")}
     assert names == {".lock", *aside, *(f"step-00000000{n}" for n in (2, 4, 6))}
-    with pytest.raises(mtf.UserError, match="resume=1: there is no checkpoint of that step; there is none"):
+    with pytest.raises(mtf.UserError, match="resume=1: there is no checkpoint of that step; there are no"):
         other.restore(tmp_path / "nothing", 1)
 
 

@@ -137,7 +137,7 @@ def test_a_whole_file_is_read(name: str, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     path.write_text(json.dumps(whole(tmp_path)), encoding="utf-8")
     if name == "checkpoint":  # it lacks its array here
-        with pytest.raises(UserError, match="no whole checkpoint"):
+        with pytest.raises(UserError, match=r"no complete checkpoint"):
             read(path)
     else:
         read(path)

@@ -245,7 +245,7 @@ def test_names_are_those_that_the_user_gives() -> None:
             {"layers/0/w": ("a", "b"), "layers/0/b": ("c",)},
             "'b' and.*they are one dimension|'c' and.*one dimension",
         ),
-        ({"layers/1/w": ("a", "a")}, "they meet in one array, or differ in size"),
+        ({"layers/1/w": ("a", "a")}, "but they occur in one array, or differ in size"),
         ({"vocabulary": "labels"}, "names renames 'vocabulary', which is not a dimension"),
     ],
 )

@@ -132,9 +132,7 @@ def test_losses_are_those_of_transformers(name: str) -> None:
 
 
 def test_checkpoints_of_deepseek_are_refused() -> None:
-    with pytest.raises(
-        mtf.UserError, match="checkpoints of 'deepseek_v2' join what our variables have apart"
-    ):
+    with pytest.raises(mtf.UserError, match="checkpoints of 'deepseek_v2' combine arrays that are"):
         names_of(LOSSES["deepseek_v2"]["config"])
 
 
@@ -145,12 +143,15 @@ def changed(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({**TINY, "model_type": "mamba2"}, r"model_type 'mamba2': known: bert, .* vit; another model is"),
+        (
+            {**TINY, "model_type": "mamba2"},
+            "model_type 'mamba2': known: bert, .* vit; write another model with",
+        ),
         ({"hidden_size": 4}, r"model_type 'None': known: bert"),
         (changed(architectures=["LlamaForSequenceClassification"]), r"of 'llama', LlamaForCausalLM is built"),
         (
             changed(model_type="gemma3", text_config={}),
-            r"joins several models \(text_config\); give one of them",
+            r"joins several models \(text_config\); save the configuration",
         ),
         (
             changed(strange_gate=True, other=3),

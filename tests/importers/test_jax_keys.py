@@ -146,7 +146,7 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_jax_makes_of_the_same_bits_in_another_way_is_refused(name: str) -> None:
-    said = r"test_jax_keys.py:\d+.*draws something else with the same key"
+    said = r"test_jax_keys.py:\d+.*draws another kind of numbers with the same key"
     with pytest.raises(UserError, match=said):
         imported(lambda x, k: (x * REFUSED[name](x, k)).mean())
 

@@ -172,7 +172,7 @@ def test_a_logical_name_of_several_dimensions_is_numbered() -> None:
         (
             {},
             {"head": (None, "embed")},
-            "calls axis 1 of 'head' 'embed', as the model's logical axes",
+            "calls axis 1 of 'head' 'embed', the name of another",
         ),
         ({}, {"heads": P("embed", "vocab")}, "names has 'heads', which is not an array; did you mean"),
         ({}, {"head": {"kernel": 3}}, "names has 3 at 'head/kernel'; give a tuple of names"),

@@ -296,7 +296,7 @@ UNEQUAL: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "a parameter of another layer": (
         lambda h, p, i: block(h, {**p[i], "scale": p[i * i % 3]["scale"]}),
-        r"\(broadcast_in_dim\), which reads what the layers of a loop could not",
+        r"\(broadcast_in_dim\), which reads values that the layers of a loop cannot read",
     ),
 }
 

@@ -209,9 +209,12 @@ def test_bad_fields(make: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda g, x: layers.Attention(H, K, causal=True)(x, x), "a memory of its own has no positions in"),
+        (
+            lambda g, x: layers.Attention(H, K, causal=True)(x, x),
+            "a separate memory shares no positions with the queries; remove causal, window and rotary",
+        ),
         (lambda g, x: layers.LocalAttention(H, K, window=3)(x), "length=8 must be a multiple of window=3"),
-        (lambda g, x: layers.LocalAttention(H, K, window=2)(x, x), "takes neither a memory nor a mask"),
+        (lambda g, x: layers.LocalAttention(H, K, window=2)(x, x), "takes no separate memory and no mask"),
         (lambda g, x: layers.Attention(H, mtf.Dim("d_kv", 3), rotary=layers.Rotary())(x), "an even size"),
     ],
 )

@@ -303,14 +303,14 @@ def test_bad_fields(make: Any, message: str) -> None:
         (lambda g, x: layers.CompressedAttention(H, K, compression=3)(x), "memory_length=8 must be a multip"),
         (
             lambda g, x: layers.RelativeAttention(H, K, positions=layers.RelativeBias())(x, x),
-            "RelativeAttention: a memory of its own has no positions in common",
+            "RelativeAttention: a separate memory shares",
         ),
         (lambda g, x: layers.BilinearAttention(H, K)(x), "d_kv:4 must have the size of d_model:8"),
         (
             lambda g, x: layers.LocalAttention2D(H, K, window=3, height="batch", width="length")(x),
             "batch:4 must be a multiple of window=3",
         ),
-        (lambda g, x: layers.LocalAttention2D(H, K, window=2)(x, x), "takes neither a memory nor a mask"),
+        (lambda g, x: layers.LocalAttention2D(H, K, window=2)(x, x), "takes no memory, mask or bias"),
     ],
 )
 def test_bad_calls(build: Any, message: str) -> None:

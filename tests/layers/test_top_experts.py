@@ -172,10 +172,13 @@ def test_default_forms_agree() -> None:
         (lambda: layers.TopExperts(scores="sigmoids"), "scores 'sigmoids': did you mean 'sigmoid'"),
         (lambda: layers.TopExperts(chosen=0), "chosen and scale must be positive"),
         (lambda: layers.TopExperts(groups=2, groups_chosen=3), "groups_chosen=3 must be from 1 to groups=2"),
-        (lambda: mixture(layers.TopExperts(chosen=9)), "chosen=9 must be from 1 to the 8 experts asked"),
+        (
+            lambda: mixture(layers.TopExperts(chosen=9)),
+            "chosen=9 must be from 1 to the 8 experts of the chosen groups",
+        ),
         (
             lambda: mixture(layers.TopExperts(chosen=5, groups=4, groups_chosen=2)),
-            "chosen=5 must be from 1 to the 4 experts asked",
+            "chosen=5 must be from 1 to the 4 experts of the chosen groups",
         ),
         (lambda: mixture(layers.TopExperts(groups=3)), "groups=3 do not divide the 8 experts"),
         (

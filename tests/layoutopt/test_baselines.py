@@ -47,7 +47,7 @@ def test_an_answer_that_barely_fits_names_one_with_room() -> None:
     limit = search(model, devices=4, hardware=V3).predicted.peak_memory_bytes * 1.001
     plan = search(model, devices=4, hardware=V3, memory=limit)
     (note,) = [n for n in plan.data.notes if "it may not fit" in n]
-    said = re.search(r"--memory (\S+) for one with room(?: \((.+) has it: .* longer\))?$", note)
+    said = re.search(r"--memory (\S+) for a plan with room(?: \((.+) has it: .* longer\))?$", note)
     assert said is not None
     roomy = [a for a in plan.alternatives if a.feasible and plan.data.fit_of(a) == "yes"]
     assert bool(said[2]) == bool(roomy) and (not roomy or plan.alternative(said[2]) in roomy)
@@ -79,7 +79,9 @@ def test_without_time_only_the_layouts_by_name_stay(monkeypatch: pytest.MonkeyPa
     plan = search(EXAMPLES["mlp"](), mesh="x:2;y:2", hardware=V3, time_limit=1e6)
     names = {a.name for a in plan.alternatives}
     assert names >= {"replicated", "data parallel"} and not names & set(HEURISTICS)
-    (note,) = [n for n in plan.data.notes if "not searched to the end in their time" in n]
+    (note,) = [
+        n for n in plan.data.notes if "the searches of some named layouts reached their time limit" in n
+    ]
     assert all(name in note for name in HEURISTICS)
 
 
@@ -89,13 +91,15 @@ def test_what_stands_beside_an_answer_does_not_take_for_ever(monkeypatch: pytest
     monkeypatch.setattr(planning, "BESIDE_SHARE", 0.0)
     plan = search(EXAMPLES["mlp"](), mesh="x:2;y:2", hardware=V3)
     assert plan.solver.status == "OPTIMAL" and not {a.name for a in plan.alternatives} & set(HEURISTICS)
-    assert [n for n in plan.data.notes if "not searched to the end in their time" in n]
+    assert [n for n in plan.data.notes if "the searches of some named layouts reached their time limit" in n]
 
 
 def test_with_time_all_are_there() -> None:
     plan = search(EXAMPLES["mlp"](), mesh="x:2;y:2", hardware=V3)
     assert {a.name for a in plan.alternatives} >= set(HEURISTICS)
-    assert not [n for n in plan.data.notes if "not searched to the end in their time" in n]
+    assert not [
+        n for n in plan.data.notes if "the searches of some named layouts reached their time limit" in n
+    ]
 
 
 def test_a_search_evaluates_no_layout_twice(monkeypatch: pytest.MonkeyPatch) -> None:

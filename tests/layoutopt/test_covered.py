@@ -39,7 +39,7 @@ def test_every_kind_says_what_it_can_choose_and_what_was_left_out() -> None:
 
 def test_with_everything_allowed_only_what_no_search_chooses_is_left_out() -> None:
     wide = everything(TARGET)
-    assert names(wide) == {"replicas that meet rarely"}
+    assert names(wide) == {"replicas that synchronise rarely"}
     for name in ASKED - NOT_CHOSEN:
         assert getattr(wide, name) != getattr(
             replace(SearchSpace(microbatches=(1,)), storage=(), microbatches=()), name

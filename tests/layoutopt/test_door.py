@@ -83,7 +83,8 @@ def test_a_plan_has_a_frame_a_card_a_page_and_figures(plan: Plan, tmp_path: Path
     card = plan._repr_html_()
     assert "optimal under this cost model" in card and "batch" in card and "<script" not in card
     assert (
-        "the plan does not say" not in card and "published steps on this hardware" in card
+        "--check: the plan does not record its search; write it again with search --out" not in card
+        and "published steps on this hardware" in card
     )  # as on the page
     page = tmp_path / "report.html"
     html = plan.report(page)
@@ -130,7 +131,7 @@ def test_an_explanation_says_what_each_split_is_worth(plan: Plan) -> None:
     assert not found.binds and found.limit is not None and found.limit.seconds == plan.predicted.step_seconds
     assert found.against is not None
     assert found.against.predicted.step_seconds >= plan.predicted.step_seconds
-    with pytest.raises(mtf.UserError, match="a plan file holds no model"):
+    with pytest.raises(mtf.UserError, match="a plan file has no model; write"):
         layoutopt.explain(Plan(plan.data))
 
 
@@ -144,11 +145,11 @@ def test_a_validation_has_a_frame() -> None:
 def test_what_is_no_such_argument_is_said_in_a_line(model: mtf.Model, plan: Plan) -> None:
     with pytest.raises(mtf.UserError, match="memory '16GiB': needs a positive number of bytes"):
         layoutopt.cost(model, MESH, "batch:data", "tpu-v3", memory="16GiB")  # type: ignore[arg-type]
-    with pytest.raises(mtf.UserError, match="layouts 'batch:data': give a list of them, two at least"):
+    with pytest.raises(mtf.UserError, match="layouts 'batch:data': give a list of at least two"):
         layoutopt.validate(model, MESH, layouts="batch:data")
-    with pytest.raises(mtf.UserError, match=r"verify 'plan\.json': give what layoutopt\.search"):
+    with pytest.raises(mtf.UserError, match=r"verify 'plan\.json': give a result of layoutopt\.search"):
         layoutopt.verify("plan.json", "v5e:2x2")  # type: ignore[arg-type]
-    with pytest.raises(mtf.UserError, match=r"explain 'plan\.json': give what layoutopt\.search"):
+    with pytest.raises(mtf.UserError, match=r"explain 'plan\.json': give a result of layoutopt\.search"):
         layoutopt.explain("plan.json")  # type: ignore[arg-type]
     with pytest.raises(mtf.UserError, match=r'layout .*: write it as "batch:data;heads:model"'):
         layoutopt.explain(plan, model)  # type: ignore[arg-type]

@@ -169,7 +169,7 @@ def test_what_the_hosts_hold_is_not_held_by_devices() -> None:
 
 def test_replicas_with_stages_are_no_problem_of_a_search() -> None:
     model = EXAMPLES["transformer"]()
-    with pytest.raises(mtf.UserError, match="replicas that train alone are not split into stages"):
+    with pytest.raises(mtf.UserError, match="separate replicas are not split into stages"):
         search(model, mesh="data:3;sites:2", diloco="sites", pipeline=("layers",))
 
 

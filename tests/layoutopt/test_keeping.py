@@ -18,7 +18,7 @@ def test_each_kind_and_name_is_taken_away_or_added() -> None:
     by = {k.change: k for k in found}
     assert by["without attention"].recompute == "layers:keep=products"
     assert by["without products"].recompute == "layers:keep=attention"
-    assert by["nothing is kept"].recompute == "layers" and by["nothing runs again"].recompute == ""
+    assert by["nothing is kept"].recompute == "layers" and by["nothing is recomputed"].recompute == ""
     # Of products, by whatever name, nothing more can be kept.
     assert "with outputs" not in by and "with what wi makes" not in by
     assert by["with what feed_forward_norm makes"].recompute.endswith("+feed_forward_norm")

@@ -204,7 +204,7 @@ def test_a_plan_on_another_mesh_that_is_faster_is_pointed_out() -> None:
     [
         (64, {"storage": ("zero3",)}, "--storage layout"),
         (64, {"microbatches": (4,)}, "--microbatches 1"),
-        (4096, {"pins": "f:x"}, "splits other than --pin says"),
+        (4096, {"pins": "f:x"}, "splits other than those of --pin"),
     ],
 )
 def test_a_plan_by_name_that_is_faster_says_what_was_not_allowed(
@@ -215,7 +215,7 @@ def test_a_plan_by_name_that_is_faster_says_what_was_not_allowed(
     faster = [a.name for a in plan.alternatives if a.predicted and a.predicted.step_seconds < seconds]
     (note,) = [n for n in plan.data.notes if n.startswith("faster than the answer")]
     said, _, listed = note.partition(": ")
-    assert said == f"faster than the answer, with {what}, which the search was not allowed"
+    assert said == f"faster than the answer, with {what}, which the search did not allow"
     assert {*listed.split(", ")} <= {*faster}
 
 

@@ -210,7 +210,11 @@ def test_what_loops_save_goes_where_it_is_best(link: str) -> None:
     ("hardware", "kinds", "said"),
     [
         ("cpu-local", ("optimizer",), "devices and host share one memory"),
-        ("tpu-v2", ("optimizer",), "no bandwidth of its host link is known"),
+        (
+            "tpu-v2",
+            ("optimizer",),
+            "the bandwidth of its host link is unknown",
+        ),
         ("tpu-v5e", ("weight",), "offload 'weight'"),
     ],
 )

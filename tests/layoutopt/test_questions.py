@@ -30,14 +30,16 @@ def test_what_is_pinned_is_searched_though_tables_are_made_one_by_one(model: mtf
 
 @pytest.mark.parametrize("rules", ["batch:none;batch:data", "batch:data;batch:none"])
 def test_contradicting_pins_are_refused_in_any_order(rules: str) -> None:
-    with pytest.raises(UserError, match=r"'batch' is asked to be split over .* these contradict each other"):
+    with pytest.raises(UserError, match=r"'batch' is asked to be split over .* these conflict; keep one"):
         parse_rules(rules)
 
 
 def test_what_is_forbidden_adds_up() -> None:
     assert parse_forbid("batch:data;batch:model;d:data") == {"batch": ("data", "model"), "d": ("data",)}
     assert parse_forbid({"batch": ("data",)}) == {"batch": ("data",)}
-    with pytest.raises(UserError, match="forbid batch:none names no axis; to have 'batch' split, pin it"):
+    with pytest.raises(
+        UserError, match="forbid batch:none names no axis; to require a split of 'batch', pin it"
+    ):
         parse_forbid("batch:none")
 
 
@@ -49,7 +51,7 @@ def test_what_is_forbidden_adds_up() -> None:
         ({"microbatches": ()}, r"microbatches \(\): needs whole numbers of at least 1"),
         ({"storage": ()}, "storage names no stage; allow one or more of layout, zero1"),
         ({"storage": ("zero4",)}, "storage 'zero4': did you mean"),
-        ({"microbatches": 4}, "microbatches 4: needs a list of what is allowed"),
+        ({"microbatches": 4}, "microbatches 4: needs a list of allowed values"),
         ({"memory": "16GiB"}, "memory '16GiB': needs a positive number of bytes"),
         ({"pins": 5}, "pins 5: write them as 'batch:data', or as a dict of dimensions"),
         ({"top": 2.5}, "top=2.5: needs a whole number"),

@@ -1,4 +1,4 @@
-"""The price of replicas that train alone for some steps: a step, and its share of a meeting."""
+"""The price of replicas that train separately for some steps: a step, and its share of a meeting."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_files_say_it() -> None:
     options = mtf.Options(diloco=mtf.DiLoCo("sites", 20))
     said = decided(options, LAYOUT)
     assert said.diloco == "sites:period=20,rate=0.7,momentum=0.9" and options_of(said) == options
-    assert "train alone" in said.listed()["replicas"]
+    assert "train separately" in said.listed()["replicas"]
     named = trade_names(model(ADAM), MESH, LAYOUT, said)
     assert named["sites"] == "data, synchronised rarely (DiLoCo)" and named["data"] == "data"
     assert "diloco" not in decided(replace(options, diloco=None), LAYOUT).model_dump()

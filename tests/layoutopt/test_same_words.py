@@ -46,7 +46,7 @@ def test_words_about_all_loops() -> None:
 
     assert recomputed("always") == {"layers"} and recomputed("never") == set() == recomputed()
     assert recomputed("always:keep=attention") == {"layers:keep=attention"}
-    with pytest.raises(UserError, match="--recompute never and --recompute layers: leave one of them out"):
+    with pytest.raises(UserError, match="--recompute never and --recompute layers: remove one of them"):
         recomputed("never", "layers")
     with pytest.raises(UserError, match=r"known: .*; sets to keep are --keep attention\+wi"):
         SearchSpace(recompute="layers:keep=attention+wi")  # type: ignore[arg-type]

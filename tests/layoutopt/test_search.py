@@ -67,7 +67,7 @@ def test_prohibitions_are_honoured(model: mtf.Model) -> None:
         ({"pins": "batch:data;batch:model"}, "batch"),
         (
             {"pins": "batch:data", "forbid": "batch:data"},
-            "forbid batch:data forbids the same split; drop one",
+            "forbid batch:data forbids the same split;",
         ),
         ({"memory": 0}, "needs a positive number of bytes"),
         ({"top": 0}, "top=0: needs at least 1"),
@@ -88,7 +88,9 @@ def test_bad_input(model: mtf.Model, asked: dict[str, object], message: str) -> 
 
 
 def test_contradictory_pins_leave_nothing(model: mtf.Model) -> None:
-    with pytest.raises(mtf.InfeasibleError, match="allow no legal layout; drop one of them"):
+    with pytest.raises(
+        mtf.InfeasibleError, match="the pins and prohibitions exclude every layout; remove one of them"
+    ):
         small(model, pins="batch:data;pixels:data", alternatives=True)
 
 
@@ -132,7 +134,8 @@ def test_a_plan_whose_data_was_changed_is_none(model: mtf.Model, tmp_path: Path)
         change(plan)
         for use in (partial(mtf.Trainer, model, plan), partial(plan.save, tmp_path / "other.json")):
             with pytest.raises(
-                mtf.UserError, match=r"the plan's data was changed .* of another layout; search"
+                mtf.UserError,
+                match=r"the plan's data was changed .* so its prediction and proof belong to another layout",
             ):
                 use()
         with pytest.raises(AttributeError):
@@ -191,10 +194,10 @@ def test_a_plan_for_another_model_names_the_difference() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "not whole JSON"),
+        ("{", "is not valid JSON"),
         ("[1]", "expected a JSON object, found list"),
         ('{"format": "layoutopt-plan/9"}', "has format 'layoutopt-plan/9'"),
-        ('{"format": "layoutopt-plan/1"}', r"'model' is missing, .* \(and \d+ more\)"),
+        ('{"format": "layoutopt-plan/1"}', r"'model' is missing: .* \(and \d+ more\)"),
     ],
 )
 def test_files_that_are_no_plans(tmp_path: Path, text: str, message: str) -> None:

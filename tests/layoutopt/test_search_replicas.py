@@ -142,8 +142,8 @@ def test_the_proof_holds_without_a_solver(evaluator: Evaluator) -> None:
     ("asked", "error"),
     [
         ({"diloco": "site"}, "has no axis 'site'; did you mean 'sites'"),
-        ({"pins": "batch:sites"}, "pins batch: replicas lie along 'sites'"),
-        ({"storage": ["zero3@sites"]}, "storage zero3@sites: replicas lie along 'sites'"),
+        ({"pins": "batch:sites"}, "pins batch: axis 'sites' has the replicas"),
+        ({"storage": ["zero3@sites"]}, "storage zero3@sites: axis 'sites' has the replicas"),
         ({"mesh": None, "devices": 8}, "diloco names mesh axes"),
         ({"refine": True, "objective": "memory"}, "refine cannot be combined with objective memory"),
     ],

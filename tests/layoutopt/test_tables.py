@@ -237,7 +237,7 @@ def check_random(seed: int) -> None:
 REACHED: dict[str, tuple[str, int, bool, int, int]] = {
     "nothing is split": ("", 0, False, 1, 0),
     "copies are gathered in loops": ("batch:data;d_ff:model", 3, False, 1, 0),
-    "copies are gathered where a loop runs again": ("batch:data;d_ff:model", 3, True, 1, 32 * 16),
+    "copies are gathered where a loop is recomputed": ("batch:data;d_ff:model", 3, True, 1, 32 * 16),
     "gradients are scattered in a loop": ("batch:data;d_ff:model", 2, False, 2, 0),
 }
 """Layout, stage of storage, whether layers are recomputed, microbatches, and what rows leave out: the bytes

@@ -116,7 +116,7 @@ def test_memory_is_priced() -> None:
     ("call", "message"),
     [
         (lambda: mtf.Adam(0.1, ema=1.0), r"Adam: ema must be in \[0, 1\)"),
-        (lambda: trainer("", 0, ema=0.0).evaluate(BATCHES, ema=True), "evaluate: the optimizer keeps no run"),
+        (lambda: trainer("", 0, ema=0.0).evaluate(BATCHES, ema=True), "evaluate: the optimizer has no"),
         (lambda: trainer("", 0).evaluate(BATCHES, ema=True), "evaluate: running means begin with the first"),
         (lambda: trainer("", 0).save_weights("w.npz", ema=True), "save_weights: running means begin"),
     ],

@@ -204,7 +204,11 @@ def test_variables_with_rates_of_their_own() -> None:
 
 
 def test_bad_rates() -> None:
-    with pytest.raises(mtf.UserError, match=r"'offset', which holds for no variable; there are w, bias"):
+    with pytest.raises(
+        mtf.UserError,
+        match=r"'offset', which matches no variable; the variables are w, "
+        "bias",
+    ):
         engine_of(mtf.SGD(0.1, rates={"offset": 0.5}))
     with pytest.raises(mtf.UserError, match=r"'\(', which is not a regular expression"):
         mtf.SGD(0.1, rates={"(": 0.5})

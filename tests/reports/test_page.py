@@ -144,7 +144,7 @@ def test_first_screen_answers(pages: dict[str, str]) -> None:
 
 def test_first_screen_admits(pages: dict[str, str]) -> None:
     said = hero(pages["plain"])
-    assert "the plan does not say how much a device has" in said
+    assert "peak on a device; the plan does not record the memory of a device" in said
     assert "Not measured" in said
     plan = sample.full_plan()
     plan["solver"] |= {"status": "FEASIBLE", "gap": 0.031}
@@ -247,7 +247,7 @@ def test_an_axis_has_the_trades_name() -> None:
 def test_close_call_is_called_close() -> None:
     plan = sample.full_plan()
     plan["details"]["validation"]["mape"] = 0.2
-    assert "the next best is closer than that: measure both" in hero(reports.report_html([plan]))
+    assert "the next best is closer than this error: measure both" in hero(reports.report_html([plan]))
 
 
 def test_bad_predictions_are_called_bad() -> None:

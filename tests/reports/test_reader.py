@@ -43,8 +43,8 @@ def test_file_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (json.dumps(sample.plain_plan())[:700], r"is not whole JSON \(.*, of 700\)"),
-        ("", "is not whole JSON"),
+        (json.dumps(sample.plain_plan())[:700], r"is not valid JSON \(.*, of 700\)"),
+        ("", "is not valid JSON"),
         ("[1, 2]", "expected a JSON object, found list"),
         (
             '{"format": "layoutopt-plan/9"}',
@@ -88,7 +88,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        ("predicted", None, "'predicted' is missing, so the file is truncated"),
+        ("predicted", None, "'predicted' is missing: the file"),
         ("predicted/step_seconds", None, "'predicted.step_seconds' is missing"),
         ("predicted/step_seconds", "fast", "'predicted.step_seconds' must be a number, found str"),
         ("predicted/step_seconds", float("nan"), "must be a finite number"),

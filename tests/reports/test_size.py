@@ -36,7 +36,7 @@ def candidate(parameters: int, devices: int, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def found() -> SizeResult:
-    best = candidate(10**9, 64, beyond=["1 B parameters are more than its runs had (1 M)"])
+    best = candidate(10**9, 64, beyond=["1 B parameters are more than in its runs (1 M)"])
     return SizeResult.model_validate(
         {
             "model": "<b>lm</b>",

@@ -121,7 +121,7 @@ def instance(**changes: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"problem__nodes__costs": [[1, math.nan], [3]]}, "holds NaN, which is not JSON number"),
+        ({"problem__nodes__costs": [[1, math.nan], [3]]}, "has NaN, which is not a JSON number"),
         (
             {"problem__nodes__costs": [[1, "2"], [3]]},
             r"nodes.costs\[0\] must hold numbers only, not the text '2'",
@@ -240,7 +240,7 @@ def test_hostile_problem_files_are_one_line_too(data: object, text: str, tmp_pat
         (b'{"problem": {"name": "x"', "is not valid JSON: Expecting ',' delimiter"),
         (b"\xff\xfe\x00{", "is not valid JSON|is not UTF-8 text"),
         (b"[" * 100_000, "is nested too deeply"),
-        (b'{"problem": ' + b"9" * 5000 + b"}", "holds a number with too many digits"),
+        (b'{"problem": ' + b"9" * 5000 + b"}", "has a number with too many digits"),
         (gzip.compress(json.dumps(instance()).encode())[:-20], "the gzip data is damaged or truncated"),
         (b"\x1f\x8b" + b"garbage" * 9, "the gzip data is damaged or truncated"),
     ],

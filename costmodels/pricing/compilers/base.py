@@ -81,7 +81,7 @@ class Compiler:
 
     def kernel(self, kernel: FusedKernel, local: Types) -> Iterator[Computed]:
         """The item of a kernel, if it is one."""
-        raise NotImplementedError(f"{self.name} makes no kernels of several operations")
+        raise NotImplementedError(f"{self.name} does not fuse operations")
 
     def local(self, instr: Local, find: Find, local: Types) -> Iterator[Computed | Called]:
         """The item of an instruction that runs as a separate kernel, if it does."""

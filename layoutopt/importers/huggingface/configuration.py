@@ -90,8 +90,8 @@ def names_of(config: str | Path | Mapping[str, Any], **changes: Any) -> dict[str
     made = reads(fields, ConfiguredTraining(batch=1, length=1))
     if isinstance(made, LanguageModel) and made.latent:
         raise UserError(
-            f"{source}: checkpoints of {name!r} join what our variables have apart; take the arrays apart "
-            "and give them by the variables' names"
+            f"{source}: checkpoints of {name!r} combine arrays that are separate variables here; split "
+            "the arrays and pass them by the variables' names"
         )
     if not isinstance(made, LanguageModel):
         return dict(encoder_names(name, variables))
@@ -158,13 +158,13 @@ def _family(fields: Fields) -> tuple[str, ReadConfiguration]:
     parts = [p for p in ("text_config", "vision_config", "audio_config") if p in fields.values]
     if parts and name not in FAMILIES:
         raise UserError(
-            f"{fields.source}: model_type {name!r} joins several models ({', '.join(parts)}); give one "
-            "of them as a configuration of its own: save what is under that field as a file"
+            f"{fields.source}: model_type {name!r} joins several models ({', '.join(parts)}); save the "
+            "configuration under one of these fields as a file"
         )
     if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(
             f"{fields.source}: model_type {str(name)[:60]!r}: {known_names(str(name)[:60], FAMILIES)}; "
-            "another model is written with mesh_tf_core.layers (layoutopt init), or comes from JAX code"
+            "write another model with mesh_tf_core.layers (layoutopt init), or import it from JAX"
         )
     wanted, reads = FAMILIES[name]
     if not isinstance(classes, list) or (classes and wanted not in classes):

@@ -67,7 +67,7 @@ class Fields:
         if not isinstance(found, int) or isinstance(found, bool) or found < least:
             raise self.wrong(name, f"it must be a whole number of at least {least}")
         if found > most:
-            raise self.wrong(name, f"more than {most:,} cannot be meant")
+            raise self.wrong(name, f"it must be at most {most:,}")
         return found
 
     def layers(self) -> int:
@@ -121,8 +121,8 @@ class Fields:
         if strange:
             raise UserError(
                 f"{self.source}: {', '.join(strange[:5])}: not known for model_type "
-                f"{self.values.get('model_type')!r}; if the training step is the same without, "
-                f"--set ignore={','.join(strange[:5])}"
+                f"{self.values.get('model_type')!r}; if the training step does not need them, add --set "
+                f"ignore={','.join(strange[:5])}"
             )
 
 
@@ -142,7 +142,7 @@ def read(path: Path, shown: str) -> dict[str, Any]:
         raise UserError(f"{shown}: is a JSON {type(found).__name__}, not an object with the model's fields")
     if str(found.get("format", "")).startswith("layoutopt-"):
         raise UserError(
-            f"{shown}: is a {found['format']} file, not a model; give its MODEL (a plan goes to --layout)"
+            f"{shown}: is a {found['format']} file, not a model; give its MODEL (pass a plan with --layout)"
         )
     return found
 

@@ -291,7 +291,7 @@ def _named(w: Writer, e: Equation) -> None:
 
 def _constrained(w: Writer, e: Equation) -> None:
     place = e.where.replace("\\", "/").rsplit("/", 1)[-1]
-    note = f"{place}: its sharding constraint is left out, the search decides"
+    note = f"{place}: its sharding constraint is ignored; the search decides"
     if note not in w.notes:
         w.notes.append(note)
     _same(w, e)

@@ -99,7 +99,7 @@ def _gather(w: Writer, e: Equation) -> None:
     x, ids = e.ins[:2]
     value, outside = w.value(x), e.params.get("fill_value")
     if outside and outside == outside and "fill" in str(e.params.get("mode")).lower():
-        refuse(e, f"outside of the array it gives {outside}", "take 0 there and choose with jnp.where")
+        refuse(e, f"outside the array it gives {outside}", "take 0 there and choose with jnp.where")
     if isinstance(value, ScalarArray):
         w.put(e.out, value)
         return
@@ -182,7 +182,7 @@ def _last(w: Writer, e: Equation, place: Tensor, lead: Sequence[Dim], given: Ten
     if count**2 > COMPARED:
         w.notes.append(
             f"{e.where}: rows that two of the {count:,} indices write to one place would add up; "
-            "x.at[i].set(y, unique_indices=True) says that no two are the same"
+            "x.at[i].set(y, unique_indices=True) asserts that all are different"
         )
         return given
     number: Any = 0

@@ -53,8 +53,8 @@ def logical_axes(arrays: Sequence[tuple[Var, Leaf]], notes: list[str]) -> list[L
             )
         if len(names) < len(v.shape):
             notes.append(
-                f"{leaf.path}: logical axes {_text(names)} of an array {v.shape}: which axes they are is not "
-                "said, so they name none; layers that are stacked name their axis by nn.PARTITION_NAME"
+                f"{leaf.path}: logical axes {_text(names)} of an array {v.shape}: the axes are not "
+                "identified, so the names are ignored; name the axis of stacked layers by nn.PARTITION_NAME"
             )
             continue
         found = [LogicalAxis((v, a), name, leaf.path) for a, name in enumerate(names) if name]

@@ -106,7 +106,7 @@ class JaxModel(mtf.Model):
         """Notes on parts of the function that are not in the graph, and on options that differ from the
         function's own."""
         assert self.origin is not None
-        parts = [f"{w}: jax.checkpoint of a part is left out: {KEEPS}" for w in self.origin.parts_recomputed]
+        parts = [f"{w}: jax.checkpoint of a part is ignored: {KEEPS}" for w in self.origin.parts_recomputed]
         own = sorted(self.origin.recomputed - {each.dim for each in options.recompute})
         left = [
             f"this layout recomputes nothing over {', '.join(own)}: the function's own jax.checkpoint is "

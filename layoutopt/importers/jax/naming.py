@@ -77,7 +77,7 @@ class _Naming:
             if len(axes) != len(leaf.shape):
                 raise UserError(
                     f"from_jax: names[{path!r}] has {len(axes)} entries, the array {len(leaf.shape)} axes "
-                    f"{leaf.shape}; give one name per axis, None to leave one as it is"
+                    f"{leaf.shape}; give one name per axis, None for an unnamed axis"
                 )
             for a, name in enumerate(axes):
                 self._said(path, a, self.classes.of(v, a + first), name)
@@ -105,7 +105,7 @@ class _Naming:
             if other is not None:
                 raise UserError(
                     f"from_jax: names calls both {place} and {self.fixed[other][1]} {part!r}, but they "
-                    "meet in one array, or differ in size; give them different names"
+                    f"occur in one array, or differ in size; give them different names"
                 )
             self.fixed[node] = str(part), place
             self.names.give(node, str(part))
@@ -138,13 +138,14 @@ class _Naming:
                 continue
             if name in places:
                 raise UserError(
-                    f"from_jax: names calls {places[name]} {name!r}, as the model's logical axes call "
-                    f"another dimension, of {path!r}; give it another name, or name that one too"
+                    f"from_jax: names calls {places[name]} {name!r}, the name of another dimension by "
+                    f"the logical axes of {path!r}; give it another name, or rename that one too"
                 )
             self.names.give(node, name)
             if self.names.found[node] != name:
                 self.notes.append(
-                    f"logical axis {name!r} is several dimensions, which meet in an array or differ in size: "
+                    f"logical axis {name!r} is several dimensions, which occur in one array or differ in "
+                    f"size: "
                     f"that of {path} is called {self.names.found[node]}"
                 )
 

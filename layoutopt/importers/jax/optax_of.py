@@ -22,7 +22,7 @@ def optax_of(optimizer: Optimizer) -> Any:
     if optimizer.rates or optimizer.loss_scale or optimizer.ema:
         raise UserError(
             "the step of a JAX model: rates of single variables, loss scales and running means of weights "
-            "have no counterpart in it; leave them out of the model's optimizer"
+            "have no counterpart in it; remove them from the model's optimizer"
         )
     match optimizer:
         case Adam(weight_decay=decay, beta1=b1, beta2=b2, epsilon=epsilon):

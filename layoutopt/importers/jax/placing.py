@@ -123,7 +123,8 @@ class ArrayPlacing:
                 inner, over = next((n, s) for n, s in zip(names[1:], read[1:], strict=True) if s)
                 raise UserError(
                     f"plan.jax: the plan splits {inner!r} over {'+'.join(over)}, an inner part of axis {a} "
-                    f"of {array.path!r}, which JAX's shardings cannot say; search again without pinning it, "
+                    f"of {array.path!r}, which JAX's shardings cannot express; search again without "
+                    "pinning it, "
                     f"or give {inner!r} an axis of its own there"
                 )
             out.append(axes)

@@ -87,7 +87,7 @@ def _line(program: RerolledBlock, names: Sequence[str], begins: Sequence[int]) -
     fit = LoopFit(program, begins[0], len(parts[0]), len(parts))
     if fit.holds() or fit.failed is None:
         return ""
-    return f"{_named(fit.failed)}, which reads what the layers of a loop could not"
+    return f"{_named(fit.failed)}, which reads values that the layers of a loop cannot read"
 
 
 def _named(e: Equation, beside: Equation | None = None) -> str:

@@ -272,7 +272,7 @@ class Writer:
             return of_words(np.moveaxis(v.value, -1, 0))
         array = np.asarray(v.value)
         if array.size == 0:
-            raise mtf.UserError("from_jax: the function has an array without elements; leave it out")
+            raise mtf.UserError("from_jax: the function has an array without elements; remove it")
         first = array.reshape(-1)[0]
         if array.size == 1 or (array == first).all():
             return ScalarArray(first.item() if array.dtype.kind in "biufc" else float(first), v.dtype)

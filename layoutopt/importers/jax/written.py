@@ -62,7 +62,7 @@ def written(origin: ImportedFunction, mesh: Mesh, parameters: Any, batch: Any) -
             if other != split[0]:
                 doubts.append(
                     f"{dim!r} is {_over(split[0])} in {where[dim, split[0]]}, but {_over(other)} in "
-                    f"{where[dim, other]}: where they meet, one of them is moved"
+                    f"{where[dim, other]}: an operation that reads both reshards one of them"
                 )
     return WrittenLayout(Layout(rules), Options(storage=storage), doubts)
 

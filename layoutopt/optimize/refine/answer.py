@@ -62,7 +62,11 @@ def refined(plan: Plan, request: Request, keep_best: bool = False) -> Plan:
     spent = clock.elapsed
     priced = sum(seconds < math.inf for seconds in search.seconds.values())
     if layout == plan.layout:
-        why = "no time was left to look for" if priced < 2 else f"none of {priced - 1:,} layouts gains"
+        why = (
+            "the time limit ended before the search for"
+            if priced < 2
+            else f"none of {priced - 1:,} layouts is faster than the plan:"
+        )
         note = f"--refine: {why} another placement of dimensions in single places"
         return Plan(plan.data.model_copy(update={"notes": [*plan.data.notes, note]}), stopped)
     found = evaluate(request.model, plan.mesh, layout, request.hardware, plan.options, prices)
@@ -166,7 +170,7 @@ def _where(path: str, graph: Graph) -> str:
     """A place in words: a loop stands for what it carries."""
     for node, _ in graph.walk():
         if node.path == path and node.body is not None and node.body.dim is not None:
-            return f"what the loop over {node.body.dim.name} carries"
+            return f"the carry of the loop over {node.body.dim.name} carries"
     return path
 
 

@@ -27,7 +27,7 @@ from mesh_tf_core.errors import ClusterError, UserError
 
 GRACE = 3.0
 """Seconds for a process to end once the job has failed."""
-OUTSIDE = "this process is not part of the job: it has not joined, or has left"
+OUTSIDE = "this process is not part of the job: it did not join, or it left"
 
 
 def print_error(text: str) -> None:
@@ -253,7 +253,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             self.check()
             if (text := self.store.wanted(key)) is not None:
                 return json.loads(text)
-        raise ClusterError(f"the message {key!r} did not come within {watch.PATIENT:.0f} s, or was removed")
+        raise ClusterError(f"the message {key!r} did not arrive within {watch.PATIENT:.0f} s, or was removed")
 
     @contextlib.contextmanager
     def doing(self, what: str, patient: bool = False) -> Iterator[None]:

@@ -71,7 +71,8 @@ def given_secret() -> bytes:
         secret, source = _read_private(path), f"{SECRET_FILE} {path[:200]!r}"
     if (text or path) and not SHORTEST <= len(secret) <= LONGEST:
         raise UserError(
-            f"cluster: {source} has {len(secret)} bytes, a secret {SHORTEST} to {LONGEST}; make one with "
+            f"cluster: {source} has {len(secret)} bytes, and a secret needs {SHORTEST} to {LONGEST}; make "
+            "one with "
             "`openssl rand -hex 32`, the same for all processes"
         )
     return secret
@@ -85,11 +86,11 @@ def _read_private(path: str) -> bytes:
         with os.fdopen(handle, "rb") as file:
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode):
-                raise UserError(f"{called} is not a file; name one that holds the secret")
+                raise UserError(f"{called} is not a file; name one with the secret")
             if found.st_mode & 0o077 or found.st_uid not in (os.geteuid(), 0):
                 raise UserError(
                     f"{called} has owner {found.st_uid} and mode {stat.S_IMODE(found.st_mode):04o}, so "
-                    "others can read or change it; make it your own and give it mode 0600"
+                    "others can read or change it; own it and give it mode 0600"
                 )
             return file.read(LONGEST + 2).strip()
     except (OSError, ValueError) as error:

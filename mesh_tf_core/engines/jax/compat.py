@@ -135,7 +135,7 @@ def devices(count: int, processes: int = 1) -> tuple[Any, ...]:
     if processes > 1 and (len(found) != count or here != own):
         raise UserError(
             f"the mesh needs {own} devices in each of {processes} processes, JAX has {here} "
-            f"({found[0].platform}) in this one and {len(found)} in all; give the mesh as many, or show "
+            f"({found[0].platform}) in this one and {len(found)} in total; give the mesh as many, or show "
             "every process its own (JAX_LOCAL_DEVICE_IDS, CUDA_VISIBLE_DEVICES)"
         )
     if len(found) < count:

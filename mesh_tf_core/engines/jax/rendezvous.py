@@ -35,7 +35,7 @@ ABORTS = 3600
 LOOPBACK = "127.0.0.1"
 REFUSED = "bad_cast"
 """JAX's message to a process that its service refuses."""
-OWN = "give every process a number of its own, from 0 on, and all the same --processes"
+OWN = "number the processes from 0 and give all the same --processes"
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class JobAddress:
                     f"{LONGEST_SOCKET} bytes; choose a shorter one (for launch: TMPDIR=/tmp)"
                 )
         elif not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
-            raise UserError(f"cluster: coordinator {coordinator!r} is not HOST:PORT, as host0:12345")
+            raise UserError(f"cluster: coordinator {coordinator!r} is not HOST:PORT, e.g. host0:12345")
         if processes is None or process is None:
             raise UserError(
-                f"cluster: coordinator {coordinator} does not say how many processes there are and which of "
-                f"them this is; give --processes and --process, or {PROCESSES} and {PROCESS}"
+                f"cluster: coordinator {coordinator} comes without the number of processes and the rank "
+                f"of this one; give --processes and --process, or {PROCESSES} and {PROCESS}"
             )
         if not 0 <= process < processes:
             raise UserError(
@@ -110,8 +110,7 @@ def join(place: JobAddress, timeout: float) -> tuple[JobStore, int, int]:
 
     if jax_compat.running():
         raise UserError(
-            "cluster: JAX has started in this process, and joins others only before that; open the cluster "
-            "before anything runs on JAX"
+            "cluster: JAX has already started in this process; open the cluster before anything runs on JAX"
         )
     jax.config.update("jax_enable_preemption_service", False)  # signals have an owner
     state = distributed.global_state
@@ -158,15 +157,16 @@ def join(place: JobAddress, timeout: float) -> tuple[JobStore, int, int]:
             drop()
             raise
         raise UserError(
-            "cluster: JAX finds no other processes here (of Slurm, Kubernetes, Open MPI or a Cloud TPU); say "
-            "where they meet with --coordinator HOST:PORT --processes N --process I, or start local ones "
-            "with `layoutopt launch`"
+            "cluster: JAX finds no other processes here (of Slurm, Kubernetes, Open MPI or a Cloud TPU); "
+            "give --coordinator HOST:PORT --processes N --process I, or start local ones with `layoutopt "
+            "launch`"
         ) from None
     except TimeoutError:
         raise ClusterError(
-            f"not all processes of the job met at {state.coordinator_address or place.coordinator} within "
-            f"{timeout:.0f} s; is each of them started, with this address and a number of its own? "
-            "--start-timeout says how long to wait"
+            f"not all processes of the job connected to {state.coordinator_address or place.coordinator} "
+            "within "
+            f"{timeout:.0f} s; check that each was started with this address and its own number; "
+            "--start-timeout sets the wait"
         ) from None
     except RuntimeError as error:
         if REFUSED in str(error):
@@ -177,7 +177,7 @@ def join(place: JobAddress, timeout: float) -> tuple[JobStore, int, int]:
                 f"fewer; {OWN}"
             ) from None
         raise ClusterError(
-            f"the processes of the job cannot meet at {state.coordinator_address} "
+            f"the processes of the job cannot connect at {state.coordinator_address} "
             f"({' '.join(str(error).split())[:200]})"
         ) from None
     finally:
@@ -208,12 +208,12 @@ def take_number(store: JobStore, process: int, processes: int, where: str) -> No
         if store.raw(f"{NOW}/{process}") != first:
             drop()
             raise UserError(
-                f"cluster: process {process} of {processes} of the job at {where} is there already; {OWN}"
+                f"cluster: process {process} of {processes} of the job at {where} already exists; {OWN}"
             )
     drop()
     raise ClusterError(
-        f"process {process} of {processes} of the job at {where} was there already and is silent; that job "
-        "ends soon, then start again"
+        f"process {process} of {processes} of the job at {where} joined earlier and does not answer; "
+        "start again when that job has ended"
     )
 
 
@@ -302,8 +302,8 @@ def _check_free(bind: str) -> None:
                 return  # JAX will say what is wrong
             if time.monotonic() > until:
                 raise UserError(
-                    f"cluster: process 0 cannot listen on {bind} ({error.strerror}); is another job there, "
-                    "or another process 0?"
+                    f"cluster: process 0 cannot listen on {bind} ({error.strerror}); check whether "
+                    "another job or another process 0 uses it"
                 ) from None
         time.sleep(coordinator.LOOK)
 
@@ -324,7 +324,8 @@ class _Coordinator:
                 lines = notes.read().decode(errors="replace").split("\n")
                 told = next((line.strip() for line in reversed(lines) if line.strip()), "no reason given")
                 raise UserError(
-                    f"cluster: process 0 cannot listen on {bind} ({told[:200]}); is another job there?"
+                    f"cluster: process 0 cannot listen on {bind} ({told[:200]}); check whether another "
+                    "job uses it"
                 )
             self._process.stdout.close()
 

@@ -83,7 +83,7 @@ class JobStore:
             self._lost.pop(key, None)
         else:  # if it was there too early, the right one will replace it
             if time.monotonic() - self._lost.setdefault(key, time.monotonic()) > watch.SILENCE:
-                raise ClusterError(f"{_why(key)}; the one that belongs there is lost")
+                raise ClusterError(f"{_why(key)}; the original message is lost")
             time.sleep(BEAT / 10)
         return value
 
@@ -135,8 +135,8 @@ class JobStore:
 
 def _why(key: str) -> str:
     return (
-        f"the message {key[:60]!r} has no code of this job: somebody else wrote to the job's coordinator, or "
-        f"its processes were given different secrets ({SECRET}, {SECRET_FILE})"
+        f"the message {key[:60]!r} has no code of this job: another sender wrote to the job's "
+        f"coordinator, or its processes have different secrets ({SECRET}, {SECRET_FILE})"
     )
 
 

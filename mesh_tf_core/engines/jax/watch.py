@@ -87,13 +87,13 @@ class Watch:
                 doing += f" for {lasting:.0f} s"
             if self._answered - heard.at > SILENCE:  # while nobody answers, nobody can be heard
                 return (
-                    f"{name(i)} was lost: no sign of life for {SILENCE:.0f} s, its process ended, is "
-                    f"frozen or cut off (last heard: {doing})"
+                    f"{name(i)} was lost: no signal for {SILENCE:.0f} s; its process ended, is "
+                    f"frozen or is disconnected (last heard: {doing})"
                 )
             limit = PATIENT if heard.doing.patient or own.patient else self._timeout
             if heard.doing.place < own.place and own.what.startswith("in ") and now - own.since > limit:
                 return (
-                    f"{name(i)} did not come to {own.what.removeprefix('in ')} within {limit:.0f} s "
-                    f"(it lives: {doing}); if that is no fault, raise --timeout"
+                    f"{name(i)} did not come to {own.what.removeprefix('in ')} within {limit:.0f} s (it "
+                    f"is alive: {doing}); if this is expected, raise --timeout"
                 )
         return ""

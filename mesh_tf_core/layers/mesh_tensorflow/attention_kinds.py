@@ -154,8 +154,7 @@ class RelativeAttention(Attention):
         """x itself under the memory's name."""
         if memory is not None:
             raise UserError(
-                "RelativeAttention: a memory of its own has no positions in common with the queries; use "
-                "Attention"
+                "RelativeAttention: a separate memory shares no positions with the queries; use Attention"
             )
         return super().memory_of(x, None)
 

@@ -60,7 +60,7 @@ class LocalAttention2D(Attention):
           memory, mask, bias, segments: not supported.
         """
         if any(given is not None for given in (memory, mask, bias, segments)):
-            raise UserError("LocalAttention2D: takes neither a memory nor a mask nor a bias of its own")
+            raise UserError("LocalAttention2D: takes no memory, mask or bias")
         self.check_cached(cache, memory, mask)
         sides = [x.dim(self.height), x.dim(self.width)]
         for side in sides:

@@ -208,7 +208,7 @@ def test_compiling_goes_on_where_it_stopped(compiler, tmp_path) -> None:
     again = shipped_probes("tpu-v3")
     assert again.cycles == found.cycles and again.versions == found.versions
     assert json.loads(compiler.shipped.read_text(encoding="utf-8"))["format"] == FORMAT
-    with pytest.raises(UserError, match=r"shipped results for tpu-v3 lack 40 probes, as .*--refresh"):
+    with pytest.raises(UserError, match=r"shipped results for tpu-v3 lack 40 probes, e.g. .*--refresh"):
         calibrate_tpu("tpu-v3")
 
 
