@@ -12,9 +12,10 @@ from costmodels.hardware import Hardware, machine_of
 from layoutopt.optimize.entry import Limits
 from layoutopt.optimize.evaluator import check_limit
 from layoutopt.plan.build import Plan
+from layoutopt.plan.machine_details import errors_known
 from layoutopt.plan.schema import ProofStatus
 from layoutopt.plan.size_results import LawInfo, SizedCandidate, SizeResult
-from layoutopt.plan.units import gap_text
+from layoutopt.plan.units import gap_text, percent
 from layoutopt.runtime.clock import Clock
 from layoutopt.sizing import summary
 from layoutopt.sizing.answer import Answering, Tell
@@ -349,6 +350,12 @@ def _notes(answering: Answering, best: SizeRow, answer: SizedCandidate, batch: f
         notes.append(
             f"a batch of about {suits:,.0f} tokens suits {answering.forecast.replicas} replicas of this size "
             f"(Charles et al. 2025, table 10); this one has {answer.batch_tokens:,}"
+        )
+    steps = errors_known(best.timing.machine.hardware).steps
+    if steps is not None and best.days * (1 + steps.mean) > question.deadline:
+        notes.append(
+            f"{best.days:.3g} of {question.deadline:g} days: less time is left than predictions for "
+            f"{best.timing.machine.name} are off on average, {percent(steps.mean)}"
         )
     hardware = {row.timing.machine.name: row.timing.machine for row in answering.rows}
     if len(hardware) > 1 and any(machine.price is None for machine in hardware.values()):

@@ -343,6 +343,7 @@ def test_chips_too_few_for_the_deadline_are_not_searched() -> None:
     assert ("tpu-v5p", 2) in searched and not searched & {("tpu-v5p", 1), ("tpu-v5e", 1), ("tpu-v5e", 2)}
     v5p = next(s for s in found.sweeps if s.hardware == "tpu-v5p")
     assert v5p.fits_from == 2 and v5p.in_words().startswith("fits and meets the deadline, from 2 devices; ")
+    assert any("days: less time is left than predictions for" in note for note in found.notes)
     assert any("compared by chip-hours" in note and "--price tpu-v5p=P" in note for note in found.notes)
 
 
