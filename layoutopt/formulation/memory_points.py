@@ -22,7 +22,7 @@ from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.ir.liveness import Held, Liveness
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.program import Instr, Local, Loop, Program
-from mesh_tf_core.lower.nodes import pass_of
+from mesh_tf_core.lower.nodes import moved_dims, pass_of
 from mesh_tf_core.lower.remat_policy import Policies
 from mesh_tf_core.tracing.stage_layers import loop_name
 
@@ -215,7 +215,7 @@ class ProgramPoints:
             reading = ByteRule.ONCE if value in self._twice else ByteRule.OWN
         if value in self._part:
             return self._thing(value, ByteRule.ANY if reading is ByteRule.OWN else reading)
-        home = next((b for b, first, last in self._readers.get(value, ()) if first <= point <= last), None)
+        home = next((b for b, first, last, _ in self._readers.get(value, ()) if first <= point <= last), None)
         if home is not None and reading is not ByteRule.ONCE:
             return self._thing(value, ByteRule.UNCOPIED, home)
         return self._thing(value, reading)
@@ -322,11 +322,12 @@ class ProgramPoints:
 
     # -- copies ----------------------------------------------------------------------------------------------
 
-    def _read(self) -> dict[int, list[tuple[int, int, int]]]:
+    def _read(self) -> dict[int, list[tuple[int, int, int, int]]]:
         """A variable's value -> the blocks that read it as the layout says, so gathered where it is stored
-        split, once for each pass: node of the loop (or 0), first and last reader."""
-        found: dict[tuple[int, str, int], tuple[int, int]] = {}
-        owner, position = self.makers.dependencies.owner, 0
+        split, once for each pass: node of the loop (or 0), first and last reader, and the last one that never
+        needs it moved (-1: none)."""
+        found: dict[tuple[int, str, int], tuple[int, int, int]] = {}
+        structure, position = self.makers.dependencies, 0
 
         def visit(code: Sequence[Instr], block: int) -> None:
             nonlocal position
@@ -335,17 +336,20 @@ class ProgramPoints:
                 if isinstance(instr, Loop):
                     visit(instr.body, instr.origin.node)
                 elif isinstance(instr, Local) and instr.origin.phase != Phase.UPDATE:
-                    casts = instr.op.converts and self._tensor(instr.outputs[0]) in owner
-                    way = pass_of(instr.origin.phase)
+                    casts = instr.op.converts and self._tensor(instr.outputs[0]) in structure.owner
+                    way, node = pass_of(instr.origin.phase), self.makers.nodes[instr.origin.node]
                     for i in instr.inputs if not casts else ():
-                        if self._tensor(i) in owner:
-                            found[block, way, i] = found.get((block, way, i), (at, at))[0], at
+                        tensor = self._tensor(i)
+                        if tensor in structure.owner:
+                            first, _, as_is = found.get((block, way, i), (at, at, -1))
+                            moves = moved_dims(node, tensor, structure.graph, structure.further)
+                            found[block, way, i] = first, at, as_is if moves else at
 
         visit(self.program.code, 0)
-        readers: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        readers: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
         self._edges: dict[int, set[int]] = defaultdict(set)
-        for (block, _, value), (first, last) in found.items():
-            readers[value].append((block, first, last))
+        for (block, _, value), (first, last, as_is) in found.items():
+            readers[value].append((block, first, last, as_is))
             self._edges[first].add(value)
             self._edges[last + 1].add(value)
         return readers
@@ -361,11 +365,11 @@ class ProgramPoints:
         return {value: found[value] for value in kept}
 
     def _copies(self) -> None:
-        """Gathered copies, from their first to their last reader in a block, or until that counts what it is
-        given."""
+        """Gathered copies, from their first to their last reader in a block that cannot need them moved, or
+        until that counts what it is given."""
         for value, readers in self._readers.items():
             tensor = self._tensor(value)
-            for block, first, last in readers:
+            for block, first, _, last in readers:
                 source = self.makers.gathered.get((block, tensor))
                 if source is not None:
                     thing = HeldBytes(ByteRule.COPY, source.cluster, source.tensor, block, "", 1.0)

@@ -81,6 +81,11 @@ def test_sets_of_ones_own() -> None:
         layoutopt.search(EXAMPLES["transformer"](), mesh="x:2", recompute=["sometimes"])
 
 
+def test_what_a_weight_is_gathered_from_is_dead_beside_an_operation_that_gathers_it_further() -> None:
+    """The taps of a convolution, stored split further (zero3) and split by the layout."""
+    compare("strided", "data:2;model:4", 1, "tpu-v5e", 20)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("hardware", ["tpu-v5e", "a100", "cpu-local"])
 @pytest.mark.parametrize("name", EXAMPLES)
