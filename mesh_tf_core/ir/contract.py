@@ -37,7 +37,7 @@ def check_contract(cls: Any, contract: Any, abstract: bool) -> None:
             if meant and name not in known:
                 raise TypeError(f"{what}: {name!r} is not a fact of the contract; did you mean {meant[0]!r}?")
         elif _UNHASHABLE.match(getattr(annotation, "__name__", str(annotation))):
-            raise TypeError(f"{what}: {name!r} of type {annotation} has no hash; use a tuple")
+            raise TypeError(f"{what}: {name!r} of type {annotation} is not hashable; use a tuple")
 
 
 def _check_facets(what: str, cls: Any, contract: Any) -> None:

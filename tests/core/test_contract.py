@@ -167,7 +167,7 @@ def bare() -> None:
             with_a_facet_of_another_group,
             r"operation Half: labels is of LabelOperand; extend that of mesh_tf_core\.ir\.traits$",
         ),
-        (unhashable, r"operation Half: 'sizes' of type list\[int\] has no hash; use a tuple$"),
+        (unhashable, r"operation Half: 'sizes' of type list\[int\] is not hashable; use a tuple$"),
         (mutable, r"cannot inherit non-frozen dataclass from a frozen one"),
         (bare, r"operation Half is not a dataclass; write @dataclass\(frozen=True\) above its class$"),
     ],

@@ -18,7 +18,7 @@ def test_the_page_is_true(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": __name__}
     found = steps(PAGE.read_text(encoding="utf-8"))
-    assert len(found) == 10
+    assert len(found) == 9
     for step in found:
         output = io.StringIO()
         with contextlib.redirect_stdout(output):

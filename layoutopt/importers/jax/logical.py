@@ -68,7 +68,7 @@ def logical_axes(arrays: Sequence[tuple[Var, Leaf]], notes: list[str]) -> list[L
         notes.append(
             f"names of axes in {several[0].path} and others are taken as axes of a mesh, not as dimensions: "
             f"{name!r} has sizes {', '.join(map(str, sorted(sizes[name])))}; give names= for names, and "
-            "`layoutopt lint` prices such shardings"
+            "`layoutopt lint` predicts such shardings"
         )
         perhaps = []
     return sure + perhaps
