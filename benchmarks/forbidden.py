@@ -25,7 +25,7 @@ import layoutopt
 from examples import transformer_lm
 from layoutopt.analysis.explain import without
 from layoutopt.plan.build import Plan
-from layoutopt.plan.units import bytes_text, seconds_text
+from layoutopt.plan.units import seconds_text
 from layoutopt.space.decisions import SearchSpace
 from mesh_tf_core.errors import InfeasibleError
 from mesh_tf_core.ir.schedules import SCHEDULES
@@ -92,7 +92,7 @@ CASES = (
         {**GPT3, "batch": 64},
         "h100",
         "data:8;pipe:8;model:8",
-        forbidden=("pipeline", "circular"),
+        forbidden=("pipeline", "interleaved"),
         asked=SearchSpace(recompute=SELECTIVE, pipeline=LAYERS, schedule=SCHEDULES),
     ),
     Case(
@@ -127,9 +127,9 @@ CASES = (
     ),
 )
 HEAD = """\
-Every model has 96 layers and is searched on 512 devices. Splits, ZeRO over all axes or some, full
-recomputation and microbatches are always free; the options named below are free besides. Then one decision
-is forbidden, as `layoutopt explain PLAN --without NAME` does.
+Every model has 96 layers and is searched on 512 devices. Splits, ZeRO, full recomputation and microbatches
+are always free; further free options are listed. Then one decision is forbidden, as `layoutopt explain PLAN
+--without NAME` does. Seconds in brackets are CPU seconds of the free search. The result file has the layouts.
 """
 
 
@@ -178,34 +178,29 @@ def page(results: dict[str, Any]) -> Iterator[str]:
     yield HEAD
     dates = max(found["date"] for found in results.values())
     yield f"`python -m benchmarks.forbidden`, stored in `benchmarks/results/forbidden.json`, {dates}.\n"
-    yield "| model and machine | best, in CPU seconds | forbidden | then | costs |"
-    yield "|---|---|---|---|---|"
+    yield "| model and machine | free options | best step | forbidden | best step then | longer by |"
+    yield "|---|---|---|---|---|---|"
     for name, found in results.items():
-        first = (
-            f"| {name} | {seconds_text(found['seconds'])}, {_proof(found)} in {found['cpu_seconds']:.0f} s |"
-        )
+        size = f"{found['parameters'] / 1e9:,.0f} B parameters"
+        best = f"{seconds_text(found['seconds'])}, {_proof(found)} ({found['cpu_seconds']:.0f} s)"
+        first = f"| {name}, {size} | {_free(name)} | {best} |"
         for word, other in found["without"].items():
             if "seconds" in other:
                 more = other["seconds"] / found["seconds"] - 1
-                then = f"{seconds_text(other['seconds'])}, {_proof(other)} | {max(more, 0):.1%}"
+                then = f"{seconds_text(other['seconds'])}, {_proof(other)} | {100 * max(more, 0):.1f} %"
             else:
-                then = "nothing fits | everything"
+                then = "nothing fits |"
             yield f"{first} {word} | {then} |"
-            first = "| | |"
+            first = "| | | |"
         if not found["without"]:
             yield f"{first} | | |"
-    yield ""
-    for name, found in results.items():
-        held, size = bytes_text(found["peak_bytes"]), found["parameters"] / 1e9
-        said = f"- **{name}** ({size:,.0f} B parameters): {found['plan']}; {held} a device"
-        yield f"{said}. Free: {_free(name)}."
 
 
 def _free(name: str) -> str:
     """What a case leaves free that searches do not by themselves, as one types it."""
     asked, usual = asdict(next(case.asked for case in CASES if case.name == name)), asdict(SearchSpace())
     more = {k: v for k, v in asked.items() if v != usual[k]}
-    return "; ".join(f"`--{k.replace('_', '-')} {_typed(v)}`" for k, v in more.items())
+    return ", ".join(f"`--{k.replace('_', '-')} {_typed(v)}`" for k, v in more.items())
 
 
 def _typed(values: tuple[bool | str, ...]) -> str:

@@ -27,7 +27,8 @@ class FusedKernel:
 
     Attributes:
       instrs: in order; `product` is the matrix product among them, `ends` are those that no later kernel
-        continues. read, written: bytes of memory.
+        continues.
+      read, written: bytes of memory.
       vector: FLOPs of all but the product.
       reduces: whether a reduction is among them.
       elements: of the largest array that it works on.

@@ -101,8 +101,8 @@ class ExpandedOperation:
     """One of the smaller operations that an operation equals (`Op.expand`: softmax, normalisation).
 
     Attributes:
-      kind: its role in fusion (`costmodels.kernels.fusion.role`). inputs, output: values by number; the
-        operation's own inputs come first.
+      kind: its role in fusion (`costmodels.kernels.fusion.role`).
+      inputs, output: values by number; the operation's own inputs come first.
       elements: of the largest array that it works on.
       narrow: it works on arrays that lack dimensions of the operation's largest one.
     """

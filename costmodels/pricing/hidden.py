@@ -42,7 +42,8 @@ class Hidden:
 
     Attributes:
       seconds, hidden: of all its messages, and the part that is predicted as hidden.
-      behind: the overlapped work. room: how long that takes.
+      behind: the overlapped work.
+      room: its duration.
     """
 
     purpose: str

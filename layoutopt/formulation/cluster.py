@@ -32,8 +32,8 @@ class Cluster:
       dims: names of all dimensions of their inputs and outputs.
       switches: the other decisions that matter to it: storage classes, recomputation.
       shapes: dimension names of every tensor of the cluster, and of everything that one operation iterates
-        over; a legal layout uses an axis once in each. given, left: choices of `cuts.PendingSum` -> operands,
-        or outputs, whose sum is pending under them.
+        over; a legal layout uses an axis once in each.
+      given, left: choices of `cuts.PendingSum` -> operands, or outputs, whose sum is pending under them.
       totalled: outputs whose sum the update's total takes, with those of other clusters.
       saves: recomputation changes the saved values; otherwise it only adds second runs.
       follows: a choice of `given` -> that of the addition that computes another of its operands: both sums

@@ -41,8 +41,8 @@ class Alternatives:
       names: names of the mesh's axes.
       shapes: of meshes that baselines may have (None: all of one or two axes).
       found: results so far.
-      missing: names that were skipped for lack of time. over, far: names whose plans are all too large, or
-        all so slow that no fitting one was searched.
+      missing: names that were skipped for lack of time.
+      over, far: names whose plans are all too large, or all so slow that no fitting one was searched.
       none: names that no plan has, as storage splits too little.
     """
 

@@ -35,7 +35,8 @@ def with_details(
     """The same plan, with all its `details`.
 
     Args:
-      limit: bytes of a device. source, hashes: origin of the model, if it is a file.
+      limit: bytes of a device.
+      source, hashes: origin of the model, if it is a file.
     """
     from layoutopt.optimize.evaluator import Evaluator
     from layoutopt.plan.build import AppliesPlans

@@ -27,8 +27,8 @@ class SearchStatus:
     """The progress of a search.
 
     Attributes:
-      looked: the current mesh, with its further choices in words. number, count: position of the problem, and
-        number of unsettled problems.
+      looked: the current mesh, with its further choices in words.
+      number, count: position of the problem, and number of unsettled problems.
       best: the objective of the best layout so far; inf: none fits yet.
       bound: no layout of the whole search is better.
       left: seconds that the search will take yet, about; None: unknown.

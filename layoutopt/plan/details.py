@@ -39,8 +39,8 @@ class Searched(Data):
 
     Attributes:
       hardware: a name or a file.
-      memory_bytes: of a device; None: the hardware's memory. devices, max_axes: of a search for the mesh; no
-        devices: the plan's mesh was given.
+      memory_bytes: of a device; None: the hardware's memory.
+      devices, max_axes: of a search for the mesh; no devices: the plan's mesh was given.
       command: the command line that was typed, if one was.
     """
 
@@ -331,8 +331,9 @@ class Details(Data):
       lines: the priced instructions of the answer; sources: the lines of code at their places.
       by_kind: seconds by kind of work, of the answer (named so) and every alternative.
       memory: the timeline of the answer, and the values at its peak.
-      calibration: every measurement of a calibrated profile beside its fit. conflict, repairs: for a request
-        under which nothing fits: the conditions that contradict each other, and changes that help.
+      calibration: every measurement of a calibrated profile beside its fit.
+      conflict, repairs: for a request under which nothing fits: the conditions that contradict each other,
+        and changes that help.
       ways: compared ways to synchronise; the plan is the fastest.
     """
 

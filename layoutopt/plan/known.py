@@ -13,8 +13,8 @@ class PublishedSteps(Data):
     """Steps that were published for the hardware.
 
     Attributes:
-      fitted: number of those that helped to fit a constant. mean, worst: error of a predicted step, as a
-        share of the published one.
+      fitted: number of those that helped to fit a constant.
+      mean, worst: error of a predicted step, as a share of the published one.
     """
 
     rows: WholeNumber

@@ -67,8 +67,8 @@ class Predicted(Data):
         Unknown values are left out.
       usable_memory_bytes: of a device of this hardware.
       host_memory_bytes: bytes in the host's memory for a device, if any; host_bytes_per_device: bytes over
-        its host link, by direction (`host_load`, `host_store`). tokens_per_second_per_chip,
-        model_flops_per_second_per_chip: a chip may be several devices.
+        its host link, by direction (`host_load`, `host_store`).
+      tokens_per_second_per_chip, model_flops_per_second_per_chip: a chip may be several devices.
     """
 
     step_seconds: Amount

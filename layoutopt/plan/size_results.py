@@ -32,7 +32,8 @@ class SizedCandidate(Decided):
       parameters: all; `non_embedding`: without those of words and positions.
       flops: of training, by the model's own count.
       loss_interval: 95 % of one more run, where the law was fitted to the user's.
-      money: None: no price is known. status, gap: proof of the layout.
+      money: None: no price is known.
+      status, gap: proof of the layout.
       beyond: where the loss lies outside the runs of the law, in words.
       frontier: no other candidate is better in loss, days and cost.
     """

@@ -13,7 +13,8 @@ class TrainingForecast(Data):
     """Training on a number of tokens, or an hour of it where none is given.
 
     Attributes:
-      tokens: number of tokens. seconds, chip_hours: by the predicted step alone, without starts and failures.
+      tokens: number of tokens.
+      seconds, chip_hours: by the predicted step alone, without starts and failures.
       price: of a chip-hour; money: total cost, in its unit.
     """
 

@@ -20,8 +20,8 @@ class ReplicaStrategy(Decided):
     Attributes:
       replicas: number of replicas that share the examples of a step; 1 if all devices synchronise in every
         step.
-      hparams: hyperparameters in which a replica's model differs from the whole. step_seconds, mfu,
-        peak_memory_bytes: None if the way has no plan; `reason` explains why.
+      hparams: hyperparameters in which a replica's model differs from the whole.
+      step_seconds, mfu, peak_memory_bytes: None if the way has no plan; `reason` explains why.
       rare_bytes: bytes per step that a device sends over the axis that synchronises rarely.
       status: proof of the layout.
       loss: relative increase of the loss by the published law; None: outside the law.
@@ -46,7 +46,7 @@ class AtLink(Data):
 
     Attributes:
       times: factor of the hardware's bandwidth; gigabits: per second, between a replica and the others.
-        seconds, mfu: of a step, by the name of a way.
+      seconds, mfu: of a step, by the name of a way.
     """
 
     times: Amount

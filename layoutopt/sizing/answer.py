@@ -46,7 +46,8 @@ class Answering:
     Attributes:
       count: of sizes.
       sizes: the smallest and the largest (None: around the law's optimum).
-      every: search also sizes that cannot be on the frontier. rows, unfit: results of searches.
+      every: search also sizes that cannot be on the frontier.
+      rows, unfit: results of searches.
       beaten: sizes that were not searched, with the bounds that rule them out.
       missing: sizes for which there was no time; stopped: Ctrl-C ended it.
     """

@@ -36,8 +36,8 @@ class Law(ABC):
     Attributes:
       counts: parameters that N counts: all (`total`), or all except those of words and positions
         (`non-embedding`).
-      errors: standard errors of constants, if the source has them. parameters, tokens: the ranges of the
-        fitted runs.
+      errors: standard errors of constants, if the source has them.
+      parameters, tokens: the ranges of the fitted runs.
       note: a further remark about the law.
     """
 

@@ -108,8 +108,8 @@ class Scaling:
     Attributes:
       law: a published law's name (`layoutopt.sizing.laws.law_names`).
       runs: own runs to fit a law to: a CSV file, or a frame with columns N, D and loss.
-      unique: number of different tokens in the data. pretrained, characters: the data of pre-training;
-        characters of a token.
+      unique: number of different tokens in the data.
+      pretrained, characters: the data of pre-training; characters of a token.
       replicas: of DiLoCo.
     """
 

@@ -49,8 +49,8 @@ class Attention:
       biases: which projections add a learned bias: `none`, `qkv` (as Qwen 2), or `all` (as BERT, GPT-2, ViT).
       attention: `fused`, one operation that never holds all logits (`mtf.attention`); or `plain`, written out
         in products and a softmax. Attention with other logits or weights, and texts that grow position by
-        position, are always written as separate operations. length, memory_length, d_model: names of the
-        positions of queries and of keys, and of the features.
+        position, are always written as separate operations.
+      length, memory_length, d_model: names of the positions of queries and of keys, and of the features.
     """
 
     heads: Dim

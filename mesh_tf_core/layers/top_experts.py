@@ -53,9 +53,9 @@ class TopExperts(Router):
       chosen: k, at most the number of experts.
       scores: how p is made of the logits: `softmax` over all experts, or the `sigmoid` of each.
       normalized: a token's gates add up to `scale`.
-      scale: of the gates (DeepSeek's routed_scaling_factor). groups, groups_chosen: number of groups of
-        experts, and number of groups with a token's choices: those with the largest p (softmax), or the
-        largest sums of two p + b (sigmoid).
+      scale: of the gates (DeepSeek's routed_scaling_factor).
+      groups, groups_chosen: number of groups of experts, and number of groups with a token's choices: those
+        with the largest p (softmax), or the largest sums of two p + b (sigmoid).
       balance_rate: change per step of the bias of (6), a variable `router_bias` [router] beside
         `router_load`, the choices of the previous step; 0: no bias.
     """

@@ -57,8 +57,8 @@ class Waiting:
     """A sum that may travel with others if it is small.
 
     Attributes:
-      value: the summed value. place, read: its position among the top level's instructions, and its first
-        reader there.
+      value: the summed value.
+      place, read: its position among the top level's instructions, and its first reader there.
     """
 
     sum: AllReduce

@@ -34,8 +34,10 @@ class NodePlan:
         those that convert, which every piece allows.
       updates: it belongs to the update of the variable that its scope names.
       path: its name in rules of a layout; an instruction that reads or stores a variable has the variable's
-      name. dims: names of all dimensions that it has. regrouped: dimensions that only one side of a
-      regrouping has: no rule for elsewhere splits these in it, so that a sum is taken after it.
+        name.
+      dims: names of all dimensions that it has.
+      regrouped: dimensions that only one side of a regrouping has: no rule for elsewhere splits these in
+        it, so that a sum is taken after it.
     """
 
     first: Origin

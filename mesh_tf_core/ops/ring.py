@@ -105,8 +105,8 @@ class Ring(Pieces):
 
         Args:
           begun: the state after a device's own keys; `turned`: computes a step from other keys, a state, and
-            the step. opened, closed: called with the state before the first step of a direction, and after
-            the last one.
+            the step.
+          opened, closed: called with the state before the first step of a direction, and after the last one.
           landed: receives the values that `closed` sent.
         """
         steps, turns = self.steps, self.turns

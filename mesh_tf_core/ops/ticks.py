@@ -102,7 +102,8 @@ class LayerNumbers(Source):
     """The model's numbers of the layers that stages have, as [stage, place]; PADDING where one lacks a layer.
 
     Attributes:
-      layers: number of layers of the model. stage, place: dimensions of the result.
+      layers: number of layers of the model.
+      stage, place: dimensions of the result.
     """
 
     order: Interleaved

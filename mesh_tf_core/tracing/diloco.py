@@ -94,8 +94,8 @@ def outer_step(before: T, momentum: T, came: T, rate: float, mu: float) -> tuple
 
     Args:
       before: the values that all replicas began from.
-      came: mean progress of the replicas: their start minus their current values. rate, mu: of the outer
-        step.
+      came: mean progress of the replicas: their start minus their current values.
+      rate, mu: of the outer step.
 
     It takes tensors of a graph or arrays, with the same order of operations, so that both forms agree to the
     last bit.

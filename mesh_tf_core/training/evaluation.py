@@ -62,7 +62,8 @@ class EvaluationPass:
     """The forward pass of a model, during its training.
 
     Args:
-      training: the engine with the variables. layout, options: of the training.
+      training: the engine with the variables.
+      layout, options: of the training.
       means: variable -> the value that replaces it: its running mean (`Optimizer.ema`), or, with replicas,
         [replica, its dims]: the values of all replicas, which are averaged.
       cluster: the processes that evaluate together.

@@ -51,8 +51,8 @@ class Fitting:
       begin: starts a step on a batch on the devices; the returned function waits for the results.
       in_flight: most steps that are begun and not done.
       saver: of the trainer.
-      losses: ends a training with an infinite loss. steps, every, on_step, stop, evaluate, evaluate_every,
-        keep, checkpoint: as in `Trainer.fit`.
+      losses: ends a training with an infinite loss.
+      steps, every, on_step, stop, evaluate, evaluate_every, keep, checkpoint: as in `Trainer.fit`.
       meetings: synchronisation with other jobs, if there are any; `on_met`: called with its results.
     """
 

@@ -122,8 +122,9 @@ def classes(
 
     Args:
       parameters, batch: the operands that are parameters, and those that are inputs.
-      hints: axes that the user or the library declares equal. alike: axes that are equal unless other
-      relations contradict. stacks: parameters of several layers, one behind the other.
+      hints: axes that the user or the library declares equal.
+      alike: axes that are equal unless other relations contradict.
+      stacks: parameters of several layers, one behind the other.
     """
     found = Classes(factors)
     for operand in factors.operands.values():

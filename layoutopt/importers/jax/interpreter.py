@@ -80,8 +80,8 @@ def interpret(
 
     Args:
       whole: the same function of the whole batch, whose numbers are used: a mean over a part of the batch
-        divides by the size of the whole. scope, where: scope and location of the call whose body the jaxpr
-        is.
+        divides by the size of the whole.
+      scope, where: scope and location of the call whose body the jaxpr is.
 
     Raises:
       UserError: the function has other equations than `whole`.

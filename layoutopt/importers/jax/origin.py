@@ -47,10 +47,11 @@ class ImportedFunction:
 
     Attributes:
       loss: the user's function; `arguments`: its pytrees of types, in its order, and `roles` their roles:
-        params, state, batch or rng. parameters, state, batch: path -> its dimensions.
+        params, state, batch or rng.
+      parameters, state, batch: path -> its dimensions.
       sources: number of a node of the graph -> file and line of the user's code.
-      notes: parts that were left out. block, classes, names: the traced function, and the class and name of
-        every factor of every axis.
+      notes: parts that were left out.
+      block, classes, names: the traced function, and the class and name of every factor of every axis.
       rerolled: the same with its equal layers as loops; the graph is made of it.
       tensors: id of a value of that -> the graph's tensor.
     """

@@ -27,9 +27,11 @@ class MessageBatch:
     Attributes:
       members: (choices,) the senders' choices, counted through; `begins` where each sender's begin.
       source: (inputs,) choices of the sender of each message; `share` is g of it, `back` is the position of
-        the opposite message. cells, at: the tables, receiver's choice first, and the input of each cell.
-      rows: start of each receiver's choice in `cells`. heads, lengths: start and length of each message in
-        `rows`. out, target: destination of each number: the message, and the receiver's choice.
+        the opposite message.
+      cells, at: the tables, receiver's choice first, and the input of each cell.
+      rows: start of each receiver's choice in `cells`.
+      heads, lengths: start and length of each message in `rows`.
+      out, target: destination of each number: the message, and the receiver's choice.
     """
 
     members: Ints

@@ -33,9 +33,9 @@ class Network:
       offsets: (variables + 1,) the first number of each variable's choices, counted through.
       unary: (choices,).
       ends: (pairs, 2) the variables of each pair.
-      starts: (pairs,) start of each table in `cells`. owner, begin, end: (items,) the variable and the
-        points, begin <= point < end. used, choice, item: (uses,) amount, choice (numbered consecutively),
-        item.
+      starts: (pairs,) start of each table in `cells`.
+      owner, begin, end: (items,) the variable and the points, begin <= point < end.
+      used, choice, item: (uses,) amount, choice (numbered consecutively), item.
       room: (points,).
     """
 

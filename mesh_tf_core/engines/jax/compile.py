@@ -17,7 +17,8 @@ class CompilerRefusal:
     """Why the compiler made no executable; `out_of_memory` if the program does not fit on the device.
 
     Attributes:
-      reason: one line. used, limit: bytes, if the compiler reports them.
+      reason: one line.
+      used, limit: bytes, if the compiler reports them.
     """
 
     reason: str
