@@ -284,7 +284,7 @@ def test_first_screen_says_how_robust() -> None:
     plan["details"]["robustness"] |= {"draws": 0, "wins": 0}
     assert "machines" not in hero(reports.report_html([plan]))
     plan["details"]["robustness"] |= {"wins": 41}
-    with pytest.raises(UserError, match=r"'details.robustness.wins' says 41 of 0 draws"):
+    with pytest.raises(UserError, match=r"'details.robustness.wins' has 41 of 0 draws"):
         reports.report_html([plan])
 
 
