@@ -257,6 +257,20 @@ def stacks_of(program: Program, tensor: Sequence[int]) -> dict[int, tuple[int, i
     return found
 
 
+def sums_of(program: Program, tensor: Sequence[int]) -> dict[int, int]:
+    """The sums over ticks that are no tensors until they are one stack of all stages, which lies in their
+    memory: value -> the tensor that is this stack.
+
+    Args:
+      tensor: value -> the tensor that it is, or -1.
+    """
+    every = [instr for instr, _ in program.walk()]
+    summed = {r.outer for loop in every if isinstance(loop, Loop) for r in loop.results}
+    stacked = (i for i in every if isinstance(i, Local) and isinstance(i.op, StageStack))
+    made = {instr.inputs[0]: tensor[instr.outputs[0]] for instr in stacked}
+    return {value: t for value, t in made.items() if value in summed and tensor[value] < 0 <= t}
+
+
 @dataclass(frozen=True)
 class ClusterMemory:
     """The lifetimes of a lowered cluster under one layout."""

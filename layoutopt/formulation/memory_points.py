@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from costmodels.liveness import kernel_memory
 from layoutopt.formulation.held_bytes import Counted, HeldBytes, PointKey, last_reads
-from layoutopt.formulation.lifetimes import ByteRule, stacks_of
+from layoutopt.formulation.lifetimes import ByteRule, stacks_of, sums_of
 from layoutopt.formulation.makers import Makers, TensorMaker
 from mesh_tf_core.ir.blocks import Block
 from mesh_tf_core.ir.liveness import Held, Liveness
@@ -130,6 +130,7 @@ class ProgramPoints:
             sizes = {s.outer: self.program.local(s.outer).shape.sizes[0] for s in loop.sliced}
             self._part.update((s.inner, (s.outer, sizes[s.outer])) for s in loop.sliced)
         self._stacked = stacks_of(self.program, tensors)
+        self._sums = sums_of(self.program, tensors)
 
     def _run(self, instr: Instr) -> str:
         """The second run in which it is: it stands in the backward of a loop that has it in its own body."""
@@ -200,6 +201,8 @@ class ProgramPoints:
 
     def _around(self, value: int, point: int) -> HeldBytes | None:
         """The same, whatever keeps it alive."""
+        if value in self._sums:
+            return self._thing(value, ByteRule.ANY)
         root = self._full.memory(value)
         if (
             value != root
@@ -226,9 +229,10 @@ class ProgramPoints:
         runs, given = self.makers.runs.get(node), self.makers.given.get(node, {})
         if isinstance(instr, Local):
             dying = self._dying(instr)
+            made = runs if self._sums.keys().isdisjoint(instr.inputs) else None
             for v in filter(self._last.__contains__, instr.outputs):
                 if v not in self._stacked:
-                    yield v, None if runs is None else self._thing(v, ByteRule.RESULT, (runs[1], dying))
+                    yield v, None if made is None else self._thing(v, ByteRule.RESULT, (made[1], dying))
         if runs is None:
             return
         cluster, like = runs
@@ -290,7 +294,7 @@ class ProgramPoints:
         while value in self._part:
             value, n = self._part[value]
             share /= n
-        t = self._enters.get(value, self._tensor(value))
+        t = self._enters.get(value, self._sums.get(value, self._tensor(value)))
         t = self._stacked[value][0] if value in self._stacked else t
         if t < 0:
             return None

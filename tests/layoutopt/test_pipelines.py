@@ -146,6 +146,20 @@ def test_tables_and_rows(case: int) -> None:
     compare(built(name), mesh, parts, hardware, axes, 8, **more)
 
 
+def test_rows_count_what_ticks_add_up() -> None:
+    """Gradients of stages, which are no tensors until the last tick."""
+    model, mesh, machine = built("transformer"), mtf.Mesh("pipe:2;t:2"), load_hardware("h100")
+    stages: dict[str, Any] = {"stages": {"layers": ("pipe",)}, "schedule": ("1f1b",), "recompute": (False,)}
+    graph = model.training_step(4, {"layers": 2}, "1f1b").graph
+    decided = decisions(graph, mesh, SearchSpace(microbatches=(4,), **stages))
+    layout, options = decided.read({})
+    found = extract(model, mesh, decided, pricer(machine, mesh))
+    choices = found.choices(layout, options)
+    assert choices is not None
+    held = evaluate(model, mesh, layout, machine, options).memory
+    assert max(row.use(choices) for row in found.memory.rows()) == held.peak
+
+
 def test_a_search_without_stages_has_no_schedule() -> None:
     asked = SearchSpace(pipeline=("layers",), schedule=("1f1b",), microbatches=(1,))
     assert without(asked, "pipeline") == SearchSpace(microbatches=(1,))
