@@ -283,13 +283,13 @@ class Lowering(Placing):
         """Notes what backward moves of a tensor that a second run reads: its readers are lowered, and
         dropped."""
         value = self.lying(each.tensor)
-        env, count = self.env, len(self.code)
+        env, count, again, self._again = self.env, len(self.code), self._again, False
         for node in each.readers:
             self.env = {**env, each.twin: value}
             # A layout that it does not allow, its own lowering refuses.
             with suppress(LayoutError):
                 self.node(node)
-        self.env = env
+        self.env, self._again = env, again
         del self.code[count:]
 
 

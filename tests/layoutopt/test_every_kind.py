@@ -12,9 +12,13 @@ import pytest
 
 import layoutopt
 import mesh_tf_core as mtf
+from costmodels.hardware import load_hardware
+from layoutopt.formulation.extract import extract
+from layoutopt.optimize.evaluator import Evaluator
 from layoutopt.optimize.restricted import held
 from layoutopt.optimize.search import LayoutSearch
 from layoutopt.optimize.subproblems import subproblems
+from layoutopt.solver import evaluate as value_of
 from layoutopt.space.collective_matmul import CollectiveMatmul
 from layoutopt.space.decisions import KINDS, SearchSpace, decisions, left_out
 from layoutopt.space.kind import Decision, Target
@@ -165,6 +169,27 @@ def test_what_the_hosts_hold_is_not_held_by_devices() -> None:
     trained = sum(v.bytes for v in graph.variables.values() if v.trainable)
     assert bound() - bound("optimizer") == pytest.approx(state) and state > 0
     assert bound() - bound("weights") == pytest.approx(trained)
+
+
+def test_second_runs_move_apart_from_backward_beside_products() -> None:
+    """A second run whose products overlap their gathers in chunks gathers for itself; backward, once more."""
+    model, mesh = whole_model(60041), mtf.Mesh("x:2;y:2")
+    said: dict[str, Any] = {
+        "elsewhere": ("length",),
+        "recompute": (True,),
+        "collective_matmul": ("d",),
+        "microbatches": (1,),
+    }
+    decided = decisions(model.training_step().graph, mesh, SearchSpace(**said))
+    layout = mtf.Layout("kv:x;length@elsewhere:x+y")
+    evaluator = Evaluator(model, load_hardware("a100"))
+    extraction = extract(model, mesh, decided, evaluator.prices(mesh))
+    for products in (frozenset({"d"}), frozenset[str]()):
+        options = mtf.Options(recompute={"layers"}, collective_matmul=products)
+        choices = extraction.choices(layout, options)
+        assert choices is not None
+        seconds = evaluator(mesh, layout, options).cost.step_seconds
+        assert value_of(extraction.problem, choices).objective == pytest.approx(seconds, rel=AGREE)
 
 
 def test_replicas_with_stages_are_no_problem_of_a_search() -> None:
