@@ -24,7 +24,7 @@ LOWEST = float("-inf")
 
 
 @dataclass(frozen=True)
-class Part:
+class WindowPart:
     """The work of a device along one window's dimension, relative to its shard.
 
     Attributes:
@@ -39,7 +39,7 @@ class Part:
     total: int
 
 
-Parts = tuple[Part, ...] | None
+Parts = tuple[WindowPart, ...] | None
 
 
 def _taps(geometry: Sequence[Window]) -> list[tuple[int, ...]]:
@@ -51,7 +51,7 @@ def _prepared(k: Kernel, at: At, x: Any, shape: Shape, op: Pool | PoolGrad, outp
     fill = LOWEST if op.fn == "max" else 0.0
     for i, v in enumerate(op.windows):
         axis = shape.index(v.dim)
-        part = op.parts[i] if op.parts else Part(0, 0, shape.sizes[axis], shape.sizes[axis])
+        part = op.parts[i] if op.parts else WindowPart(0, 0, shape.sizes[axis], shape.sizes[axis])
         if op.fn == "max" and v.dim in at.split:
             place = k.scalar(at.shard(v.dim) * part.size + part.inputs, "int32")
             positions = k.binary("add", k.iota(shape.sizes[axis], "int32"), place)
@@ -128,10 +128,10 @@ class Pool(Op):
             if count > 1 and v.split_alike(inside, outside, count):
                 begin, end = v.inputs_of(0, outside // count)
                 x = window(low, x, v.dim, begin, end)
-                parts.append(Part(begin, 0, inside // count, inside))
+                parts.append(WindowPart(begin, 0, inside // count, inside))
             else:
                 x = low.without(x, [v.dim])
-                parts.append(Part(0, 0, inside, inside))
+                parts.append(WindowPart(0, 0, inside, inside))
         return low.local(replace(self, parts=tuple(parts)), [x], types, [_splits(low, x, types[0])])
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
@@ -202,10 +202,10 @@ class PoolGrad(Op):
                 begin, end = v.inputs_of(first, last)
                 dy = window(low, dy, v.dim, first, last)
                 x = window(low, x, v.dim, begin, end)
-                parts.append(Part(begin, first, inside // count, inside))
+                parts.append(WindowPart(begin, first, inside // count, inside))
             else:
                 x, dy = low.without(x, [v.dim]), low.without(dy, [v.dim])
-                parts.append(Part(0, 0, inside, inside))
+                parts.append(WindowPart(0, 0, inside, inside))
         return low.local(replace(self, parts=tuple(parts)), [x, dy], types, [_splits(low, x, types[0])])
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:

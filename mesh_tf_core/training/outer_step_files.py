@@ -36,7 +36,7 @@ from mesh_tf_core.training.locking import locked
 
 ArraysByName = dict[str, np.ndarray]
 ArrayShape = tuple[int, ...]
-Wanted = Mapping[str, tuple[Sequence[str], ArrayShape]]
+WantedArrays = Mapping[str, tuple[Sequence[str], ArrayShape]]
 """Name of an array -> the dtypes that it may have, and its shape."""
 ABOUT = "about.json"
 """The array of a file with its metadata."""
@@ -173,7 +173,9 @@ class Directory:
         except UnusablePost:
             return True  # it is named when the round is closed
 
-    def read_post(self, round: int, replica: int, wanted: Mapping[int, Wanted]) -> tuple[Post, ArraysByName]:
+    def read_post(
+        self, round: int, replica: int, wanted: Mapping[int, WantedArrays]
+    ) -> tuple[Post, ArraysByName]:
         """A post and its arrays.
 
         Args:
@@ -360,7 +362,7 @@ def _about(arrays: Mapping[str, array_files.Zipped], kind: type[About]) -> About
         raise UnusablePost(str(error)) from None
 
 
-def _read(arrays: Mapping[str, array_files.Zipped], wanted: Wanted) -> ArraysByName:
+def _read(arrays: Mapping[str, array_files.Zipped], wanted: WantedArrays) -> ArraysByName:
     """The arrays that are wanted. Types and shapes of all are looked at before one is read."""
     for name, (dtypes, shape) in wanted.items():
         if name not in arrays:
