@@ -36,7 +36,7 @@ class Source(StrEnum):
     """Elimination of the tables."""
     SOLVER = "solver"
     LISTED = "listed"
-    """All that is faster was listed, and does not fit."""
+    """All faster layouts were listed, and none fits."""
 
 
 class State(Enum):

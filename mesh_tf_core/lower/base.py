@@ -43,7 +43,7 @@ from mesh_tf_core.lower.options import DEFAULT, Options
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placing import Placing
 from mesh_tf_core.lower.storage import BACKWARD, FORWARD, GRADIENT, UPDATE, VARIABLE
-from mesh_tf_core.lower.subgraph import Part, Twin
+from mesh_tf_core.lower.subgraph import GraphPart, Twin
 from mesh_tf_core.ops.basic import AddN, Cast
 from mesh_tf_core.tracing.graph import Graph
 
@@ -57,7 +57,7 @@ class Lowering(Placing):
     """
 
     def __init__(
-        self, graph: Graph, oracle: Oracle, options: Options = DEFAULT, part: Part | None = None
+        self, graph: Graph, oracle: Oracle, options: Options = DEFAULT, part: GraphPart | None = None
     ) -> None:
         super().__init__(graph, oracle, part)
         self.context, self.collective_matmul = dict(options.context), options.collective_matmul
@@ -298,7 +298,7 @@ def lower_base(
     oracle: Oracle,
     results: Mapping[str, Tensor] | None = None,
     options: Options = DEFAULT,
-    part: Part | None = None,
+    part: GraphPart | None = None,
 ) -> Program:
     """Lowers every node alone; see the module's text. LayoutError if the layout is not legal for the
     graph."""

@@ -28,7 +28,7 @@ from mesh_tf_core.ir.values import Splits
 from mesh_tf_core.lower.nodes import pass_of, repeated, weights
 from mesh_tf_core.lower.oracle import Oracle
 from mesh_tf_core.lower.placement import Row
-from mesh_tf_core.lower.subgraph import Part
+from mesh_tf_core.lower.subgraph import GraphPart
 from mesh_tf_core.ops.basic import Cast
 from mesh_tf_core.ops.pieces import CutPadding, PadPieces
 from mesh_tf_core.tracing.graph import Graph
@@ -49,13 +49,13 @@ class Placing(ProgramBuilder):
       converted: (value, cast) -> result of the cast.
       masters: a variable's tensor, or a part of it -> its master copy as stored, if `env` has the
         half-precision copy.
-      given: tensors taken as given (see `Part`), once something asked for them.
+      given: tensors taken as given (see `GraphPart`), once something asked for them.
       stored: variable -> its storage between steps, once it was read or written.
     """
 
-    def __init__(self, graph: Graph, oracle: Oracle, part: Part | None = None) -> None:
+    def __init__(self, graph: Graph, oracle: Oracle, part: GraphPart | None = None) -> None:
         super().__init__()
-        self.graph, self.oracle, self.part = graph, oracle, part or Part(graph.blocks[0])
+        self.graph, self.oracle, self.part = graph, oracle, part or GraphPart(graph.blocks[0])
         self.mesh, self.layout = oracle.mesh, oracle.layout
         self.within: Axes = ()
         self.chunked = False
@@ -138,7 +138,7 @@ class Placing(ProgramBuilder):
         return self.on_device(self.lying(tensor))
 
     def lying(self, tensor: int) -> int:
-        """The current value of a tensor; one that is not computed here (see `Part`) is taken as given."""
+        """The current value of a tensor; one that is not computed here (see `GraphPart`) is given."""
         value = self.env.get(tensor)
         if value is None:
             value = self.env[tensor] = self._given(tensor)

@@ -24,7 +24,7 @@ class Twin:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedValue:
     """A tensor that lowering moves, at the end of a block, to where readers outside the part need it.
 
     Attributes:
@@ -38,7 +38,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GraphPart:
     """A small graph to lower: a whole graph, or some of its nodes with everything around them given.
 
     Attributes:
@@ -54,7 +54,7 @@ class Part:
     alone: bool = False
     again: str = ""
     unread: frozenset[int] = frozenset()
-    wanted: Mapping[int, Sequence[Wanted]] = field(default_factory=dict)
+    wanted: Mapping[int, Sequence[WantedValue]] = field(default_factory=dict)
     beside: Mapping[int, Sequence[Twin]] = field(default_factory=dict)
 
 
@@ -83,7 +83,7 @@ class Subgraph:
     early: frozenset[int] = frozenset()
     beside: tuple[Twin, ...] = ()
     unread: frozenset[int] = frozenset()
-    _part: list[Part] = field(default_factory=list, compare=False, repr=False)
+    _part: list[GraphPart] = field(default_factory=list, compare=False, repr=False)
 
     def without(self, nodes: Set[int]) -> Subgraph:
         """The same without some nodes."""
@@ -93,7 +93,7 @@ class Subgraph:
         """`early`, as results of a program."""
         return {f"%{t}": graph.tensor(t) for t in sorted(self.early)}
 
-    def part(self, graph: Graph) -> Part:
+    def part(self, graph: Graph) -> GraphPart:
         """The small graph of these nodes; it is built once, for one graph."""
         if not self._part:
             self._part.append(_Builder(self, graph).part())
@@ -111,18 +111,18 @@ class _Builder:
         self.subgraph, self.graph = subgraph, graph
         self.known: set[int] = set()
         self.beside: dict[int, list[Twin]] = {}
-        self.wanted: dict[int, list[Wanted]] = {}
+        self.wanted: dict[int, list[WantedValue]] = {}
         for block, phase, tensor in sorted(subgraph.natural):
-            self.wanted.setdefault(block, []).append(Wanted(tensor, phase))
+            self.wanted.setdefault(block, []).append(WantedValue(tensor, phase))
         outside = self.wanted.setdefault(0, [])
         for tensor, variable in graph.gradient_of.items():
             if not graph.tensor(tensor).block:
-                outside.append(Wanted(tensor, Phase.UPDATE, variable))
+                outside.append(WantedValue(tensor, Phase.UPDATE, variable))
 
-    def part(self) -> Part:
+    def part(self) -> GraphPart:
         whole, what = self.graph.blocks[0], self.subgraph
         root = replace(whole, nodes=self._nodes(whole))
-        return Part(root, True, what.again, what.unread, self.wanted, self.beside)
+        return GraphPart(root, True, what.again, what.unread, self.wanted, self.beside)
 
     def _nodes(self, block: Block) -> list[Node]:
         """The nodes of a block to lower, and the loops to enter."""
