@@ -1,8 +1,8 @@
 """One job writes into a directory of checkpoints: a lock that ends with the process that holds it.
 
 It is the system's lock (flock) of the file `.lock` there, in which the holder writes its name. The kernel
-takes it away when the holder ends, however it ends. Of the processes of one job only the one that writes
-takes it; whoever only reads needs none. A process takes it as often as it likes: its trainers are one job.
+takes it away when the holder ends, however it ends. Only the writing process of a job takes the lock;
+processes that only read need none. A process takes it as often as it likes: its trainers are one job.
 
 The library filelock (4.3.1) is not used: it does not report who holds the lock, does not notice that its file
 was removed and another job has locked the next one, and accepts a file that has a second name.
