@@ -96,7 +96,7 @@ def check_writable(path: str | Path, what: str = "the file") -> None:
 
 def unwritable(path: str | Path, error: Exception, what: str = "the file") -> UserError:
     """Turns the system's error about a file into the user's error."""
-    said, todo = str(error), "name another place"
+    said, todo = str(error), "choose another place"
     if isinstance(error, OSError) and error.strerror:
         said = error.strerror
     if isinstance(error, IsADirectoryError):

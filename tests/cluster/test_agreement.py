@@ -207,7 +207,9 @@ def test_one_that_lives_but_does_not_come_is_named(job: Job) -> None:
         for one in (first, second):
             one._watch.does("in step 4", 9, False)
         for each in found:
-            with pytest.raises(mtf.ClusterError, match=r"worker 2 .* did not come to step 4 within .* lives"):
+            with pytest.raises(
+                mtf.ClusterError, match=r"worker 2 .* did not come to step 4 within .* is alive"
+            ):
                 each.result()
 
 

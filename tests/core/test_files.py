@@ -90,7 +90,7 @@ def test_the_old_file_stays_when_the_disk_fails(
     else:
         monkeypatch.setattr(files.os, fails, fail)
     line = refused(old, both=False)
-    assert os.strerror(number) in line and line.endswith("name another place")
+    assert os.strerror(number) in line and line.endswith("choose another place")
     monkeypatch.undo()
     assert old.read_text(encoding="utf-8") == "old" and list(old.parent.iterdir()) == [old]
 
@@ -181,10 +181,10 @@ def test_permissions_are_asked_for_first(old: Path, monkeypatch: pytest.MonkeyPa
     place = old if protected == "file" else old.parent
     allowed = os.access
     monkeypatch.setattr(files.os, "access", lambda path, mode: Path(path) != place and allowed(path, mode))
-    with pytest.raises(UserError, match="permission denied; name another place"):
+    with pytest.raises(UserError, match="permission denied; choose another place"):
         check_writable(old)
     if protected == "file":
-        assert "permission denied; name another place" in refused(old)
+        assert "permission denied; choose another place" in refused(old)
     assert old.read_text(encoding="utf-8") == "old"
 
 

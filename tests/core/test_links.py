@@ -119,7 +119,7 @@ def test_files_of_a_checkpoint_are_new(tmp_path: Path) -> None:
         (folder / "manifest.json").symlink_to(precious)
         checkpoint.finish(folder, 1, written, {})
     with (
-        pytest.raises(UserError, match=r"step 1 is not saved: 00000\.safetensors is a link, though"),
+        pytest.raises(UserError, match=r"step 1 is not saved: 00000\.safetensors is a link, although"),
         checkpoint.beginning(tmp_path, 1) as folder,
     ):
         written = checkpoint.write_pieces(folder, 0, whole(VALUES))

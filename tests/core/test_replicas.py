@@ -311,7 +311,9 @@ def test_errors(said: str, layout: str, error: str) -> None:
 )
 def test_replicas_have_no_stages(layout: str, schedule: str, what: str) -> None:
     options = mtf.Options(microbatches=2, schedule=schedule)
-    with pytest.raises(mtf.LayoutError, match=f"diloco sites:.* cannot be combined with {what}: replicas"):
+    with pytest.raises(
+        mtf.LayoutError, match=f"diloco sites:.* cannot be combined with {what}: separate replicas"
+    ):
         trainer(model(mtf.SGD(0.1)), layout, options, "sites")
 
 
