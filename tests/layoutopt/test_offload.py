@@ -241,7 +241,9 @@ def test_exports_say_it_or_refuse_it() -> None:
     what = Exported("title", mtf.Mesh("a:2"), mtf.Layout("batch:a"), tuple(weights), (), decided)
     assert "optimizer_memory_host_offload: True" in export(what, "maxtext")
     for to in set(FORMATS) - {"maxtext"}:
-        with pytest.raises(mtf.UserError, match=f"^{to} cannot express that optimizer of wi, wo lie on"):
+        with pytest.raises(
+            mtf.UserError, match=f"^{to} cannot express that optimizer of wi, wo are stored on"
+        ):
             export(what, to)
     some = replace(what, decided=Decided(offload={"optimizer": ["wi"]}))
     with pytest.raises(mtf.UserError, match="keeps that of wo on the devices"):

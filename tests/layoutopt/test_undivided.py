@@ -105,7 +105,7 @@ def test_a_proof_that_nothing_fits_is_of_even_shards() -> None:
     said = str(caught.value)
     assert said.startswith("no layout of 'transformer_lm' whose shards divide evenly fits into ")
     assert "zero3 splits nothing of 12 variables" in said and "8 or 16 devices would divide" in said
-    assert "layouts were looked at (not looked at: " in said and "looked at in part: splits" in said
+    assert "layouts were considered (not looked at: " in said and "looked at in part: splits" in said
     with pytest.raises(mtf.InfeasibleError) as caught:
         layoutopt.search(MODEL, "data:8", **{**asked, "memory": 20e3})
     assert "divide evenly" not in str(caught.value) and "splits nothing" not in str(caught.value)
