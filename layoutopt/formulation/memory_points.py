@@ -204,12 +204,8 @@ class ProgramPoints:
         if value in self._sums:
             return self._thing(value, ByteRule.ANY)
         root = self._full.memory(value)
-        if (
-            value != root
-            and self._alive[root][0] == value
-            and self._full.has(root)
-            and root not in self._last
-        ):
+        first = value != root and self._alive[root][0] == value
+        if first and self._full.has(root) and root not in self._last:
             # Its memory is that of a value that is not read under its own name any more.
             reading = ByteRule.ANY
         elif self._tensor(value) in self.makers.renamed:
