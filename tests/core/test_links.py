@@ -158,7 +158,7 @@ def test_a_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
     os.lchown(link, NOBODY, NOBODY)
     for write in (lambda: write_file(link, "ours"), lambda: check_writable(link)):
         with pytest.raises(
-            UserError, match=r"it is a link that another user \(id 65534\) made; name another"
+            UserError, match=r"it is a link that another user \(id 65534\) made; choose another"
         ):
             write()
     assert precious.read_text() == "all my work"
