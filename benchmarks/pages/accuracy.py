@@ -16,13 +16,14 @@ HEAD = """\
 Predicted step times and memory beside published ones, with every preset as it ships. An error is
 (predicted − published) / published, and *sign* is its mean with the sign. Only the bandwidth between
 nodes is set per run, where the source states it. `benchmarks/data` has every row with its layout and
-source. [Steps on one H100](gpu.md) are layoutopt's own measurements.
+source. Others published all these runs; [our own measurements](gpu.md) are of one H100.
 
 ## Tables that came later
 
 No constant was fitted to these tables: they were collected after the presets were complete. The models
 are those of `examples/`, so the errors include what the published programs do differently, such as
-kernels that PyTorch launches. Tables marked *read* were read while rules of the cost model were chosen.
+kernels that PyTorch launches. Tables marked *read* are not held out: we looked at them while we chose
+rules of the cost model.
 """
 HELD = """\
 **Memory of nanotron.** layoutopt runs one program on all stages; nanotron runs one program per stage.

@@ -20,8 +20,8 @@ alternatives and the plan. An asterisk marks a search that ended without a proof
 layouts.
 """
 CLIPPED = """\
-With `clip_norm=1`, which adds a sum over all gradients, {rows} of these searches take {mean:.2f} times as
-long on average, at most {most:.2f} times.
+{rows} of these searches were repeated with `clip_norm=1`, which adds a sum over all gradients. They took
+{mean:.2f} times as long on average, and {most:.2f} times in the worst case.
 """
 CONTEST = """\
 ## The contest of ASPLOS 2025 on intra-operator parallelism

@@ -45,15 +45,15 @@ DEFAULT_MESH = "data:2;model:4"
 def calibrate(
     mesh: MeshOption = None,
     thorough: Annotated[
-        bool, typer.Option("--thorough", help="Measure more sizes, more often (takes some minutes).")
+        bool, typer.Option("--thorough", help="Measure more sizes, more often (takes a few minutes).")
     ] = False,
     target: Annotated[
         str | None,
         typer.Option(
             "--target",
             metavar="TPU",
-            help="Fit a profile to the TPU compiler's estimates instead of this machine's times, e.g. "
-            "tpu-v5e; no TPU is needed.",
+            help="Fit a profile of this TPU, e.g. tpu-v5e, to its compiler's estimates instead of timing "
+            "this machine (no TPU is needed).",
             show_default=False,
         ),
     ] = None,

@@ -29,7 +29,7 @@ def for_tpu(terminal: Terminal, target: str, refresh: bool, out: Path | None) ->
     check_out(out)
     partial = None
     if refresh or shipped_probes(target) is None:
-        terminal.say(f"compiling small programs for {target}, which takes some minutes")
+        terminal.say(f"compiling small programs for {target}, which takes a few minutes")
         partial = made_profiles_directory() / f"{target}.partial.json"
         if partial.is_file():
             terminal.say(f"continuing from the estimates in {partial}")

@@ -46,7 +46,7 @@ def launch(
         ),
     ],
     processes: Annotated[
-        int, typer.Option("-n", "--processes", min=1, max=MOST, help="Worker processes.")
+        int, typer.Option("-n", "--processes", min=1, max=MOST, help="Number of worker processes.")
     ] = 2,
     restarts: Annotated[
         int,

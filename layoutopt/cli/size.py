@@ -55,7 +55,10 @@ def size(
         float | None, typer.Option(metavar="L", help="Loss to reach, in nats per token.", show_default=False)
     ] = None,
     money: Annotated[
-        str | None, typer.Option(metavar="M", help="Money to spend (with --price).", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="M", help="Budget, in the currency of --price (requires --price).", show_default=False
+        ),
     ] = None,
     tokens: Annotated[
         str | None,
@@ -128,7 +131,9 @@ def size(
     pretrained: Annotated[
         str | None,
         typer.Option(
-            metavar="DATA", help="Data of an earlier pretraining: text or text+code.", show_default=False
+            metavar="DATA",
+            help="Start from a model pretrained on this data: text or text+code.",
+            show_default=False,
         ),
     ] = None,
     characters: Annotated[

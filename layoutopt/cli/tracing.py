@@ -45,7 +45,9 @@ class Trace:
 
         kind = chosen(session.engine, session.cluster)
         if kind != "jax":
-            raise UserError(f"--trace records what JAX runs, the engine is '{kind}'; add --engine jax")
+            raise UserError(
+                f"--trace records only what JAX runs, but the engine is '{kind}'; add --engine jax"
+            )
         own = directory if session.cluster is None else directory / f"worker-{session.cluster.index}"
         self._place = own
         try:

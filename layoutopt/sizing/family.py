@@ -58,6 +58,8 @@ WIDTH = (
 )
 """Roles of hyperparameters, by their names in examples and Hugging Face configurations."""
 RULES = ("both", "depth", "width")
+POWERS = "layers:1;d_model:1;heads:1"
+"""Powers of hyperparameters, as errors show them."""
 DIGITS = 3
 """Binary digits that numbers of heads keep."""
 MULTIPLE = 8
@@ -235,13 +237,15 @@ def powers_of(rule: str, hparams: Mapping[str, Any]) -> dict[str, float]:
         if not colon or not 0 < power <= 4:
             raise UserError(
                 f"--scale {rule!r}: write {', '.join(RULES)}, or hyperparameters with powers of at most "
-                f'4, e.g. "layers:1;d_model:1;heads:1"'
+                f"4, e.g. {POWERS!r}"
             )
         if name.strip() not in sizes:
             raise UserError(f"--scale {rule!r}: {name.strip()!r} is not a size; {known_names(name, sizes)}")
         powers[name.strip()] = power
     if not powers:
-        raise UserError(f"--scale {rule!r}: write {', '.join(RULES)}, or powers by name")
+        raise UserError(
+            f"--scale {rule!r}: write {', '.join(RULES)}, or powers of hyperparameters, e.g. {POWERS!r}"
+        )
     return powers
 
 

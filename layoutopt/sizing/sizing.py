@@ -19,7 +19,7 @@ from layoutopt.plan.units import gap_text, percent
 from layoutopt.runtime.clock import Clock
 from layoutopt.sizing import summary
 from layoutopt.sizing.answer import Answering, Tell
-from layoutopt.sizing.family import RULES, Family
+from layoutopt.sizing.family import POWERS, RULES, Family
 from layoutopt.sizing.fitting import FittedLaw, fit, read_runs
 from layoutopt.sizing.forecast import CHARACTERS, Forecast, is_count, is_positive
 from layoutopt.sizing.laws import critical_batch, data, published
@@ -225,7 +225,9 @@ def _check(candidates: Any, sizes: Any, memory: Any, scale: Any) -> None:
         raise UserError(f"--sizes {said}: write the fewest and the most parameters, e.g. 1B:20B")
     check_limit(memory)
     if not isinstance(scale, str):
-        raise UserError(f"--scale {scale!r}: write {', '.join(RULES)}, or powers by name")
+        raise UserError(
+            f"--scale {scale!r}: write {', '.join(RULES)}, or powers of hyperparameters, e.g. {POWERS!r}"
+        )
 
 
 def machines_of(

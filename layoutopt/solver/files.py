@@ -108,9 +108,7 @@ def problem_from(data: dict[str, Any]) -> Problem:
     )
     sizes = tuple(variable.size for variable in variables)
     if sum(sizes) > MOST_CHOICES:
-        raise ProblemError(
-            f"the variables have {sum(sizes)} choices together; at most {MOST_CHOICES} are taken"
-        )
+        raise ProblemError(f"the variables have {sum(sizes)} choices in total; the limit is {MOST_CHOICES}")
     terms = []
     for n, item in enumerate(listed(data, "terms", "the problem")):
         where = f"terms[{n}]"

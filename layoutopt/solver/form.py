@@ -89,7 +89,7 @@ class Sparse:
         """Assignment -> value."""
         found = dict(zip(map(tuple, self.assignments.tolist()), self.values.tolist(), strict=True))
         if len(found) != len(self.values):
-            raise ProblemError("a sparse table lists the same assignment twice")
+            raise ProblemError("a sparse table lists the same assignment twice; merge its two entries")
         return found
 
     @cached_property
@@ -103,7 +103,7 @@ class Sparse:
         if least < 0 or math.prod(sizes) >= 1 << 62:
             _ = self.index
         elif len(np.unique(np.ravel_multi_index(tuple(self.assignments.T), sizes))) < len(self.values):
-            raise ProblemError("a sparse table lists the same assignment twice")
+            raise ProblemError("a sparse table lists the same assignment twice; merge its two entries")
         return least, tuple(most.tolist())
 
 

@@ -91,8 +91,8 @@ class RecomputeSpace(Space):
             Option(
                 "--recompute",
                 f"[{'|'.join(SHOWN)}]",
-                "Recomputation of blocks in the backward pass (activation checkpointing) to consider; "
-                "selective also keeps some of their values.",
+                "Activation checkpointing to consider: never, always, auto (the search chooses) or selective "
+                "(it may also keep some values of a block and recompute the rest).",
                 usual="auto",
             ),
             Option(

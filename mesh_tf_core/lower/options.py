@@ -55,7 +55,7 @@ class Options:
         check_schedule(self.schedule)
         if len(dict(self.context)) < len(self.context):
             said = ", ".join(f"{name}={form}" for name, form in sorted(self.context))
-            raise UserError(f"context: more than one form for the same keys: {said}; name one")
+            raise UserError(f"context={said} gives several forms for the same keys; give one")
         # From Python it may be any set, also of texts.
         object.__setattr__(self, "recompute", policies(self.recompute))
 

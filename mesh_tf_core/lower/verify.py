@@ -174,7 +174,9 @@ class _Verifier:
         try:
             change = instr.resplits()
         except NotImplementedError:
-            raise ProgramError(f"{instr.text()}: it has no rule for its operands") from None
+            raise ProgramError(
+                f"{instr.text()}: no rule covers operands of these types; please report this"
+            ) from None
         for i, o in zip(instr.inputs, instr.outputs, strict=True):
             if instr.sums and set(instr.axes) != set(self.of(i).partial) - set(self.of(o).partial):
                 raise ProgramError(

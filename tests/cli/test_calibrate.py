@@ -173,7 +173,7 @@ def test_new_estimates_for_a_tpu(
         profile = tmp_path / "v5e.json"
         done = run("calibrate", "--target", "tpu-v5e", "--refresh", "--out", str(profile))
         assert done.exit_code == 0
-        assert "compiling small programs for tpu-v5e, which takes some minutes" in done.stderr
+        assert "compiling small programs for tpu-v5e, which takes a few minutes" in done.stderr
         assert said in done.stderr and place in done.stderr
         assert load_hardware(profile).calibrated
     assert tpu_compiled.FORMAT in (tmp_path / "probes.json").read_text(encoding="utf-8")

@@ -149,7 +149,9 @@ def test_recorded_steps_lie_beside_the_predicted_one(said: dict[str, Any]) -> No
 
 def test_only_jax_records_its_steps(refused: Callable[..., str], tmp_path: Path) -> None:
     words = ("measure", MLP, "--mesh", "data:2", "--engine", "local", "--trace")
-    assert "--trace records what JAX runs, the engine is 'local'; add --engine jax" in refused(*words, "x")
+    assert "--trace records only what JAX runs, but the engine is 'local'; add --engine jax" in refused(
+        *words, "x"
+    )
     (tmp_path / "file").write_text("no folder")
     words = (*words[:5], "jax", "--trace")
     assert "--trace" in refused(*words, str(tmp_path / "file"))

@@ -163,6 +163,6 @@ def test_turns_bring_what_is_seen_and_no_more(causal: bool) -> None:
 
 def test_keys_have_one_form() -> None:
     with pytest.raises(
-        mtf.UserError, match="more than one form for the same keys: m=ring, m=zigzag; name one"
+        mtf.UserError, match="context=m=ring, m=zigzag gives several forms for the same keys; give one"
     ):
         mtf.Options(context=frozenset({("m", "zigzag"), ("m", "ring")}))

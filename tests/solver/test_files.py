@@ -193,7 +193,7 @@ def own(**changes: object) -> dict[str, Any]:
         (own(variables=[{"name": "a", "size": 10**9}]), r"variables\[0\].size is 1000000000; at most 100000"),
         (
             own(variables=[{"name": f"v{i}", "size": 10**5} for i in range(201)]),
-            "the variables have 20100000 choices together; at most 20000000",
+            "the variables have 20100000 choices in total; the limit is 20000000",
         ),
         (own(variables=[{"name": "a"}]), r"variables\[0\] has no 'size'"),
         (own(variables=[{"name": "a", "labels": [1]}]), r"variables\[0\].labels must be a list of texts"),
