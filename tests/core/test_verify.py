@@ -181,7 +181,7 @@ def test_a_collective_without_a_rule_is_refused() -> None:
     at = index(program, AllGather)
     old = program.code[at]
     code = (*program.code[:at], Unheard(old.inputs, old.outputs, old.origin, ("x",)), *program.code[at + 1 :])
-    with pytest.raises(ProgramError, match=r"unheard\(x\): it has no rule"):
+    with pytest.raises(ProgramError, match=r"unheard\(x\): no rule covers operands of these types"):
         verify(replace(program, code=code))
 
 
