@@ -29,7 +29,8 @@ from mesh_tf_core.optimizers.base import apply_updates
 from mesh_tf_core.tracing.gradients import gradients, unwidened
 from mesh_tf_core.tracing.graph import Graph, graph_of
 from mesh_tf_core.tracing.microbatch import accumulate
-from mesh_tf_core.tracing.pipeline import loop_dims, pipelined
+from mesh_tf_core.tracing.pipeline import pipelined
+from mesh_tf_core.tracing.stage_layers import loop_dims
 
 DEFAULT = Options()
 NOTHING: Policies = frozenset()

@@ -27,7 +27,7 @@ from mesh_tf_core.lower.remat_policy import Policies, Recomputed
 from mesh_tf_core.lower.rematerialization import keep_sets
 from mesh_tf_core.model import Model
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.pipeline import check_stages, loop_dims
+from mesh_tf_core.tracing.stage_layers import check_stages, loop_dims
 
 
 @dataclass(frozen=True, kw_only=True)

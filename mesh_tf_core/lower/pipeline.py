@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from mesh_tf_core.ir.blocks import MICROBATCH
 from mesh_tf_core.ir.layout import Layout
@@ -26,12 +27,18 @@ from mesh_tf_core.lower.uses import compact
 from mesh_tf_core.lower.verify import verify
 from mesh_tf_core.tracing.graph import Graph
 
-PASSES: tuple[tuple[str, Callable[[Program], Program]], ...] = (
-    ("dead", drop_dead),
-    ("pending sums", delay_sums),
-    ("combine", combine_small),
-    ("start and done", start_and_done),
-)
+Pass = Callable[[Program], Program]
+
+
+def passes(options: Options = DEFAULT) -> Mapping[str, Pass]:
+    """The passes by name, in their order."""
+    return {
+        "dead": drop_dead,
+        "pending sums": delay_sums,
+        "collective matmul": partial(decompose, dims=options.collective_matmul),
+        "combine": combine_small,
+        "start and done": start_and_done,
+    }
 
 
 def paths(graph: Graph) -> Iterator[str]:
@@ -80,10 +87,8 @@ def lower(
         check_counted(layout, MICROBATCH, (*layout.axes(MICROBATCH), *layout.further(MICROBATCH)))
     check_recompute(graph, options.recompute)
     program = lower_base(graph, Oracle(where or placement(graph, mesh, layout, options)), results, options)
-    for name, run in PASSES:
+    for run in passes(options).values():
         program = run(program)
-        if name == "pending sums":
-            program = decompose(program, options.collective_matmul)
     return verify(compact(program)) if check else program
 
 

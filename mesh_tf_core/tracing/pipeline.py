@@ -33,7 +33,6 @@ from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import MICROBATCH, Block, Node
 from mesh_tf_core.ir.dims import Dim, Shape
 from mesh_tf_core.ir.dtypes import is_float
-from mesh_tf_core.ir.outline import per_graph
 from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.schedules import CIRCULAR, GPIPE, PipelineSchedule, StageAction
 from mesh_tf_core.ir.stored_order import PADDING, Interleaved
@@ -52,7 +51,7 @@ from mesh_tf_core.tracing.batch_linearity import BatchLinearity, Linearity, oute
 from mesh_tf_core.tracing.copying import PartCopy
 from mesh_tf_core.tracing.gradients import depends_on
 from mesh_tf_core.tracing.graph import Graph
-from mesh_tf_core.tracing.stage_layers import layers_of_stage, lying, reordered
+from mesh_tf_core.tracing.stage_layers import check_stages, layers_of_stage, lying, reordered
 from mesh_tf_core.tracing.table_rows import TableRows, layer_numbers
 
 
@@ -80,32 +79,6 @@ def pipelined(
       UserError: a loop cannot be a pipeline; with the reason and the remedy.
     """
     return _Pipelines(graph, batch, parts, stages, rounds).run(wanted)
-
-
-@per_graph
-def loop_dims(graph: Graph) -> Mapping[str, list[Node]]:
-    """The dimensions that forward loops run over -> these loops."""
-    found: dict[str, list[Node]] = {}
-    for node, _ in graph.walk():
-        if node.phase == Phase.FORWARD and node.body is not None and node.body.dim is not None:
-            found.setdefault(node.body.dim.name, []).append(node)
-    return found
-
-
-def check_stages(graph: Graph, dim: str, count: int, rounds: int = 1) -> None:
-    """UserError if the loops over a dimension cannot be this many stages, with as many virtual stages as
-    rounds."""
-    for node in loop_dims(graph)[dim]:
-        size = node.body.dim.size if node.body and node.body.dim else 0
-        # Embedding and head may be all that the first and the last virtual stage have.
-        if count * rounds > size + 2 * (rounds > 1):
-            times = f" times {rounds} rounds" if rounds > 1 else ""
-            raise UserError(
-                f"pipeline over {dim!r}: {count} stages{times} are more than its {size} "
-                f"layer{'s' * (size != 1)}; use fewer stages{' or rounds' * (rounds > 1)}"
-            )
-        if node not in graph.nodes:
-            raise UserError(f"pipeline over {dim!r}: this loop is inside another; split the outer one")
 
 
 @dataclass

@@ -1,5 +1,5 @@
-"""Stages with several chunks of layers: the current chunk, and stacks of layers in the order on devices
-(`ir.stored_order`) and in the model's order."""
+"""Loops over layers as stages: which loops can be stages, and the order in which stages with several chunks
+store stacks of layers (`ir.stored_order`)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,40 @@ from collections.abc import Iterable, Mapping
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.blocks import Block, Node
 from mesh_tf_core.ir.dims import Dim
+from mesh_tf_core.ir.outline import per_graph
+from mesh_tf_core.ir.phase import Phase
 from mesh_tf_core.ir.stored_order import Interleaved
 from mesh_tf_core.ir.structure import Read
 from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.shape import reshape, transpose
 from mesh_tf_core.tracing.batch_linearity import outer_reads
 from mesh_tf_core.tracing.graph import Graph, graph_of
+
+
+@per_graph
+def loop_dims(graph: Graph) -> Mapping[str, list[Node]]:
+    """The dimensions that forward loops run over -> these loops."""
+    found: dict[str, list[Node]] = {}
+    for node, _ in graph.walk():
+        if node.phase == Phase.FORWARD and node.body is not None and node.body.dim is not None:
+            found.setdefault(node.body.dim.name, []).append(node)
+    return found
+
+
+def check_stages(graph: Graph, dim: str, count: int, rounds: int = 1) -> None:
+    """UserError if the loops over a dimension cannot be this many stages, with as many virtual stages as
+    rounds."""
+    for node in loop_dims(graph)[dim]:
+        size = node.body.dim.size if node.body and node.body.dim else 0
+        # Embedding and head may be all that the first and the last virtual stage have.
+        if count * rounds > size + 2 * (rounds > 1):
+            times = f" times {rounds} rounds" if rounds > 1 else ""
+            raise UserError(
+                f"pipeline over {dim!r}: {count} stages{times} are more than its {size} "
+                f"layer{'s' * (size != 1)}; use fewer stages{' or rounds' * (rounds > 1)}"
+            )
+        if node not in graph.nodes:
+            raise UserError(f"pipeline over {dim!r}: this loop is inside another; split the outer one")
 
 
 def layers_of_stage(dim: str) -> str:

@@ -1,9 +1,12 @@
-"""A schedule's table in the loop over ticks: the work of each stage in a slot of a tick."""
+"""A schedule's table in the loop over ticks: the work of each stage in a slot of a tick, and the state
+between ticks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 
@@ -100,3 +103,25 @@ def layer_numbers(new: Graph, order: Interleaved, layers: Dim, stages: Block, ow
     with new.at_root():
         numbers = new.apply(LayerNumbers(order, layers.size, Dim(layers.name, order.stages), own))
     return new.slice_into(stages, numbers)
+
+
+class TickState(NamedTuple):
+    """The state that one loop over ticks hands to the next.
+
+    Attributes:
+      flow, back: states of stages, forward and backward.
+      rings: saved values of forward; `late`: values that backward keeps for slots of weights.
+    """
+
+    flow: list[Tensor]
+    rings: list[Tensor]
+    back: list[Tensor]
+    late: list[Tensor]
+
+    def of(self, found: Sequence[Tensor], carries: Sequence[bool]) -> TickState:
+        """The same with other tensors for the parts that are carried."""
+        left = iter(found)
+        parts = (
+            [next(left) for _ in part] if goes else part for part, goes in zip(self, carries, strict=True)
+        )
+        return TickState(*parts)

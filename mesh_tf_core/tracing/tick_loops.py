@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import NamedTuple
 
 from mesh_tf_core.exclusions import SPLIT_BACKWARD, STAGE_AGAIN, refuse
 from mesh_tf_core.ir.blocks import TICK, Block, Node
@@ -21,30 +20,8 @@ from mesh_tf_core.ops.neighbours import shift
 from mesh_tf_core.tracing.backward_halves import HalfBackward, halves
 from mesh_tf_core.tracing.batch_linearity import Linearity
 from mesh_tf_core.tracing.microbatch_order import MicrobatchOrder, When
-from mesh_tf_core.tracing.table_rows import TableRows
+from mesh_tf_core.tracing.table_rows import TableRows, TickState
 from mesh_tf_core.tracing.virtual_stages import IN_FLIGHT, RecomputeLayer, VirtualStageCopy
-
-
-class TickState(NamedTuple):
-    """The state that one loop over ticks hands to the next.
-
-    Attributes:
-      flow, back: states of stages, forward and backward.
-      rings: saved values of forward; `late`: values that backward keeps for slots of weights.
-    """
-
-    flow: list[Tensor]
-    rings: list[Tensor]
-    back: list[Tensor]
-    late: list[Tensor]
-
-    def of(self, found: Sequence[Tensor], carries: Sequence[bool]) -> TickState:
-        """The same with other tensors for the parts that are carried."""
-        left = iter(found)
-        parts = (
-            [next(left) for _ in part] if goes else part for part, goes in zip(self, carries, strict=True)
-        )
-        return TickState(*parts)
 
 
 class TickLoops:

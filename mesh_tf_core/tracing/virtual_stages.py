@@ -25,8 +25,7 @@ from mesh_tf_core.tracing.gradients import depends_on
 from mesh_tf_core.tracing.graph import Graph
 from mesh_tf_core.tracing.microbatch import Accumulation
 from mesh_tf_core.tracing.microbatch_order import MicrobatchOrder, When
-from mesh_tf_core.tracing.pipeline import check_stages
-from mesh_tf_core.tracing.stage_layers import layers_of_stage, lying, reordered
+from mesh_tf_core.tracing.stage_layers import check_stages, layers_of_stage, lying, reordered
 from mesh_tf_core.tracing.table_rows import layer_numbers
 
 IN_FLIGHT = "in_flight"

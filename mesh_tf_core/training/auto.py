@@ -1,11 +1,14 @@
-"""`layout="auto"`: the search of an installed package above the runtime."""
+"""The mesh, the layout and the options of a training: as given, of a plan, or, for `layout="auto"`, of the
+search of an installed package above the runtime."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Protocol, runtime_checkable
 
+from mesh_tf_core.arguments import check, instance
 from mesh_tf_core.engines import Cluster
 from mesh_tf_core.errors import UserError
 from mesh_tf_core.ir.layout import Layout
@@ -78,3 +81,53 @@ def planned(model: Model, mesh: Mesh, cluster: Cluster | None) -> PlannedTrainin
         cluster.start(mesh.devices)
         found = cluster.share("the search", lambda: search.best(model, mesh))
     return search.read(found)
+
+
+DEFAULT = Options()
+PLACE = instance((Mesh, str, PlannedTraining), "a mesh as 'data:2;model:4', or a plan")
+LAYOUT = instance((Layout, str), "a layout as 'batch:data;heads:model', or 'auto'")
+OPTIONS = instance(Options, "mtf.Options")
+
+
+@dataclass(frozen=True)
+class DecidedTraining:
+    """Where and how a training runs; `plan`: the plan that says so, if one does."""
+
+    mesh: Mesh
+    layout: Layout
+    options: Options
+    plan: PlannedTraining | None = None
+
+    @classmethod
+    def of(cls, plan: PlannedTraining) -> DecidedTraining:
+        """The decisions of a plan."""
+        return cls(plan.mesh, plan.layout, plan.options, plan)
+
+
+def decided(
+    model: Model,
+    mesh: Mesh | str | PlannedTraining,
+    layout: Layout | str,
+    options: Options,
+    cluster: Cluster | None,
+) -> DecidedTraining:
+    """The decisions behind the arguments of a `Trainer`, which describes them.
+
+    Raises:
+      UserError: an argument is of another type, or a plan is of another model or has company.
+    """
+    for given in (mesh, layout):
+        if isinstance(given, str) and given.endswith(".json"):
+            raise UserError(
+                f"Trainer: {given!r} is a file; write Trainer(model, layoutopt.load_plan({given!r}))"
+            )
+    check("Trainer", mesh=(mesh, PLACE), layout=(layout, LAYOUT), options=(options, OPTIONS))
+    if not isinstance(mesh, Mesh | str):
+        mesh.check(model)
+        if layout or options != DEFAULT:
+            raise UserError("Trainer: a plan sets the layout and the options; remove them")
+        return DecidedTraining.of(mesh)
+    mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
+    if layout == "auto":
+        return DecidedTraining.of(planned(model, mesh, cluster))
+    return DecidedTraining(mesh, Layout(layout) if isinstance(layout, str) else layout, options)

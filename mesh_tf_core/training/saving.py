@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import sys
 import threading
 import warnings
@@ -17,6 +18,17 @@ from mesh_tf_core.training import checkpoint, folders
 
 if TYPE_CHECKING:
     from mesh_tf_core.engines import Cluster
+
+
+def check_position(position: Any) -> None:
+    """Raises a UserError unless JSON can store a position of the data."""
+    try:
+        json.dumps(position)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"the data's get_state() gave {position!r}, which a checkpoint cannot store ({error}); "
+            "return types of JSON"
+        ) from None
 
 
 class Saver:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -34,7 +33,7 @@ from mesh_tf_core.lower import Options
 from mesh_tf_core.lower.replicas import alone
 from mesh_tf_core.model import Model
 from mesh_tf_core.training import checkpoint as checkpoints
-from mesh_tf_core.training.auto import PlannedTraining, planned
+from mesh_tf_core.training.auto import DEFAULT, PlannedTraining, decided
 from mesh_tf_core.training.batches import fitted, plain
 from mesh_tf_core.training.decoupled import Decoupled
 from mesh_tf_core.training.evaluation import NO_MEANS, EvaluationBatches, EvaluationPass, running_means
@@ -44,13 +43,11 @@ from mesh_tf_core.training.opened import Checkpoint
 from mesh_tf_core.training.outer_step_rounds import Meetings
 from mesh_tf_core.training.prefetch import Ready, continued
 from mesh_tf_core.training.replicas import TrainedReplicas
-from mesh_tf_core.training.saving import Saver
+from mesh_tf_core.training.saving import Saver, check_position
 from mesh_tf_core.training.weights import GivenWeights, LoadedWeights, Source, read_weights, write_trained
 
-DEFAULT = Options()
 MODEL = instance(Model, "a Model, as mtf.Model(loss) makes")
-PLACE = instance((Mesh, str, PlannedTraining), "a mesh as 'data:2;model:4', or a plan")
-LAYOUT = instance((Layout, str), "a layout as 'batch:data;heads:model', or 'auto'")
+MODE = optional(ArgumentKind(is_whole, "a whole number as 0o700"))
 
 
 class Trainer:
@@ -100,29 +97,10 @@ class Trainer:
         checkpoint_mode: int | None = None,
     ) -> None:
         self.model, self.cluster = model, cluster
-        self.plan: Any = None
-        for given in (mesh, layout):
-            if isinstance(given, str) and given.endswith(".json"):
-                raise UserError(
-                    f"Trainer: {given!r} is a file; write Trainer(model, layoutopt.load_plan({given!r}))"
-                )
-        check("Trainer", model=(model, MODEL), mesh=(mesh, PLACE), layout=(layout, LAYOUT))
-        check("Trainer", options=(options, instance(Options, "mtf.Options")))
-        check(
-            "Trainer",
-            checkpoint_mode=(checkpoint_mode, optional(ArgumentKind(is_whole, "a whole number as 0o700"))),
-        )
-        if not isinstance(mesh, Mesh | str):
-            mesh.check(model)
-            if layout or options != DEFAULT:
-                raise UserError("Trainer: a plan sets the layout and the options; remove them")
-            self.plan, layout, options = mesh, mesh.layout, mesh.options
-            mesh = mesh.mesh
-        self.mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
-        if layout == "auto":
-            self.plan = planned(model, self.mesh, cluster)
-            layout, options = self.plan.layout, self.plan.options
-        self.layout = Layout(layout) if isinstance(layout, str) else layout
+        check("Trainer", model=(model, MODEL), checkpoint_mode=(checkpoint_mode, MODE))
+        found = decided(model, mesh, layout, options, cluster)
+        self.plan: Any = found.plan
+        self.mesh, self.layout, options = found.mesh, found.layout, found.options
         self.options = options
         rare = None if options.diloco is None else model.replicas(self.mesh, self.layout, options)
         self.program = model.lower(self.mesh, self.layout, options) if rare is None else rare.inner
@@ -324,13 +302,7 @@ class Trainer:
         extra["processes"] = 1 if self.cluster is None else self.cluster.processes
         if self._replicas is not None:
             extra["diloco"] = str(self._replicas.diloco)
-        try:
-            json.dumps(extra)
-        except (TypeError, ValueError) as error:
-            raise UserError(
-                f"the data's get_state() gave {self.position!r}, which a checkpoint cannot store ({error}); "
-                "return types of JSON"
-            ) from None
+        check_position(self.position)
         self._saver.wait()  # then there is one snapshot at a time
         todo = partial(checkpoints.going_on, directory)
         pieces: Mapping[VariablePiece, Any] = FinitePieces(

@@ -15,7 +15,7 @@ import mesh_tf_core as mtf
 from mesh_tf_core.ir.program import Program, text
 from mesh_tf_core.lower.base import lower_base
 from mesh_tf_core.lower.oracle import Oracle
-from mesh_tf_core.lower.pipeline import PASSES
+from mesh_tf_core.lower.pipeline import passes
 from mesh_tf_core.lower.placement import placement
 from mesh_tf_core.lower.verify import verify
 
@@ -155,7 +155,7 @@ def record(name: str) -> str:
         graph, Oracle(placement(graph, mtf.Mesh(mesh), mtf.Layout(layout))), results
     )
     parts = [f"== base lowering\n{text(verify(program))}"]
-    for title, run in PASSES:
+    for title, run in passes().items():
         before, program = text(program), verify(run(program))
         change = difflib.unified_diff(before.splitlines(), text(program).splitlines(), lineterm="", n=0)
         lines = [line for line in list(change)[2:] if not line.startswith("@@")]
