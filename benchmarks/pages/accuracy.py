@@ -204,7 +204,7 @@ def readme() -> Iterator[str]:
     return table(heads, rows())
 
 
-OWN = "layoutopt itself, models of 0.1 B to 1.2 B on one H100"
+OWN = "layoutopt's own training of 0.1B to 1.2B models on one H100"
 EARLIER = {
     "MaxText on TPU v4, v5e and v5p, one slice": (("maxtext_tpu.csv",), "to choose rules"),
     "NeMo, Paxml and torchtitan on A100 and H100": (
