@@ -64,14 +64,12 @@ def cost(
 ) -> None:
     """Predict a layout's time by operation, axis and phase, and its peak memory."""
     from layoutopt.api.pricing import cost as priced
-    from layoutopt.models.loading import load_model
 
     terminal = output.terminal
     machine = read_hardware(hardware, set_hardware)
     limit = read_memory(memory, machine)
     count, prices = read_tokens(tokens), read_prices(price or (), [machine.name])
-    loaded = load_model(model, settings or ())
-    given = decided.read(loaded, mesh, layout)
+    loaded, given = decided.load(model, settings, mesh, layout)
     found = priced(
         loaded.model,
         given.mesh,

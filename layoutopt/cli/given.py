@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from layoutopt.cli.allowed import options
 from layoutopt.cli.options import read_mesh
-from layoutopt.cli.plans import is_plan, read_plan
+from layoutopt.cli.plans import load_with_plan
 from layoutopt.space.option import listed
 
 if TYPE_CHECKING:
@@ -24,23 +25,33 @@ class ByHand:
     def __bool__(self) -> bool:
         return bool(self.texts)
 
+    def load(
+        self, model: str, settings: Sequence[str] | None, mesh: str | None, layout: str | None
+    ) -> tuple[Loaded, GivenOptions]:
+        """The model of a file, and its decisions.
+
+        Raises:
+          UserError: as `load_with_plan` and `read`.
+        """
+        loaded, plan = load_with_plan(model, settings, layout)
+        return loaded, self.read(loaded, mesh, layout, plan)
+
     def read(
         self, loaded: Loaded, mesh: str | None, layout: str | None, plan: Plan | None = None
     ) -> GivenOptions:
-        """Reads them with the mesh and the layout; a plan file gives all of them.
+        """Reads them with the mesh and the layout; a plan gives all of them.
 
         Args:
-          plan: content of the plan file, if it was read already.
+          plan: content of the file that the layout names, made for this model.
 
         Raises:
-          UserError: no mesh, a malformed mesh or layout, a plan of another model or mesh.
+          UserError: no mesh, a malformed mesh or layout, a plan of another mesh.
         """
         from mesh_tf_core import Layout, UserError
 
         options = self.options(loaded)
-        if layout is None or not is_plan(layout):
+        if plan is None:
             return GivenOptions(read_mesh(mesh), Layout(layout or ""), options)
-        plan = read_plan(loaded, layout, plan)
         if self:
             raise UserError(f"{layout} sets every decision itself; remove {', '.join(sorted(self.texts))}")
         if mesh is not None and read_mesh(mesh) != plan.mesh:

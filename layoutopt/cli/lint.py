@@ -25,6 +25,7 @@ from layoutopt.cli.options import (
     read_hardware,
     read_mesh,
 )
+from layoutopt.cli.plans import load_with_plan
 from layoutopt.cli.terminal import facts, layout_text
 from layoutopt.plan.units import seconds_text, times_text
 
@@ -54,16 +55,15 @@ def lint(
 ) -> None:
     """Find likely mistakes of a layout, or of your own shardings, and their cost."""
     from layoutopt.api.pricing import lint as linted
-    from layoutopt.models.loading import load_model
 
     terminal = output.terminal
     machine = read_hardware(hardware, set_hardware)
-    loaded = load_model(model, settings or ())
+    loaded, plan = load_with_plan(model, settings, layout)
     unlike: list[str] = []
     if layout is None and loaded.function("shardings") is not None:
         given, unlike = own_shardings(loaded, mesh, decided.options(loaded))
     else:
-        given = decided.read(loaded, mesh, layout)
+        given = decided.read(loaded, mesh, layout, plan)
     terminal.say("searching for the best layout of this mesh")
     found = linted(loaded.model, given.mesh, given.layout, machine, given.options, time_limit, unlike)
     of, best = found.priced.evaluation, found.best

@@ -56,13 +56,11 @@ def lower(
     as_json: JsonOption = False,
 ) -> None:
     """Print the SPMD program that each device runs."""
-    from layoutopt.models.loading import load_model
     from layoutopt.plan.build import axes_of, model_info, refined_of
     from layoutopt.plan.results import LowerResult
 
     terminal = Terminal(as_json)
-    loaded = load_model(model, settings or ())
-    given = decided.read(loaded, mesh, layout)
+    loaded, given = decided.load(model, settings, mesh, layout)
     program = loaded.model.lower(given.mesh, given.layout, given.options)
     text = _emit(program, emit)
     terminal.result(

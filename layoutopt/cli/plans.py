@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -67,19 +68,12 @@ def with_model(plan: Plan, path: Path, model: str | None) -> Planned:
     """The same of a plan that is read already."""
     from layoutopt.cli.options import read_hardware
     from layoutopt.models.checked import leave
-    from layoutopt.models.loading import load_model
-    from layoutopt.plan.build import check_plan_model
-    from mesh_tf_core.errors import UserError
 
     if model is None:
         model = trusted_model(plan, path, "--model MODEL")
     else:
         leave()
-    try:
-        loaded = load_model(model, dict(plan.data.model.hparams))
-        check_plan_model(plan, loaded.model)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    loaded = load_planned(model, None, str(path), plan)
     machine = read_hardware(hardware_of(plan))
     return Planned(plan, loaded, machine, plan.limit(machine))
 
@@ -121,14 +115,36 @@ def say_damage(text: str) -> None:
     typer.echo(f"warning: {text}", err=True)
 
 
-def read_plan(loaded: Loaded, path: str, plan: Plan | None = None) -> Plan:
-    """A plan file that was made for this model."""
-    from layoutopt.plan.build import check_plan_model, load_plan
+def load_with_plan(
+    source: str, settings: Sequence[str] | None, layout: str | None
+) -> tuple[Loaded, Plan | None]:
+    """The model of a file and the plan that `--layout` names, if it names one.
+
+    The plan gives the hyperparameters that no `--set` changes.
+
+    Raises:
+      UserError: as `load_model` and `load_plan`, or the plan was made for another model.
+    """
+    from layoutopt.models.loading import load_model
+    from layoutopt.plan.build import load_plan
+
+    if layout is None or not is_plan(layout):
+        return load_model(source, settings or ()), None
+    plan = load_plan(layout, say_damage)
+    return load_planned(source, settings, layout, plan), plan
+
+
+def load_planned(source: str, settings: Sequence[str] | None, path: str, plan: Plan) -> Loaded:
+    """The same of a plan that is read already; `path`: the plan's."""
+    from layoutopt.models.hparams import parse_settings
+    from layoutopt.models.loading import hyperparameters, load_model
+    from layoutopt.plan.build import check_plan_model
     from mesh_tf_core import UserError
 
-    plan = load_plan(path, say_damage) if plan is None else plan
+    changed = parse_settings(settings or (), hyperparameters(source), source)
     try:
+        loaded = load_model(source, {**plan.data.model.hparams, **changed})
         check_plan_model(plan, loaded.model)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    return plan
+    return loaded

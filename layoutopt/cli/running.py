@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from layoutopt.cli.given import GivenOptions
 from layoutopt.cli.options import THIS_MACHINE, read_hardware, read_mesh
-from layoutopt.cli.plans import hardware_of, is_plan, say_damage
+from layoutopt.cli.plans import hardware_of, is_plan, load_planned, say_damage
 from layoutopt.cli.terminal import Terminal
 from layoutopt.plan.units import plural
 from layoutopt.runtime import signals
@@ -61,14 +61,17 @@ class Session:
         from layoutopt.plan.build import load_plan
         from mesh_tf_core.engines import chosen
 
+        if layout is not None and is_plan(layout):
+            self.plan = load_plan(layout, say_damage)
         if chosen(self.engine, self.cluster) == "jax":
             if mesh is not None:
                 self.start(read_mesh(mesh).devices)
-            elif layout is not None and is_plan(layout):
-                self.plan = load_plan(layout, say_damage)
+            elif self.plan is not None:
                 self.start(self.plan.mesh.devices)
         with self.terminal.waiting("building the model"):
-            return load_model(source, settings or ())
+            if self.plan is None:
+                return load_model(source, settings or ())
+            return load_planned(source, settings, str(layout), self.plan)
 
     def start(self, count: int) -> None:
         """Sets up this process's devices before another library uses JAX, and connects to the other

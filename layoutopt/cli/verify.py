@@ -104,7 +104,6 @@ def _asked(
 ) -> tuple[Loaded, GivenOptions]:
     """The model and what is decided about it: a plan gives everything, a model file nothing."""
     from layoutopt.importers.huggingface import is_configuration
-    from layoutopt.models.loading import load_model
     from mesh_tf_core import UserError
 
     if not source.endswith(".json") or is_configuration(source):
@@ -112,8 +111,7 @@ def _asked(
             raise UserError(
                 f"--model names the model of a plan, but {source!r} is not a PLAN.json; remove it"
             )
-        loaded = load_model(source, settings or ())
-        return loaded, decided.read(loaded, mesh, layout)
+        return decided.load(source, settings, mesh, layout)
     if settings or mesh or layout or decided:
         raise UserError(
             f"{source} records the hyperparameters, the mesh, the layout and the storage; remove these "

@@ -155,10 +155,18 @@ def test_a_plan_file_loads_and_carries_what_a_report_needs(plan_file: Path) -> N
 
 
 def test_a_plan_of_another_model_is_refused(plan_file: Path, refused: Callable[..., str]) -> None:
-    line = refused("cost", LM, "--layout", str(plan_file))
+    line = refused("cost", LM, "--set", "layers=4", "--layout", str(plan_file))
     assert f"{plan_file}: the plan was made for another model: layers=2 there, 4 here" in line
     line = refused("cost", LM, *SMALL, "--layout", str(plan_file), "--mesh", "data:8")
     assert f"--mesh 'data:8' is not the mesh of {plan_file}, which is data:2;model:4" in line
+
+
+def test_a_plan_gives_the_hyperparameters_that_are_not_set(
+    plan_file: Path, result: Callable[..., dict[str, Any]]
+) -> None:
+    assert result("cost", LM, "--layout", str(plan_file)) == result(
+        "cost", LM, *SMALL, "--layout", str(plan_file)
+    )
 
 
 def test_a_narrow_terminal_has_a_table_too(plan_file: Path) -> None:
