@@ -19,7 +19,7 @@ def digits(batch: int, size: int, split: str = "train") -> Iterator[dict[str, np
 
     _check(split)
     if size % 8:
-        raise ValueError(f"size={size} must be a multiple of 8, which the digits have")
+        raise ValueError(f"size={size} is not supported; give a multiple of 8, the width of the digit images")
     found = load_digits()
     held = np.arange(len(found.target)) % 5 == 4
     chosen = held if split == "held-out" else ~held

@@ -99,7 +99,7 @@ def scanned(x: mtf.Tensor, decay: mtf.Tensor, b: mtf.Tensor, c: mtf.Tensor, chun
     """
     length = x.dim("length")
     if chunk < 1 or length.size % chunk:
-        raise mtf.UserError(f"chunk={chunk} must divide length={length.size}")
+        raise mtf.UserError(f"chunk={chunk} does not divide length={length.size}; give a divisor")
     chunks, place = mtf.Dim("chunks", length.size // chunk), mtf.Dim("place", chunk)
 
     def cut(t: mtf.Tensor) -> mtf.Tensor:

@@ -56,7 +56,9 @@ def model(
     b, s = mtf.Dim("batch", batch), mtf.Dim("length", length)
     d, v = mtf.Dim("d_model", d_model), mtf.Dim("vocab", vocab)
     if ff_chunks < 1 or length % ff_chunks:
-        raise mtf.UserError(f"length={length} must be a multiple of ff_chunks={ff_chunks}")
+        raise mtf.UserError(
+            f"length={length} is not a multiple of ff_chunks={ff_chunks}; change one of the two"
+        )
     attention = nn.LSHAttention(
         mtf.Dim("heads", heads),
         mtf.Dim("d_kv", d_kv),

@@ -42,7 +42,7 @@ def write_figures(
     """
     unknown = [f for f in formats if f not in FORMATS]
     if unknown:
-        raise UserError(f"unknown figure format {unknown[0]!r}; known: {', '.join(FORMATS)}")
+        raise UserError(f"unknown figure format {unknown[0]!r}; choose one of {', '.join(FORMATS)}")
     found = _plans(plans)
     at = _directory(directory)
     written: list[Path] = []

@@ -60,7 +60,7 @@ def plan_of(found: Any, name: str = "the plan") -> PlanFile:
 
 def validation_of(found: Any) -> Validation:
     """The object that `layoutopt validate --json` prints."""
-    what, again = "the validation", "write it again with `layoutopt validate MODEL --json`"
+    what, again = "the validation", "write the file again with `layoutopt validate MODEL --json`"
     check_depth(found, what, again)
     try:
         return Validation.model_validate(_shown(found))

@@ -74,8 +74,8 @@ class ClockNoise:
     @property
     def words(self) -> str:
         state = "noisy" if self.noisy else "quiet"
-        text = f"{state} machine: others used {self.foreign:.0%} of the cores, "
-        text += f"repeats differ by {self.spread:.1%}"
+        text = f"{state} machine: other processes used {self.foreign:.0%} of the cores, "
+        text += f"and repeated measurements differed by {self.spread:.1%}"
         return text + ("; close other programs and measure again for reliable numbers" if self.noisy else "")
 
 

@@ -52,7 +52,9 @@ def calibrate(
     """
     mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
     if mesh.devices < 2:
-        raise UserError(f"mesh [{mesh}] has one device; calibrate a mesh of at least two, for example data:2")
+        raise UserError(
+            f"mesh [{mesh}] has one device; calibrate on a mesh of at least two devices, e.g. data:2"
+        )
     team = assemble(mesh, cluster, engine)
     if cluster is not None:
         cluster.same("what is measured", f"mesh {mesh}, {'quick' if quick else 'thorough'}")

@@ -15,9 +15,10 @@ from costmodels.hardware import preset_content
 
 BASE = "cpu-local"
 METHOD = (
-    "seconds of array functions, products and collectives in programs run by the engine on all devices at "
-    "once; a product is launch + a FLOPs + b bytes of each of its parts with coefficients >= 0 (least "
-    "relative squares), everything else a non-decreasing curve (pooling adjacent violators)"
+    "measured seconds of array functions, matrix products and collectives in programs that the engine "
+    "runs on all devices at once; the time of a product is launch + a * FLOPs + b * bytes with "
+    "coefficients >= 0 for each part (least squares of relative errors), and all other times are "
+    "non-decreasing curves (pool adjacent violators)"
 )
 PREFIXES = {
     "kernel": "kernel.binary.same",
@@ -112,7 +113,7 @@ def profile(
     }
     content["notes"] = [
         f"{noise.words}.",
-        f"Held-out error of operations that the fit did not see: {held_out(found):.1%}.",
+        f"Median error on held-out operations, which had no part in the fit: {held_out(found):.1%}.",
     ]
     return content
 
@@ -149,15 +150,17 @@ def _memory(chip: dict[str, Any], team: Team, source: str, date: str) -> None:
     """A device's memory, and the cores that devices share."""
     if team.accelerated:
         chip.pop("host_cores", None)
-        taken = f"the part that JAX takes of a {team.kind.upper()}'s memory"
+        taken = f"the memory of a {team.kind.upper()} that JAX allocates"
         chip["memory"] = _number(accelerator_memory_bytes(), "B", taken, date)
-        chip["memory_reserve"] = _number(0.0, "B", "memory that JAX does not take is excluded already", date)
+        chip["memory_reserve"] = _number(
+            0.0, "B", "zero, because the memory above already excludes what JAX does not allocate", date
+        )
         return
     chip["host_cores"] = _number(team.machine["cores"], "count", source, date)
     total = team.machine["memory_bytes"] / team.mesh.devices
     chip["memory"] = _number(total, "B", "physical memory of this machine, shared by the devices", date)
     chip["memory_reserve"] = _number(
-        0.1 * total, "B", "assumption: a tenth is reserved for the system and the runtime", date
+        0.1 * total, "B", "assumption: the system and the runtime use a tenth of the memory", date
     )
 
 

@@ -98,7 +98,7 @@ def _fitted(fit: CalibrationFit, kinds: Mapping[Axes, GroupShape], probe: Probe)
 
 def _what(probe: Probe) -> str:
     if probe.target == "check":
-        return "not seen by the fit"
+        return "held out from the fit"
     if probe.target in COLLECTIVES:
         return "collectives"
     names = {"launch": "launches", "matmul": "matmuls", "batch": "batched matmuls"}

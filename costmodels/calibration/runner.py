@@ -125,12 +125,12 @@ class Partial:
             key, done = dict(content["key"]), {m["name"]: m for m in content["measurements"]}
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             raise UserError(
-                f"partial results {str(path)!r} cannot be read; delete the file to start again"
+                f"the partial results in {str(path)!r} cannot be read; delete the file to start again"
             ) from None
         if key != self.key:
             raise UserError(
-                f"partial results {str(path)!r} are of {_words(key)}, not of {_words(self.key)}; "
-                "delete the file or give another one"
+                f"the partial results in {str(path)!r} are of {_words(key)}, not of {_words(self.key)}; "
+                "delete the file or give another file"
             )
         self.done = done
 

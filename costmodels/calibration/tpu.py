@@ -26,10 +26,11 @@ from costmodels.pricing.pricer import pricer
 from mesh_tf_core.errors import UserError
 
 METHOD = (
-    "the compiler's estimates of products and of chains of operations, predicted kernel by kernel: launch "
-    "from chains without products (least relative squares, >= 0); efficiency of products a non-decreasing "
-    "curve over padded FLOPs, at most 1 (pooling adjacent violators); memory efficiency in (0, 1] and time "
-    "of an element >= 0 with the least sum of |log(predicted / compiler's)| over the chains"
+    "fitted, kernel by kernel, to the compiler's estimates for matrix products and chains of operations: "
+    "launch time >= 0 from chains without products (least squares of relative errors); efficiency of "
+    "products as a non-decreasing curve over padded FLOPs, at most 1 (pool adjacent violators); memory "
+    "efficiency in (0, 1] and time per element >= 0 by the least sum of |log(predicted / estimated)| "
+    "over the chains"
 )
 KINDS = {PRODUCT: "matmuls", CHAIN: "chains", CHECK: "checks"}
 
@@ -75,8 +76,8 @@ def calibrate_tpu(
     missing = [p.name for p in probes if p.name not in compiled.cycles]
     if missing:
         raise UserError(
-            f"the shipped results for {target} lack {len(missing)} probes, e.g. {missing[0]!r}; "
-            "compile them again with --refresh"
+            f"the shipped results for {target} have no result for {len(missing)} probes, e.g. "
+            f"{missing[0]!r}; compile all probes again with --refresh"
         )
     hardware = load_hardware(target)
     samples = tpu_samples(hardware, probes, compiled)
@@ -134,7 +135,7 @@ def _profile(
     for name, uncertainty in sure.items():
         chip[name]["uncertainty"] = uncertainty
     content["calibrated"] = True
-    content["summary"] += f"; calibrated to its compiler's estimates of {compiled.date}"
+    content["summary"] += f"; calibrated to estimates of the TPU compiler ({compiled.date})"
     content["calibration"] = {
         "date": compiled.date,
         "machine": {"compiled_for": compiled.topology, "measured": False},
@@ -157,9 +158,10 @@ def _profile(
     }
     content["notes"] = [
         *content["notes"],
-        "Estimates of the compiler, not measurements of a chip: they serve its scheduling and may be far "
-        "from a chip's speed, most of all for element-wise work.",
-        "The probes' activations are bfloat16; programs with float32 ones are predicted too slow.",
-        f"Held-out error of probes that the fit did not see: {held_out:.1%}.",
+        "These numbers are fitted to the compiler's estimates, not to measurements of a chip; the "
+        "compiler uses its estimates for scheduling, and they may be far from real times, above all for "
+        "element-wise operations.",
+        "The probes have bfloat16 activations; predictions for float32 activations are too slow.",
+        f"Median error on held-out probes, which had no part in the fit: {held_out:.1%}.",
     ]
     return content

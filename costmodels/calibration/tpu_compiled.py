@@ -61,7 +61,7 @@ def known_target(target: str) -> tuple[str, Generation]:
     """The TPU that a target names; UserError for an unknown one."""
     targets = tpu_targets()
     if target not in targets:
-        raise UserError(f"--target {target!r}: no such TPU; {known_names(target, targets)}")
+        raise UserError(f"--target {target!r} is not a known TPU; {known_names(target, targets)}")
     return targets[target]
 
 
@@ -111,7 +111,7 @@ def compile_probes(
             with around():
                 made = compile_for(probe.program(devices), topology)
             if isinstance(made, CompilerRefusal):
-                raise UserError(f"probe {probe.name!r} was refused by the compiler: {made.reason}")
+                raise UserError(f"the TPU compiler rejected the probe {probe.name!r}: {made.reason}")
             partial.done[probe.name] = {"name": probe.name, "cycles": hlo.read(made.text).cycles}
             partial.save()
     partial.finish()

@@ -53,14 +53,17 @@ def curve_fault(points: Iterable[tuple[float, float]]) -> str | None:
     """The fault of `points` as a curve, in words; None if there is none."""
     points = tuple(points)
     if not points:
-        return "a curve needs at least one point"
+        return "the curve has no points; give at least one"
     if any(x < 0 or y < 0 for x, y in points):
-        return "a curve's points cannot be negative"
+        return "the curve has a negative coordinate; give values of at least 0"
     for (x0, y0), (x1, y1) in pairwise(points):
         if x1 <= x0:
-            return f"points must rise in x, found {x1:g} after {x0:g}"
+            return f"the x values of the curve must increase, but {x1:g} follows {x0:g}"
         if y1 < y0:
-            return f"the curve falls from {y0:g} to {y1:g} between x = {x0:g} and {x1:g}"
+            return (
+                f"the curve must not decrease, but y falls from {y0:g} to {y1:g} between x = {x0:g} and x "
+                f"= {x1:g}"
+            )
     return None
 
 

@@ -19,7 +19,7 @@ _PRESETS = Path(__file__).parent / "data"
 
 
 def hardware_names() -> tuple[str, ...]:
-    """Lists the names of the presets.
+    """The names of the hardware presets, sorted.
 
     Example:
       >>> import costmodels
@@ -39,12 +39,12 @@ def load_hardware(name_or_path: str | Path, *, profiles: Path | None = None) -> 
 
     Args:
       name_or_path: a name of `hardware_names()`, or the path of a hardware file (`calibrate` writes such
-        files); numbers may follow, as in "a100, node_egress=100GB/s".
-      profiles: a directory of calibrated profiles; `NAME.json` there replaces the preset NAME.
+        files). Settings of numbers may follow, as in "a100, node_egress=100GB/s".
+      profiles: a directory of calibrated profiles, in which `NAME.json` replaces the preset NAME.
 
     Raises:
-      HardwareError: the name is unknown, the file cannot be read or has faults (all are listed with their
-        paths), or a number does not exist.
+      HardwareError: the name is unknown, the file cannot be read or is invalid (the message lists every
+        fault), or a setting names a number that does not exist.
 
     Example:
       >>> import costmodels
@@ -60,9 +60,13 @@ def load_hardware(name_or_path: str | Path, *, profiles: Path | None = None) -> 
     if os.path.isfile(path):
         return read_hardware(path, settings)
     if path.suffix == ".json" or len(path.parts) > 1:
-        raise HardwareError(f"hardware file {text!r} does not exist; give a file, or a name: {_known(text)}")
+        raise HardwareError(
+            f"hardware file {text!r} does not exist; give an existing file, or the name of a preset "
+            f"({_known(text)})"
+        )
     raise HardwareError(
-        f"hardware {text!r} is not known; {_known(text)}; or give the path of a hardware file"
+        f"hardware {text!r} is not known; {_known(text)}; to use your own hardware, give the path of a "
+        "hardware file"
     )
 
 
@@ -76,7 +80,9 @@ def machine_of(hardware: str | Path | Hardware) -> Hardware:
     if isinstance(hardware, Hardware):
         return hardware
     if not isinstance(hardware, str | Path):
-        raise HardwareError(f"hardware {hardware!r}: give a preset's name, a file, or a Hardware")
+        raise HardwareError(
+            f"hardware is {hardware!r}; give the name of a preset, the path of a hardware file, or a Hardware"
+        )
     return load_hardware(hardware, profiles=profiles_directory())
 
 
@@ -94,10 +100,11 @@ def read_hardware(path: Path, settings: Sequence[str] = ()) -> Hardware:
         raise HardwareError(f"hardware file {str(path)!r} is not UTF-8 text") from None
     except json.JSONDecodeError as error:
         raise HardwareError(
-            f"hardware file {str(path)!r} is not JSON: {error.msg}, line {error.lineno} column {error.colno}"
+            f"hardware file {str(path)!r} is not valid JSON: {error.msg} (line {error.lineno}, column "
+            f"{error.colno})"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise HardwareError(f"hardware file {str(path)!r} is not a hardware file: {error}") from None
+        raise HardwareError(f"{str(path)!r} is not a hardware file: {error}") from None
     hardware, faults = read(content)
     if hardware is not None and settings:
         hardware, faults = read(changed(content, settings))
@@ -136,7 +143,7 @@ def _completed(content: Any, path: Path) -> Any:
         return content
     like, own = content["like"], {k: v for k, v in content.items() if k != "like"}
     if like not in hardware_names():
-        found = f"hardware file {str(path)!r} is like {like!r}, which is not a preset"
+        found = f'hardware file {str(path)!r} has "like": {like!r}, which is not a preset'
         raise HardwareError(f"{found}; {_known(str(like))}")
     return _merged(preset_content(like), own)
 
@@ -152,7 +159,7 @@ def profile_of(content: Mapping[str, Any], path: Path) -> Hardware:
 
     hardware, faults = read(content)
     if hardware is None:
-        raise HardwareError(f"profile for {str(path)!r} is malformed: {'; '.join(faults)}")
+        raise HardwareError(f"the profile for {str(path)!r} is invalid: {'; '.join(faults)}")
     return hardware
 
 

@@ -246,8 +246,8 @@ class Hardware:
         if self.is_host:
             return 0.0
         raise UserError(
-            f"hardware {self.name}: the bandwidth of its host link is unknown, so nothing can be "
-            "offloaded; remove --offload, or set it with --set-hardware host_link=15GB/s"
+            f"hardware {self.name}: the bandwidth of the host link is unknown, so nothing can be "
+            "offloaded; remove --offload, or set the bandwidth, e.g. --set-hardware host_link=15GB/s"
         )
 
     @cached_property

@@ -52,9 +52,9 @@ def peaks_fault(peaks: Iterable[str]) -> str | None:
     """Why these cannot be all the types that a chip has a peak for; None if they can."""
     known = tuple(peaks)
     if strange := [name for name in known if name not in PEAKS]:
-        return f"peak_flops of {', '.join(strange)}: no such type; known: {', '.join(PEAKS)}"
+        return f"peak_flops has unknown element types: {', '.join(strange)}; known: {', '.join(PEAKS)}"
     if not set(known) & set(FLOATS):
-        return f"peak_flops has no float; give one of {', '.join(FLOATS)}"
+        return f"peak_flops has no floating-point type; add at least one of {', '.join(FLOATS)}"
     return None
 
 
@@ -68,10 +68,13 @@ def note_of(dtype: str, peaks: Mapping[str, float], name: str) -> str | None:
     own = computed_in(dtype, peaks)
     if own == dtype or dtype not in ("float64", "bfloat16", "float16"):
         return None
-    said = f"{name} has no separate rate for {dtype}: its products are predicted at that of {own}"
+    said = (
+        f"{name} has no peak FLOP/s for {dtype}, so {dtype} matrix products are predicted at the peak of "
+        f"{own}"
+    )
     if dtype == "float64":
-        return f"{said}, so they take longer than predicted"
+        return f"{said} and take longer than predicted"
     faster = [other for other in ("bfloat16", "float16") if peaks.get(other, 0.0) > peaks[own]]
     if faster:
-        return f"{said}; {faster[0]} has a faster one"
+        return f"{said}; {faster[0]} would be faster"
     return f"{said}; {own} would lose no speed and needs no loss scale" if own == "bfloat16" else said

@@ -29,12 +29,14 @@ def made_profiles_directory() -> Path:
     """The same, made if it is missing; UserError where it cannot be."""
     place = profiles_directory()
     if place is None:
-        raise UserError("there is no home directory for the profile; name a file with --out")
+        raise UserError(
+            "the profile cannot be stored, because there is no home directory; give a file with --out"
+        )
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"{str(place)!r}, where profiles are kept, cannot be made: {error.strerror}; "
-            "name a file with --out, or another place with XDG_CACHE_HOME"
+            f"the profile folder {str(place)!r} cannot be created: {error.strerror}; give a file with "
+            "--out, or set XDG_CACHE_HOME to another folder"
         ) from None
     return place

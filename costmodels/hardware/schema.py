@@ -65,7 +65,7 @@ def _number(measures: numbers.Measures) -> Any:
         quantity, low, high = measures.quantity, measures.low, measures.high
         if number.unit not in UNITS or UNITS[number.unit][0] != quantity:
             raise ValueError(
-                f"unit {number.unit!r} is not a {quantity}; use one of {', '.join(units_of(quantity))}"
+                f"{number.unit!r} is not a unit of {quantity}; use one of {', '.join(units_of(quantity))}"
             )
         if not low <= number.si <= high:
             bound = f"at least {low:g}" if high == float("inf") else f"between {low:g} and {high:g}"
@@ -86,10 +86,13 @@ class _EfficiencyFile(_File):
         if fault := curve_fault(self.points):
             raise ValueError(fault)
         if self.points[-1][1] > 1 or self.points[0][1] <= 0:
-            raise ValueError("a fraction of the peak must be above 0 and at most 1")
+            raise ValueError("every y value (a fraction of the peak) must be above 0 and at most 1")
         for (x0, y0), (x1, y1) in pairwise(self.points):
             if x1 / y1 < x0 / y0:
-                raise ValueError(f"a product of {x1:g} FLOPs would take less time than one of {x0:g}")
+                raise ValueError(
+                    f"the efficiency rises so fast that a product of {x1:g} FLOPs would take less time "
+                    f"than one of {x0:g} FLOPs"
+                )
         return self
 
 
@@ -142,25 +145,25 @@ def _field(hint: Any) -> Any:
 
 def _chip(chip: Any) -> str | None:
     if chip.memory_reserve.si >= chip.memory.si:
-        return "memory_reserve leaves no memory"
+        return "memory_reserve must be less than memory"
     return peaks_fault(chip.peak_flops)
 
 
 def _wraparound(ends: Any) -> str | None:
     needed = ends.rule in ("axis_size", "multiples") and ends.value is None
-    return f"rule {ends.rule!r} needs a value" if needed else None
+    return f'the rule {ends.rule!r} requires the field "value"' if needed else None
 
 
 def _torus(torus: Any) -> str | None:
     spec = torus.link_bandwidth_spec
     above = spec is not None and torus.link_bandwidth.si > spec.si * (1 + 1e-9)
-    return "link_bandwidth is above link_bandwidth_spec, the physical limit" if above else None
+    return "link_bandwidth must not be above link_bandwidth_spec, the physical limit" if above else None
 
 
 def _cluster(cluster: Any) -> str | None:
     for size, number in cluster.node_bandwidth.items():
         if number.si > cluster.node_bandwidth_spec.si * (1 + 1e-9):
-            return f"node_bandwidth.{size} is above node_bandwidth_spec, the physical limit"
+            return f"node_bandwidth.{size} must not be above node_bandwidth_spec, the physical limit"
     return None
 
 
@@ -198,7 +201,9 @@ class _CollectiveCurveFile(_CurveFile):
     @model_validator(mode="after")
     def _spread(self) -> _CollectiveCurveFile:
         if self.processes > self.group_size:
-            raise ValueError(f"{self.group_size} devices cannot be divided over {self.processes} processes")
+            raise ValueError(
+                f"group_size is {self.group_size}, which is fewer than the {self.processes} processes"
+            )
         return self
 
 

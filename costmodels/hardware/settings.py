@@ -20,7 +20,7 @@ _VALUE = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(.*)", re.AS
 
 
 class HardwareError(UserError):
-    """A hardware name is unknown, a hardware file is invalid, or it lacks a number."""
+    """A hardware name is unknown, or a hardware file is invalid or has no value for a required number."""
 
 
 def with_settings(name: str, settings: Sequence[str]) -> str:
@@ -91,7 +91,9 @@ def _places(content: dict[str, Any], key: str, setting: str) -> list[tuple[str, 
     sizes = len(exact) == 1 and all(path[-1].isdecimal() for path in places)
     if len(places) > 1 and not sizes:
         names = ", ".join(".".join(path) for path in places)
-        raise HardwareError(f"hardware setting {setting!r} may mean any of {names}; name one of them")
+        raise HardwareError(
+            f"hardware setting {setting!r} is ambiguous: it could mean {names}; give one of these names"
+        )
     return places
 
 

@@ -40,7 +40,9 @@ def calls(
     try:
         op.kernel(tally, at, *(Piece(t.shape.sizes, t.dtype) for t in inputs))
     except NoArrayFunctionError as error:
-        raise NoArrayFunctionError(f"{op.name}: array function {str(error)!r} has no price") from None
+        raise NoArrayFunctionError(
+            f"{op.name}: the cost model has no time for the array function {str(error)!r}"
+        ) from None
     return tally.calls
 
 

@@ -48,10 +48,10 @@ class Quantity:
       op_class: one of `MATMUL_CLASSES` (the matrix unit), or another class: 'elementwise', 'gather',
         'reduce', …
       dtype: element type of the operands.
-      matmul_dims: (m, n, k, batch) of a product [batch, m, k] x [batch, k, n]; None when unknown: no padding
-        is counted.
+      matmul_dims: (m, n, k, batch) of a product [batch, m, k] x [batch, k, n]. If it is None, no padding is
+        counted.
       vector: FLOPs of the element-wise work that is fused with a product, beside `flops`.
-      elements: of the largest array that its element-wise work and reductions pass over.
+      elements: the number of elements of the largest array in its element-wise work and reductions.
       unaligned: an operand or the result has rows with an odd number of 2-byte elements.
       added: rows and width of the partial results of a convolution (`Work.added`).
       blocked: FLOPs, vector operations and elements handed over of a kernel that works on blocks
@@ -74,20 +74,20 @@ class Quantity:
     def __post_init__(self) -> None:
         if self.flops < 0 or self.bytes < 0:
             found = f"{self.flops}, {self.bytes}"
-            raise UserError(f"{self.op_class}: flops and bytes cannot be negative, found {found}")
+            raise UserError(f"{self.op_class}: flops and bytes are {found}; both must be at least 0")
         dims = self.matmul_dims
         if dims is not None and (len(dims) != 4 or min(dims) < 1):
-            raise UserError(f"{self.op_class}: matmul_dims are (m, n, k, batch), all positive; found {dims}")
+            raise UserError(f"{self.op_class}: matmul_dims is {dims}; give (m, n, k, batch), all positive")
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeCost:
-    """The seconds of one operation and their parts.
+    """The predicted seconds of one operation and the parts of this time.
 
     Attributes:
       seconds: the total.
-      flop_seconds: at the reachable rate, padding included.
-      memory_seconds: at the reachable bandwidth.
+      flop_seconds: seconds of the FLOPs at the reachable rate, including padding.
+      memory_seconds: seconds of the bytes at the reachable bandwidth.
       launch_seconds: time to start the kernel.
       padding: padded FLOPs / FLOPs.
       bound: what limits the operation: 'flops', 'memory', 'launch' or 'measured'.
@@ -104,7 +104,13 @@ class ComputeCost:
 
 
 def compute_seconds(hardware: Hardware, quantity: Quantity, devices: int = 1) -> float:
-    """Predicts the seconds of one operation while each of `devices` devices runs it (for virtual devices).
+    """Predicts the seconds of one operation on one device.
+
+    Args:
+      hardware: the hardware.
+      quantity: the work of the operation on one device.
+      devices: the number of devices that run the operation at the same time. Virtual devices that share the
+        cores of a host slow each other down; on other hardware the number has no effect.
 
     Example:
       >>> import costmodels
@@ -116,7 +122,10 @@ def compute_seconds(hardware: Hardware, quantity: Quantity, devices: int = 1) ->
 
 
 def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> ComputeCost:
-    """Predicts the seconds of one operation and their parts; equations (1) to (8)."""
+    """Predicts the seconds of one operation on one device and the parts of this time (equations (1) to (8)).
+
+    The arguments are those of `compute_seconds`.
+    """
     contention = hardware.contention(devices)
     memory = contention * _memory_seconds(hardware, quantity)
     curve = _curve(hardware, quantity)
@@ -140,9 +149,9 @@ def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Co
         rate = hardware.peak_flops(quantity.dtype) * efficiency
         product = contention * (padded / rate + _vector_seconds(hardware, beside))
         if product <= flops or hardware.chip.vector_flops is None:
-            flops, where = product, f"x {padding:.3g} of padding, at {rate / 1e12:.4g} TFLOP/s"
+            flops, where = product, f"x {padding:.3g} for padding, at {rate / 1e12:.4g} TFLOP/s"
             if beside:
-                where += f" in {padded:.4g} FLOPs of blocks, and {beside:.4g} of their softmax"
+                where += f", in blocks with {padded:.4g} FLOPs of products and {beside:.4g} FLOPs of softmax"
         fused = contention * _vector_seconds(hardware, quantity.vector)
         if fused > flops:
             flops, where = fused, "fused"
@@ -151,7 +160,7 @@ def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Co
             flops, where = passing, "passing"
         adding = contention * _adding_seconds(hardware, quantity)
         if adding > flops:
-            flops, where = adding, "at the rate at which the partial results of taps are added"
+            flops, where = adding, "at the rate of adding the partial results of the convolution's taps"
         # The vector unit has one rate for all types, which may be above the peak of a wide one.
         at_peak = contention * quantity.flops / hardware.peak_flops(quantity.dtype)
         if at_peak > flops:
@@ -168,7 +177,7 @@ def compute_cost(hardware: Hardware, quantity: Quantity, devices: int = 1) -> Co
         f"{memory * 1e6:.4g} us for {_moved(hardware, quantity)})"
     )
     if contention > 1:
-        words += f", {contention:.3g} devices to a core"
+        words += f", with {contention:.3g} devices per core"
     if interval is not None:
         words += f", at least {interval.value * 1e6:.3g} us between launches"
         seconds, bound = max((interval.value, "launch"), (seconds, bound))
@@ -189,7 +198,7 @@ def _work(hardware: Hardware, quantity: Quantity, where: str) -> str:
     amount = quantity.vector if where == "fused" else _reached(hardware, quantity)
     vector = hardware.chip.vector_flops
     rate = f"{vector.value / hardware.devices_per_chip / 1e12:.4g} TFLOP/s" if vector else "no known rate"
-    return f"{amount:.4g} FLOPs of the vector unit, at {rate}"
+    return f"{amount:.4g} FLOPs on the vector unit at {rate}"
 
 
 def _moved(hardware: Hardware, quantity: Quantity) -> str:
@@ -203,7 +212,7 @@ def _moved(hardware: Hardware, quantity: Quantity) -> str:
 def _passed(hardware: Hardware, quantity: Quantity) -> str:
     time = hardware.chip.element_time
     rate = f" at {time.value * 1e12:.3g} ps" if time else ""
-    return f"{_laid(hardware, quantity)[1]:.4g} elements through registers{rate}"
+    return f"{_laid(hardware, quantity)[1]:.4g} elements passing through registers{rate}"
 
 
 def _reached(hardware: Hardware, quantity: Quantity) -> float:

@@ -26,7 +26,7 @@ def flops_of(op: Op, inputs: Sequence[TensorType]) -> float:
     found: object = op.flops(*inputs)
     if not isinstance(found, Real) or not 0 <= float(found) < math.inf:
         raise UserError(
-            f"operation {type(op).__name__}: flops gave {found!r}; it must give a finite number, at least 0"
+            f"operation {type(op).__name__}: flops() returned {found!r}; return a finite number of at least 0"
         )
     return float(found)
 

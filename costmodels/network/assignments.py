@@ -28,11 +28,14 @@ def best_assignment(
     use = math.gcd(cores, devices)
     assumptions: list[str] = []
     if use < min(cores, devices):
-        assumptions.append(f"{use} of the {cores} devices of each chip are used: {devices} is not a multiple")
+        assumptions.append(
+            f"only {use} of the {cores} devices of each chip are used, because {devices} devices are not "
+            f"a multiple of {cores}"
+        )
     chips, capacity = devices // use, math.prod(n for _, n in torus)
     if chips > capacity:
         slices = next(s for s in range(-(-chips // capacity), chips + 1) if chips % s == 0)
-        assumptions.append(f"{chips} chips are {slices} slices over the data-centre network")
+        assumptions.append(f"the {chips} chips form {slices} slices, connected by the data-centre network")
         found = _candidates(axes, ((core, use), *torus, (network, slices)))
         if (first := over_slices(axes, slices)) is not None:
             found = (a for a in found if {n: k for n, f in a if (k := dict(f).get(network, 1)) > 1} == first)
@@ -42,7 +45,8 @@ def best_assignment(
     if best is None:
         sizes = "x".join(str(size) for _, size in axes)
         assumptions.append(
-            f"a mesh of {sizes} does not fit torus axes of {[n for _, n in torus]}; longer ones assumed"
+            f"a mesh of {sizes} does not fit the torus of {'x'.join(str(n) for _, n in torus)} chips, so "
+            "the prediction assumes longer torus axes"
         )
         longer = tuple((name, chips) for name, _ in torus)
         best = min(_candidates(axes, ((core, use), *longer)), key=score)
@@ -72,7 +76,9 @@ def contiguous_assignment(axes: AxisSizes, node_size: int) -> tuple[AxisAssignme
         out.append((name, tuple((level, n) for level, n in factors if n > 1)))
     used = math.prod(dict(factors).get("node", 1) for _, factors in out)
     spread = any("network" in dict(factors) for _, factors in out)
-    note = f"nodes use {used} of their {node_size} devices, so that groups are equal"
+    note = (
+        f"only {used} of the {node_size} devices of each node are used, so that all groups have the same size"
+    )
     return tuple(reversed(out)), (note,) if spread and used < node_size else ()
 
 

@@ -42,7 +42,13 @@ OWN = ("all_to_all", "permute")
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCost:
-    """The seconds of a collective, its algorithm, and the formula with its numbers."""
+    """The predicted time of a collective.
+
+    Attributes:
+      seconds: the predicted seconds.
+      algorithm: the algorithm, such as a ring; "measured" if a measured curve gave the time.
+      words: the formula with its numbers.
+    """
 
     seconds: float
     algorithm: str
@@ -54,9 +60,9 @@ def check_prices(kinds: Iterable[str]) -> None:
     for kind in kinds:
         if kind not in (*ROUNDS, *OWN):
             raise TypeError(
-                f"collective {kind!r} has no predicted time: write its closed forms in "
-                "costmodels/network/collectives.py and add it to OWN there; or, if it takes as long as "
-                "gathers, add their number to ROUNDS"
+                f"collective {kind!r} has no formula for its time; write the formula in "
+                f"costmodels/network/collectives.py and add {kind!r} to OWN, or, if it takes as long as a "
+                "number of all-gathers, add that number to ROUNDS"
             )
 
 
@@ -64,7 +70,16 @@ check_prices(COLLECTIVES)
 
 
 def full_bytes(kind: str, local_bytes: float, group_size: int) -> float:
-    """Bytes of the whole array of a collective whose input on one device has `local_bytes`."""
+    """The bytes of the whole array of a collective, from the bytes of its input on one device.
+
+    Args:
+      kind: one of COLLECTIVES.
+      local_bytes: bytes of the input on one device.
+      group_size: the number of devices in a group.
+
+    Raises:
+      UserError: the kind is unknown.
+    """
     _check(kind)
     return local_bytes * group_size if program.COLLECTIVES[kind].part else local_bytes
 
@@ -75,14 +90,15 @@ def collective_seconds(
     """Predicts the seconds of a collective.
 
     Args:
-      hardware: the hardware that `placement` was made for, or one with the same levels.
+      hardware: the hardware of `placement`, or hardware with the same levels.
       placement: the placement of the mesh.
       kind: one of COLLECTIVES.
       axes: mesh axes that form the group.
-      bytes: bytes of the WHOLE array of one group; for permute, the bytes that one device sends.
+      bytes: bytes of the whole array of one group, not of a device's part; for permute, the bytes that one
+        device sends.
 
     Raises:
-      UserError: unknown collective or axis, or negative bytes.
+      UserError: the collective or an axis is unknown, or `bytes` is negative.
 
     Example:
       >>> import costmodels, mesh_tf_core as mtf
@@ -98,10 +114,13 @@ def collective_seconds(
 def collective_cost(
     hardware: Hardware, placement: MeshPlacement, kind: str, axes: Iterable[str], bytes: float
 ) -> CollectiveCost:
-    """Predicts the seconds of a collective as `collective_seconds` does, with algorithm and formula."""
+    """Predicts the seconds, the algorithm and the formula of a collective.
+
+    The arguments and errors are those of `collective_seconds`.
+    """
     _check(kind)
     if bytes < 0:
-        raise UserError(f"{kind} of {bytes:g} bytes: the number of bytes cannot be negative")
+        raise UserError(f"{kind}: the number of bytes is {bytes:g}; give at least 0")
     route = placement.route(axes)
     if route.size == 1 or bytes == 0:
         return CollectiveCost(0.0, "none", "nothing to send")
@@ -146,16 +165,18 @@ def _measured(hardware: Hardware, kind: str, size: float, route: Route) -> Colle
     if above is None or below is None:
         nearest = sizes[-1] if above is None else sizes[0]
         seconds = curves[nearest].seconds(size) * n / nearest
-        words = f"measured for groups of {nearest}, scaled to {n}"
+        words = f"measured for groups of {nearest} devices, scaled to {n}"
     elif above == below:
-        seconds, words = curves[n].seconds(size), f"measured for groups of {n}"
+        seconds, words = curves[n].seconds(size), f"measured for groups of {n} devices"
     else:
         t0, t1 = curves[below].seconds(size), curves[above].seconds(size)
         seconds = t0 + (t1 - t0) * (n - below) / (above - below)
-        words = f"measured for groups of {below} and {above}, between them for {n}"
+        words = f"measured for groups of {below} and {above} devices, interpolated for {n}"
     if hardware.devices_per_process is not None:
         used, wanted = curves[sizes[0]].processes, route.processes
-        words += f" {_over(used)}" + (f", for want of any {_over(wanted)}" if used != wanted else "")
+        words += f" {_over(used)}" + (
+            f", because no curve was measured {_over(wanted)}" if used != wanted else ""
+        )
     return CollectiveCost(seconds, "measured", f"{words}, at {_bytes(size)}")
 
 
@@ -258,9 +279,9 @@ def _torus_words(route: Route) -> str:
             form = f"{'ring' if s.ring else 'line'} {s.axis} of {s.size}"
             parts.append(f"{form}{f' (stride {s.stride})' if s.stride > 1 else ''} at {_rate(s.rate)}")
         if level.segments:
-            parts.append(f"{_hops(level) * 1e6:g} us of hops")
+            parts.append(f"{_hops(level) * 1e6:g} us for hops")
         if level.name == "slice":
-            parts.append(f"{level.size} slices at {_rate(level.rate)} + {level.latency * 1e6:g} us a step")
+            parts.append(f"{level.size} slices at {_rate(level.rate)} + {level.latency * 1e6:g} us per step")
     return ", ".join(parts)
 
 
@@ -384,7 +405,7 @@ def _shared_memory(topology: SharedMemory, kind: str, size: float, route: Route)
     else:
         rounds = ROUNDS[kind]
         seconds = rounds * formulas.ring_gather(n, size, level.rate, latency)
-    words = f"{_bytes(size)} over {n} at {_rate(level.rate)} + {latency * 1e6:g} us a step"
+    words = f"{_bytes(size)} over {n} at {_rate(level.rate)} + {latency * 1e6:g} us per step"
     return CollectiveCost(seconds, "copies", words)
 
 

@@ -51,10 +51,15 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The part of the network that a collective over `axes` uses.
+    """The part of the network that a collective uses.
 
-    `size` devices form a group. `processes` counts the processes that a group spans, if the hardware states
-    how devices are assigned to processes.
+    Attributes:
+      axes: the mesh axes of the collective.
+      size: the number of devices in a group.
+      devices: the number of devices in the mesh.
+      levels: the levels of the network that a group uses.
+      processes: the number of processes that a group spans, if the hardware states how devices are assigned
+        to processes.
     """
 
     axes: tuple[str, ...]

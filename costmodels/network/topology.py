@@ -41,9 +41,9 @@ class MeshPlacement:
     Attributes:
       hardware: the hardware.
       mesh: the mesh.
-      assignment: for every mesh axis its factor at every level that it uses.
+      assignment: for every mesh axis, its number of devices at every level of the network that it uses.
       shape: chips along each torus axis of a slice (empty for other hardware).
-      assumptions: assumptions about a mesh that does not fit the hardware as it is sold.
+      assumptions: assumptions of the prediction where the mesh does not fit real slices or nodes.
     """
 
     hardware: Hardware = field(compare=False, repr=False)
@@ -100,20 +100,21 @@ class MeshPlacement:
 def place(
     hardware: Hardware, mesh: Mesh, assignment: Mapping[str, Mapping[str, int]] | None = None
 ) -> MeshPlacement:
-    """Places `mesh` on `hardware`; equal arguments give equal placements.
+    """Places a mesh on hardware. Equal arguments give equal placements.
 
-    On a torus the placement minimises the time of an all-gather of equal size over each mesh axis in turn. On
-    GPU nodes devices are in rank order, later mesh axes inside the node. A mesh that does not fit the
-    hardware is placed with `assumptions`.
+    On a torus, the placement minimises the time of an all-gather of equal size over each mesh axis in turn.
+    On GPU nodes, devices are in rank order, so the last mesh axes are inside a node. If the mesh does not fit
+    the hardware, the attribute `assumptions` of the placement says what the prediction assumes.
 
     Args:
       hardware: the hardware.
       mesh: the mesh.
-      assignment: an explicit placement: mesh axis -> level -> factor; missing levels have factor 1.
+      assignment: an explicit placement: mesh axis -> level -> number of devices (1 for levels that are not
+        given). None: the best placement.
 
     Raises:
-      UserError: an explicit assignment names an unknown axis or level, or its factors do not multiply to the
-        mesh.
+      UserError: the explicit placement names an unknown axis or level, or the product of an axis's numbers is
+        not the size of the axis.
 
     Example:
       >>> import costmodels, mesh_tf_core as mtf
@@ -159,24 +160,26 @@ def _checked(mesh: Mesh, assignment: Mapping[str, Mapping[str, int]], levels: Le
         product = math.prod(factors.values())
         if product != mesh.size(axis):
             raise UserError(
-                f"placement of mesh axis {axis!r}: its factors multiply to {product}, but the mesh has "
-                f"{mesh.size(axis)} devices along it ({mesh})"
+                f"placement of mesh axis {axis!r}: the product of its factors is {product}, but the axis "
+                f"has {mesh.size(axis)} devices ({mesh})"
             )
         for level in factors:
             if level not in names:
                 raise UserError(
-                    f"placement of mesh axis {axis!r}: no level {level!r}; {known_names(level, names)}"
+                    f"placement of mesh axis {axis!r}: the hardware has no level {level!r}; "
+                    f"{known_names(level, names)}"
                 )
     missing = [n for n, s in mesh.axes if s > 1 and n not in assignment]
     if missing:
         raise UserError(
-            f"placement of mesh {mesh}: axis {missing[0]!r} has no levels; give every axis its levels"
+            f"placement of mesh {mesh}: axis {missing[0]!r} is missing; give the levels of every axis"
         )
     for level, capacity in levels:
         used = math.prod(factors.get(level, 1) for factors in assignment.values())
         if capacity and used > capacity:
             raise UserError(
-                f"placement of mesh {mesh}: {used} devices at level {level!r}, which has {capacity}"
+                f"placement of mesh {mesh}: level {level!r} has {capacity} devices, but the placement "
+                f"uses {used}; reduce the factors of this level"
             )
     return tuple(
         (
@@ -220,7 +223,10 @@ def _with_wrap_note(placement: MeshPlacement) -> MeshPlacement:
     ]
     if not open_axes:
         return placement
-    note = f"no wraparound on torus axis {', '.join(open_axes)}: rule {topology.wraparound.rule!r}"
+    note = (
+        f"no wraparound links on torus axis {', '.join(open_axes)}, by the rule "
+        f"{topology.wraparound.rule!r} of this hardware"
+    )
     return MeshPlacement(
         placement.hardware,
         placement.mesh,

@@ -22,7 +22,7 @@ def formula(prices: Pricer, line: Line, under: Under | None = None) -> str:
     item = line.item
     if isinstance(item, Computed):
         found = compute_cost(prices.hardware, item.quantity, prices.devices)
-        lacks = f"{item.lacks}, so by FLOPs and bytes: " if item.lacks else ""
+        lacks = f"{item.lacks}, so predicted from FLOPs and bytes: " if item.lacks else ""
         return f"{lacks}{found.words}; bound by {found.bound}"
     if isinstance(item, Called):
         return _called(item)
@@ -30,14 +30,14 @@ def formula(prices: Pricer, line: Line, under: Under | None = None) -> str:
         return _sent(prices, item) + _hides(line, under)
     if isinstance(item, Transferred):
         return _transferred(prices, item) + _hides(line, under)
-    return "measured time that a step has under every layout"
+    return "measured time per step that does not depend on the layout"
 
 
 def _called(item: Called) -> str:
     found = array_functions(item)
     counts = Counter(c.op_class for c in found)
     listed = " + ".join(f"{n} x {name}" if n > 1 else name for name, n in counts.items())
-    kept = ", and memory for a result that is kept" if item.stays else ""
+    kept = ", and allocating memory for a result that is kept" if item.stays else ""
     return f"measured array functions: {listed or 'none'}; {sum(c.bytes for c in found):.4g} bytes{kept}"
 
 
@@ -48,8 +48,8 @@ def _hides(line: Line, under: Under | None) -> str:
     share = f"; {1 - line.exposed / line.seconds:.0%} of it is hidden ({rule_of(line)})"
     if under is None:
         return share
-    work = f"{under.words}, {under.seconds:.3g} s a step, run" if under.seconds else "nothing runs"
-    return f"{share}: {work} from start to done"
+    work = f"{under.words}, {under.seconds:.3g} s per step, run" if under.seconds else "nothing runs"
+    return f"{share}: {work} between its start and its end"
 
 
 def _sent(prices: Pricer, item: Sent) -> str:
@@ -58,15 +58,15 @@ def _sent(prices: Pricer, item: Sent) -> str:
     found = collective_cost(prices.hardware, placement, item.kind, item.axes, size)
     words = f"{found.algorithm}: {found.words}"
     if len(payloads) > 1:
-        how = "travel as one" if item.together else "are sent one by one"
+        how = "are sent as one message" if item.together else "are sent in separate messages"
         words += f" (the largest of {len(payloads)} values that {how})"
     if item.joined:
-        words += "; travels with a larger one of its layer, so without the latency of a message"
+        words += "; sent together with a larger message of the same layer, so no latency is added"
     return words
 
 
 def _transferred(prices: Pricer, item: Transferred) -> str:
     link = prices.hardware.host_link
     if link is None:
-        return "device and host share one memory: nothing is copied"
+        return "device and host share one memory, so nothing is copied"
     return f"{item.sent:.4g} bytes / {link:.4g} B/s of the host link"

@@ -18,7 +18,7 @@ from mesh_tf_core.ir.program import Instr, Local, Loop, Origin, Program
 
 RunSeconds = dict[tuple[Origin, float], float]
 """The origin of work, and the number of its runs in a step -> the share of its runs to count."""
-NOTHING = "nothing: what follows waits"
+NOTHING = "nothing (the next operation waits for the result)"
 OUTER = "outer step"
 """The note on the messages of replicas that synchronise rarely (DiLoCo)."""
 

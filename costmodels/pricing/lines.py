@@ -100,7 +100,7 @@ class Cost:
         """Notes on work that was priced otherwise than this hardware runs it."""
         lacking = (x.item.lacks for x in self.lines if isinstance(x.item, Computed) and x.item.lacks)
         return tuple(
-            f"{lacks}: predicted from its FLOPs and bytes, not from measured array functions"
+            f"{lacks}, so the time is predicted from FLOPs and bytes, not from measured array functions"
             for lacks in dict.fromkeys(lacking)
         )
 

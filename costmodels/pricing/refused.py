@@ -28,8 +28,8 @@ def refused(program: Program, hardware: Hardware) -> dict[str, list[str]]:
 def sentences(program: Program, hardware: Hardware) -> list[str]:
     """One for every reason."""
     return [
-        f"no library's kernel on {NAMED[compiler_of(hardware).library]} supports attention with {reason} "
-        f"({', '.join(scopes[:3])}{', ...' if len(scopes) > 3 else ''}): it runs in blocks of logits, "
-        "and takes longer than the predicted kernel"
+        f"no library kernel on {NAMED[compiler_of(hardware).library]} supports attention with {reason} "
+        f"({', '.join(scopes[:3])}{', ...' if len(scopes) > 3 else ''}), so this attention runs in blocks "
+        "of logits and takes longer than predicted, because the prediction assumes a kernel"
         for reason, scopes in refused(program, hardware).items()
     ]

@@ -186,7 +186,9 @@ class _Drawn:
                 self.slices.insert(here, TimeSlice(DEVICE, f"{loop.dim.name} {at}", begin, clock))
         if shown < runs:
             begin, clock = clock, clock + (clock - began) / shown * (runs - shown)
-            self.slices.append(TimeSlice(DEVICE, f"{runs - shown} more iterations like these", begin, clock))
+            self.slices.append(
+                TimeSlice(DEVICE, f"{runs - shown} more iterations like those shown", begin, clock)
+            )
         if loop is not None:
             self.slices.insert(first, TimeSlice(DEVICE, loop.text(), began, clock))
         return clock

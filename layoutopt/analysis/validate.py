@@ -55,9 +55,9 @@ class ValidationRuns:
     """The options of runs by `validate`.
 
     Attributes:
-      count: number of layouts, if none are given: the best, named ones, and random ones.
-      steps: samples of each layout, a few steps each if they are short.
-      seed: of the random layouts.
+      count: the number of layouts to run if no layouts are given: the best layout, named and random layouts.
+      steps: the number of timed samples per layout. A sample is one step, or a few if steps are short.
+      seed: the seed of the random layouts.
       batch: the input of every step (None: zeros).
       engine: runs the steps (`mesh_tf_core.engines.open_engine`).
       cluster: the processes that run them together; one chooses the layouts for all.

@@ -242,9 +242,9 @@ def explain(
       against: another layout on the plan's mesh, or the name of an alternative.
       hardware: None: the plan's hardware.
       time_limit: seconds for all searches together.
-      pins: rules; each is required in a search of its own.
-      without: decisions (`space.decisions.FEATURES`); each is forbidden in a search of its own. "all": every
-        decision that the plan has.
+      pins: rules such as "heads:model". Each rule is required in a separate search.
+      without: names of decisions (`space.decisions.FEATURES`). Each decision is forbidden in a separate
+        search. "all": every decision that the plan has.
       sensitivity: also search with half and twice the bandwidth, memory and devices, and vary the hardware's
         numbers within their uncertainties.
       check: prove without a solver that no layout of the search space is faster.

@@ -180,16 +180,19 @@ def cost(
     """Predicts the time and memory of a layout.
 
     Args:
-      mesh: a mesh, or a plan with layout and options.
-      hardware: a preset's name, a file, or a Hardware (None: the plan's hardware, else `cpu-local`).
-      memory: bytes of a device (None: the hardware's memory).
-      options: the decisions besides the layout.
+      model: the model to predict.
+      mesh: a mesh, its axes such as "data:4", or a plan, which also gives the layout and the options.
+      layout: the layout, such as "batch:data;heads:model" ("": every device holds everything).
+      hardware: the name of a preset, the path of a hardware file, or a Hardware (None: the plan's hardware,
+        else `cpu-local`).
+      memory: memory of a device in bytes (None: the hardware's memory).
+      options: the decisions other than the layout.
       tokens, price: also report days and cost of training on this many tokens at this price per chip-hour.
-      decided: instead of `options`: storage, recompute, microbatches, context, offload, schedule,
-        collective_matmul and diloco, as text of the command-line options or lists of texts.
+      decided: instead of `options`, any of storage, recompute, microbatches, context, offload, schedule,
+        collective_matmul and diloco, written as on the command line or as lists of texts.
 
     Raises:
-      UserError: the layout is illegal. A layout that exceeds the memory is predicted, not refused.
+      UserError: the layout is illegal. A layout that does not fit in memory is not an error.
 
     Example:
       >>> import layoutopt
@@ -228,12 +231,12 @@ def lint(
     odd: Sequence[str] = (),
     **decided: Any,
 ) -> Linted:
-    """Finds likely mistakes of a layout, and their cost against the best layout of the mesh.
+    """Finds likely mistakes in a layout, and the time that they cost against the best layout of the mesh.
 
     Args:
-      mesh, layout, hardware, options, decided: as in `cost`.
-      time_limit: seconds to look for the best layout.
-      odd: further findings, about how the layout was written.
+      model, mesh, layout, hardware, options, decided: as in `cost`.
+      time_limit: seconds for the search for the best layout.
+      odd: further findings to report, about how the layout was written.
 
     Raises:
       UserError: the layout is illegal.

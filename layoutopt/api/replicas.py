@@ -56,19 +56,25 @@ def choose_replicas(
     told: Told = lambda _: None,
     **asked: Any,
 ) -> Plan:
-    """Finds the fastest plan over several ways to synchronise; `details.ways` lists all of them.
+    """Finds the fastest plan over several ways to synchronise replicas (DiLoCo).
+
+    `data.details.ways` of the plan lists all ways that were compared.
 
     Args:
-      ways: "never", "sites:period=30", "free", or several of these.
-      accept_loss: the largest relative increase of the loss that is accepted, by the published law. Ways with
-        a larger or an unknown increase are left out. None: accept any.
-      time_limit: seconds for all searches together.
+      build: build(n) returns the model of one of n replicas, which has 1/n of the examples of a batch.
+      mesh: a mesh, or its axes such as "sites:4;data:8".
+      ways: any of "never" (all devices synchronise in every step), DiLoCo settings such as
+        "sites:period=30", and "free" (never, and DiLoCo over each mesh axis that crosses slow links).
+      hardware: the name of a preset, the path of a hardware file, or a Hardware.
+      accept_loss: the largest accepted relative increase of the loss, by the published scaling law. Ways with
+        a larger or an unknown increase are excluded. None: accept any.
+      time_limit: seconds for all searches together (None: no limit).
       told: called with every way before its search.
       asked: further arguments of `search`.
 
     Raises:
-      InfeasibleError: no way has a layout that fits; this is proven.
-      UserError: an argument is wrong, or no way is accepted.
+      InfeasibleError: it is proven that no way has a layout that fits in memory.
+      UserError: an argument is wrong, or every way is excluded.
     """
     mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
     machine = machine_of(hardware)

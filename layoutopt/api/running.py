@@ -62,14 +62,17 @@ def validate(
     """Runs layouts of a model on this machine and compares measured with predicted times.
 
     Args:
-      hardware: the hardware that predicts; `cpu-local` means this machine's calibrated profile, if there is
-        one.
-      layouts: at least two layouts to run (None: the best, named layouts, and random ones).
-      runs: how often and how long they run.
+      model: the model to run.
+      mesh: a mesh, or its axes such as "data:4".
+      hardware: the hardware for the predictions; `cpu-local` means this machine's calibrated profile, if
+        there is one.
+      layouts: at least two layouts to run (None: the best layout, named layouts and random layouts).
+      runs: the number of layouts and steps, the engine and the input.
+      on_progress: called before each layout.
       more: fields of `ValidationRuns`, such as `steps=20`, which override `runs`.
 
     Raises:
-      UserError: fewer than two layouts, or an illegal one.
+      UserError: fewer than two layouts are given, or a layout is illegal.
     """
     if isinstance(layouts, str):
         raise UserError(f"layouts {layouts!r}: give a list of at least two")
@@ -79,15 +82,16 @@ def validate(
 
 
 def verify(priced: Plan | PricedLayout, topology: str) -> Verified:
-    """Compiles a layout with the TPU compiler, without a TPU, and compares collectives, peak memory and time.
+    """Compiles a layout with the TPU compiler and compares collectives, peak memory and step time with the
+    prediction. No TPU is needed.
 
     Args:
       priced: a result of `cost` or `search`.
-      topology: chips by the compiler's name, such as "v5e:2x4", with as many devices as the mesh.
+      topology: the compiler's name for a slice with as many devices as the mesh, such as "v5e:2x4".
 
     Raises:
-      UserError: JAX or libtpu is missing, the topology is unknown or has another number of devices, or the
-        layout has replicas.
+      UserError: JAX or libtpu is missing, the topology is unknown or its number of devices differs from
+        the mesh's, or the layout has replicas.
     """
     if not isinstance(priced, Plan | PricedLayout):
         raise UserError(

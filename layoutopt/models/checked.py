@@ -54,8 +54,9 @@ class _Checked(MetaPathFinder):
             spec.loader = self.loader(fullname, spec.origin) or spec.loader
         if not isinstance(spec.loader, _FromText) and is_local(Path(spec.origin), self.folders):
             raise UserError(
-                f"import of {fullname!r} would run {spec.origin!r}, which is not a .py file that the plan "
-                "records; a plan does not decide what runs: name the model with --model MODEL"
+                f"importing {fullname!r} would run {spec.origin!r}, whose hash the plan does not record; "
+                "only files whose hash matches the plan are executed, so give the model yourself with "
+                "--model MODEL"
             )
         return spec
 

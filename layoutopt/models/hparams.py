@@ -53,7 +53,7 @@ def defaults_of(function: Callable[..., Any], source: str) -> Defaults:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         raise UserError(
-            f"{source}: the parameters of {function!r} cannot be read; write a plain function"
+            f"{source}: the parameters of {function!r} cannot be read; write an ordinary Python function"
         ) from None
     found = Defaults()
     found.open = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -62,7 +62,8 @@ def defaults_of(function: Callable[..., Any], source: str) -> Defaults:
             continue
         if p.kind is p.POSITIONAL_ONLY:
             raise UserError(
-                f"{source}: parameter {p.name!r} cannot be given by name; remove the '/' after it"
+                f"{source}: parameter {p.name!r} is positional-only and cannot be set by name; remove the "
+                "'/' from the signature"
             )
         annotation = p.annotation if isinstance(p.annotation, str) else getattr(p.annotation, "__name__", "")
         has = p.default is not p.empty
@@ -91,8 +92,8 @@ def parse_settings(settings: Sequence[str], defaults: Defaults, source: str) -> 
             values[name] = _value(text, default)
         except ValueError:
             raise UserError(
-                f"--set {setting}: {text!r} is not {_ASKED[default.kind]}; "
-                f"the default of {name!r} is {default.value!r}"
+                f"--set {setting}: {text!r} is not {_ASKED[default.kind]}, which {name!r} requires "
+                f"(default: {default.value!r})"
             ) from None
     return values
 

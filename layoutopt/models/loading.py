@@ -66,7 +66,8 @@ class Loaded:
         function = self.function(name)
         if function is None:
             raise UserError(
-                f"{self.source}: has no function {name}(); write {name}(**hparams) beside model()"
+                f"{self.source} has no function {name}(); define {name}(**hparams) in the same file as "
+                "model()"
             )
         return function
 
@@ -106,18 +107,20 @@ class Loaded:
         UserError for anything else."""
         if not isinstance(batch, Mapping):
             raise UserError(
-                f"{self.source}: data() gave a {type(batch).__name__}, not a dict of arrays by input name"
+                f"{self.source}: data() yielded a value of type {type(batch).__name__}; yield a dict from "
+                "input names to arrays"
             )
         for name, tensor in self.model.graph.inputs.items():
             if name not in batch:
                 raise UserError(
-                    f"{self.source}: a batch lacks the input {name!r}; {known_names(name, map(str, batch))}"
+                    f"{self.source}: data() yielded a batch without the input {name!r}; "
+                    f"{known_names(name, map(str, batch))}"
                 )
             value, wanted = batch[name], tuple(tensor.shape.sizes)
             if not _is_numbers(value):
                 raise UserError(
                     f"{self.source}: batch input {name!r} is {_what(value)}, not an array of numbers; "
-                    "make it one with np.asarray"
+                    "convert the input with np.asarray"
                 )
             found = tuple(getattr(value, "shape", ()))
             if rows is not None:
@@ -125,7 +128,11 @@ class Loaded:
             least = 1 if rows is None else 0  # other processes may have rows of a short batch
             fewer = short and found and found[1:] == wanted[1:] and least <= found[0] < wanted[0]
             if found != wanted and not fewer:
-                whose = "the model's" if rows is None else f"that of the {len(rows)} requested rows"
+                whose = (
+                    "the shape in the model"
+                    if rows is None
+                    else f"the shape of the {len(rows)} requested rows"
+                )
                 raise UserError(
                     f"{self.source}: batch input {name!r} has shape {found}, but {whose} is "
                     f"{wanted} [{tensor.shape}]"
@@ -168,7 +175,10 @@ class Batches(Iterator[dict[str, Any]]):
             batch = next(self._made, _END)
         if batch is _END:
             if not self._count:
-                raise UserError(f"{self._loaded.source}: data() gave no batch for split {self._split!r}")
+                raise UserError(
+                    f"{self._loaded.source}: data() yielded no batch for the split {self._split!r}; yield "
+                    "at least one batch"
+                )
             if not self._endless:
                 raise StopIteration
             self._made = None
@@ -229,13 +239,14 @@ def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) ->
     missing = [n for n in defaults if n not in hparams]
     if missing:
         raise UserError(
-            f"{source}: {name}() has no default for {missing[0]!r}; give one, or --set {missing[0]}=VALUE"
+            f"{source}: {name}() has no default for {missing[0]!r}; add a default, or pass --set "
+            f"{missing[0]}=VALUE"
         )
     asked = ", ".join(f"{n}={value!r}"[:MOST] for n, value in changed.items())
     with user_errors(f"{source}: {name}({asked})", module):
         model = function(**hparams)
     if not isinstance(model, Model):
-        must = TORCH if is_torch(model) else "it must return a mesh_tf_core.Model(loss, optimizer)"
+        must = TORCH if is_torch(model) else "return a mesh_tf_core.Model(loss, optimizer)"
         raise UserError(f"{source}: {name}() returned {typed(model)}; {must}")
     model.hparams = hparams
     return Loaded(model, source, hparams, module, loaded_files(before))

@@ -76,27 +76,31 @@ def trusted(source: str, recorded: Hashes) -> dict[Path, bytes]:
     """
     named = file_and_function(source)
     if named is None:
-        raise UserError(f"its model {source[:MOST]!r} is not a .py or .json file")
+        raise UserError(f"the plan's model {source[:MOST]!r} is not a .py or .json file")
     file, function = str(named[0])[:MOST], named[1]
     if function != FUNCTION:
-        raise UserError(f"its model is {function[:MOST]!r} of {file!r}, not {FUNCTION!r}")
+        raise UserError(
+            f"the plan's model is the function {function[:MOST]!r} of {file!r}, and only {FUNCTION!r} is "
+            "executed"
+        )
     if not os.path.isfile(named[0]):
-        raise UserError(f"its model file {file!r} does not exist")
+        raise UserError(f"the plan's model file {file!r} does not exist")
     path = named[0].resolve()
     if not path.is_relative_to(Path.cwd().resolve()):
-        raise UserError(f"its model file {file!r} is not below the current folder")
+        raise UserError(f"the plan's model file {file!r} is not below the current folder")
     if not recorded:
-        raise UserError(f"it records no SHA-256 of its model file {file!r}, as plans of older versions do")
+        raise UserError(f"the plan records no SHA-256 of its model file {file!r}")
     for each in closure(path):
         if (name := _shown(each, path)) not in recorded:
-            raise UserError(f"it records no SHA-256 of {name!r}, which its model file {file!r} imports")
+            raise UserError(f"the plan records no SHA-256 of {name!r}, which its model file {file!r} imports")
     texts: dict[Path, bytes] = {}
     for name, digest in recorded.items():
         each = path.parent / name
         text = _text(each)
         if text is None or hashlib.sha256(text).hexdigest() != digest:
             raise UserError(
-                f"{name[:MOST]!r}, of its model, has changed: its SHA-256 differs from the plan's"
+                f"{name[:MOST]!r}, which belongs to the plan's model, has changed: its SHA-256 differs "
+                "from the one in the plan"
             )
         texts[place_of(each)] = text
     return texts

@@ -36,7 +36,7 @@ def files(name: str) -> list[Path]:
     """
     known = names()
     if name not in known:
-        raise UserError(f"--example {name!r}: no example has this name; {known_names(name, known)}")
+        raise UserError(f"--example {name!r} is not a known example; {known_names(name, known)}")
     found = [home() / f"{name}.py"]
     for file in found:  # grows
         for helper in _imports(_text(file)):

@@ -27,10 +27,10 @@ from layoutopt.models.recorded import (
 )
 from mesh_tf_core.errors import UserError, known_names
 
-PLANS = "pass a plan with --layout, as in layoutopt train MODEL --layout PLAN.json"
+PLANS = "to use a plan, pass it with --layout, e.g. layoutopt train MODEL --layout PLAN.json"
 _MODULE = re.compile(r"(?P<module>[A-Za-z_][\w.]*)(?::(?P<function>[^:/]*))?")
 TORCH = (
-    "PyTorch modules cannot be imported yet: give the model's Hugging Face config.json, or use torchax "
+    "PyTorch modules cannot be imported; give the model's Hugging Face config.json, or use torchax "
     "(docs/guides/jax.md)"
 )
 RECIPES = {".toml", ".yaml", ".yml"}
@@ -47,7 +47,7 @@ def function_of(source: str) -> tuple[ModuleType, str, Callable[..., Any]]:
         return module, name, function
     known = [n for n, f in vars(module).items() if _is_own(f, module)]
     what = "no function" if function is None else f"a {type(function).__name__}, not a function,"
-    raise UserError(f"{source}: has {what} {name!r} to build a model; {known_names(name, known)}")
+    raise UserError(f"{source} has {what} {name!r} to build a model; {known_names(name, known)}")
 
 
 def _is_own(value: object, module: ModuleType) -> bool:
@@ -74,7 +74,10 @@ def _import(source: str) -> tuple[ModuleType, str]:
         if not os.path.isfile(path):
             kind = f"*{path.suffix}"
             if os.path.islink(path):
-                raise UserError(f"model file {str(path)[:MOST]!r} is a broken link; link it to a file")
+                raise UserError(
+                    f"model file {str(path)[:MOST]!r} is a broken symbolic link; point the link at an "
+                    "existing file"
+                )
             found = [p.name for p in path.parent.glob(kind)] if os.path.isdir(path.parent) else []
             known = known_names(path.name, found) if found else f"give the path of a {path.suffix} file"
             plan = f"; {PLANS}" if path.suffix == ".json" else ""
@@ -85,10 +88,13 @@ def _import(source: str) -> tuple[ModuleType, str]:
             return module_of(path, str(path)), function
         return _import_file(path.resolve(), str(path)), function
     if (path := Path(os.path.expanduser(source))).suffix in RECIPES or path.is_file():
-        recipe = "; recipes of other tools cannot be read: docs/guides/coming_from.md maps their settings"
+        recipe = (
+            "; layoutopt cannot read recipes of other tools, but docs/guides/coming_from.md maps their "
+            "settings to options"
+        )
         raise UserError(
-            f"model {source[:MOST]!r}: a MODEL is FILE.py or a Hugging Face CONFIG.json, not a file that "
-            f"ends in {path.suffix or 'nothing'!r}{recipe if path.suffix in RECIPES else ''}"
+            f"model {source[:MOST]!r}: give FILE.py or a Hugging Face CONFIG.json, not a file with the "
+            f"suffix {path.suffix!r}{recipe if path.suffix in RECIPES else ''}"
         )
     if match := _MODULE.fullmatch(source):
         _search_path(Path.cwd())
@@ -99,12 +105,13 @@ def _import(source: str) -> tuple[ModuleType, str]:
             except ModuleNotFoundError as error:
                 if error.name and (name == error.name or name.startswith(f"{error.name}.")):
                     raise UserError(
-                        f"model {source!r}: there is no module {error.name!r}; give a file "
+                        f"model {source!r}: Python finds no module {error.name!r}; give a file "
                         "(path/to/model.py) or an installed module (package.module:function)"
                     ) from None
                 raise
     raise UserError(
-        f"model {source[:MOST]!r} is not FILE.py, FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION or CONFIG.json"
+        f"model {source[:MOST]!r} is not in a known form; give FILE.py, FILE.py:FUNCTION, "
+        "PACKAGE.MODULE:FUNCTION or CONFIG.json"
     )
 
 

@@ -54,17 +54,18 @@ class TableAgreement:
     @property
     def said(self) -> str:
         """The differences between tables and programs; "" if none is known."""
-        shared = "the tables do not contain all values that operations share"
+        shared = "the cost tables do not model every value that operations share"
         if abs(self.seconds - self.program) > EXACT * self.program:
             return (
-                f"the tables sum to {self.seconds:.9g} s and the lowered program costs {self.program:.9g} s "
-                f"({(self.seconds / self.program - 1) * 100:+.2g} %): {shared}"
+                f"the search's cost tables predict {self.seconds:.9g} s for the chosen layout, and its "
+                f"lowered program {self.program:.9g} s (the tables differ by "
+                f"{(self.seconds / self.program - 1) * 100:+.2g} %), because {shared}"
             )
         if not self.where:
             return ""
         return (
-            f"the tables sum to {self.over * 100:.2g} % more than the lowered program of another layout "
-            f"({self.where}): {shared}, so they are no proof"
+            f"the search's cost tables predict {self.over * 100:.2g} % more time than the lowered program "
+            f"of another layout ({self.where}), because {shared}; their bound therefore proves nothing"
         )
 
 

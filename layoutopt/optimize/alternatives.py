@@ -100,13 +100,13 @@ class Alternatives:
         """Notes: why names without a fitting plan have none; the cost of the given mesh."""
         notes = []
         if self.over:
-            why = "do not fit with any storage, recomputation or number of microbatches that is allowed"
+            why = "do not fit in memory with any allowed storage, recomputation or number of microbatches"
             notes.append(f"{why}: {', '.join(self.over)}")
         if self.far:
-            why = f"skipped, as every variant takes at least {FAR:g} times as long"
+            why = f"skipped, because every variant takes at least {FAR:g} times as long as the best layout"
             notes.append(f"{why}: {', '.join(self.far)}")
         if self.none and self._unsplit():
-            notes.append(f"no plan is {', '.join(self.none)}: {self._unsplit()}")
+            notes.append(f"no layout is available for {', '.join(self.none)}: {self._unsplit()}")
         return notes + self._faster() + self._gathers() + self._not_by_name()
 
     def _not_by_name(self) -> list[str]:
@@ -143,7 +143,10 @@ class Alternatives:
             return []
         forms = ",".join((GATHER, *FORMS))
         return [
-            f"the answer splits {', '.join(split)} and gathers it; --context {forms} considers more forms"
+            (
+                f"the best layout splits {', '.join(split)} and gathers the keys and values for "
+                f"attention; to consider other forms of attention, search with --context {forms}"
+            )
         ]
 
     def _faster(self) -> list[str]:
@@ -154,8 +157,8 @@ class Alternatives:
         seconds = best.seconds * (1 - EXACT)
         faster = [a for a in self.found if a.feasible and a.predicted and a.predicted.step_seconds < seconds]
         meshes = [
-            f"{a.name} on {Mesh(a.mesh)} is faster than the answer on {best.mesh}; "
-            f"search --devices {best.mesh.devices} considers every mesh"
+            f"{a.name} on {Mesh(a.mesh)} is faster than the best layout on {best.mesh}; to search every "
+            f"mesh, use --devices {best.mesh.devices}"
             for a in faster
             if sorted(a.mesh.values()) != sorted(best.mesh.shape)
         ]
@@ -164,7 +167,10 @@ class Alternatives:
             if sorted(a.mesh.values()) == sorted(best.mesh.shape):
                 why.setdefault(self._not_allowed(a), []).append(a.name)
         return meshes + [
-            f"faster than the answer, with {what}, which the search did not allow: {', '.join(names)}"
+            (
+                f"faster than the best layout found, but with {what}, which the search did not allow: "
+                f"{', '.join(names)}"
+            )
             for what, names in why.items()
             if what
         ]

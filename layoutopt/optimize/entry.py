@@ -47,12 +47,12 @@ class Limits:
       memory: bytes of a device that a layout may use (None: the hardware's memory).
       max_axes: the largest number of axes of a mesh, when `devices` is given instead of a mesh.
       top: number of best layouts to list.
-      time_limit: seconds, or a running clock. The search ends at most two seconds later with the best layout
-        found and its bound.
+      time_limit: seconds, or a running clock (None: no limit). The search ends at most two seconds later with
+        the best layout found and its lower bound.
       refine: try other splits of single operations after the search, for at most 40 s.
-      alternatives: also find named and simpler layouts, which are slower than the answer.
-      keep_best: Ctrl-C ends the search with the best layout found, unproven, instead of raising; the plan is
-        then `stopped`.
+      alternatives: also find named layouts, such as data parallel, and simpler layouts, to compare with.
+      keep_best: Ctrl-C ends the search with the best layout found, without a proof, instead of raising
+        KeyboardInterrupt. `Plan.stopped` is then True.
 
     Example:
       >>> import layoutopt
@@ -81,22 +81,27 @@ def search(
     on_better: Better | None = None,
     **asked: Any,
 ) -> Plan:
-    """Finds the best layout of a model and proves it.
+    """Finds the best layout of a model and proves that no layout in the search space is better.
 
     Args:
-      mesh: the mesh. With `devices` instead, the shape of the mesh is searched too.
-      hardware: a preset's name, a file, or a Hardware.
-      space: the choices: splits, storage, recomputation, microbatches, pipelines and so on.
+      model: the model to plan.
+      mesh: a mesh, or its axes such as "data:2;model:4". Give either `mesh` or `devices`.
+      devices: the number of devices. The shape of the mesh is then searched too.
+      hardware: the name of a preset, the path of a hardware file, or a Hardware.
+      space: the search space: splits, storage, recomputation, microbatches, pipelines and so on.
       limits: limits of memory, time and output.
       objective: `time` (fastest that fits), `memory` (least peak), or `pareto` (adds the frontier of both).
       asked: fields of `SearchSpace` and of `Limits`, such as `pins="batch:data"` or `memory=16e9`; they
         override `space` and `limits`.
 
+    Returns:
+      The plan: the layout, its proof, its predicted time and memory, and alternatives.
+
     Raises:
-      InfeasibleError: no layout fits; this is proven. The message names the largest tensors, and `nearest` is
-        the legal plan with the least memory. Without `alternatives` the message is short and there is no
-        `nearest`.
-      LimitError: a limit ended the search before it found a layout.
+      InfeasibleError: it is proven that no layout fits in memory. The message names the largest tensors, and
+        the error's attribute `nearest` is the plan with the least memory. With `alternatives=False` the
+        message is short and there is no `nearest`.
+      LimitError: the time limit ended the search before it found a layout.
       UserError: an argument is wrong.
 
     Example:
@@ -107,7 +112,9 @@ def search(
       ('OPTIMAL', ('data',))
     """
     if not isinstance(model, Model):
-        raise UserError(f"search: {model!r} is not a Model; build one, as a model file's model() does")
+        raise UserError(
+            f"search: {model!r} is not a Model; pass what the function model() of a model file returns"
+        )
     allowed, limits = gathered("search", asked, (SearchSpace, space), (Limits, limits))
     clock = limits.time_limit.again() if isinstance(limits.time_limit, Clock) else Clock(limits.time_limit)
     chosen = machine_of(hardware)
@@ -219,11 +226,13 @@ def _check(
 ) -> None:
     """Refuses arguments of the wrong kind, whatever their annotations say."""
     if objective not in (*Objective,):
-        raise UserError(f"objective {objective!r}: choose one of {', '.join(Objective)}")
+        raise UserError(f"objective {objective!r} is unknown; choose one of {', '.join(Objective)}")
     if not isinstance(mesh, Mesh | str | None):
-        raise UserError(f"mesh {mesh!r}: give a Mesh, or its axes as 'data:2;model:4'")
+        raise UserError(
+            f"{mesh!r} is not a mesh; give a Mesh, or its axes as a string, e.g. 'data:2;model:4'"
+        )
     if mesh is not None and not str(mesh).strip():
-        raise UserError("--mesh '' names no axis; write for example --mesh 'data:2;model:4'")
+        raise UserError("--mesh is empty; give its axes, e.g. --mesh 'data:2;model:4'")
     other = "" if objective == Objective.TIME else f"--objective {objective}"
     refuse({REFINE: "--refine" if limits.refine else "", MEMORY: other})
     if (mesh is None) == (devices is None):
@@ -231,18 +240,20 @@ def _check(
     top = limits.top
     for name, number in (("--devices", devices), ("--max-axes", limits.max_axes), ("--top", top)):
         if number is not None and not is_whole(number):
-            raise UserError(f"{name} {number!r}: needs a whole number")
+            raise UserError(f"{name} is {number!r}; give a whole number")
     check_limit(limits.memory)
     if top < 1:
-        raise UserError(f"--top {top}: needs at least 1")
+        raise UserError(f"--top is {top}; give a whole number of at least 1")
     if top > MOST_LISTED:
-        raise UserError(f"--top {top}: at most {MOST_LISTED:,} are listed")
+        raise UserError(f"--top is {top}; give at most {MOST_LISTED:,}")
     if seconds is not None and not (is_number(seconds) and 0 < float(seconds) < math.inf):
-        raise UserError(f"--time-limit {seconds!r}: needs a positive number of seconds")
+        raise UserError(f"--time-limit is {seconds!r}; give a positive number of seconds")
     for name, argument in ARGUMENTS.items() if mesh is None else ():
         if argument.names_axes and getattr(allowed, name):
             option = argument.options[0].name
-            raise UserError(f"{option} names mesh axes: give the mesh with --mesh instead of --devices")
+            raise UserError(
+                f"{option} refers to mesh axes by name; give the mesh with --mesh instead of --devices"
+            )
 
 
 def _check_host(hardware: Hardware) -> None:
@@ -250,7 +261,7 @@ def _check_host(hardware: Hardware) -> None:
     if hardware.is_host:
         raise UserError(
             f"--offload: on {hardware.name}, devices and host share one memory, so offloading gains "
-            f"nothing; remove it"
+            "nothing; remove --offload"
         )
     hardware.host_seconds(0.0)
 

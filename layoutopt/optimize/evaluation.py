@@ -178,10 +178,11 @@ class Evaluation:
         again = self.cost.by(lambda x: x.origin.phase).get("recompute", 0.0)
         return (
             *own,
-            f"{share_text(mfu, 1)} MFU is more than any published run of this chip in layoutopt's records "
-            f"({share_text(best.value, 1)}: {best.source}); the plan spends {share_text(again, step)} of "
-            f"the step on recomputation and {share_text(waits, step)} on exposed communication, and the "
-            "prediction leaves out input, the host and stragglers",
+            f"the predicted MFU of {share_text(mfu, 1)} is above the highest published one on this chip "
+            f"that layoutopt knows ({share_text(best.value, 1)}: {best.source}); the plan spends "
+            f"{share_text(again, step)} of the step on recomputation and {share_text(waits, step)} on "
+            "exposed communication, and the prediction does not model input pipelines, host overhead and "
+            "stragglers",
         )
 
     def _meets(self) -> Iterator[str]:
@@ -193,8 +194,9 @@ class Evaluation:
         costs = [self.prices.cost(met) for met in self.replicas.outer]
         longest = max(over_axis(cost, how.axis) for cost in costs)
         said = (
-            f"a device sends {size_text(max(sent))} over {how.axis!r} every {how.every} steps, "
-            f"{size_text(sum(sent) / how.period)} per step on average, in {seconds_text(longest)}"
+            f"each device sends {size_text(max(sent))} over {how.axis!r} every {how.every} steps "
+            f"({size_text(sum(sent) / how.period)} per step on average), which takes "
+            f"{seconds_text(longest)}"
         )
         if not how.delay:
             yield f"{said}, all of it exposed"
@@ -202,28 +204,28 @@ class Evaluation:
         step = self.prices.cost(self.program, self._kernels).step_seconds
         waits = max(0.0, longest - how.delay * step)
         yield (
-            f"{said}, of which {seconds_text(waits)} is exposed; the rest overlaps {how.delay} steps on an "
-            "engine that sends messages during steps (layoutopt's engines do not)"
+            f"{said}, of which {seconds_text(waits)} is exposed; the rest overlaps with {how.delay} steps "
+            "if the engine communicates during steps (layoutopt's engines do not)"
         )
 
     def _offloads(self) -> Iterator[str]:
         """What to know of what lies on the hosts."""
         machine = self.prices.hardware
         if self.program.host_bytes and machine.is_host:
-            yield f"on {machine.name}, devices and host share one memory: offloading frees none of it"
+            yield (f"offloading frees no memory on {machine.name}, because devices and host share one memory")
         elif self.program.host_bytes:
             lines = [x for x in self.cost.lines if x.axes == (HOST,)]
             total, waits = sum(x.seconds * x.times for x in lines), sum(x.exposed * x.times for x in lines)
             share = share_text(waits, self.cost.step_seconds)
             yield (
-                f"{seconds_text(waits)} or {share} of the step is exposed traffic on the host link, of "
-                f"{seconds_text(total)} in total; loads and stores run one after the other and overlap only "
-                "with the products of loops"
+                f"transfers over the host link take {seconds_text(total)} per step, of which "
+                f"{seconds_text(waits)} ({share} of the step) is exposed; loads and stores run one after "
+                "the other and overlap only with matrix products in loops"
             )
         if self.program.host_bytes and machine.host_memory_bytes is None and not machine.is_host:
             yield (
                 f"the host memory of {machine.name} is unknown, so {size_text(self.program.host_bytes)} "
-                "per device are not checked against it; set it, e.g. --set-hardware host_memory=64GB"
+                "per device may not fit there; set the size, e.g. --set-hardware host_memory=64GB"
             )
 
     @cached_property
@@ -234,13 +236,13 @@ class Evaluation:
             stages = f"each of the {found.stages} stages of {found.dim!r} is idle in {found.waits} of"
             share = f"{share_text(found.seconds, self.cost.step_seconds)} of the step"
             said.append(
-                f"{stages} {found.ticks} ticks (pipeline bubble), {seconds_text(found.seconds)} or "
-                f"{share}; more microbatches shorten the bubble"
+                f"{stages} {found.ticks} ticks (pipeline bubble), which takes "
+                f"{seconds_text(found.seconds)}, {share}; more microbatches shorten the bubble"
             )
             if found.empty:
                 said[-1] += (
-                    f"; {found.empty} of the {found.places} places for {found.dim} are padding and take as "
-                    f"long"
+                    f"; {found.empty} of the {found.places} slots for {found.dim} are padding and take as "
+                    "long as real ones"
                 )
         return tuple(said)
 
@@ -251,7 +253,7 @@ class Evaluation:
         if host is None or held <= host:
             return None
         return (
-            f"host memory {size_text(held)} per device is {size_text(held - host)} over "
+            f"host memory {size_text(held)} per device is {size_text(held - host)} over the limit of "
             f"{size_text(host)}; offload less"
         )
 
@@ -265,8 +267,8 @@ class Evaluation:
         over = self.memory.peak - limit
         largest = ", ".join(f"{h.what} ({size_text(h.bytes)})" for h in self.memory.holdings[:3])
         return (
-            f"peak memory {size_text(self.memory.peak)} is {size_text(over)} over {size_text(limit)}; "
-            f"largest: {largest}"
+            f"peak memory {size_text(self.memory.peak)} is {size_text(over)} over the limit of "
+            f"{size_text(limit)}; largest tensors: {largest}"
         )
 
 

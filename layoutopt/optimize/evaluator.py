@@ -48,7 +48,7 @@ def computed_alone(model: Model, hardware: Hardware, loops: Collection[str] | No
 def check_limit(memory: Any) -> None:
     """UserError if the value is not a limit of a device's memory, at run time; None is no limit."""
     if memory is not None and not (is_number(memory) and float(memory) > 0):
-        raise UserError(f"memory {memory!r}: needs a positive number of bytes")
+        raise UserError(f"memory is {memory!r}; give a positive number of bytes")
 
 
 def evaluate(

@@ -175,11 +175,11 @@ def too_much(request: Request, leanest: EvaluatedLayout, low: float, advice: str
     space; `low`: bytes that are proven necessary."""
     limit = request.limit
     whole = "".join(f"; {each}" for each in left_whole(request, leanest.evaluation))
-    looked = f"; {space.count} were considered ({space.limits})" if space.limits else ""
+    looked = f"; the search considered {space.count} layouts ({space.limits})" if space.limits else ""
     held = ", ".join(f"{h.what} ({size_text(h.bytes)})" for h in leanest.evaluation.memory.holdings[:3])
-    sure = f"; it is proven that none needs less than {size_text(low)}" if low < leanest.peak else ""
+    sure = f"; no layout needs less than {size_text(low)} (proven)" if low < leanest.peak else ""
     return (
-        f": the layout with the least memory, {str(leanest.layout) or 'replicated'} on {leanest.mesh}, needs "
-        f"{size_text(leanest.peak)}, {size_text(leanest.peak - limit)} over; its largest "
-        f"tensors: {held}{sure}{whole}{advice}{looked}"
+        f": the layout with the least memory ({str(leanest.layout) or 'replicated'} on {leanest.mesh}) "
+        f"needs {size_text(leanest.peak)}, which is {size_text(leanest.peak - limit)} over the limit; its "
+        f"largest tensors: {held}{sure}{whole}{advice}{looked}"
     )

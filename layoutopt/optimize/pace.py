@@ -53,9 +53,9 @@ def looked_at(subproblem: Subproblem, renames: bool, points: int) -> str:
     """
     mesh, parts, decided = subproblem.mesh, subproblem.microbatches, subproblem.decided
     looked = f"mesh {'x'.join(map(str, mesh.shape)) if renames else mesh}"
-    looked += f" in {parts} microbatches" if parts > 1 else ""
+    looked += f", {parts} microbatches" if parts > 1 else ""
     stages = decided.stages_on(mesh).items()
-    looked += "".join(f" through {n} stages of {dim}" for dim, n in stages)
-    looked += f" in {decided.schedule}" if stages else ""
-    looked += "".join(f" with recompute {text}" for text in sorted(decided.again))
+    looked += "".join(f", {n} pipeline stages of {dim}" for dim, n in stages)
+    looked += f", schedule {decided.schedule}" if stages else ""
+    looked += "".join(f", recompute {text}" for text in sorted(decided.again))
     return looked + (f", point {points + 1} of the frontier" if points else "")

@@ -44,7 +44,7 @@ from layoutopt.space.objective import Objective
 from mesh_tf_core.ir.mesh import Mesh
 from mesh_tf_core.lower.verify import verify
 
-SHARE = "the bound is a device's share of what one device would compute"
+SHARE = "the lower bound is the compute time of a single device divided by the number of devices"
 NO_SHARE = Bound(0.0, Source.SHARE)
 NAMED = 5
 """Names that a note lists."""
@@ -240,19 +240,20 @@ def _notes(proof: _Proof, missing: Sequence[str], unsplit: Sequence[str]) -> lis
     tables = proof.tables
     if unsplit:
         notes.append(
-            f"one operation has too many dimensions to list all their splits; {some(unsplit, NAMED)} "
-            "stayed whole in some operations, so optimality is not proven; pin some of them (--pin)"
+            "some operations have too many dimensions to enumerate all their splits, so the search did "
+            f"not split {some(unsplit, NAMED)} there and optimality is not proven; pin some of these "
+            "dimensions (--pin)"
         )
     elif not proof.proven and proof.bound is proof.share and proof.share.value > 0 and not proof.refuted:
-        notes.append(f"{SHARE}, and nothing more was proven within the time limit")
+        notes.append(f"{SHARE}, because the search proved no better bound within the time limit")
     if tables is None or not tables.said:
         return notes
     notes.append(tables.said)
     if (likely := proof.likely) is not None:
         notes.append(
-            f"{SHARE}: no program is below it, and that is the gap; if the tables come to at most "
-            f"{tables.over * 100:.2g} % more than the program of any layout, the most "
-            f"of {tables.count} compared, no layout takes less than {likely:.9g} s, and the gap is "
+            f"{SHARE}, and the gap refers to this bound; in {tables.count} layouts compared, the cost "
+            f"tables predict at most {tables.over * 100:.2g} % more than the lowered program, and if this "
+            f"is true of every layout, none takes less than {likely:.9g} s and the gap is "
             f"{100 * (1 - likely / tables.program):.2g} %"
         )
     return notes
@@ -269,12 +270,12 @@ def repeated_work(request: Request, of: Evaluation, microbatches: int, names: Ma
         split = {n: mesh.group_size(layout.axes(n)) for n in found.dims}
         large = {n: size for n, size in found.dims.items() if size > 1}
         uneven = {n: size for n, size in large.items() if size % (ways * split[n])}
-        why = "to split more takes longer, or is not allowed"
+        why = "splitting more dimensions over this axis is slower or not allowed"
         if batch in uneven or uneven.keys() == large.keys():
             dims = [batch] if batch in uneven else sorted(uneven)
             pieces = {batch: microbatches}
             why = "; ".join(_uneven(n, large[n], ways, split[n], pieces.get(n, 1)) for n in dims)
-        notes.append(f"the {ways} devices of axis {name!r} {what}: {why}")
+        notes.append(f"the {ways} devices along axis {name!r} {what}: {why}")
     return notes
 
 
@@ -288,8 +289,8 @@ def _uneven(name: str, size: int, ways: int, split: int, microbatches: int) -> s
     would = " or ".join(map(str, near_sizes(size * microbatches, parts * microbatches)))
     each = f" in each of {microbatches} microbatches" if microbatches > 1 else ""
     return (
-        f"{name!r} of size {size * microbatches} does not divide into {parts} parts{each}; a size of {would} "
-        f"would, or an axis of {' or '.join(map(str, dict.fromkeys(axes)))}"
+        f"{name!r} of size {size * microbatches} does not divide into {parts} equal parts{each}; use a "
+        f"size of {would}, or a mesh axis of size {' or '.join(map(str, dict.fromkeys(axes)))}"
     )
 
 
@@ -299,13 +300,13 @@ def _tight(request: Request, of: Evaluation, others: Sequence[Alternative]) -> l
     doubt = known.barely(of.memory.peak, limit)
     if not doubt or request.objective == Objective.MEMORY:
         return [doubt] if doubt else []
-    ease = f"search with --memory {memory_option(limit * (1 - known.margin))} for a plan with room"
+    ease = f"for more headroom, search with --memory {memory_option(limit * (1 - known.margin))}"
     priced = [(a.predicted, a.name) for a in others if a.predicted is not None and a.feasible]
     roomy = [(p, name) for p, name in priced if known.fits(p.peak_memory_bytes, limit) == "yes"]
     if roomy:
         found, name = min(roomy, key=lambda each: each[0].step_seconds)
         ease += (
-            f" ({name} has it: {bytes_text(found.peak_memory_bytes)}, a step "
+            f" ({name} has enough headroom: peak memory {bytes_text(found.peak_memory_bytes)}, step "
             f"{percent(found.step_seconds / step - 1)} longer)"
         )
     return [f"{doubt}; {ease}"]
@@ -316,7 +317,9 @@ def _unsplit(request: Request) -> list[str]:
     refused = impossible(request.model, request.allowed.microbatches)
     if not refused:
         return []
-    return [f"not searched: --microbatches {','.join(map(str, refused))} ({next(iter(refused.values()))})"]
+    return [
+        (f"--microbatches {','.join(map(str, refused))} was not searched ({next(iter(refused.values()))})")
+    ]
 
 
 def _fewer(request: Request, count: int) -> list[str]:
@@ -325,6 +328,9 @@ def _fewer(request: Request, count: int) -> list[str]:
         return []
     if request.objective == Objective.MEMORY:
         return [
-            f"--top {request.top}: layouts with more memory are in --objective pareto; {count} need as little"
+            (
+                f"--top {request.top}: only {count} layouts have the least peak memory; for others, use "
+                "--objective pareto"
+            )
         ]
-    return [f"--top {request.top}: {count} {'layout fits' if count == 1 else 'layouts fit'}"]
+    return [(f"--top {request.top}: only {count} {'layout fits' if count == 1 else 'layouts fit'} in memory")]

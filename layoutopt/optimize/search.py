@@ -48,7 +48,7 @@ NAMED_SHARE = 0.25
 """Part of a time limit in which layouts by name are priced before anything is solved."""
 STOPPING = 5.0
 """Seconds after Ctrl-C in which layouts by name are priced, if nothing that fits was found yet."""
-EVENLY = " whose shards divide evenly"
+EVENLY = " with equal shards"
 """Note about layouts with equal shards if other layouts could split further."""
 MOST_POINTS = 200
 LEAN = 2.0
@@ -140,7 +140,7 @@ class LayoutSearch:
             return self.best
         if self.stopped:
             raise KeyboardInterrupt
-        raise LimitError("nothing was found within the time limit; raise --time-limit")
+        raise LimitError("no layout was found within the time limit; raise --time-limit")
 
     def _look(self, subproblems: Iterable[Subproblem]) -> None:
         """Sets `best`, or `none`."""
@@ -164,7 +164,7 @@ class LayoutSearch:
         elif self.proven:
             even = EVENLY if uneven(request, (each.mesh for each in self.problems)) else ""
             self.none = (
-                f"no layout of {request.model.name!r}{even} fits into {size_text(request.limit)} a device"
+                f"no layout of {request.model.name!r}{even} fits into {size_text(request.limit)} per device"
             )
             self.none += self._needed() if request.explains else ""
 
@@ -386,7 +386,11 @@ class LayoutSearch:
         nearest = self.nearest
         advice = "; use more devices or more memory, or a smaller batch"
         if nearest is None:
-            return ": the pins and prohibitions exclude every layout; remove one of them" if ended else advice
+            return (
+                ": --pin and --forbid together exclude every layout; remove one of their rules"
+                if ended
+                else advice
+            )
         low = max(request.limit, self.least)
         shapes = {each.mesh.shape for each in self.problems} if self.renames else None
         space = space_of(request, nearest.mesh, self.considered, shapes)

@@ -165,8 +165,8 @@ def subproblems(
     dims = ",".join(dim for dim in allowed.pipeline if allowed.pins.get(dim) != ())
     if dims and not piped:
         raise UserError(
-            f"--pipeline {dims}: {_reasons(refused) or why_none(model, shapes, allowed)}; remove it, or "
-            "choose another mesh"
+            f"--pipeline {dims}: {_reasons(refused) or why_none(model, shapes, allowed)}; remove "
+            "--pipeline, or choose another mesh"
         )
 
 

@@ -52,10 +52,10 @@ class Plan:
 
     Attributes:
       data: the contents of the plan file.
-      mesh, layout, options: arguments of `mtf.Trainer` and `Model.lower`. They raise UserError if `data` was
-        changed, since the proof and the prediction then belong to another layout.
-      stopped: Ctrl-C ended the search; plan files do not store this.
-      model: the model of the plan, if it is loaded; plan files do not store it.
+      mesh, layout, options: arguments of `mtf.Trainer` and `Model.lower`. Reading them raises UserError if
+        `data` was changed, because the proof and the prediction then belong to another layout.
+      stopped: True if Ctrl-C ended the search. Plan files do not store this attribute.
+      model: the model of the plan, if it is loaded. Plan files do not store the model.
       complete: computes the `details` that reports show, if model and hardware are loaded.
 
     Example:
@@ -295,11 +295,12 @@ def load_plan(path: str | Path, on_damage: Told | None = None) -> Plan:
     """Reads a plan file.
 
     Args:
-      on_damage: called with a message if the plan's `details` are damaged, which only explanations and
-        reports read; the plan is then read without them. None: damaged details are an error.
+      path: the file.
+      on_damage: called with a message if the plan's `details` are damaged. The plan is then read without the
+        details, which only explanations and reports need. None: damaged details raise UserError.
 
     Raises:
-      UserError: the file is not a plan.
+      UserError: the file cannot be read or is not a plan.
 
     Example:
       >>> import layoutopt

@@ -34,7 +34,7 @@ which larger numbers are skipped."""
 AROUND = 6.0
 """Sizes to search: factors of the law's optimum."""
 DOUBLINGS, ROUNDS = 4, 4
-_UNSEARCHED = "not all sizes were searched within the time limit; raise --time-limit"
+_UNSEARCHED = "some sizes were not searched within the time limit; raise --time-limit"
 Tell = Callable[[int, int, str], None]
 """tell(searches done, approximate number of searches, current search)."""
 
@@ -94,10 +94,11 @@ class Answering:
         if question.loss is not None:
             works = [forecast.budget_for(question.loss, question.served)]
             if math.isinf(works[0]):
-                told = " under the conditions given" if forecast.facts() else ""
+                told = " with the given data and replicas" if forecast.facts() else ""
                 raise InfeasibleError(
-                    f"--loss {question.loss:g}: no size reaches it by the law {forecast.law.name!r}, whose "
-                    f"least loss is {digits(forecast.least(question.served), 4)}{told}; give a higher loss"
+                    f"--loss {question.loss:g}: no size reaches this loss, because the least loss under "
+                    f"the scaling law {forecast.law.name!r} is "
+                    f"{digits(forecast.least(question.served), 4)}{told}; give a higher loss"
                 )
         else:
             works = [w for m in self.machines for w in question.work(m, self.dtype)]
@@ -333,14 +334,16 @@ class Answering:
             raise self._nothing()
         timely = self._timely(self.rows)
         if not timely and self.missing:
-            raise LimitError(f"{_UNSEARCHED}: none ends within {self.question.deadline:g} days")
+            raise LimitError(
+                f"none of the searched sizes ends within {self.question.deadline:g} days, and {_UNSEARCHED}"
+            )
         if not timely:
             soonest = min(self.rows, key=lambda r: r.days)
             place = f"{soonest.timing.devices:,} devices of {soonest.timing.machine.name}"
             raise InfeasibleError(
                 f"--days {self.question.deadline:g}: the fastest candidate takes "
-                f"{lasts(DAY * soonest.days)}: {count(soonest.candidate.size.total)} parameters on {place}; "
-                "allow more days, or name more or faster devices (--devices, --hardware)"
+                f"{lasts(DAY * soonest.days)}: {count(soonest.candidate.size.total)} parameters on "
+                f"{place}; allow more days, or offer more or faster devices (--devices, --hardware)"
             )
         return self._best_of(timely)
 
@@ -361,11 +364,13 @@ class Answering:
         if self.missing and not self.unfit:
             return LimitError("no size was searched within the time limit; raise --time-limit")
         if self.missing:
-            return LimitError(f"{_UNSEARCHED}: {len(self.unfit)} were, and do not meet the target")
+            return LimitError(
+                f"none of the {len(self.unfit)} searched candidates meets the target, and {_UNSEARCHED}"
+            )
         near = self.unfit[0]
         return InfeasibleError(
-            f"none of {len(self.unfit)} candidates meets the target; {count(near.parameters)} parameters on "
-            f"{near.devices:,} {near.hardware}: {near.reason}"
+            f"none of the {len(self.unfit)} searched candidates meets the target; for example, with "
+            f"{count(near.parameters)} parameters on {near.devices:,} {near.hardware}: {near.reason}"
         )
 
     def _chosen(self, size: SizeCandidate) -> SizeRow:

@@ -129,8 +129,8 @@ class Family:
             model = self.build(**{**self.hparams, **changed})
             if model.tokens is None:
                 raise UserError(
-                    f"model {model.name!r} does not define its tokens, which laws need; add token_dims, "
-                    "e.g. mtf.Model(..., token_dims=(batch, length))"
+                    f"model {model.name!r} does not define what a token is, which scaling laws require; "
+                    "add token_dims, e.g. mtf.Model(..., token_dims=(batch, length))"
                 )
             self._known[key] = SizeCandidate(changed, model, counted(model))
         return self._known[key]
@@ -208,8 +208,8 @@ def powers_of(rule: str, hparams: Mapping[str, Any]) -> dict[str, float]:
     sizes = {n for n, v in hparams.items() if isinstance(v, int) and not isinstance(v, bool) and v > 0}
     if not sizes:
         raise UserError(
-            f"--scale {rule}: this model has no hyperparameters that are whole numbers, so it has no "
-            "other sizes; add some, e.g. model(layers=6, d_model=256), or use --tokens for this size"
+            f"--scale {rule}: this model has no whole-number hyperparameters to scale; add some, e.g. "
+            "model(layers=6, d_model=256), or keep the size and use --tokens"
         )
     if rule in RULES:
         known = {"depth": DEPTH, "width": (*HEADS, *WIDTH)}
@@ -219,12 +219,11 @@ def powers_of(rule: str, hparams: Mapping[str, Any]) -> dict[str, float]:
         missing = [what for what, names in wanted.items() if not names]
         if missing:
             alone = next((what for what, names in wanted.items() if names), "")
-            only = (
-                f"write --scale {alone} if {', '.join(wanted[alone])} shall grow alone, or " if alone else ""
-            )
+            only = f"write --scale {alone} to scale only {', '.join(wanted[alone])}, or " if alone else ""
             raise UserError(
-                f"--scale {rule}: no hyperparameter is a known {' or '.join(missing)}; {only}name them with "
-                f'powers, e.g. --scale "layers:1;d_model:1"; sizes are: {", ".join(sorted(sizes))}'
+                f"--scale {rule}: no hyperparameter has a known name for {' or '.join(missing)}; {only}give "
+                'the powers by name, e.g. --scale "layers:1;d_model:1"; whole-number hyperparameters: '
+                f"{', '.join(sorted(sizes))}"
             )
         return dict.fromkeys((n for names in wanted.values() for n in names), 1.0)
     powers = {}
@@ -236,15 +235,19 @@ def powers_of(rule: str, hparams: Mapping[str, Any]) -> dict[str, float]:
             power = math.nan
         if not colon or not 0 < power <= 4:
             raise UserError(
-                f"--scale {rule!r}: write {', '.join(RULES)}, or hyperparameters with powers of at most "
-                f"4, e.g. {POWERS!r}"
+                f"--scale {rule!r} is not a rule; give {', '.join(RULES)}, or hyperparameters with powers "
+                f"above 0 and at most 4, e.g. {POWERS!r}"
             )
         if name.strip() not in sizes:
-            raise UserError(f"--scale {rule!r}: {name.strip()!r} is not a size; {known_names(name, sizes)}")
+            raise UserError(
+                f"--scale {rule!r}: {name.strip()!r} is not a whole-number hyperparameter; "
+                f"{known_names(name, sizes)}"
+            )
         powers[name.strip()] = power
     if not powers:
         raise UserError(
-            f"--scale {rule!r}: write {', '.join(RULES)}, or powers of hyperparameters, e.g. {POWERS!r}"
+            f"--scale {rule!r} is not a rule; give {', '.join(RULES)}, or powers of hyperparameters, e.g. "
+            f"{POWERS!r}"
         )
     return powers
 

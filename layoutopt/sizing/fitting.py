@@ -91,12 +91,16 @@ def fit(runs: Any, name: str = "own", source: str = "own runs", resamples: int =
     n, d, loss = (_column(runs, name, source) for name in COLUMNS)
     for column, values in zip(COLUMNS, (n, d, loss), strict=True):
         if not ((values > SMALLEST) & (values < LARGEST)).all():
-            raise UserError(f"{source}: column {column!r} must hold positive numbers; remove the other runs")
+            raise UserError(
+                f"{source}: column {column!r} must contain only positive numbers; remove the runs without "
+                "them"
+            )
     sizes, lengths = len(np.unique(n)), len(np.unique(d))
     if len(loss) < LEAST or sizes < KINDS or lengths < KINDS:
         raise UserError(
-            f"{source}: {len(loss)} runs of {sizes} sizes N and {lengths} numbers of tokens D; a law has "
-            f"five constants and needs at least {LEAST} runs of {KINDS} sizes and {KINDS} numbers of tokens"
+            f"{source} has {len(loss)} runs with {sizes} different sizes N and {lengths} different "
+            f"numbers of tokens D; to fit the five constants of a law, give at least {LEAST} runs with "
+            f"{KINDS} different sizes and {KINDS} different numbers of tokens"
         )
     found = _best(n, d, loss, _starts(n, d, loss))
     constants = dict(zip(("E", "A", "B", "alpha", "beta"), _constants(found, n, d), strict=True))
@@ -104,8 +108,8 @@ def fit(runs: Any, name: str = "own", source: str = "own runs", resamples: int =
         ends = constants[factor] * np.array([values.min(), values.max()]) ** -constants[power]
         if not ends[0] - ends[1] > FALL * loss.min():
             raise UserError(
-                f"{source}: from the least {column} to the most, the loss falls by less than {FALL:.1%}, "
-                f"so the law cannot be fitted; add runs whose {column} differs more"
+                f"{source}: from the smallest to the largest {column}, the loss falls by less than "
+                f"{FALL:.1%}, so the law cannot be fitted; add runs with a wider range of {column}"
             )
     rng, samples = np.random.default_rng(0), list[FloatArray]()
     while len(samples) < resamples:
@@ -120,7 +124,7 @@ def fit(runs: Any, name: str = "own", source: str = "own runs", resamples: int =
         constants,
         *ranges,
         source,
-        f"{len(loss)} runs, intervals of {resamples} bootstraps of runs",
+        f"{len(loss)} runs; intervals from {resamples} bootstrap samples of the runs",
         samples=np.array([_constants(s, n, d) for s in samples]),
         residuals=residuals,
         points=tuple(zip(n.tolist(), d.tolist(), loss.tolist(), strict=True)),
@@ -132,14 +136,16 @@ def _column(runs: Any, name: str, source: str) -> FloatArray:
     try:
         known = [*map(str, runs.keys())]
     except AttributeError:
-        raise UserError(f"runs {runs!r}: give a CSV file, or a frame with columns N, D and loss") from None
+        raise UserError(
+            f"runs is {runs!r}; give a CSV file, or a data frame with the columns N, D and loss"
+        ) from None
     if name not in known:
-        raise UserError(f"{source}: has no column {name!r}; {known_names(name, known)}")
+        raise UserError(f"{source} has no column {name!r}; {known_names(name, known)}")
     try:
         return np.asarray(runs[name], dtype=np.float64)
     except (TypeError, ValueError):
         raise UserError(
-            f"{source}: column {name!r} must hold positive numbers; remove the other runs"
+            f"{source}: column {name!r} must contain only positive numbers; remove the runs without them"
         ) from None
 
 
@@ -242,25 +248,31 @@ def read_runs(path: str | Path) -> Any:
     try:
         content = io.BytesIO(read_file(path))
     except OSError as error:
-        raise UserError(f"{what}: {error.strerror or error}; give a CSV file with N, D and loss") from None
+        raise UserError(
+            f"{what} cannot be read: {error.strerror or error}; give a CSV file with the columns N, D and "
+            "loss"
+        ) from None
     try:
         frame = pd.read_csv(content, comment="#", skipinitialspace=True)
     except ValueError as error:  # also of what is not a text, and of rows that do not agree
-        raise UserError(f"{what} is not a CSV file with a header ({' '.join(str(error).split())})") from None
+        raise UserError(
+            f"{what} is not a CSV file with a header row: {' '.join(str(error).split())}"
+        ) from None
     by_name = {str(c).strip().lower(): c for c in frame.columns}
     found = {}
     for column, names in COLUMNS.items():
         known = next((by_name[name] for name in names if name in by_name), None)
         if known is None:
             raise UserError(
-                f"{what}: has no column {column!r}; write N (parameters), D (tokens) and loss; "
+                f"{what} has no column {column!r}; name the columns N (parameters), D (tokens) and loss; "
                 f"{known_names(column, map(str, frame.columns))}"
             )
         numbers = pd.to_numeric(frame[known], errors="coerce")
         if numbers.isna().any():
             row = int(numbers.isna().idxmax())
             raise UserError(
-                f"{what}: row {row + 1} of column {known!r} is {str(frame[known][row])!r}, no number"
+                f"{what}: row {row + 1} of column {known!r} is {str(frame[known][row])!r}, which is not a "
+                "number; correct or remove this row"
             )
         found[column] = numbers.astype(float)
     return pd.DataFrame(found)

@@ -75,14 +75,17 @@ class Forecast:
         known = [name for name, each in data()["transfer"].items() if isinstance(each, dict)]
         if self.pretrained is not None and self.pretrained not in known:
             raise UserError(
-                f"--pretrained {self.pretrained}: no law is known; {known_names(self.pretrained, known)}"
+                f"--pretrained {self.pretrained}: no scaling law of transfer from this data is known; "
+                f"{known_names(self.pretrained, known)}"
             )
         if self.unique is not None and not is_positive(self.unique):
-            raise UserError(f"--unique {self.unique!r}: needs a positive number of tokens")
+            raise UserError(f"--unique is {self.unique!r}; give a positive number of tokens")
         if not is_positive(self.characters):
-            raise UserError(f"--characters {self.characters!r}: needs a positive number of a token's")
+            raise UserError(
+                f"--characters is {self.characters!r}; give the number of characters per token, above 0"
+            )
         if self.replicas is not None and not is_count(self.replicas):
-            raise UserError(f"--replicas {self.replicas}: needs a whole number of at least 1")
+            raise UserError(f"--replicas is {self.replicas}; give a whole number of at least 1")
 
     def loss(self, size: ParameterCount, tokens: float) -> float:
         """Nats per token after `tokens`, seen once or again."""
@@ -179,14 +182,23 @@ class Forecast:
         said = self.law.outside(size.counted(self.law), tokens)
         if self.unique is not None and (epochs := tokens / self.unique) > 1:
             most = data()["repeated"]["ranges"]["epochs"][1]
-            said += [f"{epochs:,.0f} epochs are more than in its runs ({most:,})"] if epochs > most else []
+            said += (
+                [f"{epochs:,.0f} epochs are more than in the law's runs (at most {most:,})"]
+                if epochs > most
+                else []
+            )
         if self.replicas is not None:
             low, high = data()["replicas"]["ranges"]["parameters"]
             most = data()["replicas"]["ranges"]["replicas"][1]
             if not low <= size.total <= high:
-                said.append(f"DiLoCo's law is of {count(low)} to {count(high)} parameters")
+                said.append(
+                    f"{count(size.total)} parameters are outside the range of the DiLoCo law's runs "
+                    f"({count(low)} to {count(high)})"
+                )
             if self.replicas > most:
-                said.append(f"{self.replicas} replicas are more than in DiLoCo's runs ({most})")
+                said.append(
+                    f"{self.replicas} replicas are more than in the DiLoCo law's runs (at most {most})"
+                )
         return said
 
     def sources(self) -> list[str]:

@@ -87,7 +87,10 @@ class Law(ABC):
             if not low <= value <= high:
                 side = "fewer" if value < low else "more"
                 end = low if value < low else high
-                said.append(f"{count(value)} {what} are {side} than in its runs ({count(end)})")
+                said.append(
+                    f"{count(value)} {what} are {side} than in the law's runs (at "
+                    f"{'least' if value < low else 'most'} {count(end)})"
+                )
         return said
 
 
@@ -162,7 +165,7 @@ def published(name: str) -> Law:
     """A published law; UserError for a name that there is not."""
     known = data()["laws"]
     if name not in known:
-        raise UserError(f"--law {name}: no such law; {known_names(name, known)}")
+        raise UserError(f"--law {name} is not a known scaling law; {known_names(name, known)}")
     said = known[name]
     ranges = said["ranges"]
     return FORMS[said["form"]](

@@ -39,21 +39,24 @@ class SizingQuestion:
     def __post_init__(self) -> None:
         given = [name for name in GOALS if getattr(self, name) is not None]
         if len(given) > 1:
-            raise UserError(f"--{given[0]} and --{given[1]}: give one of them; the other follows from it")
+            raise UserError(
+                f"--{given[0]} and --{given[1]} cannot be combined, because each one determines the "
+                "other; remove one"
+            )
         if not given and (self.days is None or not self.devices):
             raise UserError(
-                "size needs a target: write --budget FLOP, --loss L, --money M with --price, --tokens T "
-                "for this size, or --devices N with --days D"
+                "size requires a target; give --budget FLOP, --loss L, --money M with --price, --tokens "
+                "T to train the model's own size, or --devices N with --days D"
             )
         for name in (*given, *(["days"] if self.days is not None else [])):
             value = getattr(self, name)
             if not is_positive(value):
-                raise UserError(f"--{name} {value!r}: needs a positive number")
+                raise UserError(f"--{name} is {value!r}; give a positive number")
         if self.served != 0 and not is_positive(self.served):
-            raise UserError(f"--inference {self.served!r}: needs a number of tokens")
+            raise UserError(f"--inference is {self.served!r}; give a positive number of tokens")
         for number in self.devices:
             if not is_count(number) or number > MOST_DEVICES:
-                raise UserError(f"--devices {number}: needs a whole number, 1 to {MOST_DEVICES:,}")
+                raise UserError(f"--devices is {number}; give a whole number from 1 to {MOST_DEVICES:,}")
 
     @property
     def goal(self) -> str:
@@ -106,9 +109,9 @@ class SizingQuestion:
     def refusal(self, candidate: SizeCandidate, tokens: float) -> str:
         """Why a candidate cannot answer; '' if it can."""
         if self.loss is not None and math.isinf(tokens):
-            return f"it never reaches a loss of {self.loss:g}, however long it is trained"
+            return f"the loss never reaches {self.loss:g}, however long the training"
         if tokens < candidate.tokens:
-            return f"there is less than one step of {candidate.tokens:,} tokens to train it"
+            return f"the budget is less than one training step of {candidate.tokens:,} tokens"
         return ""
 
     def work(self, machine: OfferedHardware, dtype: str) -> tuple[float, float]:

@@ -150,29 +150,33 @@ def size(
     on_progress: Tell | None = None,
     **asked: Any,
 ) -> Sizing:
-    """Finds the size of a model to train, the chips, their number and the days.
+    """Finds the best size of a model to train, the chips, their number and the days of training.
 
     Args:
-      model: function of hyperparameters that returns a model, as in a model file.
-      hparams: hyperparameters that differ from their defaults.
-      price: price of a chip-hour, for all hardware or by name.
-      space: the choices of layouts, except those that name axes of a mesh.
-      limits: `memory` and `max_axes` apply to each search; `time_limit` and `keep_best` to all together.
-      asked: fields of `Goal`, `Scaling`, `SizeRange`, `SearchSpace` and `Limits`, which override the others.
+      model: a function from hyperparameters to a model, like model() in a model file.
+      hparams: hyperparameters with other values than their defaults.
+      price: the price of a chip-hour: one number, or a mapping from the name of the hardware.
+      space: the search space of the layouts, without decisions that name axes of a mesh.
+      limits: `memory` and `max_axes` apply to each search, `time_limit` and `keep_best` to all together.
+      asked: fields of `Goal`, `Scaling`, `SizeRange`, `SearchSpace` and `Limits`; they override `goal`,
+        `space` and `limits`.
 
     Raises:
-      InfeasibleError: no size and machine satisfies the goal.
+      InfeasibleError: no size on any of the hardware meets the goal.
       LimitError: a limit ended the search before any size was searched.
       UserError: an argument is wrong.
     """
     for name in asked.keys() & ARGUMENTS.keys() - {*LAYOUTS}:
-        raise UserError(f"size: layouts choose no {name!r}; {known_names(name, LAYOUTS)}")
+        raise UserError(
+            f"size: the layout searches of size have no option {name!r}; {known_names(name, LAYOUTS)}"
+        )
     parts = (Goal, goal), (Scaling, None), (SizeRange, None), (SearchSpace, space), (Limits, limits)
     goal, scaling, sizes, chosen, limits = gathered("size", asked, *parts)
     for f in fields(Limits):
         if f.name not in LIMITS and getattr(limits, f.name) != f.default:
             raise UserError(
-                f"size: {f.name!r} applies to a single search only; {known_names(f.name, LIMITS)}"
+                f"size: {f.name!r} applies only to a single search of a layout, not to size; "
+                f"{known_names(f.name, LIMITS)}"
             )
     return _sized(model, hparams, goal, scaling, sizes, chosen, limits, (hardware, price), on_progress)
 
@@ -192,15 +196,21 @@ def _sized(
     question = SizingQuestion(**served, devices=_numbers(goal.devices), served=goal.inference)
     _check(sizes.candidates, sizes.sizes, limits.memory, sizes.scale)
     if question.tokens is not None and sizes.sizes is not None and sizes.sizes[0] != sizes.sizes[1]:
-        raise UserError("--tokens trains one size: write for example --sizes 13B, or leave --sizes out")
+        raise UserError(
+            "--tokens requires a single size, but --sizes gives a range; write e.g. --sizes 13B, or "
+            "remove --sizes"
+        )
     if scaling.runs is not None and scaling.law:
-        raise UserError("--law and --fit: a law is published or fitted; remove one of them")
+        raise UserError(
+            "--law (a published law) and --fit (a law fitted to your runs) cannot be combined; remove one"
+        )
     machines = machines_of(*on, limits.memory)
     if question.money is not None:
         for machine in machines:
             if machine.price is None:
                 raise UserError(
-                    f"--money: a chip-hour of {machine.name} has no price; write --price {machine.name}=4.2"
+                    f"--money requires the price of a chip-hour of {machine.name}; give the price, e.g. "
+                    f"--price {machine.name}=4.2"
                 )
     told = scaling.unique, scaling.pretrained, scaling.characters, scaling.replicas
     forecast = Forecast(_law(scaling.law, scaling.runs), *told)
@@ -219,14 +229,17 @@ def _sized(
 def _check(candidates: Any, sizes: Any, memory: Any, scale: Any) -> None:
     """Refuses arguments of the wrong kind, whatever their annotations say."""
     if not is_count(candidates) or candidates > MOST_CANDIDATES:
-        raise UserError(f"--candidates {candidates!r}: needs a whole number, 1 to {MOST_CANDIDATES}")
+        raise UserError(f"--candidates is {candidates!r}; give a whole number from 1 to {MOST_CANDIDATES}")
     if sizes is not None and not (len(sizes) == 2 and all(map(is_positive, sizes)) and sizes[0] <= sizes[1]):
         said = ":".join(f"{each:g}" if is_positive(each) else repr(each) for each in sizes)
-        raise UserError(f"--sizes {said}: write the fewest and the most parameters, e.g. 1B:20B")
+        raise UserError(
+            f"--sizes is {said}; give the smallest and the largest number of parameters, e.g. 1B:20B"
+        )
     check_limit(memory)
     if not isinstance(scale, str):
         raise UserError(
-            f"--scale {scale!r}: write {', '.join(RULES)}, or powers of hyperparameters, e.g. {POWERS!r}"
+            f"--scale {scale!r} is not a rule; give {', '.join(RULES)}, or powers of hyperparameters, "
+            f"e.g. {POWERS!r}"
         )
 
 
@@ -243,10 +256,11 @@ def machines_of(
     for name, value in prices.items():
         if name not in names:
             raise UserError(
-                f"--price {name}={value}: not a --hardware of this command; {known_names(name, names)}"
+                f"--price {name}={value}: {name!r} is not among the --hardware of this command; "
+                f"{known_names(name, names)}"
             )
         if value is not None and not is_positive(value):
-            raise UserError(f"--price {name}={value!r}: needs a positive number")
+            raise UserError(f"--price of {name} is {value!r}; give a positive number")
     found = {
         h.name: OfferedHardware(
             h.name, h, h.usable_memory_bytes if memory is None else memory, prices.get(h.name)
@@ -254,7 +268,7 @@ def machines_of(
         for h in loaded
     }
     if not found:
-        raise UserError("--hardware is missing: on which machine? write for example --hardware tpu-v5p")
+        raise UserError("size requires --hardware; give at least one, e.g. --hardware tpu-v5p")
     return [*found.values()]
 
 
@@ -262,7 +276,7 @@ def _numbers(devices: Any) -> tuple[int, ...]:
     if is_count(devices):
         return (int(devices),)
     if isinstance(devices, str) or not isinstance(devices, Iterable):
-        raise UserError(f"--devices {devices!r}: needs whole numbers, 1 to {MOST_DEVICES:,}")
+        raise UserError(f"--devices is {devices!r}; give whole numbers from 1 to {MOST_DEVICES:,}")
     return tuple(devices)
 
 
@@ -278,7 +292,8 @@ def _all_hparams(model: Callable[..., Model], hparams: Mapping[str, Any] | None)
 
     if not callable(model):
         raise UserError(
-            f"size: {model!r} makes no models; give the function that does, as model(layers=12, d_model=512)"
+            f"size: {model!r} is not a function; give the function that builds the model from "
+            "hyperparameters, e.g. model(layers=12, d_model=512)"
         )
     defaults = defaults_of(model, getattr(model, "__name__", "model"))
     return {**{n: d.value for n, d in defaults.items() if d.given}, **(hparams or {})}
@@ -336,54 +351,61 @@ def _result(answering: Answering, best: SizeRow) -> SizeResult:
 def _notes(answering: Answering, best: SizeRow, answer: SizedCandidate, batch: float) -> Sequence[str]:
     """What readers of the answer should know."""
     question = answering.question
-    notes = [f"beyond the law's runs: {each}" for each in answer.beyond]
+    notes = [f"the loss is extrapolated: {each}" for each in answer.beyond]
     sizes = {r.candidate.size.total for r in (*answering.rows, *answering.beaten)}
     own = best.candidate.size.total
     if len(sizes) > 1 and own in (min(sizes), max(sizes)):
         end = "smallest" if own == min(sizes) else "largest"
-        notes.append(f"the best size is the {end} of those searched; widen --sizes")
+        notes.append(
+            f"the best size is the {end} one searched, so sizes outside this range may be better; widen "
+            "--sizes"
+        )
     if answer.batch_tokens > batch:
         notes.append(
-            f"a batch of {answer.batch_tokens:,} tokens is above the critical one, about {batch:,.0f} at "
-            f"this loss ({data()['critical_batch']['source']}): training needs more tokens than by the law"
+            f"the batch of {answer.batch_tokens:,} tokens is above the critical batch size of about "
+            f"{batch:,.0f} tokens at this loss ({data()['critical_batch']['source']}), so training needs "
+            "more tokens than the law predicts"
         )
     suits = answering.forecast.batch(best.candidate.size)
     if suits is not None:
         notes.append(
-            f"a batch of about {suits:,.0f} tokens suits {answering.forecast.replicas} replicas of this size "
-            f"(Charles et al. 2025, table 10); this one has {answer.batch_tokens:,}"
+            f"the recommended batch for {answering.forecast.replicas} replicas of this size is about "
+            f"{suits:,.0f} tokens (Charles et al. 2025, table 10); the model's batch is "
+            f"{answer.batch_tokens:,} tokens"
         )
     steps = errors_known(best.timing.machine.hardware).steps
     if steps is not None and best.days * (1 + steps.mean) > question.deadline:
         notes.append(
-            f"{best.days:.3g} of {question.deadline:g} days: less time is left than predictions for "
-            f"{best.timing.machine.name} are off on average, {percent(steps.mean)}"
+            f"training takes {best.days:.3g} of the {question.deadline:g} days; the margin is smaller "
+            f"than the mean error of predictions for {best.timing.machine.name} ({percent(steps.mean)})"
         )
     hardware = {row.timing.machine.name: row.timing.machine for row in answering.rows}
     if len(hardware) > 1 and any(machine.price is None for machine in hardware.values()):
         notes.append(
-            "hardware is compared by chip-hours, not by cost; to compare costs, add "
+            "hardware is compared by chip-hours, not by cost; to compare by cost, add "
             + " ".join(f"--price {name}=P" for name in hardware)
         )
     if answer.status != ProofStatus.OPTIMAL:
         notes.append(
-            f"the best size's layout is not proven optimal ({answer.status}, gap {gap_text(answer.gap or 0)})"
+            f"the layout of the best size is not proven optimal (status {answer.status}, gap "
+            f"{gap_text(answer.gap or 0)})"
         )
     if best.timing.plan is not None:
-        notes += (f"its layout: {each}" for each in best.timing.plan.data.notes)
+        notes += (f"layout of the best size: {each}" for each in best.timing.plan.data.notes)
     if count := len(answering.beaten):
         notes.append(
             f"{count} of {count + len(answering.rows) + len(answering.unfit)} candidates were not "
-            "searched: even without their communication, another candidate is better in loss, days or "
-            "cost and worse in none; --every searches them too"
+            "searched, because even without communication time they would be worse than another "
+            "candidate in loss, days or cost and better in none of the three; to search them too, use "
+            "--every"
         )
     if answering.missing:
-        why = "stopped" if answering.stopped else "the time was over"
-        notes.append(f"{why} before {answering.missing} of {answering.planned} searches")
+        why = "stopped" if answering.stopped else "the time limit was reached"
+        notes.append(f"{why} before {answering.missing} of {answering.planned} searches were done")
     if question.served:
         notes.append(
-            f"{question.served:.3g} tokens are generated after training, each at a third of a trained "
-            f"token's FLOPs and at the same cost per FLOP ({data()['inference']['source']}); days and "
-            "money are of training alone"
+            f"the answer allows for {question.served:.3g} tokens of inference, each at a third of the "
+            f"FLOPs of a training token and at the same cost per FLOP ({data()['inference']['source']}); "
+            "days and money cover training only"
         )
     return notes

@@ -42,7 +42,8 @@ class Solution:
     def __post_init__(self) -> None:
         if (self.choices is None) != (self.status in (Status.INFEASIBLE, Status.LIMIT)):
             raise ProblemError(
-                f"a solution that is {self.status.value} must come with choices only if it has any"
+                f"a solution with status {self.status.value} has choices={self.choices}; give choices "
+                "exactly when a solution was found"
             )
 
     @property
@@ -93,13 +94,14 @@ def evaluate(problem: Problem, choices: Sequence[int]) -> AnswerCheck:
     """Recomputes (1)-(4) of `form` for `choices`, exactly rounded, from the problem's own tables."""
     if len(choices) != len(problem.variables):
         raise ProblemError(
-            f"{len(choices)} choices were given for problem {problem.name!r}, "
-            f"which has {len(problem.variables)} variables"
+            f"{len(choices)} choices were given for problem {problem.name!r}, which has "
+            f"{len(problem.variables)} variables; give one choice per variable"
         )
     for variable, choice in zip(problem.variables, choices, strict=True):
         if not 0 <= choice < variable.size:
             raise ProblemError(
-                f"choice {choice} is not one of the {variable.size} of variable {variable.name!r}"
+                f"choice {choice} is out of range for variable {variable.name!r}, which has "
+                f"{variable.size} choices (0 to {variable.size - 1})"
             )
     costs = [term.cost(choices) for term in problem.terms]
     forbidden = tuple(term.name for term, cost in zip(problem.terms, costs, strict=True) if cost == math.inf)

@@ -55,7 +55,8 @@ def conflict(
         return None
     if search.ran_out:
         raise ProblemError(
-            f"whether {problem.name!r} is infeasible was not known within {time_limit} seconds; allow more"
+            f"{time_limit} seconds were not enough to decide whether problem {problem.name!r} is "
+            "infeasible; raise the time limit"
         )
     if not search.possible([]):
         return Conflict(())
@@ -77,12 +78,14 @@ class _ConflictSearch:
             for row in facts.rows:
                 if row not in rows:
                     raise ProblemError(
-                        f"the group {name!r} names the row {row!r}; the rows: {', '.join(rows) or 'none'}"
+                        f"group {name!r} contains the row {row!r}, which the problem does not have; known "
+                        f"rows: {', '.join(rows) or 'none'}"
                     )
             for variable in facts.allowed:
                 if not 0 <= variable < len(problem.variables):
                     raise ProblemError(
-                        f"the group {name!r} names variable number {variable}, which does not exist"
+                        f"group {name!r} contains the variable index {variable}, but the problem has "
+                        f"{len(problem.variables)} variables"
                     )
         owned = {row for facts in groups.values() for row in facts.rows}
         self.rows = {name: row for name, row in rows.items() if name in owned}
@@ -110,8 +113,8 @@ class _ConflictSearch:
         size = self.base.sizes[variable]
         if any(not 0 <= choice < size for choice in allowed):
             raise ProblemError(
-                f"the group {name!r} allows variable {self.base.variables[variable].name!r} "
-                f"the choices {list(allowed)}; it has {size}"
+                f"group {name!r} allows the choices {list(allowed)} for variable "
+                f"{self.base.variables[variable].name!r}, which has {size} choices (0 to {size - 1})"
             )
         mask = np.full(size, np.inf)
         mask[list(allowed)] = 0.0

@@ -32,18 +32,18 @@ def problem_from(data: Any) -> Problem:
     usages = listed(nodes, "usages", "nodes")
     if not len(intervals) == len(costs) == len(usages):
         raise ProblemError(
-            f"nodes has {len(intervals)} intervals, {len(costs)} costs and {len(usages)} usages; "
-            f"it needs one of each per node"
+            f"nodes has {len(intervals)} intervals, {len(costs)} costs and {len(usages)} usages; give one "
+            "of each per node"
         )
     name = field(inner, "name", "problem", "contest problem")
     if not isinstance(name, str):
-        raise ProblemError("problem.name must be text")
+        raise ProblemError("problem.name must be a string")
     variables, terms, live = [], [], []
     for node, cost in enumerate(costs):
         where = f"nodes.costs[{node}]"
         table = numbers(cost, where, infinite=FORBIDDEN)
         if not table.size:
-            raise ProblemError(f"{where} is empty; a node needs at least one strategy")
+            raise ProblemError(f"{where} is empty; give the cost of at least one strategy")
         variables.append(ChoiceVariable(f"node {node}", len(table)))
         terms.append(Term((node,), _not_negative(table, where), f"node {node}"))
         live.append(_usage(node, intervals[node], usages[node], len(table)))
@@ -56,7 +56,10 @@ def _usage(node: int, interval: Any, usage: Any, size: int) -> Usage:
     where = f"nodes.usages[{node}]"
     table = numbers(usage, where)
     if len(table) != size:
-        raise ProblemError(f"{where} has {len(table)} usages for {size} strategies")
+        raise ProblemError(
+            f"{where} has {len(table)} usages, but the node has {size} strategies; give one usage per "
+            "strategy"
+        )
     start, end = _two(interval, f"nodes.intervals[{node}]")
     return Usage(node, start, end, table)
 
@@ -64,21 +67,29 @@ def _usage(node: int, interval: Any, usage: Any, size: int) -> Usage:
 def _edges(edges: Any, variables: list[ChoiceVariable]) -> list[Term]:
     ends, costs = listed(edges, "nodes", "edges"), listed(edges, "costs", "edges")
     if len(ends) != len(costs):
-        raise ProblemError(f"edges has {len(ends)} pairs of nodes but {len(costs)} costs")
+        raise ProblemError(
+            f"edges has {len(ends)} pairs of nodes but {len(costs)} lists of costs; give one list per pair"
+        )
     terms = []
     for edge, (pair, cost) in enumerate(zip(ends, costs, strict=True)):
         first, second = _two(pair, f"edges.nodes[{edge}]")
         for node in (first, second):
             if not 0 <= node < len(variables):
-                raise ProblemError(f"edges.nodes[{edge}] names node {node}; there are {len(variables)} nodes")
+                raise ProblemError(
+                    f"edges.nodes[{edge}] contains the node {node}, but there are {len(variables)} nodes, "
+                    "numbered from 0"
+                )
         if first == second:
-            raise ProblemError(f"edges.nodes[{edge}] joins node {first} to itself")
+            raise ProblemError(
+                f"edges.nodes[{edge}] connects node {first} to itself; add its costs to those of the node"
+            )
         where = f"edges.costs[{edge}]"
         table = numbers(cost, where, infinite=FORBIDDEN)
         shape = variables[first].size, variables[second].size
         if table.size != shape[0] * shape[1]:
             raise ProblemError(
-                f"{where} has {table.size} costs; its nodes have {shape[0]} x {shape[1]} strategies"
+                f"{where} has {table.size} costs, but its two nodes have {shape[0]} x {shape[1]} "
+                f"strategies; give {shape[0] * shape[1]} costs"
             )
         terms.append(Term((first, second), _not_negative(table, where).reshape(shape), f"edge {edge}"))
     return terms
@@ -86,7 +97,7 @@ def _edges(edges: Any, variables: list[ChoiceVariable]) -> list[Term]:
 
 def _not_negative(table: Any, where: str) -> Any:
     if table.min(initial=0.0) < 0:
-        raise ProblemError(f"{where} holds the negative cost {table.min():.6g}")
+        raise ProblemError(f"{where} contains the negative cost {table.min():.6g}; costs must be at least 0")
     return table
 
 

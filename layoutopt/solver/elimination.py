@@ -57,7 +57,7 @@ class Elimination:
         """All choices that cost less than `upper`, none twice; ProblemError unless `exact`."""
         if not self.exact:
             raise ProblemError(
-                "the problem's tables are too large to enumerate the assignments below a bound"
+                "the cost tables of the problem are too large to enumerate all assignments below a bound"
             )
         tree, regrets = self.costs.tree, self.costs.regrets()
         count = len(tree.buckets)

@@ -58,11 +58,13 @@ def load(path: str | Path) -> Problem:
             return problem_from(data)
         if isinstance(data, dict) and "problem" in data:
             return contest.problem_from(data)
-        raise ProblemError(f'neither "format": "{FORMAT}" nor the contest\'s "problem" is at the top')
+        raise ProblemError(
+            f'the top-level object has neither "format": "{FORMAT}" nor "problem" (ASPLOS contest format)'
+        )
     except ProblemError as error:
         raise ProblemError(f"{path}: {error}") from None
     except OSError as error:
-        raise ProblemError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise ProblemError(f"cannot read {path}: {error.strerror or error}") from None
 
 
 def _bytes(path: Path) -> bytes:
@@ -75,40 +77,44 @@ def _bytes(path: Path) -> bytes:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ProblemError(f"the gzip data is damaged or truncated ({error})") from None
     if len(data) > LARGEST_FILE:
-        raise ProblemError(f"holds more than {LARGEST_FILE} bytes")
+        raise ProblemError(f"the file has more than {LARGEST_FILE:,} bytes when uncompressed")
     return data
 
 
 def _parse(data: bytes) -> Any:
     def refuse(word: str) -> NoReturn:
-        raise ProblemError(f"has {word}, which is not a JSON number")
+        raise ProblemError(f"the file contains {word}, which is not a JSON number")
 
     try:
         return json.loads(data, parse_constant=refuse)
     except ProblemError:
         raise
     except RecursionError:
-        raise ProblemError("is nested too deeply") from None
+        raise ProblemError("the JSON is nested too deeply") from None
     except UnicodeDecodeError as error:
-        raise ProblemError(f"is not UTF-8 text (byte {error.start})") from None
+        raise ProblemError(f"the file is not UTF-8 text (invalid byte at position {error.start})") from None
     except json.JSONDecodeError as error:
         raise ProblemError(
-            f"is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})"
+            f"the file is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})"
         ) from None
     except ValueError:
-        raise ProblemError("has a number with too many digits") from None
+        raise ProblemError("the file contains a number with too many digits") from None
 
 
 def problem_from(data: dict[str, Any]) -> Problem:
     """A problem from the parsed JSON of our own form."""
     if data["format"] != FORMAT:
-        raise ProblemError(f"has the format {str(data['format'])[:40]!r}; this version reads {FORMAT!r}")
+        raise ProblemError(
+            f"the format is {str(data['format'])[:40]!r}, but this version of layoutopt reads only {FORMAT!r}"
+        )
     variables = tuple(
         _variable(item, f"variables[{n}]") for n, item in enumerate(listed(data, "variables", "the problem"))
     )
     sizes = tuple(variable.size for variable in variables)
     if sum(sizes) > MOST_CHOICES:
-        raise ProblemError(f"the variables have {sum(sizes)} choices in total; the limit is {MOST_CHOICES}")
+        raise ProblemError(
+            f"the variables have {sum(sizes):,} choices in total; the limit is {MOST_CHOICES:,}"
+        )
     terms = []
     for n, item in enumerate(listed(data, "terms", "the problem")):
         where = f"terms[{n}]"
@@ -135,7 +141,7 @@ def problem_from(data: dict[str, Any]) -> Problem:
 def _text(item: Any, key: str, where: str, default: str) -> str:
     value = field(item, key, where, default)
     if not isinstance(value, str):
-        raise ProblemError(f"{where}.{key} must be text, not {type(value).__name__}")
+        raise ProblemError(f"{where}.{key} must be a string, not {type(value).__name__}")
     return value
 
 
@@ -144,11 +150,11 @@ def _variable(item: Any, where: str) -> ChoiceVariable:
     if "labels" in item:
         labels = listed(item, "labels", where)
         if not all(isinstance(label, str) for label in labels):
-            raise ProblemError(f"{where}.labels must be a list of texts")
+            raise ProblemError(f"{where}.labels must be a list of strings")
         return ChoiceVariable.of(name, labels)
     size = whole(field(item, "size", where), f"{where}.size")
     if size > LARGEST_DOMAIN:
-        raise ProblemError(f"{where}.size is {size}; at most {LARGEST_DOMAIN} choices are taken")
+        raise ProblemError(f"{where}.size is {size}; a variable can have at most {LARGEST_DOMAIN} choices")
     return ChoiceVariable(name, size)
 
 
@@ -157,7 +163,8 @@ def _table(item: Any, where: str, sizes: Sequence[int], forbidden: bool) -> tupl
     for index in scope:
         if not 0 <= index < len(sizes):
             raise ProblemError(
-                f"{where}.scope names variable number {index}; there are {len(sizes)} variables"
+                f"{where}.scope contains the variable index {index}, but there are {len(sizes)} "
+                "variables, numbered from 0"
             )
     if "assignments" in item:
         values = numbers(field(item, "values", where), f"{where}.values", forbidden)
@@ -174,7 +181,7 @@ def _table(item: Any, where: str, sizes: Sequence[int], forbidden: bool) -> tupl
 def _list(value: Any, length: int, where: str) -> list[Any]:
     if not isinstance(value, list) or len(value) != length:
         found = f"{len(value)} items" if isinstance(value, list) else type(value).__name__
-        raise ProblemError(f"{where} needs a list of {length} items, not {found}")
+        raise ProblemError(f"{where} must be a list of {length} items, not {found}")
     return value
 
 

@@ -49,13 +49,16 @@ class ChoiceVariable:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ProblemError(f"variable {self.name!r} has {self.size} choices; it needs at least one")
+            raise ProblemError(
+                f"variable {self.name!r} has {self.size} choices; a variable needs at least one"
+            )
         if self.labels and len(self.labels) != self.size:
             raise ProblemError(
-                f"variable {self.name!r} has {self.size} choices but {len(self.labels)} labels"
+                f"variable {self.name!r} has {self.size} choices but {len(self.labels)} labels; give one "
+                "label per choice"
             )
         if len(set(self.labels)) != len(self.labels):
-            raise ProblemError(f"variable {self.name!r} has the same label twice: {', '.join(self.labels)}")
+            raise ProblemError(f"variable {self.name!r} has a duplicate label: {', '.join(self.labels)}")
 
     @staticmethod
     def of(name: str, labels: Iterable[str]) -> ChoiceVariable:
@@ -81,7 +84,7 @@ class Sparse:
         if self.assignments.ndim != 2 or self.values.shape != self.assignments.shape[:1]:
             raise ProblemError(
                 f"a sparse table has assignments of shape {self.assignments.shape} and values of shape "
-                f"{self.values.shape}; it needs (rows, variables) and (rows,)"
+                f"{self.values.shape}; the shapes must be (rows, variables) and (rows,)"
             )
 
     @cached_property
@@ -89,7 +92,7 @@ class Sparse:
         """Assignment -> value."""
         found = dict(zip(map(tuple, self.assignments.tolist()), self.values.tolist(), strict=True))
         if len(found) != len(self.values):
-            raise ProblemError("a sparse table lists the same assignment twice; merge its two entries")
+            raise ProblemError("a sparse table lists the same assignment twice; merge the two entries")
         return found
 
     @cached_property
@@ -103,7 +106,7 @@ class Sparse:
         if least < 0 or math.prod(sizes) >= 1 << 62:
             _ = self.index
         elif len(np.unique(np.ravel_multi_index(tuple(self.assignments.T), sizes))) < len(self.values):
-            raise ProblemError("a sparse table lists the same assignment twice; merge its two entries")
+            raise ProblemError("a sparse table lists the same assignment twice; merge the two entries")
         return least, tuple(most.tolist())
 
 
@@ -113,16 +116,18 @@ CostTable = Floats | Sparse
 def _checked(owner: str, scope: Scope, table: CostTable) -> CostTable:
     """`table` as float64 without NaN, once its axes match `scope`."""
     if len(set(scope)) != len(scope):
-        raise ProblemError(f"{owner} names a variable twice in its scope {scope}")
+        raise ProblemError(f"{owner} has a variable twice in its scope {scope}")
     if isinstance(table, Sparse):
         axes, values = table.assignments.shape[1], table.values
     else:
         values = table = np.asarray(table, dtype=np.float64)
         axes = table.ndim
     if axes != len(scope):
-        raise ProblemError(f"{owner} has a table over {axes} variables but a scope of {len(scope)}")
+        raise ProblemError(
+            f"{owner} has a table over {axes} variables, but its scope lists {len(scope)} variables"
+        )
     if np.isnan(values).any():
-        raise ProblemError(f"{owner} has a cost that is not a number (NaN)")
+        raise ProblemError(f"{owner} has a NaN in its table")
     return table
 
 
@@ -157,11 +162,12 @@ class RowTerm:
     table: CostTable
 
     def __post_init__(self) -> None:
-        table = _checked("a row's entry", self.scope, self.table)
+        table = _checked("a row entry", self.scope, self.table)
         object.__setattr__(self, "table", table)
         if not np.isfinite(table.values if isinstance(table, Sparse) else table).all():
             raise ProblemError(
-                f"a row's entry over variables {self.scope} is infinite; forbid with a term instead"
+                f"a row entry over the variables {self.scope} is infinite; to forbid an assignment, use a "
+                "term with an infinite cost"
             )
 
     def use(self, choices: Sequence[int]) -> float:
@@ -182,7 +188,7 @@ class ResourceRow:
 
     def __post_init__(self) -> None:
         if math.isnan(self.limit):
-            raise ProblemError(f"row {self.name!r} has a limit that is not a number (NaN)")
+            raise ProblemError(f"the limit of row {self.name!r} is NaN; give a number")
 
     def use(self, choices: Sequence[int]) -> float:
         """The sum of the entries."""
@@ -202,9 +208,9 @@ class Usage:
         table = np.asarray(self.table, dtype=np.float64)
         object.__setattr__(self, "table", table)
         if table.ndim != 1 or not (np.isfinite(table) & (table >= 0) & (table == np.floor(table))).all():
-            raise ProblemError(f"{self} must have one whole number >= 0 per choice")
+            raise ProblemError(f"{self} must be a list with one whole number >= 0 per choice")
         if self.start < 0:
-            raise ProblemError(f"{self} starts before time 0")
+            raise ProblemError(f"{self} starts before time 0; start at 0 or later")
 
     def __str__(self) -> str:
         return f"the usage of variable {self.variable} in [{self.start}, {self.end})"
@@ -220,7 +226,7 @@ class Intervals:
 
     def __post_init__(self) -> None:
         if math.isnan(self.limit):
-            raise ProblemError(f"the limit of {self.name!r} is not a number (NaN)")
+            raise ProblemError(f"the limit of the intervals {self.name!r} is NaN; give a number")
 
     @cached_property
     def points(self) -> tuple[int, ...]:
@@ -274,7 +280,9 @@ class Problem:
         _unique("variable", self.name, [variable.name for variable in self.variables])
         _unique("row", self.name, [row.name for row in self.rows])
         if not math.isfinite(self.constant):
-            raise ProblemError(f"problem {self.name!r} has a constant of {self.constant}; it must be finite")
+            raise ProblemError(
+                f"problem {self.name!r} has the constant {self.constant}; give a finite number"
+            )
         for term in self.terms:
             self._fits(f"term {term.name!r}", term.scope, term.table)
         for row in self.rows:
@@ -288,17 +296,22 @@ class Problem:
         for index in scope:
             if not 0 <= index < count:
                 raise ProblemError(
-                    f"{owner} names variable number {index}; {self.name!r} has {count} variables"
+                    f"{owner} uses the variable index {index}, but problem {self.name!r} has {count} "
+                    "variables, numbered from 0"
                 )
         sizes = tuple(self.sizes[index] for index in scope)
         if isinstance(table, Sparse):
             least, most = table.range
             if least < 0 or any(choice >= size for choice, size in zip(most, sizes, strict=False)):
-                raise ProblemError(f"{owner} lists an assignment outside its variables' domains {sizes}")
+                raise ProblemError(
+                    f"{owner} lists an assignment with a choice out of range; its variables have {sizes} "
+                    "choices"
+                )
         elif table.shape != sizes:
             names = ", ".join(self.variables[index].name for index in scope)
             raise ProblemError(
-                f"{owner} has a table of shape {table.shape}; its variables ({names}) need {sizes}"
+                f"{owner} has a table of shape {table.shape}, but its variables ({names}) require the "
+                f"shape {sizes}"
             )
 
     def variable(self, name: str) -> int:
@@ -319,4 +332,6 @@ def _unique(kind: str, problem: str, names: list[str]) -> None:
     if len(set(names)) != len(names):
         seen: set[str] = set()
         twice = next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ProblemError(f"problem {problem!r} has two {kind}s called {twice!r}; names must differ")
+        raise ProblemError(
+            f"problem {problem!r} has two {kind}s named {twice!r}; give each {kind} a different name"
+        )

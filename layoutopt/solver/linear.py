@@ -214,7 +214,8 @@ class _LinearBuilder:
         elif math.prod(sizes) > DENSE_CELLS:
             names = ", ".join(self.problem.variables[index].name for index in scope)
             raise ProblemError(
-                f"the tables over ({names}) have {math.prod(sizes)} cells; give them as sparse tables"
+                f"the dense tables over the variables ({names}) have {math.prod(sizes)} cells, which is "
+                "too many; give sparse tables"
             )
         else:
             cells = np.indices(sizes).reshape(len(sizes), -1).T

@@ -36,6 +36,8 @@ def rows_below(known: Elimination, most: float) -> tuple[Relation, ...]:
 def _of_rows(known: Elimination) -> list[Floats]:
     """Per bucket, (rows,) what the best choices with each row cost."""
     if not known.exact:
-        raise ProblemError("the problem's tables are too large to compute the least cost of each choice")
+        raise ProblemError(
+            "the cost tables of the problem are too large to compute the least total cost of each choice"
+        )
     constant = known.bound - known.costs.least if np.isfinite(known.bound) else 0.0
     return [costs + constant for costs in known.costs.marginals()]

@@ -21,7 +21,7 @@ def field(item: Any, key: str, where: str, default: Any = _MISSING) -> Any:
     if key in item:
         return item[key]
     if default is _MISSING:
-        raise ProblemError(f"{where} has no {key!r}")
+        raise ProblemError(f"{where} has no field {key!r}")
     return default
 
 
@@ -38,7 +38,7 @@ def whole(value: Any, where: str) -> int:
     if type(value) is not int:
         raise ProblemError(f"{where} must be a whole number, not {_shown(value)}")
     if abs(value) > EXACT:
-        raise ProblemError(f"{where} is {_shown(value)}, which is beyond 2^53")
+        raise ProblemError(f"{where} is {_shown(value)}; the absolute value must be at most 2^53")
     return value
 
 
@@ -47,7 +47,7 @@ def amount(value: Any, where: str) -> float:
     if type(value) not in (int, float):
         raise ProblemError(f"{where} must be a number, not {_shown(value)}")
     if not abs(value) <= EXACT:
-        raise ProblemError(f"{where} is {_shown(value)}, which is beyond 2^53")
+        raise ProblemError(f"{where} is {_shown(value)}; the absolute value must be at most 2^53")
     return float(value)
 
 
@@ -61,27 +61,29 @@ def numbers(value: Any, where: str, forbidden: bool = False, infinite: float = m
         kinds.discard(type(None))
     if not kinds <= {int, float}:
         wrong = next(item for item in value if type(item) not in (int, float))
-        raise ProblemError(f"{where} must hold numbers only, not {_shown(wrong)}")
+        raise ProblemError(f"{where} must contain only numbers, not {_shown(wrong)}")
     try:
         found = np.array(value, dtype=np.float64)
     except OverflowError:
-        raise ProblemError(f"{where} holds a number beyond float64") from None
+        raise ProblemError(f"{where} contains a number that is too large for float64") from None
     if infinite < math.inf:
         found[found >= infinite] = math.inf
     elif not forbidden and np.isinf(found).any():
-        raise ProblemError(f"{where} holds an infinite number")
+        raise ProblemError(f"{where} contains an infinite number; give finite numbers")
     finite = found[np.isfinite(found)]
     if finite.size and np.abs(finite).max() > EXACT:
-        raise ProblemError(f"{where} holds {finite[np.abs(finite).argmax()]:.4g}, which is beyond 2^53")
+        raise ProblemError(
+            f"{where} contains {finite[np.abs(finite).argmax()]:.4g}; the absolute value must be at most 2^53"
+        )
     return found
 
 
 def _shown(value: Any) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else type(value).__name__
     if isinstance(value, str):
-        text = f"the text {value[:20]!r}"
+        text = f"the string {value[:20]!r}"
     elif type(value) is int:
-        text = "a number of that size" if abs(value) > 10**30 else str(value)
+        text = "an integer above 10^30" if abs(value) > 10**30 else str(value)
     elif value is None:
         text = "null"
     return text

@@ -25,7 +25,7 @@ def top_k(
     the list ends there. Raises `ProblemError` for a count below 1.
     """
     if count < 1:
-        raise ProblemError(f"the number of answers must be at least 1, found {count}")
+        raise ProblemError(f"the number of answers is {count}; give at least 1")
     clock = Clock(time_limit)
     found: list[Solution] = []
     seen: list[Choices] = []
@@ -95,7 +95,7 @@ def _row(problem: Problem, name: str) -> ResourceRow:
         if row.name == name:
             return row
     known = ", ".join(row.name for row in problem.rows) or "none"
-    raise ProblemError(f"problem {problem.name!r} has no row {name!r}; its rows: {known}")
+    raise ProblemError(f"problem {problem.name!r} has no row {name!r}; known rows: {known}")
 
 
 def _whole(row: ResourceRow) -> bool:

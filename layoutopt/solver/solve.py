@@ -60,9 +60,9 @@ def solve(
       (1.0, (1, 0))
     """
     if solver not in NAMES:
-        raise ProblemError(f"there is no solver {solver!r}; choose one of: {', '.join(NAMES)}")
+        raise ProblemError(f"unknown solver {solver!r}; choose one of {', '.join(NAMES)}")
     if time_limit is not None and not time_limit > 0:
-        raise ProblemError(f"a time limit of {time_limit} seconds is not positive; give a positive number")
+        raise ProblemError(f"the time limit is {time_limit} seconds; give a positive number")
     from layoutopt.solver.backends.base import SolverOptions
     from layoutopt.solver.incumbent import Incumbent
     from layoutopt.solver.run import SolverRun

@@ -101,13 +101,14 @@ class SearchSpace(
     MicrobatchesSpace,
     Replicas,
 ):
-    """The choices of a search: one field for each kind of decision in `KINDS`.
+    """The decisions that a search may make: one field for each kind of decision in `KINDS`.
 
-    A field takes the text of its command-line option or the parsed value: `storage="layout,zero3"` equals
-    `storage=("layout", "zero3")`.
+    Give a field as the text of its command-line option or as the parsed value: `storage="layout,zero3"`
+    equals `storage=("layout", "zero3")`.
 
     Attributes:
-      allow: names of decisions to allow or forbid (`layoutopt.space.allow`); fields that are set override it.
+      allow: names of decisions to allow or forbid (`layoutopt.space.allow`). A field that is set overrides
+        `allow`.
 
     Raises:
       UserError: a value is invalid.

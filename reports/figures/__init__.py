@@ -52,21 +52,22 @@ from reports.views.choices import frontier as _frontier
 from reports.views.work import shares as _shares
 
 COMPARE = (
-    "`layoutopt report A.json B.json` compares searches for other hardware, memory or numbers of devices"
+    "to compare searches with other hardware, memory or numbers of devices, run `layoutopt report A.json "
+    "B.json`"
 )
 VALIDATE = (
-    "`layoutopt validate MODEL --out V.json` measures it, "
-    "`layoutopt report PLAN.json --validation V.json` shows it"
+    "to measure step times, run `layoutopt validate MODEL --out V.json`; to show them, run `layoutopt "
+    "report PLAN.json --validation V.json`"
 )
-SEARCH = "`layoutopt search MODEL --report FILE.html` adds it"
+SEARCH = "to include this section, run `layoutopt search MODEL --report FILE.html`"
 
 
 def _no_frontier(plan: PlanFile) -> str:
     if len(_frontier(plan)) > 1:
         return ""
     if plan.frontier:
-        return "no layout trades time for memory: the fastest one also needs the least"
-    return "`layoutopt search MODEL --objective pareto --out PLAN.json` adds it"
+        return "there is no trade-off: the fastest layout also needs the least memory"
+    return "to include this section, run `layoutopt search MODEL --objective pareto --out PLAN.json`"
 
 
 def _always(plan: PlanFile) -> str:
@@ -84,7 +85,7 @@ matrix = Chart(
 )
 pieces = Chart(
     "pieces",
-    "Pieces of the variables",
+    "Shards of the variables",
     draw_pieces,
     find_pieces,
     tell_pieces,
@@ -109,7 +110,7 @@ memory_by_layout = Chart(
 )
 memory_timeline = Chart(
     "memory_timeline",
-    "Memory over the program",
+    "Memory during the step",
     draw_memory_timeline,
     find_memory_timeline,
     tell_memory_timeline,
@@ -133,7 +134,7 @@ sensitivity = Chart(
 )
 operations = Chart(
     "operations",
-    "Most expensive operations",
+    "Slowest operations",
     draw_operations,
     find_operations,
     tell_operations,
@@ -156,7 +157,10 @@ calibration = Chart(
     lambda p: (
         ""
         if p.details.calibration and p.details.calibration.samples
-        else "`layoutopt calibrate --out PROFILE.json`, then search with `--hardware PROFILE.json`"
+        else (
+            "to include this section, run `layoutopt calibrate --out PROFILE.json`, then search with "
+            "`--hardware PROFILE.json`"
+        )
     ),
 )
 

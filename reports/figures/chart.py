@@ -44,7 +44,7 @@ class Chart:
         found = plan_of(plan)
         if need := self.missing(found):
             raise UserError(
-                f"the plan of {found.model.name[:60]!r} has nothing for figure {self.name!r}: {need}"
+                f"the plan of {found.model.name[:60]!r} has no data for the figure {self.name!r}: {need}"
             )
         with settings():
             return self.draw(found, self.find(found) if titled else "")

@@ -95,14 +95,17 @@ def find_predicted_measured(plan: PlanFile) -> str:
         return "Predicted against measured"
     parts = [f"{plural(len(found.timed), 'layout')} measured"]
     if found.mape is not None:
-        parts.append(f"predictions are off by {percent(found.mape)} on average")
+        parts.append(f"mean error of predictions {percent(found.mape)}")
     if found.kendall_tau is not None:
         parts.append(f"rank correlation {digits(found.kendall_tau, 2).replace('-', '−')} (Kendall's τ)")
     if found.regret is not None:
         parts.append(
-            "the layout predicted fastest is the fastest measured"
+            "the layout with the lowest predicted time is also the fastest measured"
             if found.regret <= 0
-            else f"the layout predicted fastest is {percent(found.regret)} slower than the fastest measured"
+            else (
+                f"the layout with the lowest predicted time is {percent(found.regret)} slower than the "
+                "fastest measured"
+            )
         )
     return "; ".join(parts)
 
@@ -128,7 +131,7 @@ def draw_calibration(plan: PlanFile, title: str = "") -> Figure:
         sheet.text(
             WIDTH - MARGIN,
             top + 13,
-            f"typical error {percent(typical(samples) or 0.0)}",
+            f"median error {percent(typical(samples) or 0.0)}",
             "muted",
             SMALL,
             "right",
@@ -182,19 +185,19 @@ def find_calibration(plan: PlanFile) -> str:
         return "Calibration"
     worst = max(found.samples, key=lambda s: abs(s.residual))
     fitted, unseen = typical_of(found, held_out=False), typical_of(found, held_out=True)
-    said = "" if fitted is None else f"the fit is typically {percent(fitted)} off, "
+    said = "" if fitted is None else f"median error of the fit {percent(fitted)}, "
     if unseen is not None:
-        said = f"typically {percent(unseen)} off on operations that the fit had not seen, "
+        said = f"median error on held-out operations {percent(unseen)}, "
     return (
-        f"{plural(len(found.samples), found.of)}; {said}"
-        f"at worst {signed_percent(worst.residual)} ({shorten(worst.what, 30)})"
+        f"{plural(len(found.samples), found.of)}; {said}worst {signed_percent(worst.residual)} "
+        f"({shorten(worst.what, 30)})"
     )
 
 
 def tell_calibration(plan: PlanFile) -> str:
     """Every panel in words."""
     told = [
-        f"{what}: {plural(len(s), 'measurement')}, typical error {percent(typical(s) or 0.0)}"
+        f"{what}: {plural(len(s), 'measurement')}, median error {percent(typical(s) or 0.0)}"
         for what, s in _groups(plan)
     ]
     return f"{find_calibration(plan)}. {'; '.join(told)}."

@@ -58,7 +58,11 @@ def _memory_bar(row: Ranked, limit: float | None) -> Bar:
         name=name,
         value=bytes_text(peak),
         parts=(BarSegment(peak, "bad" if over else "memory", bytes_text(peak)),),
-        note=f"{bytes_text(peak - limit)} too much" if over and limit else "same layout" if row.twin else "",
+        note=f"{bytes_text(peak - limit)} over the limit"
+        if over and limit
+        else "same layout"
+        if row.twin
+        else "",
         note_token="bad" if over else "muted",
         bold=row.is_answer,
         faint=over and not row.is_answer,
@@ -70,8 +74,8 @@ def find_memory_by_layout(plan: PlanFile) -> str:
     limit, peak = plan.memory_limit, plan.predicted.peak_memory_bytes
     if limit is None:
         return (
-            f"The plan's peak is {bytes_text(peak)} on a device; the plan does not record the memory "
-            "of a device"
+            f"The plan needs a peak of {bytes_text(peak)} per device; the plan does not record how much "
+            "memory a device has"
         )
     state = "leaves" if peak <= limit else "lacks"
     text = f"The plan {state} {bytes_text(abs(limit - peak))} of {bytes_text(limit)} on every device"
@@ -193,7 +197,9 @@ def _holdings(sheet: FigureSheet, found: MemoryTimeline, y: float) -> None:
     """The largest tensors at the peak as bars of their share of it."""
     where = found.points[found.peak]
     place = f"{where.scope}/{where.name}" if where.scope else where.name
-    sheet.text(MARGIN, y, f"Held at the peak, while {shorten(place, 30)} runs", bold=True, size=SMALL)
+    sheet.text(
+        MARGIN, y, f"Tensors in memory at the peak, during {shorten(place, 30)}", bold=True, size=SMALL
+    )
     peak = where.bytes or 1.0
     for position, holding in enumerate(holdings_at_peak(found)[:MOST_HOLDINGS]):
         top = y + 8 + 31 * position
@@ -209,12 +215,15 @@ def find_memory_timeline(plan: PlanFile) -> str:
     """The peak, and its largest tensors."""
     found = plan.details.memory
     if found is None or not found.points:
-        return "Memory over the program"
+        return "Memory during the step"
     point = found.points[found.peak]
     phase = f" of the {shorten(point.phase, 20)} phase" if point.phase else ""
-    text = f"The peak of {bytes_text(point.bytes)} is at {shorten(point.name or point.scope, 40)}{phase}"
+    text = (
+        f"The memory peak of {bytes_text(point.bytes)} occurs during "
+        f"{shorten(point.name or point.scope, 40)}{phase}"
+    )
     if found.variables and point.bytes:
-        text += f"; variables are {percent(found.variables / point.bytes)} of it"
+        text += f"; variables take {percent(found.variables / point.bytes)} of the peak"
     return text
 
 
@@ -229,6 +238,7 @@ def tell_memory_timeline(plan: PlanFile) -> str:
     ]
     held = "; ".join(f"{h.name} {bytes_text(h.bytes)}" for h in holdings_at_peak(found)[:MOST_HOLDINGS])
     return (
-        f"Memory on one device over {len(found.points):,} instructions: {', '.join(parts) or 'one phase'}. "
-        f"{find_memory_timeline(plan)}. Largest there: {held or 'not recorded'}."
+        f"Memory on one device over {len(found.points):,} instructions: "
+        f"{', '.join(parts) or 'one phase'}. {find_memory_timeline(plan)}. Largest tensors at the peak: "
+        f"{held or 'not recorded'}."
     )

@@ -133,7 +133,7 @@ def _legend(sheet: FigureSheet, plan: PlanFile, axis: _Axis, y: float) -> None:
     sent = plan.predicted.communication_bytes_per_device.get(axis.name)
     if sent:
         sheet.text(
-            WIDTH - MARGIN, y + 16, f"a device sends {bytes_text(sent)} a step", "muted", SMALL, "right"
+            WIDTH - MARGIN, y + 16, f"a device sends {bytes_text(sent)} per step", "muted", SMALL, "right"
         )
     dims = dims_on(plan, axis.name)
     words = shorten(f"splits {some(dims, 3, 14)}" if dims else "splits nothing", 56)
@@ -147,7 +147,7 @@ def _legend(sheet: FigureSheet, plan: PlanFile, axis: _Axis, y: float) -> None:
 def find_mesh(plan: PlanFile) -> str:
     """The uses of the mesh's axes."""
     if not plan.mesh:
-        return "One device: nothing is split"
+        return "With one device, nothing is split"
     parts = []
     for axis, size in plan.mesh.items():
         dims = dims_on(plan, axis)

@@ -42,7 +42,10 @@ def find_operations(plan: PlanFile) -> str:
     few = min(3, len(rows))
     share = sum(w.seconds for w in rows[:few]) / total
     first = shorten(rows[0].name, 48)
-    return f"{few} of {len(rows):,} operations take {percent(share)} of the step; first {first}"
+    return (
+        f"the {few} slowest of {len(rows):,} operations take {percent(share)} of the step; the slowest is "
+        f"{first}"
+    )
 
 
 def tell_operations(plan: PlanFile) -> str:
@@ -52,4 +55,4 @@ def tell_operations(plan: PlanFile) -> str:
         f"{seconds_text(w.exposed)} exposed communication"
         for w in work(plan)[:MOST]
     ]
-    return f"Most expensive operations. {'; '.join(told)}."
+    return f"Slowest operations. {'; '.join(told)}."

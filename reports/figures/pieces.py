@@ -57,14 +57,17 @@ def find_matrix(plan: PlanFile) -> str:
     whole = len(rows) - len(split)
     axes = "1 axis" if len(plan.mesh) == 1 else f"{len(plan.mesh)} axes"
     text = f"{plural(len(split), 'dimension')} split over {axes}"
-    return f"{text}, {whole:,} kept whole" if plan.details.dims else text
+    return f"{text}, {whole:,} not split" if plan.details.dims else text
 
 
 def tell_matrix(plan: PlanFile) -> str:
     """Every split in words."""
     rows = dimension_rows(plan)
     split = [f"{r.name} over {' and '.join(r.axes)}" for r in rows if r.axes][:40]
-    return f"Dimensions and the mesh axes they are split over: {'; '.join(split) or 'none is split'}."
+    return (
+        "Dimensions and the mesh axes that they are split over: "
+        f"{'; '.join(split) or 'no dimension is split'}."
+    )
 
 
 def draw_pieces(plan: PlanFile, title: str = "") -> Figure:
@@ -98,14 +101,17 @@ def find_pieces(plan: PlanFile) -> str:
     whole, local = totals(plan)
     if not whole:
         return "The plan has no variables"
-    return f"A device holds {bytes_text(local)} of {bytes_text(whole)} of variables: {percent(local / whole)}"
+    return (
+        f"A device stores {bytes_text(local)} of the {bytes_text(whole)} of variables "
+        f"({percent(local / whole)})"
+    )
 
 
 def tell_pieces(plan: PlanFile) -> str:
     """Every drawn variable in words."""
     told = [
-        f"{v.name}{f' ({v.alike} alike)' if v.alike > 1 else ''}, {shape_text(v)}, {split_text(v)}: "
+        f"{v.name}{f' (× {v.alike})' if v.alike > 1 else ''}, {shape_text(v)}, {split_text(v)}: "
         f"{bytes_text(v.local_bytes)} of {bytes_text(v.bytes)}"
         for v in grouped(plan)[:MOST_VARIABLES]
     ]
-    return f"The piece of each variable on one device. {'; '.join(told)}."
+    return f"The shard of each variable on one device. {'; '.join(told)}."

@@ -47,8 +47,8 @@ def _time(first: PlanFile, plan: PlanFile, position: int) -> Bar:
 def tell_plans_time(plans: Sequence[PlanFile]) -> str:
     """Every bar in words."""
     told = [
-        f"{_name(p, i)}: {seconds_text(p.predicted.step_seconds)}, "
-        f"{seconds_text(p.predicted.exposed_communication_seconds)} of it exposed communication"
+        f"{_name(p, i)}: {seconds_text(p.predicted.step_seconds)}, including "
+        f"{seconds_text(p.predicted.exposed_communication_seconds)} of exposed communication"
         for i, p in enumerate(plans)
     ]
     return f"Step time of each plan. {'; '.join(told)}."
@@ -75,7 +75,7 @@ def _memory(plan: PlanFile, position: int, own: bool) -> Bar:
         value=f"{bytes_text(peak)} of {bytes_text(limit)}" if limit and own else bytes_text(peak),
         parts=(BarSegment(peak, "bad" if over else "memory", bytes_text(peak)),),
         limit=limit if own else None,
-        note=f"{bytes_text(peak - limit)} too much" if over and limit is not None else "",
+        note=f"{bytes_text(peak - limit)} over the limit" if over and limit is not None else "",
         note_token="bad",
         faint=over,
     )

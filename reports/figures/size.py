@@ -26,7 +26,7 @@ def loss_compute(found: SizeResult, title: str = "") -> Figure:
     """Loss against FLOPs: courses of sizes, their ends, the optimum of the law, and the user's runs."""
     with settings():
         sheet = FigureSheet(PLOT + 74, title)
-        sheet.text(MARGIN, 11, "loss, nats per token", "muted", SMALL)
+        sheet.text(MARGIN, 11, "loss (nats per token)", "muted", SMALL)
         ax = sheet.axes(48, 24, WIDTH - 64, PLOT)
         runs = [(FLOPS * n * d, loss) for n, d, loss in found.law.runs]
         ends = [(c.flops, c.loss) for c in found.candidates if c.flops and c.loss]
@@ -75,7 +75,10 @@ def _dots(ax: Axes, points: Sequence[tuple[float, float]], token: str, size: flo
 def find_loss_compute(found: SizeResult) -> str:
     """The best size's loss, and how flat the optimum is."""
     best = found.best
-    text = f"{rounded(count(best.parameters))} parameters reach {best.loss:.3f} with {best.flops:.2g} FLOP"
+    text = (
+        f"{rounded(count(best.parameters))} parameters reach a loss of {best.loss:.3f} with "
+        f"{best.flops:.2g} FLOP"
+    )
     return text if found.flat is None else f"{text}; {found.flat.in_words()}"
 
 
@@ -152,4 +155,4 @@ def tell_time_money(found: SizeResult) -> str:
     told = []
     for r in of_best(found):
         told.append(f"{r.devices:,} {r.hardware}: {r.lasts()}, {r.costs()}")
-    return f"Time against cost of the best size. {'; '.join(told)}. A circle marks the answer."
+    return f"Time against cost of the best size. {'; '.join(told)}. A circle marks the recommended choice."

@@ -22,7 +22,7 @@ MOST_KINDS = 12
 MOST_COLUMNS = 4
 KEY = (
     ("compute", "compute"),
-    ("hidden", "compute that hides communication"),
+    ("hidden", "compute overlapped with communication"),
     ("exposed", "exposed communication"),
 )
 TWIN = "same layout"
@@ -83,7 +83,7 @@ def find_step_time(plan: PlanFile) -> str:
     name = shorten(other.names, 40)
     if other.ratio >= 1:
         return f"{text}; the best alternative that fits, {name}, takes {times_text(other.ratio)} as long"
-    return f"{text}; {name} is predicted faster, at {times_text(other.ratio)} the time"
+    return f"{text}; {name} is predicted to be faster, at {times_text(other.ratio)} the time"
 
 
 def tell_step_time(plan: PlanFile) -> str:
@@ -93,12 +93,12 @@ def tell_step_time(plan: PlanFile) -> str:
         name = "this plan" if row.is_answer else row.names
         p = row.choice.predicted
         if p is None:
-            told.append(f"{name}: no price")
+            told.append(f"{name}: no predicted time")
             continue
         fit = "" if row.choice.feasible else ", does not fit"
         told.append(
             f"{name}: {seconds_text(p.step_seconds)} = {seconds_text(p.compute_seconds)} compute "
-            f"({seconds_text(p.hidden_seconds)} of it hiding communication) + "
+            f"({seconds_text(p.hidden_seconds)} overlapped with communication) + "
             f"{seconds_text(p.exposed_communication_seconds)} exposed communication{fit}"
         )
     return "Step time by layout. " + "; ".join(told) + "."
@@ -180,13 +180,13 @@ def find_time_by_kind(plan: PlanFile) -> str:
     kinds = found["answer"].kinds
     total = sum(kinds.values())
     if not total:
-        return "No kind of work takes time in this plan"
+        return "This plan records no time for any kind of work"
     top = _kinds(plan)[0]
     name = collective_name(top) if is_collective(top) else top
     sent = sum(v for k, v in kinds.items() if is_collective(k))
     return (
-        f"{shorten(name, 40)} is the largest kind of work with {percent(kinds[top] / total)} of all seconds; "
-        f"collectives, hidden and exposed, are {percent(sent / total)}"
+        f"{shorten(name, 40)} takes the most time ({percent(kinds[top] / total)} of the total); "
+        f"collectives, hidden and exposed, take {percent(sent / total)}"
     )
 
 
@@ -198,4 +198,4 @@ def tell_time_by_kind(plan: PlanFile) -> str:
             f"{k} {seconds_text(share.kinds[k])}" for k in _kinds(plan)[:MOST_KINDS] if share.kinds.get(k)
         ]
         told.append(f"{'this plan' if name == 'answer' else name}: {', '.join(parts) or 'nothing'}")
-    return f"Seconds by kind of work for {plural(len(told), 'layout')}. " + "; ".join(told) + "."
+    return f"Time by kind of work for {plural(len(told), 'layout')}. " + "; ".join(told) + "."

@@ -76,7 +76,7 @@ def draw_frontier(plan: PlanFile, title: str = "") -> Figure:
     if limit and limit <= right:
         ax.plot([limit, limit], ax.get_ylim(), color=LIGHT["bad"], linewidth=1.75, clip_on=False)
         label(ax, limit, ax.get_ylim()[1], f"limit {bytes_text(limit)}", "bad", (0, 4), "right")
-    sheet.text(WIDTH - MARGIN, PLOT + 62, "peak memory on a device", "muted", SMALL, "right")
+    sheet.text(WIDTH - MARGIN, PLOT + 62, "peak memory per device", "muted", SMALL, "right")
     return sheet.figure
 
 
@@ -92,7 +92,7 @@ def _name(ax: Axes, point: OnFrontier, position: int, points: Sequence[OnFrontie
     """The answer, the knees and the ends are named; the rest is in the table."""
     words = {True: "this plan"}.get(point.is_answer, "knee" if point.knee else "")
     if point.is_answer and point.knee:
-        words = "this plan, a knee"
+        words = "this plan (knee)"
     if not words and position not in (0, len(points) - 1):
         return
     x, y = point.predicted.peak_memory_bytes, point.predicted.step_seconds
@@ -125,7 +125,7 @@ def find_frontier(plan: PlanFile) -> str:
     if not points:
         return "Time against memory"
     knees = [p for p in points if p.knee]
-    text = f"{plural(len(points), 'layout')} that no other beats in time and memory both"
+    text = f"{plural(len(points), 'Pareto-optimal layout')} in time and memory"
     if not knees:
         return text
     told = [_against(p, plan) for p in knees[:2]]
@@ -145,7 +145,9 @@ def _against(point: OnFrontier, plan: PlanFile) -> str:
         if plan.predicted.peak_memory_bytes
         else ""
     )
-    return f"{bytes_text(point.predicted.peak_memory_bytes)} ({peak} memory, {step} time against this plan)"
+    return (
+        f"{bytes_text(point.predicted.peak_memory_bytes)} ({peak} memory, {step} time relative to this plan)"
+    )
 
 
 def tell_frontier(plan: PlanFile) -> str:
@@ -157,7 +159,7 @@ def tell_frontier(plan: PlanFile) -> str:
             f"{bytes_text(p.predicted.peak_memory_bytes)} and {seconds_text(p.predicted.step_seconds)}"
             f"{' (knee)' if p.knee else ''}{mark}"
         )
-    return f"Peak memory and step time of layouts that no other beats in both: {'; '.join(told)}."
+    return f"Peak memory and step time of the Pareto-optimal layouts: {'; '.join(told)}."
 
 
 def draw_sensitivity(plan: PlanFile, title: str = "") -> Figure:
@@ -232,7 +234,7 @@ def find_sensitivity(plan: PlanFile) -> str:
         layouts = f", {plural(changes, 'change')} of layout" if changes else ""
         ratio = times_text(slow / fast) if fast <= slow else f"1/{times_text(fast / slow)}"
         low, high = factor_value(one.factor, first.value), factor_value(one.factor, last.value)
-        parts.append(f"{one.factor} {low} to {high}: {ratio} the speed{layouts}")
+        parts.append(f"{one.factor} from {low} to {high}: {ratio} the speed{layouts}")
     return "; ".join(parts) or "How the best step time depends on the hardware"
 
 

@@ -94,17 +94,17 @@ def run(plan: PlanFile) -> tuple[PageAnswer, ...]:
     if examples:
         parts = f" in {plan.microbatches} microbatches" if plan.microbatches > 1 else ""
         said = f"{tokens:,} tokens" if tokens else "examples"
-        found.append(PageAnswer("Batch", f"{examples:,}", f"{said} a step{parts}"))
+        found.append(PageAnswer("Batch", f"{examples:,}", f"{said} per step{parts}"))
     if examples and tokens and tokens % examples == 0:
-        found.append(PageAnswer("Length", f"{tokens // examples:,}", "tokens an example"))
+        found.append(PageAnswer("Length", f"{tokens // examples:,}", "tokens per example"))
     if dtype := _dtype(plan):
         found.append(PageAnswer("Data type", dtype, "of most parameters"))
     if (cost := plan.training) is not None:
         if cost.tokens:
             found.append(PageAnswer("How long", lasts(cost.seconds), cost.words))
         hours = f"{number(cost.chip_hours)} chip-hours"
-        rate = f"{hours} at {cost.price:g} each" if cost.price is not None else "no price is given"
-        rate += "" if cost.tokens else "; an hour of training"
+        rate = f"{hours} at {cost.price:g} each" if cost.price is not None else "no price given"
+        rate += "" if cost.tokens else "; for one hour of training"
         found.append(PageAnswer("Cost", hours if cost.money is None else money_text(cost.money), rate))
     return tuple(found)
 
@@ -133,12 +133,12 @@ def speed(plan: PlanFile) -> PageAnswer:
     if other is not None and other.ratio is not None:
         name = shorten(other.names, 36)
         note = (
-            f"{said}; the next best, {name}, takes {times_text(other.ratio)} as long"
+            f"{said}; the next best layout, {name}, takes {times_text(other.ratio)} as long"
             if other.ratio >= 1
-            else f"{said}; {name} is predicted at {times_text(other.ratio)} this time"
+            else f"{said}; {name} is predicted to take only {times_text(other.ratio)} this time"
         )
     elif plan.alternatives and not any(a.feasible for a in plan.alternatives):
-        note = f"{said}; none of the alternatives fits"
+        note = f"{said}; no alternative fits in memory"
     state = "warn" if other is not None and other.ratio is not None and other.ratio < 0.999 else ""
     return PageAnswer("How fast", seconds_text(step), note, state)
 
@@ -151,17 +151,17 @@ def fit(plan: PlanFile) -> PageAnswer:
         return PageAnswer(
             question,
             bytes_text(peak),
-            "peak on a device; the plan does not record the memory of a device",
+            "peak memory per device; the plan does not record how much memory a device has",
             "warn",
         )
     share = peak / limit if limit else 2.0
     if peak > limit:
         helps = (
-            f"; {plural(len(found), 'change')} below under which it fits"
+            f"; {plural(len(found), 'change')} below would make it fit"
             if (found := plan.details.repairs)
             else ""
         )
-        note = f"needs {bytes_text(peak)}, a device has {bytes_text(limit)}{helps}"
+        note = f"the plan needs {bytes_text(peak)}, but a device has {bytes_text(limit)}{helps}"
         return PageAnswer(question, "No", note, "bad", share)
     used = f"{bytes_text(peak)} of {bytes_text(limit)} ({percent(share)}) on the fullest device"
     if doubt := plan.known.barely(peak, limit):
@@ -188,39 +188,39 @@ def _measured(plan: PlanFile) -> PageAnswer:
         return _validated(plan, checked, checked.mape)
     if calibration is not None and calibration.samples:
         return PageAnswer(
-            question, "Calibrated", f"{fit_words(calibration)}; no whole step was timed", "warn"
+            question, "Calibrated", f"{fit_words(calibration)}; no whole training step was measured", "warn"
         )
     hardware = plan.details.hardware
     if hardware is not None and hardware.known.words:
         return _known(hardware.known)
     if hardware is not None and hardware.numbers:
-        note = f"rests on {sources_text(hardware.numbers)}"
+        note = f"based on {sources_text(hardware.numbers)}"
         return PageAnswer(question, "Not measured", note, "warn")
-    return PageAnswer(question, "Not measured", "this plan has no measurements and no sources", "warn")
+    return PageAnswer(question, "Not measured", "this plan records neither measurements nor sources", "warn")
 
 
 def _known(known: Known) -> PageAnswer:
     """What is known of predictions for this hardware, where no step of this model was measured."""
     question, steps = "How sure", known.steps
     if steps is None:
-        return PageAnswer(question, "Only compiled", f"{known.words}; no step was compared", "warn")
+        return PageAnswer(question, "Only compiled", f"{known.words}; no training step was measured", "warn")
     good = steps.rows >= ENOUGH and steps.mean <= GOOD_ERROR
     return PageAnswer(question, f"±{percent(steps.mean)}", known.words, "good" if good else "warn")
 
 
 def _validated(plan: PlanFile, checked: Validation, error: float) -> PageAnswer:
     worst = max(abs(r.predicted_seconds / r.measured_seconds - 1) for r in checked.timed)
-    parts = [f"mean error over {plural(len(checked.timed), 'measured layout')}, {percent(worst)} at most"]
+    parts = [f"mean error over {plural(len(checked.timed), 'measured layout')} (worst {percent(worst)})"]
     if checked.regret is not None:
         parts.append(
-            "its first choice was the fastest"
+            "the predicted best layout was the fastest measured"
             if checked.regret <= 0
-            else f"its first choice was {percent(checked.regret)} from the fastest"
+            else (f"the predicted best layout was {percent(checked.regret)} slower than the fastest measured")
         )
     other = best_alternative(plan)
     close = other is not None and other.ratio is not None and 1 <= other.ratio < 1 + error
     if close:
-        parts.append("the next best is closer than this error: measure both")
+        parts.append("the next best layout is closer than this error, so measure both")
     if error > BAD_ERROR:
         return PageAnswer("How sure", f"{percent(error)} off", "; ".join(parts), "bad")
     state = "good" if error <= GOOD_ERROR and not close else "warn"
@@ -232,13 +232,13 @@ def fit_words(found: CalibrationEvidence) -> str:
     fitted, unseen = typical_of(found, held_out=False), typical_of(found, held_out=True)
     words = f"fitted to {plural(sum(not s.held_out for s in found.samples), found.of)}"
     if unseen is not None:
-        return f"{words}; {_off(found, unseen, held_out=True)}, on operations that the fit had not seen"
+        return f"{words}; {_off(found, unseen, held_out=True)} on held-out operations"
     return f"{words}, {_off(found, fitted, held_out=False)}" if fitted is not None else words
 
 
 def _off(found: CalibrationEvidence, middle: float, held_out: bool) -> str:
     worst = max(abs(s.residual) for s in found.samples if s.held_out == held_out)
-    return f"typically {percent(middle)} off, {percent(worst)} at most"
+    return f"median error {percent(middle)}, worst {percent(worst)}"
 
 
 def proof(plan: PlanFile) -> PageAnswer:
@@ -254,8 +254,14 @@ def _checked(answer: PageAnswer, check: Proof | None) -> PageAnswer:
     if check is None:
         return answer
     if check.refuted:
-        return replace(answer, value="Refuted", note=f"the proof was checked: {check.words}", state="bad")
-    again = "checked again without a solver" if check.verified else f"checked again: {check.words}"
+        return replace(
+            answer, value="Refuted", note=f"a check of the proof failed: {check.words}", state="bad"
+        )
+    again = (
+        "the proof was verified without a solver"
+        if check.verified
+        else (f"check of the proof: {check.words}")
+    )
     return replace(answer, note=f"{answer.note}; {again}")
 
 

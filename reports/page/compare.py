@@ -39,7 +39,7 @@ def verdict(plans: Sequence[PlanFile]) -> str:
         return _unlike(plans)
     usable = [(p.predicted.step_seconds, i) for i, p in enumerate(plans) if p.fits is not False]
     if not usable:
-        return "None of these plans fits in memory."
+        return "No plan fits in memory."
     usable.sort()
     (best, first), others = usable[0], usable[1:]
     text = f"Plan {letter(first)} is the fastest that fits: {seconds_text(best)} per step"
@@ -58,15 +58,15 @@ def _unlike(plans: Sequence[PlanFile]) -> str:
     names, sizes = {p.model.name for p in plans}, {p.model.parameters for p in plans}
     said = _different(plans)
     if len(names) > 1 or not said:
-        return "These plans are for different models: their step times do not compare."
-    text = f"These plans differ in {some(said, SHOWN, 80)}: their step times do not compare."
+        return "The plans are for different models, so their step times cannot be compared."
+    text = f"The plans differ in {some(said, SHOWN, 80)}, so their step times cannot be compared."
     rates = [(p.predicted.tokens_per_second, i) for i, p in enumerate(plans) if p.fits is not False]
     known = [(rate, i) for rate, i in rates if rate]
     if len(sizes) > 1 or len(known) < len(rates) or len(known) < 2:
         return text
     rate, best = max(known)
     most = throughput_text(rate, "tokens")
-    return f"{text} Plan {letter(best)} takes the most tokens of those that fit: {most}."
+    return f"{text} Of the plans that fit, plan {letter(best)} has the highest throughput: {most}."
 
 
 def _different(plans: Sequence[PlanFile]) -> list[str]:
@@ -118,7 +118,7 @@ def facts(plans: Sequence[PlanFile]) -> View:
         *(_rated(name, [(text or "–", "") for text in each]) for name, each in told if any(each)),
     ]
     return _beside(
-        "The plans side by side; what differs from plan A is marked", "what", plans, rows, shown=99
+        "The plans side by side, with differences from plan A marked", "what", plans, rows, shown=99
     )
 
 
@@ -136,7 +136,7 @@ def pictures(plans: Sequence[PlanFile]) -> tuple[PageBlock, ...]:
             figure_svg(plans_time(plans, ""), "plans-time", "Step time of each plan", tell_plans_time(plans)),
         ),
         PageBlock(
-            "Peak memory on a device",
+            "Peak memory per device",
             figure_svg(
                 plans_memory(plans, ""), "plans-memory", "Peak memory of each plan", tell_plans_memory(plans)
             ),
@@ -180,7 +180,7 @@ def pieces(plans: Sequence[PlanFile]) -> View:
         for name in names
         for first in (tables[0].get(name),)
     ]
-    title = f"The part of a device of each of {plural(len(names), 'variable')}, by plan"
+    title = f"The shard of each of {plural(len(names), 'variable')} on one device, by plan"
     return replace(_beside(title, "variable", plans, rows, shown=12), name="variables")
 
 
@@ -210,5 +210,5 @@ def splits(plans: Sequence[PlanFile]) -> View:
         ]
         for name in names
     ]
-    title = f"The axes that each of {plural(len(names), 'dimension')} is split over, by plan"
+    title = f"The mesh axes over which each of {plural(len(names), 'dimension')} is split, by plan"
     return _beside(title, "dimension", plans, rows, shown=24)

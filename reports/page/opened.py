@@ -19,10 +19,10 @@ def controls(plan: PlanFile, name: str) -> tuple[Control, ...]:
         for t in one.trials:
             words = "nothing fits" if t.proven else "unknown"
             if t.step_seconds is not None:
-                words = f"{seconds_text(t.step_seconds)} a step ({against(t.step_seconds, now)})"
+                words = f"{seconds_text(t.step_seconds)} per step ({against(t.step_seconds, now)})"
                 if t.layout:
                     shown = shorten(t.layout.replace(";", "; "), LONGEST)
-                    words += f", best by {letters[t.layout]}: {shown}"
+                    words += f", with layout {letters[t.layout]}: {shown}"
             said.append(f"{factor_value(one.factor, t.value)}: {words}")
         far = [abs((t.step_seconds or math.inf) - now) for t in one.trials]
         start = far.index(min(far)) if far else 0  # where the step is the plan's own

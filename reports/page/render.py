@@ -76,11 +76,13 @@ def _read(plans: Sequence[Mapping[str, Any] | PlanFile], checked: Mapping[str, A
         plans = [plans]
     if not plans:
         raise UserError(
-            "a report needs at least one plan, found none: write one with `layoutopt search MODEL --out FILE`"
+            "a report requires at least one plan, but no plan was given; write a plan with `layoutopt "
+            "search MODEL --out FILE`"
         )
     if len(plans) > MOST:
         raise UserError(
-            f"a report shows at most {MOST} plans side by side, found {len(plans)}: make several reports"
+            f"a report shows at most {MOST} plans side by side, but {len(plans)} were given; write "
+            "several reports"
         )
     found = [plan_of(p, f"plan {letter(i)}" if len(plans) > 1 else "the plan") for i, p in enumerate(plans)]
     if checked is None:

@@ -45,14 +45,14 @@ def sections(plans: Sequence[PlanFile]) -> tuple[Section, ...]:
         _joint("split", "What is split", compare.splits(plans))
         if several
         else _section("split", "What is split", plans, _split),
-        _joint("pieces", "What a device holds", compare.pieces(plans))
+        _joint("pieces", "What a device stores", compare.pieces(plans))
         if with_variables
-        else _section("pieces", "What a device holds", plans, _pieces),
+        else _section("pieces", "What a device stores", plans, _pieces),
         _section("time", "Where the time goes", plans, _time),
         _section("memory", "Memory", plans, _memory),
         _section("frontier", "Time against memory", plans, _frontier),
         _section("sensitivity", "If the hardware were different", plans, _sensitivity),
-        _section("operations", "Most expensive operations", plans, _operations),
+        _section("operations", "Slowest operations", plans, _operations),
         _section("evidence", "Predicted and measured", plans, _evidence, lambda p: p.details.validation),
         _section("calibration", "Calibration", plans, _calibration, lambda p: p.details.calibration),
         _section("assumptions", "Assumptions and sources", plans, _assumptions, lambda p: p.details.hardware),
@@ -102,9 +102,11 @@ def _table(chart: Chart, plan: PlanFile, view: Callable[[PlanFile], View]) -> Pa
 def _repairs(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     found, conflict = plan.details.repairs, plan.details.conflict
     if not found:
-        return (PageBlock(missing="if nothing fits, `layoutopt search` lists changes that fit"),)
-    notes = [f"These conflict: {', '.join(conflict)}."] if len(conflict) > 1 else []
-    finding = f"{plural(len(found), 'change')} under which it fits, each searched again; the fastest first"
+        return (PageBlock(missing="if no layout fits, `layoutopt search` lists changes that make one fit"),)
+    notes = [f"These constraints conflict: {', '.join(conflict)}."] if len(conflict) > 1 else []
+    finding = (
+        f"{plural(len(found), 'change')} with which the plan fits, each with its own search, fastest first"
+    )
     return (PageBlock(finding, grid=grid(repairs(found)), notes=tuple(notes)),)
 
 
@@ -180,7 +182,8 @@ def _assumptions(plan: PlanFile, name: str) -> tuple[PageBlock, ...]:
     if hardware is None or not (hardware.numbers or hardware.assumptions):
         return (
             PageBlock(
-                "Sources: not in this plan", missing="`layoutopt hardware NAME` shows each number's source"
+                "This plan records no sources",
+                missing=("to show the source of each number, run `layoutopt hardware NAME`"),
             ),
         )
     assumed = sum(n.assumed for n in hardware.numbers)

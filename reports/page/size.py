@@ -26,18 +26,18 @@ from reports.views.layouts import record
 
 LEADS = {
     "loss": (
-        "Thin lines are sizes on the way to their last token, dots where they end; the thick line is the "
-        "least loss that the law allows for the compute, at six FLOPs a parameter and token."
+        "Each thin line is the training of one size, and the dot is its end. The thick line is the least "
+        "loss that the scaling law allows for the compute, at six FLOPs per parameter and token."
     ),
     "time": (
-        "The best size on each number of devices that was searched; numbers at the ends are devices. Step "
-        "times are those of the best layouts found."
+        "The best size on each searched number of devices. The numbers at the ends of a line are numbers "
+        "of devices. Step times are those of the best layouts found."
     ),
     "candidates": (
-        "Every searched size in its best layout. No other size beats those of the frontier in loss, days "
-        "and cost."
+        "Every searched size with its best layout. No other size is better than one on the frontier in "
+        "all of loss, days and cost."
     ),
-    "law": "The law, its constants and sources, and notes on the answer.",
+    "law": "The scaling law with its constants and sources, and notes on the result.",
 }
 
 
@@ -60,7 +60,7 @@ def _context(found: SizeResult, written: str) -> dict[str, Any]:
     return {
         "title": f"{shorten(heading, 80)} · layoutopt size",
         "heading": heading,
-        "subject": f"Which size, which chips, how many, how long: {found.asked()}",
+        "subject": f"Best size, chips, number of devices and training time: {found.asked()}",
         "answers": _answers(found),
         "sections": _sections(found),
         "style": style(),
@@ -88,7 +88,7 @@ def _answers(found: SizeResult) -> tuple[PageAnswer, ...]:
             best.costs(),
         ),
         PageAnswer(
-            "How sure of the loss",
+            "Certainty of the loss",
             "Beyond the runs" if best.beyond else "Within the runs",
             f"law: {found.law.name}; layout {best.status}",
             "warn" if best.beyond else "good",
@@ -99,7 +99,7 @@ def _answers(found: SizeResult) -> tuple[PageAnswer, ...]:
 
 def _sure(times: Accuracy) -> PageAnswer:
     """What stands behind the times of the answer's hardware."""
-    question = "How sure of the time"
+    question = "Certainty of the time"
     if times.mean is None:
         return PageAnswer(question, "Not compared", times.words, "warn")
     good = times.steps >= ENOUGH and times.mean <= GOOD_ERROR

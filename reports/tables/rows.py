@@ -106,7 +106,7 @@ def dims(plan: PlanFile) -> View:
     ]
     longest = max([len(axis.head) for axis in axes] + [len(r.name) // 2 for r in found] + [0])
     compact = len(names) <= 3 and longest <= 10
-    return View("Dimensions against mesh axes", columns, rows, "dims", shown=24, compact=compact)
+    return View("Dimensions and mesh axes", columns, rows, "dims", shown=24, compact=compact)
 
 
 def variables(plan: PlanFile) -> View:
@@ -132,19 +132,23 @@ def variable_groups(plan: PlanFile) -> View:
         Column("name", "variable", lead=True, share="24%"),
         Column("shape", "shape and split"),
         Column("piece", "piece's shape"),
-        Column("local_bytes", "bytes on a device", BYTES),
+        Column("local_bytes", "bytes per device", BYTES),
     )
     rows = [
         (
             Cell(piece=piece_shares(v, plan)),
-            Cell(v.name, f"{f'{v.alike} alike, ' if v.alike > 1 else ''}{v.kind}, {v.dtype}", strong=True),
+            Cell(
+                v.name,
+                f"{f'{v.alike} equal variables, ' if v.alike > 1 else ''}{v.kind}, {v.dtype}",
+                strong=True,
+            ),
             Cell(shape_text(v), split_text(v)),
             " × ".join(f"{n:,}" for n in v.local_shape(plan.mesh)) or "scalar",
             Cell(sub=f"of {bytes_text(v.bytes * v.alike)}", value=v.local_bytes * v.alike),
         )
         for v in grouped(plan)
     ]
-    return View("Variables and the piece on a device", columns, rows, "variables", shown=8)
+    return View("Variables and the shard on one device", columns, rows, "variables", shown=8)
 
 
 def operations(plan: PlanFile) -> View:
@@ -172,7 +176,7 @@ def operations(plan: PlanFile) -> View:
             *(w.flops, w.bytes, busy, "; ".join(_sent(c) for c in w.collectives.values())),
         )
 
-    return View("Most expensive operations", columns, [row(w) for w in found], "operations", shown=12)
+    return View("Slowest operations", columns, [row(w) for w in found], "operations", shown=12)
 
 
 def _opened(w: work.OperationWork, sources: Mapping[str, str]) -> tuple[str, ...]:
@@ -182,13 +186,13 @@ def _opened(w: work.OperationWork, sources: Mapping[str, str]) -> tuple[str, ...
     parts = (("compute", w.compute), ("exposed", w.exposed), ("hidden", w.hidden))
     found.append(", ".join(f"{name} {seconds_text(value)}" for name, value in parts))
     if w.flops or w.bytes:
-        intensity = f", {digits(w.flops / w.bytes)} FLOP a byte" if w.flops and w.bytes else ""
+        intensity = f", {digits(w.flops / w.bytes)} FLOP per byte" if w.flops and w.bytes else ""
         found.append(f"{rate_text(w.flops, 'FLOP')} and {bytes_text(w.bytes)} read or written{intensity}")
     return tuple(found)
 
 
 def _sent(c: work.CollectiveWork) -> str:
-    exposed = f"{seconds_text(c.exposed)} exposed of {seconds_text(c.seconds)}"
+    exposed = f"{seconds_text(c.seconds)}, of which {seconds_text(c.exposed)} exposed"
     return f"{c.name}: {bytes_text(c.sent)} in {plural(round(c.runs), 'run')}, {exposed}"
 
 
@@ -225,7 +229,7 @@ def peak(plan: PlanFile) -> View:
     held = holdings_at_peak(found) if found else ()
     most = found.points[found.peak].bytes if found and found.points else 0.0
     columns = (
-        Column("what", "held at the peak", lead=True),
+        Column("what", "tensor at the peak", lead=True),
         Column("scope", "where", under="what"),
         Column("bytes", "bytes", BYTES),
         Column("share", "share", ERROR, on="terminal, page"),
@@ -233,8 +237,8 @@ def peak(plan: PlanFile) -> View:
     rows = [
         (Cell(h.name, value=h.what), h.scope, float(h.bytes), h.bytes / most if most else None) for h in held
     ]
-    folded = f"All {sum(h.alike for h in held):,} tensors held at the peak"
-    return View("Tensors held at the peak of memory", columns, rows, "peak", folded=folded)
+    folded = f"All {sum(h.alike for h in held):,} tensors in memory at the peak"
+    return View("Tensors in memory at the peak", columns, rows, "peak", folded=folded)
 
 
 def sensitivity(plan: PlanFile) -> View:
@@ -310,7 +314,7 @@ def axes(plan: PlanFile) -> View:
         Column("axis", "axis", lead=True),
         Column("size", "size", WHOLE),
         Column("dims", "dimensions split over it"),
-        Column("sent_bytes", "a device sends per step", BYTES),
+        Column("sent_bytes", "bytes sent per device and step", BYTES),
     )
     sent = plan.predicted.communication_bytes_per_device
     rows: list[ViewRow] = [

@@ -7,8 +7,8 @@ from layoutopt.plan.units import bytes_text, count, digits, rounded
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 FACTORS = {
-    "bandwidth": "link bandwidth, as a multiple of this hardware's",
-    "memory": "memory of a device",
+    "bandwidth": "link bandwidth, relative to this hardware",
+    "memory": "memory per device",
     "devices": "number of devices",
 }
 

@@ -49,27 +49,29 @@ def proof(plan: PlanFile, limits: str) -> ProofWords:
     """
     s = plan.solver
     if s is None:
-        return ProofWords("Not proven", "warn", "the plan has no record of a search")
-    among = plan.space.count if plan.space else considered(s.layouts_considered) or "all that was searched"
+        return ProofWords("Not proven", "warn", "the plan does not record a search")
+    among = plan.space.count if plan.space else considered(s.layouts_considered) or "all layouts searched"
     status = f"Not proven: {shorten(s.status.replace('_', ' ').lower(), 24)}"
     if s.status == ProofStatus.INFEASIBLE:
-        least = f"; none needs less than {bytes_text(s.bound)}" if s.bound else ""
-        words = (
-            f"proven: none of {among} fits{least}; this is the layout with the least memory that was found"
-        )
+        least = f", and no layout needs less than {bytes_text(s.bound)}" if s.bound else ""
+        words = f"proven: none of {among} fits{least}; this layout needs the least memory of those found"
         return ProofWords("Nothing fits", "bad", words, (limits,) if limits else ())
     if s.gap is None:
-        return ProofWords(status, "warn", f"it was not examined ({s.status})")
+        return ProofWords(status, "warn", f"optimality was not examined (status {s.status})")
     spent = "" if s.wall_seconds is None else duration_text(s.wall_seconds)
     if s.proven:
         told = f", with {shorten(rules(plan), 80)}" if rules(plan) else ""
         more = tuple(filter(None, (", ".join(filter(None, ("gap 0%", spent))), limits)))
         return ProofWords("Proven", "good", f"optimal under this cost model, of {among}{told}", more)
-    more = tuple(filter(None, (f"{s.status}, of {among}", spent, limits)))
+    more = tuple(filter(None, (f"status {s.status}, among {among}", spent, limits)))
     if plan.frontier and s.gap == 0:
-        return ProofWords(status, "warn", "the fastest is proven, the frontier is not complete", more)
+        return ProofWords(
+            status, "warn", "the fastest layout is proven optimal, but the frontier is not complete", more
+        )
     likely = "" if s.likely_gap is None else f", likely {gap_text(s.likely_gap)} (see the note)"
-    return ProofWords(status, "warn", f"not proven: at most {gap_text(s.gap)} from the best{likely}", more)
+    return ProofWords(
+        status, "warn", f"not proven: at most {gap_text(s.gap)} slower than the optimum{likely}", more
+    )
 
 
 def considered(text: str) -> str:
@@ -113,12 +115,12 @@ def robust(found: Robustness) -> str:
     drawn."""
     if not found.draws:
         return ""
-    drawn = f"{found.draws} machines drawn within the uncertainties"
+    drawn = f"{found.draws} hardware variants drawn within the uncertainties"
     if found.wins == found.draws:
-        return f"the fastest on all {drawn}"
-    other = f", mostly {shorten(found.runner_up, 36)}" if found.runner_up else ""
-    behind = f"elsewhere at most {percent(found.worst)} slower than another{other}"
-    return f"the fastest on {found.wins} of {drawn}, {behind}"
+        return f"the fastest layout on all {drawn}"
+    other = f" (mostly {shorten(found.runner_up, 36)})" if found.runner_up else ""
+    behind = f"at most {percent(found.worst)} slower than the best on the rest{other}"
+    return f"the fastest layout on {found.wins} of {drawn}, {behind}"
 
 
 def costs(plan: PlanFile) -> list[tuple[str, str]]:

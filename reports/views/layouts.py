@@ -132,7 +132,13 @@ def frontier(plan: PlanFile, fits: Callable[[Alternative], str] | None = None) -
         for f in found
     ]
     made = layout_table(
-        "Frontier of time and memory", "point", named, plan, fits or plan.fit_of, name="frontier", strong=None
+        "Pareto frontier of time and memory",
+        "point",
+        named,
+        plan,
+        fits or plan.fit_of,
+        name="frontier",
+        strong=None,
     )
     marks = (Column("knee", "knee", FLAG, on="data"), Column("this_plan", "this plan", FLAG, on="data"))
     rows = [(*row, f.knee, f.is_answer) for row, f in zip(made.rows, found, strict=True)]

@@ -165,9 +165,7 @@ def test_a_user_without_a_home(
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     assert run("cost", *ON).exit_code == 0
     assert run("hardware").exit_code == 0
-    assert "there is no home directory for the profile; name a file with --out" in refused(
-        "calibrate", "--mesh", "data:2"
-    )
+    assert "there is no home directory; give a file with --out" in refused("calibrate", "--mesh", "data:2")
     assert "model file '~/x.py' does not exist" in refused("cost", "~/x.py", "--mesh", "data:2")
 
 
@@ -222,10 +220,13 @@ def second_batch(folder: Path, batch: str, mask: str = "") -> Any:
         ("'text'", "data() gave a str, not a dict"),
         ("dict(x=None, label=y)", "batch input 'x' is nothing, not an array of numbers"),
         ("dict(x='text', label=y)", "batch input 'x' is a value of type str, not an array of numbers"),
-        ("dict(x=x.tolist(), label=y)", "'x' is a value of type list, not an array of numbers; make it one"),
+        (
+            "dict(x=x.tolist(), label=y)",
+            "'x' is a value of type list, not an array of numbers; convert the input",
+        ),
         ("dict(x=np.full((4, 10), 'a'), label=y)", "'x' is an array of <U1, not an array of numbers"),
         ("dict(x=np.full((4, 10), None), label=y)", "'x' is an array of object, not an array of numbers"),
-        ("{0: x}", "a batch lacks the input 'x'; known: 0"),
+        ("{0: x}", "data() yielded a batch without the input 'x'; known: 0"),
     ],
 )
 def test_batches_that_are_none(tmp_path: Path, batch: str, said: str) -> None:

@@ -46,7 +46,7 @@ ON = (LM, "--mesh", "data:2;model:4")
         ),
         pytest.param([LM, "--mesh", "data"], "'data' is not NAME:SIZE", id="malformed mesh"),
         pytest.param([LM, "--mesh", "data:0"], "size must be a positive integer, found 0", id="empty axis"),
-        pytest.param([LM, "--mesh", ""], "--mesh '' names no axis", id="empty mesh"),
+        pytest.param([LM, "--mesh", ""], "--mesh is empty; give its axes", id="empty mesh"),
         pytest.param([LM], "--mesh is missing: which devices, in which axes?", id="no mesh"),
         pytest.param(
             [*ON, "--hardware", "tpu-v55"],
@@ -92,10 +92,10 @@ def test_model_files_that_fail(refused: Callable[..., str], tmp_path: Path) -> N
             "def model():\n    return 1 / 0\n",
             f"{file}: model(), line 2 raised ZeroDivisionError: division by zero",
         ),
-        ("x = 1\n", f"{file}: has no function 'model' to build a model; known: none"),
+        ("x = 1\n", f"{file} has no function 'model' to build a model; known: none"),
         (
             "def model():\n    return None\n",
-            f"{file}: model() returned nothing; it must return a mesh_tf_core.Model",
+            f"{file}: model() returned nothing; return a mesh_tf_core.Model",
         ),
     ):
         file.write_text(text, encoding="utf-8")
@@ -223,7 +223,7 @@ def test_an_option_of_other_commands(refused: Callable[..., str]) -> None:
 def test_a_plan_in_the_place_of_a_model(refused: Callable[..., str]) -> None:
     for command in ("train", "cost", "search"):
         line = refused(command, "plan.json", "--mesh", "data:2")
-        assert "pass a plan with --layout, as in layoutopt train MODEL --layout PLAN.json" in line
+        assert "to use a plan, pass it with --layout, e.g. layoutopt train MODEL --layout PLAN.json" in line
 
 
 def test_a_graph_that_nobody_can_build(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

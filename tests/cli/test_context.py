@@ -88,7 +88,9 @@ def test_a_plan_says_it(
     asked = (*PINS, "--context", "gather", *asked[-6:])
     gathered = result("search", LM, *SETS, "--mesh", "seq:2", "--hardware", "tpu-v3", *asked)
     (note,) = [note for note in gathered["notes"] if "--context" in note]
-    assert note.startswith("the answer splits memory_length and gathers it; --context gather,ring,zigzag")
+    assert note.startswith(
+        "the best layout splits memory_length and gathers the keys and values for attention"
+    )
     assert plan["context"] == {"memory_length": "ring"} and plan["solver"]["status"] == "OPTIMAL"
     assert plan["details"]["search"]["context"] == ["ring"]
     found = result("cost", LM, *SETS, "--layout", out, "--hardware", "tpu-v3")

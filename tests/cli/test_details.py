@@ -42,7 +42,7 @@ def test_the_shape_and_what_it_assumes() -> None:
     found = hardware_details(load_hardware("tpu-v2"), Mesh("data:32;model:16"))
     assert found.placement == "The mesh uses 16 × 16 chips of a torus."
     open_ends = hardware_details(load_hardware("tpu-v2"), Mesh("data:16"))
-    assert any("no wraparound on torus axis" in a for a in open_ends.assumptions)
+    assert any("no wraparound links on torus axis" in a for a in open_ends.assumptions)
     assert hardware_details(load_hardware("a100"), Mesh("data:8")).placement == ""
 
 

@@ -130,7 +130,7 @@ def test_what_was_found_goes_into_the_plan_and_its_report(
     assert details["variables"]  # what the plan had is still there
     assert run("report", str(more), "--out", str(page)).exit_code == 0
     html = page.read_text(encoding="utf-8")
-    assert "checked again without a solver" in html and "machines drawn within the uncertainties" in html
+    assert "verified without a solver" in html and "variants drawn within the uncertainties" in html
     assert "Step time by link bandwidth" in html and "one machine&#39;s memory" in html
 
 
@@ -318,7 +318,7 @@ def test_what_there_was_no_time_for_is_unknown(
 
 def test_a_clock_of_explain_is_checked(refused: Callable[..., str], plan_file: Path) -> None:
     line = refused("explain", str(plan_file), "--time-limit", "0")
-    assert line == "--time-limit 0.0: needs a positive number of seconds"
+    assert line == "--time-limit is 0.0; give a positive number of seconds"
 
 
 def test_the_placement_is_that_of_the_program(result: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

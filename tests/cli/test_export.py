@@ -308,7 +308,7 @@ def test_the_model_of_a_plan(refused: Callable[..., str], plan_file: str, tmp_pa
         "export", str(file), "--to", "jax"
     )
     line = refused("export", str(file), "--to", "jax", "--model", "examples/mlp.py")
-    assert f"{file}: examples/mlp.py: has no hyperparameter" in line
+    assert f"{file}: examples/mlp.py has no hyperparameter" in line
 
 
 @pytest.mark.parametrize("damage", [5, {"lines": [3]}, {"memory": "much", "dims": []}])

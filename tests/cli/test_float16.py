@@ -52,7 +52,7 @@ def test_a_configuration_in_float16_is_no_faster_than_in_bfloat16(
     per_chip = half["predicted"]["model_flops_per_second_per_chip"]
     assert per_chip < load_hardware(chip).peak_flops("bfloat16")
     assert any(NOTE in note and "--set dtype=bfloat16" in note for note in half["notes"])
-    assert any("no separate rate for float16" in note for note in half["notes"])
+    assert any("no peak FLOP/s for float16" in note for note in half["notes"])
     assert not any("float16 " in note.replace("bfloat16 ", "") for note in brain.get("notes", []))
 
 

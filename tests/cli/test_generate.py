@@ -105,7 +105,7 @@ def test_bad_input(trained: tuple[str, str], run: Run, options: list[str], match
             "'prompt', which is not a [batch, length] input",
         ),
         ("def encode(text): return {}", "encode() does not give the model's input 'prompts'"),
-        ("del encode", "has no function encode(); write encode(**hparams) beside model()"),
+        ("del encode", "has no function encode(); define encode(**hparams) in the same file as model()"),
         ("del generate", "has no function 'generate' to build a model"),
         (
             "def generate(**h): return decoding.generate(mtf.Model(model(**h).loss))",

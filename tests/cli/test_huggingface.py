@@ -49,7 +49,8 @@ def test_a_configuration_is_searched_and_its_plan_finds_it(run: Callable[..., Re
     (place / "config.json").write_text(json.dumps({**SMALL, "head_dim": 4}))
     refused = run("explain", "plan.json", "--quiet")
     assert (
-        refused.exit_code == 2 and "'config.json', of its model, has changed: its SHA-256" in refused.stderr
+        refused.exit_code == 2
+        and "'config.json', which belongs to the plan's model, has changed: its SHA-256" in refused.stderr
     )
 
 
@@ -65,4 +66,6 @@ def test_errors_are_one_line(run: Callable[..., Result], place: Path) -> None:
     (place / "config.json").write_text(json.dumps({**SMALL, "hash_layers": 3}))
     done = run("search", "config.json", *MESH)
     assert done.exit_code == 2
-    assert done.stderr.count("\n") == 1 and "hash_layers: not known for model_type 'qwen3'" in done.stderr
+    assert (
+        done.stderr.count("\n") == 1 and "unknown fields for model_type 'qwen3': hash_layers" in done.stderr
+    )

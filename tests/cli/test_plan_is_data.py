@@ -109,7 +109,7 @@ def test_a_module_that_a_plan_names_is_not_imported(
 ) -> None:
     place.edit(source=source)
     line = refused(*command)
-    assert f"its model {source!r} is not a .py or .json file" in line
+    assert f"the plan's model {source!r} is not a .py or .json file" in line
     assert line.endswith("a plan does not decide what runs: name the model with --model MODEL")
     assert place.times == 0
 
@@ -130,7 +130,7 @@ def test_a_plan_without_details_is_shown_as_far_as_it_goes(
     place.edit(source="os:system")
     done = run("report", "printed.json")
     assert done.exit_code == 0 and (place.folder / "report.html").is_file()
-    assert "its model 'os:system' is not a .py or .json file" in done.stderr
+    assert "the plan's model 'os:system' is not a .py or .json file" in done.stderr
     assert "--model MODEL, which fills in variables, operations and memory" in done.stderr
     for to in ("mesh-tensorflow", "haliax"):
         assert run("export", "printed.json", "--to", to).exit_code == 0
@@ -149,13 +149,15 @@ def test_the_same_file_is_run_and_a_changed_one_is_not(
     text = place.parts.read_text()
     place.parts.write_text(text + "# harmless\n")
     line = refused("explain", "plan.json")
-    assert "'parts.py', of its model, has changed: its SHA-256 differs from the plan's" in line
+    assert "'parts.py', which belongs to the plan's model, has changed: its SHA-256 differs" in line
     assert place.times == 0
     assert run("explain", "plan.json", "--model", "model.py", "--quiet").exit_code == 0
     assert place.times > 0
     place.parts.write_text(text)
     place.model.write_text(place.model.read_text() + "\n")
-    assert "'model.py', of its model, has changed: its SHA-256" in refused("explain", "plan.json")
+    assert "'model.py', which belongs to the plan's model, has changed: its SHA-256" in refused(
+        "explain", "plan.json"
+    )
     assert place.times == 0
 
 
@@ -164,10 +166,12 @@ def test_a_file_that_is_imported_and_not_recorded_is_not_run(
 ) -> None:
     """Also one that now stands before an installed module of that name."""
     (place.folder / "mesh_tf_core.py").write_text(f"open({str(place.ran)!r}, 'a').write('shadow ')\n")
-    assert "it records no SHA-256 of 'mesh_tf_core.py', which its model" in refused("explain", "plan.json")
+    assert "the plan records no SHA-256 of 'mesh_tf_core.py', which its model" in refused(
+        "explain", "plan.json"
+    )
     (place.folder / "mesh_tf_core.py").unlink()
     place.edit(source_sha256={name: h for name, h in hashes(place.model).items() if name == "model.py"})
-    assert "it records no SHA-256 of 'parts.py', which its model" in refused("explain", "plan.json")
+    assert "the plan records no SHA-256 of 'parts.py', which its model" in refused("explain", "plan.json")
     assert place.times == 0
 
 
@@ -175,12 +179,12 @@ def test_a_file_that_is_imported_and_not_recorded_is_not_run(
     ("source", "said"),
     [
         ("model.py:remove", "its model is 'remove' of 'model.py', not 'model'"),
-        ("gone.py", "its model file 'gone.py' does not exist"),
-        ("../outside.py", "its model file '../outside.py' is not below the current folder"),
-        ("link.py", "its model file 'link.py' is not below the current folder"),
-        ("a\0.py", "its model file 'a\\x00.py' does not exist"),
+        ("gone.py", "the plan's model file 'gone.py' does not exist"),
+        ("../outside.py", "the plan's model file '../outside.py' is not below the current folder"),
+        ("link.py", "the plan's model file 'link.py' is not below the current folder"),
+        ("a\0.py", "the plan's model file 'a\\x00.py' does not exist"),
         ("x" * 5000 + ".py", "does not exist"),
-        (".py", "its model '.py' is not a .py or .json file"),
+        (".py", "the plan's model '.py' is not a .py or .json file"),
     ],
 )
 def test_other_files_and_functions(refused: Callable[..., str], place: Place, source: str, said: str) -> None:
@@ -197,7 +201,7 @@ def test_a_plan_of_an_older_version_needs_its_model_named(
 ) -> None:
     place.edit(source_sha256={})
     line = refused("explain", "plan.json")
-    assert "it records no SHA-256 of its model file 'model.py', as plans of older versions do" in line
+    assert "the plan records no SHA-256 of its model file 'model.py'" in line
     assert place.times == 0
     assert run("explain", "plan.json", "--model", "model.py", "--quiet").exit_code == 0
 
@@ -208,7 +212,7 @@ def test_recorded_names_are_only_compared(refused: Callable[..., str], place: Pl
     known = hashes(place.model)
     for name in ("pipe", "/dev/zero", "/", "..", "a\0b", "x" * 5000, ""):
         place.edit(source_sha256={**known, name: "0" * 64})
-        assert "has changed: its SHA-256 differs from the plan's" in refused("explain", "plan.json")
+        assert "has changed: its SHA-256 differs from the one in the plan" in refused("explain", "plan.json")
     assert place.times == 0
 
 
@@ -342,7 +346,9 @@ def test_what_stands_before_a_checked_file_is_refused(
     (place.folder / stands).parent.mkdir(exist_ok=True)
     (place.folder / stands).write_bytes(b"no machine code")
     line = refused("explain", "plan.json")
-    assert "import of 'parts' would run " in line and f"{stands}', which is not a .py file that" in line
+    assert (
+        "importing 'parts' would run " in line and f"{stands}', whose hash the plan does not record" in line
+    )
     assert line.endswith("a plan does not decide what runs: name the model with --model MODEL")
     assert place.times == 0
 

@@ -89,7 +89,7 @@ def test_an_example_comes_with_what_it_imports(
 
 def test_an_example_that_is_not_there(refused: Callable[..., str]) -> None:
     said = refused("init", "--example", "transformer")
-    assert said.startswith("--example 'transformer': no example has this name; did you mean 'transformer_")
+    assert said.startswith("--example 'transformer' is not a known example; did you mean 'transformer_")
     assert "known: bert, clip," in said and "text" not in said.replace("transformer_", "")
     assert "remove 'x.py'" in refused("init", "x.py", "--example", "mlp")
     assert "remove --jax" in refused("init", "--jax", "--example", "mlp")
@@ -165,8 +165,8 @@ def test_an_infeasible_problem_names_its_rows(refused: Callable[..., str], tmp_p
 
 
 def test_other_problems_are_refused(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert "cannot be read" in refused("solve-problem", str(tmp_path / "none.json"))
-    assert "--time-limit -1.0: needs a positive number of seconds" in refused(
+    assert "cannot read" in refused("solve-problem", str(tmp_path / "none.json"))
+    assert "--time-limit is -1.0; give a positive number of seconds" in refused(
         "solve-problem", problem(tmp_path), "--time-limit", "-1"
     )
     file = tmp_path / "broken.json"

@@ -349,7 +349,7 @@ def test_data_that_fails_is_one_line(refused: Callable[..., str], tmp_path: Path
     line = refused(
         "train", str(file), "--mesh", "data:2", "--layout", "batch:data", "--quiet", "--steps", "1"
     )
-    assert "a batch lacks the input 'x'" in line
+    assert "data() yielded a batch without the input 'x'" in line
     line = refused("train", str(file), "--layout", "batch:data", "--quiet")
     assert "--mesh is missing" in line
     line = refused("train", str(file), "--mesh", "data:2", "--steps", "0")
@@ -361,7 +361,9 @@ def test_a_model_without_data_is_refused_before_any_work(refused: Callable[..., 
     model = tmp_path / "train.py"
     model.write_text("from examples.mlp import model\n")
     said = refused("train", str(model), "--mesh", "data:2")
-    assert said.endswith("train.py: has no function data(); write data(**hparams) beside model()")
+    assert said.endswith(
+        "train.py has no function data(); define data(**hparams) in the same file as model()"
+    )
 
 
 @pytest.mark.parametrize(("option", "value"), [("--collective-matmul", "hidden"), ("--schedule", "1f1b")])

@@ -76,12 +76,12 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "load_plan: path is 0; give": lambda _: layoutopt.load_plan(0),
     "load_plan: path is None; give": lambda _: layoutopt.load_plan(None),
     "the plan: path is None; give": lambda _: layoutopt.search(MODEL, "data:2").save(None),
-    "mesh='' names no axis; write": lambda _: layoutopt.search(MODEL, mesh=""),
+    "mesh is empty; give its axes": lambda _: layoutopt.search(MODEL, mesh=""),
     "mesh is None; give its axes": lambda _: layoutopt.cost(MODEL, None),
-    "devices True: needs a whole number": lambda _: layoutopt.search(MODEL, devices=True),
-    "top True: needs a whole number": lambda _: layoutopt.search(MODEL, "data:2", top=True),
-    "time_limit True: needs": lambda _: layoutopt.search(MODEL, "data:2", time_limit=True),
-    "memory True: needs": lambda _: layoutopt.search(MODEL, "data:2", memory=True),
+    "devices is True; give a whole number": lambda _: layoutopt.search(MODEL, devices=True),
+    "top is True; give a whole number": lambda _: layoutopt.search(MODEL, "data:2", top=True),
+    "time_limit is True; give": lambda _: layoutopt.search(MODEL, "data:2", time_limit=True),
+    "memory is True; give": lambda _: layoutopt.search(MODEL, "data:2", memory=True),
     "input 'image': the model reads float32, found complex64; feed real numbers": lambda run: run.step(
         {**BATCH, "image": BATCH["image"] * 1j}
     ),

@@ -169,5 +169,5 @@ def test_a_link_that_goes_round_is_called_a_link(tmp_path: Path) -> None:
     loop.symlink_to(loop)
     with pytest.raises(UserError, match=r"loop.py' is a broken link; name a directory"):
         check_directory(loop)
-    with pytest.raises(UserError, match=r"loop.py' is a broken link; link it to a file"):
+    with pytest.raises(UserError, match=r"loop.py' is a broken symbolic link; point the link"):
         load_model(str(loop))

@@ -346,7 +346,7 @@ def test_replicas_learn_the_same_with_all_on_the_hosts(delay: int) -> None:
 def test_hardware_without_a_host_link_is_named() -> None:
     with pytest.raises(
         mtf.UserError,
-        match="the bandwidth of its host link is unknown",
+        match="the bandwidth of the host link is unknown",
     ):
         price(lowered(True), load_hardware("tpu-v2"))
     assert HOST in price(lowered(True), load_hardware("cpu-local")).by(lambda x: "+".join(x.axes))

@@ -53,7 +53,7 @@ def test_gradient(gives: Callable[[mtf.Tensor], Any]) -> None:
 
 @pytest.mark.parametrize("found", [None, float("nan"), float("inf"), -1, "x"])
 def test_flops(found: Any) -> None:
-    with pytest.raises(mtf.UserError, match=r"operation Mine: flops gave .*; it must give a finite number"):
+    with pytest.raises(mtf.UserError, match=r"operation Mine: flops\(\) returned .*; return a finite number"):
         priced("flops", lambda self, *local: found)
 
 

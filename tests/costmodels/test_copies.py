@@ -119,7 +119,7 @@ def gathers(hardware: str) -> dict[tuple[int, ...], tuple[Sent, float, str]]:
 def test_small_weights_are_gathered_with_large_ones_on_gpus() -> None:
     found = gathers("h100")
     scale, large = found[(4 * 512 // 8,)], found[max(found)]
-    assert scale[0].joined and "travels with a larger one" in scale[2] and not large[0].joined
+    assert scale[0].joined and "sent together with a larger message" in scale[2] and not large[0].joined
     alone = gathers("tpu-v5e")[(4 * 512 // 8,)]
     assert not alone[0].joined
     assert scale[1] < 0.05 * large[1]

@@ -75,12 +75,15 @@ def test_only_the_local_machine_is_marked_uncalibrated_by_word() -> None:
 def test_unknown_names_and_missing_files(tmp_path: Path) -> None:
     with pytest.raises(HardwareError, match="hardware 'tpu-v5x' is not known; did you mean 'tpu-v5"):
         load_hardware("tpu-v5x")
-    with pytest.raises(UserError, match=r"hardware file 'mine.json' does not exist; give a file, or a name"):
+    with pytest.raises(
+        UserError,
+        match=r"hardware file 'mine.json' does not exist; give an existing file, or the name of a preset",
+    ):
         load_hardware("mine.json")
     bad = tmp_path / "bad.json"
     bad.write_text("{\n  nothing")
     with pytest.raises(
-        HardwareError, match=r"bad.json' is not JSON: Expecting property name .* line 2 column 3"
+        HardwareError, match=r"bad.json' is not valid JSON: Expecting property name .* \(line 2, column 3\)"
     ):
         load_hardware(bad)
     bad.write_bytes(b"\xff\xfe\x00")
@@ -112,7 +115,7 @@ def test_every_fault_is_named_with_its_path_at_once(tmp_path: Path) -> None:
 
     message = _broken(tmp_path, change)
     assert "has 6 faults: " in message
-    assert "chip.peak_flops.bfloat16: unit 'GB/s' is not a compute rate; use one of FLOP/s" in message
+    assert "chip.peak_flops.bfloat16: 'GB/s' is not a unit of compute rate; use one of FLOP/s" in message
     assert "chip.memory: Field required" in message
     assert "chip.memory_bandwidth: the bandwidth must be at least 1, found -1 GB/s" in message
     assert "topology.hop_latency.source: " in message
@@ -129,33 +132,38 @@ def test_every_fault_is_named_with_its_path_at_once(tmp_path: Path) -> None:
             "tpu-v5e",
             "topology.link_bandwidth.value",
             60,
-            "topology: link_bandwidth is above link_bandwidth_spec",
+            "topology: link_bandwidth must not be above link_bandwidth_spec",
         ),
-        ("tpu-v5e", "topology.wraparound", {"rule": "axis_size"}, "rule 'axis_size' needs a value"),
-        ("tpu-v5e", "chip.memory_reserve.value", 16, "chip: memory_reserve leaves no memory"),
+        ("tpu-v5e", "topology.wraparound", {"rule": "axis_size"}, "the rule 'axis_size' requires the field"),
+        ("tpu-v5e", "chip.memory_reserve.value", 16, "chip: memory_reserve must be less than memory"),
         (
             "tpu-v5e",
             "chip.memory_efficiency.value",
             1.5,
             "chip.memory_efficiency: the fraction must be between",
         ),
-        ("tpu-v5e", "chip.matmul_efficiency.points", [[1, 1.2]], "a fraction of the peak must be above 0"),
+        ("tpu-v5e", "chip.matmul_efficiency.points", [[1, 1.2]], "(a fraction of the peak) must be above 0"),
         (
             "tpu-v5e",
             "chip.matmul_efficiency.points",
             [[1e9, 0.1], [2e9, 0.9]],
-            "a product of 2e+09 FLOPs would take less time than one of 1e+09",
+            "a product of 2e+09 FLOPs would take less time than one of 1e+09 FLOPs",
         ),
-        ("tpu-v5e", "chip.matmul_efficiency.points", [], "a curve needs at least one point"),
-        ("a100", "topology.node_bandwidth.8.value", 301, "node_bandwidth.8 is above node_bandwidth_spec"),
+        ("tpu-v5e", "chip.matmul_efficiency.points", [], "the curve has no points"),
+        (
+            "a100",
+            "topology.node_bandwidth.8.value",
+            301,
+            "node_bandwidth.8 must not be above node_bandwidth_spec",
+        ),
         ("a100", "topology.protocols", [], "topology.protocols: List should have at least 1 item"),
         (
             "cpu-local",
             "collective_curves.0.points",
             [[2, 1], [1, 2]],
-            "points must rise in x, found 1 after 2",
+            "the x values of the curve must increase, but 1 follows 2",
         ),
-        ("cpu-local", "collective_curves.0.points", [[1, 2], [2, 1]], "the curve falls from 2 to 1"),
+        ("cpu-local", "collective_curves.0.points", [[1, 2], [2, 1]], "y falls from 2 to 1"),
         (
             "cpu-local",
             "collective_curves.0.collective",
@@ -166,7 +174,7 @@ def test_every_fault_is_named_with_its_path_at_once(tmp_path: Path) -> None:
             "cpu-local",
             "collective_curves.0.processes",
             9,
-            "collective_curves.0: 2 devices cannot be divided over 9 processes",
+            "collective_curves.0: group_size is 2, which is fewer than the 9 processes",
         ),
         ("cpu-local", "topology.devices_per_process", 2, "topology.devices_per_process: Input should be"),
         ("cpu-local", "calibrated", True, "'calibrated' is true but 'calibration' is missing"),
@@ -242,7 +250,8 @@ def test_a_malformed_profile_is_not_written(tmp_path: Path) -> None:
     content["compute_curves"][0]["points"] = [[1e6, 2e-5], [1e9, 1e-5]]
     path = tmp_path / "cpu-local.json"
     with pytest.raises(
-        HardwareError, match=r"is malformed: compute_curves.0: the curve falls from 2e-05 to 1e-05"
+        HardwareError,
+        match=r"is invalid: compute_curves.0: the curve must not decrease, but y falls from 2e-05 to 1e-05",
     ):
         write_profile(content, path)
     assert not path.exists()
@@ -298,7 +307,7 @@ def test_pooling_averages_what_falls() -> None:
 
 
 def test_a_curve_that_falls_cannot_be_built() -> None:
-    with pytest.raises(ValueError, match="the curve falls from 2 to 1 between x = 1 and 2"):
+    with pytest.raises(ValueError, match="y falls from 2 to 1 between x = 1 and x = 2"):
         Curve(((1, 2), (2, 1)))
 
 
@@ -314,7 +323,7 @@ def test_a_file_like_a_preset_has_its_numbers_but_for_its_own(tmp_path: Path) ->
 def test_a_file_like_nothing_known_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "odd.json"
     path.write_text(json.dumps({"like": "a10"}))
-    with pytest.raises(HardwareError, match=r"is like 'a10', which is not a preset; .*a100"):
+    with pytest.raises(HardwareError, match=r"has \"like\": 'a10', which is not a preset; .*a100"):
         load_hardware(path)
 
 

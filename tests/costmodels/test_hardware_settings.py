@@ -43,10 +43,13 @@ def test_a_path_may_be_given_whole_or_its_end() -> None:
         ("node_egres=100GB/s", "a100 has no number 'node_egres'; did you mean 'node_egress'?"),
         ("node_egress", "is not NAME=NUMBER with a unit, e.g. node_egress=100GB/s"),
         ("node_egress=fast", "is not NAME=NUMBER with a unit"),
-        ("node_egress=100GB", "topology.node_egress: unit 'GB' is not a bandwidth; use one of B/s, GB/s"),
+        ("node_egress=100GB", "topology.node_egress: 'GB' is not a unit of bandwidth; use one of B/s, GB/s"),
         ("memory=-1GB", "chip.memory: the memory must be at least 0, found -1 GB"),
-        ("peak_flops=1TFLOP/s", "may mean any of chip.peak_flops.float64, chip.peak_flops.bfloat16"),
-        ("node_bandwidth=900GB/s", "node_bandwidth.2 is above node_bandwidth_spec, the physical limit"),
+        ("peak_flops=1TFLOP/s", "could mean chip.peak_flops.float64, chip.peak_flops.bfloat16"),
+        (
+            "node_bandwidth=900GB/s",
+            "node_bandwidth.2 must not be above node_bandwidth_spec, the physical limit",
+        ),
     ],
 )
 def test_what_cannot_be_set_is_told(setting: str, message: str) -> None:

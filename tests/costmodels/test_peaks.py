@@ -63,13 +63,13 @@ def test_float16_is_no_integer(name: str) -> None:
     assert hardware.peak_dtype("float16") == "bfloat16"
     assert hardware.peak_flops("float16") * 1.9 < hardware.peak_flops("int8")
     said = hardware.peak_note("float16") or ""
-    assert said.startswith(f"{name} has no separate rate for float16") and "loss scale" in said
+    assert said.startswith(f"{name} has no peak FLOP/s for float16") and "loss scale" in said
     assert hardware.peak_note("bfloat16") is None and hardware.peak_note("float32") is None
 
 
 def test_notes_of_gpus_and_hosts() -> None:
     v100 = load_hardware("v100")
-    assert (v100.peak_note("bfloat16") or "").endswith("float16 has a faster one")
+    assert (v100.peak_note("bfloat16") or "").endswith("float16 would be faster")
     assert v100.peak_note("float64") is None and load_hardware("cpu-local").peak_note("float64") is None
     assert "longer than predicted" in (load_hardware("tpu-v4").peak_note("float64") or "")
 
@@ -79,9 +79,11 @@ def test_a_file_gives_rates_of_floats() -> None:
     content = preset_content("tpu-v5e")
     del content["chip"]["peak_flops"]["bfloat16"]
     hardware, faults = read(content)
-    assert hardware is None and "peak_flops has no float; give one of float64" in faults[0]
+    assert (
+        hardware is None and "peak_flops has no floating-point type; add at least one of float64" in faults[0]
+    )
     content["chip"]["peak_flops"]["bf16"] = content["chip"]["peak_flops"]["int8"]
-    assert "peak_flops of bf16: no such type; known: float64" in read(content)[1][0]
+    assert "peak_flops has unknown element types: bf16; known: float64" in read(content)[1][0]
     with pytest.raises(HardwareError):
         load_hardware("h100, peak_flops.bf16=1TFLOP/s")
 

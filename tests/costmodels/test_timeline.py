@@ -87,7 +87,7 @@ def test_loops_are_drawn_turn_by_turn(found: Evaluation) -> None:
 def test_where_there_are_too_many_two_stand_for_all(found: Evaluation) -> None:
     few = timeline(found.program, found.cost, most=10)
     assert few[0].end == pytest.approx(found.cost.step_seconds)
-    assert sum(s.name == "1 more iterations like these" for s in few) == 2 * PARTS
+    assert sum(s.name == "1 more iterations like those shown" for s in few) == 2 * PARTS
     assert nested(few, DEVICE) == 5
 
 

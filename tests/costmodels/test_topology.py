@@ -57,14 +57,17 @@ def test_any_mesh_gets_a_placement_and_always_the_same(name: str, sizes: list[in
 
 def test_what_does_not_fit_is_assumed_and_said() -> None:
     assert _place("tpu-v5e", "d:17").assumptions[0] == (
-        "a mesh of 17 does not fit torus axes of [16, 16]; longer ones assumed"
+        "a mesh of 17 does not fit the torus of 16x16 chips, so the prediction assumes longer torus axes"
     )
-    assert _place("tpu-v5e", "d:512").assumptions[0] == "512 chips are 2 slices over the data-centre network"
+    assert (
+        _place("tpu-v5e", "d:512").assumptions[0]
+        == "the 512 chips form 2 slices, connected by the data-centre network"
+    )
     assert _place("tpu-v3", "d:3").assumptions[0] == (
-        "1 of the 2 devices of each chip are used: 3 is not a multiple"
+        "only 1 of the 2 devices of each chip are used, because 3 devices are not a multiple of 2"
     )
     assert _place("a100", "d:12;m:6").assumptions == (
-        "nodes use 6 of their 8 devices, so that groups are equal",
+        "only 6 of the 8 devices of each node are used, so that all groups have the same size",
     )
     assert _place("tpu-v5e", "data:16;model:16").assumptions == ()
 
@@ -117,7 +120,7 @@ def test_wraparound_rules(name: str, shape: tuple[int, ...], expected: tuple[boo
 
 def test_missing_wraparound_is_said() -> None:
     assert _place("tpu-v5e", "x:8;y:4").assumptions == (
-        "no wraparound on torus axis x (8), y (4): rule 'axis_size'",
+        "no wraparound links on torus axis x (8), y (4), by the rule 'axis_size' of this hardware",
     )
 
 
@@ -141,10 +144,16 @@ def test_explicit_placement() -> None:
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
-        ({"d": {"x": 4}, "m": {"y": 4}}, "mesh axis 'd': its factors multiply to 4, but the mesh has 8"),
-        ({"d": {"x": 8}, "m": {"w": 4}}, "mesh axis 'm': no level 'w'; known: core, slice, x, y, z"),
-        ({"d": {"x": 8}}, "axis 'm' has no levels"),
-        ({"d": {"x": 8}, "m": {"core": 4}}, "4 devices at level 'core', which has 1"),
+        (
+            {"d": {"x": 4}, "m": {"y": 4}},
+            "mesh axis 'd': the product of its factors is 4, but the axis has 8",
+        ),
+        (
+            {"d": {"x": 8}, "m": {"w": 4}},
+            "mesh axis 'm': the hardware has no level 'w'; known: core, slice, x, y, z",
+        ),
+        ({"d": {"x": 8}}, "axis 'm' is missing"),
+        ({"d": {"x": 8}, "m": {"core": 4}}, "level 'core' has 1 devices, but the placement uses 4"),
         ({"data": {"x": 8}, "m": {"y": 4}}, "has no axis 'data'"),
     ],
 )

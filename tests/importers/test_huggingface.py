@@ -132,7 +132,9 @@ def test_losses_are_those_of_transformers(name: str) -> None:
 
 
 def test_checkpoints_of_deepseek_are_refused() -> None:
-    with pytest.raises(mtf.UserError, match="checkpoints of 'deepseek_v2' combine arrays that are"):
+    with pytest.raises(
+        mtf.UserError, match="checkpoints of model_type 'deepseek_v2' combine arrays that are"
+    ):
         names_of(LOSSES["deepseek_v2"]["config"])
 
 
@@ -145,22 +147,25 @@ def changed(**more: Any) -> dict[str, Any]:
     [
         (
             {**TINY, "model_type": "mamba2"},
-            "model_type 'mamba2': known: bert, .* vit; write another model with",
+            "model_type 'mamba2' is not supported; known: bert, .* vit; write this model with",
         ),
-        ({"hidden_size": 4}, r"model_type 'None': known: bert"),
-        (changed(architectures=["LlamaForSequenceClassification"]), r"of 'llama', LlamaForCausalLM is built"),
+        ({"hidden_size": 4}, r"model_type 'None' is not supported; known: bert"),
+        (
+            changed(architectures=["LlamaForSequenceClassification"]),
+            r"for model_type 'llama' layoutopt builds only LlamaForCausalLM",
+        ),
         (
             changed(model_type="gemma3", text_config={}),
-            r"joins several models \(text_config\); save the configuration",
+            r"combines several models; save the configuration of one model \(text_config\)",
         ),
         (
             changed(strange_gate=True, other=3),
-            r"strange_gate, other: not known .* --set ignore=strange_gate,other",
+            r"unknown fields .*: strange_gate, other; .* --set ignore=strange_gate,other",
         ),
-        (changed(quantization_config={"quant_method": "fp8"}), r"quantization_config: not known"),
-        (changed(hidden_size="4096"), r"hidden_size is '4096'; it must be a whole number of at least 1"),
-        (changed(num_hidden_layers=True), r"num_hidden_layers is 'True'; it must be a whole number"),
-        (changed(rms_norm_eps=float("nan")), r"rms_norm_eps is 'nan'; it must be a number"),
+        (changed(quantization_config={"quant_method": "fp8"}), r"unknown fields .*: quantization_config"),
+        (changed(hidden_size="4096"), r"hidden_size is '4096'; give a whole number of at least 1"),
+        (changed(num_hidden_layers=True), r"num_hidden_layers is 'True'; give a whole number"),
+        (changed(rms_norm_eps=float("nan")), r"rms_norm_eps is 'nan'; give a number"),
         (changed(hidden_act="xielu"), r"hidden_act is 'xielu'; did you mean 'silu'|known: gelu"),
         (
             changed(rope_scaling={"rope_type": "longrope"}),
@@ -168,18 +173,21 @@ def changed(**more: Any) -> dict[str, Any]:
         ),
         (
             changed(rope_scaling={"rope_type": "linear", "factor": 2.0, "fast": 1}),
-            r"rope_scaling: fast: not known",
+            r"rope_scaling: unknown fields: fast",
         ),
         (changed(partial_rotary_factor=0.5), r"partial_rotary_factor is '0.5'; only 1 or 1.0 is supported"),
         (
             changed(torch_dtype="float8_e4m3fn"),
             r"torch_dtype 'float8_e4m3fn'; did you mean 'float32'|known: bfloat16",
         ),
-        (changed(head_dim=None, hidden_size=18), r"hidden_size is '18'; it must be a multiple of"),
-        ({k: v for k, v in TINY.items() if k != "vocab_size"}, r"lacks 'vocab_size', a whole number"),
+        (changed(head_dim=None, hidden_size=18), r"hidden_size is '18'; give a multiple of"),
+        (
+            {k: v for k, v in TINY.items() if k != "vocab_size"},
+            r"has no field 'vocab_size'; add the field with a whole number",
+        ),
         (
             {**LOSSES["gemma2"]["config"], "layer_types": ["full_attention"]},
-            r"layer_types .* 1 kinds for 4 layers",
+            r"layer_types .* 1 entries for 4 layers",
         ),
         (
             {**LOSSES["mixtral"]["config"], "output_router_logits": True},
@@ -241,10 +249,10 @@ def test_a_file_is_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "config.json: is not JSON: "),
-        ("[1]", "config.json: is a JSON list, not an object"),
+        ("{", "config.json is not valid JSON: "),
+        ("[1]", "config.json is a JSON list, not an object"),
         ('{"format": "layoutopt-plan/1"}', "is a layoutopt-plan/1 file, not a model"),
-        ("[" * 100_000, "config.json: is not JSON: "),
+        ("[" * 100_000, "config.json is not valid JSON: "),
         ('{"a": "\\ud800"}', "model_type 'None'"),
     ],
 )

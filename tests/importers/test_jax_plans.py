@@ -97,14 +97,16 @@ def test_no_search_splits_what_shardings_cannot() -> None:
 def test_what_no_function_can_do_is_refused_by_name() -> None:
     model, (params, _) = imported("scanned transformer")
     plan = plan_of(model, "model:1", "heads:model")
-    with pytest.raises(mtf.UserError, match="the plan splits 'heads' over model, an inner part of axis"):
+    with pytest.raises(
+        mtf.UserError, match="the plan splits 'heads' over model, but 'heads' is only an inner part of axis"
+    ):
         plan.jax.shardings(params)
 
 
 def test_another_function_is_no_part_of_the_plan() -> None:
     model, given = imported("recurrence")
     applied = plan_of(model, "data:1", "").jax.apply(lambda p, b: recurrence(p, b) * jnp.ones(3).sum())
-    with pytest.raises(mtf.UserError, match="not the one that was imported"):
+    with pytest.raises(mtf.UserError, match="not the one that from_jax imported"):
         applied(*given)
 
 
@@ -118,7 +120,7 @@ def test_arguments_are_the_models_own() -> None:
 
 def test_devices_and_models_that_are_missing() -> None:
     model, _ = imported("perceptron")
-    with pytest.raises(mtf.UserError, match="has 64 devices, JAX finds"):
+    with pytest.raises(mtf.UserError, match="has 64 devices, but JAX finds"):
         _ = plan_of(model, "data:64", "").jax
     plan = plan_of(model, "data:1", "")
     with pytest.raises(mtf.UserError, match=r"load_plan\(path\).of\(model\)"):
@@ -188,8 +190,11 @@ def reported(params: Any, batch: Any) -> Any:
 @pytest.mark.parametrize(
     "loss, why",
     [
-        (penalised, r"every part would add what does not depend on the batch \(.*test_jax_plans.py\(\d+\)\)"),
-        (masked, r"do not add up to the loss, because of .* in test_jax_plans.py\(\d+\)"),
+        (
+            penalised,
+            r"which every microbatch would add again \(.*test_jax_plans.py\(\d+\)\)",
+        ),
+        (masked, r"is not a sum over the examples of the batch \(see .* in test_jax_plans.py\(\d+\)"),
         (reported, "the loss returns auxiliary values"),
     ],
 )

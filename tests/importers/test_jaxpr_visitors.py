@@ -73,7 +73,7 @@ def test_models_are_met_as_they_were_imported(name: str) -> None:
 
 def test_another_function_is_refused() -> None:
     block = traced(calls, arguments()).block
-    with pytest.raises(UserError, match=r"not the one that was imported: .* now sin"):
+    with pytest.raises(UserError, match=r"not the one that from_jax imported: .* has sin"):
         visited(block, retraced(lambda x, key: calls(jnp.sin(x), key), arguments())[0])
     closed = retraced(calls, arguments())[0]
     with pytest.raises(UserError, match="by other operations than the whole"):

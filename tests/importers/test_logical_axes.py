@@ -108,7 +108,7 @@ def test_boxes_name_dimensions_and_are_no_part_of_paths(box: Any) -> None:
         "head": "[embed vocab]",
     }
     assert list(model.origin.notes) == [
-        "logical axes 'embed', 'norm' are one dimension, which is called embed"
+        "the logical axes 'embed', 'norm' are the same dimension, which is named 'embed'"
     ]
     if box is Logical:
         off = compared(model, loss, given, [("data:2", "vocab:data;mlp:data")])
@@ -168,14 +168,22 @@ def test_a_logical_name_of_several_dimensions_is_numbered() -> None:
 @pytest.mark.parametrize(
     ("names", "own", "said"),
     [
-        ({"norm": ("norm", "embed")}, None, r"'norm' has logical axes \(norm, embed\), but 1 axes \(8,\)"),
+        (
+            {"norm": ("norm", "embed")},
+            None,
+            r"'norm' has the logical axes \(norm, embed\), but its shape \(8,\) has 1 axes",
+        ),
         (
             {},
             {"head": (None, "embed")},
-            "calls axis 1 of 'head' 'embed', the name of another",
+            "gives axis 1 of 'head' the name 'embed', but the logical axes",
         ),
-        ({}, {"heads": P("embed", "vocab")}, "names has 'heads', which is not an array; did you mean"),
-        ({}, {"head": {"kernel": 3}}, "names has 3 at 'head/kernel'; give a tuple of names"),
+        (
+            {},
+            {"heads": P("embed", "vocab")},
+            "names has an entry for 'heads', but no array has this path; did you mean",
+        ),
+        ({}, {"head": {"kernel": 3}}, "names has the value 3 at 'head/kernel'; give a tuple of names"),
     ],
 )
 def test_conflicts_are_refused(names: dict[str, Any], own: Any, said: str) -> None:
@@ -186,7 +194,9 @@ def test_conflicts_are_refused(names: dict[str, Any], own: Any, said: str) -> No
 def test_fewer_names_than_axes_name_none() -> None:
     model = layoutopt.from_jax(loss, *arguments(up=("mlp",)))
     assert axes_of(model)["up"] == "[embed mlp]"
-    assert any(note.startswith("up: logical axes (mlp) of an array (8, 12)") for note in model.origin.notes)
+    assert any(
+        note.startswith("up: the logical axes (mlp) are fewer than the 2 axes") for note in model.origin.notes
+    )
 
 
 def test_a_parameter_may_be_called_value() -> None:

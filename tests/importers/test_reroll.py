@@ -288,15 +288,15 @@ def notes_of(layer: Callable[..., Any], count: int = 4) -> list[str]:
 UNEQUAL: dict[str, tuple[Callable[..., Any], str]] = {
     "another number": (
         lambda h, p, i: block(h, p[i]) * (1 + i),
-        r"\(mul\), which in blocks/1 is of other numbers or shapes",
+        r"\(mul\), where blocks/1 has other constants or shapes",
     ),
     "another operation": (
         lambda h, p, i: block(h, p[i]) + (jnp.cos, jnp.sin, jnp.tanh, jnp.exp)[i](h),
-        r"\(cos\), which in blocks/1 is .*test_reroll.py:\d+ \(sin\)",
+        r"\(cos\), where blocks/1 has .*test_reroll.py:\d+ \(sin\)",
     ),
     "a parameter of another layer": (
         lambda h, p, i: block(h, {**p[i], "scale": p[i * i % 3]["scale"]}),
-        r"\(broadcast_in_dim\), which reads values that the layers of a loop cannot read",
+        r"\(broadcast_in_dim\) reads values that are not available in every layer",
     ),
 }
 
@@ -305,7 +305,7 @@ UNEQUAL: dict[str, tuple[Callable[..., Any], str]] = {
 def test_the_line_that_keeps_layers_apart_is_said(case: str) -> None:
     layer, why = UNEQUAL[case]
     (said,) = notes_of(layer)
-    line = r"4 layers \(blocks/0 to blocks/3\) were not found equal because of .*test_reroll.py:\d+ "
+    line = r"4 layers \(blocks/0 to blocks/3\) did not become one loop, .* differ: .*test_reroll.py:\d+ "
     assert re.match(line + why, said), said
 
 
@@ -397,7 +397,9 @@ def test_what_has_no_value_in_the_function_is_refused() -> None:
     nameless = replace(model.origin, tensors={})
     kept = frozenset({Recomputed("layers", ("products",))})
     assert saved_values(model.step_graph, model.origin, kept)
-    with pytest.raises(mtf.UserError, match=r"keeps products of layers, but .*einsum makes a value that the"):
+    with pytest.raises(
+        mtf.UserError, match=r"keeps products of the loop over layers, but .*einsum computes a value that"
+    ):
         saved_values(model.step_graph, nameless, kept)
 
 

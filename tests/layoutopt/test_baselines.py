@@ -47,7 +47,9 @@ def test_an_answer_that_barely_fits_names_one_with_room() -> None:
     limit = search(model, devices=4, hardware=V3).predicted.peak_memory_bytes * 1.001
     plan = search(model, devices=4, hardware=V3, memory=limit)
     (note,) = [n for n in plan.data.notes if "it may not fit" in n]
-    said = re.search(r"--memory (\S+) for a plan with room(?: \((.+) has it: .* longer\))?$", note)
+    said = re.search(
+        r"for more headroom, search with --memory (\S+?)(?: \((.+) has enough headroom: .* longer\))?$", note
+    )
     assert said is not None
     roomy = [a for a in plan.alternatives if a.feasible and plan.data.fit_of(a) == "yes"]
     assert bool(said[2]) == bool(roomy) and (not roomy or plan.alternative(said[2]) in roomy)

@@ -89,7 +89,7 @@ def test_a_plan_has_a_frame_a_card_a_page_and_figures(plan: Plan, tmp_path: Path
     page = tmp_path / "report.html"
     html = plan.report(page)
     assert page.read_text(encoding="utf-8") == html
-    assert "Most expensive operations" in html and "Not in this plan: `layoutopt search" not in html
+    assert "Slowest operations" in html and "Not in this plan: `layoutopt search" not in html
     details = plan.full().data.details
     assert not plan.data.details.lines and details.lines
     # Each operation says where the model writes it, backward as forward; time passes where it is spent.
@@ -143,7 +143,7 @@ def test_a_validation_has_a_frame() -> None:
 
 
 def test_what_is_no_such_argument_is_said_in_a_line(model: mtf.Model, plan: Plan) -> None:
-    with pytest.raises(mtf.UserError, match="memory '16GiB': needs a positive number of bytes"):
+    with pytest.raises(mtf.UserError, match="memory is '16GiB'; give a positive number of bytes"):
         layoutopt.cost(model, MESH, "batch:data", "tpu-v3", memory="16GiB")  # type: ignore[arg-type]
     with pytest.raises(mtf.UserError, match="layouts 'batch:data': give a list of at least two"):
         layoutopt.validate(model, MESH, layouts="batch:data")
@@ -188,5 +188,7 @@ def test_a_calibrated_profile_counts_for_all_that_take_a_name(
     assert [m.hardware for m in machines_of("cpu-local", None)] == [mine]
     assert machine_of("cpu-local, launch_interval=3 us").peak_flops("float32") == mine.peak_flops("float32")
     assert machine_of(shipped) is shipped
-    with pytest.raises(UserError, match="give a preset's name, a file, or a Hardware"):
+    with pytest.raises(
+        UserError, match="give the name of a preset, the path of a hardware file, or a Hardware"
+    ):
         layoutopt.search(model, mesh="data:2", hardware=7)

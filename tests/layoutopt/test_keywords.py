@@ -39,7 +39,7 @@ def test_options_as_keywords(said: str, in_python: str) -> None:
     ("asked", "said"),
     [
         ({"elsewhere": ["foo"]}, "elsewhere foo: no operation has this dimension"),
-        ({"top": 0}, "top=0: needs at least 1"),
+        ({"top": 0}, "top is 0; give a whole number of at least 1"),
         ({"devices": 8}, "give either a mesh (mesh='data:2;model:4') or a number of devices (devices=8)"),
     ],
 )

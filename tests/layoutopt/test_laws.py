@@ -139,7 +139,10 @@ def test_pre_training_stands_for_data() -> None:
     found = Forecast(published("kaplan"), pretrained="text", characters=1.0)
     assert found.transferred(of(40e6), 3e5) / 3e5 == pytest.approx(500, rel=0.15)
     assert found.loss(of(40e6), 3e5) < published("kaplan").loss(40e6, 3e5)
-    with pytest.raises(UserError, match="--pretrained speech: no law is known; known: text, text"):
+    with pytest.raises(
+        UserError,
+        match="--pretrained speech: no scaling law of transfer from this data is known; known: text, text",
+    ):
         Forecast(published("kaplan"), pretrained="speech")
 
 
@@ -236,7 +239,7 @@ def test_one_wild_run_does_not_move_the_fit() -> None:
         ("N,loss\n1,2\n", "has no column 'D'"),
         ("N,D,loss\n1e6,1e7,three\n", "row 1 of column 'loss' is 'three', no number"),
         ("N,D,loss\n1e6,1e7,\n", "row 1 of column 'loss' is 'nan', no number"),
-        ("N,D,loss\n1e6,1e7,3\n", "1 runs of 1 sizes N and 1 numbers of tokens D"),
+        ("N,D,loss\n1e6,1e7,3\n", "1 runs with 1 different sizes N and 1 different numbers of tokens D"),
         ("N,D,loss\n" + "1e6,1e7,-3\n" * 8, "column 'loss' must hold positive numbers"),
         ("N,D,loss\n1e6,1e7,3\n1,2,3,4,5\n", "is not a CSV file"),
     ],
@@ -254,7 +257,7 @@ def test_runs_whose_loss_does_not_fall_make_no_law(what: str, loss: Callable[[fl
     pairs = [(n, d) for n in (1e6, 1e7, 1e8) for d in (1e8, 1e9, 1e10)]
     runs = {"N": [n for n, _ in pairs], "D": [d for _, d in pairs], "loss": [loss(*pair) for pair in pairs]}
     with pytest.raises(
-        UserError, match=f"from the least {what} to the most, the loss falls by less than 0.1%"
+        UserError, match=f"from the smallest to the largest {what}, the loss falls by less than 0.1%"
     ):
         fit(runs, resamples=1)
 

@@ -127,7 +127,7 @@ def test_without_time_there_is_a_plan_by_name(monkeypatch: pytest.MonkeyPatch) -
 
 def test_no_time_and_nothing_by_name_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Request, "late", True)
-    with pytest.raises(mtf.LimitError, match="nothing was found within the time limit"):
+    with pytest.raises(mtf.LimitError, match="no layout was found within the time limit"):
         search(EXAMPLES["mlp"](), mesh="x:4", hardware="tpu-v3", memory=7000, time_limit=1e6)
 
 

@@ -94,12 +94,12 @@ def test_devices_that_do_the_same_work_are_named() -> None:
     plan = search(perceptron(batch=16), devices=7, hardware="tpu-v4")
     (note,) = [n for n in plan.data.notes if "do the same work" in n]
     assert note == (
-        "the 7 devices of axis 'model' all do the same work: 'batch' of size 16 does not divide into 7 "
-        "parts; a size of 14 or 21 would, or an axis of 4 or 8"
+        "the 7 devices along axis 'model' all do the same work: 'batch' of size 16 does not divide into 7 "
+        "equal parts; use a size of 14 or 21, or a mesh axis of size 4 or 8"
     )
     plan = search(perceptron(batch=16), devices=7, hardware="tpu-v4", microbatches=(2,))
     assert any(
-        "'batch' of size 16 does not divide into 7 parts in each of 2 microbatches; a size of 14 or 28 would"
+        "'batch' of size 16 does not divide into 7 equal parts in each of 2 microbatches; use a size of 14"
         in n
         for n in plan.data.notes
     )

@@ -196,7 +196,7 @@ def test_a_plan_on_another_mesh_that_is_faster_is_pointed_out() -> None:
     found = named(plan, "data + tensor parallel")
     assert found.predicted and found.predicted.step_seconds < plan.predicted.step_seconds
     (note,) = [n for n in plan.data.notes if "search --devices 4" in n]
-    assert note.startswith("data + tensor parallel on data:2;model:2 is faster than the answer on x:4")
+    assert note.startswith("data + tensor parallel on data:2;model:2 is faster than the best layout on x:4")
 
 
 @pytest.mark.parametrize(
@@ -213,9 +213,9 @@ def test_a_plan_by_name_that_is_faster_says_what_was_not_allowed(
     plan = search(two_layers(batch), mesh="x:4", hardware=V3, **{**ASKED, **asked})
     seconds = plan.predicted.step_seconds * (1 - AGREE)
     faster = [a.name for a in plan.alternatives if a.predicted and a.predicted.step_seconds < seconds]
-    (note,) = [n for n in plan.data.notes if n.startswith("faster than the answer")]
+    (note,) = [n for n in plan.data.notes if n.startswith("faster than the best layout found")]
     said, _, listed = note.partition(": ")
-    assert said == f"faster than the answer, with {what}, which the search did not allow"
+    assert said == f"faster than the best layout found, but with {what}, which the search did not allow"
     assert {*listed.split(", ")} <= {*faster}
 
 

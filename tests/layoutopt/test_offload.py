@@ -213,7 +213,7 @@ def test_what_loops_save_goes_where_it_is_best(link: str) -> None:
         (
             "tpu-v2",
             ("optimizer",),
-            "the bandwidth of its host link is unknown",
+            "the bandwidth of the host link is unknown",
         ),
         ("tpu-v5e", ("weight",), "offload 'weight'"),
     ],

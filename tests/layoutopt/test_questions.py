@@ -52,9 +52,9 @@ def test_what_is_forbidden_adds_up() -> None:
         ({"storage": ()}, "storage names no stage; allow one or more of layout, zero1"),
         ({"storage": ("zero4",)}, "storage 'zero4': did you mean"),
         ({"microbatches": 4}, "microbatches 4: needs a list of allowed values"),
-        ({"memory": "16GiB"}, "memory '16GiB': needs a positive number of bytes"),
+        ({"memory": "16GiB"}, "memory is '16GiB'; give a positive number of bytes"),
         ({"pins": 5}, "pins 5: write them as 'batch:data', or as a dict of dimensions"),
-        ({"top": 2.5}, "top=2.5: needs a whole number"),
+        ({"top": 2.5}, "top is 2.5; give a whole number"),
         ({"mesh": None, "devices": 1 << 40}, "devices=1099511627776: at most 1,048,576 are searched"),
         ({"recompute": ()}, "recompute is empty; allow False, True or both"),
     ],
@@ -71,7 +71,7 @@ def test_a_stage_that_is_named_twice_is_allowed_once(model: mtf.Model) -> None:
 
 
 def test_a_file_is_no_model() -> None:
-    with pytest.raises(UserError, match=r"search: 'examples/mlp.py' is not a Model; build one"):
+    with pytest.raises(UserError, match=r"search: 'examples/mlp.py' is not a Model; pass what"):
         search("examples/mlp.py", mesh="data:2")  # type: ignore[arg-type]
 
 

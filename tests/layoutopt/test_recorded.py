@@ -98,7 +98,7 @@ def test_every_door_has_every_field() -> None:
     assert OnMesh.__dataclass_fields__.keys() - OnAnyMesh.__dataclass_fields__ == {"pin", "forbid", "diloco"}
     assert {*ARGUMENTS} - {*LAYOUTS} == {"pins", "forbid", "diloco"}
     assert OnMesh().space() == OnAnyMesh().space() == SearchSpace()
-    with pytest.raises(UserError, match="layouts choose no 'pins'; known: "):
+    with pytest.raises(UserError, match="have no option 'pins'; known: "):
         layoutopt.size(EXAMPLES["mlp"], tokens=1e6, pins="batch:data")
 
 

@@ -69,9 +69,9 @@ def test_prohibitions_are_honoured(model: mtf.Model) -> None:
             {"pins": "batch:data", "forbid": "batch:data"},
             "forbid batch:data forbids the same split;",
         ),
-        ({"memory": 0}, "needs a positive number of bytes"),
-        ({"top": 0}, "top=0: needs at least 1"),
-        ({"time_limit": 0}, "time_limit=0: needs a positive number"),
+        ({"memory": 0}, "memory is 0; give a positive number of bytes"),
+        ({"top": 0}, "top is 0; give a whole number of at least 1"),
+        ({"time_limit": 0}, "time_limit is 0; give a positive number"),
         ({"objective": "speed"}, "choose one of time, memory, pareto"),
         ({"mesh": None}, "either a mesh .* or a number of devices"),
         ({"devices": 4}, "either a mesh .* or a number of devices"),
@@ -89,7 +89,7 @@ def test_bad_input(model: mtf.Model, asked: dict[str, object], message: str) -> 
 
 def test_contradictory_pins_leave_nothing(model: mtf.Model) -> None:
     with pytest.raises(
-        mtf.InfeasibleError, match="the pins and prohibitions exclude every layout; remove one of them"
+        mtf.InfeasibleError, match="pins and forbid together exclude every layout; remove one of their rules"
     ):
         small(model, pins="batch:data;pixels:data", alternatives=True)
 
@@ -187,7 +187,7 @@ def test_a_plan_for_another_model_names_the_difference() -> None:
     plan = small(one)
     with pytest.raises(mtf.UserError, match=r"d_ff=32 there, 64 here; .* parameters there, .* here"):
         check_plan_model(plan, other)
-    with pytest.raises(mtf.UserError, match=r"its model is 'transformer_lm', this one 'mlp'"):
+    with pytest.raises(mtf.UserError, match=r"the plan's model is 'transformer_lm', this one 'mlp'"):
         check_plan_model(plan, mlp())
 
 

@@ -103,7 +103,7 @@ def test_a_proof_that_nothing_fits_is_of_even_shards() -> None:
     with pytest.raises(mtf.InfeasibleError) as caught:
         layoutopt.search(MODEL, "data:12", **asked)
     said = str(caught.value)
-    assert said.startswith("no layout of 'transformer_lm' whose shards divide evenly fits into ")
+    assert said.startswith("no layout of 'transformer_lm' with equal shards fits into ")
     assert "zero3 splits nothing of 12 variables" in said and "8 or 16 devices would divide" in said
     assert "layouts were considered (not looked at: " in said and "looked at in part: splits" in said
     with pytest.raises(mtf.InfeasibleError) as caught:

@@ -215,8 +215,13 @@ def test_a_plan_says_where_it_claims_more_than_anyone_published() -> None:
     above, below = found.values()
     assert above.predicted.mfu > 0.4 and below.notes == ()
     (note,) = above.notes
-    assert re.search(r"^[\d.]+% MFU is more than any .* \(40.0%: AI-Hypercomputer/tpu-recipes .*\);", note)
-    assert "0.0% of the step on recomputation" in note and "leaves out input, the host and stragglers" in note
+    assert re.search(
+        r"^the predicted MFU of [\d.]+% is above .* \(40.0%: AI-Hypercomputer/tpu-recipes .*\);", note
+    )
+    assert (
+        "0.0% of the step on recomputation" in note
+        and "does not model input pipelines, host overhead and stragglers" in note
+    )
     options = mtf.Options(recompute=frozenset({"layers"}))
     low = load_hardware("tpu-v6e, published_mfu=0.1")
     again = evaluate(transformer(**sizes), mtf.Mesh("data:2"), LAYOUT_DATA, low, options)

@@ -78,7 +78,7 @@ def test_missing_data_names_what_adds_it(chart: Chart) -> None:
     if not chart.missing(reports.plan_of(plan)):
         assert chart(plan).axes
         return
-    with pytest.raises(UserError, match=f"nothing for figure '{chart.name}': .*`layoutopt ") as caught:
+    with pytest.raises(UserError, match=f"no data for the figure '{chart.name}': .*`layoutopt ") as caught:
         chart(plan)
     assert "\n" not in str(caught.value)
 
@@ -91,7 +91,7 @@ def test_some_figures_need_details() -> None:
 def test_one_point_is_no_frontier() -> None:
     plan = sample.full_plan()
     plan["frontier"] = plan["frontier"][-1:]
-    assert "no layout trades time for memory" in reports.figures.frontier.missing(reports.plan_of(plan))
+    assert "there is no trade-off" in reports.figures.frontier.missing(reports.plan_of(plan))
 
 
 def widths(figure: Any, token: str) -> list[float]:
@@ -186,7 +186,7 @@ def test_files_of_several_plans_are_lettered(tmp_path: Path) -> None:
 
 
 def test_files_refuse_what_they_cannot_write(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="unknown figure format 'gif'; known: svg, png, pdf"):
+    with pytest.raises(UserError, match="unknown figure format 'gif'; choose one of svg, png, pdf"):
         reports.write_figures(sample.plain_plan(), tmp_path, ("gif",))
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"figures and tables .*file.* cannot be written: Not a directory"):

@@ -144,7 +144,7 @@ def test_first_screen_answers(pages: dict[str, str]) -> None:
 
 def test_first_screen_admits(pages: dict[str, str]) -> None:
     said = hero(pages["plain"])
-    assert "peak on a device; the plan does not record the memory of a device" in said
+    assert "peak memory per device; the plan does not record how much memory a device has" in said
     assert "Not measured" in said
     plan = sample.full_plan()
     plan["solver"] |= {"status": "FEASIBLE", "gap": 0.031}
@@ -153,12 +153,12 @@ def test_first_screen_admits(pages: dict[str, str]) -> None:
     said = hero(reports.report_html([plan]))
     assert "Does it fit No needs 9.00 GiB, a device has 6.96 GiB" in said
     assert "Not proven: feasible" in said and "at most 3.1% from the best" in said
-    assert "Calibrated" in said and "no whole step was timed" in said
+    assert "Calibrated" in said and "no whole training step was measured" in said
     assert "Proven optimal under" not in said
     del plan["details"]["calibration"], plan["solver"]
     said = hero(reports.report_html([plan]))
     assert "rests on 5 numbers with sources, 2 of them assumptions" in said
-    assert "the plan has no record of a search" in said
+    assert "the plan does not record a search" in said
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_gap_has_one_number(gap: float, said: str) -> None:
     plan = sample.full_plan()
     plan["solver"] |= {"status": "FEASIBLE", "gap": gap}
     words = str(proof(PlanFile.model_validate(plan), ""))
-    assert words.startswith(f"not proven: at most {said} from the best (FEASIBLE")
+    assert words.startswith(f"not proven: at most {said} slower than the optimum (status FEASIBLE")
     assert words.count("%") == 1
 
 
@@ -219,14 +219,14 @@ def test_first_screen_says_what_is_trained_for_how_long_and_for_how_much(pages: 
     said = hero(reports.report_html([plan]))
     for words in (
         "Batch 512 524,288 tokens a step in 2 microbatches",
-        "Length 1,024 tokens an example",
+        "Length 1,024 tokens per example",
         "How long 12.5 days 300 B tokens take 12.5 days",
         "Cost 645,120 154 k chip-hours at 4.2 each",
     ):
         assert words in said, words
     plan["training"] = {"seconds": 3600.0, "chip_hours": 512.0}
     said = hero(reports.report_html([plan]))
-    assert "Cost 512 chip-hours no price is given; an hour of training" in said and "How long" not in said
+    assert "Cost 512 chip-hours no price given; for one hour of training" in said and "How long" not in said
 
 
 def test_an_axis_has_the_trades_name() -> None:
@@ -247,7 +247,9 @@ def test_an_axis_has_the_trades_name() -> None:
 def test_close_call_is_called_close() -> None:
     plan = sample.full_plan()
     plan["details"]["validation"]["mape"] = 0.2
-    assert "the next best is closer than this error: measure both" in hero(reports.report_html([plan]))
+    assert "the next best layout is closer than this error, so measure both" in hero(
+        reports.report_html([plan])
+    )
 
 
 def test_bad_predictions_are_called_bad() -> None:
@@ -272,15 +274,15 @@ def test_first_screen_says_how_robust() -> None:
     plan = sample.full_plan()
     plan["details"]["robustness"] = dict(ROBUST)
     html = reports.report_html([plan])
-    drawn = "the fastest on 33 of 40 machines drawn within the uncertainties"
-    words = f"{drawn}, elsewhere at most 5.9 % slower than another, mostly greedy"
+    drawn = "the fastest layout on 33 of 40 hardware variants drawn within the uncertainties"
+    words = f"{drawn}, at most 5.9 % slower than the best on the rest (mostly greedy)"
     assert words in hero(html)
     assert '<div class="answer good"><dt>How sure</dt>' in html
     assert f"This plan is {words}." in Page(html).text.replace("\u00a0", " ")
     plan["details"]["robustness"] |= {"wins": 20}
     assert '<div class="answer warn"><dt>How sure</dt>' in reports.report_html([plan])
     plan["details"]["robustness"] |= {"wins": 40, "worst": 0.0, "runner_up": ""}
-    assert "the fastest on all 40 machines" in hero(reports.report_html([plan]))
+    assert "the fastest layout on all 40 hardware variants" in hero(reports.report_html([plan]))
     plan["details"]["robustness"] |= {"draws": 0, "wins": 0}
     assert "machines" not in hero(reports.report_html([plan]))
     plan["details"]["robustness"] |= {"wins": 41}
@@ -294,7 +296,7 @@ def test_a_proof_may_be_checked_again() -> None:
     words = "1 problem, ruled out without a solver: 1 by their bound"
     plan["details"]["proof"] = {"verified": True, "words": words, "problems": [one]}
     html = reports.report_html([plan])
-    assert "gap 0%, 2 s; checked again without a solver" in hero(html)
+    assert "gap 0%, 2 s; the proof was verified without a solver" in hero(html)
     assert words in Page(html).text
     plan["details"]["proof"] |= {"verified": False, "words": "1 not checked"}
     assert "checked again: 1 not checked" in hero(reports.report_html([plan]))
@@ -311,9 +313,7 @@ def test_what_the_fit_had_not_seen_counts() -> None:
     plan["details"]["calibration"]["measurements"].append(new)
     plan["details"]["calibration"]["notes"] = ["Measured on a quiet machine."]
     html = reports.report_html([plan])
-    said = (
-        "fitted to 41 measurements; typically 25 % off, 25 % at most, on operations that the fit had not seen"
-    )
+    said = "fitted to 41 measurements; median error 25 %, worst 25 % on held-out operations"
     assert said in hero(html)
     assert "Measured on a quiet machine." in html
     plan["details"]["calibration"]["of"] = "compiler estimate"
@@ -382,25 +382,25 @@ def test_plan_that_does_not_fit_is_not_the_fastest() -> None:
     plans[0]["predicted"]["peak_memory_bytes"] = 9 * sample.GIB
     assert "Plan B is the fastest that fits" in hero(reports.report_html(plans))
     plans[1]["predicted"]["peak_memory_bytes"] = 9 * sample.GIB
-    assert "None of these plans fits in memory." in hero(reports.report_html(plans))
+    assert "No plan fits in memory." in hero(reports.report_html(plans))
 
 
 def test_different_models_do_not_compare() -> None:
     plans = [sample.full_plan(), sample.full_plan()]
     plans[1]["model"]["fingerprint"] = "other"
     said = hero(reports.report_html(plans))
-    assert "These plans are for different models: their" in said and "fastest" not in said
+    assert "The plans are for different models, so their" in said and "fastest" not in said
 
 
 def test_one_model_with_other_hyperparameters_says_which() -> None:
     plans = [sample.full_plan(), sample.full_plan()]
     plans[1]["model"] |= {"fingerprint": "other", "hparams": {**plans[1]["model"]["hparams"], "batch": 1024}}
     was = plans[0]["model"]["hparams"]["batch"]
-    said = f"These plans differ in batch (A {was}, B 1024): their step times do not compare."
+    said = f"The plans differ in batch (A {was}, B 1024), so their step times cannot be compared."
     assert said in hero(reports.report_html(plans))
     for plan, rate in zip(plans, (1000.0, 1500.0), strict=True):
         plan["predicted"]["tokens_per_second"] = rate
-    assert f"{said} Plan B takes the most tokens of those that fit: 1,500 tokens/s." in hero(
+    assert f"{said} Of the plans that fit, plan B has the highest throughput: 1,500 tokens/s." in hero(
         reports.report_html(plans)
     )
 
@@ -429,8 +429,8 @@ def test_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plans", "said"),
     [
-        ([], "needs at least one plan, found none"),
-        ([sample.plain_plan()] * 13, "at most 12 plans side by side, found 13"),
+        ([], "requires at least one plan"),
+        ([sample.plain_plan()] * 13, "at most 12 plans side by side, but 13 were given"),
         ([sample.plain_plan(), {"format": "x"}], "plan B has format 'x'"),
     ],
 )

@@ -121,29 +121,38 @@ def instance(**changes: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"problem__nodes__costs": [[1, math.nan], [3]]}, "has NaN, which is not a JSON number"),
+        ({"problem__nodes__costs": [[1, math.nan], [3]]}, "contains NaN, which is not a JSON number"),
         (
             {"problem__nodes__costs": [[1, "2"], [3]]},
-            r"nodes.costs\[0\] must hold numbers only, not the text '2'",
+            r"nodes.costs\[0\] must contain only numbers, not the string '2'",
         ),
-        ({"problem__nodes__costs": [[1, True], [3]]}, r"nodes.costs\[0\] must hold numbers only, not bool"),
-        ({"problem__nodes__costs": [[1, None], [3]]}, r"nodes.costs\[0\] must hold numbers only, not null"),
-        ({"problem__nodes__costs": [[1, [2]], [3]]}, r"nodes.costs\[0\] must hold numbers only, not list"),
-        ({"problem__nodes__costs": [[1, -2], [3]]}, r"nodes.costs\[0\] holds the negative cost -2"),
+        (
+            {"problem__nodes__costs": [[1, True], [3]]},
+            r"nodes.costs\[0\] must contain only numbers, not bool",
+        ),
+        (
+            {"problem__nodes__costs": [[1, None], [3]]},
+            r"nodes.costs\[0\] must contain only numbers, not null",
+        ),
+        ({"problem__nodes__costs": [[1, [2]], [3]]}, r"nodes.costs\[0\] must contain only numbers, not list"),
+        ({"problem__nodes__costs": [[1, -2], [3]]}, r"nodes.costs\[0\] contains the negative cost -2"),
         (
             {"problem__nodes__costs": [[1, 2**60 // 3], [3]]},
             r"nodes.costs\[0\] holds 3.843e\+17, which is beyond 2\^53",
         ),
-        ({"problem__nodes__costs": [[1, 10**400], [3]]}, r"nodes.costs\[0\] holds a number beyond float64"),
+        (
+            {"problem__nodes__costs": [[1, 10**400], [3]]},
+            r"nodes.costs\[0\] contains a number that is too large for float64",
+        ),
         (
             {"problem__nodes__costs": [[], [3]]},
-            r"nodes.costs\[0\] is empty; a node needs at least one strategy",
+            r"nodes.costs\[0\] is empty; give the cost of at least one strategy",
         ),
         ({"problem__nodes__costs": {}}, "nodes.costs must be a list, not dict"),
         ({"problem__nodes__costs": [[1, 2]]}, "nodes has 2 intervals, 1 costs and 2 usages"),
         ({"problem__nodes__usages": [[4], [6]]}, r"nodes.usages\[0\] has 1 usages for 2 strategies"),
-        ({"problem__nodes__usages": [[4, -5], [6]]}, "must have one whole number >= 0 per choice"),
-        ({"problem__nodes__usages": [[4, 5.5], [6]]}, "must have one whole number >= 0 per choice"),
+        ({"problem__nodes__usages": [[4, -5], [6]]}, "must be a list with one whole number >= 0 per choice"),
+        ({"problem__nodes__usages": [[4, 5.5], [6]]}, "must be a list with one whole number >= 0 per choice"),
         (
             {"problem__nodes__intervals": [[0], [1, 3]]},
             r"nodes.intervals\[0\] must be a pair of whole numbers",
@@ -156,11 +165,14 @@ def instance(**changes: object) -> dict[str, Any]:
         ({"problem__edges__nodes": [[0, 2]]}, r"edges.nodes\[0\] names node 2; there are 2 nodes"),
         ({"problem__edges__nodes": [[0, -1]]}, r"edges.nodes\[0\] names node -1; there are 2 nodes"),
         ({"problem__edges__nodes": [[1, 1]]}, r"edges.nodes\[0\] joins node 1 to itself"),
-        ({"problem__edges__nodes": []}, "edges has 0 pairs of nodes but 1 costs"),
-        ({"problem__edges__costs": [[7]]}, r"edges.costs\[0\] has 1 costs; its nodes have 2 x 1 strategies"),
-        ({"problem__usage_limit": "20"}, "problem.usage_limit must be a number, not the text '20'"),
+        ({"problem__edges__nodes": []}, "edges has 0 pairs of nodes but 1 lists of costs"),
+        (
+            {"problem__edges__costs": [[7]]},
+            r"edges.costs\[0\] has 1 costs, but its two nodes have 2 x 1 strategies",
+        ),
+        ({"problem__usage_limit": "20"}, "problem.usage_limit must be a number, not the string '20'"),
         ({"problem__edges": None}, "edges must be an object, not NoneType"),
-        ({"problem__name": 5}, "problem.name must be text"),
+        ({"problem__name": 5}, "problem.name must be a string"),
         ({"problem": []}, "problem must be an object, not list"),
     ],
 )
@@ -188,29 +200,35 @@ def own(**changes: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        ([], 'neither "format": "layoutopt-problem/1" nor the contest'),
-        (own(format="layoutopt-problem/9"), "has the format 'layoutopt-problem/9'; this version reads"),
+        ([], 'neither "format": "layoutopt-problem/1" nor "problem"'),
+        (
+            own(format="layoutopt-problem/9"),
+            "the format is 'layoutopt-problem/9', but this version of layoutopt reads",
+        ),
         (own(variables=[{"name": "a", "size": 10**9}]), r"variables\[0\].size is 1000000000; at most 100000"),
         (
             own(variables=[{"name": f"v{i}", "size": 10**5} for i in range(201)]),
-            "the variables have 20100000 choices in total; the limit is 20000000",
+            "the variables have 20,100,000 choices in total; the limit is 20,000,000",
         ),
         (own(variables=[{"name": "a"}]), r"variables\[0\] has no 'size'"),
-        (own(variables=[{"name": "a", "labels": [1]}]), r"variables\[0\].labels must be a list of texts"),
-        (own(variables=[{"name": 3, "size": 1}]), r"variables\[0\].name must be text, not int"),
+        (own(variables=[{"name": "a", "labels": [1]}]), r"variables\[0\].labels must be a list of strings"),
+        (own(variables=[{"name": 3, "size": 1}]), r"variables\[0\].name must be a string, not int"),
         (
             own(terms=[{"scope": [0, 9], "table": []}]),
-            r"terms\[0\].scope names variable number 9; there are 2",
+            r"terms\[0\].scope contains the variable index 9, but there are 2",
         ),
         (
             own(terms=[{"scope": [0], "table": [1, 2, 3]}]),
-            r"terms\[0\].table needs a list of 2 items, not 3 items",
+            r"terms\[0\].table must be a list of 2 items, not 3 items",
         ),
         (
             own(terms=[{"scope": [0, 1], "table": [1, 2]}]),
-            r"terms\[0\].table needs a list of 2 items, not int",
+            r"terms\[0\].table must be a list of 2 items, not int",
         ),
-        (own(terms=[{"scope": [0], "assignments": [[5]], "values": [1]}]), "lists an assignment outside"),
+        (
+            own(terms=[{"scope": [0], "assignments": [[5]], "values": [1]}]),
+            "lists an assignment with a choice out of range",
+        ),
         (
             own(terms=[{"scope": [0], "assignments": [[0]], "values": [1, 2]}]),
             "a sparse table has assignments",
@@ -221,7 +239,7 @@ def own(**changes: object) -> dict[str, Any]:
         ),
         (
             own(rows=[{"name": "m", "limit": 1, "entries": [{"scope": [0], "table": [None, 1]}]}]),
-            "numbers only, not null",
+            "only numbers, not null",
         ),
         (own(constant="1"), "constant must be a number, not the text '1'"),
     ],
@@ -240,7 +258,7 @@ def test_hostile_problem_files_are_one_line_too(data: object, text: str, tmp_pat
         (b'{"problem": {"name": "x"', "is not valid JSON: Expecting ',' delimiter"),
         (b"\xff\xfe\x00{", "is not valid JSON|is not UTF-8 text"),
         (b"[" * 100_000, "is nested too deeply"),
-        (b'{"problem": ' + b"9" * 5000 + b"}", "has a number with too many digits"),
+        (b'{"problem": ' + b"9" * 5000 + b"}", "contains a number with too many digits"),
         (gzip.compress(json.dumps(instance()).encode())[:-20], "the gzip data is damaged or truncated"),
         (b"\x1f\x8b" + b"garbage" * 9, "the gzip data is damaged or truncated"),
     ],
@@ -253,9 +271,9 @@ def test_damaged_files_are_named(data: bytes, text: str, tmp_path: Path) -> None
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nowhere.json: cannot be read: No such file or directory"):
+    with pytest.raises(UserError, match=r"cannot read .*nowhere.json: No such file or directory"):
         load(tmp_path / "nowhere.json")
-    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+    with pytest.raises(UserError, match=r"cannot read .*: Is a directory"):
         load(tmp_path)
 
 

@@ -63,9 +63,9 @@ def test_evaluate_adds_up_and_names_what_is_broken() -> None:
 def test_evaluate_refuses_choices_that_do_not_fit() -> None:
     with pytest.raises(ProblemError, match="1 choices were given for problem 'small', which has 2 variables"):
         evaluate(small(), (0,))
-    with pytest.raises(ProblemError, match="choice 3 is not one of the 3 of variable 'heads'"):
+    with pytest.raises(ProblemError, match="choice 3 is out of range for variable 'heads', which has 3"):
         evaluate(small(), (0, 3))
-    with pytest.raises(ProblemError, match="choice -1 is not one of the 2 of variable 'batch'"):
+    with pytest.raises(ProblemError, match="choice -1 is out of range for variable 'batch', which has 2"):
         evaluate(small(), (-1, 0))
 
 
@@ -91,54 +91,57 @@ def test_the_points_of_an_interval_resource_imply_all_times(problem: Problem) ->
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (lambda: ChoiceVariable("batch", 0), "variable 'batch' has 0 choices; it needs at least one"),
+        (lambda: ChoiceVariable("batch", 0), "variable 'batch' has 0 choices; a variable needs at least one"),
         (lambda: ChoiceVariable("batch", 2, ("a",)), "variable 'batch' has 2 choices but 1 labels"),
-        (lambda: ChoiceVariable.of("batch", ["a", "a"]), "variable 'batch' has the same label twice: a, a"),
-        (lambda: Term((0, 0), np.zeros((2, 2)), "t"), "term 't' names a variable twice in its scope"),
-        (lambda: Term((0,), np.zeros((2, 2)), "t"), "term 't' has a table over 2 variables but a scope of 1"),
-        (lambda: Term((0,), np.array([0.0, math.nan]), "t"), "term 't' has a cost that is not a number"),
+        (lambda: ChoiceVariable.of("batch", ["a", "a"]), "variable 'batch' has a duplicate label: a, a"),
+        (lambda: Term((0, 0), np.zeros((2, 2)), "t"), "term 't' has a variable twice in its scope"),
+        (
+            lambda: Term((0,), np.zeros((2, 2)), "t"),
+            "term 't' has a table over 2 variables, but its scope lists 1",
+        ),
+        (lambda: Term((0,), np.array([0.0, math.nan]), "t"), "term 't' has a NaN"),
         (lambda: Term((0,), np.array([0.0, -math.inf]), "t"), "term 't' has a cost of -inf"),
-        (lambda: RowTerm((0,), np.array([math.inf])), "a row's entry over variables .* is infinite"),
-        (lambda: ResourceRow("memory", math.nan, ()), "row 'memory' has a limit that is not a number"),
+        (lambda: RowTerm((0,), np.array([math.inf])), "a row entry over the variables .* is infinite"),
+        (lambda: ResourceRow("memory", math.nan, ()), "the limit of row 'memory' is NaN"),
         (
             lambda: Usage(0, 0, 1, np.array([-1.0])),
             "the usage of variable 0 in .* one whole number >= 0 per choice",
         ),
         (lambda: Usage(0, -2, 1, np.array([1.0])), "the usage of variable 0 in .* starts before time 0"),
-        (lambda: Intervals(math.nan, ()), "the limit of 'usage' is not a number"),
+        (lambda: Intervals(math.nan, ()), "the limit of the intervals 'usage' is NaN"),
         (
             lambda: Sparse(np.zeros((2, 1)), np.zeros(3)),
             r"assignments of shape \(2, 1\) and values of shape \(3,\)",
         ),
         (
             lambda: small(variables=(ChoiceVariable("a", 2), ChoiceVariable("a", 3))),
-            "problem 'small' has two variables called 'a'",
+            "problem 'small' has two variables named 'a'",
         ),
         (
             lambda: small(rows=(ResourceRow("m", 1.0, ()), ResourceRow("m", 1.0, ()))),
-            "problem 'small' has two rows called 'm'",
+            "problem 'small' has two rows named 'm'",
         ),
         (
             lambda: small(terms=(Term((5,), np.zeros(2), "t"),)),
-            "term 't' names variable number 5; 'small' has 2",
+            "term 't' uses the variable index 5, but problem 'small' has 2",
         ),
         (
             lambda: small(terms=(Term((0, 1), np.zeros((3, 2)), "t"),)),
-            r"term 't' has a table of shape \(3, 2\); its variables \(batch, heads\) need \(2, 3\)",
+            r"term 't' has a table of shape \(3, 2\), but its variables \(batch, heads\) require",
         ),
         (
             lambda: small(terms=(Term((0,), Sparse(np.array([[2]]), np.zeros(1)), "t"),)),
-            "term 't' lists an assignment outside its variables' domains",
+            "term 't' lists an assignment with a choice out of range",
         ),
         (
             lambda: small(terms=(Term((0,), Sparse(np.array([[1], [1]]), np.zeros(2)), "t"),)),
             "a sparse table lists the same assignment twice",
         ),
-        (lambda: small(constant=math.inf), "problem 'small' has a constant of inf"),
+        (lambda: small(constant=math.inf), "problem 'small' has the constant inf"),
         (lambda: small().variable("vocab"), "problem 'small' has no variable 'vocab'"),
         (
             lambda: Solution(Status.OPTIMAL, None, 0.0, 0.0, 0.0, "x"),
-            "must come with choices only if it has any",
+            "give choices exactly when a solution was found",
         ),
     ],
 )

@@ -48,7 +48,7 @@ def test_the_k_best_are_what_enumeration_finds(problem: Problem) -> None:
 def test_the_k_best_need_a_count() -> None:
     problem = Problem("one", (ChoiceVariable("a", 2),), ())
     assert [answer.choices for answer in top_k(problem, 9)] in ([(0,), (1,)], [(1,), (0,)])
-    with pytest.raises(ProblemError, match="must be at least 1, found 0"):
+    with pytest.raises(ProblemError, match="the number of answers is 0; give at least 1"):
         top_k(problem, 0)
 
 
@@ -142,7 +142,7 @@ def test_a_conflict_is_told_in_the_names_it_was_given() -> None:
     assert conflict(never, groups) == Conflict(())
     with pytest.raises(ProblemError, match="the group 'x' names the row 'm'; the rows: memory, other"):
         conflict(problem, {"x": ConflictGroup({}, ("m",))})
-    with pytest.raises(ProblemError, match="the group 'x' names variable number 4, which does not exist"):
+    with pytest.raises(ProblemError, match="group 'x' contains the variable index 4, but the problem has"):
         conflict(problem, {"x": ConflictGroup({4: (0,)})})
     with pytest.raises(
         ProblemError, match=r"the group 'x' allows variable 'batch' the choices \[2\]; it has 2"

@@ -24,7 +24,10 @@ COMPILERS: Mapping[str, type[Compiler]] = MappingProxyType(
 """Every profile by its name."""
 
 if COMPILERS.keys() != {*COMPILER_NAMES}:
-    raise TypeError(f"compiler profiles {sorted(COMPILERS)} are not those of hardware files")
+    raise TypeError(
+        f"the compiler profiles {sorted(COMPILERS)} differ from COMPILER_NAMES, the names that hardware "
+        "files may give"
+    )
 
 
 def compiler_of(hardware: Hardware) -> Compiler:

@@ -50,9 +50,9 @@ def from_huggingface(config: str | Path | Mapping[str, Any], **changes: Any) -> 
     """Builds the model that a Hugging Face configuration describes.
 
     Args:
-      config: the file, or its parsed content.
-      changes: hyperparameters of training (`ConfiguredTraining`), and new values of fields of the
-        configuration.
+      config: the path of a config.json, or its parsed content.
+      changes: hyperparameters of training (`ConfiguredTraining`), such as `batch=8`, and new values for
+        fields of the configuration.
 
     Raises:
       UserError: the architecture or a field is not supported, or a hyperparameter is unknown.
@@ -68,7 +68,7 @@ def from_huggingface(config: str | Path | Mapping[str, Any], **changes: Any) -> 
     known = _hyperparameters(values, source)
     for name in changes:
         if name not in known:
-            raise UserError(f"{source}: has no hyperparameter {name!r}; {known_names(name, known)}")
+            raise UserError(f"{source} has no hyperparameter {name!r}; {known_names(name, known)}")
     given = {**known, **changes}
     model = _built(values, source, given)
     model.hparams = given
@@ -90,8 +90,9 @@ def names_of(config: str | Path | Mapping[str, Any], **changes: Any) -> dict[str
     made = reads(fields, ConfiguredTraining(batch=1, length=1))
     if isinstance(made, LanguageModel) and made.latent:
         raise UserError(
-            f"{source}: checkpoints of {name!r} combine arrays that are separate variables here; split "
-            "the arrays and pass them by the variables' names"
+            f"{source}: checkpoints of model_type {name!r} combine arrays that are separate variables in "
+            "layoutopt, so their weights cannot be mapped; split the arrays and load them by the names "
+            "of the variables"
         )
     if not isinstance(made, LanguageModel):
         return dict(encoder_names(name, variables))
@@ -158,19 +159,20 @@ def _family(fields: Fields) -> tuple[str, ReadConfiguration]:
     parts = [p for p in ("text_config", "vision_config", "audio_config") if p in fields.values]
     if parts and name not in FAMILIES:
         raise UserError(
-            f"{fields.source}: model_type {name!r} joins several models ({', '.join(parts)}); save the "
-            "configuration under one of these fields as a file"
+            f"{fields.source}: model_type {name!r} combines several models; save the configuration of one "
+            f"model ({', '.join(parts)}) as a file of its own and give that file"
         )
     if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(
-            f"{fields.source}: model_type {str(name)[:60]!r}: {known_names(str(name)[:60], FAMILIES)}; "
-            "write another model with mesh_tf_core.layers (layoutopt init), or import it from JAX"
+            f"{fields.source}: model_type {str(name)[:60]!r} is not supported; "
+            f"{known_names(str(name)[:60], FAMILIES)}; write this model with mesh_tf_core.layers "
+            "(layoutopt init), or import it from JAX"
         )
     wanted, reads = FAMILIES[name]
     if not isinstance(classes, list) or (classes and wanted not in classes):
         raise UserError(
-            f"{fields.source}: architectures is {str(classes)[:100]}; of {name!r}, {wanted} is built: if "
-            f'that is meant, write "architectures": ["{wanted}"]'
+            f"{fields.source}: architectures is {str(classes)[:100]}, but for model_type {name!r} "
+            f'layoutopt builds only {wanted}; to plan {wanted}, write "architectures": ["{wanted}"]'
         )
     return name, reads
 

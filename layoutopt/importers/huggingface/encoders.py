@@ -95,7 +95,7 @@ def vit(fields: Fields, training: ConfiguredTraining) -> Model:
 def _layer(fields: Fields, training: ConfiguredTraining, after: bool) -> nn.EncoderLayer:
     width, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     if width % heads:
-        raise fields.wrong("hidden_size", f"it must be a multiple of num_attention_heads, {heads}")
+        raise fields.wrong("hidden_size", f"give a multiple of num_attention_heads ({heads})")
     fields.only("qkv_bias", True)
     rate = fields.number("hidden_dropout_prob", 0.1 if after else 0.0)
     return nn.EncoderLayer(

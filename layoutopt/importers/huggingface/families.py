@@ -204,7 +204,7 @@ def _decoder(
     count, heads = fields.layers(), fields.count("num_attention_heads")
     d_model = fields.count("hidden_size")
     if not fields.has("head_dim") and not d_kv and d_model % heads:
-        raise fields.wrong("hidden_size", f"it must be a multiple of num_attention_heads, {heads}")
+        raise fields.wrong("hidden_size", f"give a multiple of num_attention_heads ({heads})")
     turned = rotary(fields, base, _FULL)
     each = [windows] * count if isinstance(windows, int) else windows
     stated = {
@@ -264,9 +264,13 @@ def _gemma(
 def _kinds(fields: Fields, kinds: Sequence[str]) -> Sequence[str]:
     count = fields.layers()
     if any(kind not in (_FULL, _SLIDING) for kind in kinds):
-        raise fields.wrong("layer_types", f"give a list of {_FULL!r} and {_SLIDING!r}")
+        raise fields.wrong(
+            "layer_types", f"give a list whose entries are {_FULL!r} or {_SLIDING!r}, one per layer"
+        )
     if len(kinds) < count:
-        raise fields.wrong("layer_types", f"it has {len(kinds)} kinds for {count} layers")
+        raise fields.wrong(
+            "layer_types", f"it has {len(kinds)} entries for {count} layers; give one entry per layer"
+        )
     return kinds[:count]
 
 

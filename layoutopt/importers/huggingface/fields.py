@@ -62,12 +62,14 @@ class Fields:
         """A whole number from `least` to `most`; without a default it must be there."""
         if default is None and not self.has(name):
             near = known_names(name, self.values)
-            raise UserError(f"{self.source}: lacks {name!r}, a whole number; add it ({near})")
+            raise UserError(
+                f"{self.source} has no field {name!r}; add the field with a whole number ({near})"
+            )
         found = self.raw(name, default)
         if not isinstance(found, int) or isinstance(found, bool) or found < least:
-            raise self.wrong(name, f"it must be a whole number of at least {least}")
+            raise self.wrong(name, f"give a whole number of at least {least}")
         if found > most:
-            raise self.wrong(name, f"it must be at most {most:,}")
+            raise self.wrong(name, f"give a whole number of at most {most:,}")
         return found
 
     def layers(self) -> int:
@@ -85,14 +87,14 @@ class Fields:
         """A number of at least 0."""
         found = self.raw(name, default)
         if not isinstance(found, int | float) or isinstance(found, bool) or not 0 <= found < float("inf"):
-            raise self.wrong(name, "it must be a number of at least 0")
+            raise self.wrong(name, "give a number of at least 0")
         return float(found)
 
     def flag(self, name: str, default: bool = False) -> bool:
         """true or false."""
         found = self.raw(name, default)
         if not isinstance(found, bool):
-            raise self.wrong(name, "it must be true or false")
+            raise self.wrong(name, "give true or false")
         return found
 
     def text(self, name: str, default: str, known: Mapping[str, Any] | Sequence[str]) -> str:
@@ -107,7 +109,8 @@ class Fields:
         if self.raw(name, known[0]) not in known:
             said = " or ".join(json.dumps(k) for k in known)
             raise self.wrong(
-                name, f"only {said} is supported: write the model with mesh_tf_core.layers instead"
+                name,
+                f"only {said} is supported; to use another value, write the model with mesh_tf_core.layers",
             )
 
     def part(self, name: str, values: Mapping[str, Any]) -> Fields:
@@ -119,10 +122,11 @@ class Fields:
         left = [n for n, v in self.values.items() if n not in self.asked and n not in WITHOUT_EFFECT and v]
         strange = [n for n in left if n not in ignored]
         if strange:
+            kind = self.values.get("model_type")
+            of = f" for model_type {kind!r}" if kind else ""
             raise UserError(
-                f"{self.source}: {', '.join(strange[:5])}: not known for model_type "
-                f"{self.values.get('model_type')!r}; if the training step does not need them, add --set "
-                f"ignore={','.join(strange[:5])}"
+                f"{self.source}: unknown fields{of}: {', '.join(strange[:5])}; if they do not affect the "
+                f"training step, add --set ignore={','.join(strange[:5])}"
             )
 
 
@@ -135,14 +139,18 @@ def read(path: Path, shown: str) -> dict[str, Any]:
     try:
         found = json.loads(read_file(path, LARGEST_FILE).decode())
     except OSError as error:
-        raise UserError(f"{shown}: cannot be read: {error.strerror}") from None
+        raise UserError(f"{shown} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{shown}: is not JSON: {' '.join(str(error).split())[:200]}") from None
+        raise UserError(f"{shown} is not valid JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(found, dict):
-        raise UserError(f"{shown}: is a JSON {type(found).__name__}, not an object with the model's fields")
+        raise UserError(
+            f"{shown} is a JSON {type(found).__name__}, not an object; give a JSON object with the "
+            "model's fields"
+        )
     if str(found.get("format", "")).startswith("layoutopt-"):
         raise UserError(
-            f"{shown}: is a {found['format']} file, not a model; give its MODEL (pass a plan with --layout)"
+            f"{shown} is a {found['format']} file, not a model; give the MODEL of the plan, and pass the "
+            "plan with --layout"
         )
     return found
 

@@ -32,4 +32,4 @@ class ConfiguredTraining(model.Training):
     def __post_init__(self) -> None:
         for name in ("batch", "length"):
             if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+                raise UserError(f"{name} is {getattr(self, name)}; give a whole number of at least 1")

@@ -46,7 +46,10 @@ def arguments(
     for v, leaf in arrays.parameters:
         learns = is_float(our_dtype(v.dtype)) and id(v) in trained
         if is_float(our_dtype(v.dtype)) and not learns:
-            w.notes.append(f"{leaf.path}: the loss does not depend on it, so it is stored and not trained")
+            w.notes.append(
+                f"{leaf.path}: the loss does not depend on this parameter, so the model stores the "
+                "parameter but does not train it"
+            )
         w.values[id(v)] = _variable(
             w, v, leaf.path or "params", leaf, learns, id(v) in stacked, id(v) in scales
         )
@@ -66,7 +69,10 @@ def arguments(
 
 def _checked(dtype: str, path: str) -> str:
     if our_dtype(dtype) not in DTYPES:
-        raise UserError(f"from_jax: {path} has element type {dtype}; give one of {', '.join(DTYPES)}")
+        raise UserError(
+            f"from_jax: {path} has the unsupported element type {dtype}; convert the array to one of "
+            f"{', '.join(DTYPES)}"
+        )
     return our_dtype(dtype)
 
 

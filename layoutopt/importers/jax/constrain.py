@@ -133,7 +133,7 @@ class Constrained:
         outs = interpret(visitor, closed, begin, whole)
         steps = visitor.steps
         if next(visitor.rest, None) is not None:
-            raise differs("it ends before the imported one does")
+            raise differs("it has fewer operations than the imported function")
         known = dict(zip(begin, args, strict=True))
         number = {id(e): n for n, e in enumerate(block.equations)}
         parts = itertools.groupby(
@@ -292,13 +292,14 @@ def constrained(
         missing = recompute - run.met
         if missing:
             raise UserError(
-                f"plan.jax: the plan recomputes {', '.join(sorted(missing))}, which are not layers of the "
-                "function; write them as jax.lax.scan, or search again with --recompute never"
+                f"plan.jax: the plan recomputes the loop over {', '.join(sorted(missing))}, which is not "
+                "a jax.lax.scan in this function; write these layers as a jax.lax.scan, or search again "
+                "with --recompute never"
             )
         if saved - run.named:
             raise UserError(
-                "plan.jax: what the plan keeps lies within a function with a derivative of its own, whose "
-                "values have no names; search again with --recompute auto"
+                "plan.jax: the plan keeps values computed inside a jax.custom_vjp or jax.custom_jvp "
+                "function, and JAX cannot name such values; search again with --recompute auto"
             )
         return jax.tree_util.tree_unflatten(tree, flat)
 

@@ -25,8 +25,9 @@ def _drawing(w: Writer, e: Equation, kind: str) -> Keys:
     if keys.why or any(isinstance(x, np.ndarray) and counted(x) for x in keys.parts):
         refuse(
             e,
-            f"its key comes from {keys.why or 'several keys of a loop'}, so equal draws cannot be identified",
-            "make keys with jax.random.split and fold_in, and pass them on unchanged",
+            f"its random key comes from {keys.why or 'several keys of a loop'}, so the importer cannot "
+            "tell which draws are equal",
+            "make keys with jax.random.split and jax.random.fold_in, and do not change them otherwise",
         )
     how = kind, tuple(d.size for d in w.shape(e.out))
     for other in w.drawn_with:
@@ -34,8 +35,8 @@ def _drawing(w: Writer, e: Equation, kind: str) -> Keys:
         if (same and other.how != how) or (not same and keys.meets(other.keys)):
             refuse(
                 e,
-                f"{other.where or 'another line'} draws another kind of numbers with the same key, and "
-                "JAX makes both from the same bits",
+                f"{other.where or 'another line'} draws numbers of another kind or shape with the same "
+                "key, so JAX makes both from the same bits",
                 "give each draw its own key with jax.random.split",
             )
     w.drawn_with.append(Draw(keys, how, e.where))
@@ -46,7 +47,7 @@ def _uniform(w: Writer, e: Equation) -> None:
     ends = [w.number(x) for x in e.ins[1:3]]
     low, high = (0.0, 1.0) if len(ends) < 2 else ends
     if low is None or high is None:
-        refuse(e, "its bounds are not known numbers", "scale numbers between 0 and 1")
+        refuse(e, "its bounds are not constants", "draw between 0 and 1, then scale and shift the result")
     keys = _drawing(w, e, "uniform")
     w.put(e.out, UndrawnUniform(float(low), float(high), w.shape(e.out), e.out.dtype, keys))
 

@@ -140,7 +140,7 @@ def _bitwise(name: str) -> Callable[[Any, Any], Tensor]:
             of = {"and": mtf.logical_and, "or": mtf.logical_or, "xor": mtf.logical_xor}[name]
             return of(_tensor(x, tensor), _tensor(y, tensor))
         if name == "or":
-            raise mtf.UserError("bits of whole numbers cannot be joined")
+            raise mtf.UserError("bitwise OR of integers is not supported")
         return tensor.graph.binary("bit_" + name, x, y)
 
     return both
@@ -268,8 +268,9 @@ def _narrowed(w: Writer, e: Equation) -> None:
     if bits not in kind:
         refuse(
             e,
-            f"it keeps {bits[0]} bits of exponent and {bits[1]} of mantissa",
-            "convert to bfloat16 and back",
+            f"it rounds to {bits[0]} bits of exponent and {bits[1]} bits of mantissa, which no supported "
+            "type has",
+            "convert to bfloat16 or float16 and back",
         )
     x = w.drawn(w.elementwise(e.ins[0], e.out), e.ins[0])
     w.put(e.out, x.cast(kind[bits]).cast(x.dtype))
@@ -291,7 +292,7 @@ def _named(w: Writer, e: Equation) -> None:
 
 def _constrained(w: Writer, e: Equation) -> None:
     place = e.where.replace("\\", "/").rsplit("/", 1)[-1]
-    note = f"{place}: its sharding constraint is ignored; the search decides"
+    note = f"{place}: the sharding constraint is ignored, because the search decides the sharding"
     if note not in w.notes:
         w.notes.append(note)
     _same(w, e)
@@ -306,7 +307,11 @@ def _select(w: Writer, e: Equation) -> None:
         w.put(e.out, cases[0])
         return
     if len(cases) > 2 or e.ins[0].dtype != "bool":
-        refuse(e, "it chooses between more than two arrays", "write it with jnp.where")
+        refuse(
+            e,
+            "its condition is not boolean or it selects among more than two arrays",
+            "use jnp.where with a boolean condition",
+        )
     no, yes = cases
     if isinstance(which, Kept) and isinstance(no, ScalarArray) and no.value == 0 and isinstance(yes, Tensor):
         dropped = _dropout(w, which, yes)

@@ -99,7 +99,11 @@ def _gather(w: Writer, e: Equation) -> None:
     x, ids = e.ins[:2]
     value, outside = w.value(x), e.params.get("fill_value")
     if outside and outside == outside and "fill" in str(e.params.get("mode")).lower():
-        refuse(e, f"outside the array it gives {outside}", "take 0 there and choose with jnp.where")
+        refuse(
+            e,
+            f"for indices out of bounds it returns {outside}, and only 0 is supported",
+            "set fill_value=0 and replace those elements with jnp.where",
+        )
     if isinstance(value, ScalarArray):
         w.put(e.out, value)
         return
@@ -136,7 +140,7 @@ def _scatter(w: Writer, e: Equation) -> None:
     places, of_x = _places(w, e, x, ids, rows)
     found = indexing(e)
     if not places:
-        refuse(e, "it writes all of an array", "write the array itself")
+        refuse(e, "it overwrites the whole array", "use the new values directly")
     by_rows = {new: old for old, new in of_x.items()}
     back = w.between(x, e.out, [(a, a) for a in range(len(x.shape))])
     own = [d for a, _ in places for d in w.dims(x, a)]
@@ -181,8 +185,9 @@ def _last(w: Writer, e: Equation, place: Tensor, lead: Sequence[Dim], given: Ten
         return given
     if count**2 > COMPARED:
         w.notes.append(
-            f"{e.where}: rows that two of the {count:,} indices write to one place would add up; "
-            "x.at[i].set(y, unique_indices=True) asserts that all are different"
+            f"{e.where}: the imported model adds rows that are written to the same index, and {count:,} "
+            "indices are too many to find duplicates; if there are none, say so with x.at[i].set(y, "
+            "unique_indices=True)"
         )
         return given
     number: Any = 0
@@ -228,7 +233,11 @@ def _dynamic_update(w: Writer, e: Equation) -> None:
         w.put(y, w.elementwise(piece, y))
         return
     if len(cut) > 1 or piece.shape[cut[0]] != 1 or len(w.dims(y, cut[0])) != 1:
-        refuse(e, "it writes more than one place of one axis", "write with jnp.where, or one place at a time")
+        refuse(
+            e,
+            "it writes more than one index, or along more than one axis",
+            "use jnp.where, or write one index of one axis at a time",
+        )
     (dim,) = w.dims(y, cut[0])
     base = mtf.broadcast(base, w.shape(y))
     given = mtf.broadcast(w.drawn(w.elementwise(piece, y), piece), base.shape.without(dim.name))
@@ -265,7 +274,7 @@ def _cumsum(w: Writer, e: Equation) -> None:
 def _sort(w: Writer, e: Equation) -> None:
     axis = e.params["dimension"]
     if e.params["num_keys"] != 1:
-        refuse(e, "it sorts by several keys", "sort by one")
+        refuse(e, "it sorts by more than one key", "sort by one key")
     key, one = w.merged(e.ins[0], axis)
     order: Tensor | None = None
     for i, (x, y) in enumerate(zip(e.ins, e.outs, strict=True)):
@@ -284,7 +293,7 @@ def _sort(w: Writer, e: Equation) -> None:
 def _top_k(w: Writer, e: Equation) -> None:
     x, axis = e.ins[0], len(e.ins[0].shape) - 1
     if e.params.get("axis", axis) != axis:
-        refuse(e, "it is not along the last axis", "move the axis to the end")
+        refuse(e, "it is not applied along the last axis", "move the axis to the end with jnp.moveaxis")
     t, one = _named_axis(w, x, axis)
     best = Dim(w.fresh(f"{one.name}_best"), int(e.params["k"]))
     for found, y in zip(mtf.top_k(t, one, best), e.outs, strict=True):

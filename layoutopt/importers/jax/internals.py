@@ -25,7 +25,7 @@ def jax_module() -> Any:
     try:
         import jax
     except ImportError as error:
-        raise not_installed("JAX", "jax", "a model from JAX") from error
+        raise not_installed("JAX", "jax", "importing a model from JAX") from error
     return jax
 
 
@@ -61,7 +61,10 @@ def called(params: Mapping[str, Any]) -> Any:
         if key in params:
             found = params[key]
             return found if hasattr(found, "consts") else ClosedJaxpr(found, ())
-    raise UserError(f"from_jax: this version of JAX ({jax_module().__version__}) has calls of unknown form")
+    raise UserError(
+        f"from_jax: JAX {jax_module().__version__} represents function calls in a form that layoutopt "
+        "does not know; install a version that pip install 'layoutopt[jax]' allows"
+    )
 
 
 def without_dead(closed: Any) -> Any:

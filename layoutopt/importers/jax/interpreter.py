@@ -88,7 +88,7 @@ def interpret(
     """
     jaxpr, same = closed.jaxpr, closed.jaxpr if whole is None else whole.jaxpr
     if len(jaxpr.eqns) != len(same.eqns):
-        raise differs("a part of the batch is computed by other operations than the whole")
+        raise differs("its operations for part of a batch differ from those for the whole batch")
     consts = zip(jaxpr.constvars, closed.consts, strict=True)
     known: dict[Any, V] = {v: visitor.constant(value, v.aval) for v, value in consts}
     known.update(zip(jaxpr.invars, ins, strict=True))
@@ -135,6 +135,6 @@ def _site(eqn: Any, whole: Any, scope: str, where: str) -> Site:
 def differs(how: str) -> UserError:
     """The error of a function that is not the one that was imported."""
     return UserError(
-        f"plan.jax: the function is not the one that was imported: {how}; import this one with from_jax "
-        "and search again"
+        f"plan.jax: this function is not the one that from_jax imported: {how}; import this function with "
+        "from_jax and search again"
     )

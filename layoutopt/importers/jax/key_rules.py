@@ -231,6 +231,6 @@ def of_numbers(w: Writer, x: Operand, seed: bool = False) -> Keys:
     if seed:
         return Keys(SEEDED, (0, t)) if not x.shape else lost("an array of seeds")
     if len(x.shape) != 1:
-        return lost("an array of words")
+        return lost("an array of raw key data")
     t, one = w.one(t, x, 0)
     return Keys(SEEDED, tuple(mtf.squeeze(mtf.slice_dim(t, one, i, 1), one.name) for i in range(x.shape[0])))

@@ -154,7 +154,7 @@ def at_place(keys: Keys, place: Tensor, table: Callable[[Any], Tensor] | None = 
     for i, x in enumerate(keys.parts):
         found = [x] if not isinstance(x, np.ndarray) else _at_place(x, place, table)
         if not found or (i == 0 and len(found) > 1):
-            return lost("keys that are put together differently in every iteration")
+            return lost("keys that each iteration of a loop makes in a different way")
         if i == 0:
             (start,) = found
         else:

@@ -82,7 +82,7 @@ def _array(leaf: Any, name: str) -> Any:
     except (TypeError, ValueError):
         raise UserError(
             f"from_jax: {name or 'an argument'} is a {type(leaf).__name__}, not an array; give arrays or "
-            "jax.ShapeDtypeStruct, and bind other arguments with functools.partial"
+            "jax.ShapeDtypeStruct, and bind arguments that are not arrays with functools.partial"
         ) from None
     if found.dtype.itemsize == 8 and not jax_module().config.jax_enable_x64:
         narrow = {"f": np.float32, "i": np.int32, "u": np.uint32}

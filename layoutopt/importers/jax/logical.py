@@ -48,13 +48,14 @@ def logical_axes(arrays: Sequence[tuple[Var, Leaf]], notes: list[str]) -> list[L
         names = leaf.noted.names
         if len(names) > len(v.shape):
             raise UserError(
-                f"from_jax: {leaf.path!r} has logical axes {_text(names)}, but {len(v.shape)} axes "
-                f"{v.shape}; give one name per axis"
+                f"from_jax: {leaf.path!r} has the logical axes {_text(names)}, but its shape {v.shape} "
+                f"has {len(v.shape)} axes; give one name per axis"
             )
         if len(names) < len(v.shape):
             notes.append(
-                f"{leaf.path}: logical axes {_text(names)} of an array {v.shape}: the axes are not "
-                "identified, so the names are ignored; name the axis of stacked layers by nn.PARTITION_NAME"
+                f"{leaf.path}: the logical axes {_text(names)} are fewer than the {len(v.shape)} axes of "
+                f"the shape {v.shape}, so these names are ignored; name the axis of stacked layers with "
+                "nn.PARTITION_NAME"
             )
             continue
         found = [LogicalAxis((v, a), name, leaf.path) for a, name in enumerate(names) if name]
@@ -66,9 +67,10 @@ def logical_axes(arrays: Sequence[tuple[Var, Leaf]], notes: list[str]) -> list[L
     if len(several) >= _MESH_SHARE * len(perhaps) > 0:
         name = several[0].name
         notes.append(
-            f"names of axes in {several[0].path} and others are taken as axes of a mesh, not as dimensions: "
-            f"{name!r} has sizes {', '.join(map(str, sorted(sizes[name])))}; give names= for names, and "
-            "`layoutopt lint` predicts such shardings"
+            f"the axis names of {several[0].path} and other arrays are read as mesh axes, not as "
+            f"dimensions, because {name!r} occurs with the sizes "
+            f"{', '.join(map(str, sorted(sizes[name])))}; name dimensions with names=, and check these "
+            "shardings with `layoutopt lint`"
         )
         perhaps = []
     return sure + perhaps
@@ -113,12 +115,12 @@ def said_of(names: Any, known: Sequence[Leaf]) -> tuple[dict[str, Any], dict[str
     for path, leaf, _ in flat(trees, is_leaf=lambda x: isinstance(x, spec)):
         if not isinstance(leaf, spec):
             raise UserError(
-                f"from_jax: names has {leaf!r} at {path!r}; give a tuple of names for the axes of an array, "
-                "a new name for a dimension, or a pytree of PartitionSpec built like params"
+                f"from_jax: names has the value {leaf!r} at {path!r}; give a tuple of names for the axes "
+                "of an array, a new name for a dimension, or a pytree of PartitionSpec built like params"
             )
         if path not in paths:
             hint = known_names(path, paths)
-            raise UserError(f"from_jax: names has {path!r}, which is not an array; {hint}")
+            raise UserError(f"from_jax: names has an entry for {path!r}, but no array has this path; {hint}")
         found = noted_names(leaf, logical=True)
         if found is not None:
             noted[path] = found
@@ -141,5 +143,5 @@ def called(
         found[node] = first, where[node]
         if others:
             listed = ", ".join(repr(n) for n in (first, *others))
-            notes.append(f"logical axes {listed} are one dimension, which is called {first}")
+            notes.append(f"the logical axes {listed} are the same dimension, which is named {first!r}")
     return found, notes

@@ -106,14 +106,22 @@ def _handed_on(w: Writer, e: Equation, x: Operand, before: Keys) -> Tensor:
     keys = w.value(x)
     assert isinstance(keys, Keys)
     if keys.stepped != before.stepped:
-        refuse(e, "it passes on another key than it receives", "derive the next key from the last")
+        refuse(
+            e,
+            "each iteration passes on a key that is not derived from the key that it received",
+            "derive the next key from the received one with jax.random.split or fold_in",
+        )
     return _scalar(w, e, keys)
 
 
 def _scalar(w: Writer, e: Equation, keys: Keys) -> Tensor:
     """A key as a loop's state."""
     if keys.why or any(isinstance(x, np.ndarray) for x in keys.parts):
-        refuse(e, f"it passes on {keys.why or 'an array of keys'}", "pass on one key, or scan over the keys")
+        refuse(
+            e,
+            f"each iteration passes on {keys.why or 'an array of keys'}",
+            "pass on one key, or scan over the keys",
+        )
     found = state(w.graph, keys)
     if isinstance(found, Tensor):
         return found

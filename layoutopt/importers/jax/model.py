@@ -71,13 +71,13 @@ class JaxModel(mtf.Model):
         if plan.layout.refined:
             path = plan.layout.refined[0][0]
             raise UserError(
-                f"plan.jax: the plan places {path!r} by rules of its own (--refine), which have no place "
-                "in the user's function; search without --refine"
+                f"plan.jax: the plan places {path!r} by rules for single operations (--refine), which "
+                "cannot be applied to a JAX function; search again without --refine"
             )
         for dim, count in self.stages(plan.mesh, plan.layout).items():
             raise UserError(
-                f"plan.jax: the plan splits {dim!r} into {count} stages of a pipeline, which the user's "
-                f"function does not have; take a layout that does not split {dim!r}"
+                f"plan.jax: the plan splits {dim!r} into {count} stages of a pipeline, but a JAX function "
+                f"has no pipeline stages; search again without --pipeline {dim}"
             )
         return self.under(plan.mesh, plan.layout, plan.options, jax_mesh(plan.mesh, plan.slices))
 
@@ -106,11 +106,14 @@ class JaxModel(mtf.Model):
         """Notes on parts of the function that are not in the graph, and on options that differ from the
         function's own."""
         assert self.origin is not None
-        parts = [f"{w}: jax.checkpoint of a part is ignored: {KEEPS}" for w in self.origin.parts_recomputed]
+        parts = [
+            f"{w}: this jax.checkpoint covers only part of a layer and is ignored; {KEEPS}"
+            for w in self.origin.parts_recomputed
+        ]
         own = sorted(self.origin.recomputed - {each.dim for each in options.recompute})
         left = [
-            f"this layout recomputes nothing over {', '.join(own)}: the function's own jax.checkpoint is "
-            "not applied"
+            f"the function applies jax.checkpoint to the loop over {', '.join(own)}, but the plan does "
+            "not recompute this loop, so this jax.checkpoint is not applied"
         ]
         return (*super().notes(options), *self.origin.notes, *parts, *(left if own else ()))
 
@@ -145,24 +148,25 @@ def from_jax(
     state: Any = None,
     name: str = "",
 ) -> JaxModel:
-    """Builds a model of a JAX function, which is traced once and not changed.
+    """Builds a model from a JAX loss function. The function is traced once and not changed.
 
     Args:
       loss: loss(params, batch), or loss(params, state, batch, rng) without the arguments that are not given.
-        It returns a scalar, or (scalar, auxiliary). Scalars in a mapping `auxiliary` are reported beside the
-        loss; a pytree in it with the structure of `state` is the new state.
-      params: pytree of trained arrays, or of their types (jax.ShapeDtypeStruct). Arrays are initial values;
-        matrices that are given as types start with small random numbers.
-      batch: pytree of arrays or types; the model's inputs are named by their paths.
+        The function returns a scalar, or (scalar, auxiliary). If `auxiliary` is a mapping, its scalars are
+        reported with the loss, and a pytree in it with the structure of `state` is the new state.
+      params: a pytree of arrays to train, or of their types (jax.ShapeDtypeStruct). Arrays are the initial
+        values; matrices that are given as types are initialised with small random numbers.
+      batch: a pytree of arrays or types. The path of an array is the name of the model's input.
       optimizer: adamw, adam, sgd, adafactor (with optax's defaults), or an `mtf.Optimizer`.
-      rng: a random key, or its type. Random numbers are the same under every layout; they differ from JAX's.
-      names: {"path/of/a/parameter": ("d_model", "d_ff")} names dimensions, {"d_ff_2": "bottleneck"} renames
-        them. A pytree of PartitionSpec with the structure of `params` gives logical axes, for parameters
-        without Flax's boxes.
-      state: pytree of arrays or types that are stored and not trained, such as batch statistics.
+      rng: a random key, or its type. Random numbers are the same under every layout, but differ from JAX's.
+      names: {"path/of/a/parameter": ("d_model", "d_ff")} names dimensions, and {"d_ff_2": "bottleneck"}
+        renames a dimension. A pytree of PartitionSpec with the structure of `params` gives logical axes to
+        parameters that have no Flax metadata.
+      state: a pytree of arrays or types that are stored and not trained, such as batch statistics.
 
     Raises:
-      UserError: a primitive has no rule (the message names the user's line), or arguments do not match.
+      UserError: a JAX primitive is not supported (the message names the line of the function), or the
+        arguments do not match the function.
 
     Example:
       >>> import jax, layoutopt
@@ -184,7 +188,7 @@ def from_jax(
         found[role], tree_types = leaves_of(tree)
         types.append(tree_types)
     if not found["params"]:
-        raise UserError("from_jax: params has no arrays; give the pytree that is trained")
+        raise UserError("from_jax: params has no arrays; give the pytree of arrays to train")
     said, noted = said_of(names, [leaf for listed in found.values() for leaf in listed])
     trace = traced(loss, types)
     variables = iter(trace.block.ins)
@@ -256,7 +260,8 @@ def _optimizer(optimizer: str | Optimizer) -> Optimizer:
         return Adam(1e-3, weight_decay=1e-4)
     if not isinstance(optimizer, str):
         raise UserError(
-            f"from_jax: optimizer {optimizer!r}: give adamw, adam, sgd, adafactor or one of mtf's"
+            f"from_jax: optimizer {optimizer!r} is not supported; give adamw, adam, sgd, adafactor or an "
+            "optimizer of mesh_tf_core, e.g. mtf.Adam(1e-3)"
         )
     return by_name(optimizer, 1e-3)
 
@@ -328,12 +333,14 @@ class _Results:
                 )
             first, self.aux = tree[0], tree[1] if len(tree) == 2 else None
         if not isinstance(first, int):
-            raise UserError("from_jax: the loss must return a scalar, or (scalar, auxiliary)")
+            raise UserError(
+                "from_jax: the loss returns a nested structure; return a scalar, or (scalar, auxiliary)"
+            )
         self.first, found = first, block.outs[first]
         if found.shape != () or not has_fractions(found):
             raise UserError(
-                f"from_jax: the loss must return a scalar with fractions, found {found.dtype}"
-                f"{list(found.shape)}; take jnp.mean of it"
+                f"from_jax: the loss returns {found.dtype}{list(found.shape)}, not a floating-point "
+                "scalar; return a scalar, e.g. with jnp.mean"
             )
         self.new_state: dict[Var, int] = dict(
             zip(variables, leaves(new_state(self.aux, state)), strict=False)
@@ -357,7 +364,10 @@ def _store(w: Writer, v: Var, leaf: Leaf, value: Operand) -> None:
     if variable is None or value is v or isinstance(w.value(value), Keys):
         return
     if value.shape != v.shape:
-        raise UserError(f"from_jax: the new state of {leaf.path} has shape {value.shape}, not {v.shape}")
+        raise UserError(
+            f"from_jax: the new state of {leaf.path} has shape {value.shape}, but the state has shape "
+            f"{v.shape}; return new state of the same shape"
+        )
     t = mtf.broadcast(w.drawn(w.elementwise(value, v), value), w.shape(v)).cast(variable.dtype)
     w.graph.assign(variable, mtf.stop_gradient(t))
 

@@ -70,14 +70,16 @@ class _Naming:
                 continue
             if path not in leaves:
                 raise UserError(
-                    f"from_jax: names has {path!r}, which is not an array; {known_names(path, leaves)}"
+                    f"from_jax: names has an entry for {path!r}, but no array has this path; "
+                    f"{known_names(path, leaves)}"
                 )
             leaf, v, first = leaves[path]
             axes = list(said) if isinstance(said, tuple | list) else [said]
             if len(axes) != len(leaf.shape):
                 raise UserError(
-                    f"from_jax: names[{path!r}] has {len(axes)} entries, the array {len(leaf.shape)} axes "
-                    f"{leaf.shape}; give one name per axis, None for an unnamed axis"
+                    f"from_jax: names[{path!r}] has {len(axes)} entries, but the array's shape "
+                    f"{leaf.shape} has {len(leaf.shape)} axes; give one name per axis, and None for an "
+                    "axis without a name"
                 )
             for a, name in enumerate(axes):
                 self._said(path, a, self.classes.of(v, a + first), name)
@@ -89,8 +91,9 @@ class _Naming:
         if len(parts) != len(nodes):
             sizes = " x ".join(str(self.classes.size[n]) for n in nodes) or "1 (no dimension)"
             raise UserError(
-                f"from_jax: names[{path!r}] calls axis {axis} {name!r}; it has {len(nodes)} factors, "
-                f"{sizes}: give a tuple of as many names, or None"
+                f"from_jax: names[{path!r}] gives axis {axis} the name {name!r}, but the function "
+                f"reshapes this axis into {len(nodes)} dimensions ({sizes}); give a tuple of {len(nodes)} "
+                "names, or None"
             )
         for node, part in zip(nodes, parts, strict=True):
             if part is None:
@@ -98,14 +101,15 @@ class _Naming:
             place = f"axis {axis} of {path!r}"
             if node in self.fixed and self.fixed[node][0] != part:
                 raise UserError(
-                    f"from_jax: names calls {place} {part!r} and {self.fixed[node][1]} "
-                    f"{self.fixed[node][0]!r}, but they are one dimension; give them one name"
+                    f"from_jax: names gives two names to one dimension: {part!r} to {place} and "
+                    f"{self.fixed[node][0]!r} to {self.fixed[node][1]}; give both axes the same name"
                 )
             other = next((n for n, (m, _) in self.fixed.items() if m == part and n != node), None)
             if other is not None:
                 raise UserError(
-                    f"from_jax: names calls both {place} and {self.fixed[other][1]} {part!r}, but they "
-                    f"occur in one array, or differ in size; give them different names"
+                    f"from_jax: names gives the name {part!r} to both {place} and {self.fixed[other][1]}, "
+                    "but these are different dimensions (both occur in one array, or their sizes "
+                    "differ); give them different names"
                 )
             self.fixed[node] = str(part), place
             self.names.give(node, str(part))
@@ -122,7 +126,8 @@ class _Naming:
                 )
             if new in known and new != old:
                 raise UserError(
-                    f"from_jax: names renames {old!r} to {new!r}, which is another dimension's name"
+                    f"from_jax: names renames {old!r} to {new!r}, which is already the name of another "
+                    "dimension; choose another name"
                 )
             self.names.found[known[old]] = new
         return self.names.found
@@ -138,15 +143,15 @@ class _Naming:
                 continue
             if name in places:
                 raise UserError(
-                    f"from_jax: names calls {places[name]} {name!r}, the name of another dimension by "
-                    f"the logical axes of {path!r}; give it another name, or rename that one too"
+                    f"from_jax: names gives {places[name]} the name {name!r}, but the logical axes of "
+                    f"{path!r} give this name to another dimension; choose another name in names, or name "
+                    f"the axis of {path!r} too"
                 )
             self.names.give(node, name)
             if self.names.found[node] != name:
                 self.notes.append(
-                    f"logical axis {name!r} is several dimensions, which occur in one array or differ in "
-                    f"size: "
-                    f"that of {path} is called {self.names.found[node]}"
+                    f"the logical axis {name!r} stands for several dimensions (they occur in one array or "
+                    f"differ in size); the one in {path} is named {self.names.found[node]!r}"
                 )
 
     # -- where it is ---------------------------------------------------------------------------------------

@@ -17,12 +17,12 @@ def optax_of(optimizer: Optimizer) -> Any:
     try:
         import optax
     except ImportError:
-        raise not_installed("optax", "jax", "the step of a JAX model") from None
+        raise not_installed("optax", "jax", "the training step of a JAX model") from None
     rate = optimizer.learning_rate if isinstance(optimizer.learning_rate, float) else 1e-3
     if optimizer.rates or optimizer.loss_scale or optimizer.ema:
         raise UserError(
-            "the step of a JAX model: rates of single variables, loss scales and running means of weights "
-            "have no counterpart in it; remove them from the model's optimizer"
+            "the training step of a JAX model supports no per-variable learning rates, no loss scaling "
+            "and no running mean of weights; remove them from the model's optimizer"
         )
     match optimizer:
         case Adam(weight_decay=decay, beta1=b1, beta2=b2, epsilon=epsilon):
@@ -35,5 +35,8 @@ def optax_of(optimizer: Optimizer) -> Any:
             made = optax.adafactor(rate)
         case _:
             name = type(optimizer).__name__
-            raise UserError(f"the step of a JAX model: optax has no {name}; use Adam, SGD or Adafactor")
+            raise UserError(
+                f"the training step of a JAX model cannot use the optimizer {name}, because optax has "
+                "no equivalent; use Adam, SGD or Adafactor"
+            )
     return optax.chain(optax.clip_by_global_norm(optimizer.clip_norm), made) if optimizer.clip_norm else made

@@ -22,7 +22,7 @@ def why_whole(loss: Tensor, origin: ImportedFunction, batch: str) -> str:
 def _auxiliary(origin: ImportedFunction) -> str:
     if len(origin.block.outs) == 1:
         return ""
-    return "the loss returns auxiliary values, which no sum over parts of the batch gives"
+    return "the loss returns auxiliary values, which cannot be summed over microbatches"
 
 
 def _loss(loss: Tensor, batch: str) -> str:
@@ -32,7 +32,7 @@ def _loss(loss: Tensor, batch: str) -> str:
     found = linearity.of(loss.id)
     if found.kind is not Linearity.REDUCIBLE or found.after:
         why = linearity.why.get(loss.id, "its operations")
-        return f"parts of the batch do not add up to the loss, because of {why}"
+        return f"the loss is not a sum over the examples of the batch (see {why})"
     needed = {loss.id}
     for node in reversed(nodes):
         if needed.isdisjoint(node.outputs):
@@ -41,12 +41,15 @@ def _loss(loss: Tensor, batch: str) -> str:
         for each in (node, *(inner for inner, _ in node.body.walk())) if node.body else (node,):
             if linearity.shared.get(each.index):
                 place = f" in {each.scope}" if each.scope else ""
-                return f"every part would add what does not depend on the batch ({each.op.describe()}{place})"
+                return (
+                    "the loss has a term that does not depend on the batch, which every microbatch would "
+                    f"add again ({each.op.describe()}{place})"
+                )
     return ""
 
 
 def _inputs(origin: ImportedFunction, batch: str) -> str:
     for path, array in origin.batch.items():
         if not array.axes or not array.axes[0] or array.axes[0][0] != batch:
-            return f"the first axis of {path!r} is not the batch"
+            return f"the first axis of {path!r} is not the batch dimension"
     return ""

@@ -122,10 +122,10 @@ class ArrayPlacing:
             if axes is None:
                 inner, over = next((n, s) for n, s in zip(names[1:], read[1:], strict=True) if s)
                 raise UserError(
-                    f"plan.jax: the plan splits {inner!r} over {'+'.join(over)}, an inner part of axis {a} "
-                    f"of {array.path!r}, which JAX's shardings cannot express; search again without "
-                    "pinning it, "
-                    f"or give {inner!r} an axis of its own there"
+                    f"plan.jax: the plan splits {inner!r} over {'+'.join(over)}, but {inner!r} is only an "
+                    f"inner part of axis {a} of {array.path!r}, and JAX shardings cannot split such a "
+                    f"part; search again without pinning {inner!r}, or give {inner!r} an axis of its own "
+                    f"in {array.path!r}"
                 )
             out.append(axes)
             added.append(more)
@@ -152,7 +152,8 @@ def inner_dims(arrays: Iterable[ArrayAxes]) -> dict[str, str]:
                 text = " x ".join(f"{n}:{size}" for n, size in zip(names, sizes, strict=True))
                 found.setdefault(
                     inner,
-                    f"{inner!r} is an inner part of axis {a} of {array.path!r} ({text}), which JAX's "
-                    "shardings cannot split; give it an axis of its own there",
+                    f"{inner!r} is an inner part of axis {a} of {array.path!r} ({text}), and JAX "
+                    f"shardings cannot split such a part; give {inner!r} an axis of its own in "
+                    f"{array.path!r}",
                 )
     return found

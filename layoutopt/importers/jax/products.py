@@ -91,7 +91,11 @@ def _starts(w: Writer, frees: Sequence[tuple[Operand, int, dict[str, str]]], at:
 def _pairs(w: Writer, e: Equation, x: Operand, a: int, y: Operand, b: int) -> list[tuple[Dim, Dim]]:
     own, other = w.dims(x, a), w.dims(y, b)
     if [d.size for d in own] != [d.size for d in other]:
-        refuse(e, "the two sides of its sum are cut differently", "reshape both alike")
+        refuse(
+            e,
+            "the two operands divide the contracted axis into different dimensions",
+            "reshape both operands in the same way",
+        )
     return list(zip(own, other, strict=True))
 
 
@@ -127,7 +131,11 @@ def _ragged(w: Writer, e: Equation) -> None:
     (lc, rc), (lb, _) = numbers.dot_dimension_numbers
     (x, f, counts), rows = e.ins[:3], [a for a in range(len(e.ins[0].shape)) if a not in lc]
     if lb or len(e.ins) > 3 or len(counts.shape) != 1 or rows != list(numbers.lhs_ragged_dimensions):
-        refuse(e, "its rows are not [rows, features] in groups from the first on", "call jax.lax.ragged_dot")
+        refuse(
+            e,
+            "its first operand is not [rows, features] with the rows in consecutive groups",
+            "call jax.lax.ragged_dot with operands of that form",
+        )
     t, weights = _alike(w.full(x), w.full(f), our_dtype(e.out.dtype))
     (group_axis,) = numbers.rhs_group_dimensions
     weights, group = _along(w, weights, w.dims(f, group_axis))
@@ -164,7 +172,7 @@ def _conv(w: Writer, e: Equation) -> None:
     (x, f), y = e.ins, e.out
     groups = p["feature_group_count"]
     if p["batch_group_count"] != 1:
-        refuse(e, "it groups the batch", "convolve every group by itself")
+        refuse(e, "it has batch_group_count above 1", "call one convolution per group")
     t, spatial, taps = w.tensor(x), [], []
     t = mtf.broadcast(t, [*(m for m in w.shape(x) if m.name not in t.shape.names), *t.shape])
     weights = mtf.broadcast(w.tensor(f), w.shape(f))
@@ -249,7 +257,7 @@ def _grouped(
 def _pool(w: Writer, e: Equation) -> None:
     x, y, p = e.ins[0], e.out, e.params
     if any(n != 1 for n in (*p["base_dilation"], *p["window_dilation"])):
-        refuse(e, "its windows are dilated", "pool without dilation")
+        refuse(e, "it uses dilation", "pool without dilation")
     t = w.tensor(x)
     t = mtf.broadcast(t, [*(m for m in w.shape(x) if m.name not in t.shape.names), *t.shape])
     names: dict[str, str] = {}

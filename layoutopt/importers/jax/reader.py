@@ -23,7 +23,7 @@ from layoutopt.importers.jax.equations import (
 from layoutopt.importers.jax.internals import jax_module, type_of, without_dead
 from layoutopt.importers.jax.interpreter import RANDOM, Site, interpret
 
-KEEPS = "--recompute DIM:keep=KIND names the values that recomputed layers keep"
+KEEPS = "choose the values that recomputed layers keep with --recompute DIM:keep=KIND"
 REMAT = ("remat2", "checkpoint", "remat")
 
 
@@ -133,7 +133,7 @@ class JaxprReader:
         policy = str(getattr(given, "__name__", given))
         if policy == "None" or re.match(r"nothing_?saveable", policy, re.IGNORECASE):
             return True
-        self.notes[f"{site.where}: jax.checkpoint with the policy {policy} is ignored: {KEEPS}"] = None
+        self.notes[f"{site.where}: jax.checkpoint with the policy {policy} is ignored; {KEEPS}"] = None
         return False
 
     def _scan(self, site: Site) -> dict[str, Any]:

@@ -30,7 +30,11 @@ def _reduce(w: Writer, e: Equation) -> None:
     if isinstance(value, ScalarArray):
         count = math.prod(x.shape[a] for a in axes)
         if not count and e.prim not in _OF_NOTHING:
-            refuse(e, "an array without elements has no maximum", "remove it")
+            refuse(
+                e,
+                "it reduces an array without elements, which has no maximum or minimum",
+                "remove this operation",
+            )
         found: Callable[[Any], Any]
         found = {"reduce_sum": lambda v: v * count, "reduce_prod": lambda v: v**count}.get(
             e.prim, lambda v: v

@@ -8,7 +8,7 @@ from typing import NoReturn
 from layoutopt.importers.jax.equations import Equation
 from mesh_tf_core.errors import UserError
 
-OTHERWISE = "write it with other operations, or report it"
+OTHERWISE = "rewrite this line with other operations, or report the operation as an issue"
 
 
 class Refusal(UserError):
@@ -71,7 +71,9 @@ class Refusals:
     def add(self, e: Equation, error: Exception) -> None:
         """An equation that could not be written."""
         own = isinstance(error, UserError) and str(error).startswith("from_jax:")
-        made = error if own else Refusal(e, str(error) or "its axes do not fit", OTHERWISE)
+        made = (
+            error if own else Refusal(e, str(error) or "the shapes of its operands do not match", OTHERWISE)
+        )
         if made not in self.found:
             assert isinstance(made, UserError)
             self.found.append(made)

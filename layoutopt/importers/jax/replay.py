@@ -60,7 +60,10 @@ class ReplayVisitor:
     def equation(self, site: Site, ins: Sequence[ReplayedValue]) -> Sequence[ReplayedValue]:
         e = next(self.rest, None)
         if e is None or e.prim != site.name:
-            raise differs(f"{e.where if e else 'its end'} had {e.prim if e else 'nothing'}, now {site.name}")
+            raise differs(
+                f"{f'{e.where} had {e.prim}' if e else 'the imported function ended'} where this function "
+                f"has {site.name}"
+            )
         outs = self._step(site, (e,), ins)
         self.values.update(zip(outs, e.outs, strict=True))
         return outs

@@ -56,6 +56,7 @@ def _lacking(remat: Rematerialization, block: Block, tensor: int, graph: Graph) 
     maker, dim = graph.producer.get(tensor), block.dim.name
     what = maker.path if maker is not None else "a loop inside"
     return UserError(
-        f"plan.jax: the plan keeps {'+'.join(remat.names[dim])} of {dim}, but {what} makes a value that the "
-        f"function has no name for; recompute {dim} whole (--recompute {dim}), or keep something else"
+        f"plan.jax: the plan keeps {'+'.join(remat.names[dim])} of the loop over {dim}, but {what} "
+        "computes a value that does not occur in the JAX function; recompute everything (--recompute "
+        f"{dim}), or keep another kind of value"
     )

@@ -254,7 +254,7 @@ def _pad(w: Writer, e: Equation) -> None:
     x, y, config = e.ins[0], e.out, e.params["padding_config"]
     value = w.number(e.ins[1])
     if value is None:
-        refuse(e, "its padding value is not known", "pad with a number")
+        refuse(e, "its padding value is not a constant", "pad with a constant")
     if is_empty(x) or w.number(x) == value:
         w.put(y, ScalarArray(value, y.dtype))
         return

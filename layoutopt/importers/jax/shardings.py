@@ -109,8 +109,8 @@ class Shardings:
                 )
             if len(leaf.shape) != len(known[leaf.path].shape):
                 raise UserError(
-                    f"plan.jax: {leaf.path!r} has shape {leaf.shape}, in the plan's model "
-                    f"{known[leaf.path].shape}; search again for this one"
+                    f"plan.jax: {leaf.path!r} has shape {leaf.shape}, but shape {known[leaf.path].shape} "
+                    "in the plan's model; search again with this array"
                 )
         jax = jax_module()
         made = [self._named(spec(known[leaf.path])) for leaf in found]
@@ -136,7 +136,8 @@ def jax_mesh(mesh: Mesh, slices: Mapping[str, int] | None = None) -> Any:
     found = jax.devices()
     if len(found) < mesh.devices:
         raise UserError(
-            f"plan.jax: the plan's mesh {mesh} has {mesh.devices} devices, JAX finds {len(found)}; run it "
-            f"there, or on CPU set XLA_FLAGS=--xla_force_host_platform_device_count={mesh.devices}"
+            f"plan.jax: the plan's mesh {mesh} has {mesh.devices} devices, but JAX finds {len(found)}; "
+            f"run on {mesh.devices} devices, or simulate them on CPU with "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={mesh.devices}"
         )
     return device_mesh(mesh, placed(mesh, found[: mesh.devices], slices))

@@ -31,7 +31,10 @@ def why_apart(program: RerolledBlock, parameters: Sequence[Var]) -> list[str]:
         line = _line(program, names, begins) if begins else ""
         if line:
             between = f"{names[0]} to {names[-1]}"
-            found.append(f"{len(layers)} layers ({between}) were not found equal because of {line}")
+            found.append(
+                f"{len(layers)} similar layers ({between}) did not become one loop, because they differ: "
+                f"{line}"
+            )
     return found
 
 
@@ -80,18 +83,18 @@ def _line(program: RerolledBlock, names: Sequence[str], begins: Sequence[int]) -
     for number, (one, other) in enumerate(pairwise(parts)):
         for e, like in zip(one, other, strict=False):
             if forms.code(e) != forms.code(like):
-                return f"{_named(e)}, which in {names[number + 1]} is {_named(like, e)}"
+                return f"{names[number]} has {_named(e)}, where {names[number + 1]} has {_named(like, e)}"
         if len(one) != len(other):
             longer, which = (one, number) if len(one) > len(other) else (other, number + 1)
-            return f"{_named(longer[min(len(one), len(other))])}, which {names[which]} alone has"
+            return f"only {names[which]} has {_named(longer[min(len(one), len(other))])}"
     fit = LoopFit(program, begins[0], len(parts[0]), len(parts))
     if fit.holds() or fit.failed is None:
         return ""
-    return f"{_named(fit.failed)}, which reads values that the layers of a loop cannot read"
+    return f"{_named(fit.failed)} reads values that are not available in every layer"
 
 
 def _named(e: Equation, beside: Equation | None = None) -> str:
     """An equation as its line and primitive, or what of these differs from another."""
     if beside is not None and (e.where, e.prim) == (beside.where, beside.prim):
-        return "of other numbers or shapes"
+        return "other constants or shapes"
     return f"{e.where or 'the loss'} ({e.prim})"

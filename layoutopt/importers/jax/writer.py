@@ -37,12 +37,12 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.tracing.graph import Graph
 
 _INSTEAD = {
-    "while": "write it as jax.lax.scan over a number of steps that is known",
-    "cond": "choose with jnp.where between the results of both branches",
-    "pallas_call": "call the plain JAX version of the kernel",
-    "shard_map": "give the function before it is sharded: the search decides how",
-    "cumprod": "take jnp.exp of the cumsum of logarithms",
-    "cumlogsumexp": "take jnp.log of the cumsum of exponentials",
+    "while": "use jax.lax.scan with a fixed number of steps",
+    "cond": "compute both branches and select with jnp.where",
+    "pallas_call": "call a version of the kernel in plain JAX",
+    "shard_map": "pass the function without shard_map, because the search decides the sharding",
+    "cumprod": "use jnp.exp of the cumulative sum of the logarithms",
+    "cumlogsumexp": "use jnp.log of the cumulative sum of the exponentials",
 }
 """What to do without some primitives that have no rule."""
 
@@ -175,7 +175,8 @@ class Writer:
                 return self.drawn(found.of, v) < found.probability
             case Keys():
                 raise mtf.UserError(
-                    "numbers are made of a random key; draw with jax.random.uniform or normal"
+                    "arithmetic on a random key is not supported; draw with jax.random.uniform or "
+                    "jax.random.normal"
                 )
 
     def full(self, v: Operand) -> Tensor:
@@ -217,7 +218,7 @@ class Writer:
         """t with some dimensions under other names."""
         changed = {old: new for old, new in names.items() if old != new and old in t.shape.names}
         if "" in changed.values():
-            raise mtf.UserError(f"axes of [{t.shape}] are regrouped inside an operation that keeps them")
+            raise mtf.UserError(f"it regroups the axes of [{t.shape}], which this operation must keep")
         return mtf.rename(t, **changed)
 
     def elementwise(self, x: Operand, y: Operand) -> WrittenValue:
@@ -272,7 +273,7 @@ class Writer:
             return of_words(np.moveaxis(v.value, -1, 0))
         array = np.asarray(v.value)
         if array.size == 0:
-            raise mtf.UserError("from_jax: the function has an array without elements; remove it")
+            raise mtf.UserError("from_jax: the function uses an array without elements; remove the array")
         first = array.reshape(-1)[0]
         if array.size == 1 or (array == first).all():
             return ScalarArray(first.item() if array.dtype.kind in "biufc" else float(first), v.dtype)
@@ -353,7 +354,7 @@ class Writer:
     def _written(self, e: Equation) -> None:
         handler = self.table.get(e.prim)
         if handler is None:
-            refuse(e, "the importer has no rule for it", _INSTEAD.get(e.prim, OTHERWISE))
+            refuse(e, "this operation is not supported", _INSTEAD.get(e.prim, OTHERWISE))
         if e.prim != "scan" and any(isinstance(self.value(x), Keys) for x in e.ins) and _gives_keys(e):
             self.table[KEY](self, e)
             return

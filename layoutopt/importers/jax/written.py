@@ -62,7 +62,7 @@ def written(origin: ImportedFunction, mesh: Mesh, parameters: Any, batch: Any) -
             if other != split[0]:
                 doubts.append(
                     f"{dim!r} is {_over(split[0])} in {where[dim, split[0]]}, but {_over(other)} in "
-                    f"{where[dim, other]}: an operation that reads both reshards one of them"
+                    f"{where[dim, other]}; an operation that reads both arrays reshards one of them"
                 )
     return WrittenLayout(Layout(rules), Options(storage=storage), doubts)
 
@@ -83,7 +83,8 @@ def _splits(
         found = leaf.spec if isinstance(leaf, sharding) else leaf
         if not isinstance(found, spec):
             raise UserError(
-                f"shardings(): {what} {path!r} has {leaf!r}; give a PartitionSpec or a NamedSharding"
+                f"shardings(): {what} {path!r} has the sharding {leaf!r}; give a PartitionSpec or a "
+                "NamedSharding"
             )
         array = known[path]
         for a, names in enumerate(array.axes):
@@ -109,6 +110,7 @@ def _factors(
     if rest:
         text = " x ".join(f"{n}:{size}" for n, size in zip(names, array.sizes[a], strict=True))
         raise UserError(
-            f"shardings(): axis {a} of {array.path!r} ({text}) cannot be split over {'+'.join(axes)}; its "
-            "pieces would cut a dimension apart"
+            f"shardings(): axis {a} of {array.path!r} ({text}) cannot be split over {'+'.join(axes)}, "
+            "because the pieces would not be whole parts of its dimensions; choose mesh axes whose size "
+            "divides the outermost dimension"
         )

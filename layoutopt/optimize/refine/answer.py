@@ -63,11 +63,14 @@ def refined(plan: Plan, request: Request, keep_best: bool = False) -> Plan:
     priced = sum(seconds < math.inf for seconds in search.seconds.values())
     if layout == plan.layout:
         why = (
-            "the time limit ended before the search for"
+            "the time limit was reached before the search evaluated"
             if priced < 2
-            else f"none of {priced - 1:,} layouts is faster than the plan:"
+            else (
+                f"none of the {priced - 1:,} layouts evaluated is faster than the plan, so the result "
+                "keeps one placement per dimension instead of"
+            )
         )
-        note = f"--refine: {why} another placement of dimensions in single places"
+        note = f"--refine: {why} other placements in single operations"
         return Plan(plan.data.model_copy(update={"notes": [*plan.data.notes, note]}), stopped)
     found = evaluate(request.model, plan.mesh, layout, request.hardware, plan.options, prices)
     return Plan(_data(plan, request, search, layout, found, priced, spent), stopped)
@@ -121,8 +124,8 @@ def _data(
     total = f"{seconds_text(before - seconds)} ({share_text(before - seconds, before)})"
     proof = "proven" if plan.solver.proven else "not proven"
     notes = [
-        f"refined: {total} less than the {seconds_text(before)} of the best layout in which a name has one "
-        f"placement ({proof}, the first alternative)",
+        f"refined: the step is {total} shorter than the {seconds_text(before)} of the best layout with "
+        f"one placement per dimension name ({proof}; listed as the first alternative)",
         *(r.words for r in renamings),
     ]
     whole = evaluate(request.model, plan.mesh, plan.layout, request.hardware, plan.options, search.pricer)
@@ -170,7 +173,7 @@ def _where(path: str, graph: Graph) -> str:
     """A place in words: a loop stands for what it carries."""
     for node, _ in graph.walk():
         if node.path == path and node.body is not None and node.body.dim is not None:
-            return f"the carry of the loop over {node.body.dim.name} carries"
+            return f"the values that the loop over {node.body.dim.name} carries"
     return path
 
 

@@ -54,7 +54,9 @@ def _status(name: str) -> Status:
         "UNKNOWN": Status.LIMIT,
     }
     if name not in known:
-        raise RuntimeError(f"CP-SAT returned {name}: the program that layoutopt wrote is not valid for it")
+        raise RuntimeError(
+            f"CP-SAT rejected the model that layoutopt built (status {name}); please report this as a bug"
+        )
     return known[name]
 
 

@@ -86,7 +86,9 @@ def _status(name: str) -> Status:
         "IMPRECISE": Status.LIMIT,
     }
     if name not in known:
-        raise RuntimeError(f"HiGHS stopped with {name}: the program that layoutopt wrote is not valid for it")
+        raise RuntimeError(
+            f"HiGHS rejected the model that layoutopt built (status {name}); please report this as a bug"
+        )
     return known[name]
 
 

@@ -30,7 +30,9 @@ class Worker:
                 found = pickle.load(process.stdout)
             except (EOFError, BrokenPipeError, pickle.UnpicklingError):
                 self.end()
-                raise RuntimeError("the process in which HiGHS runs ended before it answered") from None
+                raise RuntimeError(
+                    "the HiGHS worker process ended without an answer, perhaps for lack of memory"
+                ) from None
         if isinstance(found, Exception):
             raise found
         assert isinstance(found, HighsAnswer)

@@ -33,7 +33,7 @@ def test_a_machine_that_others_use_is_noisy():
     found = noise([[TimingSample(1.0, 1.2, 0.6, 2)] * 5])
     assert found.foreign == pytest.approx(0.3)
     assert found.noisy
-    assert "others used 30% of the cores" in found.words
+    assert "other processes used 30% of the cores" in found.words
 
 
 def test_a_machine_whose_repeats_differ_is_noisy():

@@ -35,7 +35,7 @@ def test_the_errors_are_those_of_the_fit(made: tuple[Hardware, float]) -> None:
     found = residuals(hardware)
     unseen = [abs(r.fitted / r.measured - 1) for r in found if r.held_out]
     assert median(unseen) == pytest.approx(error, rel=1e-6)
-    assert {r.what for r in found if r.held_out} == {"not seen by the fit"}
+    assert {r.what for r in found if r.held_out} == {"held out from the fit"}
     assert {"matmuls", "collectives", "element by element"} <= {r.what for r in found}
     assert all(r.measured > 0 and r.fitted > 0 and r.size > 0 for r in found)
 

@@ -208,13 +208,15 @@ def test_compiling_goes_on_where_it_stopped(compiler, tmp_path) -> None:
     again = shipped_probes("tpu-v3")
     assert again.cycles == found.cycles and again.versions == found.versions
     assert json.loads(compiler.shipped.read_text(encoding="utf-8"))["format"] == FORMAT
-    with pytest.raises(UserError, match=r"shipped results for tpu-v3 lack 40 probes, e.g. .*--refresh"):
+    with pytest.raises(
+        UserError, match=r"shipped results for tpu-v3 have no result for 40 probes, e.g. .*--refresh"
+    ):
         calibrate_tpu("tpu-v3")
 
 
 def test_a_refused_probe_is_told(monkeypatch) -> None:
     monkeypatch.setattr(tpu_compiled, "compile_for", lambda *_: CompilerRefusal("no room", True))
-    with pytest.raises(UserError, match="probe 'product 128x128x128' was refused by the compiler: no room"):
+    with pytest.raises(UserError, match="the TPU compiler rejected the probe 'product 128x128x128': no room"):
         compile_probes("tpu-v5e", tpu_probes()[:1])
 
 
@@ -231,7 +233,7 @@ def test_without_the_extra(monkeypatch, tmp_path) -> None:
 
 
 def test_an_unknown_target() -> None:
-    with pytest.raises(UserError, match="--target 'tpu-v5': no such TPU; did you mean 'tpu-v5p'"):
+    with pytest.raises(UserError, match="--target 'tpu-v5' is not a known TPU; did you mean 'tpu-v5p'"):
         calibrate_tpu("tpu-v5")
 
 
