@@ -49,6 +49,6 @@ def test_its_question_has_the_answer_that_is_shown() -> None:
         alternatives=False,
     )
     assert plan.solver.status == "OPTIMAL"
-    (seconds,) = re.findall(r"the answer +│.*│ ([\d.]+) s │ +1.00×", TEXT)
+    (seconds,) = re.findall(r"the answer[^│]*│.*│ ([\d.]+) s │ +1.00×", TEXT)
     assert f"{plan.predicted.step_seconds:.2f}" == seconds
     assert re.findall(r"^layout +(\S.*)$", TEXT, re.MULTILINE)[0].startswith("batch:data; heads:model")
