@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 MaxAxesOption = Annotated[
     int,
-    typer.Option("--max-axes", metavar="K", help="Search meshes of at most this many axes (with --devices)."),
+    typer.Option(
+        "--max-axes", metavar="K", help="Search only meshes of at most this many axes (with --devices)."
+    ),
 ]
 BETWEEN = ","
 """Separator of rules and words that were given one after the other."""

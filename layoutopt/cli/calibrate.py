@@ -62,15 +62,15 @@ def calibrate(
         typer.Option(
             "--refresh",
             help="Compile the probes again instead of reading the shipped estimates (with --target; takes "
-            "some minutes).",
+            "a few minutes).",
         ),
     ] = False,
     out: Annotated[
         Path | None,
         path_option(
             "PROFILE.json",
-            "The profile.",
-            show_default="the file of cpu-local in the cache; with --target, no file",
+            "Write the profile to this file.",
+            show_default="the cached profile of cpu-local; with --target, no file",
         ),
     ] = None,
     engine: EngineOption = EngineName.auto,

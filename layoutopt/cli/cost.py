@@ -62,7 +62,7 @@ def cost(
     lines: LinesOption = False,
     output: Output = OUTPUT,
 ) -> None:
-    """Predict a layout's time by operation, axis and phase, and its peak memory."""
+    """Predict a layout's step time by operation, axis and phase, and its peak memory."""
     from layoutopt.api.pricing import cost as priced
 
     terminal = output.terminal

@@ -100,7 +100,7 @@ def _made() -> dict[str, Any]:
             str | None,
             typer.Option(
                 metavar="NAME",
-                help=f"Use the options of this target in the {FILE} beside MODEL.",
+                help=f"Use the options of this target in {FILE}, beside MODEL or in the current folder.",
                 expose_value=False,
             ),
         ] = None,
@@ -108,7 +108,7 @@ def _made() -> dict[str, Any]:
             str | None,
             typer.Option(
                 metavar="PLAN.json",
-                help="Use the options of the search that made this plan, and its model if MODEL is left out.",
+                help="Use the options of the search that made this plan, and its model if MODEL is omitted.",
                 expose_value=False,
             ),
         ] = None,

@@ -38,20 +38,26 @@ def explain(
         str | None,
         typer.Option(
             metavar="LAYOUT",
-            help='Show where this layout, or an alternative of the plan (e.g. "FSDP"), takes longer.',
+            help='Show where the plan and this layout, or an alternative of the plan (e.g. "FSDP"), '
+            "differ in time.",
             show_default=False,
         ),
     ] = None,
     pin: Annotated[
         list[str] | None,
-        typer.Option(metavar="RULES", help="Show what this pin costs.", show_default=False),
+        typer.Option(
+            metavar="RULES",
+            help='Show how much requiring this split would cost, e.g. "batch:none" (repeatable).',
+            show_default=False,
+        ),
     ] = None,
     without: Annotated[
         list[str] | None,
         typer.Option(
             metavar="DECISION",
-            help="Show the best step without this decision: "
-            f"{', '.join(listed_options()['features'])}; all: each decision of the plan in turn.",
+            help="Show the best step time without this decision: "
+            f"{', '.join(listed_options()['features'])}, or all (each decision of the plan in turn; "
+            "repeatable).",
             show_default=False,
         ),
     ] = None,
@@ -70,14 +76,18 @@ def explain(
     out: Annotated[
         Path | None,
         path_option(
-            "PLAN.json", "Write the plan with the results of --sensitivity and --check, for its report."
+            "PLAN.json",
+            (
+                "Write the plan to this file with the results of --sensitivity and --check, which "
+                "`report` then shows."
+            ),
         ),
     ] = None,
     model: ModelOption = None,
     time_limit: TimeLimitOption = None,
     output: Output = OUTPUT,
 ) -> None:
-    """Explain a plan: the worth of each split, the limit that binds, the cost of a pin."""
+    """Explain a plan: what each split saves, which limit binds, and what a pin costs."""
     from layoutopt.api.explaining import explain as explained
     from layoutopt.api.explaining import with_found
     from mesh_tf_core.errors import UserError

@@ -43,7 +43,7 @@ def export(
     to: Annotated[
         Library,
         typer.Option(
-            help="Form to write: that of a library, or perfetto (the predicted step as a trace).",
+            help="Output format: that of a library, or perfetto (the predicted step as a trace).",
             show_default=False,
         ),
     ],

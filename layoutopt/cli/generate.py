@@ -50,19 +50,19 @@ ONE_DEVICE = "device:1"
 @grouped
 def generate(
     model: ModelArgument,
-    checkpoint: Annotated[Path, checkpoint_option("Folder that `train --checkpoint` wrote.")],
+    checkpoint: Annotated[Path, checkpoint_option("Checkpoint folder, written by `train --checkpoint`.")],
     prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="Text to continue (repeatable).")],
     mesh: MeshOption = None,
     layout: LayoutOption = None,
     settings: SetOption = None,
     seed: Annotated[
-        int, typer.Option(min=-(2**31), max=2**31 - 1, help="Seed of the sampling, if the model samples.")
+        int, typer.Option(min=-(2**31), max=2**31 - 1, help="Random seed, for models that sample.")
     ] = 0,
     engine: EngineOption = EngineName.auto,
     job: Job = ALONE,
     output: Output = OUTPUT,
 ) -> None:
-    """Continue texts with a trained model, under any layout."""
+    """Continue prompts with a trained model, under any layout."""
     from layoutopt.plan.build import axes_of, model_info
     from layoutopt.plan.results import Continued, GenerateResult
 

@@ -23,7 +23,7 @@ def hardware(
         str | None,
         typer.Argument(
             metavar="[NAME_OR_FILE]",
-            help="A preset or a profile file.",
+            help="Name of a preset, or a profile file, to show.",
             autocompletion=complete_hardware,
             show_default=False,
         ),

@@ -30,8 +30,10 @@ def complete_example(incomplete: str) -> list[str]:
 
 @grouped
 def init(
-    path: Annotated[Path, path_argument("[FILE]", "The file to write.")] = USUAL,
-    jax: Annotated[bool, typer.Option("--jax", help="Write a model of a JAX loss.")] = False,
+    path: Annotated[Path, path_argument("[FILE]", "File to write.")] = USUAL,
+    jax: Annotated[
+        bool, typer.Option("--jax", help="Write a model that is built from a JAX loss function.")
+    ] = False,
     example: Annotated[
         str | None,
         typer.Option(

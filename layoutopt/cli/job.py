@@ -28,7 +28,7 @@ class Job:
         bool,
         typer.Option(
             "--cluster",
-            help="Run as one of the job's processes, which JAX finds from the environment (see "
+            help="Run as one process of a job that JAX detects from the environment (see "
             "docs/guides/clusters.md).",
         ),
     ] = False
@@ -55,7 +55,7 @@ class Job:
     ] = None
     timeout: Annotated[
         float | None,
-        _seconds("Seconds to wait for a live process that does not reach a step (with --cluster).", "25"),
+        _seconds("Seconds to wait at a step for a process that is alive but late (with --cluster).", "25"),
     ] = None
     start_timeout: Annotated[
         float | None, _seconds("Seconds to wait for a process to start (with --cluster).", "300")

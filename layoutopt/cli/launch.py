@@ -41,7 +41,7 @@ def launch(
         list[str],
         typer.Argument(
             metavar="-- train MODEL …",
-            help=f"Command of every worker: {TOGETHER}.",
+            help=f"Command that every worker runs: {TOGETHER}.",
             show_default=False,
         ),
     ],
@@ -50,7 +50,7 @@ def launch(
     ] = 2,
     restarts: Annotated[
         int,
-        typer.Option(min=0, help="Restarts in a row after failures, if no checkpoint is made between them."),
+        typer.Option(min=0, help="Maximum number of successive restarts without a new checkpoint."),
     ] = 3,
 ) -> None:
     """Start local workers that run one command together, and restart training if one fails.

@@ -49,11 +49,12 @@ def lint(
     hardware: HardwareOption = THIS_MACHINE,
     set_hardware: SetHardwareOption = None,
     time_limit: Annotated[
-        float, typer.Option("--time-limit", min=0.1, metavar="S", help="Seconds to look for the best layout.")
+        float,
+        typer.Option("--time-limit", min=0.1, metavar="S", help="Seconds to search for the best layout."),
     ] = 60.0,
     output: Output = OUTPUT,
 ) -> None:
-    """Find likely mistakes of a layout, or of your own shardings, and their cost."""
+    """Find likely mistakes in a layout, or in your own shardings, and predict their cost."""
     from layoutopt.api.pricing import lint as linted
 
     terminal = output.terminal

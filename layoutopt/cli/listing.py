@@ -13,16 +13,18 @@ from io import StringIO
 
 COMMANDS: Mapping[str, Mapping[str, str]] = {
     "Find a layout": {
-        "search": "Find the best layout of a model, prove it, and show it with its alternatives.",
-        "explain": "Explain a plan: the worth of each split, the limit that binds, the cost of a pin.",
-        "cost": "Predict a layout's time by operation, axis and phase, and its peak memory.",
-        "lint": "Find likely mistakes of a layout, or of your own shardings, and their cost.",
+        "search": (
+            "Find the best layout of a model, prove that it is optimal, and show it with its alternatives."
+        ),
+        "explain": "Explain a plan: what each split saves, which limit binds, and what a pin costs.",
+        "cost": "Predict a layout's step time by operation, axis and phase, and its peak memory.",
+        "lint": "Find likely mistakes in a layout, or in your own shardings, and predict their cost.",
         "size": "Choose a model size, chips and training time by scaling laws and searched layouts.",
     },
     "Run it": {
         "train": "Train a model on this machine, under the best layout or your own.",
         "launch": "Start local workers that run one command together, and restart training if one fails.",
-        "generate": "Continue texts with a trained model, under any layout.",
+        "generate": "Continue prompts with a trained model, under any layout.",
         "calibrate": "Fit a hardware profile to measurements of this machine, or to the TPU compiler's "
         "estimates.",
         "validate": "Measure several layouts on this machine and compare them with their predictions.",

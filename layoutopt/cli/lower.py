@@ -49,8 +49,8 @@ def lower(
     emit: Annotated[
         LowerOutput,
         typer.Option(
-            help="Form to print: layoutopt's text, StableHLO for the TPU compiler, or JSON that layoutopt "
-            "can read and run."
+            help="Output format: program (layoutopt's text), stablehlo (StableHLO for the TPU compiler), "
+            "or json (which layoutopt can read and run)."
         ),
     ] = LowerOutput.PROGRAM,
     as_json: JsonOption = False,

@@ -61,7 +61,7 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="FILE.py, FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION, or a Hugging Face CONFIG.json.",
+        help="Model: FILE.py, FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION, or a Hugging Face CONFIG.json.",
         show_default=False,
     ),
 ]
@@ -70,7 +70,7 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="NAME=VALUE",
-        help="Change a hyperparameter (repeatable).",
+        help="Set a hyperparameter of the model, e.g. batch=128 (repeatable).",
         autocompletion=complete_setting,
         show_default=False,
     ),
@@ -80,7 +80,7 @@ MeshOption = Annotated[
     typer.Option(
         "--mesh",
         metavar="MESH",
-        help='Mesh: axes and their sizes, e.g. "data:2;model:4".',
+        help='Device mesh: axes and their sizes, e.g. "data:2;model:4".',
         show_default=False,
     ),
 ]
@@ -89,7 +89,7 @@ LayoutOption = Annotated[
     typer.Option(
         "--layout",
         metavar="LAYOUT",
-        help='Layout, e.g. "batch:data;heads:model" (dimension:axis), or a PLAN.json.',
+        help='Layout as DIMENSION:AXIS rules, e.g. "batch:data;heads:model", or a PLAN.json.',
         show_default="nothing is split",
     ),
 ]
@@ -107,9 +107,12 @@ RunsOnOption = Annotated[
     typer.Option(
         "--hardware",
         metavar="NAME_OR_FILE",
-        help="Predict for this hardware (see `layoutopt hardware`).",
+        help="Hardware to predict for, by name or file (see `layoutopt hardware`).",
         autocompletion=complete_hardware,
-        show_default=f"the plan's own if this run uses it, else its accelerators', else {THIS_MACHINE}",
+        show_default=(
+            "the plan's hardware if this run uses it, else the preset of this machine's accelerators, "
+            f"else {THIS_MACHINE}"
+        ),
     ),
 ]
 HardwaresOption = Annotated[
@@ -127,14 +130,17 @@ SetHardwareOption = Annotated[
     typer.Option(
         "--set-hardware",
         metavar="NAME=VALUE",
-        help="Change a number of the hardware, e.g. node_egress=100GB/s (repeatable).",
+        help="Override a number of the hardware, e.g. node_egress=100GB/s (repeatable).",
         show_default=False,
     ),
 ]
 MemoryOption = Annotated[
     str | None,
     typer.Option(
-        "--memory", metavar="AMOUNT", help="Memory of a device, e.g. 16GiB.", show_default="the hardware's"
+        "--memory",
+        metavar="AMOUNT",
+        help="Memory limit of a device, e.g. 16GiB.",
+        show_default="the hardware's",
     ),
 ]
 TimeLimitOption = Annotated[
@@ -142,7 +148,7 @@ TimeLimitOption = Annotated[
     typer.Option(
         "--time-limit",
         metavar="SECONDS",
-        help="Stop after this many seconds and return the best layout found.",
+        help="Stop after this many seconds and return the best result so far.",
         show_default="none",
     ),
 ]
@@ -186,7 +192,7 @@ EngineOption = Annotated[
     typer.Option(
         "--engine",
         help="Engine that runs the steps: local (TensorFlow on the CPU), jax (JAX on TPUs, GPUs or the "
-        "CPU), lockstep (NumPy, for tests), auto (jax if there is an accelerator, else local).",
+        "CPU), lockstep (NumPy, for tests), or auto (jax if there is an accelerator, else local).",
     ),
 ]
 
@@ -216,12 +222,16 @@ def checkpoint_option(help: str) -> Any:
     return path_option("DIR", help, "--checkpoint")
 
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
 LinesOption = Annotated[
     bool,
-    typer.Option("--lines", help="Also list every instruction, with its formula and numbers."),
+    typer.Option(
+        "--lines", help="Also list every instruction, with the formula and numbers of its predicted time."
+    ),
 ]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no messages.")]
+QuietOption = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print only results and errors, no progress and no messages.")
+]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         metavar="MODEL",
-        help="Model of the plan.",
+        help="Model of the plan, in any form of MODEL, e.g. model.py.",
         show_default="the file recorded in the plan, if it is unchanged",
     ),
 ]

@@ -33,22 +33,24 @@ def report(
         list[Path],
         typer.Argument(metavar="PLAN...", help="Plan files, made by `search --out`.", show_default=False),
     ],
-    out: Annotated[Path, path_option("FILE.html", "The page.", show_default=True)] = Path("report.html"),
+    out: Annotated[
+        Path, path_option("FILE.html", "Write the report to this file.", show_default=True)
+    ] = Path("report.html"),
     validation: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.json",
-            help="JSON file that `validate` wrote, to compare with measured times.",
+            help="JSON file from `validate --out`; adds measured times to the report.",
             show_default=False,
         ),
     ] = None,
     figures: Annotated[
         Path | None,
-        path_option("DIR", "Folder for the figures, as SVG, PNG and PDF."),
+        path_option("DIR", "Folder to write the figures to, as SVG, PNG and PDF."),
     ] = None,
     tables: Annotated[
         Path | None,
-        path_option("DIR", "Folder for the tables, as CSV."),
+        path_option("DIR", "Folder to write the tables to, as CSV."),
     ] = None,
     tokens: TokensOption = None,
     price: PriceOption = None,

@@ -74,7 +74,7 @@ def search(
         int | None,
         typer.Option(
             metavar="N",
-            help="Number of devices; searches the mesh's shape too (instead of --mesh).",
+            help="Number of devices; the search also chooses the shape of the mesh (instead of --mesh).",
             show_default=False,
         ),
     ] = None,
@@ -86,7 +86,10 @@ def search(
     objective: Annotated[
         Objective,
         typer.Option(
-            help="Minimise time within the memory, minimise memory, or list the Pareto frontier of both."
+            help=(
+                "Minimise the step time within the memory limit (time), minimise the peak memory "
+                "(memory), or list the Pareto frontier of the two (pareto)."
+            )
         ),
     ] = Objective.TIME,
     allowed: Allowed = OnMesh(),  # noqa: B008
@@ -96,7 +99,7 @@ def search(
         bool,
         typer.Option(
             "--refine",
-            help="After the search, try other splits of single operations, and report the gain.",
+            help="After the search, try other splits of single operations and report the gain.",
         ),
     ] = False,
     tokens: TokensOption = None,
@@ -104,15 +107,15 @@ def search(
     time_limit: TimeLimitOption = None,
     out: Annotated[
         Path | None,
-        path_option("PLAN.json", "Write the plan there."),
+        path_option("PLAN.json", "Write the plan to this file."),
     ] = None,
     report: Annotated[
         Path | None,
-        path_option("FILE.html", "Write a report there."),
+        path_option("FILE.html", "Write an HTML report to this file."),
     ] = None,
     output: Output = OUTPUT,
 ) -> None:
-    """Find the best layout of a model, prove it, and show it with its alternatives."""
+    """Find the best layout of a model, prove that it is optimal, and show it with its alternatives."""
     clock = time_limited(time_limit)  # of all that this command does
     from costmodels.hardware import with_settings
     from layoutopt.models.loading import load_model

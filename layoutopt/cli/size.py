@@ -72,13 +72,17 @@ def size(
     days: Annotated[
         float | None,
         typer.Option(
-            metavar="D", help="Days of training with --devices; without it, the deadline.", show_default=False
+            metavar="D",
+            help="Days of training on --devices; without --devices, the most days that training may take.",
+            show_default=False,
         ),
     ] = None,
     devices: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="N", help="Number of devices, e.g. 64; 16,64 compares both.", show_default="looked for"
+            metavar="N",
+            help="Number of devices, e.g. 64, or several to compare, e.g. 16,64.",
+            show_default="searched",
         ),
     ] = None,
     hardware: HardwaresOption = None,
@@ -95,28 +99,33 @@ def size(
         Path | None,
         typer.Option(
             metavar="RUNS.csv",
-            help="Fit the scaling law to your own runs instead: a CSV with columns N, D and loss.",
+            help="Fit the scaling law to your own runs instead: a CSV file with columns N (parameters), D "
+            "(tokens) and loss.",
             show_default=False,
         ),
     ] = None,
     scale: Annotated[
         str,
-        typer.Option(metavar="RULE", help='How sizes differ: both, depth, width, or "layers:1;d_model:1".'),
+        typer.Option(
+            metavar="RULE",
+            help="How model sizes are scaled: by depth, by width, by both, or by powers of hyperparameters, "
+            'e.g. "layers:1;d_model:1".',
+        ),
     ] = "both",
     sizes: Annotated[
         str | None,
         typer.Option(
             metavar="LOW:HIGH",
-            help="Numbers of parameters, e.g. 1B:20B; one, e.g. 13B, for a single size.",
+            help="Range of model sizes in parameters, e.g. 1B:20B, or a single size, e.g. 13B.",
             show_default="around the law's optimum",
         ),
     ] = None,
-    candidates: Annotated[int, typer.Option(metavar="K", help="Number of sizes to try.")] = 9,
+    candidates: Annotated[int, typer.Option(metavar="K", help="Number of model sizes to try.")] = 9,
     unique: Annotated[
         str | None,
         typer.Option(
             metavar="T",
-            help="Number of unique tokens in your data; training beyond it repeats them.",
+            help="Number of unique tokens in your data; training on more tokens repeats them.",
             show_default=False,
         ),
     ] = None,
@@ -124,7 +133,8 @@ def size(
         str | None,
         typer.Option(
             metavar="T",
-            help="Number of tokens to generate after training; their cost counts too.",
+            help="Number of tokens that the model will generate after training; adds their cost to that "
+            "of training.",
             show_default=False,
         ),
     ] = None,
@@ -142,11 +152,13 @@ def size(
     replicas: Annotated[
         int | None,
         typer.Option(
-            metavar="M", help="Number of DiLoCo replicas, which raise the loss.", show_default=False
+            metavar="M",
+            help="Number of DiLoCo replicas; the predicted loss rises with this number.",
+            show_default=False,
         ),
     ] = None,
     every: Annotated[
-        bool, typer.Option("--every", help="Also search candidates that cannot be on the frontier.")
+        bool, typer.Option("--every", help="Also search candidates that cannot be on the Pareto frontier.")
     ] = False,
     max_axes: MaxAxesOption = 2,
     allowed: Allowed = OnAnyMesh(),  # noqa: B008
@@ -157,7 +169,7 @@ def size(
     out: Annotated[
         Path | None, path_option("PLAN.json", "Write the plan of the best size to this file.")
     ] = None,
-    report: Annotated[Path | None, path_option("FILE.html", "Write a report there.")] = None,
+    report: Annotated[Path | None, path_option("FILE.html", "Write an HTML report to this file.")] = None,
     output: Output = OUTPUT,
 ) -> None:
     """Choose a model size, chips and training time by scaling laws and searched layouts."""

@@ -49,7 +49,7 @@ def solve_problem(
         ),
     ],
     solver: Annotated[
-        SolverName, typer.Option(help="Solver; auto chooses by the problem's size.")
+        SolverName, typer.Option(help="Solver to use; auto chooses by the problem's size.")
     ] = SolverName.AUTO,
     time_limit: TimeLimitOption = None,
     output: Output = OUTPUT,

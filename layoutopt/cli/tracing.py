@@ -19,7 +19,7 @@ WARM = 2
 """Steps before them: the first one compiles, the second fills caches."""
 NAME = "steps.json.gz"
 
-HELP = f"Folder for a trace of {TRACED} steps, with the predicted step beside them, for trace viewers."
+HELP = f"Folder for a trace of {TRACED} steps and of the predicted step, e.g. for the Perfetto viewer."
 TraceOption = Annotated[Path | None, path_option("DIR", HELP, "--trace")]
 
 

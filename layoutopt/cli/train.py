@@ -56,33 +56,38 @@ def train(
         str,
         typer.Option(
             metavar="auto|LAYOUT|PLAN.json",
-            help="Layout, a PLAN.json, or auto to search for the best one first.",
+            help='Layout as DIMENSION:AXIS rules, e.g. "batch:data", a PLAN.json, or auto (search for the '
+            "best layout first).",
         ),
     ] = AUTO,
     mesh: MeshOption = None,
     decided: ByHand = UNDECIDED,
     settings: SetOption = None,
-    steps: Annotated[int, typer.Option(min=1, help="Train until this step.")] = 100,
+    steps: Annotated[int, typer.Option(min=1, help="Train up to this step.")] = 100,
     checkpoint: Annotated[
-        Path | None, checkpoint_option("Folder to save checkpoints in and to resume from, under any layout.")
+        Path | None,
+        checkpoint_option(
+            "Folder to save checkpoints in and to resume from; the layout may change in between."
+        ),
     ] = None,
     resume: Annotated[
         int | None,
         typer.Option(
             min=0,
             metavar="STEP",
-            help="Resume from the checkpoint of this step instead of the newest; newer ones are set aside.",
+            help="Resume from the checkpoint of this step instead of the newest; newer checkpoints are "
+            "renamed.",
             show_default=False,
         ),
     ] = None,
-    every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 100,
+    every: Annotated[int, typer.Option(min=1, help="Number of steps between checkpoints.")] = 100,
     checkpoint_mode: Annotated[
         str | None,
         typer.Option(
             metavar="MODE",
-            help="File mode of the checkpoint folders, and of their files without x (0700: only you can "
-            "read them).",
-            show_default="as the umask says",
+            help="Permissions of the checkpoint folders in octal, e.g. 0700 (only you can read them); "
+            "their files get the same without execute permission.",
+            show_default="from the umask",
         ),
     ] = None,
     held_out: Annotated[
@@ -93,16 +98,20 @@ def train(
     ] = 8,
     evaluate_every: Annotated[
         int,
-        typer.Option(min=0, metavar="K", help="Also evaluate after every K steps; 0: only at the end."),
+        typer.Option(
+            min=0,
+            metavar="K",
+            help="Number of steps between evaluations during training; 0 evaluates only at the end.",
+        ),
     ] = 0,
     meet: Annotated[
         str | None,
         typer.Option(
             "--meet",
             metavar="dir=DIR,replica=I/N[,period=30,...]",
-            help="Train as one of N jobs that synchronise rarely through a directory; a late or lost job "
-            "does not stop the others (patience=60, staleness=1, bits=32, fragments=1, rate=0.7, "
-            "momentum=0.9).",
+            help="DiLoCo between jobs: train as replica I of N jobs that synchronise once per period of "
+            "steps through a shared directory; a late or lost job does not stop the others. Other "
+            "settings: patience=60, staleness=1, bits=32, fragments=1, rate=0.7, momentum=0.9.",
             show_default=False,
         ),
     ] = None,

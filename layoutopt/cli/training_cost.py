@@ -18,7 +18,8 @@ TokensOption = Annotated[
     str | None,
     typer.Option(
         metavar="T",
-        help="Also report the days and cost of training on this many tokens, e.g. 300B.",
+        help="Also report the days of training on this many tokens, e.g. 300B, and the cost if --price is "
+        "given.",
         show_default=False,
     ),
 ]
@@ -26,7 +27,7 @@ PriceOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="[NAME=]P",
-        help="Price of a chip-hour: 4.2, or tpu-v5p=4.2 (repeatable).",
+        help="Price of a chip-hour: 4.2, or for one hardware tpu-v5p=4.2 (repeatable).",
         show_default=False,
     ),
 ]

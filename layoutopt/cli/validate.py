@@ -52,7 +52,7 @@ def validate(
     layouts: Annotated[
         int, typer.Option(min=2, max=MOST, metavar="N", help="Number of layouts to run.")
     ] = 12,
-    steps: Annotated[int, typer.Option(min=1, help="Number of samples of each layout.")] = 7,
+    steps: Annotated[int, typer.Option(min=1, help="Number of timing samples per layout.")] = 7,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the random layouts.")] = 0,
     settings: SetOption = None,
     hardware: HardwareOption = THIS_MACHINE,
@@ -60,7 +60,7 @@ def validate(
     engine: EngineOption = EngineName.auto,
     out: Annotated[
         Path | None,
-        path_option("FILE.json", "Write the JSON to this file, for `report --validation`."),
+        path_option("FILE.json", "Write the result as JSON to this file, for `report --validation`."),
     ] = None,
     job: Job = ALONE,
     output: Output = OUTPUT,

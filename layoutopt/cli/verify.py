@@ -43,8 +43,8 @@ def verify(
         str,
         typer.Argument(
             metavar="MODEL_OR_PLAN",
-            help="FILE.py, FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION, a Hugging Face CONFIG.json, or a file "
-            "made by `search --out`.",
+            help="Model (FILE.py, FILE.py:FUNCTION, PACKAGE.MODULE:FUNCTION, or a Hugging Face "
+            "CONFIG.json), or a plan file made by `search --out`.",
             show_default=False,
         ),
     ],
@@ -52,7 +52,8 @@ def verify(
         str,
         typer.Option(
             metavar="NAME",
-            help="Chips by the compiler's names: v4:2x2x1, v5e:2x4, v5p:4x4x4, v6e:4x4, tpu7x:2x2x1.",
+            help="TPU topology by the compiler's name, e.g. v4:2x2x1, v5e:2x4, v5p:4x4x4, v6e:4x4, "
+            "tpu7x:2x2x1.",
             show_default=False,
         ),
     ],

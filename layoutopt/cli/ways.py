@@ -25,8 +25,8 @@ AcceptLossOption = Annotated[
     typer.Option(
         "--accept-loss",
         metavar="SHARE",
-        help="Exclude settings that raise the loss by more than this fraction, by the published law, e.g. "
-        "0.02 (with several --diloco).",
+        help="Exclude DiLoCo settings that raise the loss by more than this fraction, e.g. 0.02, "
+        "according to a published scaling law (with several --diloco).",
         show_default=False,
     ),
 ]

@@ -50,8 +50,8 @@ class Chunked(Space):
             Option(
                 "--collective-matmul",
                 "DIMS",
-                "Dimensions whose products may overlap their gathers and scatters in chunks "
-                "(comma-separated; with --elsewhere length): d_ff,heads.",
+                "Dimensions whose matmuls may overlap their all-gathers and reduce-scatters in "
+                "chunks, e.g. d_ff,heads (comma-separated; with --elsewhere length).",
             ),
         ),
     )
@@ -69,9 +69,9 @@ class CollectiveMatmul(Decision):
     by_hand = Option(
         "--collective-matmul",
         "DIMS",
-        "Overlap the gathers and scatters of products with one of these dimensions, in chunks "
-        "(comma-separated): d_ff,heads.",
-        usual="whole values",
+        "Dimensions whose matmuls overlap their all-gathers and reduce-scatters in chunks, e.g. "
+        "d_ff,heads (comma-separated).",
+        usual="no overlap",
     )
     word = "collective matmul"
     place = 5

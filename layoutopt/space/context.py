@@ -55,8 +55,9 @@ class Forms(Space):
             Option(
                 "--context",
                 "FORMS",
-                "Forms of attention to split keys to consider: gather, ring, zigzag, all_to_all "
-                "(comma-separated; default: all for --objective time, else gather).",
+                "Forms of context parallelism (attention to keys that are split) to consider: "
+                "gather, ring, zigzag, all_to_all (comma-separated; default: all for --objective "
+                "time, else gather).",
             ),
         ),
     )
@@ -73,7 +74,8 @@ class Context(Decision):
     by_hand = Option(
         "--context",
         "[DIM=]FORM",
-        "Form of attention to keys split along DIM: gather, ring, zigzag or all_to_all (repeatable).",
+        "Form of context parallelism (attention to keys that are split along DIM): gather, ring, "
+        "zigzag or all_to_all (repeatable).",
         usual="gather",
         several=True,
     )

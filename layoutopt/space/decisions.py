@@ -127,8 +127,9 @@ class SearchSpace(
             Option(
                 "--allow",
                 "WORDS",
-                "Decisions that the search may take, wherever the model has dimensions for them: usual, "
-                "everything, +NAME, -NAME (e.g. +pipeline,-context). More specific options override it.",
+                "Decisions to search, where the model has dimensions for them: usual, everything, or "
+                "changes to usual, e.g. +pipeline,-context (repeatable). More specific options "
+                "override --allow.",
                 several=True,
             ),
         ),

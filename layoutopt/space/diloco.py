@@ -46,10 +46,11 @@ class Replicas(Space):
             Option(
                 "--diloco",
                 "WAY",
-                "Replicas along an axis that synchronise rarely, each with the model's batch: "
-                "sites:period=30. Several settings are compared, with the batch shared among the replicas "
-                "(repeatable): sites:period=30/100,fragments=1/4,bits=32/4; never; free (never, and every "
-                "axis between nodes or slices).",
+                "DiLoCo: train a replica, with the model's batch, at each position of a mesh axis "
+                "and synchronise once per period of steps, e.g. sites:period=30. Several settings "
+                "are compared, with the batch shared among the replicas, e.g. "
+                "sites:period=30/100,fragments=1/4,bits=32/4; never (no DiLoCo); free (never, and "
+                "every axis between nodes or slices) (repeatable).",
                 usual="all devices synchronise in every step",
                 several=True,
             ),
@@ -73,9 +74,10 @@ class Rarely(Decision):
     by_hand = Option(
         "--diloco",
         "AXIS[:period=30,...]",
-        "Train replicas along this axis separately for a period of steps, each on its own batches, then "
-        "synchronise them. Settings: rate=0.7, momentum=0.9 (outer step), fragments=4 (a quarter at a time), "
-        "bits=8 or 4 (quantised), delay=2 (merged two steps later).",
+        "DiLoCo: train a replica, on its own batches, at each position of this mesh axis and "
+        "synchronise once per period of steps. Settings: rate=0.7, momentum=0.9 (outer step), "
+        "fragments=4 (a quarter at a time), bits=8 or 4 (quantised), delay=2 (merged two steps "
+        "later).",
         usual="all devices synchronise in every step",
     )
     word = "replicas"

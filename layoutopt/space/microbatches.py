@@ -50,7 +50,7 @@ class MicrobatchesSpace(Space):
             Option(
                 "--microbatches",
                 "NUMBERS",
-                "Numbers of microbatches to consider (comma-separated), e.g. 1,2,4.",
+                "Numbers of microbatches per step to consider, e.g. 1,2,4 (comma-separated).",
                 usual=",".join(map(str, USUAL)),
             ),
         ),
@@ -68,7 +68,7 @@ class Microbatches(Decision):
     by_hand = Option(
         "--microbatches",
         "N",
-        "Number of microbatches.",
+        "Number of microbatches per step.",
         usual="1",
     )
     word = "microbatches"

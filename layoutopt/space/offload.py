@@ -52,8 +52,8 @@ class Hosted(Space):
             Option(
                 "--offload",
                 "KINDS",
-                "Tensors that may be kept in host memory between uses: optimizer (its state), weights, "
-                "activations (saved by recomputed loops); comma-separated.",
+                "Tensors that may be kept in host memory between uses: optimizer (its state), "
+                "weights, activations that recomputed loops save; comma-separated.",
             ),
         ),
     )
@@ -71,8 +71,8 @@ class OffloadDecision(Decision):
     by_hand: ClassVar[Option | None] = Option(
         "--offload",
         "KIND[=NAME]",
-        "Tensors to keep in host memory between uses: optimizer (its state), weights, activations (saved "
-        "by recomputed loops) (repeatable).",
+        "Tensors to keep in host memory between uses: optimizer (its state), weights, or activations "
+        "that recomputed loops save (repeatable).",
         usual="nothing",
         several=True,
     )

@@ -98,8 +98,7 @@ class RecomputeSpace(Space):
             Option(
                 "--keep",
                 "SETS",
-                "Your own sets of values that recomputed blocks may keep (comma-separated): "
-                "wi+attention,q+k+v.",
+                "Sets of values that recomputed blocks may keep, e.g. wi+attention,q+k+v (comma-separated).",
                 prefix=KEEP,
             ),
         ),
@@ -124,9 +123,10 @@ class Recompute(Decision):
     by_hand = Option(
         "--recompute",
         "DIM[:keep=KIND+...]",
-        "Recompute the loop over DIM in the backward pass, except values to keep: products, outputs, "
-        "attention, others, or names of weights and scopes; always: every loop; never.",
-        usual="none; for a JAX model, as its program does",
+        "Activation checkpointing: DIM recomputes the loop over this dimension in the backward pass, "
+        "except the kept values (products, outputs, attention, others, or names of weights and "
+        "scopes); always recomputes every loop, never no loop (repeatable).",
+        usual="never; for a JAX model, as its program does",
         several=True,
     )
     word = "recompute"

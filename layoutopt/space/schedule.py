@@ -68,10 +68,10 @@ class ScheduleDecision(Decision):
     by_hand = Option(
         "--schedule",
         "NAME",
-        "Pipeline schedule: gpipe (backward after all microbatches), 1f1b (each microbatch as early as "
-        "possible), circular:2 and interleaved:2 (the same with two virtual stages per stage, half the "
-        "bubble), "
-        "or zb-h1 (1f1b with weight gradients in ticks of their own, two thirds of the bubble).",
+        "Pipeline schedule: gpipe (all forward passes, then all backward passes), 1f1b (each "
+        "backward pass as early as possible), circular:2 (gpipe with two virtual stages per stage, "
+        "half the bubble), interleaved:2 (1f1b with two virtual stages per stage, half the bubble), "
+        "or zb-h1 (1f1b with separate weight gradients, two thirds of the bubble).",
         usual=GPIPE,
     )
     features = tuple(_feature(name) for name, kind in KINDS.items() if kind.lowers and name != GPIPE)

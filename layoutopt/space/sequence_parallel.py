@@ -46,8 +46,8 @@ class Further(Space):
             Option(
                 "--elsewhere",
                 "DIMS",
-                "Dimensions that may be split further where an axis splits nothing else "
-                "(comma-separated); length gives sequence parallelism.",
+                "Dimensions to split also in operations where an axis splits no other dimension, "
+                "e.g. length for sequence parallelism (comma-separated).",
             ),
         ),
     )

@@ -81,7 +81,7 @@ class SplitsSpace(Space):
             Option(
                 "--pin",
                 "RULES",
-                'Require a split, e.g. "batch:data"; "batch:none" keeps a dimension whole.',
+                'Require a split, e.g. "batch:data"; "batch:none" keeps a dimension unsplit (repeatable).',
                 several=True,
             ),
         ),
@@ -93,7 +93,9 @@ class SplitsSpace(Space):
         text=rules_text,
         names_axes=True,
         by_name=False,
-        options=(Option("--forbid", "RULES", 'Forbid a split, e.g. "vocab:model".', several=True),),
+        options=(
+            Option("--forbid", "RULES", 'Forbid a split, e.g. "vocab:model" (repeatable).', several=True),
+        ),
     )
     orders: str = argument(
         ORDERS[0],
@@ -104,8 +106,8 @@ class SplitsSpace(Space):
             Option(
                 "--orders",
                 f"[{'|'.join(ORDERS)}]",
-                "Orders of axes to consider when several split one dimension: mesh (the mesh's order) or "
-                "all.",
+                "Orders of axes to consider where several axes split one dimension: mesh (the mesh's "
+                "order) or all.",
                 usual=ORDERS[0],
             ),
         ),

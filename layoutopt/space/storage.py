@@ -71,8 +71,8 @@ class StorageSpace(Space):
             Option(
                 "--storage",
                 "STAGES",
-                "Storage of variables to consider: layout, zero1, zero2, zero3 (ZeRO), hybrid (zero3 "
-                "inside a node); comma-separated.",
+                "Storage of variables to consider: layout (no ZeRO), zero1, zero2, zero3 (ZeRO "
+                "stages), hybrid (zero3 inside a node); comma-separated.",
                 usual=",".join(STORED),
             ),
         ),
@@ -94,8 +94,9 @@ class Storage(Decision):
     by_hand = Option(
         "--storage",
         "[VARIABLE=]STAGE",
-        "Storage of variables: layout, zero1, zero2, zero3, or over some axes, e.g. zero3@data (repeatable).",
-        usual="as the layout says",
+        "Storage of variables: layout (no ZeRO), zero1, zero2, zero3 (ZeRO stages), or a stage over "
+        "some axes only, e.g. zero3@data (repeatable).",
+        usual="layout",
         several=True,
     )
     word = "storage"
