@@ -67,7 +67,7 @@ def test_the_refit_agrees_with_hoffmanns_other_approaches() -> None:
 
 def test_kaplans_exponents_follow_from_the_constants() -> None:
     """Of the loss, and of N, in the compute: equations 6.4 and 6.5 with the constants of table 3 give 0.0525
-    and 0.68; the paper rounds to 0.054 and 0.71, and measures 0.050 and 0.73 (docs/guides/size.md)."""
+    and 0.68; the paper rounds to 0.054 and 0.71, and measures 0.050 and 0.73."""
     alpha_s, alpha_n, alpha_b = 0.76, 0.077, data()["critical_batch"]["constants"]["alpha"]
     alpha_c = 1 / (1 / alpha_s + 1 / alpha_b + 1 / alpha_n)
     assert alpha_c == pytest.approx(0.0525, abs=5e-4)
