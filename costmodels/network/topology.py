@@ -161,7 +161,7 @@ def _checked(mesh: Mesh, assignment: Mapping[str, Mapping[str, int]], levels: Le
         if product != mesh.size(axis):
             raise UserError(
                 f"placement of mesh axis {axis!r}: the product of its factors is {product}, but the axis "
-                f"has {mesh.size(axis)} devices ({mesh})"
+                f"has {mesh.size(axis)} devices ({mesh}); make the two equal"
             )
         for level in factors:
             if level not in names:

@@ -175,7 +175,7 @@ def too_much(request: Request, leanest: EvaluatedLayout, low: float, advice: str
     space; `low`: bytes that are proven necessary."""
     limit = request.limit
     whole = "".join(f"; {each}" for each in left_whole(request, leanest.evaluation))
-    looked = f"; the search considered {space.count} layouts ({space.limits})" if space.limits else ""
+    looked = f"; the search considered {space.count} ({space.limits})" if space.limits else ""
     held = ", ".join(f"{h.what} ({size_text(h.bytes)})" for h in leanest.evaluation.memory.holdings[:3])
     sure = f"; no layout needs less than {size_text(low)} (proven)" if low < leanest.peak else ""
     return (

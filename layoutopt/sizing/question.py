@@ -111,7 +111,7 @@ class SizingQuestion:
         if self.loss is not None and math.isinf(tokens):
             return f"the loss never reaches {self.loss:g}, however long the training"
         if tokens < candidate.tokens:
-            return f"the budget is less than one training step of {candidate.tokens:,} tokens"
+            return f"the budget covers less than one training step of {candidate.tokens:,} tokens"
         return ""
 
     def work(self, machine: OfferedHardware, dtype: str) -> tuple[float, float]:

@@ -81,7 +81,7 @@ def _edges(edges: Any, variables: list[ChoiceVariable]) -> list[Term]:
                 )
         if first == second:
             raise ProblemError(
-                f"edges.nodes[{edge}] connects node {first} to itself; add its costs to those of the node"
+                f"edges.nodes[{edge}] connects node {first} to itself; add these costs to the node's costs"
             )
         where = f"edges.costs[{edge}]"
         table = numbers(cost, where, infinite=FORBIDDEN)

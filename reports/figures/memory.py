@@ -197,9 +197,7 @@ def _holdings(sheet: FigureSheet, found: MemoryTimeline, y: float) -> None:
     """The largest tensors at the peak as bars of their share of it."""
     where = found.points[found.peak]
     place = f"{where.scope}/{where.name}" if where.scope else where.name
-    sheet.text(
-        MARGIN, y, f"Tensors in memory at the peak, during {shorten(place, 30)}", bold=True, size=SMALL
-    )
+    sheet.text(MARGIN, y, f"Tensors at the peak, during {shorten(place, 30)}", bold=True, size=SMALL)
     peak = where.bytes or 1.0
     for position, holding in enumerate(holdings_at_peak(found)[:MOST_HOLDINGS]):
         top = y + 8 + 31 * position

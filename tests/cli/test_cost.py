@@ -130,7 +130,9 @@ def test_what_does_not_fit_is_priced(
 ) -> None:
     found = result(*COST, "--memory", "10MiB")
     assert found["feasible"] is False
-    assert re.search(r"over 10 MiB; largest: .*float32\[layers:4 batch:16/data", found["reason"])
+    assert re.search(
+        r"over the limit of 10 MiB; largest tensors: .*float32\[layers:4 batch:16/data", found["reason"]
+    )
     assert found["predicted"]["step_seconds"] == result(*COST)["predicted"]["step_seconds"]
     assert "no: peak memory" in run(*COST, "--memory", "10MiB").stdout
 

@@ -186,10 +186,10 @@ def test_a_search_says_how_far_it_is() -> None:
     shown: list[str] = []
     bounds = Bounds(Terminal(), "searching mlp", seconds_text)
     bounds.progress.update = lambda task, description: shown.append(description)  # type: ignore[method-assign]
-    bounds.show(SearchStatus("mesh 4x2 in 2 microbatches", 3, 12, 0.004, 0.003, 61.2))
+    bounds.show(SearchStatus("mesh 4x2, 2 microbatches", 3, 12, 0.004, 0.003, 61.2))
     bounds.show(SearchStatus("mesh 8", 1, 12, math.inf, 0.0, None))
     assert shown == [
-        "searching mlp, mesh 4x2 in 2 microbatches (3 of 12): best 4.00 ms, bound 3.00 ms, gap 25.00%, "
+        "searching mlp, mesh 4x2, 2 microbatches (3 of 12): best 4.00 ms, bound 3.00 ms, gap 25.00%, "
         "about 1 min 01 s left",
         "searching mlp, mesh 8 (1 of 12): nothing found yet, bound 0 s",
     ]

@@ -292,7 +292,7 @@ def test_all_that_cannot_be_imported_is_listed_at_once() -> None:
     said = (
         rf"from_jax: \(1\) {here}:{first + 1}, {here}:{first + 5}: cannot import cumprod of float32\[8,4\]"
         rf": .* \(2\) {here}:{first + 2}: cannot import cond .*"
-        rf" \(3\) {here}:{first + 8}: cannot import sort .*: it sorts by more than one key; sort by one"
+        rf" \(3\) {here}:{first + 8}: cannot import sort .*: it sorts by more than one key; sort by one key"
     )
     assert re.fullmatch(said, str(error.value)), str(error.value)
 

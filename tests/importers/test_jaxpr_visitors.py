@@ -76,7 +76,7 @@ def test_another_function_is_refused() -> None:
     with pytest.raises(UserError, match=r"not the one that from_jax imported: .* has sin"):
         visited(block, retraced(lambda x, key: calls(jnp.sin(x), key), arguments())[0])
     closed = retraced(calls, arguments())[0]
-    with pytest.raises(UserError, match="by other operations than the whole"):
+    with pytest.raises(UserError, match="part of a batch differ from those for the whole batch"):
         visited(block, closed, retraced(lambda x, key: calls(jnp.sin(x), key), arguments())[0])
 
 

@@ -154,7 +154,7 @@ def test_axes_of_a_mesh_are_no_names() -> None:
     model = layoutopt.from_jax(loss, *arguments(Partitioned, **mesh, head=("fsdp", "tp")))
     assert axes_of(model)["up"] == "[d_model d_ff]"
     (note,) = model.origin.notes
-    assert "taken as axes of a mesh" in note and "'tp' has sizes 12, 16" in note
+    assert "read as mesh axes" in note and "'tp' has sizes 12, 16" in note
 
 
 def test_a_logical_name_of_several_dimensions_is_numbered() -> None:
@@ -162,7 +162,7 @@ def test_a_logical_name_of_several_dimensions_is_numbered() -> None:
     assert axes_of(model)["up"] == "[embed mlp]"  # `down` says what its other side is called, too
     model = layoutopt.from_jax(loss, *arguments(up=("embed", "embed"), down=("embed", "embed")))
     assert axes_of(model)["up"] == "[embed embed_2]"
-    assert any("'embed' is several dimensions" in note for note in model.origin.notes)
+    assert any("'embed' stands for several dimensions" in note for note in model.origin.notes)
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,9 @@ UNEQUAL: dict[str, tuple[Callable[..., Any], str]] = {
 def test_the_line_that_keeps_layers_apart_is_said(case: str) -> None:
     layer, why = UNEQUAL[case]
     (said,) = notes_of(layer)
-    line = r"4 layers \(blocks/0 to blocks/3\) did not become one loop, .* differ: .*test_reroll.py:\d+ "
+    line = (
+        r"4 similar layers \(blocks/0 to blocks/3\) did not become one loop, .* differ: .*test_reroll.py:\d+ "
+    )
     assert re.match(line + why, said), said
 
 

@@ -116,7 +116,7 @@ def test_a_price_is_the_plans(plan: Plan, model: mtf.Model) -> None:
     total = (frame["runs"] * frame["exposed_seconds"]).sum()
     assert total == pytest.approx(plan.predicted.step_seconds)
     tight = layoutopt.cost(model, MESH, plan.layout, "tpu-v3", memory=1000, options=plan.options)
-    assert not tight.fits and "largest: " in (tight.reason or "")
+    assert not tight.fits and "largest tensors: " in (tight.reason or "")
     assert "does not fit" in repr(tight) and "<table" in priced._repr_html_()
 
 

@@ -237,10 +237,10 @@ def test_one_wild_run_does_not_move_the_fit() -> None:
     [
         ("", "is not a CSV file with a header"),
         ("N,loss\n1,2\n", "has no column 'D'"),
-        ("N,D,loss\n1e6,1e7,three\n", "row 1 of column 'loss' is 'three', no number"),
-        ("N,D,loss\n1e6,1e7,\n", "row 1 of column 'loss' is 'nan', no number"),
+        ("N,D,loss\n1e6,1e7,three\n", "row 1 of column 'loss' is 'three', which is not a number"),
+        ("N,D,loss\n1e6,1e7,\n", "row 1 of column 'loss' is 'nan', which is not a number"),
         ("N,D,loss\n1e6,1e7,3\n", "1 runs with 1 different sizes N and 1 different numbers of tokens D"),
-        ("N,D,loss\n" + "1e6,1e7,-3\n" * 8, "column 'loss' must hold positive numbers"),
+        ("N,D,loss\n" + "1e6,1e7,-3\n" * 8, "column 'loss' must contain only positive numbers"),
         ("N,D,loss\n1e6,1e7,3\n1,2,3,4,5\n", "is not a CSV file"),
     ],
 )

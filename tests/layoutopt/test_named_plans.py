@@ -195,7 +195,7 @@ def test_a_plan_on_another_mesh_that_is_faster_is_pointed_out() -> None:
     plan = search(model, mesh="x:4", hardware=V3, pins=pins, **ASKED)
     found = named(plan, "data + tensor parallel")
     assert found.predicted and found.predicted.step_seconds < plan.predicted.step_seconds
-    (note,) = [n for n in plan.data.notes if "search --devices 4" in n]
+    (note,) = [n for n in plan.data.notes if "use --devices 4" in n]
     assert note.startswith("data + tensor parallel on data:2;model:2 is faster than the best layout on x:4")
 
 

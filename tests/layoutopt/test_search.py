@@ -36,7 +36,7 @@ def test_infeasible_names_the_largest_tensors(model: mtf.Model) -> None:
     with pytest.raises(mtf.InfeasibleError) as caught:
         small(model, memory=5000, alternatives=True)
     said = str(caught.value)
-    assert "no layout of 'mlp' fits into 4.88 KiB a device" in said
+    assert "no layout of 'mlp' fits into 4.88 KiB per device" in said
     assert "its largest tensors: " in said and "variable layer_0/weight" in said
     assert "over; " in said and "\n" not in said
     assert mtf.InfeasibleError.exit_code == 3
@@ -187,7 +187,7 @@ def test_a_plan_for_another_model_names_the_difference() -> None:
     plan = small(one)
     with pytest.raises(mtf.UserError, match=r"d_ff=32 there, 64 here; .* parameters there, .* here"):
         check_plan_model(plan, other)
-    with pytest.raises(mtf.UserError, match=r"the plan's model is 'transformer_lm', this one 'mlp'"):
+    with pytest.raises(mtf.UserError, match=r"its model is 'transformer_lm', this one 'mlp'"):
         check_plan_model(plan, mlp())
 
 

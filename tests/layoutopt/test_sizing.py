@@ -96,11 +96,11 @@ def test_experts_keep_their_number() -> None:
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        ("wide", "write both, depth, width"),
-        ("layers", "write both, depth, width"),
+        ("wide", "give both, depth, width"),
+        ("layers", "give both, depth, width"),
         ("layers:9", "powers above 0 and at most 4"),
         ("layres:1", "did you mean 'layers'"),
-        ("", "write both, depth, width"),
+        ("", "give both, depth, width"),
     ],
 )
 def test_a_rule_that_is_none_is_refused(rule: str, said: str) -> None:
@@ -128,7 +128,7 @@ def test_depth_does_not_grow_alone_where_the_width_has_another_name() -> None:
         powers_of("both", hparams)
     assert powers_of("depth", hparams) == {"layers": 1.0}
     with pytest.raises(
-        UserError, match="known depth; write --scale width if heads, d_model shall grow alone"
+        UserError, match="known name for depth; write --scale width to scale only heads, d_model"
     ):
         powers_of("both", {"blocks": 6, "heads": 4, "d_model": 256})
 
@@ -359,34 +359,34 @@ def test_chips_too_few_for_the_deadline_are_not_searched() -> None:
     [
         ({}, "size requires a target; give budget"),
         ({"budget": 1e20, "loss": 2.0}, "budget and loss cannot be combined"),
-        ({"days": 3}, "size needs a target"),
+        ({"days": 3}, "size requires a target"),
         ({"money": 1e6}, "money requires the price of a chip-hour of tpu-v5e"),
         ({"budget": float("nan")}, "budget is nan; give a positive number"),
         ({"budget": 1e20, "devices": 0}, "devices is 0; give whole numbers from 1 to"),
-        ({"budget": 1e20, "devices": "64"}, "devices='64': needs whole numbers"),
+        ({"budget": 1e20, "devices": "64"}, "devices is '64'; give whole numbers"),
         ({"budget": 1e20, "devices": [2.5]}, "devices is 2.5; give a whole number"),
         ({"budget": "1e20"}, "budget is '1e20'; give a positive number"),
-        ({"budget": 1e20, "candidates": 2.5}, "candidates=2.5"),
-        ({"budget": 1e20, "sizes": (1e6,)}, r"sizes is 1e\+06; give the smallest and the largest"),
+        ({"budget": 1e20, "candidates": 2.5}, "candidates is 2.5"),
+        ({"budget": 1e20, "sizes": (1e6,)}, "sizes is 1e+06; give the smallest and the largest"),
         ({"budget": 1e20, "price": "4"}, "price of tpu-v5e is '4'; give a positive number"),
         ({"budget": 1e20, "unique": "1B"}, "unique is '1B'; give a positive number"),
         ({"budget": 1e20, "replicas": 1.5}, "replicas is 1.5; give a whole number"),
-        ({"budget": 1e20, "inference": "1T"}, "inference='1T': needs a number"),
+        ({"budget": 1e20, "inference": "1T"}, "inference is '1T'; give a positive number"),
         ({"budget": 1e20, "memory": "16GiB"}, "memory is '16GiB'; give a positive number of bytes"),
         (
             {"budget": 1e20, "characters": "four"},
             "characters is 'four'; give the number of characters per token",
         ),
-        ({"budget": 1e20, "hardware": 3}, "hardware 3: give a preset's name"),
-        ({"budget": 1e20, "hardware": []}, "hardware is missing"),
-        ({"budget": 1e20, "scale": None}, "scale None: write both, depth, width"),
+        ({"budget": 1e20, "hardware": 3}, "hardware is 3; give the name of a preset"),
+        ({"budget": 1e20, "hardware": []}, "size requires hardware"),
+        ({"budget": 1e20, "scale": None}, "scale None is not a rule; give both, depth, width"),
         ({"budget": 1e20, "runs": 3}, "runs is 3; give a CSV file, or a data frame"),
-        ({"budget": 1e20, "runs": {"N": [1.0]}}, "own runs: has no column 'D'"),
-        ({"budget": 1e20, "candidates": 0}, "candidates=0"),
-        ({"budget": 1e20, "law": "chinchilla"}, "law chinchilla: no such law"),
-        ({"budget": 1e20, "price": {"h100": 3.0}}, "price h100=3.0: not a hardware of this command"),
-        ({"budget": 1e20, "sizes": (2.0, 1.0)}, "sizes=2:1"),
-        ({"budget": 1e20, "replicas": 0}, "replicas=0"),
+        ({"budget": 1e20, "runs": {"N": [1.0]}}, "own runs has no column 'D'"),
+        ({"budget": 1e20, "candidates": 0}, "candidates is 0"),
+        ({"budget": 1e20, "law": "chinchilla"}, "law chinchilla is not a known scaling law"),
+        ({"budget": 1e20, "price": {"h100": 3.0}}, "price h100=3.0: 'h100' is not among the hardware"),
+        ({"budget": 1e20, "sizes": (2.0, 1.0)}, "sizes is 2:1"),
+        ({"budget": 1e20, "replicas": 0}, "replicas is 0"),
     ],
 )
 def test_wrong_questions_are_one_line(asked: dict[str, Any], said: str) -> None:
@@ -403,7 +403,7 @@ def test_what_no_size_can_reach_is_proven() -> None:
         layoutopt.size(words, TINY, loss=1.8, devices=2, **ASKED)
     with pytest.raises(InfeasibleError, match=r"is 2\.790 with the given data and replicas"):
         layoutopt.size(words, TINY, loss=2.5, unique=1e9, devices=2, **ASKED)
-    with pytest.raises(InfeasibleError, match="less than one step"):
+    with pytest.raises(InfeasibleError, match="less than one training step"):
         layoutopt.size(words, TINY, tokens=10, devices=2, **ASKED)
 
 

@@ -143,8 +143,12 @@ def test_sliders_say_what_was_searched(page: str, tmp_path: Path) -> None:
     tell([control.hidden, before, control.querySelector('output').textContent, range.ariaValueText]);"""
     hidden, before, after, spoken = found(tmp_path, page, script)
     assert not hidden and spoken == after
-    assert before.replace("\u00a0", " ").startswith("1×: 412 ms a step (±0 %), best by b: batch:data; vocab")
-    assert after.replace("\u00a0", " ").startswith("0.25×: 634 ms a step (+54 %), best by a: batch:data; ")
+    assert before.replace("\u00a0", " ").startswith(
+        "1×: 412 ms per step (±0 %), with layout b: batch:data; vocab"
+    )
+    assert after.replace("\u00a0", " ").startswith(
+        "0.25×: 634 ms per step (+54 %), with layout a: batch:data; "
+    )
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_first_screen_admits(pages: dict[str, str]) -> None:
     plan["predicted"]["peak_memory_bytes"] = 9 * sample.GIB
     del plan["details"]["validation"]
     said = hero(reports.report_html([plan]))
-    assert "Does it fit No needs 9.00 GiB, a device has 6.96 GiB" in said
+    assert "Does it fit No the plan needs 9.00 GiB, but a device has 6.96 GiB" in said
     assert "Not proven: feasible" in said and "at most 3.1% from the best" in said
     assert "Calibrated" in said and "no whole training step was measured" in said
     assert "Proven optimal under" not in said
@@ -174,7 +174,7 @@ def test_a_gap_has_one_number(gap: float, said: str) -> None:
 
 def test_an_operation_names_its_collective_once(pages: dict[str, str]) -> None:
     said = Page(pages["full"]).text.replace("\u00a0", " ")
-    assert said.count("all-reduce over model: 2.05 GiB in 8 runs, 32.0 ms exposed of 48.0 ms") == 1
+    assert said.count("all-reduce over model: 2.05 GiB in 8 runs, 48.0 ms, of which 32.0 ms exposed") == 1
     assert "8 runs of" not in said
 
 
@@ -218,7 +218,7 @@ def test_first_screen_says_what_is_trained_for_how_long_and_for_how_much(pages: 
     plan["training"] = cost
     said = hero(reports.report_html([plan]))
     for words in (
-        "Batch 512 524,288 tokens a step in 2 microbatches",
+        "Batch 512 524,288 tokens per step in 2 microbatches",
         "Length 1,024 tokens per example",
         "How long 12.5 days 300 B tokens take 12.5 days",
         "Cost 645,120 154 k chip-hours at 4.2 each",
@@ -299,7 +299,7 @@ def test_a_proof_may_be_checked_again() -> None:
     assert "gap 0%, 2 s; the proof was verified without a solver" in hero(html)
     assert words in Page(html).text
     plan["details"]["proof"] |= {"verified": False, "words": "1 not checked"}
-    assert "checked again: 1 not checked" in hero(reports.report_html([plan]))
+    assert "check of the proof: 1 not checked" in hero(reports.report_html([plan]))
     plan["details"]["proof"] |= {"words": "wrong: x is faster", "problems": [one | {"how": "faster"}]}
     html = reports.report_html([plan])
     assert "Refuted" in hero(html) and '<div class="answer bad"><dt>Proven or not</dt>' in html
@@ -308,7 +308,7 @@ def test_a_proof_may_be_checked_again() -> None:
 def test_what_the_fit_had_not_seen_counts() -> None:
     plan = sample.full_plan()
     del plan["details"]["validation"]
-    assert "fitted to 41 measurements, typically" in hero(reports.report_html([plan]))
+    assert "fitted to 41 measurements, median error" in hero(reports.report_html([plan]))
     new = {"what": "new", "size": 8.0, "measured_seconds": 1.0, "predicted_seconds": 1.25, "held_out": True}
     plan["details"]["calibration"]["measurements"].append(new)
     plan["details"]["calibration"]["notes"] = ["Measured on a quiet machine."]
@@ -460,7 +460,9 @@ def test_what_readers_point_at_open_and_copy() -> None:
     assert plan["predicted"]["step_seconds"] in sorted_by
     (bandwidth, *_) = [a for a in page.of("div") if a.get("class") == "whatif"]
     first, *_ = json.loads(str(bandwidth["data-trials"]))
-    assert first.replace("\u00a0", " ").startswith("0.25×: 634 ms a step (+54 %), best by a: batch:data")
+    assert first.replace("\u00a0", " ").startswith(
+        "0.25×: 634 ms per step (+54 %), with layout a: batch:data"
+    )
 
 
 def test_every_bar_of_a_comparison_names_its_hardware() -> None:

@@ -138,7 +138,7 @@ def instance(**changes: object) -> dict[str, Any]:
         ({"problem__nodes__costs": [[1, -2], [3]]}, r"nodes.costs\[0\] contains the negative cost -2"),
         (
             {"problem__nodes__costs": [[1, 2**60 // 3], [3]]},
-            r"nodes.costs\[0\] holds 3.843e\+17, which is beyond 2\^53",
+            r"nodes.costs\[0\] contains 3.843e\+17; the absolute value must be at most 2\^53",
         ),
         (
             {"problem__nodes__costs": [[1, 10**400], [3]]},
@@ -150,7 +150,10 @@ def instance(**changes: object) -> dict[str, Any]:
         ),
         ({"problem__nodes__costs": {}}, "nodes.costs must be a list, not dict"),
         ({"problem__nodes__costs": [[1, 2]]}, "nodes has 2 intervals, 1 costs and 2 usages"),
-        ({"problem__nodes__usages": [[4], [6]]}, r"nodes.usages\[0\] has 1 usages for 2 strategies"),
+        (
+            {"problem__nodes__usages": [[4], [6]]},
+            r"nodes.usages\[0\] has 1 usages, but the node has 2 strategies",
+        ),
         ({"problem__nodes__usages": [[4, -5], [6]]}, "must be a list with one whole number >= 0 per choice"),
         ({"problem__nodes__usages": [[4, 5.5], [6]]}, "must be a list with one whole number >= 0 per choice"),
         (
@@ -162,9 +165,12 @@ def instance(**changes: object) -> dict[str, Any]:
             r"nodes.intervals\[0\] must be a whole number, not 1.5",
         ),
         ({"problem__nodes__intervals": [[-4, 2], [1, 3]]}, "starts before time 0"),
-        ({"problem__edges__nodes": [[0, 2]]}, r"edges.nodes\[0\] names node 2; there are 2 nodes"),
-        ({"problem__edges__nodes": [[0, -1]]}, r"edges.nodes\[0\] names node -1; there are 2 nodes"),
-        ({"problem__edges__nodes": [[1, 1]]}, r"edges.nodes\[0\] joins node 1 to itself"),
+        ({"problem__edges__nodes": [[0, 2]]}, r"edges.nodes\[0\] contains the node 2, but there are 2 nodes"),
+        (
+            {"problem__edges__nodes": [[0, -1]]},
+            r"edges.nodes\[0\] contains the node -1, but there are 2 nodes",
+        ),
+        ({"problem__edges__nodes": [[1, 1]]}, r"edges.nodes\[0\] connects node 1 to itself"),
         ({"problem__edges__nodes": []}, "edges has 0 pairs of nodes but 1 lists of costs"),
         (
             {"problem__edges__costs": [[7]]},
@@ -205,12 +211,15 @@ def own(**changes: object) -> dict[str, Any]:
             own(format="layoutopt-problem/9"),
             "the format is 'layoutopt-problem/9', but this version of layoutopt reads",
         ),
-        (own(variables=[{"name": "a", "size": 10**9}]), r"variables\[0\].size is 1000000000; at most 100000"),
+        (
+            own(variables=[{"name": "a", "size": 10**9}]),
+            r"variables\[0\].size is 1000000000; a variable can have at most 100000",
+        ),
         (
             own(variables=[{"name": f"v{i}", "size": 10**5} for i in range(201)]),
             "the variables have 20,100,000 choices in total; the limit is 20,000,000",
         ),
-        (own(variables=[{"name": "a"}]), r"variables\[0\] has no 'size'"),
+        (own(variables=[{"name": "a"}]), r"variables\[0\] has no field 'size'"),
         (own(variables=[{"name": "a", "labels": [1]}]), r"variables\[0\].labels must be a list of strings"),
         (own(variables=[{"name": 3, "size": 1}]), r"variables\[0\].name must be a string, not int"),
         (
@@ -241,7 +250,7 @@ def own(**changes: object) -> dict[str, Any]:
             own(rows=[{"name": "m", "limit": 1, "entries": [{"scope": [0], "table": [None, 1]}]}]),
             "only numbers, not null",
         ),
-        (own(constant="1"), "constant must be a number, not the text '1'"),
+        (own(constant="1"), "constant must be a number, not the string '1'"),
     ],
 )
 def test_hostile_problem_files_are_one_line_too(data: object, text: str, tmp_path: Path) -> None:

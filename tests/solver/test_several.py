@@ -89,7 +89,7 @@ def test_the_frontier_says_when_it_is_not_all() -> None:
     first = pareto(problem, "memory", most=2)
     assert not first.complete
     assert [point.use for point in first.points] == [point.use for point in whole.points[:2]]
-    with pytest.raises(ProblemError, match="problem 'six' has no row 'memry'; its rows: memory"):
+    with pytest.raises(ProblemError, match="problem 'six' has no row 'memry'; known rows: memory"):
         pareto(problem, "memry")
 
 
@@ -140,7 +140,10 @@ def test_a_conflict_is_told_in_the_names_it_was_given() -> None:
     assert conflict(problem, {"--other": groups["--other"]}) is None
     never = Problem("never", variables, (Term((0,), np.full(2, math.inf), "t"),), rows)
     assert conflict(never, groups) == Conflict(())
-    with pytest.raises(ProblemError, match="the group 'x' names the row 'm'; the rows: memory, other"):
+    with pytest.raises(
+        ProblemError,
+        match="group 'x' contains the row 'm', which the problem does not have; known rows: memory, other",
+    ):
         conflict(problem, {"x": ConflictGroup({}, ("m",))})
     with pytest.raises(ProblemError, match="group 'x' contains the variable index 4, but the problem has"):
         conflict(problem, {"x": ConflictGroup({4: (0,)})})

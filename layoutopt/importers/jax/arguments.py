@@ -89,7 +89,7 @@ def _variable(w: Writer, v: Var, name: str, leaf: Leaf, trained: bool, stacked: 
         even=True,
     )
     if name in w.graph.variables:
-        raise UserError(f"from_jax: two parameters have the path {name!r}; give them different names")
+        raise UserError(f"from_jax: two parameters have the path {name!r}; rename one of the two")
     return w.graph.read(w.graph.declare(variable))
 
 

@@ -61,7 +61,11 @@ def _normal(w: Writer, e: Equation) -> None:
 
 
 def _bits(w: Writer, e: Equation) -> None:
-    refuse(e, "it draws bits", "draw with jax.random.uniform, bernoulli or normal")
+    refuse(
+        e,
+        "it draws raw random bits",
+        "draw with jax.random.uniform, jax.random.bernoulli or jax.random.normal",
+    )
 
 
 def _made(w: Writer, e: Equation) -> None:

@@ -109,7 +109,7 @@ class _Naming:
                 raise UserError(
                     f"from_jax: names gives the name {part!r} to both {place} and {self.fixed[other][1]}, "
                     "but these are different dimensions (both occur in one array, or their sizes "
-                    "differ); give them different names"
+                    "differ); give the two axes different names"
                 )
             self.fixed[node] = str(part), place
             self.names.give(node, str(part))
