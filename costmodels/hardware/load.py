@@ -104,7 +104,7 @@ def read_hardware(path: Path, settings: Sequence[str] = ()) -> Hardware:
             f"{error.colno})"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise HardwareError(f"{str(path)!r} is not a hardware file: {error}") from None
+        raise HardwareError(f"hardware file {str(path)!r} is invalid: {error}") from None
     hardware, faults = read(content)
     if hardware is not None and settings:
         hardware, faults = read(changed(content, settings))

@@ -159,7 +159,7 @@ def time_limited(seconds: float | None) -> Clock:
     from mesh_tf_core.errors import UserError
 
     if seconds is not None and not 0 < seconds < math.inf:
-        raise UserError(f"--time-limit {seconds!r}: needs a positive number of seconds")
+        raise UserError(f"--time-limit is {seconds!r}; give a positive number of seconds")
     return Clock(seconds, clocks.began)
 
 
@@ -279,7 +279,7 @@ def read_mesh(text: str | None) -> Mesh:
         )
     mesh = Mesh(text)
     if not mesh.axes:
-        raise UserError(f'--mesh {text!r} names no axis; write for example --mesh "data:2;model:4"')
+        raise UserError('--mesh is empty; give its axes, e.g. --mesh "data:2;model:4"')
     return mesh
 
 

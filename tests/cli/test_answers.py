@@ -101,7 +101,7 @@ def test_every_answer_is_a_word_that_is_there(refused: Callable[..., str]) -> No
         pytest.param(
             ["search", MLP, "--devices", MANY], "exceeded maximum size, found '9999", id="5,000 of devices"
         ),
-        pytest.param(["search", *ON, "--top", "2000000000"], "at most 1,000 are listed", id="top"),
+        pytest.param(["search", *ON, "--top", "2000000000"], "give at most 1,000", id="top"),
         pytest.param(
             ["validate", *ON, "--layouts", "2000000000"], "less than or equal to 1000", id="layouts"
         ),
@@ -216,8 +216,8 @@ def second_batch(folder: Path, batch: str, mask: str = "") -> Any:
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
-        ("None", "data() gave a NoneType, not a dict"),
-        ("'text'", "data() gave a str, not a dict"),
+        ("None", "data() yielded a value of type NoneType; yield a dict"),
+        ("'text'", "data() yielded a value of type str; yield a dict"),
         ("dict(x=None, label=y)", "batch input 'x' is nothing, not an array of numbers"),
         ("dict(x='text', label=y)", "batch input 'x' is a value of type str, not an array of numbers"),
         (

@@ -105,10 +105,10 @@ def test_model_files_that_fail(refused: Callable[..., str], tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is not JSON"),
+        ("{", "is not valid JSON"),
         ("{}", "has "),
         (json.dumps({"format": "layoutopt-hardware/1", "name": "mine"}), "chip: Field required"),
-        ("[" * 100_000, "is not a hardware file"),
+        ("[" * 100_000, "is invalid"),
     ],
 )
 def test_a_malformed_profile(refused: Callable[..., str], tmp_path: Path, content: str, message: str) -> None:

@@ -149,7 +149,7 @@ def test_a_calibrated_tpu_in_a_report(run: Callable[..., Result], tmp_path: Path
 
 def test_wrong_input_about_a_tpu(refused: Callable[..., str], tmp_path: Path) -> None:
     line = refused("calibrate", "--target", "v5e", "--quiet")
-    assert "--target 'v5e': no such TPU; " in line and "tpu-v5e" in line
+    assert "--target 'v5e' is not a known TPU; " in line and "tpu-v5e" in line
     assert "did you mean 'tpu-v6e'" in refused("calibrate", "--target", "tpu-v6", "--quiet")
     line = refused("calibrate", "--target", "tpu-v5e", "--mesh", "data:2")
     assert "--mesh and --thorough measure this machine" in line

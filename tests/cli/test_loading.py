@@ -195,7 +195,7 @@ def test_a_hyperparameter_without_default(tmp_path: Path) -> None:
         ("\n\n1 / 0\n", r"model.py, line 3 raised ZeroDivisionError: division by zero"),
         (
             "class Module:\n    __module__ = 'torch.nn'\n\nclass Net(Module): ...\n\nmodel = lambda: Net()\n",
-            r"model\(\) returned a value of type Net; PyTorch modules cannot be imported: .*config.json",
+            r"model\(\) returned a value of type Net; PyTorch modules cannot be imported; .*config.json",
         ),
         (
             'raise ModuleNotFoundError("No torch", name="torch")\n',
@@ -296,7 +296,7 @@ def test_data_may_be_a_tensorflow_dataset(tmp_path: Path) -> None:
         ("def data():\n    yield {'y': 3}\n", r"yielded a batch without the input 'x'; known: y"),
         (
             "import numpy as np\ndef data():\n    yield {'x': np.zeros((4, 9))}\n",
-            r"batch input 'x' has shape \(4, 9\), but the model's is \(4, 8\)",
+            r"batch input 'x' has shape \(4, 9\), but the shape in the model is \(4, 8\)",
         ),
         ("def data():\n    yield 1 / 0\n", r"data\(\), line \d+ raised ZeroDivisionError"),
     ],

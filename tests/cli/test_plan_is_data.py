@@ -178,7 +178,7 @@ def test_a_file_that_is_imported_and_not_recorded_is_not_run(
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("model.py:remove", "its model is 'remove' of 'model.py', not 'model'"),
+        ("model.py:remove", "the plan's model is the function 'remove' of 'model.py', and only 'model'"),
         ("gone.py", "the plan's model file 'gone.py' does not exist"),
         ("../outside.py", "the plan's model file '../outside.py' is not below the current folder"),
         ("link.py", "the plan's model file 'link.py' is not below the current folder"),
@@ -349,7 +349,7 @@ def test_what_stands_before_a_checked_file_is_refused(
     assert (
         "importing 'parts' would run " in line and f"{stands}', whose hash the plan does not record" in line
     )
-    assert line.endswith("a plan does not decide what runs: name the model with --model MODEL")
+    assert line.endswith("so give the model yourself with --model MODEL")
     assert place.times == 0
 
 
@@ -369,7 +369,7 @@ def test_a_local_import_by_name_that_is_not_recorded_is_refused(
     else:
         shutil.copy(source, file)
     line = refused("explain", "plan.json")
-    assert "import of 'helper' would run " in line and place.times == 0
+    assert "importing 'helper' would run " in line and place.times == 0
     assert run("explain", "plan.json", "--model", "model.py", "--quiet").exit_code == 0
     assert place.times > 1
 
@@ -385,5 +385,5 @@ def test_a_library_that_we_import_late_is_not_taken_from_the_models_folder(
         importlib.import_module("late_library")
 
     monkeypatch.setattr("layoutopt.plan.build.check_plan_model", late)
-    assert "import of 'late_library' would run " in refused("explain", "plan.json")
+    assert "importing 'late_library' would run " in refused("explain", "plan.json")
     assert place.times == 1

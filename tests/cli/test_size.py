@@ -77,7 +77,7 @@ def test_people_see_what_to_train_where_and_the_plan_is_kept(
         ),
         (("--budget", "1e20", "--sizes", "large"), "--sizes 'large' is not a number; write for example"),
         (("--tokens", "1M", "--sizes", "1B:2B"), "--tokens requires a single size"),
-        (("--budget", "1e20", "--law", "moore"), "--law moore: no such law"),
+        (("--budget", "1e20", "--law", "moore"), "--law moore is not a known scaling law"),
         (("--budget", "1e20", "--fit", "README.md"), "--fit 'README.md'"),
         (("--budget", "1e20", "--fit", "none.csv"), "No such file"),
         (("--budget", "1e20", "--characters", "nan"), "--characters is nan; give the number of characters"),

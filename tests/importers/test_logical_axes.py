@@ -154,7 +154,7 @@ def test_axes_of_a_mesh_are_no_names() -> None:
     model = layoutopt.from_jax(loss, *arguments(Partitioned, **mesh, head=("fsdp", "tp")))
     assert axes_of(model)["up"] == "[d_model d_ff]"
     (note,) = model.origin.notes
-    assert "read as mesh axes" in note and "'tp' has sizes 12, 16" in note
+    assert "read as mesh axes" in note and "'tp' occurs with the sizes 12, 16" in note
 
 
 def test_a_logical_name_of_several_dimensions_is_numbered() -> None:

@@ -152,12 +152,12 @@ def test_first_screen_admits(pages: dict[str, str]) -> None:
     del plan["details"]["validation"]
     said = hero(reports.report_html([plan]))
     assert "Does it fit No the plan needs 9.00 GiB, but a device has 6.96 GiB" in said
-    assert "Not proven: feasible" in said and "at most 3.1% from the best" in said
+    assert "Not proven: feasible" in said and "at most 3.1% slower than the optimum" in said
     assert "Calibrated" in said and "no whole training step was measured" in said
     assert "Proven optimal under" not in said
     del plan["details"]["calibration"], plan["solver"]
     said = hero(reports.report_html([plan]))
-    assert "rests on 5 numbers with sources, 2 of them assumptions" in said
+    assert "based on 5 numbers with sources, 2 of them assumptions" in said
     assert "the plan does not record a search" in said
 
 
@@ -318,8 +318,8 @@ def test_what_the_fit_had_not_seen_counts() -> None:
     assert "Measured on a quiet machine." in html
     plan["details"]["calibration"]["of"] = "compiler estimate"
     html = reports.report_html([plan])
-    assert "fitted to 41 compiler estimates; typically" in hero(html)
-    assert "42 compiler estimates; typically 25 % off" in Page(html).text.replace("\u00a0", " ")
+    assert "fitted to 41 compiler estimates; median error" in hero(html)
+    assert "42 compiler estimates; median error" in Page(html).text.replace("\u00a0", " ")
 
 
 def test_where_the_mesh_lies() -> None:

@@ -148,7 +148,7 @@ def test_a_conflict_is_told_in_the_names_it_was_given() -> None:
     with pytest.raises(ProblemError, match="group 'x' contains the variable index 4, but the problem has"):
         conflict(problem, {"x": ConflictGroup({4: (0,)})})
     with pytest.raises(
-        ProblemError, match=r"the group 'x' allows variable 'batch' the choices \[2\]; it has 2"
+        ProblemError, match=r"group 'x' allows the choices \[2\] for variable 'batch', which has 2"
     ):
         conflict(problem, {"x": ConflictGroup({0: (2,)})})
     assert solve(problem).status is Status.OPTIMAL
