@@ -71,19 +71,22 @@ class Conditions:
 
 @dataclass(frozen=True, repr=False)
 class Explained(Shown):
-    """Why a plan's layout.
+    """The reasons for a plan's layout.
 
     Attributes:
-      memory: bytes that a device may hold.
-      evaluation: the plan, lowered and priced again.
+      memory: the memory limit in bytes per device.
+      evaluation: the plan, lowered and predicted again.
       disagreements: conditions under which the new result contradicts the plan.
-      limit: the best plan without the memory limit; None for a plan of least memory.
-      splits: for every split the best where it is undone.
-      pins: the best under each further pin; decisions: without each decision that was forbidden.
-      against: another layout, if one was given; alike: that layout with the plan's other decisions.
-      kept: the step if loops that run again keep something else.
-      conditions: with `sensitivity`; proof: with `check`.
-      turning: the comparison of ways to synchronise on other links.
+      limit: the best plan without the memory limit; None if the search was for the least memory.
+      splits: for every split, the best plan without this split.
+      pins: the best plan under each further pin.
+      decisions: the best plan without each forbidden decision.
+      against: the other layout, if one was given.
+      alike: the other layout with the plan's other decisions.
+      kept: the step time if recomputed loops keep other values.
+      conditions: sensitivity and robustness, with `sensitivity=True`.
+      proof: the check of the proof, with `check=True`.
+      turning: the comparison of ways to synchronise replicas on other links.
     """
 
     plan: Plan
@@ -204,7 +207,7 @@ class Explained(Shown):
         )
 
     def to_frame(self) -> Any:
-        """A row for every condition: seconds of the best under it, and how much more than the plan's."""
+        """One row per condition: the seconds of its best plan, and their difference to the plan's."""
         step = self.plan.predicted.step_seconds
         rows = []
         for each in (*self.splits, *self.pins, *self.decisions, *([self.limit] if self.limit else [])):
@@ -240,8 +243,8 @@ def explain(
     Args:
       plan: a result of `layoutopt.search`, or `load_plan(path).of(model)`.
       against: another layout on the plan's mesh, or the name of an alternative.
-      hardware: None: the plan's hardware.
-      time_limit: seconds for all searches together.
+      hardware: the name of a preset, the path of a hardware file, or a Hardware (None: the plan's hardware).
+      time_limit: seconds for all searches together (None: no limit).
       pins: rules such as "heads:model". Each rule is required in a separate search.
       without: names of decisions (`space.decisions.FEATURES`). Each decision is forbidden in a separate
         search. "all": every decision that the plan has.

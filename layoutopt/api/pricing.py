@@ -40,12 +40,12 @@ LOOKING = 60.0
 
 @dataclass(frozen=True, repr=False)
 class PricedLayout(Shown):
-    """A layout with its price.
+    """A layout with its predicted time and memory.
 
     Attributes:
-      limit: bytes that a device may hold.
-      evaluation: the lowered program, its `cost` line by line, its `memory` instruction by instruction.
-      training: time and cost of training, where tokens or a price were given.
+      limit: the memory limit in bytes per device.
+      evaluation: the lowered program with its time (`cost`, per line) and its memory (per instruction).
+      training: time and cost of training, if tokens or a price were given.
     """
 
     evaluation: Evaluation = field(repr=False)
@@ -63,18 +63,18 @@ class PricedLayout(Shown):
 
     @property
     def reason(self) -> str | None:
-        """Why it does not fit, naming the largest tensors; None if it fits."""
+        """Why the layout does not fit in memory, with the largest tensors; None if the layout fits."""
         return self.evaluation.reason(self.limit)
 
     @cached_property
     def findings(self) -> list[linting.LikelyMistake]:
-        """Likely mistakes of the layout."""
+        """Likely mistakes in the layout."""
         of = self.evaluation
         return linting.lint(of.model, of, of.prices.hardware, self.options)
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
-        """Notes on the price and on the memory."""
+        """Notes on the predicted time and memory."""
         of, said = self.evaluation, {found.message for found in self.findings}
         doubt = errors_known(of.prices.hardware).barely(self.predicted.peak_memory_bytes, self.limit)
         notes = [n for n in (*of.model.notes(self.options), *of.notes) if n not in said]
@@ -105,7 +105,7 @@ class PricedLayout(Shown):
         return ", barely fits" if known.barely(self.predicted.peak_memory_bytes, self.limit) else ""
 
     def to_frame(self) -> Any:
-        """Every priced instruction, in the order of the program; numbers are of one of its `runs`."""
+        """One row per instruction, in the order of the program. Times are those of one of its `runs`."""
         return table(
             [
                 {
@@ -134,7 +134,7 @@ class PricedLayout(Shown):
 
 @dataclass(frozen=True, repr=False)
 class Linted(Shown):
-    """Likely mistakes of a layout, and the best layout of its mesh."""
+    """Likely mistakes in a layout, and the best layout of its mesh."""
 
     priced: PricedLayout
     best: Plan
@@ -157,7 +157,7 @@ class Linted(Shown):
         )
 
     def to_frame(self) -> Any:
-        """A row for every finding."""
+        """A pandas DataFrame with one row per finding."""
         return table([asdict(found) for found in self.findings])
 
     def __repr__(self) -> str:

@@ -30,7 +30,7 @@ from mesh_tf_core.model import Model
 
 @dataclass(frozen=True, repr=False)
 class Validated(Shown):
-    """Layouts that ran, beside their predictions."""
+    """The measured and predicted times of layouts."""
 
     found: Validation
 
@@ -40,7 +40,7 @@ class Validated(Shown):
         return self.found
 
     def to_frame(self) -> Any:
-        """A row for every layout."""
+        """A pandas DataFrame with one row per layout."""
         return table([row.model_dump() for row in self.data.rows])
 
     def __repr__(self) -> str:

@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def slices(self) -> dict[str, int]:
-        """Mesh axis -> number of slices that it spans, if more than one."""
+        """Mesh axis -> number of slices that the axis spans, for axes that span more than one."""
         return self.data.slices
 
     @property
@@ -122,10 +122,10 @@ class Plan:
         return self.data.alternatives
 
     def alternative(self, name: str) -> Alternative:
-        """The alternative that a name, or a part of it, means.
+        """The alternative with this name, or with this part of a name.
 
         Raises:
-          UserError: none or several have it.
+          UserError: no alternative, or more than one, has the name.
         """
         found = {each.name: each for each in self.alternatives}
         near = [n for n in found if name.casefold() in n.casefold()]
@@ -137,38 +137,38 @@ class Plan:
 
     @property
     def question(self) -> Searched:
-        """The request of its search; defaults for fields that the file lacks."""
+        """The arguments of the plan's search, with defaults for fields that are not in the file."""
         return self.data.details.search or Searched()
 
     @property
     def allowed(self) -> SearchSpace:
-        """The space of its search."""
+        """The search space of the plan's search."""
         return allowed_by(self.question)
 
     def limit(self, hardware: Hardware) -> int:
-        """Bytes of a device that it was made for."""
+        """The memory limit of the plan's search, in bytes per device."""
         said = self.question.memory_bytes
         return int(hardware.usable_memory_bytes) if said is None else said
 
     def to_json(self) -> dict[str, Any]:
-        """The plan file's object."""
+        """The content of the plan file as a JSON object."""
         self._decided()
         return self.data.to_json()
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan file, whole or not at all; UserError if it cannot be written."""
+        """Writes the plan file in one step. Raises UserError if the file cannot be written."""
         write_file(path, json.dumps(self.to_json(), indent=1) + "\n", "the plan")
 
     def with_training(self, found: TrainingForecast | None) -> Plan:
-        """The same plan with the time and cost of training."""
+        """A copy of the plan with the time and cost of training."""
         return Plan(self.data.model_copy(update={"training": found}), self.stopped, self.model, self.complete)
 
     def with_details(self, **found: Any) -> Plan:
-        """The same plan with some parts of its `details` replaced."""
+        """A copy of the plan with some parts of its `details` replaced."""
         return Plan(self.data.with_details(**found), self.stopped, self.model, self.complete)
 
     def full(self) -> Plan:
-        """The same plan with all its `details`: the content of reports, figures and tables."""
+        """A copy of the plan with all `details`, from which reports, figures and tables are made."""
         if self.complete is None or self.data.details.lines:
             return self
         if self._full is None:
@@ -176,17 +176,17 @@ class Plan:
         return self._full
 
     def to_frame(self) -> Any:
-        """The answer and its alternatives as a pandas frame: one row for each layout."""
+        """The best layout and the alternatives as a pandas DataFrame, one row per layout."""
         from layoutopt.plan.notebook import frame
 
         return frame(self.data)
 
     def report(self, path: str | Path | None = None, validation: Mapping[str, Any] | None = None) -> str:
-        """The report, one page of HTML that needs nothing else.
+        """The report as one self-contained HTML page.
 
         Args:
-          path: where to write it too.
-          validation: the result of `layoutopt.validate`, as `to_json()`.
+          path: a file to which the report is written too.
+          validation: the result of `layoutopt.validate` as `to_json()`, which the report then shows.
         """
         from layoutopt.plan.notebook import report
 
@@ -198,24 +198,24 @@ class Plan:
         return card(self.full().data)
 
     def check(self, model: Model) -> None:
-        """Raises UserError, naming the difference, unless it was made for this model."""
+        """Raises UserError, which names the difference, unless the plan was made for this model."""
         check_plan_model(self, model)
 
     def of(self, model: Model) -> Plan:
-        """The same plan with its model.
+        """A copy of the plan with its model.
 
         Raises:
-          UserError: it was made for another one.
+          UserError: the plan was made for another model.
         """
         self.check(model)
         return Plan(self.data, self.stopped, model, self.complete)
 
     @property
     def jax(self) -> Any:
-        """The plan in the user's own JAX program: `layoutopt.importers.jax.jax_plan.JaxPlan`.
+        """The plan as shardings of the model's JAX function (`layoutopt.importers.jax.jax_plan.JaxPlan`).
 
         Raises:
-          UserError: the model does not come from JAX, or is not loaded.
+          UserError: the model was not imported with `from_jax`, or the plan has no model.
         """
         if self.model is None:
             raise UserError("plan.jax: a plan file has no model; write load_plan(path).of(model).jax")

@@ -58,13 +58,14 @@ class ModelInfo(Data):
 
 
 class Predicted(Data):
-    """The price of one step, per device; bytes sent are by mesh axis, several axes joined with '+'.
+    """The predicted time and memory of one step, per device. Bytes sent are by mesh axis ('+' joins several).
 
     Attributes:
-      mfu, model_flops: model FLOP utilisation, and model FLOPs of a whole step (`costmodels.utilisation`).
-      hfu: hardware FLOP utilisation, where something is recomputed.
-      examples_per_second, tokens_per_second: of all devices; tokens where the model names their dimensions.
-        Unknown values are left out.
+      mfu: model FLOP utilisation, a fraction of the peak (`costmodels.utilisation`).
+      model_flops: model FLOPs of a step on all devices.
+      hfu: hardware FLOP utilisation, if the plan recomputes something.
+      examples_per_second, tokens_per_second: throughput of all devices. Tokens are known if the model names
+        their dimensions. Unknown values are left out.
       usable_memory_bytes: of a device of this hardware.
       host_memory_bytes: bytes in the host's memory for a device, if any; host_bytes_per_device: bytes over
         its host link, by direction (`host_load`, `host_store`).

@@ -45,13 +45,13 @@ LIMITS = ("memory", "max_axes", "time_limit", "keep_best")
 
 @dataclass(frozen=True)
 class Sizing:
-    """An answer.
+    """The result of `layoutopt.size`.
 
     Attributes:
-      data: output of `layoutopt size --json`.
+      data: the output of `layoutopt size --json`.
       plan: the best layout of the best size.
-      model: the best size, built.
-      stopped: Ctrl-C ended the search; the result is the best so far.
+      model: the model of the best size.
+      stopped: True if Ctrl-C ended the search. The result is then the best size found until then.
     """
 
     data: SizeResult
@@ -65,8 +65,7 @@ class Sizing:
 
     @cached_property
     def candidates(self) -> DataFrame:
-        """A row for every size and number of devices of a machine; hyperparameters have columns of
-        their own."""
+        """One row per size, hardware and number of devices, with one column per hyperparameter."""
         import pandas as pd
 
         rows = []
@@ -77,19 +76,23 @@ class Sizing:
 
     @cached_property
     def frontier(self) -> DataFrame:
-        """The candidates that no other beats in loss, days and cost, by their parameters."""
+        """The Pareto-optimal candidates in loss, days and cost, by number of parameters."""
         found = self.candidates
         return found[found["frontier"]].sort_values(["parameters", "days"], ignore_index=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """The given goal: one of `budget` (FLOP), `loss` (nats per token), `money` (in the unit of prices) and
-    `tokens`, or `devices` and `days`. With `budget`, `loss`, `money` or `tokens`, days are a deadline.
+    """The goal of a sizing: one of `budget`, `loss`, `money` and `tokens`, or `devices` with `days`.
 
     Attributes:
-      devices: numbers of them; none: they are looked for.
-      inference: tokens that the model is to make afterwards, at the same cost per FLOP.
+      budget: FLOP of training.
+      loss: the loss to reach, in nats per token.
+      money: the money to spend, in the currency of the prices.
+      tokens: the number of training tokens.
+      days: the days of training; with `budget`, `loss`, `money` or `tokens`, a deadline.
+      devices: the numbers of devices to consider. If empty, the search chooses them.
+      inference: tokens to generate after training, at the same cost per FLOP.
     """
 
     budget: float | None = None
@@ -103,14 +106,16 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """The law of loss and its inputs.
+    """The scaling law of the loss and its inputs.
 
     Attributes:
-      law: a published law's name (`layoutopt.sizing.laws.law_names`).
-      runs: own runs to fit a law to: a CSV file, or a frame with columns N, D and loss.
-      unique: number of different tokens in the data.
-      pretrained, characters: the data of pre-training; characters of a token.
-      replicas: of DiLoCo.
+      law: the name of a published law (`layoutopt.sizing.laws.law_names`); "" is the default law.
+      runs: your own runs to fit a law to: a CSV file, or a data frame with the columns N (parameters), D
+        (tokens) and loss.
+      unique: the number of unique tokens in the data (None: tokens never repeat).
+      pretrained: the data of an earlier pre-training, "text" or "text+code" (None: train from scratch).
+      characters: the mean number of characters per token.
+      replicas: the number of DiLoCo replicas (None: no replicas).
     """
 
     law: str = ""
@@ -123,13 +128,14 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeRange:
-    """The sizes that are searched.
+    """The sizes to search.
 
     Attributes:
-      scale: how they differ (`layoutopt.sizing.family`).
-      sizes: the fewest and the most parameters; None: around the law's optimum.
-      candidates: how many.
-      every: search also sizes that cannot be on the frontier with any layout (`beaten`).
+      scale: the hyperparameters that grow with the size: "both", "depth", "width", or powers such as
+        "layers:1;d_model:1" (`layoutopt.sizing.family`).
+      sizes: the smallest and the largest number of parameters (None: around the law's optimum).
+      candidates: the number of sizes.
+      every: also search sizes that cannot be on the frontier with any layout (`beaten`).
     """
 
     scale: str = "both"

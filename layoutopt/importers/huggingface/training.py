@@ -13,12 +13,13 @@ class ConfiguredTraining(model.Training):
     """Hyperparameters of training.
 
     Attributes:
-      batch, length: sequences (images) of a step, and tokens of each.
-      attention: fused, one operation that never holds all logits, or plain, written out.
-      capacity_factor: places at the experts, relative to an even distribution; tokens beyond are dropped,
-        which Hugging Face's own code does not do.
-      balance: weight of the experts' load-balance loss (Fedus et al. 2022, equation 4).
-      ignore: names of fields of the configuration to pass over, with commas between.
+      batch: the number of sequences (images) per step.
+      length: the number of tokens per sequence.
+      attention: "fused" (one operation that never stores all logits) or "plain" (separate operations).
+      capacity_factor: the capacity of the experts, relative to an even distribution of tokens. Tokens beyond
+        the capacity are dropped; Hugging Face's own code drops none.
+      balance: the weight of the experts' load-balance loss (Fedus et al. 2022, equation 4).
+      ignore: names of fields of the configuration to ignore, separated by commas.
     """
 
     learning_rate: float = 1e-4
