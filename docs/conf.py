@@ -11,6 +11,7 @@ project = "layoutopt"
 extensions = ["myst_parser"]
 root_doc = "README"
 myst_heading_anchors = 4
+highlight_language = "text"
 html_theme = "furo"
 html_title = "layoutopt"
 html_show_copyright = False
