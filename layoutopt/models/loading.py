@@ -234,7 +234,7 @@ def load_model(source: str, settings: Sequence[str] | Mapping[str, Any] = ()) ->
     module, name, function = function_of(source)
     defaults = _defaults(function, source, module)
     changed = dict(settings) if isinstance(settings, Mapping) else parse_settings(settings, defaults, source)
-    defaults.check(changed, f"{source}:")
+    defaults.check(changed, source)
     hparams = {**{n: d.value for n, d in defaults.items() if d.given}, **changed}
     missing = [n for n in defaults if n not in hparams]
     if missing:

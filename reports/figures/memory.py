@@ -51,7 +51,7 @@ def _memory_bar(row: Ranked, limit: float | None) -> Bar:
     predicted = row.choice.predicted
     name = "This plan" if row.is_answer else row.names
     if predicted is None:
-        return Bar(name, "", note="no price", faint=True)
+        return Bar(name, "", note="no prediction", faint=True)
     peak = predicted.peak_memory_bytes
     over = limit is not None and peak > limit
     return Bar(

@@ -57,7 +57,7 @@ def _time_bar(row: Ranked) -> Bar:
     predicted = row.choice.predicted
     name = "This plan" if row.is_answer else row.names
     if predicted is None:
-        return Bar(name, "", note="no price", faint=True)
+        return Bar(name, "", note="no predicted time", faint=True)
     value = seconds_text(predicted.step_seconds)
     if row.ratio is not None and not (row.is_answer or row.twin):
         value += f" · {times_text(row.ratio)}"
