@@ -13,16 +13,18 @@ HEAD = """\
 # Hardware presets
 
 `--hardware NAME` takes a preset or a JSON file. `layoutopt hardware NAME` prints every number with its
-source and date. `--set-hardware node_egress=100GB/s` changes one number. [Adding a
-chip](../guides/extending.md#a-chip). `cpu-local` is this machine, once
-[calibrated](../explanation/calibration.md); `cpu-jax` has the times of XLA on virtual CPU devices.
+source and date. `--set-hardware node_egress=100GB/s` changes one number. The guide to extending layoutopt
+shows how to [add a chip](../guides/extending.md#a-chip).
 
-Errors are those of predicted steps beside published ones ([accuracy](../results/accuracy.md)); rows in
-brackets helped to set a constant.
+Besides the presets of the table, `cpu-local` is your machine after
+[calibration](../explanation/calibration.md), and `cpu-jax` describes XLA on virtual CPU devices.
+
+The mean error compares predicted with [published step times](../results/accuracy.md). Fitted runs helped
+to set a constant of the preset.
 """
 HEADS = (
     "name",
-    "a device is",
+    "one device",
     "peak, bfloat16",
     "usable memory",
     "memory bandwidth",
@@ -52,4 +54,7 @@ def _row(machine: Hardware) -> tuple[object, ...]:
 
 def _error(machine: Hardware) -> str:
     steps = known_errors(machine).get("steps")
-    return f"{share(steps['mean'])} of {steps['rows']} ({steps['fitted']})" if steps else "not compared"
+    if not steps:
+        return "not compared"
+    runs = f"{steps['rows']} run{'s' * (steps['rows'] != 1)}, {steps['fitted']} fitted"
+    return f"{share(steps['mean'])} ({runs})"
