@@ -340,7 +340,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in RENAMED:
-        ours = f"Mesh-TensorFlow's mtf.{name} is mtf.{RENAMED[name]}"
+        ours = f"use mtf.{RENAMED[name]} instead of Mesh-TensorFlow's mtf.{name}"
         # With a name Python would add a suggestion of its own.
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; {ours}", name="")
     return load(__name__, name)

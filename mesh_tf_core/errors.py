@@ -60,4 +60,4 @@ def known_names(asked: str, known: Iterable[str]) -> str:
 
 def not_installed(package: str, extra: str, what: str = "this") -> UserError:
     """The error that names the command to install a missing optional package."""
-    return UserError(f"{what} needs {package}, which is not installed: pip install 'layoutopt[{extra}]'")
+    return UserError(f"{what} needs {package}, which is not installed; run: pip install 'layoutopt[{extra}]'")

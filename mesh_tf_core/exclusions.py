@@ -23,19 +23,27 @@ class Exclusion(NamedTuple):
 
 REPLICAS, STAGES, SCHEDULE, MEANS = "replicas", "stages", "schedule", "running means"
 MEETINGS, CLUSTER, DECODING, MICROBATCHES = "meetings", "cluster", "decoding", "microbatches"
-ALTERNATING, SEVERAL_STAGES = "alternating schedule", "several dimensions of stages"
+ALTERNATING, SEVERAL_STAGES = "alternating schedule", "several pipelined dimensions"
 SPLIT_BACKWARD, STAGE_AGAIN = "split backward", "recomputed stages"
 EXCLUDED = (
-    Exclusion(REPLICAS, STAGES, "separate replicas are not split into stages"),
-    Exclusion(REPLICAS, SCHEDULE, "separate replicas are not split into stages"),
+    Exclusion(REPLICAS, STAGES, "a replica cannot be split into pipeline stages"),
+    Exclusion(REPLICAS, SCHEDULE, "a replica cannot be split into pipeline stages"),
     Exclusion(REPLICAS, MEANS, "each replica has its own running means"),
-    Exclusion(MEETINGS, REPLICAS, "each replica is a separate job there"),
-    Exclusion(MEETINGS, CLUSTER, "each replica is one process there"),
-    Exclusion(DECODING, MICROBATCHES, "no gradients are added up over them"),
-    Exclusion(DECODING, STAGES, "each token passes through all layers before the next one"),
-    Exclusion(ALTERNATING, SEVERAL_STAGES, "its ticks run over one dimension of layers"),
+    Exclusion(MEETINGS, REPLICAS, "with meet, every job trains a single replica"),
+    Exclusion(MEETINGS, CLUSTER, "with meet, every replica runs in a single process"),
+    Exclusion(DECODING, MICROBATCHES, "decoding computes no gradients to accumulate over microbatches"),
     Exclusion(
-        SPLIT_BACKWARD, STAGE_AGAIN, "weight gradients have no ticks where whole stages are recomputed"
+        DECODING,
+        STAGES,
+        "when decoding, a token must pass through all layers before the next token can start",
+    ),
+    Exclusion(
+        ALTERNATING, SEVERAL_STAGES, "only the schedule gpipe can pipeline several dimensions of layers"
+    ),
+    Exclusion(
+        SPLIT_BACKWARD,
+        STAGE_AGAIN,
+        "when whole stages are recomputed, weight gradients cannot be computed separately",
     ),
 )
 """The pairs that the runtime cannot combine."""

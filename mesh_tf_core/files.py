@@ -96,16 +96,16 @@ def check_writable(path: str | Path, what: str = "the file") -> None:
 
 def unwritable(path: str | Path, error: Exception, what: str = "the file") -> UserError:
     """Turns the system's error about a file into the user's error."""
-    said, todo = str(error), "choose another place"
+    said, todo = str(error), "choose another path"
     if isinstance(error, OSError) and error.strerror:
         said = error.strerror
     if isinstance(error, IsADirectoryError):
         said, todo = "it is a folder", "name a file"
     elif isinstance(error, FileNotFoundError) and not Path(path).parent.is_dir():
         said = f"there is no folder {str(Path(path).parent.parent)!r}"
-        todo = "make it, or choose another place"
+        todo = "make the folder, or choose another path"
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        todo = "free some space, or choose another place"
+        todo = "free some space, or choose another path"
     return UserError(f"{what} {str(path)[:LONGEST]!r} cannot be written: {said}; {todo}")
 
 
@@ -114,7 +114,7 @@ def _check_link(path: str | Path) -> None:
     if os.path.islink(path) and not os.path.abspath(path).startswith(OPEN):
         owner = os.lstat(path).st_uid
         if owner not in (os.geteuid(), 0):
-            raise PermissionError(errno.EACCES, f"it is a link that another user (id {owner}) made")
+            raise PermissionError(errno.EACCES, f"it is a symbolic link of another user (id {owner})")
 
 
 def create(path: Path) -> BinaryIO:
@@ -212,11 +212,11 @@ def read_file(path: str | Path, most: int = MOST_BYTES) -> bytes:
     try:
         mode = os.stat(path).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or os.path.abspath(path).startswith(OPEN)):
-            raise OSError(errno.ESPIPE, PIPE if stat.S_ISFIFO(mode) else "it is a device and not a file")
+            raise OSError(errno.ESPIPE, PIPE if stat.S_ISFIFO(mode) else "it is a device, not a regular file")
         with open(path, "rb") as file:
             data = file.read(most + 1)
     except ValueError:
         raise OSError(errno.EINVAL, "it is not a valid file name") from None
     if len(data) > most:
-        raise OSError(errno.EFBIG, f"it holds more than {most:,} bytes")
+        raise OSError(errno.EFBIG, f"it is larger than {most:,} bytes")
     return data

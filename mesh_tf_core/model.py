@@ -75,7 +75,10 @@ class Model:
 
     def __post_init__(self) -> None:
         if not isinstance(self.loss, Tensor) or len(self.loss.shape):
-            raise UserError(f"Model: loss must be a scalar tensor, found {self.loss!r}; use mtf.reduce_mean")
+            raise UserError(
+                f"Model: loss must be a scalar tensor, found {self.loss!r}; reduce it, e.g. with "
+                "mtf.reduce_mean"
+            )
         _ = self.tokens
 
     @property
@@ -112,7 +115,10 @@ class Model:
         found = next((s for s in shapes if set(names) <= set(s.names)), None)
         if found is None and names:
             listed = "; ".join(f"{name} [{t.shape}]" for name, t in self.graph.inputs.items()) or "none"
-            raise UserError(f"Model: no input has the token_dims {', '.join(names)}; inputs: {listed}")
+            raise UserError(
+                f"Model: no input has the token_dims {', '.join(names)}; name dimensions of one of the "
+                f"inputs: {listed}"
+            )
         return math.prod(found.dim(n).size for n in names) if found and names else None
 
     @property
@@ -177,12 +183,13 @@ class Model:
     ) -> TrainingStep:
         if self.batch_dim is None:
             raise UserError(
-                f"model {self.name!r}: its inputs have no first dimension in common for microbatches, "
-                f"so that {' and '.join(stages)} cannot be split"
+                f"model {self.name!r}: a pipeline over {' and '.join(stages)} needs microbatches, but "
+                "the inputs have no common first dimension; give all inputs the same first dimension, "
+                f"or do not split {' and '.join(stages)}"
             )
         whole = self.training_step()
         if alternates(schedule):
-            several = f"stages of {' and '.join(stages)}" if len(stages) > 1 else ""
+            several = f"pipeline stages of {' and '.join(stages)}" if len(stages) > 1 else ""
             refuse({ALTERNATING: f"schedule {schedule}", SEVERAL_STAGES: several})
             ((dim, count),) = stages.items()
             from mesh_tf_core.tracing.pipelined_step import pipelined_step
@@ -201,7 +208,8 @@ class Model:
         whole = self.training_step()
         if self.batch_dim is None:
             raise UserError(
-                f"model {self.name!r}: its inputs have no first dimension in common for microbatches"
+                f"model {self.name!r}: microbatches need inputs with a common first dimension; give all "
+                "inputs the same first dimension, or use one microbatch"
             )
         batch = self.batch_dim
         return self._added_up(lambda wanted: accumulate(whole.graph, batch, microbatches, wanted))
@@ -224,8 +232,8 @@ class Model:
             return ()
         how = "--set dtype=bfloat16" if "dtype" in self.hparams else "bfloat16"
         return (
-            "gradients are float16 and the loss is not scaled, so that those below 6e-8 become 0 "
-            f"(Micikevicius et al. 2018, section 3.2): train in {how}, or give the optimizer a loss_scale",
+            "gradients are float16 and the loss is not scaled, so gradients below 6e-8 become 0 "
+            f"(Micikevicius et al. 2018, section 3.2); train in {how}, or give the optimizer a loss_scale",
         )
 
     def _backward_in(self, dtype: str) -> bool:
@@ -247,8 +255,9 @@ class Model:
         check_offload(options.offload, step.graph.variables)
         if options.schedule != GPIPE and not stages:
             raise UserError(
-                f"schedule {options.schedule}: the layout splits no layers into stages; split the "
-                "dimension of a loop over layers, e.g. layers:pipe, or remove the schedule"
+                f"schedule {options.schedule}: a schedule needs pipeline stages, and the layout has "
+                "none; split the dimension of a loop over layers, e.g. layers:pipe, or remove the "
+                "schedule"
             )
         again = of_stages(options.recompute, stages, alternates(options.schedule))
         options = replace(options, recompute=options.recompute - again)

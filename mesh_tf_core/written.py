@@ -57,13 +57,16 @@ def program_from_json(content: Mapping[str, Any]) -> Program:
     """
     if not isinstance(content, Mapping) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, Mapping) else type(content).__name__
-        raise UserError(f'a written program has "format": {FORMAT!r}; found {found!r}')
+        raise UserError(
+            f"a stored program must have the format {FORMAT!r}, found {found!r}; store it again with this "
+            "version"
+        )
     try:
         found = _Reader(content["objects"]).made("Program", content["program"])
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"the written program is damaged: {type(error).__name__}: {error}") from None
+        raise UserError(f"the stored program is damaged: {type(error).__name__}: {error}") from None
     if not isinstance(found, Program):
-        raise UserError("the written program is damaged: it is not a program")
+        raise UserError("the stored program is damaged: its root object is not a program")
     return found
 
 
@@ -101,8 +104,8 @@ class _Writer:
         found = self.names.get(cls)
         if found is None:
             raise UserError(
-                f"a program with {cls.__name__} of {cls.__module__} cannot be written: it is not an "
-                "operation, or another operation has its name"
+                f"a program with {cls.__module__}.{cls.__name__} cannot be stored, because this class is "
+                "not an operation, or another operation has the same name; rename one of them"
             )
         return found
 
@@ -110,8 +113,8 @@ class _Writer:
         """An object by its class, or by its number."""
         if not isinstance(x, tuple) and not is_dataclass(x):
             raise UserError(
-                f"a program with {x!r} of type {type(x).__name__} cannot be written: use an initializer that "
-                "is data (mtf.Normal, an array) in place of a function"
+                f"a program with {x!r} of type {type(x).__name__} cannot be stored; use mtf.Normal or an "
+                "array as an initializer instead of a function"
             )
         name = self.name(type(x))
         found = [name, [*x] if isinstance(x, tuple) else self.fields(x)]
@@ -156,8 +159,8 @@ class _Reader:
         found = self.classes.get(name)
         if found is None:
             raise UserError(
-                f"the written program has {name!r}, which is unknown; "
-                f"{known_names(name, self.classes)}; import the module that defines it first"
+                f"the stored program uses an unknown class {name!r}; {known_names(name, self.classes)}; "
+                f"import the module that defines {name!r} first"
             )
         if isinstance(content, list):
             return found(*[self.value(item) for item in content])
@@ -174,7 +177,7 @@ ReadObject = Callable[[_Reader, Any], Any]
 def _array(read: _Reader, content: Any) -> FixedArray:
     dtype, sizes, held = content
     if dtype not in ("bool", "bfloat16") and np.dtype(dtype).kind not in "fiub":
-        raise ValueError(f"arrays of {dtype}")
+        raise ValueError(f"arrays of dtype {dtype} are not supported")
     if dtype == "bfloat16":
         import ml_dtypes  # noqa: F401  (names the dtype to NumPy)
     return FixedArray(np.frombuffer(base64.b64decode(held), np.dtype(dtype)).reshape(sizes))

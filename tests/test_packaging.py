@@ -106,7 +106,7 @@ def test_the_base_needs_no_engine(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert "exit codes 0 0 2" in done.stdout
     assert done.stderr.splitlines()[-1] == (
-        "error: the engine 'local' needs TensorFlow, which is not installed: pip install "
+        "error: the engine 'local' needs TensorFlow, which is not installed; run: pip install "
         "'layoutopt[tensorflow]'"
     )
     assert (tmp_path / "r.html").is_file() and re.search(r"^proof +optimal", done.stdout, re.MULTILINE)

@@ -66,9 +66,12 @@ def beam_search(
       The texts; scores below -1e8 mark missing texts.
     """
     if alpha < 0:
-        raise UserError(f"beam_search: alpha must not be negative, found {alpha}")
+        raise UserError(f"beam_search: alpha is {alpha}; it must be at least 0")
     if beams.name in prompts.shape.names:
-        raise UserError(f"beam_search: the prompts [{prompts.shape}] have a dimension {beams.name!r} already")
+        raise UserError(
+            f"beam_search: the prompts [{prompts.shape}] already have a dimension {beams.name!r}; rename the "
+            "beams dimension"
+        )
     return _BeamSearch(logits, Prompts(prompts, lengths, end), beams, alpha).run()
 
 

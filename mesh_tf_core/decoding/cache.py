@@ -71,11 +71,16 @@ class Cache:
         full = value.graph.path(name)
         old = self.states.get(full)
         if self.position is None and old is not None:
-            raise UserError(f"decoding: two layers have the cache entry {full!r}; give them different names")
+            raise UserError(
+                f"decoding: two layers write the cache entry {full!r}; give the layers different names"
+            )
         if self.position is not None:
             old = self._known(full)
             if old.value.type != value.type:
-                raise UserError(f"decoding: {full!r} was {old.value.type} and is now {value.type}")
+                raise UserError(
+                    f"decoding: cache entry {full!r} had type {old.value.type} when the prompts were read "
+                    f"and now has type {value.type}; keep the type the same"
+                )
         self.states[full] = CachedState(value, changes, self._loops)
 
     def get(self, graph: Any, name: str) -> Tensor:
@@ -85,8 +90,8 @@ class Cache:
     def _known(self, full: str) -> CachedState:
         if full not in self.states:
             raise UserError(
-                f"decoding: no cache entry {full!r} was made when the prompts were read; "
-                f"{known_names(full, self.states)}"
+                f"decoding: the cache has no entry {full!r}, because no layer wrote it while the prompts "
+                f"were read; {known_names(full, self.states)}"
             )
         return self.states[full]
 

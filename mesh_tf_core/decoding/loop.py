@@ -64,12 +64,13 @@ class Prompts:
         need_ints("decoding", self.tokens.type)
         if len(self.tokens.shape) < 2 or self.length.size < 2:
             raise UserError(
-                f"decoding: prompts are [batch, length] with room for a token, found {self.tokens!r}"
+                "decoding: prompts must have the dimensions [batch, length] with a length of at least "
+                f"2, found {self.tokens!r}"
             )
         if self.lengths is not None and self.lengths.shape != self.batch:
             raise UserError(
-                f"decoding: prompts [{self.tokens.shape}] need one length each [{self.batch}], found "
-                f"{self.lengths!r}"
+                f"decoding: lengths must be one number for each prompt, [{self.batch}] for prompts "
+                f"[{self.tokens.shape}]; found {self.lengths!r}"
             )
 
     @property
@@ -129,8 +130,8 @@ def next_logits(logits: Logits, tokens: Tensor, cache: Cache) -> tuple[Tensor, D
     more = [d for d in found.shape if d not in tokens.shape.dims]
     if len(more) != 1 or len(found.shape) != len(tokens.shape) + 1 or not is_float(found.dtype):
         raise UserError(
-            f"decoding: the model's logits of tokens [{tokens.shape}] at a position must be "
-            f"[{tokens.shape}, vocabulary], found {found!r}"
+            f"decoding: for tokens [{tokens.shape}] the model must return float logits [{tokens.shape}, "
+            f"vocabulary], found {found!r}"
         )
     return found.cast("float32"), more[0]
 
@@ -197,7 +198,7 @@ def sample(
       logits, prompts, lengths, end: as of `greedy`.
     """
     if temperature < 0 or top < 0:
-        raise UserError(f"sample: temperature={temperature} and top={top} must not be negative")
+        raise UserError(f"sample: temperature={temperature} and top={top} must both be at least 0")
 
     def choose(found: Tensor, vocab: Dim, position: Tensor) -> Tensor:
         key = seed.graph.apply(FoldIn(1), seed, position)

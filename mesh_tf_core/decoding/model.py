@@ -42,8 +42,8 @@ class Decoder(Model):
     ) -> TrainingStep:
         """The step that decodes, without gradients or updates."""
         asked = {
-            DECODING: f"model {self.name!r}, which decodes,",
-            STAGES: f"stages of {' and '.join(stages)}" if stages else "",
+            DECODING: f"decoding with model {self.name!r}",
+            STAGES: f"pipeline stages of {' and '.join(stages)}" if stages else "",
             MICROBATCHES: f"{microbatches} microbatches" if microbatches > 1 else "",
         }
         refuse(asked)
@@ -78,15 +78,21 @@ def generate(
       end: id of the token that ends a text.
     """
     if model.network is None:
-        raise UserError(f"model {model.name!r} has no network that decodes; give mtf.Model(..., network=...)")
+        raise UserError(
+            f"model {model.name!r} cannot generate text, because it was made without a network; pass "
+            "network= to mtf.Model"
+        )
     if beams < 0 or (beams and (temperature or top)):
         raise UserError(
-            f"generate: beams={beams} with temperature={temperature}, top={top}: use beams or sampling, "
-            "not both"
+            f"generate: beams={beams} cannot be combined with temperature={temperature}, top={top}; "
+            "choose beam search or sampling"
         )
     texts = [t.shape for t in model.graph.inputs.values() if len(t.shape) == 2]
     if not texts:
-        raise UserError(f"model {model.name!r} has no input [batch, length] to decode; use decoding.greedy")
+        raise UserError(
+            f"model {model.name!r} has no input with the two dimensions [batch, length] for prompts; call "
+            "decoding.greedy with your own prompts"
+        )
     batch, length = texts[0]
     g = Graph(f"{model.name} decoding")
     network, lengths = model.network(g), None

@@ -78,13 +78,13 @@ class EagerMachine:
 
     def __init__(self, mesh: Mesh, layout: Layout, kind: str) -> None:
         if kind not in KINDS:
-            raise UserError(f"eager engine {kind!r}: {known_names(kind, KINDS)}")
+            raise UserError(f"unknown eager engine {kind!r}; {known_names(kind, KINDS)}")
         for name, axes in layout.items():
             for axis in axes:
                 if axis not in mesh.names:
                     raise LayoutError(
-                        f"layout {layout}: {name!r} is split over {axis!r}; mesh {mesh} has no such axis; "
-                        f"{known_names(axis, mesh.names)}"
+                        f"layout {layout}: {name!r} is split over {axis!r}, but mesh {mesh} has no axis "
+                        f"of that name; {known_names(axis, mesh.names)}"
                     )
         self.mesh, self.layout, self.kind = mesh, layout, "local" if kind == "auto" else kind
         self.sent: dict[str, float] = dict.fromkeys(mesh.names, 0.0)

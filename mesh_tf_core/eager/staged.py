@@ -112,7 +112,7 @@ class Staged:
             return self.fn(*args, **kwargs)
         tensors = [self._checked(x, found[0]) for x in found]
         if not tensors:
-            raise UserError(f"staged {self.name}: needs at least one tensor among its arguments, found none")
+            raise UserError(f"staged {self.name}: found no tensor among the arguments; pass at least one")
         step = tensors[0].graph
         assert isinstance(step, EagerStep)
         step.check_open(f"staged {self.name}")
@@ -136,13 +136,13 @@ class Staged:
     def _checked(self, x: Tensor, first: Tensor) -> EagerTensor:
         if not isinstance(x, EagerTensor) or x.graph is not first.graph:
             raise UserError(
-                f"staged {self.name}: {first!r} and {x!r} belong to different steps; copy both into one "
-                "step with step.constant(x)"
+                f"staged {self.name}: {first!r} and {x!r} belong to different steps; copy one of them "
+                "into the other's step with step.constant(x)"
             )
         if x.machine is not self.machine:
             raise UserError(
-                f"staged {self.name}: {x!r} belongs to another eager context than the function; take its "
-                "value into a step of this one with step.constant(x)"
+                f"staged {self.name}: {x!r} and the function belong to different mtf.Eager objects; copy "
+                "the tensor into a step of the function's object with step.constant(x)"
             )
         return x
 
@@ -152,8 +152,8 @@ class Staged:
             known = self._traced.get(key)
         except TypeError:
             raise UserError(
-                f"staged {self.name}: arguments must be tensors or hashable values; make arrays tensors with "
-                "step.constant(array, dims)"
+                f"staged {self.name}: each argument must be a tensor or a hashable value; convert arrays "
+                "to tensors with step.constant(array, dims)"
             ) from None
         if known is None:
             known = self._traced[key] = self._trace(pattern, tensors)

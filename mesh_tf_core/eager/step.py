@@ -81,7 +81,10 @@ class EagerStep(Graph):
         shape = Shape(value.shape if dims is None and isinstance(value, Tensor) else dims or ())
         array = value.numpy() if isinstance(value, Tensor) else _array(value)
         if array.shape != shape.sizes:
-            raise UserError(f"constant of dimensions [{shape}]: the array has shape {list(array.shape)}")
+            raise UserError(
+                f"constant: dimensions [{shape}] need an array of shape {list(shape.sizes)}, found shape "
+                f"{list(array.shape)}"
+            )
         name = f"constant {len(self.tensors)}"
         self._constants[name] = array
         try:
@@ -128,8 +131,8 @@ class EagerStep(Graph):
         self._end()
         if lost:
             raise UserError(
-                f"finish: {', '.join(lost[:5])} got another value since this step assigned it, from a staged "
-                "function or another step; update a variable in one of them only"
+                "finish: this step and a staged function or another step both assigned "
+                f"{', '.join(lost[:5])}; assign each variable in only one of them"
             )
 
     def _end(self) -> None:
@@ -164,7 +167,7 @@ class EagerStep(Graph):
         name = getattr(user, "name", user)
         if not isinstance(x, Tensor):
             raise UserError(
-                f"{name}: expected a tensor, found {type(x).__name__}; make it one: step.constant(x, dims)"
+                f"{name}: expected a tensor, found {type(x).__name__}; convert it with step.constant(x, dims)"
             )
         if x.graph is not self:
             raise UserError(f"{name}: {self._foreign(x)}")
@@ -174,18 +177,18 @@ class EagerStep(Graph):
         """UserError if the step is over."""
         if self._over:
             raise UserError(
-                f"{getattr(user, 'name', user)}: this eager step has ended; begin another (Eager.step) "
-                "and copy values into it with constant(x)"
+                f"{getattr(user, 'name', user)}: this eager step has ended; begin another with "
+                "Eager.step and copy values into it with step.constant(x)"
             )
 
     def _foreign(self, x: Tensor) -> str:
         if not isinstance(x, EagerTensor):
             return (
-                f"{x!r} belongs to graph {x.graph.name!r}, which is being built and has no values; "
-                "make the operands in one graph or in one eager step"
+                f"{x!r} belongs to graph {x.graph.name!r}, whose tensors have no values while it is "
+                "being built; make all operands in that graph or in one eager step"
             )
-        whose = "another step" if x.machine is self.machine else "another eager context"
-        return f"{x!r} belongs to {whose}; copy its value into this one with step.constant(x)"
+        whose = "another step" if x.machine is self.machine else "another mtf.Eager object"
+        return f"{x!r} belongs to {whose}; copy its value into the current step with step.constant(x)"
 
     def _append(self, op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor], body: Block | None) -> Node:
         self.check_open(op)

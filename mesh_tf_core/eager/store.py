@@ -90,15 +90,16 @@ class VariableStore:
 
     def _named(self, name: str) -> HeldVariable:
         if name not in self.held:
-            raise UserError(f"no step has made a variable {name!r}; {known_names(name, self.held)}")
+            raise UserError(f"there is no variable {name!r} yet; {known_names(name, self.held)}")
         return self.held[name]
 
     def _known(self, variable: Variable) -> HeldVariable | None:
         held = self.held.get(variable.name)
         if held is not None and held.variable.type != variable.type:
             raise UserError(
-                f"variable {variable.name!r} has type {held.variable.type} from an earlier step and is "
-                f"now requested as {variable.type}; give it another name, or use a new mtf.Eager"
+                f"variable {variable.name!r} was made with type {held.variable.type} in an earlier step "
+                f"and is now requested with type {variable.type}; give the new variable another name, or "
+                "use a new mtf.Eager"
             )
         return held
 

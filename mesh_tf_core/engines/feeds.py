@@ -44,18 +44,22 @@ class Feeds:
 def _fed(name: str, v: Value, batch: Mapping[str, Any]) -> Any:
     """One input as an array of its dtype."""
     if name not in batch:
-        raise UserError(f"the batch has no {name!r}, which the model reads; {known_names(name, batch)}")
+        raise UserError(f"the batch has no array for the model's input {name!r}; {known_names(name, batch)}")
     array = np.asarray(batch[name])
     if array.shape != v.shape.sizes:
         raise UserError(
-            f"input {name!r}: the model was built for shape [{v.shape}], found {list(array.shape)}; "
-            "feed arrays of that size or build the model for yours"
+            f"input {name!r}: the model was built for shape [{v.shape}], but the array has shape "
+            f"{list(array.shape)}; feed an array of the model's shape, or build the model for yours"
         )
     wanted = np_dtype(v.dtype)
     if not are_numbers(array.dtype):
-        raise UserError(f"input {name!r}: the model reads {v.dtype}, found {array.dtype}; feed real numbers")
+        raise UserError(
+            f"input {name!r}: the model expects {v.dtype}, found {array.dtype}; feed an array of real numbers"
+        )
     if array.dtype.kind in "fc" and wanted.kind in "iub":
-        raise UserError(f"input {name!r}: the model reads {v.dtype}, found {array.dtype}; convert it first")
+        raise UserError(
+            f"input {name!r}: the model expects {v.dtype}, found {array.dtype}; convert the array first"
+        )
     if array.dtype.kind in "iu" and wanted.kind in "iu" and array.size:
         _check_width(name, array, wanted)
     return array.astype(wanted, copy=False)
@@ -69,9 +73,9 @@ def _check_width(name: str, array: Any, wanted: Any) -> None:
     low, high = array.min(), array.max()
     if low < least or high > most:
         raise UserError(
-            f"input {name!r}: the model reads {wanted}, {least} to {most}, found numbers from {low} to "
-            f"{high}; feed numbers in this range (hashed ids modulo the size of their table), or make the "
-            "model's input int64"
+            f"input {name!r}: the model expects {wanted} ({least} to {most}), found numbers from {low} "
+            f"to {high}; feed numbers in this range (for hashed ids, take them modulo the size of their "
+            "table), or declare the model's input as int64"
         )
 
 
@@ -112,8 +116,8 @@ def check_array(variable: Variable, array: Any) -> Any:
     array = np.asarray(array)
     if array.shape != variable.shape.sizes:
         raise UserError(
-            f"variable {variable.name!r} has shape [{variable.shape}], found {list(array.shape)}; "
-            "give an array of that shape"
+            f"variable {variable.name!r} has shape [{variable.shape}], but the array has shape "
+            f"{list(array.shape)}; give an array of the variable's shape"
         )
     return array.astype(np_dtype(variable.dtype), copy=False)
 

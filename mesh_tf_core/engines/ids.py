@@ -110,9 +110,9 @@ class Ids:
                     if not use.is_set_apart(number):
                         n = use.dim.size
                         raise UserError(
-                            f"input {name!r} has the number {number}, but {use.dim.name!r} has {n:,} "
-                            f"elements, 0 to {n - 1:,}; correct the data, or mask such numbers in the "
-                            "model, e.g. not_equal(labels, -1)"
+                            f"input {name!r} contains the id {number}, but the ids of dimension "
+                            f"{use.dim.name!r} must be from 0 to {n - 1:,}; correct the data, or mask "
+                            "such ids in the model, e.g. with not_equal(labels, -1)"
                         )
                 rest = rest[beyond(rest, number)] if wrong else rest[:0]
                 if not rest.size:

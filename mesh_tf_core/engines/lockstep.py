@@ -76,7 +76,10 @@ class LockstepEngine(Stepping):
         for rank, begin in enumerate(begins):
             piece = np.asarray(pieces[rank]).astype(out.dtype)
             if not np.array_equal(out[region(begin, sizes)], piece, equal_nan=v.dtype != "bool"):
-                raise ValueError(f"device {rank} disagrees with others about its part of {v}")
+                raise ValueError(
+                    f"device {rank} and another device have different values for the same part of {v}; "
+                    "please report this bug"
+                )
         return out
 
     # -- state -----------------------------------------------------------------------------------------------
@@ -188,7 +191,10 @@ class LockstepEngine(Stepping):
                 for i, o in zip(instr.inputs, instr.outputs, strict=True):
                     env[o] = self.collective(instr, env[i], self.program.values[i])
             elif not isinstance(instr, Done):  # every message has come when it was sent
-                raise TypeError(f"lockstep engine: unknown instruction {instr.text()}")
+                raise TypeError(
+                    f"{instr.text()}: the lockstep engine has no code for this instruction; please report "
+                    "this"
+                )
             if self._meter and not isinstance(instr, Loop):
                 unread = self._meter.ran(instr, lambda i: _bytes(env[i]))
             if around is not None:

@@ -50,7 +50,10 @@ class Meter:
         for o in loop.outputs:
             declared = self._held.bytes.get(o, size(o))
             if declared != size(o):
-                raise ValueError(f"a loop's result has {size(o)} bytes, {declared} were reserved")
+                raise ValueError(
+                    f"a loop's result has {size(o)} bytes, but {declared} bytes were reserved; please report "
+                    "this"
+                )
         self._held.ends(loop)
         return self._unread(loop)
 

@@ -23,10 +23,12 @@ def chosen(kind: str, cluster: Cluster | None = None) -> str:
       UserError: an unknown kind, or one that runs in one process alone.
     """
     if kind not in KINDS:
-        raise UserError(f"engine {kind!r}: {known_names(kind, KINDS)}")
+        raise UserError(f"unknown engine {kind!r}; {known_names(kind, KINDS)}")
     if cluster is not None:
         if kind not in ("auto", "jax"):
-            raise UserError(f"engine '{kind}' runs in one process; use the engine 'jax' for several")
+            raise UserError(
+                f"engine '{kind}' runs in one process only; use the engine 'jax' for several processes"
+            )
         return "jax"
     if kind != "auto":
         return kind

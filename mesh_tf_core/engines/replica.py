@@ -124,7 +124,9 @@ class Replica(Device):
             elif isinstance(instr, Transfer):  # here device and host have one memory
                 env[instr.outputs[0]] = env[instr.inputs[0]]
             elif not isinstance(instr, Done):  # the library waits for what it reads
-                raise TypeError(f"{instr.text()} is not an instruction of one device")
+                raise TypeError(
+                    f"{instr.text()}: this engine has no code for this instruction; please report this bug"
+                )
 
 
 class WholeReplica(Replica, ABC):

@@ -71,17 +71,23 @@ class OneByOne(Mapping[VariablePiece, Any]):
 def check_beside(program: Program, other: Program) -> None:
     """Raises UserError unless `other` can use the variables of `program`."""
     if other.mesh != program.mesh:
-        raise UserError(f"a program for mesh [{other.mesh}] cannot run beside one for [{program.mesh}]")
+        raise UserError(
+            f"two programs that share variables need the same mesh, found [{program.mesh}] and [{other.mesh}]"
+        )
     for name, stored in other.variables.items():
         if name not in program.variables:
             raise UserError(f"there is no variable {name!r}; {known_names(name, program.variables)}")
         own = program.variables[name]
         if own.variable.order != stored.variable.order:
-            raise UserError(f"variable {name!r} belongs to other rounds of stages in the other program")
+            raise UserError(
+                f"the two programs assign the layers of variable {name!r} to different pipeline stages; use "
+                "the same schedule for both"
+            )
         if (own.value, own.variable.type) != (stored.value, stored.variable.type):
             raise UserError(
-                f"variable {name!r} is {own.variable.type} stored over {own.splits}{_where(own)} here, "
-                f"{stored.variable.type} over {stored.splits}{_where(stored)} in the other program"
+                f"variable {name!r} is {own.variable.type} split over {own.splits}{_where(own)} in this "
+                f"program, but {stored.variable.type} split over {stored.splits}{_where(stored)} in the "
+                "other one; use the same layout and storage for both"
             )
 
 

@@ -50,9 +50,14 @@ def numbers(what: str, given: Any) -> Any:
     try:
         array = np.asarray(given)
     except ValueError as error:
-        raise UserError(f"{what}: it cannot be converted to an array ({error})") from None
+        raise UserError(
+            f"{what}: the value cannot be converted to an array ({error}); give nested lists of equal "
+            "lengths, or an array"
+        ) from None
     if str(array.dtype) not in DTYPES and array.dtype.kind not in "fiu":
-        raise UserError(f"{what}: needs an array of numbers, found {array.dtype} of shape {array.shape}")
+        raise UserError(
+            f"{what}: expected an array of numbers, found dtype {array.dtype}, shape {array.shape}"
+        )
     return array
 
 
@@ -76,4 +81,4 @@ def check_numbers(what: str, array: Any, dtype: str) -> None:
     wide = array.astype(np.float64) if array.dtype.kind not in "iub" else array
     wrong = wide[(wide != np.floor(wide)) | (wide < low) | (wide > high)]
     if wrong.size:
-        raise UserError(f"{what}: {dtype} has no number {wrong.flat[0]}; give another dtype")
+        raise UserError(f"{what}: {dtype} cannot represent {wrong.flat[0]}; choose another dtype")

@@ -18,26 +18,33 @@ def check_contract(cls: Any, contract: Any, abstract: bool) -> None:
     extended = [contract, *(c for c in traits if issubclass(cls, c))]
     missing = [f for c in extended for f in c.FACETS if getattr(cls, f) is getattr(c, f)]
     if missing and not abstract:
-        raise TypeError(f"{what} lacks the facets {', '.join(missing)}")
+        raise TypeError(f"{what} does not define {', '.join(missing)}; add these methods")
     for one in extended:
         _check_facets(what, cls, one)
         for name, allowed in one.FACTS.items():
             value = getattr(cls, name)
             if not isinstance(value, property) and value not in allowed:
                 listed = ", ".join(map(repr, allowed))
-                raise TypeError(f"{what}: {name} is {value!r}; it may be {listed}")
+                raise TypeError(f"{what}: {name} is {value!r}; choose from {listed}")
     for trait in traits:
         for name in (*trait.FACETS, *trait.OPTIONAL, *trait.FACTS):
             if trait not in extended and name in vars(cls):
-                raise TypeError(f"{what}: {name} is of {trait.__name__}; extend that of {trait.__module__}")
+                raise TypeError(
+                    f"{what}: {name} is an attribute of {trait.__name__}; make the operation a subclass of "
+                    f"{trait.__module__}.{trait.__name__}"
+                )
     for name, annotation in inspect.get_annotations(cls).items():
         if "ClassVar" in str(annotation):
             known = [fact for one in (contract, *traits) for fact in one.FACTS]
             meant = get_close_matches(name, known, 1, 0.75)
             if meant and name not in known:
-                raise TypeError(f"{what}: {name!r} is not a fact of the contract; did you mean {meant[0]!r}?")
+                raise TypeError(
+                    f"{what}: operations have no class attribute {name!r}; did you mean {meant[0]!r}?"
+                )
         elif _UNHASHABLE.match(getattr(annotation, "__name__", str(annotation))):
-            raise TypeError(f"{what}: {name!r} of type {annotation} is not hashable; use a tuple")
+            raise TypeError(
+                f"{what}: field {name!r} has type {annotation}, which is not hashable; use a tuple"
+            )
 
 
 def _check_facets(what: str, cls: Any, contract: Any) -> None:
@@ -45,10 +52,12 @@ def _check_facets(what: str, cls: Any, contract: Any) -> None:
     for name in (*contract.FACETS, *contract.OPTIONAL):
         own, declared = getattr(cls, name), getattr(contract, name)
         if not callable(own):
-            raise TypeError(f"{what}: {name} is {own!r}; it must be {name}{_takes(declared)}")
+            raise TypeError(f"{what}: {name} is {own!r}; define a method {name}{_takes(declared)}")
         bound = isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod)
         if not _fits(own, declared, bound):
-            raise TypeError(f"{what}: {name}{_takes(own)} must be {name}{_takes(declared)}")
+            raise TypeError(
+                f"{what}: the method {name}{_takes(own)} must have the signature {name}{_takes(declared)}"
+            )
 
 
 def _counts(facet: Any) -> tuple[int, int, bool]:

@@ -32,14 +32,15 @@ class Dim:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not NAME.fullmatch(self.name):
             raise UserError(
-                f"dimension name {self.name!r}: use a non-empty name without spaces or any of ':;,+[]'"
+                f"dimension name {self.name!r} is invalid; use a non-empty name without spaces and "
+                "without the characters ':;,+[]'"
             )
         if type(self.size) is not int and is_whole(self.size):
             object.__setattr__(self, "size", int(self.size))  # one of NumPy's
         if type(self.size) is not int or self.size < 1:
             raise UserError(f"dimension {self.name!r}: size must be a positive integer, found {self.size!r}")
         if self.size > LARGEST:
-            raise UserError(f"dimension {self.name!r}: size must be less than 2^63")
+            raise UserError(f"dimension {self.name!r}: size must be less than 2^63, found {self.size}")
 
     def __str__(self) -> str:
         return f"{self.name}:{self.size}"
@@ -162,6 +163,6 @@ def union(*shapes: Shape) -> Shape:
                 listing = ", ".join(f"[{s}]" for s in shapes)
                 raise UserError(
                     f"dimension {d.name!r} has size {seen[d.name].size} in one operand and {d.size} in "
-                    f"another: {listing}; rename one of them or make the sizes equal"
+                    f"another: {listing}; rename one of the dimensions, or make the sizes equal"
                 )
     return Shape(seen.values())

@@ -55,7 +55,7 @@ def check_dtype(dtype: str) -> str:
     if dtype not in _SIZES:
         name = str(dtype).lower()
         meant = "bfloat16" if _EIGHT_BITS.search(name) else _MEANT.get(name)
-        todo = f"write {meant}; known: {', '.join(sorted(_SIZES))}" if meant else known_names(name, _SIZES)
+        todo = f"use {meant}; known: {', '.join(sorted(_SIZES))}" if meant else known_names(name, _SIZES)
         raise UserError(f"dtype {dtype!r} is not supported; {todo}")
     return dtype
 

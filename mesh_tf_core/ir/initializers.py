@@ -115,7 +115,7 @@ class Normal(Initializer):
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.stddev) and self.stddev >= 0):
-            raise UserError(f"Normal: stddev must be a finite number >= 0, found {self.stddev}")
+            raise UserError(f"Normal: stddev must be a finite number of at least 0, found {self.stddev}")
 
     def piece(self, name: str, sizes: Sequence[int], begin: Sequence[int], extent: Sequence[int]) -> Any:
         from scipy.special import ndtr, ndtri
@@ -148,12 +148,12 @@ class FromArray(Initializer):
     def bound(self, name: str, type: TensorType, stacked: int) -> Initializer:
         shape, found = type.shape, self.array.array.shape
         if found not in (shape.sizes, shape.sizes[stacked:]):
-            layers = f" (or {list(shape.sizes[stacked:])}, one layer's)" if stacked else ""
+            layers = f" (or {list(shape.sizes[stacked:])} for every layer alike)" if stacked else ""
             raise UserError(
-                f"variable {name!r} [{shape}]: its initial array has shape {list(found)}, not "
+                f"variable {name!r} [{shape}]: the initial array has shape {list(found)}; give shape "
                 f"{list(shape.sizes)}{layers}"
             )
-        check_numbers(f"variable {name!r}: its initial array", self.array.array, type.dtype)
+        check_numbers(f"variable {name!r}: initial array", self.array.array, type.dtype)
         return self
 
     def piece(self, name: str, sizes: Sequence[int], begin: Sequence[int], extent: Sequence[int]) -> Any:
@@ -195,15 +195,18 @@ class FromFunction(Initializer):
 
     def _one(self, name: str, shape: tuple[int, ...], layer: Any) -> Any:
         """One layer's whole value."""
-        what = f"variable {name!r}: its initializer {getattr(self.fn, '__name__', self.fn)}"
+        what = f"variable {name!r}: initializer {getattr(self.fn, '__name__', self.fn)}"
         seed = [self.seed, zlib.crc32(name.encode()), int(layer)]
         made, again = (numbers(what, self.fn(np.random.default_rng(seed), shape)) for _ in range(2))
         if made.shape != shape:
-            raise UserError(f"{what} gave an array of shape {list(made.shape)}, not {list(shape)}")
+            raise UserError(
+                f"{what} returned an array of shape {list(made.shape)}; it must return shape {list(shape)}"
+            )
         if not np.array_equal(made, again, equal_nan=made.dtype.kind == "f"):
             raise UserError(
-                f"{what} gave other numbers in a second call, so layouts would start differently; draw "
-                "all random numbers from the generator that it receives"
+                f"{what} returned different numbers in two calls with the same seed, so the initial "
+                "values would depend on the layout; draw all random numbers from the generator that it "
+                "receives"
             )
         return made
 
@@ -221,7 +224,7 @@ def initializer(what: str, given: Initial) -> Initializer:
         raise UserError(f"{what}: {given.__name__} is a class; write mtf.{given.__name__}(...)")
     if callable(given):
         return FromFunction(given)
-    array = numbers(f"{what}: an initial value", given)
+    array = numbers(f"{what}: initial value", given)
     return FromArray(FixedArray(array)) if array.shape else Constant(array.item())
 
 

@@ -27,7 +27,7 @@ NOWHERE = "none"
 ELSEWHERE = "elsewhere"
 """Written as the path of a rule for elsewhere."""
 RULES = instance(
-    (str, dict, Mapping), "rules as 'batch:data;heads:model', or a dict of dimensions and their axes"
+    (str, dict, Mapping), "rules such as 'batch:data;heads:model', or a dict from dimensions to mesh axes"
 )
 """The rules that a layout takes. `dict` comes before `Mapping` because its check is faster: a search makes
 thousands of layouts."""
@@ -77,7 +77,9 @@ class Layout(Mapping[str, Axes]):
         tables: dict[str, dict[str, Axes]] = {"": {}}
         for name, axes in items:
             if not isinstance(name, str):
-                raise UserError(f"layout: {shown(name)} is not a dimension; give its name")
+                raise UserError(
+                    f"layout: {shown(name)} is not the name of a dimension; give the name as a string"
+                )
             dim, _, path = name.partition(AT)
             _add(tables.setdefault(path, {}), name, dim, _axes(axes, bool(path)))
         for path, found in (refined or {}).items():
@@ -222,15 +224,15 @@ class Layout(Mapping[str, Axes]):
             if not any(within(each, path) for each in known):
                 scopes = {"/".join(parts[:i]) for p in known for parts in [p.split("/")] for i in range(9)}
                 raise LayoutError(
-                    f"layout {self}: there is no operation, variable or scope {path!r}; "
+                    f"layout {self}: the model has no operation, variable or scope {path!r}; "
                     f"{known_names(path, scopes - {''})}"
                 )
         further = [(name, (*self.axes(name), *axes)) for name, axes in self.elsewhere]
         for name, axes in further:
             if len(set(axes)) < len(axes):
                 raise LayoutError(
-                    f"layout {self}: {name!r} is split over {'+'.join(self.axes(name))} everywhere; "
-                    f"remove that from {name}{AT}{ELSEWHERE}"
+                    f"layout {self}: {name!r} is already split over {'+'.join(self.axes(name))} in every "
+                    f"operation; remove these axes from the rule of {name}{AT}{ELSEWHERE}"
                 )
         for name, axes in (*self.rules, *further, *((name, axes) for _, name, axes in self._parts())):
             if name not in known_dims:
@@ -245,8 +247,9 @@ class Layout(Mapping[str, Axes]):
             ways = mesh.group_size(axes)
             if known_dims[name] % ways:
                 raise LayoutError(
-                    f"layout {self}: dimension {name!r} has size {known_dims[name]}, which is not divisible "
-                    f"by the {ways} devices of {'+'.join(axes)}; choose a multiple of {ways} or another axis"
+                    f"layout {self}: dimension {name!r} has size {known_dims[name]}, which is not "
+                    f"divisible by the {ways} devices of {'+'.join(axes)}; choose a size that is a "
+                    f"multiple of {ways}, or another axis"
                 )
 
     def splits(self, shape: Shape, what: str) -> tuple[Axes, ...]:
@@ -269,8 +272,8 @@ def check_disjoint(splits: Mapping[str, Axes], what: str) -> None:
         for axis in axes:
             if axis in owner:
                 raise LayoutError(
-                    f"{what} has both {owner[axis]!r} and {name!r} split over mesh axis {axis!r}; "
-                    "an axis can split one dimension of an operation: remove one of the two rules"
+                    f"{what} has both {owner[axis]!r} and {name!r} split over mesh axis {axis!r}, but an "
+                    "axis can split only one dimension of an operation; remove one of the two rules"
                 )
             owner[axis] = name
 
@@ -280,15 +283,23 @@ def _axes(axes: str | Iterable[str], somewhere: bool) -> Axes:
         found = (axes,) if isinstance(axes, str) else tuple(axes)
         "".join(found)
     except TypeError:
-        raise UserError(f"layout: {shown(axes)} is not an axis; give its name, or a list of names") from None
+        raise UserError(
+            f"layout: {shown(axes)} is not the name of a mesh axis; give a name, or a list of names"
+        ) from None
     return () if somewhere and found == (NOWHERE,) else found
 
 
 def _add(table: dict[str, Axes], name: str, dim: str, axes: Axes) -> None:
     if dim in table and table[dim] != axes:
-        raise UserError(f"layout: dimension {name!r} is given twice, as {table[dim]} and {axes}")
+        raise UserError(
+            f"layout: dimension {name!r} has two rules, with the axes {'+'.join(table[dim])} and "
+            f"{'+'.join(axes)}; remove one"
+        )
     if len(set(axes)) != len(axes):
-        raise UserError(f"layout: dimension {name!r} names an axis twice: {'+'.join(axes)}")
+        raise UserError(
+            f"layout: dimension {name!r} is split over {'+'.join(axes)}, which names an axis twice; remove "
+            "one"
+        )
     table[dim] = axes
 
 
@@ -299,7 +310,7 @@ def _parse(text: str) -> Iterable[tuple[str, Axes]]:
         dim, at, path = (each.strip() for each in name.partition(AT))
         if not colon or not dim or not all(found) or bool(at) != bool(path):
             raise UserError(
-                f"layout {text!r}: {part!r} is not DIM:AXIS or DIM:AXIS+AXIS; "
-                "write for example 'batch:data;heads:model'"
+                f"layout {text!r}: {part!r} is not a rule DIM:AXIS or DIM:AXIS+AXIS; write e.g. "
+                "'batch:data;heads:model'"
             )
         yield dim + at + path, found

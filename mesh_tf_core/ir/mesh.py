@@ -45,14 +45,21 @@ class Mesh:
                 pairs = tuple((n, int(s) if is_whole(s) else s) for n, s in items)
             except (TypeError, ValueError):
                 raise UserError(
-                    f"mesh is {shown(axes)}; give its axes as 'data:2;model:4', or a dict of names and sizes"
+                    f"mesh is {shown(axes)}; give the axes as 'data:2;model:4', or as a dict from names "
+                    "to sizes"
                 ) from None
         object.__setattr__(self, "axes", pairs)
         for name, size in pairs:
             if not isinstance(name, str) or not NAME.fullmatch(name):
-                raise UserError(f"mesh axis name {name!r}: use a non-empty name without spaces or ':;,+[]'")
+                raise UserError(
+                    f"mesh axis name {name!r} is invalid; use a non-empty name without spaces and without "
+                    "the characters ':;,+[]'"
+                )
             if name in NO_AXIS:
-                raise UserError(f"mesh axis name {name!r}: in rules it means not split; use another name")
+                raise UserError(
+                    f"mesh axis name {name!r} is reserved: in layout rules it means 'not split'; use another "
+                    "name"
+                )
             if type(size) is not int or size < 1:
                 raise UserError(f"mesh axis {name!r}: size must be a positive integer, found {size!r}")
         names = [n for n, _ in pairs]
@@ -60,7 +67,9 @@ class Mesh:
             if names.count(name) > 1:
                 raise UserError(f"mesh {self}: axis {name!r} appears twice; give every axis its own name")
         if self.devices > MOST_DEVICES:
-            raise UserError(f"mesh of {', '.join(names)}: more than {MOST_DEVICES:,} devices")
+            raise UserError(
+                f"mesh of {', '.join(names)}: more than {MOST_DEVICES:,} devices; use smaller axes"
+            )
         object.__setattr__(self, "_sizes", dict(pairs))
 
     def __str__(self) -> str:
@@ -129,5 +138,5 @@ def _parse(text: str) -> Iterable[tuple[str, int]]:
         name, colon, size = part.partition(":")
         size = size.strip()
         if not colon or not (size.isascii() and size.isdigit()):
-            raise UserError(f"mesh {text!r}: {part!r} is not NAME:SIZE; write for example 'data:8;model:4'")
+            raise UserError(f"mesh {text!r}: {part!r} is not an axis NAME:SIZE; write e.g. 'data:8;model:4'")
         yield name.strip(), int(size[:DIGITS])

@@ -194,8 +194,8 @@ class Op:
         # A dataclass has its own, so that only a class that is none comes here with something to keep.
         if args or kwargs:
             raise TypeError(
-                f"operation {type(self).__name__} is not a dataclass; write "
-                "@dataclass(frozen=True) above its class"
+                f"operation {type(self).__name__} is not a dataclass; write @dataclass(frozen=True) "
+                "above the class"
             )
 
     def __init_subclass__(cls, abstract: bool = False, **kwargs: Any) -> None:
@@ -273,8 +273,8 @@ def inferred(op: Op, types: TensorType | tuple[TensorType, ...]) -> tuple[Tensor
     listed = types if isinstance(types, tuple) else (types,)
     if not listed or not all(isinstance(t, TensorType) for t in listed):
         raise UserError(
-            f"operation {type(op).__name__}: infer gave {types!r}; it must give mtf.TensorType, or a "
-            "tuple of several"
+            f"operation {type(op).__name__}: infer returned {types!r}; it must return an mtf.TensorType "
+            "or a non-empty tuple of them"
         )
     return listed
 

@@ -56,4 +56,4 @@ def take_out(instr: Instr, code: list[Instr]) -> None:
         if code[at] is instr:
             del code[at]
             return
-    raise AssertionError(f"{instr} is not in the code")
+    raise AssertionError(f"instruction {instr} is not in this block")

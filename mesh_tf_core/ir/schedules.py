@@ -102,11 +102,11 @@ def check_schedule(schedule: str, said: str = "") -> None:
     if kind is None or (colon and not kind.rounds):
         raise UserError(f"{said}: {known_names(schedule, SCHEDULES)}")
     if kind.rounds and (len(number) > 6 or not number.isascii() or not number.isdigit() or int(number) < 2):
-        raise UserError(f"{said}: give the number of rounds, at least 2, e.g. {name}:2")
+        raise UserError(f"{said}: write the number of rounds, at least 2, after the name, e.g. {name}:2")
     if not kind.lowers:
         raise UserError(
-            f"{said}: one program for all stages cannot run it, because stages send to different "
-            f"neighbours in the same tick; choose from {', '.join(SCHEDULES)}"
+            f"{said}: this schedule cannot run, because all stages share one program and this schedule's "
+            f"stages send to different neighbours in the same tick; choose from {', '.join(SCHEDULES)}"
         )
 
 
@@ -271,8 +271,8 @@ def _table(of: PipelineSchedule) -> np.ndarray:
     kind, virtual, item = KINDS[of.kind], _virtual(of)[..., None], np.arange(of.microbatches)
     if kind.mirrored and (of.stages % 2 or of.microbatches % 2):
         raise UserError(
-            f"schedule {of.kind}: needs even numbers, found {of.microbatches} of them and "
-            f"{of.stages} stages; take even numbers"
+            f"schedule {of.kind}: the numbers of microbatches and stages must be even, found "
+            f"{of.microbatches} microbatches and {of.stages} stages"
         )
     enters = item // of.stages * of.stages * of.chunks + item % of.stages
     enters = 2 * item if kind.turns else item // 2 * 2 if kind.mirrored else enters

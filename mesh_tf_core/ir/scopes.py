@@ -51,7 +51,7 @@ class Scopes:
         """Marks operations as backward or update; `scope` replaces the path of names, and `named` is the name
         of the operation that they belong to. UserError if it is no phase."""
         if name not in {*Phase}:
-            raise UserError(f"phase {name!r}: {known_names(name, Phase)}")
+            raise UserError(f"unknown phase {name!r}; {known_names(name, Phase)}")
         saved = self._phase, self._scope, self._named
         self._phase, self._named = Phase(name), named
         self._scope = [scope] if scope else ([] if scope == "" else self._scope)
@@ -146,12 +146,12 @@ class Scopes:
         found = self.variables.get(asked.name)
         if found is not None and self._shared is None and self._around is None:
             raise UserError(
-                f"variable {asked.name!r} exists already; give it another name, use the first one's tensor, "
-                "or make both inside graph.sharing()"
+                f"variable {asked.name!r} already exists; choose another name, use the existing "
+                "variable's tensor, or make both inside graph.sharing()"
             )
         if found is not None and found.type != asked.type:
             raise UserError(
-                f"variable {asked.name!r} is shared, but was made as {found.type} and is now requested as "
-                f"{asked.type}; give it another name"
+                f"variable {asked.name!r} is shared, but was made with type {found.type} and is now "
+                f"requested with type {asked.type}; choose another name"
             )
         return found

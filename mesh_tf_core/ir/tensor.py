@@ -11,7 +11,9 @@ from mesh_tf_core.ir.dtypes import TensorType
 from mesh_tf_core.ir.initializers import Initial, Variable
 from mesh_tf_core.ir.scopes import Scopes
 
-_RETURN = "return it as a result, or run this code with mtf.Eager outside of loops and staged functions"
+_RETURN = (
+    "return the tensor as a result, or run this code with mtf.Eager outside of loops and staged functions"
+)
 
 
 class Builder(Scopes):
@@ -85,7 +87,9 @@ class Builder(Scopes):
 _INSTEAD = {
     **{n: f"mtf.reduce_{n}(x, dims)" for n in ("sum", "mean", "max", "min", "any", "all", "prod")},
     **dict.fromkeys(("reshape", "view", "flatten", "squeeze", "unsqueeze"), "mtf.reshape(x, dims)"),
-    **dict.fromkeys(("transpose", "permute", "T", "mT"), "mtf.transpose(x, dims); einsum needs no order"),
+    **dict.fromkeys(
+        ("transpose", "permute", "T", "mT"), "mtf.transpose(x, dims) (mtf.einsum needs no particular order)"
+    ),
     **dict.fromkeys(("matmul", "dot", "mm", "bmm"), "mtf.einsum([x, w], output)"),
     **dict.fromkeys(("astype", "to", "float", "half", "bfloat16"), "x.cast(dtype)"),
     **{n: f"mtf.{n}(x, dim)" for n in ("argmax", "argmin", "cumsum", "softmax", "sort")},
@@ -140,7 +144,10 @@ class Tensor:
         return f"Tensor(%{self.id} {self.type})"
 
     def __bool__(self) -> bool:
-        self._no_value("use mtf.where or mtf.scan instead of if, or run this code with mtf.Eager")
+        self._no_value(
+            "use mtf.where or mtf.cond instead of `if`, mtf.while_loop instead of `while`, or run this code "
+            "with mtf.Eager"
+        )
 
     def __float__(self) -> float:
         self._no_value(_RETURN)
@@ -157,7 +164,7 @@ class Tensor:
         self._no_value(_RETURN)
 
     def _no_value(self, advice: str) -> NoReturn:
-        where = " (loops and branches are built before they are run)" if self.block else ""
+        where = " (the bodies of loops and branches are built before they run)" if self.block else ""
         raise UserError(f"{self!r} has no value while the model is being built{where}; {advice}")
 
     def __add__(self, other: Tensor | float) -> Tensor:
@@ -214,24 +221,25 @@ class Tensor:
     def __getitem__(self, index: Any) -> NoReturn:
         d = self.shape.names[0] if len(self.shape) else "dim"
         raise UserError(
-            f"{self!r} is indexed by names, not by positions; write mtf.slice_dim(x, {d!r}, begin, size), "
-            f"mtf.dynamic_slice(x, position, {d!r}) for one place, or mtf.gather(x, ids, {d!r})"
+            f"{self!r}: dimensions are indexed by name, not by position; write mtf.slice_dim(x, {d!r}, "
+            f"begin, size), mtf.dynamic_slice(x, position, {d!r}) for one position, or mtf.gather(x, "
+            f"ids, {d!r})"
         )
 
     def __iter__(self) -> NoReturn:
-        raise UserError(f"{self!r} cannot be iterated; write mtf.unstack(x, dim), or mtf.scan")
+        raise UserError(f"{self!r} cannot be iterated; use mtf.unstack(x, dim) or mtf.scan")
 
     def __matmul__(self, other: Any) -> NoReturn:
         raise UserError(
-            f"{self!r} @ {other!r}: dimensions are multiplied by name; write mtf.einsum([x, w], output) with "
-            "the dimensions that the result keeps"
+            f"{self!r} @ {other!r}: dimensions are multiplied by name; write mtf.einsum([x, w], output), "
+            "where output lists the dimensions of the result"
         )
 
     __rmatmul__ = __matmul__
 
     def __getattr__(self, name: str) -> NoReturn:
         if name in _INSTEAD:
-            raise TensorAttributeError(f"a tensor has no {name!r}; write {_INSTEAD[name]}")
+            raise TensorAttributeError(f"a tensor has no attribute {name!r}; write {_INSTEAD[name]}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def equal(self, other: Tensor | float) -> Tensor:

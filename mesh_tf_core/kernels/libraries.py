@@ -18,13 +18,13 @@ def _not_splash(a: Attending) -> str:
     queries, keys = a.query.shape[-2], a.key.shape[-2]
     own = range(a.shared, len(a.query.shape) - 1)
     if a.mask is not None and any(a.mask.shape[i] != 1 for i in own):
-        return "a mask of pairs"
+        return "a mask for every pair of positions"
     if a.segments is not None and any(s.shape[i] != 1 for s in a.segments for i in own[:-1]):
-        return "texts that differ between heads"
+        return "packed texts that differ between heads"
     if queries % BLOCKS[-1] or keys % BLOCKS[-1]:
-        return f"{queries} queries and {keys} keys, not multiples of {BLOCKS[-1]}"
+        return f"{queries} queries and {keys} keys, which must be multiples of {BLOCKS[-1]}"
     if queries % len(a.starts):
-        return f"{queries} queries on each of {len(a.starts)} devices, which do not divide them"
+        return f"{queries} queries, which the {len(a.starts)} devices do not divide evenly"
     return "float64" if itemsize(str(a.query.dtype)) > 4 else ""
 
 
@@ -34,13 +34,13 @@ def _not_cudnn(a: Attending) -> str:
     if itemsize(dtype) != 2:
         return dtype
     if a.mask is not None or a.segments is not None:
-        return "a mask" if a.mask is not None else "several texts in a row"
+        return "a mask" if a.mask is not None else "several packed texts per row"
     if a.extra_logit is not None:
         return "an extra logit"
     if a.causal and tuple(a.starts) != (0,):
-        return "causal queries from the middle"
+        return "causal queries that start in the middle of the keys"
     if a.window and not a.causal:
-        return "a window to both sides"
+        return "a two-sided window"
     if width % 8 or width > 128 or width != a.value.shape[-1]:
-        return f"heads of {width} and values of {a.value.shape[-1]}"
+        return f"heads of size {width} and values of size {a.value.shape[-1]}"
     return ""

@@ -77,23 +77,27 @@ class Attention:
         check_rate(self, self.dropout)
         if self.attention not in FORMS:
             raise UserError(
-                f"{type(self).__name__}: attention {self.attention!r}: {known_names(self.attention, FORMS)}"
+                f"{type(self).__name__}: attention={self.attention!r} is unknown; "
+                f"{known_names(self.attention, FORMS)}"
             )
         if self.biases not in BIASES:
             raise UserError(
-                f"{type(self).__name__}: biases {self.biases!r}: {known_names(self.biases, BIASES)}"
+                f"{type(self).__name__}: biases={self.biases!r} is unknown; "
+                f"{known_names(self.biases, BIASES)}"
             )
         steps = ("projections", "queries", "joined")
         own = any(getattr(type(self), s) is not getattr(Attention, s) for s in steps)
         if self.biases != "none" and own and not self.biased:
-            raise UserError(f"{type(self).__name__}: its projections have no biases; use biases='none'")
+            raise UserError(f"{type(self).__name__}: this layer supports no biases; use biases='none'")
         if self.kv_heads < 0 or (self.kv_heads and self.heads.size % self.kv_heads):
             raise UserError(
                 f"{type(self).__name__}: heads={self.heads.size} must be a multiple of "
                 f"kv_heads={self.kv_heads}"
             )
         if self.window < 0:
-            raise UserError(f"{type(self).__name__}: window must be >= 0 positions, found {self.window}")
+            raise UserError(
+                f"{type(self).__name__}: window must be at least 0 positions, found {self.window}"
+            )
 
     @property
     def fused(self) -> bool:
@@ -192,8 +196,8 @@ class Attention:
             return rename(x, **{self.length: self.memory_length})
         if self.causal or self.window or self.rotary:
             raise UserError(
-                f"{type(self).__name__}: a separate memory shares no positions with the queries; remove "
-                "causal, window and rotary"
+                f"{type(self).__name__}: causal, window and rotary need keys from the queries' own text, "
+                "but `memory` is another text; remove these options or `memory`"
             )
         return memory
 
@@ -214,10 +218,13 @@ class Attention:
     ) -> None:
         """UserError unless this attention can read a text that grows."""
         if cache is not None and not self.cached:
-            raise UserError(f"{type(self).__name__}: cannot decode with a cache; use Attention")
+            raise UserError(f"{type(self).__name__}: this layer cannot decode with a cache; use Attention")
         hidden = mask is not None or segments is not None
         if cache is not None and memory is None and (hidden or not self.causal):
-            raise UserError(f"{type(self).__name__}: with a cache, use causal=True and no mask")
+            raise UserError(
+                f"{type(self).__name__}: decoding with a cache needs causal=True and neither a mask nor "
+                "segments"
+            )
 
     def remember(self, cache: Cache, k: Tensor, v: Tensor, crosses: bool) -> None:
         """Leaves the keys and values of the prompts in a cache: of a memory all, of a text as many as its

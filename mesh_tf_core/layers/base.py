@@ -35,14 +35,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def activation(name: str) -> Callable[[Tensor], Tensor]:
     """The activation function called `name`."""
     if name not in ACTIVATIONS:
-        raise UserError(f"activation {name!r}: {known_names(name, ACTIVATIONS)}")
+        raise UserError(f"unknown activation {name!r}; {known_names(name, ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
 def check_rate(layer: object, rate: float) -> None:
     """UserError unless a dropout rate is one."""
     if not 0 <= rate < 1:
-        raise UserError(f"{type(layer).__name__}: dropout must be in [0, 1), found {rate}")
+        raise UserError(f"{type(layer).__name__}: dropout must be at least 0 and less than 1, found {rate}")
 
 
 def weighted(x: Tensor, w: Tensor, output: Shape | Sequence[Dim]) -> Tensor:

@@ -39,9 +39,9 @@ class BatchNorm:
 
     def __post_init__(self) -> None:
         if not self.dims:
-            raise UserError("BatchNorm: needs at least one dimension in `dims`, the batch's")
+            raise UserError("BatchNorm: `dims` must name at least one dimension, usually the batch")
         if not 0 <= self.momentum <= 1:
-            raise UserError(f"BatchNorm: momentum must be in [0, 1], found {self.momentum}")
+            raise UserError(f"BatchNorm: momentum must be from 0 to 1, found {self.momentum}")
 
     def __call__(self, x: Tensor) -> Tensor:
         """Same dimensions as x [dims, others]; statistics are float32 [others]."""

@@ -50,9 +50,9 @@ class Conv:
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.dims) <= 3:
-            raise UserError(f"Conv: 1 to 3 spatial dimensions, found {list(self.dims)}")
+            raise UserError(f"Conv: `dims` must name 1 to 3 spatial dimensions, found {list(self.dims)}")
         if self.causal and (len(self.dims) > 1 or self.transposed):
-            raise UserError("Conv: causal is for one dimension, and not transposed")
+            raise UserError("Conv: causal=True needs exactly one spatial dimension and transposed=False")
         activation(self.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -95,7 +95,9 @@ class DepthwiseConv:
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.dims) <= 3:
-            raise UserError(f"DepthwiseConv: 1 to 3 spatial dimensions, found {list(self.dims)}")
+            raise UserError(
+                f"DepthwiseConv: `dims` must name 1 to 3 spatial dimensions, found {list(self.dims)}"
+            )
 
     def __call__(self, x: Tensor) -> Tensor:
         """[others, dims, channels] -> the same."""
@@ -157,7 +159,7 @@ class GroupNorm:
         """Same dimensions as x [others, dims, channels]."""
         g, c = x.graph, x.dim(self.channels)
         if self.groups < 1 or c.size % self.groups:
-            raise UserError(f"GroupNorm: groups={self.groups} must divide the {c.size} {c.name}")
+            raise UserError(f"GroupNorm: groups={self.groups} must divide the size of {c.name!r}, {c.size}")
         inner = Dim(f"{c.name}_of_group", c.size // self.groups)
         groups = Dim(f"{c.name}_groups", self.groups)
         at = x.shape.index(c.name)

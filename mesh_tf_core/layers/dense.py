@@ -44,7 +44,7 @@ class Dense:
     def __post_init__(self) -> None:
         activation(self.activation)
         if not self.outputs or not self.reduced:
-            raise UserError("Dense: needs at least one dimension in `outputs` and one in `reduced`")
+            raise UserError("Dense: `outputs` and `reduced` must each name at least one dimension")
 
     def __call__(self, x: Tensor) -> Tensor:
         """[others, reduced] -> [others, outputs]."""
@@ -72,7 +72,7 @@ class DenseProduct:
 
     def __post_init__(self) -> None:
         if not self.activations:
-            raise UserError("DenseProduct: needs at least one activation")
+            raise UserError("DenseProduct: `activations` must name at least one activation")
         self._factors()
 
     def _factors(self) -> list[Dense]:

@@ -90,7 +90,9 @@ class LearnedPositions:
             return cls(length)
         if not (positions.isascii() and positions.isdigit() and int(positions)):
             known = ", ".join(("learned", *others))
-            raise UserError(f"positions={positions!r}: write {known}, or how many positions are learned")
+            raise UserError(
+                f"positions={positions!r}: write {known}, or the number of learned positions, e.g. 2048"
+            )
         return cls(int(positions))
 
     def table(self, graph: Builder, d_model: Dim, dtype: str = "float32") -> Tensor:
@@ -110,7 +112,10 @@ class LearnedPositions:
             return x + dynamic_slice(table, cache.position, "positions")
         size = x.dim(self.length).size
         if self.count < size:
-            raise UserError(f"LearnedPositions: count={self.count} is fewer than {self.length}={size}")
+            raise UserError(
+                f"LearnedPositions: count={self.count} is less than {self.length}={size}; increase count to "
+                f"at least {size}"
+            )
         if table is None:
             table = self.table(x.graph, x.dim(self.d_model), x.dtype)
         return x + rename(slice_dim(table, "positions", 0, size), positions=self.length)

@@ -64,7 +64,8 @@ class ImageTokens:
         for side in (height, width):
             if self.patch < 1 or side.size % self.patch:
                 raise UserError(
-                    f"ImageTokens: patch={self.patch} must divide the {side.size} pixels of {side.name}"
+                    f"ImageTokens: patch={self.patch} must divide the size of {side.name!r}, {side.size} "
+                    "pixels"
                 )
         rows, columns = Dim("rows", height.size // self.patch), Dim("columns", width.size // self.patch)
         inner = [Dim("patch_height", self.patch), Dim("patch_width", self.patch), colours]

@@ -59,13 +59,15 @@ class LatentAttention(Attention):
         super().__post_init__()
         if self.kv_heads or self.shared_kv or self.rotary is not None:
             raise UserError(
-                "LatentAttention: takes neither kv_heads, shared_kv nor rotary; `positions` sets its "
-                "rotary part"
+                "LatentAttention: kv_heads, shared_kv and rotary are not supported; remove them "
+                "(`positions` sets the rotary positions)"
             )
         if self.d_rotary < 2 or self.d_rotary % 2:
             raise UserError(f"LatentAttention: d_rotary must be even and positive, found {self.d_rotary}")
         if self.d_v.name == self.d_kv.name:
-            raise UserError(f"LatentAttention: d_v needs a different name than {self.d_kv.name!r}")
+            raise UserError(
+                f"LatentAttention: d_v and d_kv are both named {self.d_kv.name!r}; rename one of them"
+            )
 
     @property
     def value_dim(self) -> Dim:
@@ -89,7 +91,7 @@ class LatentAttention(Attention):
           cache: as `Attention`'s; it holds kv_rank + d_rotary numbers a position.
         """
         if memory is not None:
-            raise UserError("LatentAttention: attends to its own text only; for a memory, use Attention")
+            raise UserError("LatentAttention: a separate `memory` is not supported; use Attention")
         self.check_cached(cache, memory, mask, segments)
         if one_of_all(cache):
             return self.at_position(x, False, mask, bias, cache)

@@ -63,11 +63,11 @@ class LocalAttention(_InBlocks):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.window:
-            raise UserError("LocalAttention: needs a window of at least 1 position")
+            raise UserError(f"LocalAttention: window must be at least 1 position, found {self.window}")
         if self.rotary is not None:
             raise UserError(
                 "LocalAttention: rotary positions are not supported; use RelativeBias, or "
-                'Attention(window=..., attention="fused")'
+                "Attention(window=..., attention='fused')"
             )
 
     def __call__(
@@ -87,7 +87,7 @@ class LocalAttention(_InBlocks):
           cache: as `Attention`'s; it holds as many positions as the window sees.
         """
         if memory is not None or mask is not None or segments is not None:
-            raise UserError("LocalAttention: takes no separate memory and no mask; use Attention")
+            raise UserError("LocalAttention: a separate `memory` and a mask are not supported; use Attention")
         self.check_cached(cache, memory, mask)
         if one_of_all(cache):
             return self.at_position(x, False, None, bias, cache)
@@ -155,7 +155,7 @@ class ChunkedAttention(_InBlocks):
           cache, segments: as `Attention`'s; a cache holds as many positions as a chunk has.
         """
         if memory is not None:
-            raise UserError("ChunkedAttention: a separate memory has no chunks; use Attention")
+            raise UserError("ChunkedAttention: a separate `memory` is not supported; use Attention")
         self.check_cached(cache, memory, mask, segments)
         if one_of_all(cache):
             return self.at_position(x, False, None, bias, cache)

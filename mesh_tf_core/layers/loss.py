@@ -30,7 +30,10 @@ class CrossEntropy:
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing < 1:
-            raise UserError(f"CrossEntropy: label_smoothing must be in [0, 1), found {self.label_smoothing}")
+            raise UserError(
+                "CrossEntropy: label_smoothing must be at least 0 and less than 1, found "
+                f"{self.label_smoothing}"
+            )
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Loss [others].
@@ -51,8 +54,9 @@ class CrossEntropy:
             sharp = reduce_sum((lse - logits) * cast(targets, logits.dtype), self.dim)
         else:
             raise UserError(
-                f"CrossEntropy: targets [{targets.shape}] that are distributions need the dimensions of the "
-                f"logits [{logits.shape}]"
+                f"CrossEntropy: targets must be class ids without the dimension {self.dim!r}, or "
+                f"probabilities with the dimensions of the logits [{logits.shape}]; found "
+                f"[{targets.shape}]"
             )
         loss = sharp + (lse - reduce_mean(logits, self.dim) - sharp) * self.label_smoothing
         return loss + lse * lse * self.z_loss if self.z_loss else loss
@@ -66,8 +70,8 @@ def sigmoid_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """
     if set(targets.shape) != set(logits.shape):
         raise UserError(
-            f"sigmoid_cross_entropy: logits [{logits.shape}] and targets [{targets.shape}] need the same "
-            "dimensions"
+            "sigmoid_cross_entropy: logits and targets must have the same dimensions, found "
+            f"[{logits.shape}] and [{targets.shape}]"
         )
     logits = logits if logits.dtype == "float64" else cast(logits, "float32")
     return softplus(logits) - logits * cast(targets, logits.dtype)

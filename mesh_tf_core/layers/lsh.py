@@ -74,7 +74,10 @@ class LSHAttention:
         if size % self.chunk:
             raise UserError(f"LSHAttention: {self.length}={size} must be a multiple of chunk={self.chunk}")
         if self.buckets * size >= 2**31:
-            raise UserError(f"LSHAttention: {self.length}={size} times buckets={self.buckets} exceeds int32")
+            raise UserError(
+                f"LSHAttention: {self.length}={size} times buckets={self.buckets} must be less than 2^31; "
+                "use fewer buckets or a shorter length"
+            )
         with x.graph.scope(self.name):
             q = project(x, "qk", [d], [self.heads, self.d_kv])
             v = project(x, "v", [d], [self.heads, self.d_kv])

@@ -62,7 +62,10 @@ class MixtureOfExperts:
         check_rate(self, self.dropout)
         self.router.check(self.experts.size)
         if self.shared_gate and self.shared is None:
-            raise UserError("MixtureOfExperts: shared_gate needs `shared`, the block's hidden dimension")
+            raise UserError(
+                "MixtureOfExperts: shared_gate needs `shared`, the hidden dimension of the shared expert; "
+                "set it, or remove shared_gate"
+            )
 
     def __call__(self, x: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [group, token, d_model] -> (the same dimensions, the router's loss as a float32 scalar).
@@ -72,7 +75,10 @@ class MixtureOfExperts:
         """
         names = (self.group, self.token, self.d_model)
         if set(x.shape.names) != set(names):
-            raise UserError(f"MixtureOfExperts: needs the dimensions {', '.join(names)}; found [{x.shape}]")
+            raise UserError(
+                f"MixtureOfExperts: the input must have the dimensions {', '.join(names)}, found "
+                f"[{x.shape}]; reshape or rename its dimensions"
+            )
         with x.graph.scope(self.name):
             y, loss = through(x, self.router, self.experts, self.feed_forward, names, importance)
             return (y if self.shared is None else y + self._shared(x, self.shared)), loss

@@ -29,7 +29,10 @@ class AnnealedDropout:
     def __post_init__(self) -> None:
         check_rate(self, self.rate)
         if not 0 <= self.start < self.end:
-            raise UserError(f"AnnealedDropout: needs 0 <= start < end, found {self.start} and {self.end}")
+            raise UserError(
+                f"AnnealedDropout: start must be at least 0 and less than end, found start={self.start}, "
+                f"end={self.end}"
+            )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Same dimensions as x."""
@@ -49,7 +52,7 @@ class Jitter:
 
     def __post_init__(self) -> None:
         if not 0 <= self.epsilon < 1:
-            raise UserError(f"Jitter: epsilon must be in [0, 1), found {self.epsilon}")
+            raise UserError(f"Jitter: epsilon must be at least 0 and less than 1, found {self.epsilon}")
 
     def __call__(self, x: Tensor) -> Tensor:
         """Same dimensions as x."""

@@ -40,7 +40,10 @@ class Sinusoids:
         g, d = x.graph, x.dim(self.d_model)
         half = d.size // 2
         if d.size % 2 or half < 2:
-            raise UserError(f"Sinusoids: {d} must be an even number of at least 4, half sines, half cosines")
+            raise UserError(
+                f"Sinusoids: the size of {d.name!r} must be even and at least 4 (half sines, half cosines), "
+                f"found {d.size}"
+            )
         feature = mtf_range(g, d)
         cosine = feature >= half
         wave = (feature - cosine.cast("int32") * half).cast("float32")
@@ -71,12 +74,13 @@ class RelativeBias:
         own = self.buckets // 2 if self.bidirectional else self.buckets
         if own < 2 or (self.bidirectional and self.buckets % 2):
             raise UserError(
-                f"RelativeBias: buckets={self.buckets} must be even and at least 4 "
-                "(in one direction: at least 2)"
+                f"RelativeBias: buckets={self.buckets} must be even and at least 4 if bidirectional, "
+                "else at least 2"
             )
         if self.max_distance <= own // 2:
             raise UserError(
-                f"RelativeBias: max_distance={self.max_distance} must be more than the {own // 2} exact ones"
+                f"RelativeBias: max_distance={self.max_distance} must be more than {own // 2}, the "
+                "number of distances that have a bucket each; increase max_distance or use fewer buckets"
             )
 
     def __call__(self, relative: Tensor, heads: Sequence[Dim], dtype: str = "float32") -> Tensor:
@@ -122,7 +126,10 @@ class Rotary:
         """
         g, k = x.graph, x.dim(d_kv)
         if k.size % 2:
-            raise UserError(f"Rotary: {k} must have an even size, as it rotates pairs of elements")
+            raise UserError(
+                f"Rotary: the size of {k.name!r} must be even, because pairs of elements are rotated; found "
+                f"{k.size}"
+            )
         half = k.size // 2
         place = mtf_range(g, k)
         second = place >= half

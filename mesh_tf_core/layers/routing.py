@@ -150,13 +150,17 @@ class TokenChoice(Router):
         super().__post_init__()
         for name, value, known in (("later", self.later, LATER), ("kept", self.kept, KEPT)):
             if value not in known:
-                raise UserError(f"TokenChoice: {name} {value!r}: {known_names(value, known)}")
+                raise UserError(f"TokenChoice: {name}={value!r} is unknown; {known_names(value, known)}")
         if self.chosen < 1 or not self.threshold > 0:
             raise UserError(
-                f"TokenChoice: chosen and threshold must be positive, found {self.chosen}, {self.threshold}"
+                f"TokenChoice: chosen and threshold must be positive, found chosen={self.chosen}, "
+                f"threshold={self.threshold}"
             )
         if self.kept == "largest" and self.later == "overflow":
-            raise UserError("TokenChoice: with later='overflow' the first tokens are kept; use kept='first'")
+            raise UserError(
+                "TokenChoice: kept='largest' cannot be combined with later='overflow', which keeps the first "
+                "tokens; use kept='first'"
+            )
 
     @property
     def normalized(self) -> bool:
@@ -166,7 +170,9 @@ class TokenChoice(Router):
     def check(self, experts: int) -> None:
         """UserError unless there are enough experts."""
         if self.chosen > experts:
-            raise UserError(f"TokenChoice: chosen={self.chosen} must be from 1 to the {experts} experts")
+            raise UserError(
+                f"TokenChoice: chosen={self.chosen} must be from 1 to the number of experts, {experts}"
+            )
 
     def capacity(self, tokens: int, experts: int) -> int:
         """Places per expert and group (equation 4), at most one per token."""

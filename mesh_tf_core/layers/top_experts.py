@@ -71,11 +71,13 @@ class TopExperts(Router):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.scores not in SCORES:
-            raise UserError(f"TopExperts: scores {self.scores!r}: {known_names(self.scores, SCORES)}")
+            raise UserError(
+                f"TopExperts: scores={self.scores!r} is unknown; {known_names(self.scores, SCORES)}"
+            )
         if self.chosen < 1 or not self.scale > 0 or not self.balance_rate >= 0:
             raise UserError(
-                "TopExperts: chosen and scale must be positive and balance_rate >= 0, found "
-                f"{self.chosen}, {self.scale}, {self.balance_rate}"
+                "TopExperts: chosen and scale must be positive and balance_rate at least 0, found "
+                f"chosen={self.chosen}, scale={self.scale}, balance_rate={self.balance_rate}"
             )
         if not 1 <= self.groups_chosen <= self.groups:
             raise UserError(
@@ -85,14 +87,18 @@ class TopExperts(Router):
     def check(self, experts: int) -> None:
         """UserError unless there are enough experts."""
         if experts % self.groups:
-            raise UserError(f"TopExperts: groups={self.groups} do not divide the {experts} experts")
+            raise UserError(f"TopExperts: groups={self.groups} must divide the number of experts, {experts}")
         asked = experts // self.groups * self.groups_chosen
         if self.chosen > asked:
             raise UserError(
-                f"TopExperts: chosen={self.chosen} must be from 1 to the {asked} experts of the chosen groups"
+                f"TopExperts: chosen={self.chosen} must be at most the number of experts in the chosen "
+                f"groups, {asked}"
             )
         if self.groups > 1 and self.scores == "sigmoid" and experts < 2 * self.groups:
-            raise UserError(f"TopExperts: {self.groups} groups of {experts} experts have less than two each")
+            raise UserError(
+                f"TopExperts: groups={self.groups} must be at most half the number of experts, {experts}, "
+                "because scores='sigmoid' adds the two best scores of every group"
+            )
 
     def capacity(self, tokens: int, experts: int) -> int:
         """Places per expert and group, at most one per token."""

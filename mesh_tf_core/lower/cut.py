@@ -39,7 +39,10 @@ class Cut:
         for v in taken:
             axes = self.given[v.tensor]
             if {a for split in v.splits for a in split} & {*axes}:
-                raise LayoutError(f"{v} cannot have a pending sum over {'+'.join(axes)}")
+                raise LayoutError(
+                    f"{v}: a sum over {'+'.join(axes)} cannot be deferred, because the tensor is split over "
+                    "the same axis"
+                )
             state.emit(AllReduce((state.pending(v.id, axes),), (v.id,), state.origin, axes))
         return state.rewritten((*state.code, *program.code))
 
@@ -53,14 +56,16 @@ class Cut:
                 (put, *_), (out, *_) = instr.inputs, instr.outputs
                 tensor = program.values[out].tensor
                 if put not in made and tensor in self.given:
-                    raise LayoutError(f"the sum of tensor %{tensor} does not wait")
+                    raise LayoutError(f"the sum of tensor %{tensor} cannot be deferred")
                 if tensor in left and instr.axes == left[tensor]:
                     del left[tensor]
                     renamed[out] = put
                     continue
             code.append(instr)
         if left:
-            raise LayoutError(f"no such sums are pending of tensors {sorted(left)}")
+            raise LayoutError(
+                f"tensors {sorted(left)} have no sum over the requested axes that could be deferred"
+            )
         results = {name: renamed.get(i, i) for name, i in program.results.items()}
         return replace(program, code=tuple(code), results=results) if renamed else program
 

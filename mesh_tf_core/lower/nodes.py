@@ -164,11 +164,12 @@ def check_context(graph: Graph, context: Mapping[str, str]) -> None:
     """UserError if a form is unknown, or its dimension is not one of keys."""
     for name, form in context.items():
         if form not in FORMS:
-            raise UserError(f"context {name}={form}: {known_names(form, FORMS)}")
+            raise UserError(f"context {name}={form}: unknown form {form!r}; {known_names(form, FORMS)}")
         if name not in crossed(graph):
             keys = ", ".join(map(repr, crossed(graph))) or "none"
             raise UserError(
-                f"context {name}={form}: no fused attention has keys along {name!r}; found {keys}"
+                f"context {name}={form}: no fused attention has keys along {name!r}; dimensions of keys "
+                f"in this model: {keys}"
             )
 
 
@@ -198,7 +199,10 @@ def check_products(graph: Graph, dims: Iterable[str]) -> None:
     known = sorted({name for found in product_dims(graph).values() for name in found})
     for dim in dims:
         if dim not in known:
-            raise UserError(f"collective matmul of {dim!r}: no product has it; {known_names(dim, known)}")
+            raise UserError(
+                f"collective matmul of {dim!r}: no matrix product has this dimension; "
+                f"{known_names(dim, known)}"
+            )
 
 
 def plan_of(node: Node, graph: Graph) -> NodePlan:
@@ -235,7 +239,7 @@ def _roles(op: Op, operands: tuple[tuple[Shape, str], ...]) -> Roles:
     """The roles of an operation on operands of these types: a graph has many equal ones."""
     found = op.roles(*(TensorType(shape, dtype) for shape, dtype in operands))
     if not isinstance(found, Roles):
-        raise TypeError(f"operation {type(op).__name__}: roles gave {found!r}; it must give mtf.Roles")
+        raise TypeError(f"operation {type(op).__name__}: roles returned {found!r}; it must return mtf.Roles")
     return found
 
 

@@ -43,7 +43,7 @@ def check_offload(offload: OffloadSet, variables: Mapping[str, Variable]) -> Non
     """
     for kind, name in sorted(offload):
         if kind not in KINDS:
-            raise UserError(f"offload {kind!r}: {known_names(kind, KINDS)}")
+            raise UserError(f"offload: unknown kind {kind!r}; {known_names(kind, KINDS)}")
         if kind == ACTIVATIONS:
             continue
         if name not in variables:
@@ -53,14 +53,14 @@ def check_offload(offload: OffloadSet, variables: Mapping[str, Variable]) -> Non
         if kind == WEIGHTS:
             if not variables[name].trainable:
                 raise UserError(
-                    f"offload {kind}: {name!r} is not a trained variable; name a trained variable, or "
-                    "remove it"
+                    f"offload {kind}: {name!r} is not trainable; name a trainable variable, or remove "
+                    "this one"
                 )
             continue
         if not any(v.slot_of == name for v in variables.values()):
             raise UserError(
-                f"offload {kind}: the optimizer keeps no state of {name!r}; remove it, or use one with "
-                "state, e.g. Adam"
+                f"offload {kind}: the optimizer has no state for {name!r}; remove this variable, or use "
+                "an optimizer with state, e.g. Adam"
             )
 
 
@@ -77,8 +77,9 @@ def offload_of(
         every = again if kind == ACTIVATIONS else trained
         if kind == ACTIVATIONS and not (name or every):
             raise UserError(
-                "offload activations: no loop is recomputed; recompute one, e.g. layers, or name a loop "
-                "that stores all saved values on the host, e.g. activations=layers"
+                "offload activations: only loops that are recomputed are offloaded, and there are none; "
+                "recompute a loop, e.g. layers, or name a loop whose saved values all go to the host, "
+                "e.g. activations=layers"
             )
         found.update((kind, each) for each in ([name] if name else every))
     return frozenset(found)

@@ -49,13 +49,15 @@ class Options:
     collective_matmul: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        stages = arguments.instance(Mapping, "a dict of variables and how they are stored")
+        stages = arguments.instance(
+            Mapping, "a dict from names of variables to storage stages, e.g. {'wi': 'zero3'}"
+        )
         parts = arguments.ArgumentKind(arguments.is_whole, "a whole number")
         arguments.check("Options", microbatches=(self.microbatches, parts), storage=(self.storage, stages))
         check_schedule(self.schedule)
         if len(dict(self.context)) < len(self.context):
             said = ", ".join(f"{name}={form}" for name, form in sorted(self.context))
-            raise UserError(f"context={said} gives several forms for the same keys; give one")
+            raise UserError(f"context {said}: several forms are given for the same dimension; give only one")
         # From Python it may be any set, also of texts.
         object.__setattr__(self, "recompute", policies(self.recompute))
 

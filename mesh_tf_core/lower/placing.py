@@ -105,8 +105,9 @@ class Placing(ProgramBuilder):
             for axis in axes:
                 if axis in self.within:
                     raise LayoutError(
-                        f"layout {self.layout}: axis {axis!r} is the axis of pipeline stages and cannot "
-                        f"split {d.name!r} inside of them; split it over another axis"
+                        f"layout {self.layout}: axis {axis!r} already separates the pipeline stages, so "
+                        f"it cannot also split {d.name!r} inside a stage; split {d.name!r} over another "
+                        "axis"
                     )
 
     def _legal(self, shape: Shape, rules: Layout, what: str) -> Splits:
@@ -121,9 +122,9 @@ class Placing(ProgramBuilder):
             if axes and not self.oracle.divides(d, axes):
                 ways = self.mesh.group_size(axes)
                 raise LayoutError(
-                    f"{what or f'a tensor [{shape}]'}: dimension {d.name!r} has size {d.size}, which the "
-                    f"{ways} devices of {'+'.join(axes)} do not divide; use a multiple of {ways}, or do not "
-                    "split it"
+                    f"{what or f'a tensor [{shape}]'}: dimension {d.name!r} has size {d.size}, which is "
+                    f"not divisible by the {ways} devices of {'+'.join(axes)}; use a multiple of {ways}, "
+                    f"or do not split {d.name!r}"
                 )
         return splits
 

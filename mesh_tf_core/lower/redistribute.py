@@ -72,7 +72,9 @@ def plan_moves(
                 best[after] = total
                 came[after] = (now, step)
                 heapq.heappush(queue, (total, after))
-    raise AssertionError(f"no way from {have} to {want}")
+    raise AssertionError(
+        f"no sequence of collectives changes the layout {have} into {want}; please report this bug"
+    )
 
 
 @lru_cache(maxsize=1 << 14)

@@ -59,8 +59,8 @@ class Recomputed(NamedTuple):
         words = listed.split("+") if colon else []
         if colon and (word.strip() != "keep" or not all(map(str.strip, words))):
             raise UserError(
-                f"recompute {text!r}: write the dimension of a loop, or DIM:keep=KIND+KIND; kinds are "
-                f"{', '.join(KINDS)} and names of scopes"
+                f"recompute {text!r}: write the dimension of a loop, or DIM:keep=KIND+KIND, where KIND "
+                f"is {', '.join(KINDS)} or the name of a scope"
             )
         return cls.of(dim.strip(), {w.strip() for w in words})
 
@@ -187,22 +187,30 @@ def check_kept(recompute: Policies, loops: Set[str], blocks: Iterable[Block], gr
     for asked in recompute:
         text = str(asked)
         if asked.dim not in loops:
-            it = "it" if text == asked.dim else repr(asked.dim)
-            keeps = f" (or {min(loops)}:keep=products+attention, which keeps some values)" if loops else ""
+            keeps = (
+                (
+                    " (to keep some values instead of recomputing them, write e.g. "
+                    f"{min(loops)}:keep=products+attention)"
+                )
+                if loops
+                else ""
+            )
             raise UserError(
-                f"recompute {text!r}: no loop runs over {it}; {known_names(asked.dim, loops)}{keeps}"
+                f"recompute {text!r}: the model has no loop over {asked.dim!r}; "
+                f"{known_names(asked.dim, loops)}{keeps}"
             )
         if known.setdefault(asked.dim, asked) != asked:
             raise UserError(
-                f"recompute: {known[asked.dim]} and {asked} apply to the same loops; name {asked.dim} once"
+                f"recompute: {known[asked.dim]} and {asked} apply to the same loops; give only one entry "
+                f"for {asked.dim}"
             )
         here = [b for b in blocks if loop_name(b, graph) == asked.dim]
         for word in asked.keep:
             if not any(kept_values((word,), block, graph) for block in here):
                 there = dict.fromkeys(word for block in here for word in words_of(block, graph))
                 raise UserError(
-                    f"recompute {text!r}: a loop over {asked.dim!r} makes nothing that {word!r} is; "
-                    f"{known_names(word, there)}"
+                    f"recompute {text!r}: loops over {asked.dim!r} have no values of kind or scope "
+                    f"{word!r}; {known_names(word, there)}"
                 )
 
 

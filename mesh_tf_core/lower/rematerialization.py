@@ -349,12 +349,13 @@ def check_saved(recompute: Policies, offload: OffloadSet, whole: Graph, staged: 
             continue
         if dim in known:
             raise UserError(
-                f"{what}: in {where} stages keep the saved values of loops over {dim!r} on their devices "
-                "from forward to backward; use the schedule gpipe, recompute the layers or 'tick', or remove "
-                "it"
+                f"{what}: in {where}, values that loops over {dim!r} save for the backward pass stay on "
+                f"the devices; use the schedule gpipe, recompute the layers or 'tick', or remove {what}"
             )
         if (what, dim) in hosted:
-            raise UserError(f"{what}: no loop over {dim!r} has a backward; {known_names(dim, known)}")
+            raise UserError(
+                f"{what}: no loop over {dim!r} saves values for a backward pass; {known_names(dim, known)}"
+            )
 
 
 def layer_again(graph: Graph, asked: Recomputed) -> RecomputeLayer:

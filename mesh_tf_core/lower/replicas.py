@@ -62,7 +62,10 @@ def check_axis(diloco: DiLoCo, mesh: Mesh) -> int:
         raise UserError(f"diloco: mesh {mesh} has no axis {axis!r}; {known_names(axis, mesh.names)}")
     count = mesh.size(axis)
     if count < 2:
-        raise UserError(f"diloco: axis {axis!r} of mesh {mesh} has one device, so there are no replicas")
+        raise UserError(
+            f"diloco: axis {axis!r} of mesh {mesh} has size 1, but DiLoCo needs at least two replicas; name "
+            "a larger axis, or remove diloco"
+        )
     return count
 
 
@@ -71,7 +74,7 @@ def check_whole(diloco: DiLoCo | None, stages: Iterable[str], schedule: str = GP
     split = " and ".join(stages)
     asked = {
         REPLICAS: f"diloco {diloco}",
-        STAGES: split and f"stages of {split}",
+        STAGES: split and f"pipeline stages of {split}",
         SCHEDULE: "" if schedule == GPIPE else f"schedule {schedule}",
     }
     refuse(asked, error=LayoutError)
@@ -110,9 +113,8 @@ def lower_replicas(
     count = check_axis(diloco, mesh)
     if diloco.axis in layout.used:
         raise LayoutError(
-            f"layout {layout}: axis {diloco.axis!r} has the replicas of DiLoCo, so it splits nothing; "
-            f"split over "
-            "another axis"
+            f"layout {layout}: axis {diloco.axis!r} separates the replicas of DiLoCo, so it cannot split "
+            "a dimension; split over another axis"
         )
     inner, found, outer = replica_graphs(graph, results, count, diloco)
     split = layout.with_rules({REPLICA: (diloco.axis,)})
@@ -149,7 +151,8 @@ def check_alone(program: Program, axis: str) -> None:
     for instr, _ in program.walk():
         if isinstance(instr, Collective) and axis in instr.axes:
             raise ProgramError(
-                f"{instr.text()} {instr.origin.scope}: replicas along {axis!r} train separately"
+                f"{instr.text()} {instr.origin.scope}: replicas along {axis!r} must not communicate "
+                "within a step"
             )
 
 
@@ -163,10 +166,10 @@ def check_meeting(program: Program, diloco: DiLoCo) -> None:
         summed = isinstance(instr, AllReduce) and instr.combine == "sum"
         coded = isinstance(instr, AllGather) and dtypes <= {DTYPE, "float32"}
         if not (summed if diloco.bits == WHOLE else coded):
-            what = "sums" if diloco.bits == WHOLE else f"codes of {diloco.bits} bits and scales"
+            what = "sums" if diloco.bits == WHOLE else f"{diloco.bits}-bit codes and their scales"
             raise ProgramError(
-                f"{instr.text()} {instr.origin.scope}: {what} alone cross {diloco.axis!r} in a "
-                f"synchronisation"
+                f"{instr.text()} {instr.origin.scope}: in a synchronisation, only {what} may be sent "
+                f"over axis {diloco.axis!r}"
             )
 
 

@@ -217,7 +217,8 @@ class Saving:
         if ways(axes) != block.dim.size:
             raise LayoutError(
                 f"layout {self.low.layout}: {block.dim.name!r} has {block.dim.size} stages or replicas, "
-                f"each on its own devices, and is split over {'+'.join(axes) or 'no axis'}"
+                f"so its axes need {block.dim.size} devices in total, found "
+                f"{'+'.join(axes) or 'no axis'} with {ways(axes)}"
             )
         return axes
 

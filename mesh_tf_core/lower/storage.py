@@ -73,9 +73,9 @@ _MEANT = {
     "none": "layout",
     "zero0": "layout",
     "0": "layout",
-    "hsdp": "zero3@AXIS, with the axes inside a node,",
-    "hybrid": "zero3@AXIS, with the axes inside a node,",
-    "hybridshard": "zero3@AXIS, with the axes inside a node,",
+    "hsdp": "zero3@AXIS with the mesh axes inside a node",
+    "hybrid": "zero3@AXIS with the mesh axes inside a node",
+    "hybridshard": "zero3@AXIS with the mesh axes inside a node",
 }
 """What other libraries call the stages, by ours."""
 
@@ -132,7 +132,9 @@ def read_stage(said: str | int | Stage) -> Stage:
         return Stage(stage_number(said))
     number, over = stage_number(name.strip()), tuple(a.strip() for a in axes.split("+"))
     if not number:
-        raise UserError(f"storage {said!r}: {STAGES[0]} splits nothing further; remove {AT}{axes}")
+        raise UserError(
+            f"storage {said!r}: {STAGES[0]} does not shard variables over further axes; remove {AT}{axes}"
+        )
     if not all(over) or len(set(over)) < len(over):
         raise UserError(f"storage {said!r}: name each mesh axis once, e.g. {STAGES[number]}{AT}data+pod")
     return Stage(number, over)
@@ -144,8 +146,8 @@ def stage_number(name: str | int) -> int:
         return name
     if name not in STAGES:
         meant = _MEANT.get(re.sub(r"[-_ ]", "", str(name)).lower())
-        todo = f"write {meant}; known: {', '.join(STAGES)}" if meant else known_names(str(name), STAGES)
-        raise UserError(f"storage {name!r}: {todo}")
+        todo = f"use {meant}; known: {', '.join(STAGES)}" if meant else known_names(str(name), STAGES)
+        raise UserError(f"unknown storage {name!r}; {todo}")
     return STAGES.index(str(name))
 
 

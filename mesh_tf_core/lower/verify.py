@@ -29,6 +29,9 @@ from mesh_tf_core.ops.basic import Total
 class ProgramError(AssertionError):
     """A program breaks a rule: a defect of lowering or of a pass, never of the user's input."""
 
+    def __str__(self) -> str:
+        return f"{super().__str__()}; please report this bug"
+
 
 def verify(program: Program) -> Program:
     """Returns the program, or raises ProgramError naming the instruction and the rule it breaks."""
@@ -49,19 +52,22 @@ class _Verifier:
             if i not in self.defined:
                 raise ProgramError(f"result {name!r}: %{i} is not computed")
             if self.program.values[i].partial:
-                raise ProgramError(f"result {name!r}: %{i} is still partial")
+                raise ProgramError(f"result {name!r}: %{i} still has pending sums")
 
     def value(self, v: Value) -> None:
         if len(v.splits) != len(v.shape):
-            raise ProgramError(f"%{v.id}: splits and dims differ in number: {v.splits} for [{v.shape}]")
+            raise ProgramError(
+                f"%{v.id}: the number of splits differs from the number of dimensions: {v.splits} for "
+                f"[{v.shape}]"
+            )
         used = [a for axes in v.splits for a in axes]
         if len(used) != len(set(used)):
             raise ProgramError(f"%{v.id}: an axis splits two dimensions: {v}")
         if set(used) & set(v.partial):
-            raise ProgramError(f"%{v.id}: split and partial over the same axis: {v}")
+            raise ProgramError(f"%{v.id}: the value is both split and a pending sum over the same axis: {v}")
         for d, axes in zip(v.shape, v.splits, strict=True):
             if d.size % self.mesh.group_size(axes) != 0:
-                raise ProgramError(f"%{v.id}: {d} is not divisible over {axes}")
+                raise ProgramError(f"%{v.id}: the size of {d} is not divisible by the devices of {axes}")
 
     def block(self, code: Sequence[Instr]) -> None:
         going: dict[int, Message] = {}
@@ -69,7 +75,7 @@ class _Verifier:
             self.in_order(instr, going)
             for i in instr.inputs:
                 if i not in self.defined:
-                    raise ProgramError(f"{instr.text()}: input %{i} is not computed before it")
+                    raise ProgramError(f"{instr.text()}: input %{i} is not computed before this instruction")
             if isinstance(instr, Loop):
                 self.loop(instr)
             else:
@@ -79,7 +85,7 @@ class _Verifier:
                     raise ProgramError(f"{instr.text()}: %{o} is computed twice")
                 self.defined.add(o)
         for i, message in going.items():
-            raise ProgramError(f"{message.text()}: its block never waits for %{i}")
+            raise ProgramError(f"{message.text()}: no instruction of the block waits for %{i}")
 
     def in_order(self, instr: Instr, going: dict[int, Message]) -> None:
         """What a message brings is waited for once, in the message's block, and read after that."""
@@ -87,9 +93,9 @@ class _Verifier:
             for i in instr.inputs:
                 message = going.pop(i, None)
                 if message is None or message.name != instr.message:
-                    raise ProgramError(f"{instr.text()}: no such message was started for %{i}")
+                    raise ProgramError(f"{instr.text()}: no matching start instruction for %{i}")
         elif going and (early := [i for i in instr.inputs if i in going]):
-            raise ProgramError(f"{instr.text()}: reads %{early[0]}, which has not arrived")
+            raise ProgramError(f"{instr.text()}: %{early[0]} is read before its communication has finished")
         elif isinstance(instr, Message) and instr.rule:
             going.update(dict.fromkeys(instr.outputs, instr))
 
@@ -99,48 +105,65 @@ class _Verifier:
         self.defined.update((loop.index, *loop.entering))
         if loop.runs is not None:
             if loop.runs not in self.defined or loop.runs == loop.index:
-                raise ProgramError(f"{loop.text()}: %{loop.runs} is not known before an iteration")
+                raise ProgramError(
+                    f"{loop.text()}: the condition %{loop.runs} is not computed before the iteration"
+                )
             decides = values[loop.runs]
             scalar = decides.dtype == "bool" and not len(decides.shape) and not decides.partial
             if not scalar:
-                raise ProgramError(f"{loop.text()}: %{loop.runs} is not a bool scalar that all devices have")
+                raise ProgramError(
+                    f"{loop.text()}: the condition %{loop.runs} must be a bool scalar without pending sums"
+                )
         if loop.first is not None and (values[loop.first].dtype, len(values[loop.first].shape)) != (
             "int32",
             0,
         ):
-            raise ProgramError(f"{loop.text()}: %{loop.first} is not an int32 scalar")
+            raise ProgramError(f"{loop.text()}: the first index %{loop.first} must be an int32 scalar")
         self.block(loop.body)
         for stack in (*(s.outer for s in loop.sliced), *(r.outer for r in loop.stacked)):
             if loop.first is None and values[stack].shape.sizes[0] != loop.dim.size:
                 raise ProgramError(
-                    f"{loop.text()}: %{stack} is longer than the loop, which has no first index"
+                    f"{loop.text()}: the length of %{stack} differs from the number of iterations"
                 )
         for outer, inner in loop.sliced:
             if values[outer].host != values[inner].host:
-                raise ProgramError(f"{loop.text()}: the part %{inner} of %{outer} is placed elsewhere")
+                raise ProgramError(
+                    f"{loop.text()}: the slice %{inner} and its stack %{outer} are not both on the device or "
+                    "both on the host"
+                )
         for c in loop.carried:
             kinds = {(values[i].shape, values[i].dtype, values[i].splits) for i in c}
             if len(kinds) != 1:
-                raise ProgramError(f"{loop.text()}: the carry %{c.init} changes its type or placement")
+                raise ProgramError(
+                    f"{loop.text()}: the carried value %{c.init} changes its type or placement between "
+                    "iterations"
+                )
             if len({values[i].partial for i in c}) != 1:
-                raise ProgramError(f"{loop.text()}: the carry %{c.leave} is passed on unreduced")
+                raise ProgramError(
+                    f"{loop.text()}: the carried value %{c.leave} has other pending sums after an iteration "
+                    "than before"
+                )
             if c.leave not in self.defined:
-                raise ProgramError(f"{loop.text()}: the carry %{c.leave} is not computed")
+                raise ProgramError(f"{loop.text()}: the carried value %{c.leave} is not computed")
         for inner, outer in loop.stacked:
             if inner not in self.defined:
-                raise ProgramError(f"{loop.text()}: stacked %{inner} is not computed")
+                raise ProgramError(f"{loop.text()}: the stacked value %{inner} is not computed")
             same = (
                 values[outer].splits == ((), *values[inner].splits)
                 and values[outer].host == values[inner].host
             )
             if not (same and values[outer].partial == values[inner].partial):
-                raise ProgramError(f"{loop.text()}: stack %{outer}")
+                raise ProgramError(
+                    f"{loop.text()}: the stack %{outer} and its slice %{inner} have different placements"
+                )
         for inner, outer in loop.summed:
             if inner not in self.defined:
-                raise ProgramError(f"{loop.text()}: summed %{inner} is not computed")
+                raise ProgramError(f"{loop.text()}: the summed value %{inner} is not computed")
             same = values[outer].splits == values[inner].splits
             if not (same and values[outer].partial == values[inner].partial):
-                raise ProgramError(f"{loop.text()}: sum %{outer}")
+                raise ProgramError(
+                    f"{loop.text()}: the sum %{outer} and its term %{inner} have different placements"
+                )
         self.defined = outside
 
     def instr(self, instr: Instr) -> None:
@@ -148,7 +171,9 @@ class _Verifier:
             there = [i for i in (*instr.inputs, *instr.outputs) if self.of(i).host]
             renames = isinstance(instr, Local) and instr.op.free and len(instr.inputs) == 1
             if there and not (renames and len(there) == 2):
-                raise ProgramError(f"{instr.text()}: %{there[0]} is on the host")
+                raise ProgramError(
+                    f"{instr.text()}: %{there[0]} is on the host, but this instruction runs on the device"
+                )
         if isinstance(instr, Local):
             self.local(instr)
         elif isinstance(instr, Collective):
@@ -159,28 +184,36 @@ class _Verifier:
             self.moves(instr, instr.inputs[0], instr.outputs[0], {})
             loads = isinstance(instr, HostLoad)
             if (self.of(instr.inputs[0]).host, self.of(instr.outputs[0]).host) != (loads, not loads):
-                raise ProgramError(f"{instr.text()}: %{instr.inputs[0]} is not on the side that it leaves")
+                raise ProgramError(
+                    f"{instr.text()}: %{instr.inputs[0]} or the result is on the wrong side of the transfer "
+                    "between host and device"
+                )
         elif isinstance(instr, ReadVariable):
             if self.of(instr.outputs[0]).host != self.program.variables[instr.variable].host:
-                raise ProgramError(f"{instr.text()}: %{instr.outputs[0]} is not placed as the variable")
+                raise ProgramError(
+                    f"{instr.text()}: %{instr.outputs[0]} and the variable are not both on the device or "
+                    "both on the host"
+                )
         elif isinstance(instr, WriteVariable):
             stored = self.program.variables[instr.variable]
             written = self.of(instr.inputs[0])
             if (written.splits, written.host) != (stored.splits, stored.host) or written.partial:
-                raise ProgramError(f"{instr.text()}: %{written.id} is not placed as the variable is stored")
+                raise ProgramError(
+                    f"{instr.text()}: %{written.id} does not have the placement in which the variable is "
+                    "stored"
+                )
 
     def collective(self, instr: Collective) -> None:
         """Values are split afterwards as the kind says, and what it adds up is pending over its axes."""
         try:
             change = instr.resplits()
         except NotImplementedError:
-            raise ProgramError(
-                f"{instr.text()}: no rule covers operands of these types; please report this"
-            ) from None
+            raise ProgramError(f"{instr.text()}: no rule covers operands of these types") from None
         for i, o in zip(instr.inputs, instr.outputs, strict=True):
             if instr.sums and set(instr.axes) != set(self.of(i).partial) - set(self.of(o).partial):
                 raise ProgramError(
-                    f"{instr.text()}: sums %{i} over other axes than it is partial over: {self.of(i)}"
+                    f"{instr.text()}: the axes of the sum differ from the axes of the pending sum in "
+                    f"%{i}: {self.of(i)}"
                 )
             self.moves(instr, i, o, change)
 
@@ -196,12 +229,18 @@ class _Verifier:
         terms = instr.inputs[:-1] if adds else instr.inputs
         partial = {self.of(i).partial for i in terms if not self.is_number(i, instr)}
         if adds and self.of(instr.inputs[-1]).partial != self.of(instr.outputs[0]).partial:
-            raise ProgramError(f"{instr.text()}: adds to a sum that is pending over other axes")
+            raise ProgramError(
+                f"{instr.text()}: the operand that is added has a pending sum over other axes than the result"
+            )
         if any(partial):
             if not (instr.op.linear or rounds(instr.op, self.of(instr.outputs[0]).dtype)):
-                raise ProgramError(f"{instr.text()}: takes a pending sum but is not linear")
+                raise ProgramError(
+                    f"{instr.text()}: an operand is a pending sum, but the operation is not linear"
+                )
             if len(partial) != 1:
-                raise ProgramError(f"{instr.text()}: operands are partial over different axes {partial}")
+                raise ProgramError(
+                    f"{instr.text()}: operands have pending sums over different axes: {partial}"
+                )
         sides = (instr.inputs, instr.outputs) if instr.op.regroups else ((*instr.inputs, *instr.outputs),)
         for side in sides:
             self.one_owner(instr, side)
@@ -222,7 +261,7 @@ class _Verifier:
             same = self.mesh.group_size(tuple(pending - own))
             if not own <= pending or share != same:
                 raise ProgramError(
-                    f"{instr.text()}: counts 1/{share} of %{i}, which {same} of the devices that add up have"
+                    f"{instr.text()}: adds 1/{share} of %{i}, but {same} of the summed devices hold a copy"
                 )
 
     def one_owner(self, instr: Local, ids: Sequence[int]) -> None:
@@ -245,26 +284,31 @@ class _Verifier:
         for i in (*instr.inputs, *instr.outputs):
             for name, axes in zip(self.of(i).shape.names, self.of(i).splits, strict=True):
                 if splits.setdefault(name, axes) != axes:
-                    raise ProgramError(f"{instr.text()}: {name!r} is split in two ways")
+                    raise ProgramError(f"{instr.text()}: operands split {name!r} over different axes")
         for name, axes in splits.items():
             if not (not axes or name not in roles.whole):
-                raise ProgramError(f"{instr.text()}: needs all of {name!r}")
+                raise ProgramError(
+                    f"{instr.text()}: {name!r} is split, but the operation needs all of it on every device"
+                )
         reduced = roles.reduced if roles.combine == "sum" else ()
         for o in instr.outputs:
             lacking = (splits.get(name, ()) for name in reduced if name not in self.of(o).shape.names)
             left = pending.union(*lacking)
             if set(self.of(o).partial) != left:
                 raise ProgramError(
-                    f"{instr.text()}: leaves a sum over {sorted(left)} but %{o} has {self.of(o).partial}"
+                    f"{instr.text()}: the result needs a pending sum over {sorted(left)}, but %{o} has "
+                    f"one over {self.of(o).partial}"
                 )
 
     def moves(self, instr: Instr, i: int, o: int, change: Mapping[str, tuple[int, Axes]]) -> None:
         """Input and output differ just in the splits of the dimensions named."""
         a, b = self.of(i), self.of(o)
         if not (a.shape == b.shape and a.dtype == b.dtype):
-            raise ProgramError(f"{instr.text()}: changes the type of %{i}")
+            raise ProgramError(f"{instr.text()}: %{i} and the result have different types")
         for name, before, after in zip(a.shape.names, a.splits, b.splits, strict=True):
             sign, axes = change.get(name, (0, ()))
             expected = (*before, *axes) if sign > 0 else before[: len(before) - len(axes)] if sign else before
             if after != tuple(expected):
-                raise ProgramError(f"{instr.text()}: {name!r} changes from {before} to {after}")
+                raise ProgramError(
+                    f"{instr.text()}: the split of {name!r} must not change from {before} to {after}"
+                )

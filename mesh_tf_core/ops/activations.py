@@ -30,7 +30,7 @@ class Clip(Elementwise):
 
     def __post_init__(self) -> None:
         if not self.low <= self.high:
-            raise UserError(f"clip: low must not be above high, found {self.low} and {self.high}")
+            raise UserError(f"clip: low must be at most high, found low={self.low}, high={self.high}")
 
     def infer(self, *inputs: TensorType) -> TensorType:
         for bound in filter(math.isfinite, (self.low, self.high)):

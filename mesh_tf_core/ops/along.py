@@ -51,8 +51,8 @@ class TakeAlong(LabelOperand, Move):
         common = [d for d in x.shape if d.name in ids.shape.names]
         if self.dim in ids.shape.names or any(d not in ids.shape.dims for d in common):
             raise UserError(
-                f"take_along of {listing(inputs)}: the ids may not have {self.dim!r}, and their "
-                "dimensions in x must have equal sizes"
+                f"take_along of {listing(inputs)}: the ids must not have dimension {self.dim!r}, and "
+                "dimensions that they share with x must have the same size"
             )
         return TensorType(Shape([*ids.shape, *_rows(x.shape.without(self.dim), ids.shape)]), x.dtype)
 
@@ -108,7 +108,7 @@ class PutAlong(DimensionNames):
         need_ints("put_along", ids)
         if not set(ids.shape.dims) <= set(x.shape.dims) or self.dim.name in x.shape.names:
             raise UserError(
-                f"put_along of {listing(inputs)}: x needs the dimensions of the ids, without "
+                f"put_along of {listing(inputs)}: x must have all dimensions of the ids, but not "
                 f"{self.dim.name!r}"
             )
         kept = (x.shape.dim(n) for n in self._kept(ids))

@@ -101,9 +101,9 @@ class AnyAttention(StepCopies, ContextParallel, abstract=True):
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate < 1:
-            raise UserError(f"attention, dropout: rate must be in [0, 1), found {self.rate}")
+            raise UserError(f"attention, dropout: rate must be at least 0 and less than 1, found {self.rate}")
         if self.window < 0:
-            raise UserError(f"attention: window must be >= 0 positions, found {self.window}")
+            raise UserError(f"attention: window must be at least 0 positions, found {self.window}")
 
     def describe(self) -> str:
         chosen = [f.name for f in fields(self)[4:-1] if getattr(self, f.name) != f.default]
@@ -127,9 +127,9 @@ class AnyAttention(StepCopies, ContextParallel, abstract=True):
     def whole(self, sides: Sides) -> dict[str, str]:
         """Dimensions that every device needs all of, and why."""
         return {
-            self.d_kv: "a logit is a sum over all of it",
-            sides.width.name: "a row of the result is made as a whole",
-            self.memory.name: "a softmax runs over all of it",
+            self.d_kv: "a logit is a sum over the whole dimension",
+            sides.width.name: "a row of the result is computed in one piece",
+            self.memory.name: "a softmax runs over the whole dimension",
         }
 
     def of_part(self, rows: PartRows) -> tuple[Op, int] | None:

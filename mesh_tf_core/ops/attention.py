@@ -66,23 +66,43 @@ class FusedAttention(Spread):
                 raise UserError(f"attention of {listing(inputs)}: {what}")
 
         dtypes = {t.dtype for t in inputs[:3]}
-        need(len(dtypes) == 1 and is_float(inputs[0].dtype), "needs query, key and value of one float dtype")
-        need(self.d_kv in query.names, f"the query needs the dimension {self.d_kv!r}")
-        need(query.dim(self.d_kv) in key.dims, f"query and key need one dimension {query.dim(self.d_kv)}")
-        need(self.length in query.dims, f"the query needs its positions {self.length}")
-        need(self.memory in key.dims and self.memory in value.dims, f"keys and values need {self.memory}")
+        need(
+            len(dtypes) == 1 and is_float(inputs[0].dtype),
+            "query, key and value must have the same float dtype",
+        )
+        need(self.d_kv in query.names, f"the query must have the dimension {self.d_kv!r}")
+        need(
+            query.dim(self.d_kv) in key.dims,
+            f"the key must have the query's dimension {query.dim(self.d_kv)}",
+        )
+        need(self.length in query.dims, f"the query must have the dimension of its positions, {self.length}")
+        need(
+            self.memory in key.dims and self.memory in value.dims,
+            f"key and value must have the dimension of their positions, {self.memory}",
+        )
         apart = self.memory.name not in query.names and self.length.name not in (*key.names, *value.names)
-        need(apart, "positions of queries and keys need different names; rename one with mtf.rename")
+        need(
+            apart,
+            "the positions of queries and keys must have different names; rename one dimension with "
+            "mtf.rename",
+        )
         common = key.without(self.d_kv).dims
         own = [d for d in value if d not in common]
         alike = len(own) == 1 and len(value) == len(key) and own[0].name not in query.without(self.d_kv).names
-        need(alike, f"a value needs the dimensions of its key, and one in place of {self.d_kv!r}")
+        need(
+            alike,
+            f"the value must have the key's dimensions, with another dimension in place of {self.d_kv!r}",
+        )
         lacking = [d for d in common if d != self.memory and d not in query.dims]
         need(not lacking, f"the query lacks the keys' dimensions {', '.join(map(str, lacking))}")
         logits = self.sides(*inputs[:3]).logits
         for name, t in zip(self.extras, inputs[3:], strict=True):
             strange = [d for d in t.shape if d not in logits.dims]
-            need(not strange, f"the {name} has {', '.join(map(str, strange))}; logits have [{logits}]")
+            need(
+                not strange,
+                f"the {name} has dimensions {', '.join(map(str, strange))}, which the logits [{logits}] "
+                "lack; remove them",
+            )
             if name not in ("bias", "mask"):
                 need_ints(f"attention, {name}", t)
 
@@ -120,7 +140,10 @@ class _Backward(AnyAttention, abstract=True):
         return (*made, None)[:4]
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError("the second derivative of attention is not defined; use stop_gradient on the first")
+        raise UserError(
+            "the second derivative of attention is not defined; apply mtf.stop_gradient to the first "
+            "derivative"
+        )
 
 
 @dataclass(frozen=True)
@@ -244,7 +267,7 @@ def attention(
     """
     if unknown := options.keys() - AttentionOptions.__annotations__.keys():
         known = ", ".join(AttentionOptions.__annotations__)
-        raise UserError(f"attention: there is no option {min(unknown)!r}; give one of {known}")
+        raise UserError(f"attention: unknown option {min(unknown)!r}; known: {known}")
     bias, segments, scale = options.get("bias"), options.get("segments"), options.get("scale")
     dropout, random_key = options.get("dropout", 0.0), options.get("random_key")
     size = query.dim(_name(d_kv)).size

@@ -26,7 +26,7 @@ class AddN(Elementwise):
     def infer(self, *inputs: TensorType) -> TensorType:
         dtype = same_dtype("add_n", inputs)
         if any(set(t.shape.dims) != set(inputs[0].shape.dims) for t in inputs):
-            raise UserError(f"add_n of {listing(inputs)}: all operands need the same dimensions")
+            raise UserError(f"add_n of {listing(inputs)}: all operands must have the same dimensions")
         return TensorType(inputs[0].shape, dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:

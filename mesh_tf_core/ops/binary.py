@@ -31,7 +31,7 @@ class Binary(SumRules, Elementwise):
 
     def __post_init__(self) -> None:
         if self.fn not in BINARY:
-            raise UserError(f"element-wise function {self.fn!r}: {known_names(self.fn, BINARY)}")
+            raise UserError(f"unknown element-wise function {self.fn!r}; {known_names(self.fn, BINARY)}")
 
     @property
     def name(self) -> str:
@@ -45,7 +45,7 @@ class Binary(SumRules, Elementwise):
     def infer(self, *inputs: TensorType) -> TensorType:
         dtype = same_dtype(self.fn, inputs)
         if self.fn in ("and", "or") and dtype != "bool":
-            raise UserError(f"{self.fn} of {listing(inputs)}: needs bool")
+            raise UserError(f"{self.fn} of {listing(inputs)}: both operands must be bool; cast them first")
         if self.divides:
             need_fractions("div", inputs[0], "mtf.floordiv")
         return TensorType(joined(self.fn, inputs), "bool" if BINARY[self.fn].gives_bool else dtype)
@@ -125,7 +125,9 @@ class Where(Elementwise):
     def infer(self, *inputs: TensorType) -> TensorType:
         condition, x, y = inputs
         if condition.dtype != "bool":
-            raise UserError(f"where of {listing(inputs)}: the condition needs bool")
+            raise UserError(
+                f"where of {listing(inputs)}: the condition must be bool; compare or cast it first"
+            )
         return TensorType(joined("where", (x, y, condition)), same_dtype("where", (x, y)))
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
@@ -149,7 +151,7 @@ def binary(fn: str, x: Tensor | float, y: Tensor | float) -> Tensor:
     x, y = _plain(x), _plain(y)
     if isinstance(x, int | float):
         if isinstance(y, int | float):
-            raise UserError(f"{fn} of two numbers ({x}, {y}): one operand must be a tensor")
+            raise UserError(f"{fn} of {x} and {y}: at least one operand must be a tensor, found two numbers")
         if fn in ("add", "mul"):
             return shift(y, x) if fn == "add" else scale(y, x)
         x = constant_like(y, x, fn)
@@ -176,7 +178,7 @@ def where(condition: Tensor, x: Tensor | float, y: Tensor | float) -> Tensor:
     """x if the condition holds, else y, element by element; at least one of x and y is a tensor."""
     if isinstance(x, int | float):
         if isinstance(y, int | float):
-            raise UserError("where: one of the two choices must be a tensor, found two numbers")
+            raise UserError("where: x or y must be a tensor, found two numbers")
         x = constant_like(y, x, "where")
     elif isinstance(y, int | float):
         y = constant_like(x, y, "where")

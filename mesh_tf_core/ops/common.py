@@ -69,12 +69,13 @@ def check_number(op: str, value: float, dtype: str) -> None:
     low, high = whole_numbers(dtype)
     if value != value or value in (math.inf, -math.inf) or value != int(value):
         raise UserError(
-            f"{op} of {dtype} and {value}: {dtype} has no such number; cast the tensor first, for example "
+            f"{op} of {dtype} and {value}: {dtype} cannot represent {value}; cast the tensor first, e.g. "
             "with .cast('float32')"
         )
     if not low <= value <= high:
         raise UserError(
-            f"{op} of {dtype} and {value:.0f}: {dtype} has numbers from {low} to {high}; cast the tensor"
+            f"{op} of {dtype} and {value:.0f}: {dtype} represents only {low} to {high}; cast the tensor "
+            "first, e.g. with .cast('float32')"
         )
 
 
@@ -83,8 +84,8 @@ def need_fractions(op: str, x: TensorType, instead: str = "") -> None:
     if not is_float(x.dtype):
         other = f", or use {instead}" if instead else ""
         raise UserError(
-            f"{op} of {x}: its results have fractions; cast the tensor first, for example with "
-            f".cast('float32'){other}"
+            f"{op} of {x}: the results have fractions, which {x.dtype} cannot represent; cast the tensor "
+            f"first, e.g. with .cast('float32'){other}"
         )
 
 

@@ -51,8 +51,8 @@ class Spread(AnyAttention, abstract=True):
         if not axes or axes != own:
             # Rules for elsewhere split further here what a reader of the layout sees split alike.
             found = ", ".join(f"{n}:{'+'.join(a) or 'none'}" for n, a in zip(names, (own, axes), strict=True))
-            why = f"needs {' and '.join(names)} split over the same axes, found {found}"
-            raise refused(self, form, why, f"split both, or remove {form}")
+            why = f"needs {' and '.join(names)} to be split over the same axes, found {found}"
+            raise refused(self, form, why, f"split both dimensions alike, or remove {form}")
         if low.oracle.ways(axes) == 1:
             return None
         # All else that it needs whole is gathered as ever.
@@ -80,7 +80,12 @@ def _exchanged(
     if dim is None:
         found = ", ".join(map(str, heads)) or "none"
         ways = low.oracle.ways(axes)
-        raise refused(op, ALL_TO_ALL, f"needs heads that {ways} devices divide, found {found}", "use ring")
+        raise refused(
+            op,
+            ALL_TO_ALL,
+            f"needs a dimension of heads whose size is divisible by {ways} devices, found {found}",
+            "use ring",
+        )
 
     taken = {op.length.name: (), op.memory.name: (), dim.name: (*lies.axes(dim.name), *axes)}
 

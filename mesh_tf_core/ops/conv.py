@@ -139,8 +139,8 @@ class ConvInputGrad(Op):
         for v, size in zip(self.windows, self.sizes, strict=True):
             if v.outputs(size) != dy.shape.dim(v.dim).size:
                 raise UserError(
-                    f"transposed conv of {listing(inputs)}: {size} elements of {v.dim!r} have "
-                    f"{v.outputs(size)} windows, found {dy.shape.dim(v.dim).size}"
+                    f"transposed conv of {listing(inputs)}: a size of {size} for {v.dim!r} needs "
+                    f"{v.outputs(size)} windows in the input, found {dy.shape.dim(v.dim).size}"
                 )
         others = [dy.shape.dim(n) for n in self.grid.images_of(dy.shape.without(*outs))]
         spatial = [Dim(v.dim, s) for v, s in zip(self.windows, self.sizes, strict=True)]
@@ -272,7 +272,10 @@ class ConvFilterGrad(Op):
         return [finish(low, replace(self, base=tuple(base)), [x, dy], types[0], x)]
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError("the second derivative of conv with respect to its weights is not defined")
+        raise UserError(
+            "the second derivative of conv with respect to its weights is not defined; apply "
+            "mtf.stop_gradient to the first derivative"
+        )
 
 
 def _edges(windows: Sequence[Window], base: Sequence[int] | None, outputs: Shape) -> list[Edge]:

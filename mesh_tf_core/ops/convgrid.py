@@ -59,18 +59,22 @@ class Grid:
         """UserError unless the two operands fit."""
         problem = ""
         if x.shape.dim(self.channel) != w.shape.dim(self.channel):
-            problem = f"the channel {self.channel!r} must be the same in both"
+            problem = f"the channel dimension {self.channel!r} must have the same size in both operands"
         for v, tap in zip(self.windows, self.taps, strict=True):
             if w.shape.dim(tap).size != v.size:
                 problem = (
-                    f"the windows along {v.dim!r} have {v.size} taps, the weights {w.shape.dim(tap).size}"
+                    f"the windows along {v.dim!r} have size {v.size}, but the weights have "
+                    f"{w.shape.dim(tap).size} taps; make the sizes equal"
                 )
         for name in self.groups:
             if not any(d.name == name and d in x.shape.dims for d in w.shape):
-                problem = f"both need the same groups {name!r}"
+                problem = f"both operands must have the group dimension {name!r} with the same size"
         shared = set(w.shape.names) & set(x.shape.names) - {self.channel, *self.groups}
         if shared:
-            problem = f"both have {', '.join(sorted(shared))}; rename it in one of them, or name it in groups"
+            problem = (
+                f"both operands have the dimensions {', '.join(sorted(shared))}; rename them in one operand, "
+                "or list them in `groups`"
+            )
         if problem:
             raise UserError(f"{op} of {listing((x, w))}: {problem}")
 

@@ -32,7 +32,9 @@ class CumSum(Op):
         (x,) = inputs
         x.shape.index(self.dim)
         if x.dtype == "bool":
-            raise UserError(f"cumsum of {x}: needs numbers; cast it first")
+            raise UserError(
+                f"cumsum of {x}: the tensor must contain numbers; cast it first, e.g. with .cast('int32')"
+            )
         return x
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
@@ -95,7 +97,9 @@ class CumSumAfter(MadeByLowering):
     kind: ClassVar[str] = "reduce"
 
     def roles(self, *inputs: TensorType) -> Roles:
-        return Roles(parallel=inputs[0].shape.names, whole={self.pieces: "all earlier totals are added"})
+        return Roles(
+            parallel=inputs[0].shape.names, whole={self.pieces: "the totals of all earlier pieces are added"}
+        )
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return inputs[0]

@@ -57,16 +57,22 @@ class CustomGradient(GradientOperands, Move):
         made: Any = inputs[0].graph.gradient_functions[self.function](dys, xs, ys)
         found = list(made) if isinstance(made, Sequence) else []
         if any(dx is not None and not isinstance(dx, Tensor) for dx in found):
-            raise UserError(f"custom_gradient: a gradient must be a tensor or None, found {made!r}")
+            raise UserError(
+                "custom_gradient: the gradient function must return a tensor or None for each input, found "
+                f"{made!r}"
+            )
         for x, dx in zip(xs, found, strict=False):
             if (dx is not None and dx.type.dtype != x.type.dtype) or (
                 dx is not None and set(dx.shape) != set(x.shape)
             ):
-                raise UserError(f"custom_gradient: the gradient of {x!r} must have its type, found {dx!r}")
+                raise UserError(
+                    f"custom_gradient: the gradient of {x!r} must have the same type as the input, found "
+                    f"{dx!r}"
+                )
         if len(found) != len(xs):
             raise UserError(
-                f"custom_gradient: {len(xs)} inputs need as many gradients, found {len(found)}, of {made!r}; "
-                "give a list or a tuple"
+                f"custom_gradient: the gradient function must return {len(xs)} gradients, one for each "
+                f"input, found {len(found)}: {made!r}; return a list or a tuple"
             )
         return [*[None] * self.count, *found]
 
@@ -86,7 +92,7 @@ def custom_gradient(
         its inputs get no gradient.
     """
     if not inputs:
-        raise UserError("custom_gradient: needs at least one input")
+        raise UserError("custom_gradient: found no inputs; pass at least one tensor")
     made = forward(*(stop_gradient(x) for x in inputs))
     ys = list(made) if isinstance(made, tuple) else [made]
     functions = inputs[0].graph.gradient_functions

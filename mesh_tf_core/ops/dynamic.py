@@ -28,7 +28,9 @@ def _need_position(op: str, inputs: Sequence[TensorType]) -> None:
     position = inputs[-1]
     need_ints(op, position)
     if len(position.shape):
-        raise UserError(f"{op} of {listing(inputs)}: the position must be a scalar, alike for all")
+        raise UserError(
+            f"{op} of {listing(inputs)}: the position must be a scalar, the same for all elements"
+        )
 
 
 def _element(k: Kernel, x: Any, sizes: Sequence[int], axis: int, place: Any) -> Any:
@@ -81,8 +83,8 @@ class DynamicUpdate(PartialAccess, Move):
         _need_position("dynamic_update", inputs)
         if piece != TensorType(x.shape.without(self.dim), x.dtype):
             raise UserError(
-                f"dynamic_update of {listing(inputs)}: the piece must be x without {self.dim!r}, "
-                f"{TensorType(x.shape.without(self.dim), x.dtype)}"
+                f"dynamic_update of {listing(inputs)}: the piece must have the type of x without "
+                f"dimension {self.dim!r}, {TensorType(x.shape.without(self.dim), x.dtype)}"
             )
         return x
 

@@ -104,7 +104,10 @@ class Broadcast(Move):
         (x,) = inputs
         for d in x.shape:
             if d not in self.output.dims:
-                raise UserError(f"broadcast of {x} to [{self.output}]: the target lacks dimension {d}")
+                raise UserError(
+                    f"broadcast of {x} to [{self.output}]: the target has no dimension {d}; add it to the "
+                    "target, or reduce x over it"
+                )
         return TensorType(self.output, x.dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
@@ -133,7 +136,7 @@ def einsum(xs: Sequence[Tensor], output: Shape | Sequence[Dim], chooses: bool = 
       batch:8 d_ff:16
     """
     if not xs:
-        raise UserError("einsum: needs at least one operand")
+        raise UserError("einsum: found no operands; pass at least one tensor")
     shape = Shape(output)
     if len(xs) == 1 and xs[0].shape == shape:
         return xs[0]

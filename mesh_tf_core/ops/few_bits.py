@@ -84,7 +84,7 @@ class Pack(Elementwise):
     def infer(self, *inputs: TensorType) -> TensorType:
         size = inputs[0].shape.dim(self.row).size
         if size % 2:
-            raise UserError(f"pack of {inputs[0]}: {self.row!r} has an odd number of elements; pad it")
+            raise UserError(f"pack of {inputs[0]}: the size of {self.row!r} must be even; pad it")
         return TensorType(_resized(inputs[0].shape, self.row, size // 2), DTYPE)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
@@ -113,7 +113,7 @@ class Unpack(Elementwise):
 
     def infer(self, *inputs: TensorType) -> TensorType:
         if inputs[0].dtype != DTYPE:
-            raise UserError(f"unpack of {inputs[0]}: codes are {DTYPE}")
+            raise UserError(f"unpack of {inputs[0]}: the codes must have dtype {DTYPE}")
         return TensorType(
             _resized(inputs[0].shape, self.row, 2 * inputs[0].shape.dim(self.row).size), "float32"
         )

@@ -36,7 +36,10 @@ class ConstantArray(Source):
 
     def infer(self, *inputs: TensorType) -> TensorType:
         if self.array.array.shape != self.shape.sizes:
-            raise UserError(f"constant: [{self.shape}] needs an array of other size")
+            raise UserError(
+                f"constant: [{self.shape}] needs an array of shape {list(self.shape.sizes)}, found shape "
+                f"{list(self.array.array.shape)}"
+            )
         return TensorType(self.shape, self.dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
@@ -67,15 +70,16 @@ def constant(
     shape = dims if isinstance(dims, Shape) else Shape(dims)
     if array.shape != shape.sizes:
         raise UserError(
-            f"constant: an array of shape {list(array.shape)}; its dimensions [{shape}] have "
-            f"{list(shape.sizes)}"
+            f"constant: dimensions [{shape}] need an array of shape {list(shape.sizes)}, found shape "
+            f"{list(array.shape)}"
         )
     chosen = check_dtype(dtype or usual_dtype(array))
     check_numbers("constant", array, chosen)
     if shape.size * itemsize(chosen) > MOST_BYTES:
         raise UserError(
-            f"constant: [{shape}] takes {shape.size * itemsize(chosen) >> 20} MiB in every program (at most "
-            f"{MOST_BYTES >> 20}); make it a variable: graph.variable(name, dims, array, trainable=False)"
+            f"constant: [{shape}] would add {shape.size * itemsize(chosen) >> 20} MiB to every program, "
+            f"and the limit is {MOST_BYTES >> 20} MiB; make it a variable instead: graph.variable(name, "
+            "dims, array, trainable=False)"
         )
     found: Tensor = graph.apply(ConstantArray(FixedArray(array), shape, chosen))
     return found

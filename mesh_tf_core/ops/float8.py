@@ -140,7 +140,7 @@ class ScaledEinsum(Einsum):
         return super().work(*local[:2])
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError("scaled_einsum: factors of eight bits have no gradient; use mtf.float8_einsum")
+        raise UserError("scaled_einsum: 8-bit operands have no gradient; use mtf.float8_einsum")
 
     def unreduced(self, dim: Dim, inputs: Sequence[Tensor]) -> Tensor | None:
         op = ScaledEinsum(Shape([dim, *self.output]), dtype=self.dtype)
@@ -168,7 +168,7 @@ def float8_einsum(xs: Sequence[Tensor], output: Shape | Sequence[Dim]) -> Tensor
     shape = Shape(output)
     types = [x.type for x in xs]
     if len(xs) != 2 or types[0].dtype != types[1].dtype or not is_float(types[0].dtype):
-        raise UserError(f"float8_einsum of {listing(types)}: needs two operands of one float dtype")
+        raise UserError(f"float8_einsum of {listing(types)}: expected two operands of the same float dtype")
     kept = [_factor(x) for x in xs]
 
     def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: Shape) -> Tensor:

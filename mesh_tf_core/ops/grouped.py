@@ -42,7 +42,7 @@ def _rows(op: str, inputs: Sequence[TensorType]) -> tuple[str, ...]:
     need_ints(op, inputs[2])
     for d in inputs[2].shape:
         if d not in inputs[0].shape.dims:
-            raise UserError(f"{op} of {listing(inputs)}: the first operand needs the ids' dimension {d}")
+            raise UserError(f"{op} of {listing(inputs)}: the first operand must have the ids' dimension {d}")
     return inputs[2].shape.names
 
 
@@ -73,7 +73,9 @@ class GroupedProduct(Op):
         x, w = (t.shape for t in inputs[:2])
         for name in (*summed, self.group.name):
             if name not in w.names or (name in x.names and w.dim(name) != x.dim(name)):
-                raise UserError(f"grouped_product of {listing(inputs)}: the matrices need dimension {name!r}")
+                raise UserError(
+                    f"grouped_product of {listing(inputs)}: the matrices must have the dimension {name!r}"
+                )
         if clash := {*rows} & {*made} or {self.group.name} & {*x.names}:
             raise UserError(
                 f"grouped_product of {listing(inputs)}: rows and matrices both have dimension "
@@ -135,9 +137,14 @@ class GroupedOuter(Op):
         rows, left, right = self._parts(inputs)
         x, y = (t.shape for t in inputs[:2])
         if any(n not in y.names or x.dim(n) != y.dim(n) for n in rows):
-            raise UserError(f"grouped_outer of {listing(inputs)}: both operands need the ids' dimensions")
+            raise UserError(
+                f"grouped_outer of {listing(inputs)}: both operands must have the ids' dimensions"
+            )
         if inputs[3].shape != Shape([self.group]):
-            raise UserError(f"grouped_outer of {listing(inputs)}: the last operand needs [{self.group}]")
+            raise UserError(
+                f"grouped_outer of {listing(inputs)}: the last operand must have the dimensions "
+                f"[{self.group}]"
+            )
         if clash := {*left} & {*right} or {self.group.name} & {*x.names, *y.names}:
             raise UserError(
                 f"grouped_outer of {listing(inputs)}: both operands have dimension {min(clash)!r}; rename it "

@@ -23,7 +23,7 @@ from mesh_tf_core.ops.shape import transpose
 def need_ints(op: str, ids: TensorType) -> None:
     """UserError unless `ids` can be indices."""
     if ids.dtype not in ("int32", "int64"):
-        raise UserError(f"{op}: indices need int32 or int64, found {ids}")
+        raise UserError(f"{op}: the indices must be int32 or int64, found {ids}; cast them first")
 
 
 def _no_shared(op: str, ids: Shape, table: Shape, inputs: Sequence[TensorType]) -> None:
@@ -116,7 +116,8 @@ class Gather(LabelOperand, Move):
         need_ints("gather", ids)
         if table.shape.index(self.dim):
             raise UserError(
-                f"gather of {listing(inputs)}: dimension {self.dim!r} must come first in the table"
+                f"gather of {listing(inputs)}: {self.dim!r} must be the first dimension of the table; "
+                "transpose the table first"
             )
         _no_shared("gather", ids.shape, table.shape, inputs)
         return TensorType(Shape([*ids.shape, *table.shape.without(self.dim)]), table.dtype)
@@ -153,7 +154,10 @@ class ScatterAdd(Op):
         x, ids = inputs
         need_ints("scatter_add", ids)
         if x.shape.dims[: len(ids.shape)] != ids.shape.dims:
-            raise UserError(f"scatter_add of {listing(inputs)}: the rows must begin with the ids' dimensions")
+            raise UserError(
+                f"scatter_add of {listing(inputs)}: the first dimensions of the rows must be the ids' "
+                "dimensions; transpose the rows first"
+            )
         _no_shared("scatter_add", ids.shape, Shape([self.dim]), inputs)
         return TensorType(Shape([self.dim, *x.shape.dims[len(ids.shape) :]]), x.dtype)
 
@@ -188,7 +192,9 @@ class Pick(LabelOperand, Move):
         x, ids = inputs
         need_ints("pick", ids)
         if set(ids.shape.dims) != set(x.shape.without(self.dim).dims):
-            raise UserError(f"pick of {listing(inputs)}: ids need the dimensions of x except {self.dim!r}")
+            raise UserError(
+                f"pick of {listing(inputs)}: the ids must have the dimensions of x except {self.dim!r}"
+            )
         return TensorType(ids.shape, x.dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:

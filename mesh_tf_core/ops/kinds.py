@@ -73,4 +73,7 @@ class MadeByLowering(Op, abstract=True):
     """Occurs only in programs: gradients are built before a graph is lowered."""
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError(f"operation {self.name} is made by lowering and has no gradient")
+        raise UserError(
+            f"operation {self.name} exists only in lowered programs and has no gradient; take gradients "
+            "before lowering"
+        )

@@ -104,7 +104,8 @@ def halo_exchange(
     size = x.shape.dim(inner).size
     if not 0 <= before <= size or not 0 <= after <= size:
         raise UserError(
-            f"halo_exchange of [{x.shape}]: {before} and {after} elements; {inner!r} has {size} to give"
+            f"halo_exchange of [{x.shape}]: before={before} and after={after} must each be from 0 to the "
+            f"size of {inner!r}, {size}"
         )
     left = [shift(slice_dim(x, inner, size - before, before), 1, outer, wrap)] if before else []
     right = [shift(slice_dim(x, inner, 0, after), -1, outer, wrap)] if after else []

@@ -15,7 +15,7 @@ from mesh_tf_core.ops.common import aligned
 from mesh_tf_core.ops.math import rsqrt, square
 from mesh_tf_core.ops.reduce import reduce_mean
 
-_WHY = "mean and variance run over all of it"
+_WHY = "mean and variance are taken over the whole dimension"
 
 
 def _mean(k: Kernel, x: Any, axis: int, sizes: Sequence[int], dtype: str) -> Any:
@@ -105,7 +105,10 @@ class NormalizeGrad(Op):
         return rstd * (dx - reduce_mean(dy, self.dim) if self.center else dx)
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError("the second derivative of normalize is not defined; use stop_gradient on the first")
+        raise UserError(
+            "the second derivative of normalize is not defined; apply mtf.stop_gradient to the first "
+            "derivative"
+        )
 
 
 def normalize(x: Tensor, dim: Dim | str, epsilon: float = 1e-6, center: bool = True) -> Tensor:

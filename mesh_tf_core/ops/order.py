@@ -47,7 +47,7 @@ class ArgMax(Op):
 
     def roles(self, *inputs: TensorType) -> Roles:
         kept = inputs[0].shape.without(self.dim).names
-        return Roles(parallel=kept, whole={self.dim: "the largest element may be anywhere in it"})
+        return Roles(parallel=kept, whole={self.dim: "the largest element may be anywhere in the dimension"})
 
     def infer(self, *inputs: TensorType) -> TensorType:
         inputs[0].shape.index(self.dim)
@@ -91,16 +91,23 @@ class TopK(Op):
         kept = inputs[0].shape.without(self.dim).names
         return Roles(
             parallel=kept,
-            whole={self.dim: "the largest may be anywhere", self.best.name: "they come in order"},
+            whole={
+                self.dim: "the largest elements may be anywhere in the dimension",
+                self.best.name: "the results are sorted",
+            },
         )
 
     def infer(self, *inputs: TensorType) -> tuple[TensorType, TensorType]:
         (x,) = inputs
         size = x.shape.dim(self.dim).size
         if self.best.size > size:
-            raise UserError(f"top_k of {x}: {self.best} is more than the {size} elements of {self.dim!r}")
+            raise UserError(
+                f"top_k of {x}: {self.best} elements are requested, but {self.dim!r} has only {size}"
+            )
         if x.dtype == "bool":
-            raise UserError(f"top_k of {x}: needs numbers")
+            raise UserError(
+                f"top_k of {x}: the tensor must contain numbers; cast it first, e.g. with .cast('int32')"
+            )
         out = Shape([*x.shape.without(self.dim), self.best])
         return TensorType(out, x.dtype), TensorType(out, "int32")
 
@@ -176,7 +183,7 @@ class BestOf(MadeByLowering):
     def roles(self, *inputs: TensorType) -> Roles:
         return Roles(
             parallel=inputs[0].shape.without(self.dim).names,
-            whole={self.dim: "all candidates are compared", self.best.name: "they come in order"},
+            whole={self.dim: "all candidates are compared", self.best.name: "the results are sorted"},
         )
 
     def infer(self, *inputs: TensorType) -> tuple[TensorType, TensorType]:
@@ -218,7 +225,9 @@ class Sort(Op):
         (x,) = inputs
         x.shape.index(self.dim)
         if x.dtype == "bool":
-            raise UserError(f"sort of {x}: needs numbers")
+            raise UserError(
+                f"sort of {x}: the tensor must contain numbers; cast it first, e.g. with .cast('int32')"
+            )
         return x, TensorType(x.shape, "int32")
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:

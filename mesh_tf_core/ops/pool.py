@@ -90,7 +90,7 @@ class Pool(Op):
 
     def __post_init__(self) -> None:
         if self.fn not in ("max", "sum"):
-            raise UserError(f"pool: fn must be max or sum, found {self.fn!r}")
+            raise UserError(f"pool: fn must be 'max' or 'sum', found {self.fn!r}")
 
     @property
     def name(self) -> str:
@@ -102,7 +102,10 @@ class Pool(Op):
     def infer(self, *inputs: TensorType) -> TensorType:
         (x,) = inputs
         if not is_float(x.dtype):
-            raise UserError(f"{self.name} of {x}: needs a floating-point tensor")
+            raise UserError(
+                f"{self.name} of {x}: the tensor must have a float dtype; cast it first, e.g. with "
+                ".cast('float32')"
+            )
         sizes = {v.dim: v.outputs(x.shape.dim(v.dim).size) for v in self.windows}
         return TensorType(Shape(Dim(d.name, sizes.get(d.name, d.size)) for d in x.shape), x.dtype)
 
@@ -210,7 +213,8 @@ class PoolGrad(Op):
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
         raise UserError(
-            f"the second derivative of {self.fn}_pool is not defined; use stop_gradient on the first"
+            f"the second derivative of {self.fn}_pool is not defined; apply mtf.stop_gradient to the "
+            "first derivative"
         )
 
 

@@ -33,7 +33,9 @@ class ReduceProd(Op):
         for name in self.dims:
             x.shape.index(name)
         if x.dtype == "bool":
-            raise UserError(f"reduce_prod of {x}: needs numbers; reduce_all joins bool")
+            raise UserError(
+                f"reduce_prod of {x}: the tensor must contain numbers; for bool, use mtf.reduce_all"
+            )
         return TensorType(x.shape.without(*self.dims), x.dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:

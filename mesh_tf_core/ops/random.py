@@ -215,7 +215,7 @@ class FoldIn(StepCopies):
     def infer(self, *inputs: TensorType) -> TensorType:
         for t in inputs:
             if t.dtype != "int32" or len(t.shape):
-                raise UserError(f"fold_in: keys are int32 scalars, found {t}")
+                raise UserError(f"fold_in: each key must be an int32 scalar, found {t}")
         return inputs[0]
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
@@ -273,7 +273,7 @@ class Dropout(Drawn):
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate < 1:
-            raise UserError(f"dropout: rate must be in [0, 1), found {self.rate}")
+            raise UserError(f"dropout: rate must be at least 0 and less than 1, found {self.rate}")
 
     def roles(self, *inputs: TensorType) -> Roles:
         return Roles(parallel=inputs[0].shape.names)
@@ -369,7 +369,10 @@ def dropout(
     noise = Shape(noise_shape)
     for d in noise:
         if x.shape.dim(d.name) != d:
-            raise UserError(f"dropout of [{x.shape}]: noise_shape has {d}, x has {x.shape.dim(d.name)}")
+            raise UserError(
+                f"dropout of [{x.shape}]: noise_shape has dimension {d}, but x has {x.shape.dim(d.name)}; "
+                "make the sizes equal"
+            )
     ones = broadcast(constant_like(x, 1.0), noise)
     return x * x.graph.apply(Dropout(rate), ones, key)
 

@@ -36,7 +36,7 @@ class Reduce(SumRules):
 
     def __post_init__(self) -> None:
         if self.fn not in _COMBINE:
-            raise UserError(f"reduction {self.fn!r}: {known_names(self.fn, _COMBINE)}")
+            raise UserError(f"unknown reduction {self.fn!r}; {known_names(self.fn, _COMBINE)}")
 
     def roles(self, *inputs: TensorType) -> Roles:
         kept = tuple(n for n in inputs[0].shape.names if n not in self.dims)
@@ -47,7 +47,10 @@ class Reduce(SumRules):
         for name in self.dims:
             x.shape.index(name)
         if (x.dtype == "bool") != (self.fn in ("any", "all")):
-            raise UserError(f"{self.name} of {x}: any and all need bool, the others need numbers")
+            raise UserError(
+                f"{self.name} of {x}: reduce_any and reduce_all need a bool tensor, all other reductions "
+                "need numbers; cast the tensor first"
+            )
         return TensorType(x.shape.without(*self.dims), x.dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:

@@ -44,17 +44,25 @@ class Ring(Pieces):
     def _check(self) -> None:
         op, form = self.op, self.form
         if op.window and form == ZIGZAG:
-            raise refused(op, form, f"cannot have a window of {op.window}", f"use {RING}")
+            raise refused(op, form, f"does not support a window (found window={op.window})", f"use {RING}")
         n, m = op.length, op.memory
         if (op.causal or op.window) and n.size != m.size:
-            which = "causal" if op.causal else "a window"
+            which = "causal attention" if op.causal else "a window"
             raise refused(
-                op, form, f"and {which} needs as many queries as keys, found {n} and {m}", "remove one"
+                op,
+                form,
+                f"with {which} needs as many queries as keys, found {n} and {m}",
+                "make the lengths equal, or remove the context form",
             )
         if form == ZIGZAG and not op.causal:
-            raise refused(op, form, "is for causal attention", f"use {RING}")
+            raise refused(op, form, "supports only causal attention", f"use {RING}")
         if form == ZIGZAG and n.size % (2 * self.count):
-            raise refused(op, form, f"needs {n} in {2 * self.count} equal pieces", f"use {RING}")
+            raise refused(
+                op,
+                form,
+                f"needs a size of {n.name!r} that is divisible by {2 * self.count}, found {n.size}",
+                f"use {RING}",
+            )
 
     def run(
         self, inputs: Sequence[int], types: Sequence[TensorType], wanted: Sequence[bool]
@@ -63,7 +71,10 @@ class Ring(Pieces):
         length, memory, self.query = self.op.length.name, self.op.memory.name, inputs[0]
         names = [self.low.values[i].shape.names for i in inputs]
         both = next((n for n in names if length in n and memory in n), None)
-        assert both is None, "the layout would split two dimensions of one operand over an axis"
+        assert both is None, (
+            "one operand has both the dimensions of queries and of keys, so the layout would split two of "
+            "its dimensions over one axis"
+        )
         self.keys = {n for n, found in enumerate(names) if memory in found}
         parted = [self.parted(i) for i in inputs]
         parts = [self.zigzag(x) if self.form == ZIGZAG else [x] for x in parted]

@@ -22,7 +22,7 @@ def sample_with_temperature(
       key: by default a new key of the graph, per step and loop iteration.
     """
     if temperature < 0:
-        raise UserError(f"sample_with_temperature: temperature must be >= 0, found {temperature}")
+        raise UserError(f"sample_with_temperature: temperature must be at least 0, found {temperature}")
     if temperature == 0:
         return argmax(logits, dim)
     key = logits.graph.random_key() if key is None else key

@@ -68,14 +68,17 @@ class Reshape(Move):
     def roles(self, *inputs: TensorType) -> Roles:
         kept = tuple(d.name for d in inputs[0].shape if d in self.output.dims)
         names = dict.fromkeys((*inputs[0].shape.names, *self.output.names))
-        return Roles(parallel=kept, whole={n: "its elements are regrouped" for n in names if n not in kept})
+        return Roles(
+            parallel=kept,
+            whole={n: "the elements of this dimension are regrouped" for n in names if n not in kept},
+        )
 
     def infer(self, *inputs: TensorType) -> TensorType:
         (x,) = inputs
         if x.shape.size != self.output.size:
             raise UserError(
-                f"reshape of {x} ({x.shape.size} elements) to [{self.output}] ({self.output.size} elements): "
-                "the numbers of elements must agree"
+                f"reshape of {x} ({x.shape.size} elements) to [{self.output}] ({self.output.size} "
+                "elements): both shapes must have the same number of elements"
             )
         return TensorType(self.output, x.dtype)
 
@@ -147,7 +150,7 @@ class Transpose(Move):
     def infer(self, *inputs: TensorType) -> TensorType:
         (x,) = inputs
         if set(x.shape.dims) != set(self.output.dims):
-            raise UserError(f"transpose of {x} to [{self.output}]: both need the same dimensions")
+            raise UserError(f"transpose of {x} to [{self.output}]: both must have the same dimensions")
         return TensorType(self.output, x.dtype)
 
     def kernel(self, k: Kernel, at: At, *slices: Any) -> Any:
@@ -166,7 +169,9 @@ class Concat(Move):
 
     def roles(self, *inputs: TensorType) -> Roles:
         kept = inputs[0].shape.without(self.dim).names
-        return Roles(parallel=kept, whole={self.dim: "pieces of different operands end on different devices"})
+        return Roles(
+            parallel=kept, whole={self.dim: "pieces of different operands would be on different devices"}
+        )
 
     def infer(self, *inputs: TensorType) -> TensorType:
         first = inputs[0]
@@ -174,8 +179,8 @@ class Concat(Move):
         for x in inputs[1:]:
             if self.dim not in x.shape.names or x.shape.without(self.dim) != first.shape.without(self.dim):
                 raise UserError(
-                    f"concat over {self.dim!r} of {listing(inputs)}: the other dimensions must "
-                    "agree, in order"
+                    f"concat over {self.dim!r} of {listing(inputs)}: all other dimensions must be the "
+                    "same in the same order; transpose or rename them first"
                 )
         total = sum(x.shape.dim(self.dim).size for x in inputs)
         dims = [Dim(d.name, total) if i == axis else d for i, d in enumerate(first.shape)]
@@ -218,8 +223,8 @@ class SliceDim(Move):
         d = x.shape.dim(self.dim)
         if self.begin < 0 or self.size < 1 or self.begin + self.size > d.size:
             raise UserError(
-                f"slice of {x}: elements {self.begin} to {self.begin + self.size} of {self.dim!r} are "
-                f"requested, it has {d.size}"
+                f"slice of {x}: begin={self.begin}, size={self.size} must select at least one element "
+                f"and stay within the {d.size} elements of {self.dim!r}"
             )
         return TensorType(
             Shape(Dim(self.dim, self.size) if e.name == self.dim else e for e in x.shape), x.dtype
@@ -255,7 +260,9 @@ class Pad(Move):
     def infer(self, *inputs: TensorType) -> TensorType:
         (x,) = inputs
         if self.before < 0 or self.after < 0:
-            raise UserError(f"pad of {x}: {self.before} and {self.after} elements; both must be >= 0")
+            raise UserError(
+                f"pad of {x}: before={self.before} and after={self.after} must both be at least 0"
+            )
         check_number("pad", self.value, x.dtype)
         size = x.shape.dim(self.dim).size + self.before + self.after
         return TensorType(Shape(Dim(self.dim, size) if e.name == self.dim else e for e in x.shape), x.dtype)
@@ -319,7 +326,7 @@ def transpose(x: Tensor, output: Shape | Sequence[Dim]) -> Tensor:
 def concat(xs: Sequence[Tensor], dim: Dim | str) -> Tensor:
     """Joins tensors along `dim`; the other dimensions must agree. The result has the first one's order."""
     if not xs:
-        raise UserError("concat: needs at least one tensor")
+        raise UserError("concat: found no tensors; pass at least one")
     if len(xs) == 1:
         return xs[0]
     names = xs[0].shape.names

@@ -31,7 +31,9 @@ def _along(dim: str, inputs: Sequence[TensorType], reason: str) -> Roles:
 def _check(op: str, dim: str, x: TensorType) -> None:
     x.shape.index(dim)
     if not is_float(x.dtype):
-        raise UserError(f"{op} of {x}: needs a floating-point tensor")
+        raise UserError(
+            f"{op} of {x}: the tensor must have a float dtype; cast it first, e.g. with .cast('float32')"
+        )
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Softmax(Op):
     kind: ClassVar[str] = "reduce"
 
     def roles(self, *inputs: TensorType) -> Roles:
-        return _along(self.dim, inputs, "every element is divided by the sum over all of it")
+        return _along(self.dim, inputs, "every element is divided by the sum over the whole dimension")
 
     def infer(self, *inputs: TensorType) -> TensorType:
         _check("softmax", self.dim, inputs[0])
@@ -72,7 +74,7 @@ class SoftmaxGrad(Op):
     kind: ClassVar[str] = "reduce"
 
     def roles(self, *inputs: TensorType) -> Roles:
-        return _along(self.dim, inputs, "the gradient subtracts a sum over all of it")
+        return _along(self.dim, inputs, "the gradient subtracts a sum over the whole dimension")
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return inputs[1]
@@ -92,7 +94,9 @@ class SoftmaxGrad(Op):
         return y * (dy - einsum([dy, y], y.shape.without(self.dim)))
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError("the second derivative of softmax is not defined; use stop_gradient on the first")
+        raise UserError(
+            "the second derivative of softmax is not defined; apply mtf.stop_gradient to the first derivative"
+        )
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class LogSumExp(Op):
     kind: ClassVar[str] = "reduce"
 
     def roles(self, *inputs: TensorType) -> Roles:
-        return _along(self.dim, inputs, "the sum runs over all of it")
+        return _along(self.dim, inputs, "the sum runs over the whole dimension")
 
     def infer(self, *inputs: TensorType) -> TensorType:
         _check("logsumexp", self.dim, inputs[0])
@@ -139,14 +143,14 @@ class CrossEntropy(LabelOperand):
     kind: ClassVar[str] = "gather"
 
     def roles(self, *inputs: TensorType) -> Roles:
-        return _along(self.dim, inputs, "the target's logit may be anywhere in it")
+        return _along(self.dim, inputs, "the target's logit may be anywhere in the dimension")
 
     def infer(self, *inputs: TensorType) -> TensorType:
         logits, targets, lse = inputs
         _check("cross_entropy", self.dim, logits)
         if set(targets.shape.dims) != set(logits.shape.without(self.dim).dims):
             raise UserError(
-                f"cross_entropy of {listing(inputs)}: targets need the dimensions of the logits "
+                f"cross_entropy of {listing(inputs)}: the targets must have the dimensions of the logits "
                 f"except {self.dim!r}"
             )
         return lse
@@ -188,7 +192,10 @@ class CrossEntropyGrad(Elementwise):
         return 12.0 * local[0].shape.size
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError("the second derivative of cross_entropy is not defined")
+        raise UserError(
+            "the second derivative of cross_entropy is not defined; apply mtf.stop_gradient to the first "
+            "derivative"
+        )
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from mesh_tf_core.ops.shape import concat, rename, reshape, slice_dim, transpose
 def stack(xs: Sequence[Tensor], dim: str, axis: int = 0) -> Tensor:
     """Stacks tensors of one shape along a new dimension called `dim`, at position `axis`."""
     if not xs:
-        raise UserError("stack: needs at least one tensor")
+        raise UserError("stack: found no tensors; pass at least one")
     shape = xs[0].shape
     # Under a name of its own while it has one element: a layout that splits `dim` could not cut it.
     row = Dim(f"{dim}_stacked", 1)
@@ -41,10 +41,16 @@ def split(x: Tensor, dim: Dim | str, parts: int | Sequence[int]) -> list[Tensor]
     total = x.shape.dim(name).size
     if isinstance(parts, int):
         if parts < 1 or total % parts:
-            raise UserError(f"split of [{x.shape}]: {name!r} cannot be cut into {parts} equal parts")
+            raise UserError(
+                f"split of [{x.shape}]: the size of {name!r} is not divisible into {parts} equal parts; pad "
+                "the tensor, or list the sizes of the parts"
+            )
         parts = [total // parts] * parts
     if sum(parts) != total:
-        raise UserError(f"split of [{x.shape}]: parts of {name!r} {list(parts)} add up to {sum(parts)}")
+        raise UserError(
+            f"split of [{x.shape}]: the parts {list(parts)} add up to {sum(parts)}, not to the size of "
+            f"{name!r}, {total}"
+        )
     out, begin = [], 0
     for size in parts:
         out.append(slice_dim(x, name, begin, size))
@@ -56,7 +62,10 @@ def squeeze(x: Tensor, dim: Dim | str) -> Tensor:
     """Removes a dimension of size 1."""
     name = dim.name if isinstance(dim, Dim) else dim
     if x.shape.dim(name).size != 1:
-        raise UserError(f"squeeze of [{x.shape}]: {name!r} has more than one element")
+        raise UserError(
+            f"squeeze of [{x.shape}]: {name!r} has more than one element; select one with mtf.slice_dim, or "
+            "use mtf.reshape"
+        )
     return reshape(x, Shape(d for d in x.shape if d.name != name))
 
 
@@ -70,7 +79,8 @@ def strided(x: Tensor, dim: Dim | str, stride: int) -> Tensor:
     at, size = x.shape.index(name), x.shape.dim(name).size
     if stride < 1 or size % stride:
         raise UserError(
-            f"strided [{x.shape}]: {stride} does not divide the {size} elements of {name!r}; pad it"
+            f"strided [{x.shape}]: the stride {stride} must divide the size of {name!r}, {size}; pad the "
+            "tensor first"
         )
     phase = Dim(f"{name}_phase", stride)
     apart = reshape(x, [*x.shape.dims[:at], Dim(name, size // stride), phase, *x.shape.dims[at + 1 :]])

@@ -22,7 +22,7 @@ from mesh_tf_core.ir.tensor import Tensor
 from mesh_tf_core.ops.common import listing
 from mesh_tf_core.ops.kinds import Move, Source
 
-WHY = "microbatches come one after the other"
+WHY = "microbatches are processed one after another"
 CHUNK = "chunk"
 """The column of a slot, beside its microbatch, with the number of the virtual stage."""
 RINGS = {f"{slot.name.lower()} ring": slot for slot in (StageAction.FORWARD, StageAction.BACKWARD)}
@@ -33,7 +33,7 @@ def _first(op: str, name: str, inputs: Sequence[TensorType], size: int) -> Shape
     """The dimensions behind the first; UserError if that is another one."""
     shape = inputs[0].shape
     if not len(shape) or shape.dims[0] != Dim(name, size):
-        raise UserError(f"{op} of {listing(inputs)}: needs {name}:{size} first")
+        raise UserError(f"{op} of {listing(inputs)}: the first dimension must be {name}:{size}")
     return shape.without(name)
 
 
@@ -112,7 +112,7 @@ class LayerNumbers(Source):
     place: Dim
 
     def roles(self, *inputs: TensorType) -> Roles:
-        return Roles(parallel=(self.stage.name,), whole={self.place.name: "a stage has all of its layers"})
+        return Roles(parallel=(self.stage.name,), whole={self.place.name: "a stage holds all of its layers"})
 
     def infer(self, *inputs: TensorType) -> TensorType:
         return TensorType(Shape([self.stage, self.place]), "int32")

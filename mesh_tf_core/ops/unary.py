@@ -91,7 +91,7 @@ class Unary(SumRules, Elementwise):
 
     def __post_init__(self) -> None:
         if self.fn not in UNARY:
-            raise UserError(f"element-wise function {self.fn!r}: {known_names(self.fn, UNARY)}")
+            raise UserError(f"unknown element-wise function {self.fn!r}; {known_names(self.fn, UNARY)}")
 
     @property
     def name(self) -> str:
@@ -104,7 +104,7 @@ class Unary(SumRules, Elementwise):
     def infer(self, *inputs: TensorType) -> TensorType:
         (x,) = inputs
         if self.fn == "not" and x.dtype != "bool":
-            raise UserError(f"not: needs bool, found {x}")
+            raise UserError(f"not: the tensor must be bool, found {x}; cast or compare it first")
         if not UNARY[self.fn].whole:
             need_fractions(self.fn, x)
         return TensorType(x.shape, "bool" if UNARY[self.fn].gives_bool else x.dtype)
@@ -152,7 +152,10 @@ class UnaryGrad(SumRules, Elementwise):
         return constant[1] and not constant[0]
 
     def gradient(self, dy: Tensor, inputs: Sequence[Tensor], output: Tensor) -> Sequence[Tensor | None]:
-        raise UserError(f"the second derivative of {self.fn} is not defined; use stop_gradient on the first")
+        raise UserError(
+            f"the second derivative of {self.fn} is not defined; apply mtf.stop_gradient to the first "
+            "derivative"
+        )
 
 
 def unary(fn: str, x: Tensor) -> Tensor:

@@ -34,8 +34,8 @@ class Window:
     def __post_init__(self) -> None:
         if min(self.size, self.stride, self.dilation) < 1 or min(self.before, self.after) < 0:
             raise UserError(
-                f"window along {self.dim!r}: size, stride and dilation must be positive and padding not "
-                f"negative, found {self}"
+                f"window along {self.dim!r}: size, stride and dilation must be positive and padding at "
+                f"least 0, found {self}"
             )
 
     def __str__(self) -> str:
@@ -52,7 +52,9 @@ class Window:
         count = (inputs + self.before + self.after - self.reach) // self.stride + 1
         if count < 1:
             raise UserError(
-                f"window along {self.dim!r} reaches over {self.reach} elements of {inputs} ({self})"
+                f"window along {self.dim!r} spans {self.reach} elements ({self}), but the input has "
+                f"{inputs} and padding adds {self.before + self.after}; use a smaller window or more "
+                "padding"
             )
         return count
 
@@ -92,8 +94,9 @@ def windows(
     """One window per dimension."""
     if not len(dims) == len(sizes) == len(strides) == len(dilations) or not 1 <= len(dims) <= 3:
         raise UserError(
-            f"windows along {[d.name for d in dims]}: need 1 to 3 dimensions with a size, stride, dilation "
-            f"each, found {list(sizes)}, {list(strides)}, {list(dilations)}"
+            f"windows along {[d.name for d in dims]}: give 1 to 3 dimensions, and one size, stride and "
+            f"dilation for each; found sizes {list(sizes)}, strides {list(strides)}, dilations "
+            f"{list(dilations)}"
         )
     out = []
     for i, (d, size, stride, dilation) in enumerate(zip(dims, sizes, strides, dilations, strict=True)):

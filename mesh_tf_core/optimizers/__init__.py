@@ -45,7 +45,7 @@ def by_name(
 
     known = {"sgd": SGD, "adam": Adam, "adafactor": Adafactor}
     if name not in known:
-        raise UserError(f"optimizer {name!r}: {known_names(name, known)}")
+        raise UserError(f"unknown optimizer {name!r}; {known_names(name, known)}")
     if warmup and not isinstance(learning_rate, Schedule):
         learning_rate = WarmupRsqrt(learning_rate, warmup)
     found: Optimizer = known[name](learning_rate, clip_norm=clip_norm, ema=ema)

@@ -40,7 +40,7 @@ class Adafactor(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.beta1 < 1:
-            raise UserError(f"Adafactor: beta1 must be in [0, 1), found {self.beta1}")
+            raise UserError(f"Adafactor: beta1 must be at least 0 and less than 1, found {self.beta1}")
 
     def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: LearningRate) -> Updates:
         g = gradient.cast("float32")

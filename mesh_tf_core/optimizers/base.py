@@ -52,7 +52,9 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        check(name, rates=(self.rates, instance(Mapping, "a dict of patterns and learning rates")))
+        check(
+            name, rates=(self.rates, instance(Mapping, "a dict from regular expressions to learning rates"))
+        )
         for rate in (self.learning_rate, *self.rates.values()):
             check(name, learning_rate=(rate, RATE))
             if not isinstance(rate, Schedule) and not rate > 0:
@@ -62,13 +64,17 @@ class Optimizer:
                 re.compile(pattern)
             except re.error as error:
                 raise UserError(
-                    f"{name}: rates has {pattern!r}, which is not a regular expression ({error})"
+                    f"{name}: {pattern!r} in `rates` is not a valid regular expression ({error})"
                 ) from None
         check(name, clip_norm=(self.clip_norm, NUMBER), ema=(self.ema, NUMBER))
         if not self.clip_norm >= 0:
-            raise UserError(f"{name}: clip_norm must be >= 0 (0: no clipping), found {self.clip_norm}")
+            raise UserError(
+                f"{name}: clip_norm must be at least 0 (0 disables clipping), found {self.clip_norm}"
+            )
         if not 0 <= self.ema < 1:
-            raise UserError(f"{name}: ema must be in [0, 1) (0: no running mean), found {self.ema}")
+            raise UserError(
+                f"{name}: ema must be at least 0 and less than 1 (0 disables running means), found {self.ema}"
+            )
 
     def update(self, graph: Graph, variable: Variable, gradient: Tensor, rate: LearningRate) -> Updates:
         """Adds the operations that update one variable and returns the new values: (variable or slot, value).
@@ -136,8 +142,8 @@ def _rates(graph: Graph, optimizer: Optimizer, names: Sequence[str]) -> dict[str
     for pattern in optimizer.rates:
         if pattern not in chosen.values():
             raise UserError(
-                f"{type(optimizer).__name__}: rates has {pattern!r}, which matches no variable; the "
-                f"variables are {', '.join(names)}"
+                f"{type(optimizer).__name__}: {pattern!r} in `rates` matches no variable; the variables "
+                f"are {', '.join(names)}"
             )
 
     def rate_of(rate: float | Schedule) -> LearningRate:

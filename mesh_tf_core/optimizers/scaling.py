@@ -40,7 +40,9 @@ class LossScale:
         if not 1 <= self.initial <= LARGEST:
             raise UserError(f"LossScale: initial must be from 1 to {LARGEST:g}, found {self.initial}")
         if self.growth_interval < 0:
-            raise UserError(f"LossScale: growth_interval must be >= 0 steps, found {self.growth_interval}")
+            raise UserError(
+                f"LossScale: growth_interval must be at least 0 steps, found {self.growth_interval}"
+            )
 
     def scale(self, graph: Graph) -> Tensor:
         """The float32 scale of this step."""

@@ -51,7 +51,8 @@ SchedulePart = Schedule | float
 def _part(value: SchedulePart) -> SchedulePart:
     if not isinstance(value, Schedule) and not (isinstance(value, float | int) and value > 0):
         raise UserError(
-            f"a schedule is multiplied by or added to schedules and positive numbers, found {value!r}"
+            "only schedules and positive numbers can be added to a schedule or multiplied by it, found "
+            f"{value!r}"
         )
     return value
 
@@ -107,7 +108,10 @@ class LinearDecay(Schedule):
 
     def __post_init__(self) -> None:
         if not 0 <= self.begin < self.end:
-            raise UserError(f"LinearDecay: needs 0 <= begin < end, found {self.begin} and {self.end} steps")
+            raise UserError(
+                f"LinearDecay: begin must be at least 0 and less than end, found begin={self.begin} and "
+                f"end={self.end} steps"
+            )
 
     def at(self, t: Tensor) -> Tensor:
         left = (constant_like(t, float(self.end)) - t) * (1.0 / (self.end - self.begin))
@@ -158,7 +162,8 @@ class _Until(_Warmup):
             )
         if not 0 <= self.floor <= 1:
             raise UserError(
-                f"{type(self).__name__}: floor is a fraction of the peak, 0 to 1; found {self.floor}"
+                f"{type(self).__name__}: floor must be from 0 to 1 (a fraction of the peak), found "
+                f"{self.floor}"
             )
 
     def progress(self, t: Tensor) -> Tensor:

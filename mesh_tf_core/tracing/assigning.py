@@ -33,7 +33,8 @@ def assign_slice(graph: Graph, variable: Variable, value: Tensor, dim: Dim | str
     whole, size = variable.shape.dim(name), value.shape.dim(name).size
     if begin < 0 or begin + size > whole.size:
         raise UserError(
-            f"assign to {size} elements of variable {variable.name!r} from {begin}: {name!r} has {whole.size}"
+            f"assign to variable {variable.name!r}: elements {begin} to {begin + size - 1} of {name!r} "
+            f"are outside the range 0 to {whole.size - 1}"
         )
     moved = pad(value, name, begin, whole.size - begin - size)
     place = graph.apply(Range(whole, "int32"))

@@ -179,7 +179,9 @@ class BatchLinearity:
             if inner_id in self.why:
                 self.why[outer] = self.why[inner_id]
         if runs.kind is not Linearity.REPLICATED:
-            self.why.update(dict.fromkeys(node.outputs, "a branch or loop whose course depends on the batch"))
+            self.why.update(
+                dict.fromkeys(node.outputs, "a branch or loop whose condition depends on the batch")
+            )
 
     def _of_sums(self, carried: Sequence[TensorLinearity], tensors: Sequence[int]) -> set[int]:
         """Positions of the states that are sums, but are given as the same in every part."""

@@ -39,7 +39,7 @@ def cond(
     if isinstance(yes, Tensor) and isinstance(no, Tensor):
         return _chosen(predicate, yes, no)
     if not isinstance(yes, tuple) or not isinstance(no, tuple) or len(yes) != len(no):
-        raise UserError("cond: both branches must give a tensor, or tuples of equally many tensors")
+        raise UserError("cond: both branches must return a tensor, or tuples of the same length")
     return tuple(_chosen(predicate, a, b) for a, b in zip(yes, no, strict=True))
 
 
@@ -58,7 +58,7 @@ def _once(graph: Graph, dim: Dim, fn: Callable[[], Any], runs: Tensor | None) ->
         listed = list(made) if isinstance(made, tuple) else [made]
         for t in listed:
             if not isinstance(t, Tensor):
-                raise UserError(f"a branch or block must give a tensor or a tuple of tensors, found {t!r}")
+                raise UserError(f"a branch or block must return a tensor or a tuple of tensors, found {t!r}")
         stacks = [graph.stack_output(block, graph.visible(t, "block")) for t in listed]
     graph.close_loop(block, [])
     found = [reshape(t, t.shape.without(dim.name)) for t in stacks]
@@ -72,13 +72,13 @@ def recomputable(fn: Callable[..., Any], *xs: Tensor, name: str = "block") -> An
     for all blocks of one name together.
     """
     if not xs:
-        raise UserError("recomputable: needs at least one tensor, found none")
+        raise UserError("recomputable: found no tensor argument; pass at least one")
     return _once(graph_of(xs[0]), Dim(name, 1), lambda: fn(*xs), None)
 
 
 def _chosen(predicate: Tensor, yes: Tensor, no: Tensor) -> Tensor:
     if yes.type != no.type:
-        raise UserError(f"cond: the branches must give the same types, found {yes!r} and {no!r}")
+        raise UserError(f"cond: both branches must return the same types, found {yes!r} and {no!r}")
     return where(predicate, yes, no)
 
 
@@ -97,7 +97,7 @@ def while_loop(
       body: body(*state) -> the new state, of the same types.
     """
     if not state:
-        raise UserError("while_loop: needs a tensor to carry, found none")
+        raise UserError("while_loop: found no tensor to carry; pass at least one")
     if max_steps < 1:
         raise UserError(f"while_loop: max_steps must be positive, found {max_steps}")
     graph = graph_of(state[0])
@@ -105,7 +105,7 @@ def while_loop(
     def going(*now: Tensor) -> Tensor:
         found = condition(*now)
         if not isinstance(found, Tensor) or found.dtype != "bool" or len(found.shape):
-            raise UserError(f"while_loop: the condition must give a bool scalar, found {found!r}")
+            raise UserError(f"while_loop: the condition must return a bool scalar, found {found!r}")
         return found
 
     def step(carried: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

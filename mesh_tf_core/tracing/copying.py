@@ -198,11 +198,14 @@ class PartCopy(Copy):
         super().__init__(graph)
         sizes = {t.shape.dim(batch).size for t in graph.inputs.values() if batch in t.shape.names}
         if len(sizes) != 1:
-            raise UserError(f"microbatches: the inputs have no common dimension {batch!r}")
+            raise UserError(
+                f"microbatches: the inputs have no dimension {batch!r} of one common size; give them one, or "
+                "use one microbatch"
+            )
         self.size, self.parts = sizes.pop(), parts
         if parts < 1 or self.size % parts:
             raise UserError(
-                f"microbatches={parts}: {batch!r} has size {self.size}, which is not divisible by it; "
+                f"microbatches={parts}: the size of {batch!r}, {self.size}, is not divisible by {parts}; "
                 f"choose a divisor of {self.size}"
             )
         self.names = batch_names(graph, batch)
@@ -215,9 +218,9 @@ class PartCopy(Copy):
             both = [d.name for d in t.shape if d in self.smaller]
             if len(both) > 1:
                 raise UserError(
-                    f"microbatches={self.parts}: a tensor [{t.shape}] has the batch twice "
-                    f"({' and '.join(both)}); examples of different parts would not be combined; use one "
-                    f"microbatch"
+                    f"microbatches={self.parts}: a tensor [{t.shape}] has two batch dimensions "
+                    f"({' and '.join(both)}), but examples of different microbatches cannot be combined; "
+                    "use one microbatch"
                 )
 
     def _operands(self, node: Node) -> list[Tensor]:
@@ -252,7 +255,7 @@ class PartCopy(Copy):
         return op if same else dataclasses.replace(op, **changed)
 
     def _applied(self, op: Op, inputs: Sequence[Tensor], node: Node) -> tuple[Tensor, ...]:
-        fixes = f"microbatches={self.parts}: {op.describe()} fixes the size of the batch"
+        fixes = f"microbatches={self.parts}: {op.describe()} works only for the whole batch"
         names = {n for i in (*node.inputs, *node.outputs) for n in self.old.tensor(i).shape.names}
         if self.number is not None and self.parts > 1 and not names.isdisjoint(self.names):
             of_part = op.of_part(self.rows) if isinstance(op, StepCopies) else None
@@ -262,8 +265,8 @@ class PartCopy(Copy):
         try:
             made = super()._applied(op, inputs, node)
         except UserError as error:
-            raise UserError(f"{fixes} ({error})") from None
+            raise UserError(f"{fixes} ({error}); use one microbatch") from None
         for old, tensor in zip(node.outputs, made, strict=True):
             if tensor.shape != self._shape(self.old.tensor(old).shape):
-                raise UserError(fixes)
+                raise UserError(f"{fixes}; use one microbatch")
         return made

@@ -48,12 +48,12 @@ def read_settings(what: str, text: str, pairs: str, known: Settings, cls: type) 
     Raises:
       UserError: an unknown or repeated name, or a missing number.
     """
-    check(what, text=(text, instance(str, "its settings as text")))
+    check(what, text=(text, instance(str, "the settings as a string")))
     said: dict[str, Any] = {}
     for pair in filter(None, map(str.strip, pairs.split(","))):
         name, _, value = (p.strip() for p in pair.partition("="))
         if name not in known:
-            raise UserError(f"{what} {text!r}: {name!r} is unknown; {known_names(name, known)}")
+            raise UserError(f"{what} {text!r}: unknown setting {name!r}; {known_names(name, known)}")
         field, kind = known[name]
         if field in said:
             raise UserError(f"{what} {text!r}: {name} is given twice; remove one of them")
@@ -73,7 +73,7 @@ def check_outer(
 ) -> None:
     """UserError, which names `what`, unless the settings of an outer step are valid."""
     if period < 1:
-        raise UserError(f"{what}: the period must be at least one step, found {period}")
+        raise UserError(f"{what}: the period must be at least 1 step, found {period}")
     if not 0 < learning_rate < math.inf:
         raise UserError(
             f"{what}: the outer learning rate must be positive and finite, found {learning_rate:g}"
@@ -82,10 +82,11 @@ def check_outer(
         raise UserError(f"{what}: the outer momentum must be in [0, 1), found {momentum:g}")
     if fragments < 1 or period % fragments:
         raise DoNotFit(
-            f"{what}: {fragments} fragments do not divide a period of {period} steps; choose a divisor"
+            f"{what}: the number of fragments, {fragments}, must divide the period of {period} steps; "
+            f"choose a divisor of {period}"
         )
     if bits not in BITS:
-        raise UserError(f"{what}: bits={bits}: choose 32, 8 or 4")
+        raise UserError(f"{what}: bits must be 32, 8 or 4, found {bits}")
 
 
 def outer_step(before: T, momentum: T, came: T, rate: float, mu: float) -> tuple[T, T]:
@@ -129,8 +130,8 @@ def fragments_of(variables: Iterable[Variable], count: int) -> list[dict[str, Pa
             alone += 1
     if not all(found):
         raise DoNotFit(
-            f"{count} fragments: this model's {alone} variables, in stacks of at most {most} layers, are "
-            f"fewer; choose at most {max(alone, most)} fragments"
+            f"{count} fragments are too many for this model, which has {alone} unstacked variables and "
+            f"stacks of at most {most} layers; choose at most {max(alone, most)} fragments"
         )
     return found
 
@@ -180,18 +181,23 @@ class DiLoCo:
         axis, _, rest = text.partition(":")
         given = read_settings("diloco", text, rest, _SETTINGS, cls)
         if not axis.strip():
-            raise UserError(f"diloco {text!r}: name the axis of the mesh, e.g. sites:period=30")
+            raise UserError(
+                f"diloco {text!r}: begin with the mesh axis of the replicas, e.g. sites:period=30"
+            )
         return cls(axis.strip(), **given)
 
     def __post_init__(self) -> None:
         check_outer("diloco", self.period, self.learning_rate, self.momentum, self.fragments, self.bits)
         if not 0 <= self.delay < self.every:
             raise DoNotFit(
-                f"diloco: a delay of {self.delay} steps; it must be at least 0 and less than the "
-                f"{self.every} from one synchronisation to the next"
+                f"diloco: the delay must be at least 0 and less than the {self.every} steps between two "
+                f"synchronisations, found {self.delay}"
             )
         if not 0 <= self.alpha < 1:
-            raise UserError(f"diloco: alpha, a replica's own share, must be in [0, 1), found {self.alpha:g}")
+            raise UserError(
+                "diloco: alpha (the share of a replica's own value when it merges) must be at least 0 and "
+                f"less than 1, found {self.alpha:g}"
+            )
 
     @property
     def every(self) -> int:

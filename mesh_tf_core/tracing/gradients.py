@@ -34,7 +34,9 @@ def gradients(loss: Tensor, wrt: Sequence[Tensor]) -> list[Tensor | None]:
     """
     graph = graph_of(loss)
     if len(loss.shape) or loss.block:
-        raise UserError(f"gradients: the loss must be a scalar outside of loops, found {loss!r}")
+        raise UserError(
+            f"gradients: the loss must be a scalar that is computed outside of loops, found {loss!r}"
+        )
     needed = depends_on(graph, [x.id for x in wrt])
     with graph.phase(Phase.BACKWARD):
         one: Tensor = graph.apply(Constant(1.0, loss.dtype))
@@ -128,8 +130,8 @@ class _BackwardWalk:
         wanted = len(node.inputs)
         if len(found) != wanted or not all(dx is None or isinstance(dx, Tensor) for dx in found):
             raise UserError(
-                f"operation {type(node.op).__name__}: gradient gave {grads!r}; it must give a tuple with a "
-                f"tensor or None for each input, here {wanted}"
+                f"operation {type(node.op).__name__}: gradient returned {grads!r}; it must return a "
+                f"tuple of length {wanted}, with a tensor or None for each input"
             )
         return list(zip(node.inputs, found, strict=True))
 

@@ -177,8 +177,8 @@ class Graph(Residuals, Remembering):
     def _append(self, op: Op, inputs: Sequence[Tensor], outs: Sequence[Tensor], body: Block | None) -> Node:
         if self.count == MOST_OPERATIONS:
             raise UserError(
-                f"graph {self.name!r} has more than {MOST_OPERATIONS:,} operations; use fewer, or write "
-                "equal layers as one scan, which counts as one operation"
+                f"graph {self.name!r} has more than {MOST_OPERATIONS:,} operations; use fewer "
+                "operations, or write equal layers as one mtf.scan, which counts as one operation"
             )
         node = Node(
             self.count,
@@ -258,14 +258,14 @@ class Graph(Residuals, Remembering):
         loops = [b for b in self._stack if b.dim is not None]
         if any(b.runs is not None for b in loops):
             raise UserError(
-                f"assign to variable {variable.name!r}: an assignment inside a branch or a while loop may "
-                "not run; return the value from it"
+                f"assign to variable {variable.name!r}: an assignment inside a branch or a while loop is "
+                "not supported; return the value from the branch or loop and assign it outside"
             )
         shape = Shape([*(b.dim for b in self._loops if b.dim), *value.shape])
         if TensorType(shape, value.dtype) != variable.lying:
             raise UserError(
-                f"assign to variable {variable.name!r} of {variable.dtype}[{variable.shape}]: "
-                f"found {value.type}"
+                f"assign to variable {variable.name!r}: the value must have the variable's type "
+                f"{variable.dtype}[{variable.shape}], found {value.type}"
                 + (f" inside a loop over {', '.join(str(b.dim) for b in loops)}" if loops else "")
             )
         value = self.visible(value)

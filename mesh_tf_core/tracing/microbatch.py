@@ -84,7 +84,7 @@ class Accumulation(StepCopy, PartCopy):
         for name, tensor in wanted.items():
             self._check(name, tensor.id)
         for node, variable in stored:
-            self._check(f"what variable {variable.name!r} is assigned", node.inputs[0])
+            self._check(f"the value assigned to variable {variable.name!r}", node.inputs[0])
         self.outside.update(self.given)
         sums = self._sums([*(t.id for t in wanted.values()), *(node.inputs[0] for node, _ in stored)])
         early = self._early(sums)
@@ -115,13 +115,13 @@ class Accumulation(StepCopy, PartCopy):
         found, why = self.linearity.of(tensor), self.linearity.why.get(tensor, "")
         if found.kind in (Linearity.INSEPARABLE, Linearity.PER_EXAMPLE):
             raise UserError(
-                f"microbatches={self.parts}: parts of the batch do not add up to {name}, because of {why}; "
-                "use one microbatch"
+                f"microbatches={self.parts}: {name} is not a sum over the microbatches, because of "
+                f"{why}; use one microbatch"
             )
         if found.after > (1 if found.kind is Linearity.REDUCIBLE else 2):
             raise UserError(
-                f"microbatches={self.parts}: {name} takes sums over the whole batch, one after the other, "
-                f"because of {why}; use one microbatch"
+                f"microbatches={self.parts}: {name} needs several sums over the whole batch, one "
+                f"after another, because of {why}; use one microbatch"
             )
 
     def _feed(self, op: Feed, old: int) -> None:

@@ -127,12 +127,14 @@ class MicrobatchOrder:
         read = set().union(*self.reads.values())
         late = [i for i in (*read, *self.sliced[self.backward.index]) if self.when(i) is not When.BEFORE]
         if late or any(self.when(i) > When.HEAD for i in self.seeds):
-            raise self.refuse("the gradient of the layers' stacked values depends on the microbatch")
+            raise self.refuse("the gradient of values that the layers stack depends on the microbatch")
         rows = {i for i in read if self.kind(i) is Linearity.PER_EXAMPLE}
         if any(self.kind(i) in (Linearity.REDUCIBLE, Linearity.INSEPARABLE) for i in read):
-            raise self.refuse("the layers read a sum over the batch that is not whole")
+            raise self.refuse(
+                "the layers read a sum over the batch, which is not complete before the last microbatch"
+            )
         if any(self.kind(i) is not Linearity.REPLICATED for each in self.sliced.values() for i in each):
-            raise self.refuse("the layers read parts of the batch that are stacked, one for each layer")
+            raise self.refuse("the layers read a stack with one part of the batch for each layer")
         self.passes = sorted(rows & self.trained)
         self.stays = sorted(rows - self.trained)
         self.same = sorted(read - rows)
@@ -151,10 +153,12 @@ class MicrobatchOrder:
         body, refuse = self.body(self.forward), self.refuse
         inside = [n for n, _ in body.walk()]
         if any(n.body is not None and n.body.runs is not None for n in inside) or body.runs is not None:
-            raise refuse("its layers have branches or end early, but all stages run one program")
+            raise refuse("the layers have branches or end early, but all stages run the same program")
         if body.halves:
-            raise refuse("its layers are reversible")
+            raise refuse("reversible layers are not supported")
         if any(self.kind(o) is Linearity.PER_EXAMPLE for _, o in body.stacked):
-            raise refuse("its layers stack something of every example")
+            raise refuse("the layers stack values that depend on single examples")
         if any(self.layers in self.old.tensor(o).shape.dims for n in inside for o in n.outputs):
-            raise refuse(f"its layers read all of what has {self.layers.name!r}")
+            raise refuse(
+                f"the layers use a whole tensor with dimension {self.layers.name!r}, not only their own slice"
+            )

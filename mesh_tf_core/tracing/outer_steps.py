@@ -85,7 +85,8 @@ def outer_steps(graph: Graph, inner: Graph, diloco: DiLoCo) -> tuple[FragmentOut
         count, layers = diloco.fragments, v.shape.sizes[0] if v.stacked else 0
         if layers >= count and layers % count:
             raise UserError(
-                f"diloco: {count} fragments do not divide the {layers} layers of {v.name!r}; choose a divisor"
+                f"diloco: the number of fragments, {count}, must divide the {layers} layers of "
+                f"{v.name!r}; choose a divisor of {layers}"
             )
     known = {v.name: (v, inner.variables[v.name]) for v in trained}
     return tuple(_meeting(graph.name, known, own, diloco) for own in parts)

@@ -188,7 +188,7 @@ class _Pipeline:
         body = self.body
         inside = [n for n, _ in body.walk()]
         if any(n.body is not None and n.body.runs is not None for n in inside) or body.runs is not None:
-            raise self._refuse("its layers have branches or end early, but all stages run one program")
+            raise self._refuse("the layers have branches or end early, but all stages run the same program")
         made = {*body.carry_in, *(o for n in inside for o in n.outputs)}
         self.copy.smaller = self.copy.part
         self.copy.check_batch(map(self.old.tensor, (*made, *self.rows)))
@@ -198,19 +198,19 @@ class _Pipeline:
             known = [*whole, *(i for i, _ in body.stacked), *body.carry_out]
             why = next(
                 (self.linearity.why[i] for i in known if i in self.linearity.why),
-                "the values that it passes on",
+                "the values that they pass on",
             )
             raise self._refuse(
-                f"its layers pass on values that are no sums over microbatches, because of {why}"
+                f"the layers pass on values that are not sums over microbatches, because of {why}"
             )
         for outer, _ in body.sliced:
             if self._batch(outer):
-                raise self._refuse("its layers read parts of the batch that are stacked, one for each layer")
+                raise self._refuse("the layers read a stack with one part of the batch for each layer")
         for inner, _ in body.stacked:
             if self.linearity.of(inner).kind is Linearity.PER_EXAMPLE:
-                raise self._refuse("its layers stack something of every example")
+                raise self._refuse("the layers stack values that depend on single examples")
             if not is_float(self.old.tensor(inner).dtype):
-                raise self._refuse("its layers stack whole numbers")
+                raise self._refuse("the layers stack integers, which cannot be summed over microbatches")
 
     # -- the batch as microbatches -------------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class _Pipeline:
             if kind is Linearity.PER_EXAMPLE and outer in self.rows:
                 found.append(_Flow(kind, self._split(x)))
             elif kind is Linearity.PER_EXAMPLE:
-                raise self._refuse(f"its state [{x.shape}] begins without the batch")
+                raise self._refuse(f"the initial state [{x.shape}] must have the batch dimension")
             else:
                 x = scale(x, 1 / self.copy.parts) if at in shares else x
                 found.append(_Flow(kind, self._alike(x)))

@@ -40,8 +40,8 @@ class Residuals(Builder):
             )
         if x.graph is not self:
             raise UserError(
-                f"{getattr(user, 'name', user)}: {x!r} belongs to graph {x.graph.name!r}, not {self.name!r}; "
-                "build all of a model in one graph"
+                f"{getattr(user, 'name', user)}: {x!r} belongs to graph {x.graph.name!r}, not to "
+                f"{self.name!r}; build the whole model in one graph"
             )
         depth = len(self._stack) if level < 0 else level
         if any(b.id == x.block for b in self._stack[:depth]):
@@ -52,7 +52,7 @@ class Residuals(Builder):
                 return self._residual(block, i, x)
         raise UserError(
             f"{getattr(user, 'name', user)}: {x!r} was computed inside a loop body and is not visible "
-            "outside; return it from the body"
+            "outside; return the tensor from the body"
         )
 
     def _residual(self, block: Block, level: int, x: Tensor) -> Tensor:

@@ -42,7 +42,9 @@ def reversible_scan(
     init = [graph.visible(x, "reversible_scan") for x in (x1, x2)]
     for x in init:
         if not is_float(x.dtype):
-            raise UserError(f"reversible_scan over {dim}: needs floats to carry, found {x!r}")
+            raise UserError(
+                f"reversible_scan over {dim}: the carried tensors must have a float dtype, found {x!r}"
+            )
     if graph.unroll:
 
         def both(state: tuple[Tensor, Tensor], *x: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +83,7 @@ def _half(
     for i in sorted(read - given):
         if graph.tensor(i).block == block.id:
             raise UserError(
-                f"reversible_scan over {block.dim}: {name} reads {graph.tensor(i)!r}, which is neither its "
-                "argument nor computed in it; compute it inside, or before the loop"
+                f"reversible_scan over {block.dim}: {name} reads {graph.tensor(i)!r}, which is neither "
+                f"an argument of {name} nor computed in {name}; compute it in {name}, or before the loop"
             )
     return half

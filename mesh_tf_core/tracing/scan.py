@@ -42,7 +42,7 @@ def scan(fn: Any, carry: Any, dim: Dim, xs: Sequence[Tensor] = ()) -> Any:
     single = isinstance(carry, Tensor)
     init = [carry] if single else list(carry)
     if not init and not xs:
-        raise UserError("scan: needs a tensor to carry, or xs; found none")
+        raise UserError("scan: found neither a tensor to carry nor xs; pass at least one tensor")
     graph: Graph = (*init, *xs)[0].graph
     init = [graph.visible(x, "scan") for x in init]
     stacks = along(xs, dim)
@@ -96,5 +96,8 @@ def along(xs: Sequence[Tensor], dim: Dim) -> list[Tensor]:
     """`xs` with `dim` as their first dimension, so that an iteration's part is a slice of memory."""
     for x in xs:
         if x.shape.dim(dim.name) != dim:
-            raise UserError(f"scan over {dim}: {x!r} has another number of iterations")
+            raise UserError(
+                f"scan over {dim}: the dimension {dim.name!r} of {x!r} must have size {dim.size}, one "
+                "element for each iteration"
+            )
     return [transpose(x, [dim, *x.shape.without(dim.name)]) for x in xs]

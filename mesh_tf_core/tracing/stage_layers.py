@@ -37,11 +37,13 @@ def check_stages(graph: Graph, dim: str, count: int, rounds: int = 1) -> None:
         if count * rounds > size + 2 * (rounds > 1):
             times = f" times {rounds} rounds" if rounds > 1 else ""
             raise UserError(
-                f"pipeline over {dim!r}: {count} stages{times} are more than its {size} "
+                f"pipeline over {dim!r}: {count} stages{times} are too many for a loop of {size} "
                 f"layer{'s' * (size != 1)}; use fewer stages{' or rounds' * (rounds > 1)}"
             )
         if node not in graph.nodes:
-            raise UserError(f"pipeline over {dim!r}: this loop is inside another; split the outer one")
+            raise UserError(
+                f"pipeline over {dim!r}: this loop is inside another loop; split the outer loop instead"
+            )
 
 
 def layers_of_stage(dim: str) -> str:
@@ -100,13 +102,13 @@ def reordered(x: Tensor, order: Interleaved, layers: Dim, *, lies: bool) -> Tens
     if order.size(layers.size) != layers.size:
         known = ", ".join(str(n) for n in range(2, layers.size + 1) if layers.size % n == 0)
         raise UserError(
-            f"pipeline over {name!r}: {parts} {'virtual ' * (order.rounds > 1)}stages do not divide its "
-            f"{layers.size} layers, and an operation outside reads their values one by one; choose one of "
-            f"{known}"
+            f"pipeline over {name!r}: {parts} {'virtual ' * (order.rounds > 1)}stages do not divide the "
+            f"{layers.size} layers, which is required because an operation outside the loop reads the "
+            f"layers' values; choose a total of {known}"
         )
     rounds, stages = Dim(f"{name}_rounds", order.rounds), Dim(name, order.stages)
     chunk = Dim(layers_of_stage(name), layers.size // parts)
-    graph_of(x).unsplit[rounds.name] = "a device has all chunks of a stage's layers"
+    graph_of(x).unsplit[rounds.name] = "a device holds all chunks of a stage's layers"
     have, want = ((stages, rounds), (rounds, stages)) if lies else ((rounds, stages), (stages, rounds))
     apart = reshape(x, [*have, chunk, *rest])
     return reshape(transpose(apart, [*want, chunk, *rest]), x.shape)

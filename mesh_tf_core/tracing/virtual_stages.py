@@ -113,7 +113,7 @@ class VirtualStageCopy(Accumulation):
         self.own = Dim(layers_of_stage(dim), self.lie.size // stages)
         self.chunk = Dim(self.own.name, self.own.size // rounds)
         for name in (MICROBATCH, IN_FLIGHT):
-            self.new.unsplit[name] = "microbatches pass through pipeline stages one after the other"
+            self.new.unsplit[name] = "microbatches pass through the pipeline stages one after another"
         self.again = self.links = False
         self.keeps: Sequence[int] = ()
         self.held: dict[int, Tensor] = {}
@@ -152,9 +152,9 @@ class VirtualStageCopy(Accumulation):
         forward = [n for n in over if n.phase == Phase.FORWARD]
         backward = [n for n in over if n.phase != Phase.FORWARD]
         if not backward:
-            raise self.refusal("the loss needs sums over the whole batch of the layers' values")
+            raise self.refusal("the loss needs sums of the layers' values over the whole batch")
         if len(forward) != 1 or len(backward) != 1 or backward[0].body.forward is not forward[0].body:  # type: ignore[union-attr]
-            raise self.refusal("more than one loop runs over these layers")
+            raise self.refusal("the model has more than one loop over these layers")
         made = self.loops(self, needed, (forward[0], backward[0]), sums)
         self.lies.update({o: x for o, x in made.items() if self.moves and o in self.stacks})
         self.outside.update({o: x for o, x in made.items() if o not in self.lies})

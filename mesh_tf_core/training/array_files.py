@@ -112,7 +112,7 @@ def places(path: Path) -> dict[str, ArrayLocation]:
 
 def _check_file(path: Path) -> None:
     if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError(f"{path.name} is not a file")
+        raise ValueError(f"{path.name} is not a regular file")
 
 
 @contextlib.contextmanager
@@ -131,21 +131,23 @@ def _safetensors(path: Path) -> dict[str, ArrayLocation]:
         length = path.stat().st_size
         size = int.from_bytes(file.read(8), "little")
         if size > min(HEADER, length - 8):
-            raise ValueError(f"{path.name} has {length} bytes, and a header of {size}")
+            raise ValueError(f"{path.name} has only {length} bytes, too few for a header of {size}")
         with _parsing(f"{path.name}: its header"):
             header = json.loads(file.read(size).decode(), object_pairs_hook=_once, parse_constant=_refuse)
             if not isinstance(header, dict):
-                raise ValueError("it is not an object")
+                raise ValueError("the JSON value is not an object")
             about = header.pop("__metadata__", None) or {}
             "".join([*header, *about, *about.values()]).encode()  # all are text
             found = {name: _place(path, name, 8 + size, said) for name, said in header.items()}
         end = 8 + size
         for name, place in sorted(found.items(), key=lambda each: (each[1].offset, each[1].bytes)):
             if place.offset != end:
-                raise ValueError(f"{path.name}: {name[:80]!r} begins at {place.offset}, and not at {end}")
+                raise ValueError(
+                    f"{path.name}: {name[:80]!r} begins at byte {place.offset} instead of byte {end}"
+                )
             end += place.bytes
         if end != length:
-            raise ValueError(f"{path.name} has {length} bytes, and its arrays end at {end}")
+            raise ValueError(f"{path.name} has {length} bytes, but its arrays end at byte {end}")
     return found
 
 
@@ -153,24 +155,26 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; the format forbids to name an array twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("it has a name twice")
+        raise ValueError("a name occurs twice")
     return found
 
 
 def _refuse(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not JSON")
+    raise ValueError(f"{word} is not valid JSON")
 
 
 def _place(path: Path, name: str, begin: int, said: Mapping[str, Any]) -> ArrayLocation:
     if said["dtype"] not in SAFE:
-        raise ValueError(f"{name[:80]!r} is of {str(said['dtype'])[:20]!r}")
+        raise ValueError(f"{name[:80]!r} has the unsupported dtype {str(said['dtype'])[:20]!r}")
     first, end = said["data_offsets"]
     shape = tuple(said["shape"])
     if not all(type(number) is int and 0 <= number < 1 << 62 for number in (*shape, first, end)):
         raise ValueError(f"{name[:80]!r} has an invalid size")
     found = ArrayLocation(path, begin + first, begin + first, SAFE[said["dtype"]], shape)
     if end - first != found.bytes:
-        raise ValueError(f"{name[:80]!r} has {found.bytes} bytes, from {first} to {end}")
+        raise ValueError(
+            f"{name[:80]!r} needs {found.bytes} bytes, but its data_offsets are {first} to {end}"
+        )
     return found
 
 
@@ -182,7 +186,10 @@ def _npy(path: Path) -> ArrayLocation:
             path, offset, 0, "bfloat16" if dtype == np.uint16 else check_dtype(str(dtype)), shape
         )
     if turned or found.offset + found.bytes != path.stat().st_size:
-        raise ValueError(f"{path.name} is {dtype}{list(shape)} and has {path.stat().st_size} bytes")
+        raise ValueError(
+            f"{path.name} has {path.stat().st_size} bytes, which do not fit an array {dtype}{list(shape)} in "
+            "C order"
+        )
     return found
 
 
@@ -193,7 +200,7 @@ def _npy_header(file: BinaryIO | IO[bytes]) -> tuple[tuple[int, ...], bool, Any,
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, turned, dtype = read(head)
     if not all(type(number) is int and 0 <= number < 1 << 62 for number in shape):
-        raise ValueError(f"its shape is {shape}")
+        raise ValueError(f"the shape {shape} is invalid")
     return shape, turned, dtype, head.tell()
 
 
@@ -224,14 +231,17 @@ def zipped(path: Path) -> dict[str, Zipped]:
     with _parsing(path.name):
         archive = zipfile.ZipFile(path)
         if min(entry.header_offset for entry in archive.infolist()) != 0:
-            raise ValueError("its first array does not start at 0")
+            raise ValueError("the first array does not start at byte 0")
         entries = [entry for entry in archive.infolist() if entry.filename.endswith(".npy")]
         for name, entry in _once([(entry.filename.removesuffix(".npy"), entry) for entry in entries]).items():
             with archive.open(entry) as file:
                 shape, _, dtype, offset = _npy_header(file)
             # Then reading the array reads all of the entry, which checks its checksum.
             if not dtype.hasobject and offset + dtype.itemsize * math.prod(shape) != entry.file_size:
-                raise ValueError(f"{name[:80]!r} is {dtype}{list(shape)} and has {entry.file_size} bytes")
+                raise ValueError(
+                    f"{name[:80]!r} has {entry.file_size} bytes, which do not fit an array "
+                    f"{dtype}{list(shape)}"
+                )
             found[name] = Zipped(archive, entry, dtype, shape)
     return found
 

@@ -65,8 +65,8 @@ def installed() -> LayoutFinder:
     found = tuple(entry_points(group=GROUP))
     if not found:
         raise UserError(
-            'layout="auto" needs a search, and no installed package has one; install layoutopt, or give a '
-            "layout instead"
+            "layout='auto' needs an installed package with a search, and there is none; install "
+            "layoutopt, or give a layout"
         )
     search: LayoutFinder = found[0].load()
     return search
@@ -84,8 +84,8 @@ def planned(model: Model, mesh: Mesh, cluster: Cluster | None) -> PlannedTrainin
 
 
 DEFAULT = Options()
-PLACE = instance((Mesh, str, PlannedTraining), "a mesh as 'data:2;model:4', or a plan")
-LAYOUT = instance((Layout, str), "a layout as 'batch:data;heads:model', or 'auto'")
+PLACE = instance((Mesh, str, PlannedTraining), "a mesh, e.g. 'data:2;model:4', or a plan")
+LAYOUT = instance((Layout, str), "a layout, e.g. 'batch:data;heads:model', or 'auto'")
 OPTIONS = instance(Options, "mtf.Options")
 
 
@@ -119,13 +119,17 @@ def decided(
     for given in (mesh, layout):
         if isinstance(given, str) and given.endswith(".json"):
             raise UserError(
-                f"Trainer: {given!r} is a file; write Trainer(model, layoutopt.load_plan({given!r}))"
+                f"Trainer: {given!r} is the name of a file; load the plan first: Trainer(model, "
+                f"layoutopt.load_plan({given!r}))"
             )
     check("Trainer", mesh=(mesh, PLACE), layout=(layout, LAYOUT), options=(options, OPTIONS))
     if not isinstance(mesh, Mesh | str):
         mesh.check(model)
         if layout or options != DEFAULT:
-            raise UserError("Trainer: a plan sets the layout and the options; remove them")
+            raise UserError(
+                "Trainer: a plan already sets the layout and the options; remove the arguments layout and "
+                "options"
+            )
         return DecidedTraining.of(mesh)
     mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
     if layout == "auto":

@@ -31,7 +31,10 @@ def fitted(batch: Mapping[str, Any], model: Model, program: Program, rows: Any) 
     found = {}
     for name, tensor in model.graph.inputs.items():
         if name not in batch:
-            raise UserError(f"the batch has no {name!r}; the model reads {', '.join(model.graph.inputs)}")
+            raise UserError(
+                f"the batch has no array for the model's input {name!r}; the inputs are "
+                f"{', '.join(model.graph.inputs)}"
+            )
         array, wanted = batch[name], (*of, *tensor.shape.sizes)
         shape = tuple(getattr(array, "shape", ()))
         if rows is not None and wanted and len(rows) < wanted[0] and shape[:1] == (len(rows),):
@@ -39,8 +42,8 @@ def fitted(batch: Mapping[str, Any], model: Model, program: Program, rows: Any) 
             shape = array.shape
         if shape != wanted:
             raise UserError(
-                f"the batch's {name!r} has shape {shape}; the model was built for [{tensor.shape}]"
-                + (f", and there are {of[0]} replicas: {wanted}" if of else "")
+                f"the batch's array {name!r} has shape {shape}, but the model was built for "
+                f"[{tensor.shape}]" + (f" and {of[0]} replicas, which need shape {wanted}" if of else "")
             )
         found[name] = array
     feeds = {name: program.values[id].shape.sizes for name, id in program.feeds.items()}

@@ -113,8 +113,9 @@ def finish(folder: Path, step: int, written: Iterable[Any], extra: Mapping[str, 
         _look(folder, step)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"step {step} is not saved: {reason(error)}, although every process reported its part as "
-            "written; earlier checkpoints are kept"
+            f"step {step} is not saved: {reason(error)}, although every process reported that it had "
+            "written its part (earlier checkpoints are kept); check that all processes use the same "
+            "file system"
         ) from None
     root = folder.parent
     final = root / named(step)
@@ -146,8 +147,9 @@ def _entries_of(step: int, written: Iterable[Any]) -> dict[str, ManifestEntry]:
         }
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"step {step} is not saved: the processes did not report their pieces "
-            f"({' '.join(str(error).split())[:200]})"
+            f"step {step} is not saved: a process sent an invalid report of its pieces "
+            f"({' '.join(str(error).split())[:200]}); start all processes with the same version of "
+            "layoutopt"
         ) from None
 
 
@@ -224,8 +226,12 @@ def of_step(
     if found is None:
         steps = ", ".join(str(one) for one, _ in there[::-1])
         raise UserError(
-            f"checkpoint {str(directory)!r}: resume={step}: there is no checkpoint of that step; "
-            + (f"there are {steps}" if steps else "there are no checkpoints")
+            f"checkpoint {str(directory)!r}: resume={step}: there is no checkpoint of step {step}; "
+            + (
+                f"the directory has checkpoints of steps {steps}"
+                if steps
+                else "the directory has no checkpoints"
+            )
         )
     said = []
     if cluster is None or cluster.is_writer:
@@ -249,10 +255,10 @@ def going_on(directory: str | Path) -> str:
     """The checkpoints from which a training with infinite numbers can resume, in words."""
     there = listed(directory)
     if not there:
-        return f"nothing is saved in {str(directory)!r}"
+        return f"there is no checkpoint in {str(directory)!r} to resume from"
     older = ", ".join(str(step) for step, _ in there[1:])
-    also = f"; older ones, by resume=: {older}" if older else ""
-    return f"continue from step {there[0][0]} in {str(directory)!r}, the newest there{also}"
+    also = f" (or, with resume=STEP, from an older step: {older})" if older else ""
+    return f"resume from step {there[0][0]}, the newest checkpoint in {str(directory)!r}{also}"
 
 
 def _first(
@@ -265,7 +271,7 @@ def _first(
     skipped: list[str] = []
     if cluster is not None:
         names = ", ".join(path.name for _, path in found)
-        cluster.same(f"what lies in {directory}", names)
+        cluster.same(f"the list of checkpoints in {directory}", names)
     for step, path in found:
         opened, why = _checked(path, step, cluster, finite)
         if opened is not None:
@@ -273,8 +279,8 @@ def _first(
         skipped.append(f"{path.name}: {why}")
     if skipped:
         raise UserError(
-            f"checkpoint {str(directory)!r}: no complete checkpoint in it ({'; '.join(skipped)}); "
-            "give another directory, or remove this one to start again"
+            f"checkpoint {str(directory)!r}: the directory has no complete checkpoint "
+            f"({'; '.join(skipped)}); give another directory, or remove this one to start again"
         )
     return None
 
@@ -300,7 +306,7 @@ def _opened(
     """A checkpoint of this step; OSError or ValueError if `Checkpoint.check` finds that it is not whole."""
     manifest = manifests.read(path / MANIFEST)
     if manifest.step != step:
-        raise ValueError(f"{MANIFEST} says step {manifest.step}")
+        raise ValueError(f"{MANIFEST} is of step {manifest.step}, not {step}")
     opened = Checkpoint(path, step, manifest.variables, manifest.extra)
     opened.check(mine, finite)
     return opened

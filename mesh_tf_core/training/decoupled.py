@@ -42,9 +42,11 @@ class Met:
     def words(self, count: int) -> str:
         """'round 3, 3 of 4 replicas'."""
         lost = (
-            "; the work of this replica was too old and is dropped" if self.dropped and not self.left else ""
+            "; the update of this replica was too old and is discarded"
+            if self.dropped and not self.left
+            else ""
         )
-        lost += "".join(f"; the post of replica {one} is excluded: {why}" for one, why in self.left.items())
+        lost += "".join(f"; the update of replica {one} is excluded: {why}" for one, why in self.left.items())
         return f"round {self.round}, {len(self.present)} of {count} replicas{lost}"
 
 
@@ -88,7 +90,7 @@ class Decoupled:
         if not given.get("directory") or place is None:
             raise UserError(
                 f"meet {text!r}: give the directory and the replica, e.g. dir=/shared/run,replica=0/4 "
-                "(the first of four)"
+                "for the first of four replicas"
             )
         return cls(replica=int(place[1]), count=int(place[2]), **given)
 
@@ -105,7 +107,10 @@ class Decoupled:
     def __post_init__(self) -> None:
         object.__setattr__(self, "directory", Path(self.directory))
         if self.count < 1:
-            raise UserError(f"meet: needs at least one replica, found {self.replica}/{self.count}")
+            raise UserError(
+                f"meet: the number of replicas must be at least 1, found {self.count} in "
+                f"{self.replica}/{self.count}"
+            )
         if not 0 <= self.replica < self.count:
             raise UserError(
                 f"meet: replica {self.replica}/{self.count} does not exist: use 0/{self.count} to "
@@ -115,5 +120,5 @@ class Decoupled:
         check_outer("meet", self.period, self.learning_rate, self.momentum, self.fragments, self.bits)
         if not (self.patience >= 0 and self.staleness >= 0):
             raise UserError(
-                f"meet: patience {self.patience:g} and staleness {self.staleness} must be at least 0"
+                f"meet: patience={self.patience:g} and staleness={self.staleness} must both be at least 0"
             )

@@ -118,7 +118,7 @@ class EvaluationPass:
                 sums, self.least[name] = (None, -math.inf) if rows is None else _sums(rows, tensor)
                 if sums is None:
                     results[name] = tensor
-                    whole[name] = "the inputs have no common batch" if rows is None else rows.why
+                    whole[name] = "the inputs have no common batch dimension" if rows is None else rows.why
                 else:
                     results.update(zip((ABOVE.format(name), BELOW.format(name)), sums, strict=False))
         return results, whole
@@ -144,7 +144,7 @@ class EvaluationPass:
                 for name, value in self.engine.run(item.fed).items():
                     found.setdefault(name, []).append(np.asarray(value, np.float64))
         if not counts:
-            raise UserError("evaluate: no batches")
+            raise UserError("evaluate: the data have no batches; give at least one")
         if rows is not None:
             counts = self._of_all(rows, counts)
         sums = {
@@ -163,8 +163,8 @@ class EvaluationPass:
             if [int(np.searchsorted(rows, count)) for count in whole] == counts:
                 return whole
         raise UserError(
-            "evaluate: the data lack rows of this process; in a short batch, yield the rows that exist "
-            "(numbers[rows[rows < len(numbers)]]), or an array without rows"
+            "evaluate: the data did not return all rows of this process; for a short last batch, yield "
+            "the rows that exist (numbers[rows[rows < len(numbers)]]), or an array of zero rows"
         )
 
     def _mean(self, name: str, sums: Mapping[str, float], examples: int, batches: int) -> float:
@@ -187,19 +187,22 @@ class EvaluationPass:
             check("evaluate", batch=(batch, BATCH))
             short = {n: np.asarray(batch[n]) for n in self.batched if n in batch}
             if lone := next((n for n, a in short.items() if not a.ndim), ""):
-                raise UserError(f"evaluate: the batch's {lone!r} is one number; give an array of rows")
+                raise UserError(
+                    f"evaluate: the batch's {lone!r} is a single number; give an array with one row for each "
+                    "example"
+                )
             sizes = {a.shape[0] for a in short.values()}
             count = min(sizes, default=most)
             if len(sizes) > 1 or not least <= count <= most:
                 raise UserError(
-                    f"evaluate: a batch has {' and '.join(map(str, sorted(sizes)))} rows; its inputs need "
-                    f"equally many, from {least} to {most}"
+                    f"evaluate: a batch has {' and '.join(map(str, sorted(sizes)))} rows; all inputs "
+                    f"must have the same number of rows, from {least} to {most}"
                 )
             if count < most and self.whole:
                 name, why = next(iter(self.whole.items()))
                 raise UserError(
-                    f"evaluate: a batch has {count} rows instead of {most}, and {name!r} is not a sum over "
-                    f"rows ({why}); drop the short batch, or remove {name!r} from the metrics"
+                    f"evaluate: a batch has {count} rows instead of {most}, and {name!r} is not a sum "
+                    f"over rows ({why}); omit the short batch, or remove {name!r} from the metrics"
                 )
             counts.append(count)
             padded = {n: np.concatenate([a, _padding(a, most - count)]) for n, a in short.items()}
@@ -244,9 +247,13 @@ def running_means(program: Program, steps: int, what: str) -> Mapping[str, Varia
     slots = [s.variable for s in program.variables.values()]
     found = {v.slot_of: v for v in slots if v.slot_of and v.name == f"{v.slot_of}/{EMA}"}
     if not found:
-        raise UserError(f"{what}: the optimizer has no running means; set e.g. ema=0.999")
+        raise UserError(
+            f"{what}: the optimizer has no running means; set them in the optimizer, e.g. ema=0.999"
+        )
     if not steps:
-        raise UserError(f"{what}: running means begin with the first step; train first, or remove ema")
+        raise UserError(
+            f"{what}: there are no running means before the first step; train first, or remove ema"
+        )
     return found
 
 

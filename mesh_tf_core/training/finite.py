@@ -68,8 +68,8 @@ class FinitePieces(Mapping[VariablePiece, Any]):
         array = self._pieces[piece]
         if piece.name in self._names and not is_finite(array):
             raise UserError(
-                f"step {self._step} is not saved: variable {piece.name!r} has numbers that are not finite; "
-                + self._todo()
+                f"step {self._step} is not saved: variable {piece.name!r} contains NaN or infinite "
+                "numbers; " + self._todo()
             )
         return array
 
@@ -98,7 +98,7 @@ class FiniteLoss:
         self._skipped += 1
         if self.scaled and self._skipped < SKIPPED:
             return
-        tried = f"and in the {SKIPPED - 1} before it, which the loss scale skipped" if self.scaled else ""
+        tried = f"and in the {SKIPPED - 1} steps before, which the loss scale skipped" if self.scaled else ""
         raise UserError(
             f"the loss is {loss} in step {step}{f', {tried}' if tried else ''}; try a smaller "
             "learning rate, a warm-up, clip_norm in the optimizer, or float32 activations, and check the "

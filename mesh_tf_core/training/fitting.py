@@ -117,8 +117,8 @@ class Fitting:
                         last = time.perf_counter()
             if trainer.step_number < self.steps and not self.stop():
                 raise UserError(
-                    f"the data ended after {trainer.step_number} of {self.steps} steps; "
-                    "give more batches or fewer steps"
+                    f"the data ended after {trainer.step_number} of {self.steps} steps; give more "
+                    "batches, or request fewer steps"
                 )
             if self.checkpoint is not None and trainer.step_number > saved:
                 trainer.save(self.checkpoint, wait=False)

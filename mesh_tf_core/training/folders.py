@@ -36,8 +36,8 @@ def check_mode(mode: int, called: str) -> None:
     """UserError unless it is a mode of folders that lets the owner write."""
     if not 0o700 <= mode <= 0o777:
         raise UserError(
-            f"checkpoint mode {called} does not let the owner read and write; write an octal number, e.g. "
-            "0700 (yours alone), 0750 (your group reads) or 0755 (all read)"
+            f"checkpoint mode {called} must be an octal number that gives the owner full access, e.g. "
+            "0700 (only you), 0750 (your group can read) or 0755 (everyone can read)"
         )
 
 
@@ -52,7 +52,7 @@ def check_directory(directory: str | Path, mode: int | None = None) -> None:
     """Raises UserError unless checkpoints can be written there; makes the directory (of this mode), and the
     one around it, but none above."""
     if not str(directory):
-        raise UserError("checkpoint '' names no directory; write for example build/run")
+        raise UserError("checkpoint '' is empty; name a directory, e.g. build/run")
     root = Path(directory)
     try:
         for folder in (root.parent, root):
@@ -61,19 +61,22 @@ def check_directory(directory: str | Path, mode: int | None = None) -> None:
     except FileExistsError as error:
         kind = "a broken link" if os.path.islink(error.filename) else "a file"
         raise UserError(
-            f"checkpoint {str(directory)!r}: {str(error.filename)!r} is {kind}; name a directory"
+            f"checkpoint {str(directory)!r}: {str(error.filename)!r} is {kind}; give another path"
         ) from None
     except FileNotFoundError as error:
         if root.parent.parent.is_dir():
             raise unwritable(directory, error) from None
         raise UserError(
-            f"checkpoint {str(directory)!r} cannot be made: there is no folder "
-            f"{str(root.parent.parent)!r}; make it, or choose another place"
+            f"checkpoint {str(directory)!r} cannot be created: there is no folder "
+            f"{str(root.parent.parent)!r}; create the folder, or choose another path"
         ) from None
     except (OSError, ValueError) as error:
         raise unwritable(directory, error) from None
     if not os.access(root, os.W_OK | os.X_OK):
-        raise UserError(f"checkpoint {str(directory)!r} cannot be written: permission denied")
+        raise UserError(
+            f"checkpoint {str(directory)!r} cannot be written: permission denied; change the permissions, or "
+            "give another directory"
+        )
 
 
 @contextlib.contextmanager
@@ -97,12 +100,15 @@ def unwritable(directory: str | Path, error: Exception) -> UserError:
     """The user's error for an error of the operating system."""
     said, todo = (
         (error.strerror if isinstance(error, OSError) else None) or error,
-        "give a directory with room",
+        "give a directory with enough free space",
     )
     if isinstance(error, FileNotFoundError):
-        said, todo = "its folder was removed", "leave it, or give another directory"
+        said, todo = (
+            "another process removed the directory",
+            "do not remove it during training, or give another directory",
+        )
     left = listed(directory)
-    kept = f"; {left[0][1].name} is still there" if left else ""
+    kept = f"; the checkpoint {left[0][1].name} is still complete" if left else ""
     return UserError(f"checkpoint {str(directory)!r} cannot be written: {said}; {todo}{kept}")
 
 
@@ -147,8 +153,7 @@ def begun(directory: str | Path, step: int, name: Any) -> Path:
     found = UNFINISHED.fullmatch(name) if isinstance(name, str) else None
     if found is None or int(found[1]) != step:
         raise UserError(
-            f"checkpoint {str(directory)!r}: requested to write step {step} to {str(name)[:80]!r}, which "
-            f"is not "
-            "an unfinished checkpoint of it; nothing is written"
+            f"checkpoint {str(directory)!r}: worker 0 named the folder {str(name)[:80]!r}, which is not "
+            f"an unfinished checkpoint of step {step}; nothing is written"
         )
     return Path(directory) / found[0]

@@ -78,11 +78,11 @@ def _take(place: str, called: str) -> str:
             os.close(handle)
             if error.errno in TAKEN:
                 raise UserError(
-                    f"{called} is in use: {holder} writes there; wait until it ends, or give another "
-                    "directory"
+                    f"{called} is in use by {holder}; wait until that process ends, or give another directory"
                 ) from None
             return (
-                f"{called} cannot be locked here ({error.strerror}); make sure that no other job writes there"
+                f"{called} cannot be locked on this file system ({error.strerror}); make sure that no "
+                "other job writes to it"
             )
         if _is_in_place(place, handle):
             break
@@ -101,17 +101,23 @@ def _take(place: str, called: str) -> str:
 
 def _take_again(place: str, called: str) -> str:
     """Takes the lock that was removed while this process held it, unless another job has; says so."""
-    lost, removed = _handles.pop(place), f"{called}: its {FILE} was removed while this job held it"
+    lost, removed = (
+        _handles.pop(place),
+        f"{called}: its lock file {FILE} was removed while this job was running",
+    )
     try:
         trouble = _take(place, called)
     except UserError as error:
         _handles[place] = lost
-        raise UserError(f"{removed}, and {error}") from None
+        raise UserError(f"{removed}; now {error}") from None
     except BaseException:
         _handles[place] = lost
         raise
     os.close(lost)
-    return trouble or f"{removed}, and exists again; keep it, because it excludes other jobs"
+    return (
+        trouble
+        or f"{removed} and has been created again; do not remove the file, because it keeps other jobs out"
+    )
 
 
 def _opened(place: str, called: str) -> int:
@@ -124,15 +130,17 @@ def _opened(place: str, called: str) -> int:
         )
     except OSError as error:
         if error.errno in FOREIGN:
-            raise _foreign(called, "a link" if os.path.islink(path) else "no file") from None
+            raise _foreign(
+                called, "a symbolic link" if os.path.islink(path) else "not a regular file"
+            ) from None
         raise
     found, kind = os.fstat(handle), ""
     if not stat.S_ISREG(found.st_mode):
-        kind = "no file"
+        kind = "not a regular file"
     elif found.st_nlink > 1:
-        kind = "a file that has another name too"
+        kind = "a file with a second hard link"
     elif not _is_ours(os.pread(handle, LONGEST, 0)):
-        kind = "a file of something else"
+        kind = "a file of another program"
     if kind:
         os.close(handle)
         raise _foreign(called, kind)
@@ -141,7 +149,8 @@ def _opened(place: str, called: str) -> int:
 
 def _foreign(called: str, kind: str) -> UserError:
     return UserError(
-        f"{called}: {FILE} there is {kind} and would be overwritten; remove it, or give another directory"
+        f"{called}: the lock file {FILE} would overwrite what exists there, {kind}; remove {FILE}, or "
+        "give another directory"
     )
 
 

@@ -86,7 +86,9 @@ class ManifestEntry(BaseModel):
                     for at in itertools.product(*map(range, counts))
                 }
         if not fills:
-            raise ValueError(f"{len(begins)} pieces of {list(sizes)} do not fill {list(self.shape)}")
+            raise ValueError(
+                f"{len(begins)} pieces of shape {list(sizes)} do not fill shape {list(self.shape)}"
+            )
         return self
 
 
@@ -135,28 +137,28 @@ def read(path: Path) -> Manifest:
     """
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{path.name} is not a file")
+        raise ValueError(f"{path.name} is not a regular file")
     if found.st_size > LARGEST:
-        raise ValueError(f"{path.name} has {found.st_size} bytes; which is too large for a manifest")
+        raise ValueError(f"{path.name} has {found.st_size} bytes, more than a manifest can have")
     try:
         plain = json.loads(path.read_bytes())
         if not isinstance(plain, Mapping):
-            raise ValueError(f"{path.name} must be an object, found {type(plain).__name__}")
+            raise ValueError(f"{path.name} must contain a JSON object, found {type(plain).__name__}")
         said = plain.get("format", FORMAT)
         if said not in FORMATS:
-            raise ValueError(f"format {str(said)[:LONGEST]!r} instead of {FORMAT!r}")
+            raise ValueError(f"{path.name} has format {str(said)[:LONGEST]!r} instead of {FORMAT!r}")
         for name in ("format", "sha256"):
             if name not in plain:
                 raise ValueError(f"{path.name} lacks {name!r}")
         manifest = Manifest.model_validate(plain)
         if plain["sha256"] != _digest(plain):
-            raise ValueError(f"{path.name} differs from its checksum")
+            raise ValueError(f"{path.name} does not match its checksum")
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))[:LONGEST]
         raise ValueError(f"{path.name}: {where!r}: {' '.join(first['msg'].split())}") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path.name} is not JSON: {error}") from None
+        raise ValueError(f"{path.name} is not valid JSON: {error}") from None
     except (RecursionError, MemoryError):
         raise ValueError(f"{path.name} is nested too deeply, or too large") from None
     return manifest

@@ -46,28 +46,29 @@ class Checkpoint:
             name, shape = variable.name, variable.shape.sizes
             if name not in self.variables:
                 met = f"{variable.slot_of}/{BEFORE}"
-                other = "another model"
+                other = "another model or optimizer; use the same ones"
                 if variable.slot_of is not None and name.startswith(met):
-                    other = "other replicas, or none; continue with the same diloco"
+                    other = "a run with other diloco settings; resume with the same settings"
                 raise UserError(f"checkpoint {where!r} has no variable {name!r}: it was saved by {other}")
             there = self.variables[name].shape
             if variable.shape.names[:1] == (REPLICA,) and there[-len(shape) + 1 :] == shape[1:] != shape:
                 count = there[0] if len(there) == len(shape) else 0
                 if count != shape[0]:
                     raise UserError(
-                        f"checkpoint {where!r} was saved by {count or 'no'} replicas, this training has "
-                        f"{shape[0]}, and each has its own optimizer state: continue with as many, or start "
-                        "from weights (`save_weights`, `load`)"
+                        f"checkpoint {where!r} was saved by {count or 'no'} replicas, but this training "
+                        f"has {shape[0]}, and each replica has its own optimizer state; use the same "
+                        "number of replicas, or start from the weights only (`save_weights`, `load`)"
                     )
             if there[1:] == shape and f"{name}/{BEFORE}" in self.variables:
                 raise UserError(
-                    f"checkpoint {where!r} was saved by {there[0]} replicas (diloco), this training has "
-                    "none: continue with their diloco, or start from weights (`save_weights`, `load`)"
+                    f"checkpoint {where!r} was saved by {there[0]} replicas (diloco), but this training "
+                    "has none; resume with the same diloco, or start from the weights only "
+                    "(`save_weights`, `load`)"
                 )
             if there != shape:
                 raise UserError(
-                    f"checkpoint {where!r}: variable {name!r} has shape {there} in the checkpoint, "
-                    f"[{variable.shape}] in the model; use the same hyperparameters"
+                    f"checkpoint {where!r}: variable {name!r} has shape {list(there)} in the checkpoint, "
+                    f"but [{variable.shape}] in the model; use the hyperparameters of the saved model"
                 )
 
     def read(self, name: str) -> Any:
@@ -115,9 +116,9 @@ class Checkpoint:
                     )
                 number += 1
                 if mine(number) and place.sha256() != part.sha256:
-                    raise ValueError(f"{said} differs from its checksum in {part.file}")
+                    raise ValueError(f"{said} in {part.file} does not match its checksum")
                 if mine(number) and name in finite and not is_finite(place.mapped()):
-                    raise ValueError(f"{said} has numbers that are not finite")
+                    raise ValueError(f"{said} contains NaN or infinite numbers")
 
     def _entry(self, name: str) -> ManifestEntry:
         if name not in self.variables:
@@ -131,7 +132,7 @@ class Checkpoint:
         if part.file not in self._places:
             path = self.path / part.file
             if path.is_symlink():
-                raise ValueError(f"{part.file} is a link")
+                raise ValueError(f"{part.file} is a symbolic link")
             self._places[part.file] = array_files.places(path)
         found, key = (
             self._places[part.file],

@@ -126,7 +126,8 @@ class Directory:
             return os.listdir(self.root)
         except OSError as error:
             raise UserError(
-                f"meet: the directory {str(self.root)!r} cannot be read ({error.strerror})"
+                f"meet: the directory {str(self.root)!r} cannot be read ({error.strerror}); name a "
+                "readable directory"
             ) from None
 
     def newest(self) -> int:
@@ -135,15 +136,17 @@ class Directory:
         newest = max((r for r in rounds if r == 0 or r - 1 in rounds), default=-1)
         if rounds and newest < 0:
             raise UserError(
-                f"meet: {str(self.root)!r} has state {max(rounds)} but not the previous one: it is a "
-                "stray copy, or the others were removed; move it away, or name another directory"
+                f"meet: {str(self.root)!r} has state {max(rounds)} but no earlier one, so state "
+                f"{max(rounds)} is a copy, or earlier states were removed; move the file away, or name "
+                "another directory"
             )
         for stray in sorted(r for r in rounds if r > newest):
             name = f"state-{stray:08d}.npz"
             if name not in self._told:
                 self._told.add(name)
                 warnings.warn(
-                    f"meet: {name} in {str(self.root)!r} is ignored: the previous state does not exist",
+                    f"meet: {name} in {str(self.root)!r} is ignored, because the previous state does not "
+                    "exist",
                     MeetWarning,
                     stacklevel=2,
                 )
@@ -193,9 +196,9 @@ class Directory:
             ("replica", replica, about.replica),
         ):
             if here != there:
-                raise UnusablePost(f"it is of {name} {str(there)[:40]}, not {here}")
+                raise UnusablePost(f"the file is of {name} {str(there)[:40]}, not {here}")
         if about.bits not in BITS:
-            raise UnusablePost(f"it has bits={about.bits}")
+            raise UnusablePost(f"the file has the unsupported bits={about.bits}")
         return about, _read(arrays, wanted[about.bits])
 
     def about(self, round: int) -> MeetingState:
@@ -214,9 +217,9 @@ class Directory:
             return about, _read(arrays, {name: (FLOATS, shape) for name, shape in wanted.items()})
         except UnusablePost as error:
             raise UserError(
-                f"meet: {str(self.root)!r} has the states of another model, or damaged ones: in "
-                f"state-{round:08d}.npz {error}; name another directory, or use the same hyperparameters "
-                "and fragments"
+                f"meet: {str(self.root)!r} has states of another model, or damaged states "
+                f"(state-{round:08d}.npz: {error}); name another directory, or use the same "
+                "hyperparameters and fragments"
             ) from None
 
     def _state(self, round: int) -> tuple[MeetingState, Mapping[str, Any]]:
@@ -225,15 +228,15 @@ class Directory:
             arrays = _opened(path)
             about = _about(arrays, MeetingState)
             if about.round != round:
-                raise UnusablePost(f"it is state {about.round}")
+                raise UnusablePost(f"the file contains state {about.round}")
             if self.run and about.run != self.run:
-                raise UnusablePost("it is of another run")
+                raise UnusablePost("the file is of another run")
             if about.shared.get("replica") == self.how.count <= max(about.present, default=0):
-                raise UnusablePost(f"it is of replica {max(about.present)}")
+                raise UnusablePost(f"the file is of replica {max(about.present)}")
         except UnusablePost as error:
             raise UserError(
-                f"meet: {str(path)!r} is incomplete, or no replica wrote it ({error}); remove it and "
-                "start again"
+                f"meet: {str(path)!r} is incomplete, or was not written by a replica ({error}); remove "
+                "the file and start again"
             ) from None
         self._agree(about)
         self.run = about.run
@@ -246,8 +249,8 @@ class Directory:
             so = "replica=…/" if name == "replica" else f"{name}="
             if there != here:
                 raise UserError(
-                    f"meet: replicas synchronise in {str(self.root)!r} with {so}{there:g}, this one has "
-                    f"{so}{here:g}; use the same, or name another directory"
+                    f"meet: the replicas in {str(self.root)!r} use {so}{there:g}, but this replica uses "
+                    f"{so}{here:g}; use the same setting, or name another directory"
                 )
 
     # -- writing ---------------------------------------------------------------------------------------------
@@ -279,8 +282,8 @@ class Directory:
             pass
         except OSError as error:
             raise UserError(
-                f"meet: no state can be made in {str(self.root)!r} ({error.strerror}); name a directory that "
-                "has hard links, as local disks and NFS have"
+                f"meet: no state can be created in {str(self.root)!r} ({error.strerror}); name a "
+                "directory on a file system with hard links, e.g. a local disk or NFS"
             ) from None
         finally:
             beside.unlink(missing_ok=True)
@@ -306,7 +309,8 @@ def make_folder(path: Path) -> None:
         path.mkdir(exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"meet: no directory {str(path)!r} ({error.strerror}); name one that can be written"
+            f"meet: the directory {str(path)!r} cannot be created ({error.strerror}); name a directory "
+            "that can be written"
         ) from None
 
 
@@ -342,7 +346,7 @@ def _opened(path: Path) -> Mapping[str, array_files.Zipped]:
         return array_files.zipped(path)
     except FileNotFoundError:
         if path.is_symlink():  # its name is there, so whoever reads it again would do so for ever
-            raise UnusablePost("it is a broken link") from None
+            raise UnusablePost("the file is a broken symbolic link") from None
         raise
     except (OSError, ValueError) as error:
         raise UnusablePost(str(error)) from None
@@ -351,13 +355,15 @@ def _opened(path: Path) -> Mapping[str, array_files.Zipped]:
 def _about(arrays: Mapping[str, array_files.Zipped], kind: type[About]) -> About:
     found = arrays.get(ABOUT)
     if found is None or found.dtype != np.uint8 or len(found.shape) != 1 or found.shape[0] > MOST_ABOUT:
-        raise UnusablePost("it has no description")
+        raise UnusablePost("the file has no valid description")
     try:
         return kind.model_validate_json(found.read().tobytes())
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))[:80]
-        raise UnusablePost(f"its description: {where!r}: {' '.join(first['msg'].split())[:200]}") from None
+        raise UnusablePost(
+            f"invalid description, field {where!r}: {' '.join(first['msg'].split())[:200]}"
+        ) from None
     except ValueError as error:
         raise UnusablePost(str(error)) from None
 
@@ -378,5 +384,5 @@ def _read(arrays: Mapping[str, array_files.Zipped], wanted: WantedArrays) -> Arr
         except (OSError, ValueError) as error:
             raise UnusablePost(str(error)) from None
         if not is_finite(made[name]):
-            raise UnusablePost(f"{name[:80]!r} has numbers that are not finite")
+            raise UnusablePost(f"{name[:80]!r} contains NaN or infinite numbers")
     return made

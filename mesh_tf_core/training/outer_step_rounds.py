@@ -115,8 +115,8 @@ class Meetings:
             open = self.directory.newest()
             if open < since:
                 raise UserError(
-                    f"meet: {str(self.how.directory)!r} no longer has state {since}, which this replica "
-                    "started from; restart all replicas in a new directory"
+                    f"meet: {str(self.how.directory)!r} no longer has state {since}, from which this "
+                    "replica started; restart all replicas in a new directory"
                 )
             held = self._held(since, open)
             if held is not None:  # before this process was
@@ -190,9 +190,9 @@ class Meetings:
             came[name] = self._began[name][part] - _wide(self.engine.read(name))[part]
             if not is_finite(came[name]):
                 raise UserError(
-                    f"meet: variable {name!r} has numbers that are not finite, so nothing is posted and "
-                    "the others continue without this replica; restart it from an earlier checkpoint with "
-                    "a smaller learning rate, a warm-up or clip_norm in the optimizer"
+                    f"meet: variable {name!r} contains NaN or infinite numbers, so this replica stops "
+                    "and the other replicas continue; restart this replica from an earlier checkpoint "
+                    "with a smaller learning rate, a warm-up or clip_norm in the optimizer"
                 )
         if self.how.bits == WHOLE:
             return came, self._lost
@@ -261,11 +261,11 @@ class Meetings:
                 return
             worst = max(posts, key=lambda replica: _largest(posts[replica]))
             del posts[worst]
-            left[worst] = "its numbers are too large"
+            left[worst] = "the numbers are too large"
         said = "; ".join(f"replica {replica}: {why}" for replica, why in left.items())
         raise UserError(
-            f"meet: no post of round {open} in {str(self.how.directory)!r} can be used ({said}); check "
-            "which jobs write there, and start again"
+            f"meet: no update of round {open} in {str(self.how.directory)!r} can be used ({said}); check "
+            "which jobs write to this directory, and start again"
         )
 
     def _outer(self, open: int, state: ArraysByName, posts: Mapping[int, ArraysByName]) -> ArraysByName:

@@ -67,8 +67,8 @@ class TrainedReplicas:
         if had != has:
             there, here = ("none" if each is None else f"fragment {each}" for each in (had, has))
             raise UserError(
-                f"checkpoint {where!r}: after step {step} {there} is in flight with diloco {written}, "
-                f"{here} with {self.diloco}; continue with the same diloco"
+                f"checkpoint {where!r}: after step {step}, the fragment in flight is {there} with the "
+                f"saved diloco {written}, but {here} with {self.diloco}; resume with the saved diloco"
             )
 
     def together(self, batches: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

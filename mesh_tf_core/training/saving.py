@@ -26,8 +26,8 @@ def check_position(position: Any) -> None:
         json.dumps(position)
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"the data's get_state() gave {position!r}, which a checkpoint cannot store ({error}); "
-            "return types of JSON"
+            f"the data's get_state() returned {position!r}, which cannot be stored in a checkpoint "
+            f"({error}); return only JSON values (dicts, lists, strings, numbers, bools, None)"
         ) from None
 
 
@@ -144,8 +144,9 @@ class _JointCheckpoint:
                 folder = folders.begun(self._directory, step, *name)
                 if not folder.is_dir() or folder.is_symlink():
                     raise UserError(
-                        f"{self._cluster.name(self._cluster.index)} does not see {str(folder)!r}, which "
-                        f"{self._cluster.name(0)} made; --checkpoint must be a folder that all machines share"
+                        f"{self._cluster.name(self._cluster.index)} cannot find {str(folder)!r}, which "
+                        f"{self._cluster.name(0)} created; use a checkpoint directory that all machines "
+                        "share"
                     )
                 said += checkpoint.write_pieces(folder, self._cluster.index, pieces)
             # The writer says what went wrong first: a folder is also gone because it could not write.

@@ -46,8 +46,8 @@ from mesh_tf_core.training.replicas import TrainedReplicas
 from mesh_tf_core.training.saving import Saver, check_position
 from mesh_tf_core.training.weights import GivenWeights, LoadedWeights, Source, read_weights, write_trained
 
-MODEL = instance(Model, "a Model, as mtf.Model(loss) makes")
-MODE = optional(ArgumentKind(is_whole, "a whole number as 0o700"))
+MODEL = instance(Model, "an mtf.Model, e.g. mtf.Model(loss)")
+MODE = optional(ArgumentKind(is_whole, "a file mode as a whole number, e.g. 0o700"))
 
 
 class Trainer:

@@ -36,9 +36,11 @@ GivenWeights = Mapping[str, Any] | str | Path | Sequence[str | Path]
 """Arrays by name; a .npz or .safetensors file, several of them, or a directory of safetensors files or of
 checkpoints."""
 WEIGHTS = ArgumentKind(
-    PATH.holds, "arrays by name, or a .npz or .safetensors file, several, or a directory of them"
+    PATH.holds,
+    "a dict of arrays, one or more .npz or .safetensors files, or a directory of safetensors files or "
+    "checkpoints",
 )
-NAMES = instance(Mapping, "a dict of variables and the names of their weights")
+NAMES = instance(Mapping, "a dict from variables to the names of their weights")
 ARRAYS = ArgumentKind(
     lambda name: isinstance(name, str) or (isinstance(name, tuple) and all(isinstance(n, str) for n in name)),
     "the name of an array, or a tuple of names",
@@ -79,7 +81,7 @@ def _is_pattern(text: Any) -> bool:
     return False
 
 
-PATTERN = ArgumentKind(_is_pattern, "a regular expression, as text")
+PATTERN = ArgumentKind(_is_pattern, "a regular expression as a string")
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def read_weights(
     wanted = {v.name: v for v in variables if v.slot_of is None and v.name != "step"}
     for name in names:
         if name not in wanted:
-            raise UserError(f"load: names has {name!r}, which is not a variable; {known_names(name, wanted)}")
+            raise UserError(f"load: {name!r} in `names` is not a variable; {known_names(name, wanted)}")
     found: dict[str, _Parts] = {}
     missing: list[str] = []
     wrong: list[str] = []
@@ -140,8 +142,8 @@ def read_weights(
         said = [f"no weights for {', '.join(missing)}"] if missing else []
         there = ", ".join(list(arrays)[:3])
         hint = (
-            f"; there are {there} and others: give names=, or new= for variables that keep their "
-            "initial values"
+            f"; the weights contain {there} and others; map them with names=, or list variables that "
+            "keep their initial values with new="
         )
         raise UserError(f"load: {'; '.join([*said, *wrong])}{hint if missing else ''}")
     _check_numbers({wanted[name]: parts for name, parts in found.items()}, arrays, cluster)
@@ -243,8 +245,8 @@ def _arrays(weights: GivenWeights) -> dict[str, Any]:
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        raise UserError(f"load: {str(path)!r} cannot be read: {error}; give a whole file") from None
-    raise UserError(f"load: {str(path)!r} is not a .npz or .safetensors file, and not a directory")
+        raise UserError(f"load: {str(path)!r} cannot be read: {error}; give a complete file") from None
+    raise UserError(f"load: {str(path)!r} is neither a .npz or .safetensors file nor a directory")
 
 
 def _given(name: str, array: Any) -> _Array:
@@ -256,13 +258,17 @@ def _given(name: str, array: Any) -> _Array:
         return _Array(tuple(np.shape(array)), dtype, partial(np.asarray, array))
     except Exception as error:  # as many kinds as there are things that are not arrays
         why = " ".join(f"{type(error).__name__} {error}".split())[:200]
-        raise UserError(f"load: {name!r} is not an array ({why}); give arrays by name") from None
+        raise UserError(
+            f"load: {name!r} cannot be converted to an array ({why}); give a dict of arrays"
+        ) from None
 
 
 def _checkpointed(path: Path) -> dict[str, _Array]:
     found = checkpoint.newest(path)
     if found is None:
-        raise UserError(f"load: {str(path)!r} has no safetensors files and no checkpoint")
+        raise UserError(
+            f"load: the directory {str(path)!r} contains neither safetensors files nor a checkpoint"
+        )
     return {
         name: _Array(entry.shape, np_dtype(entry.dtype), partial(found.read, name))
         for name, entry in found.variables.items()
@@ -289,16 +295,17 @@ def _parts(variable: Variable, source: Source) -> _Parts:
         fits = [n for n in range(most + 1) if math.prod(sizes[:n]) == count]
         if not fits:
             raise UserError(
-                f"load: {count} arrays are named for {variable.name!r} [{variable.shape}]; give one for each "
-                "layer, or for each element of the first two dimensions"
+                f"load: names has {count} arrays for {variable.name!r} [{variable.shape}]; give one "
+                "array for each layer, or one for each index of the first two dimensions"
             )
         return _Parts(source.name, source.transpose, sizes[fits[-1] :])
     first, *others = source.name.split("{}")
     counted = len(others)
     if counted > variable.stacked:
         raise UserError(
-            f"load: {source.name!r} counts layers; {variable.name!r} [{variable.shape}] has "
-            f"{variable.stacked} dimensions that do"
+            f"load: {source.name!r} has {counted} placeholders {{}}, but {variable.name!r} "
+            f"[{variable.shape}] has only {variable.stacked} stacked dimensions; use one placeholder for "
+            "each"
         )
     names = tuple(
         first + "".join(f"{n}{text}" for n, text in zip(at, others, strict=True))
@@ -312,13 +319,16 @@ def _misfits(variable: Variable, parts: _Parts, arrays: Mapping[str, _Array]) ->
     for name in parts.names:
         shape, dtype = arrays[name].shape, arrays[name].dtype
         if not are_numbers(dtype):
-            yield f"{variable.name!r} needs real numbers, {name!r} is of dtype {dtype}"
+            yield f"{variable.name!r} needs real numbers, but {name!r} has dtype {dtype}"
         elif turned and sorted(parts.transpose) != list(range(len(shape))):
-            yield f"{name!r} has shape {list(shape)}, which cannot be transposed {parts.transpose}"
+            yield (
+                f"{name!r} has shape {list(shape)}, for which transpose={parts.transpose} is not a "
+                "permutation of the axes"
+            )
         elif shape != parts.shape and not (turned and math.prod(shape) == math.prod(parts.shape)):
             yield (
-                f"{variable.name!r} [{variable.shape}] needs shape {list(parts.shape)}, {name!r} has "
-                f"{list(shape)}"
+                f"{variable.name!r} [{variable.shape}] needs an array of shape {list(parts.shape)}, but "
+                f"{name!r} has shape {list(shape)}"
             )
 
 
@@ -334,7 +344,7 @@ def _check_numbers(
         own = [said for variable, name in mine for said in _beyond(variable, name, arrays[name])]
         wrong = [said for each in cluster.gather("a look at the weights", own, patient=True) for said in each]
     if wrong:
-        raise UserError(f"load: {'; '.join(wrong)}; nothing is loaded")
+        raise UserError(f"load: {'; '.join(wrong)}; no variable was loaded")
 
 
 def _beyond(variable: Variable, name: str, array: _Array) -> Iterator[str]:
@@ -348,7 +358,10 @@ def _beyond(variable: Variable, name: str, array: _Array) -> Iterator[str]:
         yield f"{name!r} cannot be read: {' '.join(str(error).split())[:300]}"
     else:
         if first is not None:
-            yield f"{variable.name!r} is {variable.dtype}, and {name!r} holds {first}, of dtype {array.dtype}"
+            yield (
+                f"{name!r} contains {first}, but {variable.name!r} needs finite numbers that "
+                f"{variable.dtype} can represent"
+            )
 
 
 def _made(variable: Variable, parts: _Parts, arrays: Mapping[str, _Array]) -> Any:

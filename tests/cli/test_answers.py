@@ -39,14 +39,16 @@ TWENTY, MANY = "9" * 20, "9" * 5000
             ["cost", *ON, "--learning-rate"], "is set with --set learning_rate=VALUE", id="no value"
         ),
         pytest.param(["search", MLP, "--gpus", "8"], "write --devices 8; see", id="gpus"),
-        pytest.param(["cost", *ON, "--storage", "fsdp"], "storage 'fsdp': write zero3; known:", id="fsdp"),
-        pytest.param(["search", *ON, "--storage", "layout,ZeRO-3"], "'ZeRO-3': write zero3;", id="ZeRO-3"),
+        pytest.param(
+            ["cost", *ON, "--storage", "fsdp"], "unknown storage 'fsdp'; use zero3; known:", id="fsdp"
+        ),
+        pytest.param(["search", *ON, "--storage", "layout,ZeRO-3"], "'ZeRO-3'; use zero3;", id="ZeRO-3"),
         pytest.param(
             ["cost", *ON, "--set", "dtype=float8_e4m3fn"],
-            "dtype 'float8_e4m3fn' is not supported; write bfloat16; known: bfloat16, bool,",
+            "dtype 'float8_e4m3fn' is not supported; use bfloat16; known: bfloat16, bool,",
             id="float8",
         ),
-        pytest.param(["cost", *ON, "--set", "dtype=bf16"], "write bfloat16; known:", id="bf16"),
+        pytest.param(["cost", *ON, "--set", "dtype=bf16"], "use bfloat16; known", id="bf16"),
         pytest.param(
             ["export", "plan.json", "--to", "pytorch"], "the nearest form is --to jax; see", id="pytorch"
         ),
@@ -74,8 +76,12 @@ def test_every_answer_is_a_word_that_is_there(refused: Callable[..., str]) -> No
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        pytest.param(["cost", MLP, "--mesh", "data:²"], "'data:²' is not NAME:SIZE", id="mesh"),
-        pytest.param(["cost", MLP, "--mesh", "data:٢"], "is not NAME:SIZE", id="Arabic digits"),
+        pytest.param(
+            ["cost", MLP, "--mesh", "data:²"],
+            "is not an axis NAME:SIZE; write e.g. 'data:8;model:4'",
+            id="mesh",
+        ),
+        pytest.param(["cost", MLP, "--mesh", "data:٢"], "is not an axis NAME:SIZE", id="Arabic digits"),
         pytest.param(["cost", *ON, "--set", "batch=²"], "'²' is not a whole number", id="hyperparameter"),
         pytest.param(["cost", *ON, "--set", "learning_rate=٣"], "is not a number", id="float"),
         pytest.param(["cost", *ON, "--memory", "²GiB"], "is not an amount of memory", id="memory"),
@@ -88,10 +94,14 @@ def test_every_answer_is_a_word_that_is_there(refused: Callable[..., str]) -> No
             id="set",
         ),
         pytest.param(
-            ["cost", MLP, "--mesh", f"data:{TWENTY}"], "more than 1,048,576 devices", id="20 digits"
+            ["cost", MLP, "--mesh", f"data:{TWENTY}"],
+            "more than 1,048,576 devices",
+            id="20 digits",
         ),
         pytest.param(
-            ["cost", MLP, "--mesh", f"data:{MANY}"], "more than 1,048,576 devices", id="5,000 digits"
+            ["cost", MLP, "--mesh", f"data:{MANY}"],
+            "more than 1,048,576 devices",
+            id="5,000 digits",
         ),
         pytest.param(
             ["cost", *ON, "--set", f"batch={TWENTY}"], "size must be less than 2^63", id="dimension"
@@ -110,10 +120,18 @@ def test_every_answer_is_a_word_that_is_there(refused: Callable[..., str]) -> No
         pytest.param(["validate", *ON, "--seed", "-1"], "greater than or equal to 0", id="seed"),
         pytest.param(["train", *ON, "--timeout", "nan"], "10000000, found 'nan'", id="nan"),
         pytest.param(["train", *ON, "--timeout", "inf"], "10000000, found 'inf'", id="for ever"),
-        pytest.param(["cost", MLP, "--mesh", "none:2"], "in rules it means not split", id="none"),
-        pytest.param(["cost", MLP, "--mesh", "-:2"], "in rules it means not split", id="hyphen"),
+        pytest.param(
+            ["cost", MLP, "--mesh", "none:2"],
+            "is reserved: in layout rules it means 'not split'; use another",
+            id="none",
+        ),
+        pytest.param(
+            ["cost", MLP, "--mesh", "-:2"],
+            "is reserved: in layout rules it means 'not split'; use another",
+            id="hyphen",
+        ),
         pytest.param(["cost", MLP, "--mesh", "da\0ta:2"], "use a non-empty name without spaces", id="NUL"),
-        pytest.param(["cost", *ON, "--layout", "x" * 5000], "is not DIM:AXIS", id="a long layout"),
+        pytest.param(["cost", *ON, "--layout", "x" * 5000], "is not a rule DIM:AXIS", id="a long layout"),
         pytest.param(["cost", *ON, "--hardware", "x" * 5000], "is not known", id="a long name"),
         pytest.param(["cost", "x" * 5000 + ".py"], "does not exist", id="a long file"),
         pytest.param(["cost", "a\0.py"], "does not exist", id="a file with NUL"),

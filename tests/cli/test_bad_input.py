@@ -23,7 +23,7 @@ ON = (LM, "--mesh", "data:2;model:4")
         pytest.param(
             [*ON, "--layout", "btch:data"],
             "no operation has a dimension 'btch'; did you mean 'batch'? known: batch, d_ff,",
-            id="unknown dimension",
+            id="stacked dimensions; use one placeholder for each",
         ),
         pytest.param(
             [*ON, "--layout", "batch:dta"],
@@ -32,19 +32,24 @@ ON = (LM, "--mesh", "data:2;model:4")
         ),
         pytest.param(
             [LM, "--mesh", "data:3", "--layout", "batch:data"],
-            "dimension 'batch' has size 16, which is not divisible by the 3 devices of data; "
-            "choose a multiple of 3 or another axis",
+            "dimension 'batch' has size 16, which is not divisible by the",
             id="indivisible size",
         ),
         pytest.param(
             [*ON, "--layout", "batch:model;heads:model"],
-            "an axis can split one dimension of an operation: remove one of the two rules",
+            ", but an axis can split only one dimension of an operation",
             id="one axis twice",
         ),
         pytest.param(
-            [*ON, "--layout", "batch"], "'batch' is not DIM:AXIS or DIM:AXIS+AXIS", id="malformed layout"
+            [*ON, "--layout", "batch"],
+            "'batch' is not a rule DIM:AXIS or DIM:AXIS+AXIS",
+            id="malformed layout",
         ),
-        pytest.param([LM, "--mesh", "data"], "'data' is not NAME:SIZE", id="malformed mesh"),
+        pytest.param(
+            [LM, "--mesh", "data"],
+            "is not an axis NAME:SIZE; write e.g. 'data:8;model:4'",
+            id="malformed mesh",
+        ),
         pytest.param([LM, "--mesh", "data:0"], "size must be a positive integer, found 0", id="empty axis"),
         pytest.param([LM, "--mesh", ""], "--mesh is empty; give its axes", id="empty mesh"),
         pytest.param([LM], "--mesh is missing: which devices, in which axes?", id="no mesh"),
@@ -160,7 +165,7 @@ def test_a_full_disk_is_one_line(run: Callable[..., Result]) -> None:
     done = run("search", "examples/mlp.py", "--mesh", "data:2", "--out", "/dev/full")
     assert done.exit_code == 2
     line = "error: the plan '/dev/full' cannot be written: No space left on device; free some space, or"
-    assert done.stderr.splitlines()[-1] == f"{line} choose another place"
+    assert done.stderr.splitlines()[-1] == f"{line} choose another path"
     assert "the answer" in done.stdout
 
 
@@ -230,7 +235,7 @@ def test_a_graph_that_nobody_can_build(refused: Callable[..., str], monkeypatch:
     monkeypatch.setattr("mesh_tf_core.tracing.graph.MOST_OPERATIONS", 100)
     line = refused("search", "examples/mlp.py", "--mesh", "data:2", "--set", "layers=40")
     assert line.startswith("examples/mlp.py: model(layers=40), line ")
-    assert "graph 'mlp' has more than 100 operations; use fewer, or write equal layers as one scan" in line
+    assert "graph 'mlp' has more than 100 operations; use fewer operations," in line
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_an_interrupted_calibration_keeps_what_was_measured(
 
 def test_wrong_input(refused: Callable[..., str], tmp_path: Path) -> None:
     assert "mesh [data:1] has one device" in refused("calibrate", "--mesh", "data:1", "--quiet")
-    assert "'data' is not NAME:SIZE" in refused("calibrate", "--mesh", "data")
+    assert "is not an axis NAME:SIZE; write e.g. 'data:8;model:4'" in refused("calibrate", "--mesh", "data")
     assert "it is a folder; name a file" in refused("calibrate", "--out", str(tmp_path))
     line = refused("calibrate", "--engine", "lockstep", "--quiet")
     assert line.startswith(
@@ -101,7 +101,7 @@ def test_wrong_input_about_several_processes(
     assert line == "--processes and --process need --coordinator HOST:PORT; add it"
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host0:12345")
     line = refused("calibrate", "--cluster", "--mesh", "data:2", *out)
-    assert line.startswith("cluster: coordinator host0:12345 comes without the number")
+    assert line.startswith("cluster: coordinator host0:12345 also needs the number of")
 
 
 def test_a_profile_of_a_tpu(result: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ def test_a_stage_of_a_pipeline_may_run_again(
         for words in ((), ("--recompute", "tick"))
     ]
     assert held[1] < held[0]
-    assert "no loop runs over it" in refused("cost", LM, "--mesh", "pipe:2", "--recompute", "tick")
+    assert "the model has no loop over" in refused("cost", LM, "--mesh", "pipe:2", "--recompute", "tick")
     alone, split = (result(*asked[:-1], words, "--mesh", "pipe:1") for words in ("", "layers:pipe"))
     assert alone["predicted"]["step_seconds"] == split["predicted"]["step_seconds"]
 

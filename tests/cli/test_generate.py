@@ -82,7 +82,7 @@ def test_what_is_shown_and_what_is_said(trained: tuple[str, str], run: Run) -> N
         (["--prompt", ""], "--prompt '' has 0 tokens; the model takes 1 to 15"),
         (["--prompt", "a", "--prompt", "b", "--set", "batch=1"], "2 prompts do not fit into a batch of 1"),
         (["--prompt", "a", "--set", "beans=4"], "has no hyperparameter 'beans'; did you mean 'beams'?"),
-        (["--prompt", "a", "--set", "beams=2", "--set", "top=3"], "use beams or sampling, not both"),
+        (["--prompt", "a", "--set", "beams=2", "--set", "top=3"], "cannot be combined with temperature="),
         (["--prompt", "a", "--set", "d_ff=64"], "variable 'feed_forward/wi' has shape"),
         (
             ["--prompt", "a", "--checkpoint", "nowhere"],
@@ -109,7 +109,7 @@ def test_bad_input(trained: tuple[str, str], run: Run, options: list[str], match
         ("del generate", "has no function 'generate' to build a model"),
         (
             "def generate(**h): return decoding.generate(mtf.Model(model(**h).loss))",
-            "has no network that decodes",
+            "cannot generate text, because it was made without a network",
         ),
     ],
 )

@@ -43,11 +43,11 @@ def test_a_plan_with_stages(
         (("--pipeline", "layer"), "--pipeline layer: no loop counts it; did you mean 'layers'?"),
         (
             ("--pipeline", "layers", "--mesh", "pipe:8"),
-            "--pipeline layers: pipeline over 'layers': 8 stages are more than its 4 layers; use fewer",
+            "--pipeline layers: pipeline over 'layers': 8 stages are too many for a loop of 4 layers;",
         ),
         (
             ("--pipeline", "layers", "--schedule", "circular:3", "--set", "layers=1"),
-            "2 stages are more than its 1 layer;",
+            "are too many for a loop of 1 layer",
         ),
         (("--pipeline", "layers", "--forbid", "layers:pipe+data"), "no mesh has an axis that may split it"),
         (("--pin", "layers:pipe"), "add --pipeline layers"),
@@ -55,7 +55,7 @@ def test_a_plan_with_stages(
         (("--pipeline", "layers", "--schedule", "circular"), "e.g. circular:2"),
         (
             ("--pipeline", "layers", "--schedule", "circular:4"),
-            "2 stages times 4 rounds are more than its 4 layers",
+            "stages times 4 rounds are too many for a loop of 4 layer",
         ),
         (("--schedule", "gpipe,circular:2"), "circular:2 needs --pipeline; add"),
         (("--pipeline", "layers", "--schedule", "interleaved:1"), "e.g. interleaved:2"),

@@ -310,7 +310,7 @@ def test_no_time_for_anything(run: Callable[..., Result], refused: Callable[...,
             "--pin btch: no operation has this dimension; did you mean",
         ),
         (["--mesh", "data:2", "--pin", "batch:model"], "mesh data:2 has no axis 'model'; known: data"),
-        (["--mesh", "data:2", "--forbid", "batch"], "'batch' is not DIM:AXIS"),
+        (["--mesh", "data:2", "--forbid", "batch"], "'batch' is not a rule DIM:AXIS or DIM:AXIS+AXIS"),
         (["--mesh", "data:2", "--objective", "speed"], "is not one of 'time', 'memory', 'pareto'"),
         (["--mesh", "data:2", "--top", "0"], "--top is 0; give a whole number of at least 1"),
         (

@@ -75,8 +75,8 @@ def test_out_of_memory_is_a_verdict(run: Callable[..., Result]) -> None:
     ("arguments", "why"),
     [
         (("--topology", "v9:2x2", *SPLIT), r"no TPU 'v9'; .*known: tpu7x, v2, v3, v4, v5e"),
-        (("--topology", "v5e:2x2", *SPLIT), r"v5e:2x2 has 4 devices, the mesh \[data:2;model:4\] 8"),
-        (("--topology", "v5e:nine", *SPLIT), r"'v5e:nine' is not known to the TPU compiler"),
+        (("--topology", "v5e:2x2", *SPLIT), r"v5e:2x2 has 4 devices, but mesh \[data:2;model:4\] has 8"),
+        (("--topology", "v5e:nine", *SPLIT), "write GENERATION:AxB, e.g. v5e:2x4, or GENERATION:AxBxC, e.g."),
         (("--topology", "v5e:2x4"), r"--mesh is missing"),
         (("--topology", "v5e:2x4", *SPLIT, "--model", "x"), r"is not a PLAN.json; remove it"),
         ((), r"Missing option '--topology'"),

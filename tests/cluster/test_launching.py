@@ -218,7 +218,7 @@ def test_an_engine_of_one_process_is_refused_before_anybody_waits(monkeypatch: p
         app, ["train", "examples/mlp.py", "--mesh", "data:2", "--engine", "local", *place]
     )
     assert found.exit_code == 2
-    assert "error: engine 'local' runs in one process; use the engine 'jax' for several" in found.stderr
+    assert "' runs in one process only; use the engine 'jax' for several" in found.stderr
 
 
 def test_a_process_that_never_comes_is_told() -> None:
@@ -245,7 +245,7 @@ def test_a_number_that_the_job_has_not_is_refused() -> None:
     service.shutdown()
     service._process.wait()
     assert done.returncode == 2, done.stderr
-    assert f"the coordinator at 127.0.0.1:{port} refuses process 2 of 3: another one has" in done.stderr
+    assert f"the coordinator at 127.0.0.1:{port} rejected process 2 of 3: another process has" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
@@ -310,11 +310,15 @@ def test_two_processes_measure_validate_and_generate(tmp_path: Path) -> None:
         (
             {},
             ["--coordinator", "host0:1"],
-            "coordinator host0:1 comes without the number",
+            "cluster: coordinator host0:1 also needs the number of processes",
         ),
         ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "two"}, [], "error: cluster: JAX_PROCESS_ID is 'two'"),
         ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, [], "error: cluster: there is no coordinator"),
-        ({}, ["--coordinator", "h:1", "--processes", "2", "--process", "2"], "this process is number 2 of 2"),
+        (
+            {},
+            ["--coordinator", "h:1", "--processes", "2", "--process", "2"],
+            "cluster: rank 2 does not exist among",
+        ),
     ],
 )
 def test_a_cluster_needs_its_description(

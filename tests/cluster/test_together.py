@@ -80,11 +80,12 @@ def test_damage_that_one_process_finds_is_passed_over_by_all(job: Job, tmp_path:
     for found in job.together(lambda one: checkpoint.newest(tmp_path, one)):
         assert found.step == 1
         assert found.skipped == (
-            "step-000000002: variable 'w' differs from its checksum in 00002.safetensors",
+            "step-000000002: variable 'w' in 00002.safetensors does not match its checksum",
         )
     elsewhere = tmp_path / "elsewhere"
     with pytest.raises(
-        mtf.ClusterError, match=r"what lies in .* differs: 'step-0.*' in worker 0 .*, '' in worker 2"
+        mtf.ClusterError,
+        match=r"the list of checkpoints in .* differs .*: 'step-0.*' in worker 0 .*, '' in worker 2",
     ):
         job.together(lambda one: checkpoint.newest(elsewhere if one.index == 2 else tmp_path, one))
 
@@ -168,7 +169,7 @@ def test_a_folder_that_one_does_not_see_is_said(job: Job, tmp_path: Path, monkey
         return str(told.value)
 
     for text in job.together(fails):
-        assert "does not see" in text and "must be a folder that all machines share" in text
+        assert "cannot find" in text and "created; use a checkpoint directory that all machines share" in text
 
 
 def test_a_process_that_is_lost_in_a_checkpoint_leaves_the_one_before(job: Job, tmp_path: Path) -> None:

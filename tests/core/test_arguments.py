@@ -20,7 +20,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "Layout: rules is None; give": lambda _: mtf.Layout(None),
     "layout: 3 is not an axis; give": lambda _: mtf.Layout({"batch": 3}),
     "layout: a list is not an axis; give": lambda _: mtf.Layout({"batch": [3]}),
-    "layout: 3 is not a dimension; give": lambda _: mtf.Layout({3: "data"}),
+    "layout: 3 is not the name of a dimension; give the name as a": lambda _: mtf.Layout({3: "data"}),
     "mesh is None; give": lambda _: mtf.Mesh(None),
     "mesh is a list; give": lambda _: mtf.Mesh([3]),
     "dimension 'a': size must be a positive integer, found True": lambda _: mtf.Dim("a", True),
@@ -31,7 +31,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "Trainer: checkpoint_mode is '0700'; give": lambda _: mtf.Trainer(
         MODEL, "data:2", checkpoint_mode="0700"
     ),
-    "checkpoint mode -0o1 does not let": lambda _: mtf.Trainer(
+    "checkpoint mode -0o1 must be an octal number that gives the": lambda _: mtf.Trainer(
         MODEL, "data:2", engine="local", checkpoint_mode=-1
     ),
     "SGD: learning_rate is '1'; give": lambda _: mtf.SGD("1"),
@@ -41,14 +41,14 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "Options: storage is 'zero3'; give": lambda _: mtf.Options(storage="zero3"),
     "meet: text is 3; give": lambda _: mtf.Decoupled.parse(3),
     "Source: name is a list; give": lambda _: mtf.Source(["w"]),
-    "engine 3: known": lambda _: mtf.Trainer(MODEL, "data:2", "", engine=3),
+    "engine 3; known": lambda _: mtf.Trainer(MODEL, "data:2", "", engine=3),
     "fit: batches is None; give": lambda run: run.fit(None, 2),
     "fit: batches is a dict; give": lambda run: run.fit(BATCH, 2),
     "training: batch is 1; give": lambda run: run.fit([1], 2),
     "training: batch is None; give": lambda run: run.step(None),
     "fit: batches is a ndarray; give": lambda run: run.fit(np.array(3.0), 2),
     "evaluate: batches is a ndarray; give": lambda run: run.evaluate(np.array(3.0)),
-    f"evaluate: the batch's {next(iter(BATCH))!r} is one number; give": lambda run: run.evaluate(
+    f"evaluate: the batch's {next(iter(BATCH))!r} is a single number; give": lambda run: run.evaluate(
         [dict.fromkeys(BATCH, 3.0)]
     ),
     "load: weights is a ndarray; give": lambda run: run.load(np.array(3.0)),
@@ -77,15 +77,15 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "load_plan: path is None; give": lambda _: layoutopt.load_plan(None),
     "the plan: path is None; give": lambda _: layoutopt.search(MODEL, "data:2").save(None),
     "mesh is empty; give its axes": lambda _: layoutopt.search(MODEL, mesh=""),
-    "mesh is None; give its axes": lambda _: layoutopt.cost(MODEL, None),
+    "mesh is None; give the axes": lambda _: layoutopt.cost(MODEL, None),
     "devices is True; give a whole number": lambda _: layoutopt.search(MODEL, devices=True),
     "top is True; give a whole number": lambda _: layoutopt.search(MODEL, "data:2", top=True),
     "time_limit is True; give": lambda _: layoutopt.search(MODEL, "data:2", time_limit=True),
     "memory is True; give": lambda _: layoutopt.search(MODEL, "data:2", memory=True),
-    "input 'image': the model reads float32, found complex64; feed real numbers": lambda run: run.step(
+    "input 'image': the model expects float32, found complex64; feed": lambda run: run.step(
         {**BATCH, "image": BATCH["image"] * 1j}
     ),
-    "input 'image': the model reads float32, found <U1; feed real numbers": lambda run: run.step(
+    "input 'image': the model expects float32, found <U1; feed an": lambda run: run.step(
         {**BATCH, "image": np.full(BATCH["image"].shape, "a")}
     ),
 }

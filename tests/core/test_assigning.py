@@ -61,5 +61,5 @@ def test_errors() -> None:
     g = mtf.Graph()
     g.variable("w", [A, B], mtf.ONES)
     x = g.input("x", [mtf.Dim("a", 4), B], "float32")
-    with pytest.raises(mtf.UserError, match=r"4 elements of variable 'w' from 5: 'a' has 8"):
+    with pytest.raises(mtf.UserError, match="assign to variable 'w': elements 5 to"):
         mtf.assign_slice(g, g.lookup("w"), x, A, 5)

@@ -220,19 +220,31 @@ def test_a_window_is_sent_no_further_than_it_is_seen(window: int, turns: int) ->
     ("wrong", "message"),
     [
         (lambda q, k: mtf.attention(q, k, k, L, L, D), r"no dimension 'l'"),
-        (lambda q, k: mtf.attention(q, k.cast("float32"), k, L, M, D), "one float dtype"),
-        (lambda q, k: mtf.attention(q, k, mtf.rename(k, d="l"), L, M, D), "need different names"),
+        (lambda q, k: mtf.attention(q, k.cast("float32"), k, L, M, D), "the same float dtype"),
+        (
+            lambda q, k: mtf.attention(q, k, mtf.rename(k, d="l"), L, M, D),
+            "the positions of queries and keys must have different names",
+        ),
         (
             lambda q, k: mtf.attention(q, k, mtf.reduce_sum(k, H), L, M, D),
-            "a value needs the dimensions of its key",
+            "the value must have the key's dimensions, with another",
         ),
         (
             lambda q, k: mtf.attention(q, k, k, L, M, D, bias=mtf.rename(k, d="e")),
-            "the bias has e:4; logits have",
+            "the bias has dimensions e:4, which the logits",
         ),
-        (lambda q, k: mtf.attention(q, k, k, L, M, D, dropout=1.0), r"dropout: rate must be in \[0, 1\)"),
-        (lambda q, k: mtf.attention(q, k, k, L, M, D, window=-1), "window must be >= 0"),
-        (lambda q, k: mtf.attention(q, k, k, L, M, D, casual=True), "no option 'casual'; give one of bias"),  # type: ignore[call-arg]
+        (
+            lambda q, k: mtf.attention(q, k, k, L, M, D, dropout=1.0),
+            "dropout: rate must be at least 0 and less than 1",
+        ),
+        (
+            lambda q, k: mtf.attention(q, k, k, L, M, D, window=-1),
+            "window must be at least 0 positions, found",
+        ),
+        (
+            lambda q, k: mtf.attention(q, k, k, L, M, D, casual=True),
+            "attention: unknown option 'casual'; known",
+        ),  # type: ignore[call-arg]
     ],
 )
 def test_errors(wrong: Callable[..., object], message: str) -> None:

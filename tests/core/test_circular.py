@@ -246,11 +246,11 @@ def refused(why: str, mesh: str, schedule: str, built: mtf.Model, layout: str = 
 
 
 def test_what_it_cannot_do_is_refused_with_what_to_do(plain: mtf.Model) -> None:
+    refused("stages do not divide the 8 layers, which is required because an", "pipe:2", "circular:3", plain)
+    refused("stages times 3 rounds are too many for a loop of 8 layer", "pipe:8", "circular:3", plain)
     refused(
-        "6 virtual stages do not divide its 8 layers, and an operation outside", "pipe:2", "circular:3", plain
+        "a schedule needs pipeline stages, and the layout has none", "pipe:2", "circular:2", plain, "e:pipe"
     )
-    refused("8 stages times 3 rounds are more than its 8 layers", "pipe:8", "circular:3", plain)
-    refused("splits no layers into stages", "pipe:2", "circular:2", plain, "e:pipe")
     for schedule in ("circular", "circular:1", "circular:x", "circular:"):
-        refused(f"schedule '{schedule}': give the number of rounds", "pipe:2", schedule, plain)
+        refused(f"schedule '{schedule}': write the number of rounds", "pipe:2", schedule, plain)
     refused("schedule 'circulr:2': did you mean 'circular:2'", "pipe:2", "circulr:2", plain)

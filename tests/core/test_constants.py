@@ -103,19 +103,19 @@ def test_in_a_loop_and_its_backward() -> None:
     [
         (
             lambda: made(WEIGHTS, [B]),
-            r"constant: an array of shape \[4\]; its dimensions \[batch:8\] have \[8\]",
+            "need an array of shape",
         ),
-        (lambda: made(WEIGHTS, []), r"an array of shape \[4\]; its dimensions \[\] have \[\]"),
+        (lambda: made(WEIGHTS, []), "need an array of shape"),
         (
             lambda: made(np.arange(8) / 2, [B], "int32"),
-            "constant: int32 has no number 0.5; give another dtype",
+            "int32 cannot represent 0.5; choose another dtype",
         ),
-        (lambda: made(["a"] * 8, [B]), "constant: needs an array of numbers, found <U1"),
-        (lambda: made(np.zeros(8, complex), [B]), "needs an array of numbers, found complex128"),
-        (lambda: made([None] * 8, [B]), "needs an array of numbers, found object"),
+        (lambda: made(["a"] * 8, [B]), "expected an array of numbers, found dtype"),
+        (lambda: made(np.zeros(8, complex), [B]), "expected an array of numbers, found dtype"),
+        (lambda: made([None] * 8, [B]), "expected an array of numbers, found dtype"),
         (
             lambda: mtf.constant(mtf.Graph(), np.zeros(2**24 + 1, np.float32), [mtf.Dim("n", 2**24 + 1)]),
-            r"takes 64 MiB in every program \(at most 64\); make it a variable",
+            "would add 64 MiB to every program, and the limit is 64 MiB",
         ),
     ],
 )

@@ -25,21 +25,27 @@ FILE = "00000.safetensors"
 DAMAGE = {
     "a cut file": (
         lambda p: cut(p / FILE),
-        "has 383 bytes, and its arrays end at 384",
+        "has 383 bytes, but its arrays end at byte",
     ),
-    "a flipped bit": (lambda p: flip(p / FILE), "variable 'b' differs from its checksum"),
+    "a flipped bit": (lambda p: flip(p / FILE), "does not match its checksum"),
     "a lost file": (lambda p: (p / FILE).unlink(), "00000.safetensors cannot be read"),
-    "a damaged header": (lambda p: (p / FILE).write_bytes(b"\2" + bytes(7) + b"[]"), "it is not an object"),
+    "a damaged header": (
+        lambda p: (p / FILE).write_bytes(b"\2" + bytes(7) + b"[]"),
+        "the JSON value is not an object",
+    ),
     "a header without its arrays": (lambda p: (p / FILE).write_bytes(b"\2" + bytes(7) + b"{}"), "lacks 'w'"),
     "a cut manifest": (lambda p: cut(p / manifest.MANIFEST), "Expecting"),
     "an edited manifest": (
         lambda p: edited(p / manifest.MANIFEST),
-        "manifest.json differs from its checksum",
+        "does not match its checksum",
     ),
     "a lost manifest": (lambda p: (p / manifest.MANIFEST).unlink(), "manifest.json cannot be read"),
     "another format": (lambda p: (p / manifest.MANIFEST).write_text('{"format": "x"}'), "format 'x'"),
     "no format": (lambda p: (p / manifest.MANIFEST).write_text("{}"), "lacks 'format'"),
-    "an empty manifest": (lambda p: (p / manifest.MANIFEST).write_text(""), "manifest.json is not JSON: "),
+    "an empty manifest": (
+        lambda p: (p / manifest.MANIFEST).write_text(""),
+        "manifest.json is not valid JSON: ",
+    ),
 }
 
 
@@ -62,7 +68,7 @@ def test_a_damaged_checkpoint_is_passed_over(damage: str, tmp_path: Path) -> Non
     harm(tmp_path / "step-000000001")
     with pytest.raises(
         UserError,
-        match=r"no complete checkpoint in it .step-000000002: .*; "
+        match=r"no complete checkpoint .step-000000002: .*; "
         "step-000000001: ",
     ):
         checkpoint.newest(tmp_path)
@@ -103,12 +109,12 @@ def placed(*begins: list[int], part: tuple[int, int] = (2, 3)) -> Callable[[dict
 
 LIES = {
     "nested": (nested, "is nested too deeply, or too large"),
-    "no object": (lambda p: (p / manifest.MANIFEST).write_text("[]"), "must be an object, found list"),
+    "no object": (lambda p: (p / manifest.MANIFEST).write_text("[]"), "must contain a JSON object, found"),
     "a list of variables": (signed(lambda m: m.update(variables=[])), "'variables': Input should be a valid"),
     "an endless step": (signed(lambda m: m.update(step=math.inf)), "'step': Input should be a valid integer"),
     "a step of 400 digits": (signed(lambda m: m.update(step=10**400)), "'step': "),
     "a number too long": (lambda p: (p / manifest.MANIFEST).write_text("9" * 5000), "Exceeds the limit"),
-    "another step": (signed(lambda m: m.update(step=7)), "manifest.json says step 7"),
+    "another step": (signed(lambda m: m.update(step=7)), "manifest.json is of step 7"),
     "a foreign path": (
         signed(lambda m: m["variables"]["w"]["parts"][0].update(file="../step-000000001/00000.npy")),
         "'variables.w.parts.0.file': String should match pattern",
@@ -118,11 +124,11 @@ LIES = {
         "cannot be read",
     ),
     "another shape": (signed(shaped(2, 6)), f"is float64[2, 6] in manifest.json, float64[4, 3] in {FILE}"),
-    "a piece too few": (signed(placed([0, 0])), "1 pieces of [2, 3] do not fill [4, 3]"),
-    "a piece twice": (signed(placed([0, 0], [0, 0])), "2 pieces of [2, 3] do not fill [4, 3]"),
-    "pieces that overlap": (signed(placed([0, 0], [1, 0])), "2 pieces of [2, 3] do not fill [4, 3]"),
-    "pieces that stand out": (signed(placed([0, 0], [3, 0], part=(3, 3))), "do not fill [4, 3]"),
-    "pieces of nothing": (signed(placed([0, 0], part=(0, 3))), "1 pieces of [0, 3] do not fill [4, 3]"),
+    "a piece too few": (signed(placed([0, 0])), "do not fill shape"),
+    "a piece twice": (signed(placed([0, 0], [0, 0])), "do not fill shape"),
+    "pieces that overlap": (signed(placed([0, 0], [1, 0])), "do not fill shape"),
+    "pieces that stand out": (signed(placed([0, 0], [3, 0], part=(3, 3))), "do not fill shape"),
+    "do not fill shape": (signed(placed([0, 0], part=(0, 3))), "do not fill shape"),
     "a piece that is not there": (signed(placed([0, 0], [2, 0])), "00000.safetensors lacks 'w[0:2,0:3]'"),
     "a huge shape": (
         signed(shaped(1 << 40, 1 << 40)),
@@ -153,5 +159,5 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     for name in (FILE, manifest.MANIFEST):
         (tmp_path / "step-000000001" / name).unlink()
         os.mkfifo(tmp_path / "step-000000001" / name)
-        with pytest.raises(UserError, match=f"step-000000001: {name} is not a file"):
+        with pytest.raises(UserError, match=f"step-000000001: {name} is not a regular file"):
             checkpoint.newest(tmp_path)

@@ -185,7 +185,7 @@ def test_a_replica_that_is_not_finite_ends_alone(tmp_path: Path) -> None:
     """It posts nothing, and the other goes on; what it posted is in no state."""
     its, other = meetings(trainer(), tmp_path, 1), meetings(trainer(), tmp_path)
     its.engine.write("wo", np.full((2, 8, 4), np.nan))
-    with pytest.raises(mtf.UserError, match="variable 'wo' has numbers that are not finite, so nothing is"):
+    with pytest.raises(mtf.UserError, match="meet: variable 'wo' contains NaN or infinite numbers, so this"):
         its.meet()
     met = other.meet()
     assert met == Met(1, (0,), False, 1024) and not its.directory.has_post(0, 1)
@@ -303,14 +303,14 @@ def test_codes() -> None:
         ("dir=,replica=0/1", "give the directory and the replica"),
         ("dir=/x,replica=0/1,dir=/y", "dir is given twice; remove one of them"),
         ("dir=/x,replica=2/2", "replica 2/2 does not exist: use 0/2 to 1/2"),
-        ("dir=/x,replica=0/2,period=0", "the period must be at least one step"),
-        ("dir=/x,replica=0/2,patience=-1", "patience -1 and staleness 1 must be at least 0"),
-        ("dir=/x,replica=0/2,periode=3", "'periode' is unknown; did you mean 'period'"),
-        ("dir=/x,replica=0/2,fragments=4", "4 fragments do not divide a period of 30 steps"),
-        ("dir=/x,replica=0/2,bits=5", "bits=5: choose 32, 8 or 4"),
+        ("dir=/x,replica=0/2,period=0", "the period must be at least 1 step, found"),
+        ("dir=/x,replica=0/2,patience=-1", "meet: patience=-1 and staleness=1 must both be at least 0"),
+        ("dir=/x,replica=0/2,periode=3", "unknown setting 'periode'; did you mean 'period'"),
+        ("dir=/x,replica=0/2,fragments=4", ", must divide the period of 30 steps; choose a divisor of 30"),
+        ("dir=/x,replica=0/2,bits=5", "bits must be 32, 8 or 4, found 5"),
         ("dir=/x,replica=0/2,period=x", "period='x' is not a whole number; write e.g. period=30"),
         ("dir=/x,replica=0/2,rate=x", "rate='x' is not a number; write e.g. rate=0.7"),
-        ("dir=/x,replica=0/0", "least one replica, found 0/0"),
+        ("dir=/x,replica=0/0", "meet: the number of replicas must be at least 1, found"),
         ("dir=/x,replica=0/2,rate=inf", "learning rate must be positive and finite, found inf"),
     ],
 )
@@ -323,15 +323,17 @@ def test_states_of_another_model_are_refused(tmp_path: Path) -> None:
     its = meetings(trainer(), tmp_path)
     about = its.directory.about(0)
     _write(its.directory.place("state-00000000"), {"wi": its._began["wi"]}, about)
-    with pytest.raises(mtf.UserError, match=r"has the states of another model, .* 'wo' is missing"):
+    with pytest.raises(
+        mtf.UserError, match=r"'wo' is missing.*or use the same hyperparameters and fragments"
+    ):
         meetings(trainer(), tmp_path, 1)
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"count": 6, "replica": 5}, "with replica=…/2, this one has replica=…/6"),
-        ({"learning_rate": 0.5}, "with rate=0.7, this one has rate=0.5"),
+        ({"count": 6, "replica": 5}, "use replica=…/2, but this replica uses replica=…/6"),
+        ({"learning_rate": 0.5}, "use the same setting, or name another directory"),
     ],
 )
 def test_replicas_that_would_meet_otherwise_are_refused(

@@ -59,12 +59,15 @@ def test_they_hold_where_the_axis_splits_nothing_else() -> None:
     [
         ("lenght@elsewhere:model", "no operation has a dimension 'lenght'; did you mean 'length'"),
         ("length@elsewhere:modle", "has no axis 'modle'; did you mean 'model'"),
-        ("length:model;length@elsewhere:model", "'length' is split over model everywhere; remove that from"),
+        (
+            "length:model;length@elsewhere:model",
+            "is already split over model in every operation; remove these",
+        ),
         (
             "length:data;length@elsewhere:model+three",
             "which is not divisible by the 12 devices of data+model",
         ),
-        ("layers@elsewhere:model", "'layers' counts sequential iterations"),
+        ("layers@elsewhere:model", ", because it counts iterations that run one after another"),
     ],
 )
 def test_mistakes_are_named(layout: str, said: str) -> None:

@@ -90,7 +90,7 @@ def test_the_old_file_stays_when_the_disk_fails(
     else:
         monkeypatch.setattr(files.os, fails, fail)
     line = refused(old, both=False)
-    assert os.strerror(number) in line and line.endswith("choose another place")
+    assert os.strerror(number) in line and line.endswith("choose another path")
     monkeypatch.undo()
     assert old.read_text(encoding="utf-8") == "old" and list(old.parent.iterdir()) == [old]
 
@@ -171,7 +171,7 @@ def test_only_the_files_own_folder_is_made(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     write_file(tmp_path / "build" / "plan.json", "x")
     line = refused(tmp_path / "tpyo" / "build" / "plan.json")
-    assert f"there is no folder {str(tmp_path / 'tpyo')!r}; make it, or choose another place" in line
+    assert f"there is no folder {str(tmp_path / 'tpyo')!r}; make the folder, or choose another path" in line
     assert [p.name for p in tmp_path.iterdir()] == ["build"]
 
 
@@ -257,7 +257,7 @@ def test_a_reader_that_has_gone_is_no_fault_of_the_files() -> None:
 def test_what_may_never_end_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "five").write_bytes(b"12345")
     assert read_file(tmp_path / "five", 5) == b"12345"
-    with pytest.raises(OSError, match="it holds more than 4 bytes"):
+    with pytest.raises(OSError, match="it is larger than 4 bytes"):
         read_file(tmp_path / "five", 4)
     with pytest.raises(OSError, match="it is a device"):
         read_file("/dev/zero", 1000)

@@ -120,7 +120,7 @@ def test_order_of_dimensions_is_the_tensors() -> None:
 
 def test_the_loss_is_a_scalar_outside_of_loops() -> None:
     s = Setup()
-    with pytest.raises(mtf.UserError, match="the loss must be a scalar outside of loops"):
+    with pytest.raises(mtf.UserError, match="gradients: the loss must be a scalar that is computed outside"):
         mtf.gradients(s.x, [s.x])
 
 

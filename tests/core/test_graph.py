@@ -74,7 +74,7 @@ def test_inputs_and_variables(g: mtf.Graph) -> None:
     assert (str(x.type), str(w.type), g.lookup("w").dtype) == ("float32[a:4]", "bfloat16[a:4]", "float32")
     with pytest.raises(mtf.UserError, match="input 'x' is declared twice"):
         g.input("x", [A])
-    with pytest.raises(mtf.UserError, match="variable 'w' exists already"):
+    with pytest.raises(mtf.UserError, match="variable 'w' already exists; choose another name, use the"):
         g.variable("w", [B], mtf.ONES)
     with pytest.raises(mtf.UserError, match="has no variable 'v'; known: w"):
         g.lookup("v")
@@ -91,7 +91,9 @@ def test_scopes_name_variables(g: mtf.Graph) -> None:
 
 def test_assign_needs_the_variables_type(g: mtf.Graph) -> None:
     w = g.variable("w", [A], mtf.ONES)
-    with pytest.raises(mtf.UserError, match=r"assign to variable 'w' of float32\[a:4\]: found int32\[a:4\]"):
+    with pytest.raises(
+        mtf.UserError, match="assign to variable 'w': the value must have the variable's type"
+    ):
         g.assign(g.lookup("w"), w.cast("int32"))
 
 
@@ -108,7 +110,7 @@ def test_assign_inside_a_loop(g: mtf.Graph) -> None:
 
 def test_tensors_of_another_graph(g: mtf.Graph) -> None:
     x, y = g.input("x", [A], "float32"), mtf.Graph("other").input("y", [A], "float32")
-    with pytest.raises(mtf.UserError, match="belongs to graph 'other', not 'g'"):
+    with pytest.raises(mtf.UserError, match="belongs to graph 'other', not to"):
         mtf.einsum([x, y], [A])
     with pytest.raises(mtf.UserError, match="expected a tensor, found int 3"):
         g.apply(Binary("add"), x, 3)  # type: ignore[arg-type]
@@ -129,30 +131,30 @@ def test_a_tensor_has_no_value(g: mtf.Graph) -> None:
             lambda x, y: mtf.einsum([x], [B]),
             r"einsum of float32\[a:4\]: no operand has the output dimension b:6",
         ),
-        (lambda x, y: mtf.einsum([], []), "einsum: needs at least one operand"),
+        (lambda x, y: mtf.einsum([], []), "einsum: found no operands; pass at least one tensor"),
         (
             lambda x, y: mtf.broadcast(x, [B]),
-            r"broadcast of float32\[a:4\] to \[b:6\]: the target lacks dimension a",
+            "add it to the target, or reduce x over it",
         ),
         (lambda x, y: mtf.reduce_sum(x, "c"), "has no dimension 'c'"),
-        (lambda x, y: mtf.reduce_any(x), "any and all need bool, the others need numbers"),
-        (lambda x, y: x & x, "and of .*: needs bool"),
-        (lambda x, y: ~x, "not: needs bool"),
-        (lambda x, y: mtf.where(x, x, x), "the condition needs bool"),
-        (lambda x, y: mtf.where(x > 0.0, 1.0, 2.0), "one of the two choices must be a tensor"),
+        (lambda x, y: mtf.reduce_any(x), "reduce_any and reduce_all need a bool tensor, all other"),
+        (lambda x, y: x & x, "and of .*: both operands must be bool"),
+        (lambda x, y: ~x, "not: the tensor must be bool"),
+        (lambda x, y: mtf.where(x, x, x), "the condition must be bool; compare or cast it first"),
+        (lambda x, y: mtf.where(x > 0.0, 1.0, 2.0), "where: x or y must be a tensor, found two numbers"),
         (
             lambda x, y: mtf.reshape(x, [B]),
-            r"\(4 elements\) to \[b:6\] \(6 elements\): the numbers of elements",
+            "both shapes must have the same number of elements",
         ),
-        (lambda x, y: mtf.transpose(x, [A, B]), "transpose of .*: both need the same dimensions"),
-        (lambda x, y: mtf.slice_dim(x, "a", 3, 2), "elements 3 to 5 of 'a' are requested, it has 4"),
-        (lambda x, y: mtf.pad(x, "a", -1, 2), "-1 and 2 elements; both must be >= 0"),
+        (lambda x, y: mtf.transpose(x, [A, B]), "both must have the same dimensions"),
+        (lambda x, y: mtf.slice_dim(x, "a", 3, 2), "must select at least one element and stay within the"),
+        (lambda x, y: mtf.pad(x, "a", -1, 2), "and after=2 must both be at least 0"),
         (lambda x, y: mtf.concat([x, x.cast("int32")], "a"), "operands have dtypes float32 and int32"),
         (
             lambda x, y: mtf.concat([x, mtf.rename(x, a="c")], "a"),
-            "the other dimensions must agree, in order",
+            "all other dimensions must be the same in the same order",
         ),
-        (lambda x, y: mtf.gather(x, x, "a"), "gather: indices need int32 or int64, found float32"),
+        (lambda x, y: mtf.gather(x, x, "a"), "the indices must be int32 or int64, found"),
         (
             lambda x, y: mtf.gather(x, x.cast("int32"), "a"),
             "both the table and the ids have dimension 'a'; rename",
@@ -161,15 +163,24 @@ def test_a_tensor_has_no_value(g: mtf.Graph) -> None:
             lambda x, y: mtf.scatter_add(x, x.cast("int32"), A),
             "both the table and the ids have dimension 'a'",
         ),
-        (lambda x, y: mtf.scatter_add(x, y.cast("int32"), B), "the rows must begin with the ids' dimensions"),
-        (lambda x, y: mtf.pick(x, y.cast("int32"), "a"), "ids need the dimensions of x except 'a'"),
-        (lambda x, y: mtf.dropout(x, 1.0), r"rate must be in \[0, 1\), found 1.0"),
-        (lambda x, y: mtf.softmax(x.cast("int32"), "a"), "softmax of .*: needs a floating-point tensor"),
-        (lambda x, y: mtf.add_n([x, mtf.rename(x, a="c")]), "all operands need the same dimensions"),
-        (lambda x, y: x.graph.apply(Unary("exq"), x), "element-wise function 'exq': did you mean 'exp'"),
+        (
+            lambda x, y: mtf.scatter_add(x, y.cast("int32"), B),
+            "the first dimensions of the rows must be the ids' dimensions",
+        ),
+        (lambda x, y: mtf.pick(x, y.cast("int32"), "a"), "the ids must have the dimensions of x except"),
+        (lambda x, y: mtf.dropout(x, 1.0), "dropout: rate must be at least 0 and less than 1"),
+        (
+            lambda x, y: mtf.softmax(x.cast("int32"), "a"),
+            "softmax of.*the tensor must have a float dtype; cast it first, e.g. with",
+        ),
+        (lambda x, y: mtf.add_n([x, mtf.rename(x, a="c")]), "all operands must have the same dimensions"),
+        (
+            lambda x, y: x.graph.apply(Unary("exq"), x),
+            "unknown element-wise function 'exq'; did you mean 'exp'",
+        ),
         (
             lambda x, y: x.graph.apply(Binary("subb"), x, x),
-            "element-wise function 'subb': did you mean 'sub'",
+            "unknown element-wise function 'subb'; did you mean 'sub'",
         ),
     ],
 )
@@ -186,7 +197,9 @@ def test_scan_needs_the_same_state_back(g: mtf.Graph) -> None:
         mtf.UserError, match=r"the body must return the types of its arguments, float32\[a:4\]; found int32"
     ):
         mtf.scan(lambda h: h.cast("int32"), x, L)
-    with pytest.raises(mtf.UserError, match="scan: needs a tensor to carry"):
+    with pytest.raises(
+        mtf.UserError, match="scan: found neither a tensor to carry nor xs; pass at least one"
+    ):
         mtf.scan(lambda h: h, [], L)
     with pytest.raises(mtf.UserError, match="has no dimension 'layers'"):
         mtf.scan(lambda h, u: h, x, L, [x])
@@ -245,7 +258,7 @@ def test_walk_multiplies_loops(g: mtf.Graph) -> None:
 
 def test_models_need_a_scalar_loss(g: mtf.Graph) -> None:
     x = g.input("x", [A], "float32")
-    with pytest.raises(mtf.UserError, match=r"loss must be a scalar tensor, found .*; use mtf.reduce_mean"):
+    with pytest.raises(mtf.UserError, match="Model: loss must be a scalar tensor, found"):
         mtf.Model(x)
     g.variable("unused", [A], mtf.ONES)
     with pytest.raises(mtf.UserError, match="the loss does not depend on unused; remove these variables"):

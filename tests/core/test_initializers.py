@@ -82,7 +82,7 @@ def test_names_and_seeds_make_different_numbers() -> None:
 
 @pytest.mark.parametrize("stddev", [-1.0, float("nan"), float("inf")])
 def test_bad_deviation(stddev: float) -> None:
-    with pytest.raises(mtf.UserError, match="Normal: stddev must be a finite number >= 0"):
+    with pytest.raises(mtf.UserError, match="Normal: stddev must be a finite number of at least 0, found"):
         mtf.Normal(stddev)
 
 
@@ -157,12 +157,15 @@ def test_changed_by_the_model_around() -> None:
 @pytest.mark.parametrize(
     ("initial", "message"),
     [
-        (TABLE.T, r"variable 'w' \[a:16 b:8\]: its initial array has shape \[8, 16\], not \[16, 8\]"),
-        (lambda rng, shape: np.random.normal(size=shape), "gave other numbers in a second call,"),
-        (lambda rng, shape: rng.normal(size=shape).T, r"gave an array of shape \[8, 16\], not \[16, 8\]"),
+        (TABLE.T, "the initial array has shape"),
+        (
+            lambda rng, shape: np.random.normal(size=shape),
+            "returned different numbers in two calls with the same seed, so",
+        ),
+        (lambda rng, shape: rng.normal(size=shape).T, "returned an array of shape"),
         (mtf.Normal, r"Normal is a class; write mtf.Normal\(...\)"),
-        ("normal", "an initial value: needs an array of numbers"),
-        ([[1.0], [1.0, 2.0]], "it cannot be converted to an array"),
+        ("normal", "expected an array of numbers, found dtype"),
+        ([[1.0], [1.0, 2.0]], "give nested lists of equal lengths, or an array"),
     ],
 )
 def test_refused(initial: object, message: str) -> None:

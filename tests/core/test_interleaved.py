@@ -166,7 +166,7 @@ def test_other_loops_may_stand_before_the_layers(schedule: str) -> None:
 
 def test_what_it_cannot_do_is_refused_with_what_to_do(plain: mtf.Model) -> None:
     for built, mesh, rounds, why in (
-        (plain, "pipe:2", 3, "6 virtual stages do not divide its 8 layers"),
+        (plain, "pipe:2", 3, "stages do not divide the 8 layers, which is required because an"),
         (model(), "pipe:2", 2, "schedule interleaved:2 over 'layers': the loss needs sums"),
     ):
         with pytest.raises(mtf.UserError, match=why) as error:

@@ -209,7 +209,7 @@ def test_what_means_nothing_is_refused(text: str, why: str) -> None:
 
 def test_one_loop_is_named_once() -> None:
     both = mtf.Options(recompute=frozenset({"layers", "layers:keep=products"}))
-    with pytest.raises(mtf.UserError, match="the same loops; name layers once"):
+    with pytest.raises(mtf.UserError, match="apply to the same loops; give only one entry for layers"):
         made("fused").lower(mtf.Mesh("one:1"), mtf.Layout(""), both)
 
 

@@ -25,13 +25,13 @@ NOBODY = 65534
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("link", "a link"),
-        ("dangling", "a link"),
-        ("second name", "a file that has another name too"),
-        ("file", "a file of something else"),
-        ("json", "a file of something else"),
-        ("pipe", "no file"),
-        ("folder", "no file"),
+        ("link", "a symbolic link"),
+        ("dangling", "a symbolic link"),
+        ("second name", "a file with a second hard link"),
+        ("file", "a file of another program"),
+        ("json", "a file of another program"),
+        ("pipe", "not a regular file"),
+        ("folder", "not a regular file"),
     ],
 )
 def test_a_lock_that_is_not_ours_is_not_touched(tmp_path: Path, kind: str, said: str) -> None:
@@ -54,7 +54,7 @@ def test_a_lock_that_is_not_ours_is_not_touched(tmp_path: Path, kind: str, said:
     else:
         lock.mkdir()
     with (
-        pytest.raises(UserError, match=rf"ck': \.lock there is {said} and would be over"),
+        pytest.raises(UserError, match=rf"ck': the lock file \.lock would overwrite .*, {said};"),
         checkpoint.owned(folder),
     ):
         pass
@@ -75,7 +75,7 @@ def test_a_lock_that_was_removed_is_taken_again_and_said(tmp_path: Path) -> None
         saver.save(tmp_path, 1, whole(VALUES), {})
         saver.wait()
         (tmp_path / locking.FILE).unlink()
-        said = r"its \.lock was removed while this job held it, and exists again; keep"
+        said = r"its lock file \.lock was removed .* has been created again; do not remove"
         with pytest.warns(checkpoint.CheckpointWarning, match=said):
             saver.save(tmp_path, 2, whole(VALUES), {})
         saver.wait()
@@ -94,13 +94,14 @@ def test_a_job_that_came_in_when_the_lock_was_removed_is_named(tmp_path: Path) -
         with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
             assert other.stdout is not None
             pid = other.stdout.readline().strip()
-            said = rf"its \.lock was removed while this job held it, and .* is in use: process {pid} on "
+            said = rf"its lock file \.lock was removed .*; now .* is in use by process {pid} on "
             for _ in range(2):
                 with pytest.raises(UserError, match=said):
                     Saver().save(tmp_path, 1, whole(VALUES), {})
             other.kill()
         with pytest.warns(
-            checkpoint.CheckpointWarning, match="and exists again; keep it, because it excludes other jobs"
+            checkpoint.CheckpointWarning,
+            match="and has been created again; do not remove the file, because it",
         ):
             (saver := Saver()).save(tmp_path, 1, whole(VALUES), {})
         saver.wait()
@@ -157,9 +158,7 @@ def test_a_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
     link.symlink_to(precious)
     os.lchown(link, NOBODY, NOBODY)
     for write in (lambda: write_file(link, "ours"), lambda: check_writable(link)):
-        with pytest.raises(
-            UserError, match=r"it is a link that another user \(id 65534\) made; choose another"
-        ):
+        with pytest.raises(UserError, match="it is a symbolic link of another user"):
             write()
     assert precious.read_text() == "all my work"
 

@@ -120,25 +120,31 @@ NAN = put("wi", lambda x: np.where(x == x.flat[3], np.nan, x))
 BOTH: dict[str, tuple[Callable[[Path], None], str]] = {
     "torn": (lambda p: p.write_bytes(p.read_bytes()[:-40]), "cannot be read"),
     "nothing": (lambda p: p.write_bytes(b""), "cannot be read"),
-    "a pipe": (pipe, "is not a file"),
-    "a device": (device, "is not a file"),
-    "a link to nothing": (nowhere, "it is a broken link"),
-    "a folder": (folder, "is not a file"),
-    "an array of 8 GiB": (bomb, "'wi' is float32[2147483648] and has "),
-    "not finite": (edited(NAN), "'wi' has numbers that are not finite"),
-    "infinite": (edited(put("wi", lambda x: x + np.inf)), "'wi' has numbers that are not finite"),
+    "a pipe": (pipe, "is not a regular file"),
+    "a device": (device, "is not a regular file"),
+    "a link to nothing": (nowhere, "the file is a broken symbolic link"),
+    "a folder": (folder, "is not a regular file"),
+    "an array of 8 GiB": (bomb, "which do not fit an array float32[2147483648]"),
+    "not finite": (edited(NAN), "contains NaN or infinite numbers"),
+    "infinite": (edited(put("wi", lambda x: x + np.inf)), "contains NaN or infinite numbers"),
     "a variable less": (edited(lambda a: a.pop("wo")), "'wo' is missing"),
     "another shape": (edited(put("wi", lambda x: x[:1])), "'wi' is float64[1, 4, 8], not float32[2, 4, 8]"),
     "complex": (edited(put("wi", lambda x: x.astype(complex))), "'wi' is complex128[2, 4, 8], not"),
     "text": (edited(put("wi", lambda x: x.astype(str))), "'wi' is <U32[2, 4, 8], not"),
     "the other order": (edited(put("wi", lambda x: x.astype(">f8"))), "'wi' is >f8[2, 4, 8], not"),
     "objects": (edited(put("wi", lambda x: np.array([None]))), "'wi' is object[1], not"),
-    "nothing of itself": (edited(lambda a: a.pop(ABOUT)), "it has no description"),
-    "a list": (edited(lambda a: a.update({ABOUT: np.frombuffer(b"[]", np.uint8)})), "its description:"),
-    "no JSON": (edited(lambda a: a.update({ABOUT: np.arange(9, dtype=np.uint8)})), "its description:"),
+    "nothing of itself": (edited(lambda a: a.pop(ABOUT)), "the file has no valid description"),
+    "a list": (
+        edited(lambda a: a.update({ABOUT: np.frombuffer(b"[]", np.uint8)})),
+        "invalid description, field",
+    ),
+    "no JSON": (
+        edited(lambda a: a.update({ABOUT: np.arange(9, dtype=np.uint8)})),
+        "invalid description, field",
+    ),
     "too much of itself": (
         edited(lambda a: a.update({ABOUT: np.zeros(2 << 20, np.uint8)})),
-        "has no description",
+        "the file has no valid description",
     ),
     "another run": (edited(told(run="other")), "other"),
     "another round": (edited(told(round=5)), "5"),
@@ -147,11 +153,11 @@ BOTH: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 POSTS = {
     **BOTH,
-    "of another replica": (edited(told(replica=0)), "it is of replica 0, not 1"),
+    "of another replica": (edited(told(replica=0)), "the file is of replica"),
     "no bits": (edited(told(bits=None)), "'bits': Field required"),
     "other bits": (edited(told(bits=8)), "'wi/codes' is missing"),
-    "bits that are none": (edited(told(bits=5)), "it has bits=5"),
-    "too large": (edited(put("wi", lambda x: np.full_like(x, 1.7e308))), "its numbers are too large"),
+    "bits that are none": (edited(told(bits=5)), "unsupported bits=5"),
+    "too large": (edited(put("wi", lambda x: np.full_like(x, 1.7e308))), "the numbers are too large"),
 }
 
 
@@ -165,7 +171,7 @@ def test_a_post_that_cannot_be_used_stops_nobody(harm: str, tmp_path: Path) -> N
     met = own.meet()
     assert met is not None and (met.round, met.present, met.dropped) == (1, (0,), False)
     assert said in met.left[1] and "\n" not in met.words(2)
-    assert f"the post of replica 1 is excluded: {met.left[1]}" in met.words(2)
+    assert f"the update of replica 1 is excluded: {met.left[1]}" in met.words(2)
     alone = replica(tmp_path / "alone", learning_rate=3.0)
     assert alone.meet() == Met(1, (0,), False, met.bytes)
     for name in ("wi", "wo"):
@@ -177,7 +183,7 @@ def test_a_post_that_cannot_be_used_stops_nobody(harm: str, tmp_path: Path) -> N
 
 STATES = {
     **BOTH,
-    "another count": (edited(told(present=[0, 7])), "it is of replica 7"),
+    "another count": (edited(told(present=[0, 7])), "the file is of replica"),
     "present is none": (edited(told(present="x")), "'present': Input should be a valid"),
     "as written before": (edited(told(shared=None)), "'shared': Field required"),
 }
@@ -245,7 +251,7 @@ def test_posts_of_a_run_before_are_not_waited_with(tmp_path: Path) -> None:
     its = replica(tmp_path)
     assert not its.directory.has_post(0, 1)
     met = its.meet()
-    assert met is not None and met.present == (0,) and "it is of run" in met.left[1]
+    assert met is not None and met.present == (0,) and "the file is of run" in met.left[1]
 
 
 @pytest.mark.parametrize("patience", [3600.0])

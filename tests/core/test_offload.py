@@ -272,9 +272,15 @@ def test_planted_faults_are_caught() -> None:
             [(read, replace(read, inputs=tuple(there if i == here else i for i in read.inputs)))],
             "is on the host",
         ),
-        ([(load, replace(load, inputs=store.inputs))], "is not computed before it"),
-        ([(write, replace(write, inputs=store.inputs))], "is not placed as the variable is stored"),
-        ([(store, HostLoad(store.inputs, store.outputs, store.origin))], "not on the side that it leaves"),
+        ([(load, replace(load, inputs=store.inputs))], "is not computed before this instruction"),
+        (
+            [(write, replace(write, inputs=store.inputs))],
+            "does not have the placement in which the variable is stored",
+        ),
+        (
+            [(store, HostLoad(store.inputs, store.outputs, store.origin))],
+            "or the result is on the wrong side of the transfer between",
+        ),
     ]
     for changes, said in faults:
         code = tuple(next((new for old, new in changes if old is instr), instr) for instr in program.code)
@@ -292,22 +298,24 @@ def test_planted_faults_are_caught() -> None:
         verify(replace(stages, values=tuple(replace(v, host=v.host and v.id != part) for v in stages.values)))
     values = tuple(replace(v, host=False) if v.id == there else v for v in program.values)
     assert any(isinstance(i, ReadVariable) and i.outputs == (there,) for i in program.code)
-    with pytest.raises(ProgramError, match="is not placed as the variable"):
+    with pytest.raises(ProgramError, match="and the variable are not both on the device or both on the host"):
         verify(replace(program, values=values))
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["optimiser"], "offload 'optimiser': did you mean 'optimizer'?"),
+        (["optimiser"], "offload: unknown kind 'optimiser'; did you mean 'optimizer'?"),
         (["optimizer=v"], "the model has no variable 'v'"),
         (["weights=v"], "the model has no variable 'v'"),
-        (["weights=w/adam_m"], "'w/adam_m' is not a trained variable"),
-        (["activations=layer"], "no loop over 'layer' has a backward; did you mean 'layers'?"),
+        (["weights=w/adam_m"], "is not trainable; name a trainable variable, or remove this one"),
+        (
+            ["activations=layer"],
+            "no loop over 'layer' saves values for a backward pass; did you mean 'layers'?",
+        ),
         (
             ["activations"],
-            "offload activations: no loop is recomputed; recompute one, e.g. layers, or "
-            "name a loop that stores all saved values on the host, e.g. activations=layers",
+            "offload activations: only loops that are recomputed are",
         ),
     ],
 )

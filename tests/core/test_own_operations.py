@@ -39,7 +39,7 @@ def test_right_facets_are_priced() -> None:
 
 @pytest.mark.parametrize("found", [None, (), "x", mtf.Shape([D])])
 def test_infer(found: Any) -> None:
-    with pytest.raises(mtf.UserError, match=r"operation Mine: infer gave .*; it must give mtf\.TensorType"):
+    with pytest.raises(mtf.UserError, match=r"it must return an mtf.TensorType or a non-empty tuple of them"):
         priced("infer", lambda self, *inputs: found)
 
 
@@ -47,7 +47,7 @@ def test_infer(found: Any) -> None:
     "gives", [lambda dy: None, lambda dy: dy, lambda dy: (dy, dy), lambda dy: (1.0,), lambda dy: ()]
 )
 def test_gradient(gives: Callable[[mtf.Tensor], Any]) -> None:
-    with pytest.raises(mtf.UserError, match=r"operation Mine: gradient gave .* for each input, here 1"):
+    with pytest.raises(mtf.UserError, match="operation Mine: gradient returned"):
         priced("gradient", lambda self, dy, inputs, output: gives(dy))
 
 
@@ -72,13 +72,13 @@ def backward(gives: Callable[..., Any]) -> Callable[[mtf.Tensor], Any]:
         (lambda x: mtf.while_loop(lambda h: mtf.reduce_sum(h) > 0.0, lambda h: None, [x], 3), "found None"),
         (
             backward(lambda *_: None),
-            "1 inputs need as many gradients, found 0, of None; give a list or a tuple",
+            "gradients, one for each input, found 0: None; return a list or",
         ),
         (
             backward(lambda dys, xs, ys: dys[0]),
-            "1 inputs need as many gradients, found 0, of Tensor",
+            "gradients, one for each input, found 0",
         ),
-        (backward(lambda *_: [3.0]), r"a gradient must be a tensor or None, found \[3\.0\]"),
+        (backward(lambda *_: [3.0]), "custom_gradient: the gradient function must return a tensor or"),
     ],
 )
 def test_loops_and_gradients(make: Callable[[mtf.Tensor], Any], said: str) -> None:

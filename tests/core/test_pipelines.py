@@ -250,13 +250,13 @@ def refused(layout: str, why: str, built: mtf.Model, mesh: str = "pipe:2;t:2", *
 
 def test_what_cannot_be_a_pipeline_is_refused_with_what_to_do(plain: mtf.Model) -> None:
     refused("layers:pipe;batch:pipe", "both 'layers' and 'batch' split over mesh axis 'pipe'", plain)
-    refused("layers:pipe", "3 stages do not divide its 4 layers, and an operation outside", plain, "pipe:3")
-    refused("layers:pipe", "microbatches=3: 'batch' has size 8", plain, microbatches=3)
+    refused("layers:pipe", "stages do not divide the 4 layers, which is required because an", plain, "pipe:3")
+    refused("layers:pipe", "microbatches=3: the size of 'batch',", plain, microbatches=3)
     for rule in (
         "microbatch:t",
         "microbatch@elsewhere:t",
     ):  # a piece of a part would be asked of other devices
-        said = "counts sequential iterations"
+        said = ", because it counts iterations that run one after another"
         refused(f"layers:pipe;{rule}", said, plain, microbatches=2)
     g = mtf.Graph()
     x = g.input("x", [B, D], "float64")
@@ -266,7 +266,7 @@ def test_what_cannot_be_a_pipeline_is_refused_with_what_to_do(plain: mtf.Model) 
         return (h - mtf.reduce_mean(h, B)) * w
 
     mixing = mtf.Model(mtf.reduce_mean(mtf.square(mtf.scan(centred, x, LAYERS))))
-    refused("layers:pipe", "its layers pass on values that are no sums over microbatches, because of", mixing)
+    refused("layers:pipe", "the layers pass on values that are not sums over microbatches,", mixing)
 
     g = mtf.Graph()
     x = g.input("x", [B, D], "float64")
@@ -285,4 +285,4 @@ def test_what_cannot_be_a_pipeline_is_refused_with_what_to_do(plain: mtf.Model) 
         return h * g.variable("w", [D], mtf.ONES, "float64") + bias
 
     inside = mtf.Model(mtf.reduce_mean(mtf.square(mtf.scan(numbered, x, LAYERS))))
-    refused("layers:pipe;e:pipe", "axis 'pipe' is the axis of", inside)
+    refused("layers:pipe;e:pipe", "axis 'pipe' already separates the pipeline stages, so it", inside)

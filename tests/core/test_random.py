@@ -82,7 +82,7 @@ def test_temperature() -> None:
 
     assert (at(0.0) == 3).all()
     assert (at(0.2) == 3).mean() > 0.99 > (at(1.0) == 3).mean() > (at(5.0) == 3).mean()
-    with pytest.raises(mtf.UserError, match="temperature must be >= 0, found -1"):
+    with pytest.raises(mtf.UserError, match="sample_with_temperature: temperature must be at least 0, found"):
         at(-1.0)
 
 

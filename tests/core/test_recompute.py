@@ -111,5 +111,5 @@ def test_less_is_kept() -> None:
 
 
 def test_a_dimension_without_a_loop() -> None:
-    with pytest.raises(mtf.UserError, match="recompute 'row': no loop runs over it; did you mean 'rows'"):
+    with pytest.raises(mtf.UserError, match="recompute 'row': the model has no loop over"):
         run(frozenset({"row"}), "one:1", "")

@@ -58,8 +58,8 @@ def test_rules_of_paths_are_read_and_written() -> None:
         ("d_f@feed_forward:model", "no operation has a dimension 'd_f'; did you mean 'd_ff'"),
         ("d_ff@feed_forward:modle", "has no axis 'modle'; did you mean 'model'"),
         ("batch:model;d_ff@feed_forward:model", "both 'batch' and 'd_ff' split over mesh axis 'model'"),
-        ("d_ff@:model", "is not DIM:AXIS"),
-        ("d_ff@a:model;d_ff@a:data", "dimension 'd_ff@a' is given twice"),
+        ("d_ff@:model", "is not a rule DIM:AXIS"),
+        ("d_ff@a:model;d_ff@a:data", "dimension 'd_ff@a' has two rules"),
     ],
 )
 def test_mistakes_are_named(layout: str, said: str) -> None:

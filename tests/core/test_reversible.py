@@ -242,13 +242,13 @@ def test_halves_share_nothing_inside() -> None:
         kept.append(mtf.sin(h))
         return kept[0]
 
-    with pytest.raises(mtf.UserError, match=r"g reads Tensor.* neither its argument nor computed in it"):
+    with pytest.raises(mtf.UserError, match=r"g reads Tensor.*, which is neither an argument of"):
         mtf.reversible_scan(f, lambda y: y * kept[0], x, x, mtf.Dim("layers", 2))
 
 
 def test_integers_cannot_be_carried() -> None:
     x = mtf.Graph().input("x", [D])
-    with pytest.raises(mtf.UserError, match="needs floats to carry, found Tensor"):
+    with pytest.raises(mtf.UserError, match="the carried tensors must have a float dtype, found"):
         mtf.reversible_scan(lambda h: h, lambda h: h, x, x, mtf.Dim("layers", 2))
 
 
@@ -256,7 +256,7 @@ def test_stacks_of_another_length() -> None:
     g = mtf.Graph()
     x, layers = g.input("x", [D], "float64"), mtf.Dim("layers", 2)
     stack = g.input("stack", [mtf.Dim("layers", 3), D], "float64")
-    with pytest.raises(mtf.UserError, match=r"scan over layers:2: .* has another number of iterations"):
+    with pytest.raises(mtf.UserError, match=", one element for each iteration"):
         mtf.reversible_scan(lambda h, p: p, lambda h, p: p, x, x, layers, [stack])
 
 

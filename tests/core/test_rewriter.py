@@ -52,5 +52,5 @@ def test_a_loop_is_itself_unless_its_body_is_another(program: Program) -> None:
     assert inside(loop, list) is loop
     shorter = inside(loop, lambda body: body[:-1])
     assert shorter.body == loop.body[:-1] and shorter.carried == loop.carried
-    with pytest.raises(AssertionError, match="is not in the code"):
+    with pytest.raises(AssertionError, match="is not in this block"):
         take_out(loop, [*loop.body])

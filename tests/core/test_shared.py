@@ -65,9 +65,9 @@ def test_shared_under_one_name_needs_one_type() -> None:
     with g.sharing():
         a, b = (g.variable("w", [D], mtf.ONES) for _ in range(2))
         assert a.id == b.id
-        with pytest.raises(mtf.UserError, match=r"'w' is shared, but was made as float32\[d_model:8\] and"):
+        with pytest.raises(mtf.UserError, match="is shared, but was made with type float32"):
             g.variable("w", [mtf.Dim("d_model", 4)], mtf.ONES)
-    with pytest.raises(mtf.UserError, match=r"exists already; .* make both inside graph.sharing"):
+    with pytest.raises(mtf.UserError, match=r"already exists; .* make both inside graph.sharing"):
         g.variable("w", [D], mtf.ONES)
 
 

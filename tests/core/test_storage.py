@@ -254,8 +254,8 @@ def test_stages_are_read_and_written() -> None:
     for text, said in (
         ("zero3@", "name each mesh axis once, e.g. zero3@data+pod"),
         ("zero3@data+data", "name each mesh axis once"),
-        ("layout@data", "splits nothing further; remove @data"),
-        ("hsdp", "write zero3@AXIS, with the axes inside a node"),
+        ("layout@data", "does not shard variables over further axes; remove"),
+        ("hsdp", "use zero3@AXIS with the mesh axes inside a node"),
     ):
         with pytest.raises(mtf.UserError) as refused:
             read_stage(text)

@@ -172,5 +172,5 @@ def test_all_seven_models_of_the_paper() -> None:
 def test_bad_sizes() -> None:
     with pytest.raises(mtf.UserError, match="heads=4 must be a multiple of kv_heads=3"):
         model(**{**SMALL, "kv_heads": 3})
-    with pytest.raises(mtf.UserError, match="LearnedPositions: count=4 is fewer than length=8"):
+    with pytest.raises(mtf.UserError, match="LearnedPositions: count=4 is less than length="):
         model(**{**SMALL, "positions": "4"})

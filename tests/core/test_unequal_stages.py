@@ -202,19 +202,19 @@ def test_a_mask_that_is_left_out_is_seen(plain: mtf.Model, dense: Any, monkeypat
 
 def test_what_it_cannot_do_is_refused_with_what_to_do(plain: mtf.Model) -> None:
     for built, mesh, schedule, why in (
-        (plain, "pipe:8", "gpipe", "8 stages are more than its 5 layers; use fewer stages"),
-        (plain, "pipe:4", "interleaved:2", "4 stages times 2 rounds are more than its 5 layers; use fewer"),
+        (plain, "pipe:8", "gpipe", "are too many for a loop of 5 layers; use fewer stages"),
+        (plain, "pipe:4", "interleaved:2", "stages times 2 rounds are too many for a loop of 5 layers; use"),
         (
             stacking(linear=True),
             "pipe:3",
             "gpipe",
-            "3 stages do not divide its 4 layers, and an operation outside",
+            "stages do not divide the 4 layers, which is required because an",
         ),
         (
             stacking(linear=True),
             "pipe:3",
             "1f1b",
-            "3 stages do not divide its 4 layers, and an operation outside",
+            "stages do not divide the 4 layers, which is required because an",
         ),
     ):
         with pytest.raises(mtf.UserError, match=why) as error:

@@ -145,7 +145,7 @@ def attention(hardware: str, **more: object) -> list[str]:
     [
         ("tpu-v5e", {"dropout": 0.1}, "dropout"),
         ("h100", {"dropout": 0.1}, "dropout"),
-        ("tpu-v5e", {"length": 100}, "100 queries and 100 keys, not multiples of 128"),
+        ("tpu-v5e", {"length": 100}, "100 queries and 100 keys, which must be multiples of 128"),
         ("h100", {"dtype": "float32"}, "float32"),
     ],
 )

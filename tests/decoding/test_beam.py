@@ -100,11 +100,9 @@ def test_ties_come_in_the_order_of_beams_and_tokens(mesh: str, layout: str) -> N
 def test_what_cannot_be_searched() -> None:
     g = mtf.Graph()
     net, prompts = Net(g), g.input("prompts", [BATCH, mtf.Dim("length", LENGTH)])
-    with pytest.raises(mtf.UserError, match="alpha must not be negative, found -1"):
+    with pytest.raises(mtf.UserError, match="it must be at least 0"):
         decoding.beam_search(net, prompts, mtf.Dim("beam", 2), alpha=-1)
-    with pytest.raises(
-        mtf.UserError, match=r"the prompts \[batch:4 length:5\] have a dimension 'batch' already"
-    ):
+    with pytest.raises(mtf.UserError, match="already have a dimension 'batch'; rename the beams dimension"):
         decoding.beam_search(net, prompts, mtf.Dim("batch", 2))
 
 
@@ -138,5 +136,5 @@ def test_seeds_and_the_limits_of_sampling() -> None:
     assert (drawn(1, 1.0, 0) == drawn(1, 1.0, 0)).all()
     assert (drawn(1, 1.0, 1, 8) == 3).all()
     assert (drawn(1, 0.0, 0, 8) == 3).all()
-    with pytest.raises(mtf.UserError, match=r"temperature=-1\.0 and top=0 must not be negative"):
+    with pytest.raises(mtf.UserError, match=r"sample: temperature=-1.0 and top=0 must both be at least 0"):
         drawn(1, -1.0, 0, 8)

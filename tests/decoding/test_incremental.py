@@ -128,13 +128,21 @@ def test_an_empty_prompt_has_its_first_token() -> None:
 @pytest.mark.parametrize(
     ("attention", "options", "match"),
     [
-        (nn.Attention(HEADS, KV), {}, "with a cache, use causal=True and no mask"),
-        (nn.Attention(HEADS, KV, causal=True), {"mask": True}, "use causal=True and no mask"),
-        (nn.LocalAttention(HEADS, KV, window=4), {}, "LocalAttention: with a cache, use"),
+        (nn.Attention(HEADS, KV), {}, "decoding with a cache needs causal=True and neither a mask"),
+        (
+            nn.Attention(HEADS, KV, causal=True),
+            {"mask": True},
+            "decoding with a cache needs causal=True and neither a mask",
+        ),
+        (
+            nn.LocalAttention(HEADS, KV, window=4),
+            {},
+            "decoding with a cache needs causal=True and neither a mask",
+        ),
         (
             nn.Synthesizer(HEADS, KV, causal=True),
             {},
-            "Synthesizer: cannot decode with a cache; use Attention",
+            "this layer cannot decode with a cache; use Attention",
         ),
     ],
 )
@@ -153,15 +161,17 @@ def test_what_is_remembered_has_one_name_and_type() -> None:
     x, lengths = inputs(g)
     cache = decoding.Cache(mtf.reduce_min(lengths), LENGTH.size)
     cache.put("state", x)
-    with pytest.raises(
-        mtf.UserError, match="two layers have the cache entry 'state'; give them different names"
-    ):
+    with pytest.raises(mtf.UserError, match="decoding: two layers write the cache entry 'state'; give the"):
         cache.put("state", x)
     later = cache.at(mtf.reduce_min(lengths), cache.values)
-    with pytest.raises(mtf.UserError, match=r"no cache entry 'stat' .*did you mean 'state'"):
+    with pytest.raises(
+        mtf.UserError,
+        match=r"decoding: the cache has no entry 'stat', because no layer wrote.*did you mean 'state'",
+    ):
         later.get(g, "stat")
     with pytest.raises(
-        mtf.UserError, match=r"'state' was int32\[batch:4 length:8\] and is now int32\[batch:4\]"
+        mtf.UserError,
+        match=r"'state' had type int32\[batch:4 length:8\] .* and now has type int32\[batch:4\]",
     ):
         later.put("state", lengths)
 
@@ -169,11 +179,9 @@ def test_what_is_remembered_has_one_name_and_type() -> None:
 def test_prompts_and_logits_that_do_not_fit() -> None:
     g = mtf.Graph()
     net, (prompts, lengths) = Net(g), inputs(g)
-    with pytest.raises(mtf.UserError, match=r"prompts are \[batch, length\] with room for a token"):
+    with pytest.raises(mtf.UserError, match="decoding: prompts must have the dimensions"):
         decoding.greedy(net, lengths)
-    with pytest.raises(mtf.UserError, match=r"need one length each \[batch:4\], found"):
+    with pytest.raises(mtf.UserError, match="decoding: lengths must be one number for each prompt,"):
         decoding.greedy(net, prompts, prompts)
-    with pytest.raises(
-        mtf.UserError, match=r"must be \[batch:4, vocabulary\], found Tensor\(.* float64\[batch:4\]"
-    ):
+    with pytest.raises(mtf.UserError, match=r"the model must return float logits.*float64\[batch:4\]"):
         decoding.greedy(lambda tokens, cache: mtf.reduce_max(net(tokens, cache), "vocab"), prompts, lengths)

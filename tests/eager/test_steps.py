@@ -119,7 +119,10 @@ def test_two_updates_of_one_variable_are_an_error() -> None:
     g = run.step()
     trained(g.constant(X, [B, D]))
     step(g.constant(X, [B, D]))
-    with pytest.raises(mtf.UserError, match=r"finish: dense/weight/adam_m, .* got another value since"):
+    with pytest.raises(
+        mtf.UserError,
+        match=r"finish: this step and a staged function or another step both assigned dense/weight/adam_m, ",
+    ):
         g.finish()
     assert run.read("step") == 1
 
@@ -132,13 +135,13 @@ def test_a_variable_cannot_change_its_type() -> None:
         run.step() as g,
         pytest.raises(
             mtf.UserError,
-            match=r"'w' has type float32\[batch:4\] from an earlier step",
+            match=r"give the new variable another name, or use a new mtf.Eager",
         ),
     ):
         g.variable("w", [D], mtf.ZEROS)
-    with pytest.raises(mtf.UserError, match=r"variable 'w' has shape \[batch:4\], found \[3\]"):
+    with pytest.raises(mtf.UserError, match="give an array of the variable's shape"):
         run.write("w", np.zeros(3))
-    with pytest.raises(mtf.UserError, match="no step has made a variable 'v'; known: w"):
+    with pytest.raises(mtf.UserError, match="there is no variable 'v' yet"):
         run.read("v")
 
 
@@ -272,10 +275,10 @@ def test_a_staged_function_sends_what_its_program_says() -> None:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda f, g, h: f(), "staged f: needs at least one tensor among its arguments, found none"),
-        (lambda f, g, h: f(g, g.numpy()), r"staged f: arguments must be tensors or hashable values"),
+        (lambda f, g, h: f(), "staged f: found no tensor among the arguments; pass at least one"),
+        (lambda f, g, h: f(g, g.numpy()), "staged f: each argument must be a tensor or a hashable value"),
         (lambda f, g, h: f(g, h), r"staged f: .* belong to different steps"),
-        (lambda f, g, h: f(h), r"staged f: .* belongs to another eager context than the function"),
+        (lambda f, g, h: f(h), "and the function belong to different mtf.Eager objects; copy"),
         (lambda f, g, h: f(g, key=print), r"'f' .*|f\(\) got an unexpected keyword argument 'key'"),
     ],
 )

@@ -123,11 +123,9 @@ def test_arrays_are_no_operands_but_their_scalars_are() -> None:
 
 def test_a_tensor_that_is_being_traced_cannot_be_mixed_in() -> None:
     symbolic = mtf.Graph("plain").input("x", [B, D], "float32")
-    with pytest.raises(
-        mtf.UserError, match="belongs to graph 'plain', which is being built and has no values"
-    ):
+    with pytest.raises(mtf.UserError, match="belongs to graph 'plain', whose tensors have no values while"):
         new().constant(X, [B, D]) + symbolic
-    with pytest.raises(mtf.UserError, match="belongs to graph 'eager step', not 'plain'"):
+    with pytest.raises(mtf.UserError, match="belongs to graph 'eager step', not to 'plain'"):
         symbolic + new().constant(X, [B, D])
 
 
@@ -144,7 +142,7 @@ def test_a_value_inside_a_loop_that_is_built() -> None:
         return x
 
     run = mtf.Eager("data:2", "batch:data", "lockstep")
-    with pytest.raises(mtf.UserError, match=r"\(loops and branches are built before they are run\)"):
+    with pytest.raises(mtf.UserError, match="the bodies of loops and branches are built before they run"):
         mtf.scan(body, run.step(unroll=False).constant(X, [B, D]), mtf.Dim("layers", 2))
     mtf.scan(body, run.step().constant(X, [B, D]), mtf.Dim("layers", 2))
 
@@ -173,7 +171,10 @@ def test_an_illegal_layout_names_the_operation_and_the_line() -> None:
 
 
 def test_a_size_that_devices_do_not_divide() -> None:
-    with pytest.raises(mtf.LayoutError, match=r"feed at .*test_values.py:\d+: .*size 3, which the 2 devices"):
+    with pytest.raises(
+        mtf.LayoutError,
+        match=r"feed at.*test_values.py:.*has size 3, which is not divisible by the 2 devices of",
+    ):
         new("d:model").constant(X, [B, D])
 
 
@@ -181,7 +182,8 @@ def test_a_loops_own_dimension_cannot_be_split() -> None:
     for unroll in (False, True):
         g = mtf.Eager("data:2", "layers:data", "lockstep").step(unroll=unroll)
         with pytest.raises(
-            mtf.LayoutError, match=r"scan at .*test_values.py:\d+: .*'layers' counts sequential iterations"
+            mtf.LayoutError,
+            match=r"scan at.*test_values.py:.*, because it counts iterations that run one after another",
         ):
             mtf.scan(lambda x: x + 1.0, g.constant(X, [B, D]), mtf.Dim("layers", 2))
 
@@ -189,11 +191,14 @@ def test_a_loops_own_dimension_cannot_be_split() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: mtf.Eager("data:2", "batch:model"), r"mesh data:2 has no such axis; known: data"),
-        (lambda: mtf.Eager("data:2", engine="eager"), r"eager engine 'eager': known: auto, local, lockstep"),
-        (lambda: new().constant(X, [B]), r"constant of dimensions \[batch:4\]: the array has shape \[4, 3\]"),
+        (lambda: mtf.Eager("data:2", "batch:model"), ", but mesh data:2 has no axis of that name"),
+        (
+            lambda: mtf.Eager("data:2", engine="eager"),
+            r"unknown eager engine 'eager'; known: auto, local, lockstep",
+        ),
+        (lambda: new().constant(X, [B]), "need an array of shape"),
         (lambda: new().constant(np.array(["a"]), [mtf.Dim("n", 1)]), r"dtype '.*' is not supported"),
-        (lambda: new().input("x", [B]), r"the batch has no 'x'"),
+        (lambda: new().input("x", [B]), "the batch has no array for the model's input"),
     ],
 )
 def test_wrong_input(make: Any, text: str) -> None:

@@ -207,7 +207,10 @@ def state() -> None:
         np.testing.assert_array_equal(engine.read(name), array)
     refused(lambda: engine.read("nothing"), "there is no variable 'nothing'")
     refused(lambda: engine.write(name, np.zeros([1, 1, 1, 1, 1])), "has shape")
-    refused(lambda: open_engine(language_model("a:64", ""), "jax"), "needs 64 devices, but JAX runs")
+    refused(
+        lambda: open_engine(language_model("a:64", ""), "jax"),
+        "the mesh needs 64 devices, but JAX in this process has",
+    )
     engine.close()
 
 

@@ -135,11 +135,11 @@ def test_errors() -> None:
         mtf.cond(total, lambda: x, lambda: x)
     with pytest.raises(mtf.UserError, match="same types"):
         mtf.cond(total > 0.0, lambda: x, lambda: total)
-    with pytest.raises(mtf.UserError, match="must give a tensor or a tuple of tensors, found None"):
+    with pytest.raises(mtf.UserError, match="a branch or block must return a tensor or a tuple of tensors,"):
         mtf.cond(total > 0.0, lambda: x, lambda: None)
-    with pytest.raises(mtf.UserError, match="equally many"):
+    with pytest.raises(mtf.UserError, match="tuples of the same length"):
         mtf.cond(total > 0.0, lambda: x, lambda: (x, x))
-    with pytest.raises(mtf.UserError, match="condition must give a bool scalar"):
+    with pytest.raises(mtf.UserError, match="while_loop: the condition must return a bool scalar, found"):
         mtf.while_loop(lambda h: h, lambda h: h, [x], 3)
     with pytest.raises(mtf.UserError, match="the body must return the types of its arguments"):
         mtf.while_loop(lambda h: total > 0.0, lambda h: total, [x], 3)
@@ -150,8 +150,8 @@ def test_errors() -> None:
 
     with pytest.raises(
         mtf.UserError,
-        match="an assignment inside a branch or a while loop may not run; return the value from it",
+        match="an assignment inside a branch or a while loop is not",
     ):
         mtf.cond(total > 0.0, stores, lambda: x)
-    with pytest.raises(mtf.UserError, match="needs at least one tensor"):
+    with pytest.raises(mtf.UserError, match="found no tensor argument; pass at least one"):
         mtf.recomputable(lambda: x)

@@ -207,10 +207,10 @@ def test_a_model_in_the_form_in_which_it_is_judged() -> None:
 def test_bad_batches_are_told() -> None:
     run, data = trained("one device"), examples(16)
     for bad, said in (
-        ([], "evaluate: no batches"),
-        ([data], "a batch has 16 rows; its inputs need equally many, from 1 to 8"),
+        ([], "evaluate: the data have no batches; give at least one"),
+        ([data], "evaluate: a batch has 16 rows; all inputs must have the same"),
         ([{**data, "x": data["x"][:3]}], "a batch has 3 and 16 rows"),
-        ([{"x": data["x"][:8]}], "the batch has no 'y'"),
+        ([{"x": data["x"][:8]}], "the batch has no array for the model's input"),
     ):
         with pytest.raises(mtf.UserError, match=said):
             run.evaluate(bad)
@@ -250,7 +250,9 @@ def test_a_short_batch_of_several_processes(
     judged.cluster = Others()  # type: ignore[assignment]
     rows = np.arange(4, 8)
     if whole is None:
-        with pytest.raises(mtf.UserError, match=r"the data lack rows of this process"):
+        with pytest.raises(
+            mtf.UserError, match="evaluate: the data did not return all rows of this process; for"
+        ):
             judged._of_all(rows, counts)
     else:
         assert judged._of_all(rows, counts) == whole
@@ -269,5 +271,5 @@ def test_rows_that_a_process_has_not_are_zeros_on_its_devices() -> None:
     np.testing.assert_array_equal(fed[0]["x"][4:], data["x"][4:])
     np.testing.assert_array_equal(fed[1]["x"][4:], data["x"][[4, 5, 5, 5]])
     np.testing.assert_array_equal(fed[2]["x"][4:], np.zeros((4, 4)))
-    with pytest.raises(mtf.UserError, match="a batch has 5 rows; its inputs need equally many, from 0 to 4"):
+    with pytest.raises(mtf.UserError, match="evaluate: a batch has 5 rows; all inputs must have the same"):
         list(run._evaluation[2]._counted(iter(cut(data, 5)), [], np.arange(4, 8)))

@@ -314,13 +314,15 @@ def test_errors_say_what_to_do():
     program = language_model("a:2", "batch:a")
     engine = open_engine(program)
     batch = tokens(program)
-    with pytest.raises(UserError, match=r"batch has no 'targets'.*known: tokens"):
+    with pytest.raises(UserError, match=r"the batch has no array for the model's input.*known: tokens"):
         engine.step({"tokens": batch["tokens"]})
-    with pytest.raises(UserError, match=r"built for shape \[batch:8 length:6\], found \[4, 6\]"):
+    with pytest.raises(
+        UserError, match=r"built for shape \[batch:8 length:6\], but the array has shape \[4, 6\]"
+    ):
         engine.step({**batch, "tokens": batch["tokens"][:4]})
-    with pytest.raises(UserError, match="reads int32, found float64"):
+    with pytest.raises(UserError, match="expects int32, found float64"):
         engine.step({**batch, "tokens": batch["tokens"] * 1.0})
-    with pytest.raises(UserError, match="engine 'loca': did you mean 'local'"):
+    with pytest.raises(UserError, match="unknown engine 'loca'; did you mean 'local'"):
         open_engine(program, "loca")
 
 
@@ -340,7 +342,5 @@ def test_more_devices_can_be_asked_for_until_tensorflow_runs():
 
 def test_too_few_devices_once_tensorflow_runs():
     program = language_model("a:64", "")
-    with pytest.raises(
-        UserError, match=r"needs 64 devices, but TensorFlow already runs .* with 8 .*prepare\(64\)"
-    ):
+    with pytest.raises(UserError, match="the mesh needs 64 devices, but TensorFlow has already started"):
         open_engine(program)

@@ -49,7 +49,7 @@ def test_what_cannot_be_is_refused(engine: Any) -> None:
         engine.read("nothing")
     with pytest.raises(UserError, match="there is no variable 'nothing'"):
         engine.write("nothing", np.zeros(1))
-    with pytest.raises(UserError, match=r"has shape \[.*\], found \[1, 1\]; give an array of that shape"):
+    with pytest.raises(UserError, match="give an array of the variable's shape"):
         engine.write(name, np.zeros((1, 1)))
 
 

@@ -97,5 +97,7 @@ def test_depth_adds_nothing_to_graph_and_program(name: str) -> None:
 @pytest.mark.parametrize("example", [transformer_lm, transformer_seq2seq, reformer_lm, moe_lm])
 @pytest.mark.parametrize("positions", ["rope", "0", "-3", "²"])
 def test_positions_that_nobody_knows(example: ModuleType, positions: str) -> None:
-    with pytest.raises(mtf.UserError, match=f"positions='{positions}': write learned, .*how many positions"):
+    with pytest.raises(
+        mtf.UserError, match=f"positions='{positions}': write learned, .*the number of learned positions"
+    ):
         example.model(positions=positions)

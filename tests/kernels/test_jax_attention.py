@@ -132,7 +132,7 @@ def test_a_tpu_does_the_same(case: str) -> None:
         {"mask": jnp.ones((1, 1, 1, QUERIES, KEYS), bool)},
         {"segments": (jnp.ones((1, 1, GROUP, QUERIES, 1)), jnp.ones((1, 1, 1, 1, KEYS)))},
     ],
-    ids=["bias", "dropout", "mask of pairs", "texts by head"],
+    ids=["bias", "dropout", "mask for every pair of positions", "texts by head"],
 )
 def test_what_a_library_has_no_kernel_for_is_left_to_blocks(more: dict[str, Any]) -> None:
     a = operands(**more)
@@ -157,7 +157,10 @@ def test_a_gpu_is_given_cudnn() -> None:
 
     text = jax.jit(both).trace(a.query).lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmhaSoftmax" in text and "__cudnn$fmhaSoftmaxBackward" in text
-    assert lacks_kernel(replace(a, starts=(0, QUERIES)), "gpu") == "causal queries from the middle"
+    assert (
+        lacks_kernel(replace(a, starts=(0, QUERIES)), "gpu")
+        == "causal queries that start in the middle of the keys"
+    )
 
 
 @pytest.mark.slow

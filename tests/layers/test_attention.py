@@ -193,12 +193,15 @@ def test_fewer_key_heads_are_shared_by_groups(kv_heads: int) -> None:
     ("make", "message"),
     [
         (lambda: layers.Attention(H, K, kv_heads=3), "heads=4 must be a multiple of kv_heads=3"),
-        (lambda: layers.Attention(H, K, window=-1), "window must be >= 0 positions, found -1"),
-        (lambda: layers.Attention(H, K, dropout=1.0), r"dropout must be in \[0, 1\), found 1"),
-        (lambda: layers.LocalAttention(H, K), "needs a window of at least 1 position"),
+        (lambda: layers.Attention(H, K, window=-1), "window must be at least 0 positions, found"),
+        (lambda: layers.Attention(H, K, dropout=1.0), "dropout must be at least 0 and less than 1, found"),
+        (lambda: layers.LocalAttention(H, K), "LocalAttention: window must be at least 1 position, found"),
         (lambda: layers.LocalAttention(H, K, window=2, rotary=layers.Rotary()), r"not.*Attention\(window"),
         (lambda: layers.RelativeBias(5), "buckets=5 must be even and at least 4"),
-        (lambda: layers.RelativeBias(32, 8), "max_distance=8 must be more than the 8 exact ones"),
+        (
+            lambda: layers.RelativeBias(32, 8),
+            "RelativeBias: max_distance=8 must be more than 8, the number of",
+        ),
     ],
 )
 def test_bad_fields(make: Any, message: str) -> None:
@@ -211,11 +214,14 @@ def test_bad_fields(make: Any, message: str) -> None:
     [
         (
             lambda g, x: layers.Attention(H, K, causal=True)(x, x),
-            "a separate memory shares no positions with the queries; remove causal, window and rotary",
+            "causal, window and rotary need keys from the queries' own",
         ),
-        (lambda g, x: layers.LocalAttention(H, K, window=3)(x), "length=8 must be a multiple of window=3"),
-        (lambda g, x: layers.LocalAttention(H, K, window=2)(x, x), "takes no separate memory and no mask"),
-        (lambda g, x: layers.Attention(H, mtf.Dim("d_kv", 3), rotary=layers.Rotary())(x), "an even size"),
+        (lambda g, x: layers.LocalAttention(H, K, window=3)(x), "must be a multiple of window=3"),
+        (
+            lambda g, x: layers.LocalAttention(H, K, window=2)(x, x),
+            "LocalAttention: a separate `memory` and a mask are not",
+        ),
+        (lambda g, x: layers.Attention(H, mtf.Dim("d_kv", 3), rotary=layers.Rotary())(x), "must be even"),
     ],
 )
 def test_bad_calls(build: Any, message: str) -> None:

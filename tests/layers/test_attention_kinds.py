@@ -275,17 +275,26 @@ def talking(**more: Any) -> layers.TalkingHeadsAttention:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: talking(key_heads=H), "its four kinds of heads need four names"),
-        (lambda: talking(kv_heads=1), "has neither kv_heads nor shared_kv"),
-        (lambda: talking(dynamic=("x2y",)), "dynamic 'x2y': .*known: m2l, m2w, x2l, x2w"),
+        (lambda: talking(key_heads=H), "must have four different names"),
+        (lambda: talking(kv_heads=1), "kv_heads and shared_kv are not supported; set key_heads"),
+        (lambda: talking(dynamic=("x2y",)), "'x2y' in `dynamic` is unknown; .*known: m2l, m2w, x2l, x2w"),
         (lambda: layers.CompressedAttention(H, K, compression=0), "compression must be positive, found 0"),
-        (lambda: layers.CompressedAttention(H, K, extra_logit=None), "needs an extra_logit"),
-        (lambda: layers.BilinearAttention(H, K, kv_heads=1), "has neither kv_heads nor shared_kv"),
+        (
+            lambda: layers.CompressedAttention(H, K, extra_logit=None),
+            "CompressedAttention: remove rotary, which is not supported, and",
+        ),
+        (
+            lambda: layers.BilinearAttention(H, K, kv_heads=1),
+            "BilinearAttention: kv_heads and shared_kv are not supported,",
+        ),
         (lambda: layers.BranchedAttention(mtf.Dim("heads", 4), K, kv_heads=2, d_ff=K), "must be 0 or 1"),
-        (lambda: layers.Synthesizer(H, K, kind="rand"), "kind 'rand': did you mean 'random'"),
+        (lambda: layers.Synthesizer(H, K, kind="rand"), "kind='rand' is unknown; did you mean 'random'"),
         (lambda: layers.Synthesizer(H, K, rank=0), "rank must be positive, found 0"),
-        (lambda: layers.Synthesizer(H, K, kv_heads=1), "takes neither kv_heads, shared_kv nor rotary"),
-        (lambda: layers.LocalAttention2D(H, K), "needs a window of at least 1 pixel"),
+        (
+            lambda: layers.Synthesizer(H, K, kv_heads=1),
+            "Synthesizer: kv_heads, shared_kv and rotary positions are not",
+        ),
+        (lambda: layers.LocalAttention2D(H, K), "LocalAttention2D: window must be at least 1 pixel, found"),
         (
             lambda: layers.LocalAttention2D(H, K, window=2, rotary=layers.Rotary()),
             "rotary positions are not",
@@ -303,14 +312,17 @@ def test_bad_fields(make: Any, message: str) -> None:
         (lambda g, x: layers.CompressedAttention(H, K, compression=3)(x), "memory_length=8 must be a multip"),
         (
             lambda g, x: layers.RelativeAttention(H, K, positions=layers.RelativeBias())(x, x),
-            "RelativeAttention: a separate memory shares",
+            "RelativeAttention: a separate `memory` is not supported,",
         ),
-        (lambda g, x: layers.BilinearAttention(H, K)(x), "d_kv:4 must have the size of d_model:8"),
+        (lambda g, x: layers.BilinearAttention(H, K)(x), "must have the same size as"),
         (
             lambda g, x: layers.LocalAttention2D(H, K, window=3, height="batch", width="length")(x),
-            "batch:4 must be a multiple of window=3",
+            "must be a multiple of window=3",
         ),
-        (lambda g, x: layers.LocalAttention2D(H, K, window=2)(x, x), "takes no memory, mask or bias"),
+        (
+            lambda g, x: layers.LocalAttention2D(H, K, window=2)(x, x),
+            "LocalAttention2D: memory, mask, bias and segments are not",
+        ),
     ],
 )
 def test_bad_calls(build: Any, message: str) -> None:

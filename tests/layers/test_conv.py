@@ -91,9 +91,9 @@ def test_conv_along_a_text(causal: bool) -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(mtf.UserError, match="causal is for one dimension, and not transposed"):
+    with pytest.raises(mtf.UserError, match="Conv: causal=True needs exactly one spatial dimension and"):
         layers.Conv(C, PLANE, causal=True)
     with pytest.raises(mtf.UserError, match="1 to 3 spatial dimensions"):
         layers.Conv(C, ())
-    with pytest.raises(mtf.UserError, match="groups=3 must divide the 4 channels"):
+    with pytest.raises(mtf.UserError, match="GroupNorm: groups=3 must divide the size of"):
         check_layouts(lambda g, x: layers.GroupNorm(PLANE, 3)(x), {"x": X}, [])

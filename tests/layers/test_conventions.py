@@ -68,9 +68,9 @@ def test_biases_of_attention(form: str) -> None:
 
 
 def test_biases_where_there_are_none_are_refused() -> None:
-    with pytest.raises(mtf.UserError, match="its projections have no biases"):
+    with pytest.raises(mtf.UserError, match="this layer supports no biases; use biases='none'"):
         layers.BilinearAttention(mtf.Dim("heads", 2), mtf.Dim("d_kv", 8), biases="qkv")
-    with pytest.raises(mtf.UserError, match="biases 'q'"):
+    with pytest.raises(mtf.UserError, match="biases='q' is unknown"):
         layers.Attention(mtf.Dim("heads", 2), mtf.Dim("d_kv", 8), biases="q")
 
 

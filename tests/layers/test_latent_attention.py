@@ -175,20 +175,23 @@ def test_what_is_hidden_is_not_priced() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: replace(LATENT, kv_heads=2), "takes neither kv_heads, shared_kv nor rotary"),
+        (lambda: replace(LATENT, kv_heads=2), "LatentAttention: kv_heads, shared_kv and rotary are not"),
         (lambda: replace(LATENT, d_rotary=3), "d_rotary must be even and positive, found 3"),
-        (lambda: replace(LATENT, d_v=mtf.Dim("d_kv", 6)), "d_v needs a different name than 'd_kv'"),
-        (lambda: replace(LATENT, biases="qkv"), "its projections have no biases"),
+        (lambda: replace(LATENT, d_v=mtf.Dim("d_kv", 6)), "LatentAttention: d_v and d_kv are both named"),
+        (lambda: replace(LATENT, biases="qkv"), "this layer supports no biases; use biases='none'"),
         (
             lambda: run(lambda g, x: LATENT(x, x), {"x": X}),
-            "attends to its own text only; for a memory, use Attention",
+            "LatentAttention: a separate `memory` is not supported; use",
         ),
         (lambda: replace(CHUNKED, chunk=0), "chunk must be at least 1 position, found 0"),
         (
             lambda: run(lambda g, x: replace(CHUNKED, chunk=3)(x), {"x": X}),
             "length=8 must be a multiple of chunk=3",
         ),
-        (lambda: run(lambda g, x: CHUNKED(x, x), {"x": X}), "a separate memory has no chunks; use Attention"),
+        (
+            lambda: run(lambda g, x: CHUNKED(x, x), {"x": X}),
+            "ChunkedAttention: a separate `memory` is not supported; use",
+        ),
     ],
 )
 def test_errors(make: Any, message: str) -> None:

@@ -142,14 +142,14 @@ def test_hashes_are_others_in_every_layer() -> None:
     [
         (lambda: replace(PLAIN, chunk=0), "chunk must be at least 1 position, found 0"),
         (lambda: replace(PLAIN, buckets=3), "buckets must be even and at least 2, found 3"),
-        (lambda: replace(PLAIN, dropout=1.0), r"dropout must be in \[0, 1\), found 1"),
+        (lambda: replace(PLAIN, dropout=1.0), "dropout must be at least 0 and less than 1, found"),
         (
             lambda: run(lambda g, x: replace(PLAIN, chunk=5)(x), {"x": X}),
             "length=16 must be a multiple of chunk=5",
         ),
         (
             lambda: run(lambda g, x: replace(PLAIN, buckets=2**30)(x), {"x": X}),
-            "length=16 times buckets=1073741824 exceeds int32",
+            "=16 times buckets=1073741824 must be less than 2",
         ),
     ],
 )

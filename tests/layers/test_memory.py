@@ -108,18 +108,21 @@ def test_unit_einsum_keeps_the_variance() -> None:
     [
         (
             lambda: layers.ProductKeyMemory(H, mtf.Dim("keys", 4), mtf.Dim("d_key", 4), 5),
-            "best=5 must be from 1 to the 4 keys",
+            "ProductKeyMemory: best=5 must be from 1 to the number of keys, 4",
         ),
         (lambda: layers.LightConv(H, 0), "size must be positive, found 0"),
         (
             lambda: run(lambda g, x: layers.LightConv(mtf.Dim("heads", 3), 2)(x), {"x": X}),
-            "heads:3 must divide d_model:8",
+            "heads, 3, must divide the size of 'd_model', 8",
         ),
         (
             lambda: layers.DenseProduct((H,), ("d_model",), ("sigmiod",)),
-            "activation 'sigmiod': did you mean 'sigmoid'",
+            "unknown activation 'sigmiod'; did you mean 'sigmoid'",
         ),
-        (lambda: layers.DenseProduct((H,), ("d_model",), ()), "needs at least one activation"),
+        (
+            lambda: layers.DenseProduct((H,), ("d_model",), ()),
+            "DenseProduct: `activations` must name at least one activation",
+        ),
     ],
 )
 def test_errors(make: Any, message: str) -> None:

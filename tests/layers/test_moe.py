@@ -134,11 +134,11 @@ def test_group_and_experts_may_not_share_an_axis_with_d_ff() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: layer(5, 1.0), "chosen=5 must be from 1 to the 4 experts"),
+        (lambda: layer(5, 1.0), "TokenChoice: chosen=5 must be from 1 to the number of experts, 4"),
         (lambda: layer(1, 0.0), "capacity_factor must be positive, found 0"),
         (
             lambda: run(lambda g, x: layer(1, 1.0)(x)[0], {"x": ("a:8 d_model:8", X[1][0])}),
-            "needs the dimens",
+            "must have the dimens",
         ),
     ],
 )

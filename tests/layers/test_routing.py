@@ -282,23 +282,23 @@ def test_attention_by_experts(cross: bool) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: layers.TokenChoice(later="rnd"), "later 'rnd': did you mean 'random'"),
-        (lambda: layers.TokenChoice(kept="best"), "kept 'best': .*known: first, largest"),
-        (lambda: layers.TokenChoice(chosen=0), "chosen and threshold must be positive, found 0"),
+        (lambda: layers.TokenChoice(later="rnd"), "later='rnd' is unknown; did you mean 'random'"),
+        (lambda: layers.TokenChoice(kept="best"), "kept='best' is unknown; .*known: first, largest"),
+        (lambda: layers.TokenChoice(chosen=0), "TokenChoice: chosen and threshold must be positive, found"),
         (lambda: layers.TokenChoice(chosen=2, later="overflow", kept="largest"), "use kept='first'"),
-        (lambda: layers.TokenChoice(jitter=1.0), r"epsilon must be in \[0, 1\), found 1"),
+        (lambda: layers.TokenChoice(jitter=1.0), "Jitter: epsilon must be at least 0 and less than 1, found"),
         (lambda: layers.ExpertChoice(0.0), "ExpertChoice: capacity_factor must be positive, found 0"),
         (
             lambda: layers.MixtureOfExperts2D(ROWS, COLUMNS, F, layers.TokenChoice(chosen=3)),
-            "chosen=3 must be from 1 to the 2 experts",
+            "TokenChoice: chosen=3 must be from 1 to the number of experts, 2",
         ),
         (
             lambda: run(two_levels(layers.MixtureOfExperts2D(ROWS, COLUMNS, F)), {"x": X}),
-            "needs the dimensions outer_batch, batch, length, d_model; .* reshape the batch into two",
+            "must have the dimensions outer_batch, batch, length and d_model, .* reshape the batch into",
         ),
         (
             lambda: layers.ExpertsAttention(layers.Attention(H, K, kv_heads=1), E),
-            "takes neither kv_heads nor shared_kv",
+            "ExpertsAttention: kv_heads and shared_kv are not supported",
         ),
     ],
 )

@@ -169,21 +169,27 @@ def test_default_forms_agree() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: layers.TopExperts(scores="sigmoids"), "scores 'sigmoids': did you mean 'sigmoid'"),
+        (
+            lambda: layers.TopExperts(scores="sigmoids"),
+            "scores='sigmoids' is unknown; did you mean 'sigmoid'",
+        ),
         (lambda: layers.TopExperts(chosen=0), "chosen and scale must be positive"),
         (lambda: layers.TopExperts(groups=2, groups_chosen=3), "groups_chosen=3 must be from 1 to groups=2"),
         (
             lambda: mixture(layers.TopExperts(chosen=9)),
-            "chosen=9 must be from 1 to the 8 experts of the chosen groups",
+            "TopExperts: chosen=9 must be at most the number of experts in",
         ),
         (
             lambda: mixture(layers.TopExperts(chosen=5, groups=4, groups_chosen=2)),
-            "chosen=5 must be from 1 to the 4 experts of the chosen groups",
+            "TopExperts: chosen=5 must be at most the number of experts in",
         ),
-        (lambda: mixture(layers.TopExperts(groups=3)), "groups=3 do not divide the 8 experts"),
+        (
+            lambda: mixture(layers.TopExperts(groups=3)),
+            "TopExperts: groups=3 must divide the number of experts, 8",
+        ),
         (
             lambda: mixture(layers.TopExperts(1.0, chosen=1, scores="sigmoid", groups=8, groups_chosen=2)),
-            "less than two",
+            "at most half the number",
         ),
         (lambda: layers.MixtureOfExperts(E, F, shared_gate=True), "shared_gate needs `shared`"),
     ],

@@ -160,16 +160,19 @@ def no_table(g: mtf.Graph, x: mtf.Tensor) -> Run:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: layers.VocabularyCluster(0), r"needs count >= 1, width >= 0 and a share in \(0, 1\]"),
-        (lambda: layers.VocabularyCluster(4, share=0), "needs count >= 1"),
-        (lambda: layers.AdaptiveEmbedding((), D), "needs at least one cluster"),
+        (lambda: layers.VocabularyCluster(0), "count must be at least 1, width at least 0, and share more"),
+        (lambda: layers.VocabularyCluster(4, share=0), "count must be at least 1"),
+        (
+            lambda: layers.AdaptiveEmbedding((), D),
+            "AdaptiveEmbedding: `clusters` must have at least one cluster",
+        ),
         (
             lambda: layers.AdaptiveSoftmax(layers.AdaptiveEmbedding(CLUSTERS[:1], D)),
-            "needs at least two clusters; for one, use CrossEntropy",
+            "AdaptiveSoftmax: the embedding must have at least two clusters",
         ),
         (lambda: layers.MixtureOfSoftmaxes(0), "components must be positive, found 0"),
-        (lambda: layers.Mixtape(0, 1), "gate_width and frequent must be positive, found 0, 1"),
-        (lambda: run(no_table, {"x": X}), "frequent=16 must be fewer than vocab:16"),
+        (lambda: layers.Mixtape(0, 1), "Mixtape: gate_width and frequent must be positive, found"),
+        (lambda: run(no_table, {"x": X}), "Mixtape: frequent=16 must be less than the size of"),
     ],
 )
 def test_errors(make: Any, message: str) -> None:

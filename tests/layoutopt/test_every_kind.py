@@ -194,7 +194,7 @@ def test_second_runs_move_apart_from_backward_beside_products() -> None:
 
 def test_replicas_with_stages_are_no_problem_of_a_search() -> None:
     model = EXAMPLES["transformer"]()
-    with pytest.raises(mtf.UserError, match="separate replicas are not split into stages"):
+    with pytest.raises(mtf.UserError, match="a replica cannot be split into pipeline stages"):
         search(model, mesh="data:3;sites:2", diloco="sites", pipeline=("layers",))
 
 

@@ -202,7 +202,7 @@ def test_a_model_names_its_token_dimensions() -> None:
     loss = mtf.reduce_mean(ids.cast("float32") * g.variable("w", [], mtf.ZEROS))
     assert mtf.Model(loss, token_dims=("length", "batch")).tokens == 24
     assert mtf.Model(loss).tokens is None
-    with pytest.raises(mtf.UserError, match=r"no input has the token_dims batch, words; inputs: ids \[batch"):
+    with pytest.raises(mtf.UserError, match="Model: no input has the token_dims batch, words; name"):
         mtf.Model(loss, token_dims=("batch", "words"))
 
 

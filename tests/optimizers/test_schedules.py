@@ -113,7 +113,7 @@ def test_the_norm_is_one_sum() -> None:
     at, total = next((n, i) for n, i in enumerate(program.code) if i.outputs == late[0].inputs)
     assert isinstance(total, Local) and total.op == Total((1, 2))
     wrong = (*program.code[:at], replace(total, op=Total((1, 1))), *program.code[at + 1 :])
-    with pytest.raises(ProgramError, match=r"counts 1/1 of %\d+, which 2 of the devices"):
+    with pytest.raises(ProgramError, match=", but 2 of the summed devices hold a copy"):
         verify(replace(program, code=wrong))
 
 
@@ -179,10 +179,10 @@ def test_float16_gradients_survive_with_a_scale() -> None:
         (lambda: mtf.WarmupRsqrt(0.0, 3), "WarmupRsqrt: peak must be positive, found 0"),
         (lambda: mtf.WarmupRsqrt(0.1, 0), "warmup must be at least 1 step, found 0"),
         (lambda: mtf.WarmupCosine(0.1, 5, 5), "total=5 steps must be more than warmup=5"),
-        (lambda: mtf.WarmupLinear(0.1, 5, 9, 2.0), "floor is a fraction of the peak, 0 to 1; found 2"),
-        (lambda: mtf.SGD(0.1, clip_norm=-1.0), "SGD: clip_norm must be >= 0"),
+        (lambda: mtf.WarmupLinear(0.1, 5, 9, 2.0), "floor must be from 0 to 1"),
+        (lambda: mtf.SGD(0.1, clip_norm=-1.0), "clip_norm must be at least 0"),
         (lambda: mtf.LossScale(0.0), "LossScale: initial must be from 1 to"),
-        (lambda: mtf.LossScale(8.0, -1), "growth_interval must be >= 0 steps, found -1"),
+        (lambda: mtf.LossScale(8.0, -1), "LossScale: growth_interval must be at least 0 steps, found"),
     ],
 )
 def test_bad_settings(make: Callable[[], Any], message: str) -> None:
@@ -206,21 +206,20 @@ def test_variables_with_rates_of_their_own() -> None:
 def test_bad_rates() -> None:
     with pytest.raises(
         mtf.UserError,
-        match=r"'offset', which matches no variable; the variables are w, "
-        "bias",
+        match="in `rates` matches no variable; the variables are",
     ):
         engine_of(mtf.SGD(0.1, rates={"offset": 0.5}))
-    with pytest.raises(mtf.UserError, match=r"'\(', which is not a regular expression"):
+    with pytest.raises(mtf.UserError, match="in `rates` is not a valid regular expression"):
         mtf.SGD(0.1, rates={"(": 0.5})
     with pytest.raises(mtf.UserError, match="learning_rate must be positive, found 0"):
         mtf.SGD(0.1, rates={"w": 0.0})
-    with pytest.raises(mtf.UserError, match="positive numbers, found -1"):
+    with pytest.raises(mtf.UserError, match="only schedules and positive numbers can be added to a schedule"):
         mtf.LinearWarmup(3) * -1
     with pytest.raises(mtf.UserError, match="steps must be at least 1, found 0"):
         mtf.LinearWarmup(0)
     with pytest.raises(mtf.UserError, match="hold must be at least 1 step, found 0"):
         mtf.RsqrtDecay(0)
-    with pytest.raises(mtf.UserError, match="0 <= begin < end, found 3 and 3 steps"):
+    with pytest.raises(mtf.UserError, match="LinearDecay: begin must be at least 0 and less than end, found"):
         mtf.LinearDecay(3, 3)
-    with pytest.raises(mtf.UserError, match=r"beta1 must be in \[0, 1\), found 1"):
+    with pytest.raises(mtf.UserError, match="Adafactor: beta1 must be at least 0 and less than 1, found"):
         mtf.Adafactor(0.1, beta1=1.0)

@@ -27,7 +27,7 @@ from mesh_tf_core.errors import ClusterError, UserError
 
 GRACE = 3.0
 """Seconds for a process to end once the job has failed."""
-OUTSIDE = "this process is not part of the job: it did not join, or it left"
+OUTSIDE = "this process is not part of the job: it has not joined yet, or it has already left"
 
 
 def print_error(text: str) -> None:
@@ -148,8 +148,8 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         count, left = divmod(mesh_devices, self.processes)
         if left or not count:
             raise UserError(
-                f"the mesh has {mesh_devices} devices, the job {self.processes} processes; give every "
-                "process equally many and the mesh all of them"
+                f"a mesh of {mesh_devices} devices cannot be divided equally among the {self.processes} "
+                f"processes of the job; choose a mesh whose size is a multiple of {self.processes}"
             )
         return count
 
@@ -221,8 +221,8 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         for i, other in enumerate(values):
             if other != values[0]:
                 raise ClusterError(
-                    f"{what} differs: {values[0]!r} in {self.name(0)}, {other!r} in {self.name(i)}; give "
-                    "every process the same command and the same files"
+                    f"{what} differs between processes: {values[0]!r} in {self.name(0)}, {other!r} in "
+                    f"{self.name(i)}; start every process with the same command and the same files"
                 )
 
     def name(self, index: int) -> str:
@@ -253,7 +253,10 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             self.check()
             if (text := self.store.wanted(key)) is not None:
                 return json.loads(text)
-        raise ClusterError(f"the message {key!r} did not arrive within {watch.PATIENT:.0f} s, or was removed")
+        raise ClusterError(
+            f"the message {key!r} from another process did not arrive within {watch.PATIENT:.0f} s, or was "
+            "deleted; restart the job"
+        )
 
     @contextlib.contextmanager
     def doing(self, what: str, patient: bool = False) -> Iterator[None]:
@@ -280,7 +283,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         with self._changed:
             self._changed.wait_for(lambda: self.failure, watch.SILENCE + GRACE)
         if self.failure:
-            raise ClusterError(f"{self.failure}; {self.name(self.index)} waited in {what}")
+            raise ClusterError(f"{self.failure}; {self.name(self.index)} was waiting in: {what}")
 
     # -- an end after the same step --------------------------------------------------------------------------
 

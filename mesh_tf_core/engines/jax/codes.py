@@ -65,15 +65,14 @@ def given_secret() -> bytes:
     """
     text, path = os.environ.get(SECRET, ""), os.environ.get(SECRET_FILE, "")
     if text and path:
-        raise UserError(f"cluster: both {SECRET} and {SECRET_FILE} are set; set one of them")
+        raise UserError(f"cluster: both {SECRET} and {SECRET_FILE} are set; set only one of them")
     secret, source = text.encode("utf-8", "surrogateescape"), SECRET
     if path:
         secret, source = _read_private(path), f"{SECRET_FILE} {path[:200]!r}"
     if (text or path) and not SHORTEST <= len(secret) <= LONGEST:
         raise UserError(
-            f"cluster: {source} has {len(secret)} bytes, and a secret needs {SHORTEST} to {LONGEST}; make "
-            "one with "
-            "`openssl rand -hex 32`, the same for all processes"
+            f"cluster: the secret in {source} has {len(secret)} bytes, but it must have {SHORTEST} to "
+            f"{LONGEST}; make one with `openssl rand -hex 32` and give all processes the same"
         )
     return secret
 
@@ -86,13 +85,14 @@ def _read_private(path: str) -> bytes:
         with os.fdopen(handle, "rb") as file:
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode):
-                raise UserError(f"{called} is not a file; name one with the secret")
+                raise UserError(f"{called} is not a regular file; name a file that contains the secret")
             if found.st_mode & 0o077 or found.st_uid not in (os.geteuid(), 0):
                 raise UserError(
                     f"{called} has owner {found.st_uid} and mode {stat.S_IMODE(found.st_mode):04o}, so "
-                    "others can read or change it; own it and give it mode 0600"
+                    "other users can read or change it; make yourself its owner (chown) and set its "
+                    "mode to 0600 (chmod)"
                 )
             return file.read(LONGEST + 2).strip()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{called} cannot be read: {reason}") from None
+        raise UserError(f"{called} cannot be read: {reason}; name a readable file") from None

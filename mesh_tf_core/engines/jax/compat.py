@@ -38,7 +38,10 @@ def require(package: str = "jax") -> None:
     found = metadata.version("jax")
     if ".".join(found.split(".")[:2]) not in SUPPORTED:
         series = " and ".join(f"{known}.*" for known in SUPPORTED)
-        raise UserError(f"this works with jax {series}, found {found}: pip install 'layoutopt[jax]'")
+        raise UserError(
+            f"layoutopt supports jax {series}, but jax {found} is installed; run: pip install "
+            "'layoutopt[jax]'"
+        )
 
 
 def installed() -> bool:
@@ -134,14 +137,16 @@ def devices(count: int, processes: int = 1) -> tuple[Any, ...]:
     here = len(jax.local_devices())
     if processes > 1 and (len(found) != count or here != own):
         raise UserError(
-            f"the mesh needs {own} devices in each of {processes} processes, JAX has {here} "
-            f"({found[0].platform}) in this one and {len(found)} in total; give the mesh as many, or show "
-            "every process its own (JAX_LOCAL_DEVICE_IDS, CUDA_VISIBLE_DEVICES)"
+            f"the mesh needs {own} devices in each of {processes} processes, but JAX found {here} "
+            f"devices ({found[0].platform}) in this process and {len(found)} in total; change the size "
+            "of the mesh, or assign each process its own devices (JAX_LOCAL_DEVICE_IDS, "
+            "CUDA_VISIBLE_DEVICES)"
         )
     if len(found) < count:
         raise UserError(
-            f"the mesh needs {count} devices, but JAX runs in this process with {len(found)} "
-            f"({found[0].platform}); start a new process, with JAX_PLATFORMS=cpu for virtual devices"
+            f"the mesh needs {count} devices, but JAX in this process has {len(found)} "
+            f"({found[0].platform}); use a smaller mesh, or start a new process with JAX_PLATFORMS=cpu "
+            "to run on virtual CPU devices"
         )
     return tuple(found[:count])
 
@@ -238,12 +243,13 @@ def topology_mesh(topology: str, mesh: Mesh) -> Any:
     except Exception as error:  # the compiler's own kinds of error; all say that the name is not one
         said = " ".join(str(error).split())
         raise UserError(
-            f"topology {topology!r} is not known to the TPU compiler ({said[:200]}); write GENERATION:AxB as "
-            "v5e:2x4 or v6e:4x4, or GENERATION:AxBxC as v4:2x2x1 or v5p:4x4x4"
+            f"the TPU compiler does not support topology {topology!r} ({said[:200]}); write "
+            "GENERATION:AxB, e.g. v5e:2x4, or GENERATION:AxBxC, e.g. v5p:4x4x4"
         ) from None
     if len(found) != mesh.devices:
         raise UserError(
-            f"topology {topology} has {len(found)} devices, the mesh [{mesh}] {mesh.devices}; make them equal"
+            f"topology {topology} has {len(found)} devices, but mesh [{mesh}] has {mesh.devices}; choose "
+            "a topology and a mesh of the same size"
         )
     return device_mesh(mesh, placed(mesh, found))
 

@@ -277,7 +277,9 @@ def _exchanged(instr: Collective, x: Any, v: Value, mesh: Mesh) -> Any:
         links = _numbered(mesh, axes, instr.links(mesh.group_size(axes)))
         ordered = tuple(sorted(axes, key=mesh.names.index))  # newer releases of JAX refuse another order
         return lax.ppermute(x, ordered, links) if links else jnp.zeros_like(x)
-    raise TypeError(f"JAX engine: unknown instruction {instr.text()}")
+    raise TypeError(
+        f"{instr.text()}: the JAX engine has no code for this instruction; please report this bug"
+    )
 
 
 def _numbered(mesh: Mesh, axes: Axes, links: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -35,7 +35,7 @@ ABORTS = 3600
 LOOPBACK = "127.0.0.1"
 REFUSED = "bad_cast"
 """JAX's message to a process that its service refuses."""
-OWN = "number the processes from 0 and give all the same --processes"
+OWN = "number the processes from 0, each number once, and start all with the same --processes"
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class JobAddress:
         if coordinator is None:
             if (processes, process) != (None, None):
                 raise UserError(
-                    "cluster: there is no coordinator; give HOST:PORT of process 0 with --coordinator or "
-                    f"{ADDRESS}"
+                    "cluster: --process or --processes needs the coordinator's address; give HOST:PORT "
+                    f"of process 0 with --coordinator or {ADDRESS}"
                 )
             return cls(None, None, None, given_secret())
         host, colon, port = coordinator.rpartition(":")
@@ -66,18 +66,21 @@ class JobAddress:
             if not 0 < len(os.fsencode(coordinator.removeprefix(SOCKET))) <= LONGEST_SOCKET:
                 raise UserError(
                     f"cluster: the name of the socket {coordinator[:200]!r} is empty or longer than "
-                    f"{LONGEST_SOCKET} bytes; choose a shorter one (for launch: TMPDIR=/tmp)"
+                    f"{LONGEST_SOCKET} bytes; choose a shorter name (for launch, set TMPDIR=/tmp)"
                 )
         elif not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
-            raise UserError(f"cluster: coordinator {coordinator!r} is not HOST:PORT, e.g. host0:12345")
+            raise UserError(
+                f"cluster: coordinator {coordinator!r} is not an address HOST:PORT; write e.g. host0:12345"
+            )
         if processes is None or process is None:
             raise UserError(
-                f"cluster: coordinator {coordinator} comes without the number of processes and the rank "
-                f"of this one; give --processes and --process, or {PROCESSES} and {PROCESS}"
+                f"cluster: coordinator {coordinator} also needs the number of processes and the rank of "
+                f"this process; give --processes and --process, or set {PROCESSES} and {PROCESS}"
             )
         if not 0 <= process < processes:
             raise UserError(
-                f"cluster: this process is number {process} of {processes}; count from 0 to {processes - 1}"
+                f"cluster: rank {process} does not exist among {processes} processes; use a rank from 0 "
+                f"to {processes - 1}"
             )
         return cls(coordinator, processes, process, given_secret())
 
@@ -87,7 +90,7 @@ def _number(name: str) -> int | None:
     if not text:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 7):
-        raise UserError(f"cluster: {name} is {text[:40]!r}, which is not a number of processes")
+        raise UserError(f"cluster: {name} is {text[:40]!r}; set it to a whole number of at most six digits")
     return int(text)
 
 
@@ -110,7 +113,8 @@ def join(place: JobAddress, timeout: float) -> tuple[JobStore, int, int]:
 
     if jax_compat.running():
         raise UserError(
-            "cluster: JAX has already started in this process; open the cluster before anything runs on JAX"
+            "cluster: JAX has already started in this process; open the cluster before the first JAX "
+            "computation"
         )
     jax.config.update("jax_enable_preemption_service", False)  # signals have an owner
     state = distributed.global_state
@@ -157,28 +161,27 @@ def join(place: JobAddress, timeout: float) -> tuple[JobStore, int, int]:
             drop()
             raise
         raise UserError(
-            "cluster: JAX finds no other processes here (of Slurm, Kubernetes, Open MPI or a Cloud TPU); "
-            "give --coordinator HOST:PORT --processes N --process I, or start local ones with `layoutopt "
+            "cluster: JAX found no job of Slurm, Kubernetes, Open MPI or a Cloud TPU here; give "
+            "--coordinator HOST:PORT --processes N --process I, or start local processes with `layoutopt "
             "launch`"
         ) from None
     except TimeoutError:
         raise ClusterError(
             f"not all processes of the job connected to {state.coordinator_address or place.coordinator} "
-            "within "
-            f"{timeout:.0f} s; check that each was started with this address and its own number; "
-            "--start-timeout sets the wait"
+            f"within {timeout:.0f} s; check that each was started with this address and its own rank, or "
+            "wait longer with --start-timeout"
         ) from None
     except RuntimeError as error:
         if REFUSED in str(error):
             drop()
             raise UserError(
-                f"cluster: the coordinator at {state.coordinator_address} refuses process "
-                f"{state.process_id} of {state.num_processes}: another one has this number, or there are "
-                f"fewer; {OWN}"
+                f"cluster: the coordinator at {state.coordinator_address} rejected process "
+                f"{state.process_id} of {state.num_processes}: another process has the same number, or "
+                f"the job has fewer processes; {OWN}"
             ) from None
         raise ClusterError(
-            f"the processes of the job cannot connect at {state.coordinator_address} "
-            f"({' '.join(str(error).split())[:200]})"
+            f"this process cannot connect to the job's coordinator at {state.coordinator_address} "
+            f"({' '.join(str(error).split())[:200]}); check the address and that process 0 is running"
         ) from None
     finally:
         _jax.get_distributed_runtime_service, _jax.get_distributed_runtime_client = service, client
@@ -208,11 +211,11 @@ def take_number(store: JobStore, process: int, processes: int, where: str) -> No
         if store.raw(f"{NOW}/{process}") != first:
             drop()
             raise UserError(
-                f"cluster: process {process} of {processes} of the job at {where} already exists; {OWN}"
+                f"cluster: the job at {where} already has a process {process} (of {processes}); {OWN}"
             )
     drop()
     raise ClusterError(
-        f"process {process} of {processes} of the job at {where} joined earlier and does not answer; "
+        f"process {process} of {processes} joined the job at {where} earlier and no longer responds; "
         "start again when that job has ended"
     )
 
@@ -251,8 +254,8 @@ def check_counts(own: int, processes: int, found: Sequence[tuple[str, int]]) -> 
     for i, (host, count) in enumerate(found):
         if count != processes:
             raise UserError(
-                f"cluster: worker {i} ({host}) counts {count} processes, worker {own} {processes}; give all "
-                "the same --processes"
+                f"cluster: worker {i} ({host}) was started for {count} processes, worker {own} for "
+                f"{processes}; start all with the same --processes"
             )
 
 
@@ -303,7 +306,7 @@ def _check_free(bind: str) -> None:
             if time.monotonic() > until:
                 raise UserError(
                     f"cluster: process 0 cannot listen on {bind} ({error.strerror}); check whether "
-                    "another job or another process 0 uses it"
+                    "another job, or a second process 0, uses this address"
                 ) from None
         time.sleep(coordinator.LOOK)
 
@@ -325,7 +328,7 @@ class _Coordinator:
                 told = next((line.strip() for line in reversed(lines) if line.strip()), "no reason given")
                 raise UserError(
                     f"cluster: process 0 cannot listen on {bind} ({told[:200]}); check whether another "
-                    "job uses it"
+                    "job uses this address"
                 )
             self._process.stdout.close()
 

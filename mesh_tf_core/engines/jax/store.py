@@ -83,7 +83,9 @@ class JobStore:
             self._lost.pop(key, None)
         else:  # if it was there too early, the right one will replace it
             if time.monotonic() - self._lost.setdefault(key, time.monotonic()) > watch.SILENCE:
-                raise ClusterError(f"{_why(key)}; the original message is lost")
+                raise ClusterError(
+                    f"{_why(key)}; the right message did not arrive, so the job cannot continue"
+                )
             time.sleep(BEAT / 10)
         return value
 
@@ -110,7 +112,7 @@ class JobStore:
         value = None if message is None else self._codes.opened(key, message)
         if message is not None and value is None and key not in self._named and len(self._named) < NAMED:
             self._named.add(key)
-            self._say(f"{_why(key)}; it is ignored")
+            self._say(f"{_why(key)}; the message is ignored")
         return value
 
     def drop(self, key: str) -> None:
@@ -135,8 +137,8 @@ class JobStore:
 
 def _why(key: str) -> str:
     return (
-        f"the message {key[:60]!r} has no code of this job: another sender wrote to the job's "
-        f"coordinator, or its processes have different secrets ({SECRET}, {SECRET_FILE})"
+        f"the message {key[:60]!r} cannot be authenticated: a process outside the job wrote to the job's "
+        f"coordinator, or the job's processes have different secrets ({SECRET}, {SECRET_FILE})"
     )
 
 

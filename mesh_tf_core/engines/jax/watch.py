@@ -80,20 +80,20 @@ class Watch:
         """The missing processes, in words; '' if there are none."""
         now, own = time.monotonic(), self.own
         if now - self._answered > SILENCE:
-            return f"{name(0)} was lost: the service that it started has not answered for {SILENCE:.0f} s"
+            return f"{name(0)} was lost: its coordination service has not responded for {SILENCE:.0f} s"
         for i, heard in list(self._heard.items()):
             doing, lasting = heard.doing.what, now - heard.doing.since
             if lasting >= SILENCE:
                 doing += f" for {lasting:.0f} s"
             if self._answered - heard.at > SILENCE:  # while nobody answers, nobody can be heard
                 return (
-                    f"{name(i)} was lost: no signal for {SILENCE:.0f} s; its process ended, is "
-                    f"frozen or is disconnected (last heard: {doing})"
+                    f"{name(i)} was lost: no heartbeat for {SILENCE:.0f} s, because it ended, hangs or "
+                    f"is disconnected (its last known activity: {doing})"
                 )
             limit = PATIENT if heard.doing.patient or own.patient else self._timeout
             if heard.doing.place < own.place and own.what.startswith("in ") and now - own.since > limit:
                 return (
-                    f"{name(i)} did not come to {own.what.removeprefix('in ')} within {limit:.0f} s (it "
-                    f"is alive: {doing}); if this is expected, raise --timeout"
+                    f"{name(i)} did not reach {own.what.removeprefix('in ')} within {limit:.0f} s (the "
+                    f"process is alive, its activity: {doing}); if this is expected, raise --timeout"
                 )
         return ""

@@ -31,9 +31,9 @@ def prepare(devices: int) -> tuple[str, ...]:
     found = tf.config.list_logical_devices("CPU")
     if len(found) < devices:
         raise UserError(
-            f"the mesh needs {devices} devices, but TensorFlow already runs in this process with "
-            f"{len(found)} CPU devices; call mesh_tf_core.engines.prepare({devices}) before TensorFlow is "
-            "used, or start a new process"
+            f"the mesh needs {devices} devices, but TensorFlow has already started in this process with "
+            f"{len(found)} CPU devices; call mesh_tf_core.engines.prepare({devices}) before the first "
+            "use of TensorFlow, or start a new process"
         )
     return tuple(d.name for d in found[:devices])
 

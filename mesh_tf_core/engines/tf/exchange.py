@@ -57,7 +57,9 @@ class LocalExchange:
             elif isinstance(instr, Permute):
                 made = self._shifted(members, group, instr)
             else:
-                raise TypeError(f"{instr.text()} is not a collective that this engine knows")
+                raise TypeError(
+                    f"{instr.text()}: this engine has no code for this collective; please report this bug"
+                )
             for rank, x in zip(group, made, strict=True):
                 out[rank] = x
         return out

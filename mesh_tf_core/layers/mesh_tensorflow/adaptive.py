@@ -42,7 +42,9 @@ class VocabularyCluster:
 
     def __post_init__(self) -> None:
         if self.count < 1 or self.width < 0 or not 0 < self.share <= 1:
-            raise UserError(f"{self}: needs count >= 1, width >= 0 and a share in (0, 1]")
+            raise UserError(
+                f"{self}: count must be at least 1, width at least 0, and share more than 0 and at most 1"
+            )
 
 
 EmbeddingTable = tuple[Tensor, Tensor | None]
@@ -74,7 +76,7 @@ class AdaptiveEmbedding:
 
     def __post_init__(self) -> None:
         if not self.clusters:
-            raise UserError("AdaptiveEmbedding: needs at least one cluster")
+            raise UserError("AdaptiveEmbedding: `clusters` must have at least one cluster")
 
     @property
     def starts(self) -> list[int]:
@@ -145,7 +147,10 @@ class AdaptiveSoftmax:
 
     def __post_init__(self) -> None:
         if len(self.embedding.clusters) < 2:
-            raise UserError("AdaptiveSoftmax: needs at least two clusters; for one, use CrossEntropy")
+            raise UserError(
+                "AdaptiveSoftmax: the embedding must have at least two clusters; for a single one, use "
+                "CrossEntropy"
+            )
 
     @property
     def _tails(self) -> range:

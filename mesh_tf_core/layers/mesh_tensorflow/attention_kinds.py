@@ -41,7 +41,10 @@ class CompressedAttention(Attention):
         if self.compression < 1:
             raise UserError(f"CompressedAttention: compression must be positive, found {self.compression}")
         if self.rotary is not None or self.extra_logit is None:
-            raise UserError("CompressedAttention: takes no rotary positions, and needs an extra_logit")
+            raise UserError(
+                "CompressedAttention: remove rotary, which is not supported, and set extra_logit, which is "
+                "required"
+            )
 
     def memory_of(self, x: Tensor, memory: Tensor | None) -> Tensor:
         """[others, memory_length / compression, d_model]."""
@@ -91,7 +94,10 @@ class BilinearAttention(Attention):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kv_heads or self.shared_kv:
-            raise UserError("BilinearAttention: has neither kv_heads nor shared_kv: its keys have no heads")
+            raise UserError(
+                "BilinearAttention: kv_heads and shared_kv are not supported, because the keys have no "
+                "heads; remove them"
+            )
 
     @property
     def kv_dims(self) -> tuple[Dim, ...]:
@@ -102,7 +108,10 @@ class BilinearAttention(Attention):
         """Queries of x, and the memory twice."""
         d = x.dim(self.d_model)
         if d.size != self.d_kv.size:
-            raise UserError(f"BilinearAttention: {self.d_kv} must have the size of {d}")
+            raise UserError(
+                f"BilinearAttention: {self.d_kv.name!r} must have the same size as {d.name!r}, {d.size}, "
+                f"found {self.d_kv.size}"
+            )
         keys = rename(memory, **{self.d_model: self.d_kv.name})
         return project(x, "q", [d], [*self.head_dims, self.d_kv]), keys, keys
 
@@ -154,7 +163,8 @@ class RelativeAttention(Attention):
         """x itself under the memory's name."""
         if memory is not None:
             raise UserError(
-                "RelativeAttention: a separate memory shares no positions with the queries; use Attention"
+                "RelativeAttention: a separate `memory` is not supported, because it has no positions "
+                "relative to the queries; use Attention"
             )
         return super().memory_of(x, None)
 

@@ -39,7 +39,7 @@ class ExpertsAttention:
         self.router.check(self.experts.size)
         a = self.attention
         if a.kv_dims != a.head_dims or a.shared_kv:
-            raise UserError("ExpertsAttention: takes neither kv_heads nor shared_kv")
+            raise UserError("ExpertsAttention: kv_heads and shared_kv are not supported; remove them")
 
     def __call__(
         self,

@@ -52,7 +52,9 @@ class LightConv:
         """[others, length, d_model] -> the same."""
         d, h = x.dim(self.d_model), self.heads
         if d.size % h.size:
-            raise UserError(f"LightConv: {h} must divide {d}")
+            raise UserError(
+                f"LightConv: the number of heads, {h.size}, must divide the size of {d.name!r}, {d.size}"
+            )
         parts = [h, Dim("d_head", d.size // h.size)]
         with x.graph.scope(self.name):
             y = project(x, "wi", [d], parts) * sigmoid(project(x, "wg", [d], parts))

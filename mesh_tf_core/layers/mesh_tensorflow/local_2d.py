@@ -41,9 +41,9 @@ class LocalAttention2D(Attention):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.window:
-            raise UserError("LocalAttention2D: needs a window of at least 1 pixel")
+            raise UserError(f"LocalAttention2D: window must be at least 1 pixel, found {self.window}")
         if self.rotary is not None:
-            raise UserError("LocalAttention2D: rotary positions are not supported")
+            raise UserError("LocalAttention2D: rotary positions are not supported; remove rotary")
 
     def __call__(
         self,
@@ -60,12 +60,17 @@ class LocalAttention2D(Attention):
           memory, mask, bias, segments: not supported.
         """
         if any(given is not None for given in (memory, mask, bias, segments)):
-            raise UserError("LocalAttention2D: takes no memory, mask or bias")
+            raise UserError(
+                "LocalAttention2D: memory, mask, bias and segments are not supported; remove them"
+            )
         self.check_cached(cache, memory, mask)
         sides = [x.dim(self.height), x.dim(self.width)]
         for side in sides:
             if side.size % self.window:
-                raise UserError(f"LocalAttention2D: {side} must be a multiple of window={self.window}")
+                raise UserError(
+                    f"LocalAttention2D: the size of {side.name!r}, {side.size}, must be a multiple of "
+                    f"window={self.window}"
+                )
         blocks = [Dim(f"{side.name}_blocks", side.size // self.window) for side in sides]
         others = x.shape.without(self.height, self.width, self.d_model)
         d, pixels = x.dim(self.d_model), Dim(self.length, self.window**2)

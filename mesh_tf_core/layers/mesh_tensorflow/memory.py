@@ -48,7 +48,9 @@ class ProductKeyMemory:
 
     def __post_init__(self) -> None:
         if not 1 <= self.best <= self.keys.size:
-            raise UserError(f"ProductKeyMemory: best={self.best} must be from 1 to the {self.keys.size} keys")
+            raise UserError(
+                f"ProductKeyMemory: best={self.best} must be from 1 to the number of keys, {self.keys.size}"
+            )
 
     def __call__(self, x: Tensor) -> Tensor:
         """[others, d_model] -> the same."""

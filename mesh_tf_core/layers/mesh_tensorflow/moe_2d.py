@@ -58,8 +58,9 @@ class MixtureOfExperts2D:
         """x [outer_group, group, token, d_model] -> (the same dimensions, the routers' losses, added)."""
         if set(x.shape.names) != {self.outer_group, self.group, self.token, self.d_model}:
             raise UserError(
-                f"MixtureOfExperts2D: needs the dimensions {self.outer_group}, {self.group}, {self.token}, "
-                f"{self.d_model}; found [{x.shape}]; reshape the batch into two"
+                f"MixtureOfExperts2D: the input must have the dimensions {self.outer_group}, "
+                f"{self.group}, {self.token} and {self.d_model}, found [{x.shape}]; reshape the batch "
+                f"into {self.outer_group} and {self.group}"
             )
         a, b, d = (x.dim(n) for n in (self.outer_group, self.group, self.d_model))
         row = Dim("row_router", self.rows.size)

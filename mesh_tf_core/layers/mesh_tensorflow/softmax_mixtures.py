@@ -87,7 +87,8 @@ class Mixtape:
     def __post_init__(self) -> None:
         if self.gate_width < 1 or self.frequent < 1:
             raise UserError(
-                f"Mixtape: gate_width and frequent must be positive, found {self.gate_width}, {self.frequent}"
+                f"Mixtape: gate_width and frequent must be positive, found gate_width={self.gate_width}, "
+                f"frequent={self.frequent}"
             )
 
     def __call__(self, x: Tensor, table: Tensor) -> Tensor:
@@ -96,7 +97,10 @@ class Mixtape:
         others = x.shape.without(d.name)
         (vocab,) = table.shape.without(d.name)
         if self.frequent >= vocab.size:
-            raise UserError(f"Mixtape: frequent={self.frequent} must be fewer than {vocab}")
+            raise UserError(
+                f"Mixtape: frequent={self.frequent} must be less than the size of {vocab.name!r}, "
+                f"{vocab.size}"
+            )
         with x.graph.scope(self.name):
             logits = einsum([_contexts(x, d.name, gates, bias=True), table], [*others, gates, vocab])
             return einsum([logits, self._gates(x, vocab)], [*others, vocab])

@@ -40,11 +40,13 @@ class Synthesizer(Attention):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kind not in KINDS:
-            raise UserError(f"Synthesizer: kind {self.kind!r}: {known_names(self.kind, KINDS)}")
+            raise UserError(f"Synthesizer: kind={self.kind!r} is unknown; {known_names(self.kind, KINDS)}")
         if self.rank < 1:
             raise UserError(f"Synthesizer: rank must be positive, found {self.rank}")
         if self.kv_heads or self.shared_kv or self.rotary is not None:
-            raise UserError("Synthesizer: takes neither kv_heads, shared_kv nor rotary positions")
+            raise UserError(
+                "Synthesizer: kv_heads, shared_kv and rotary positions are not supported; remove them"
+            )
 
     def __call__(
         self,

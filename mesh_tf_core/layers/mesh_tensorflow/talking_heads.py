@@ -43,12 +43,19 @@ class TalkingHeadsAttention(Attention):
         super().__post_init__()
         names = [self.heads.name, self.key_heads.name, self.softmax_heads.name, self.value_heads.name]
         if len(set(names)) < 4:
-            raise UserError(f"TalkingHeadsAttention: its four kinds of heads need four names, found {names}")
+            raise UserError(
+                "TalkingHeadsAttention: heads, key_heads, softmax_heads and value_heads must have four "
+                f"different names, found {', '.join(names)}"
+            )
         if self.kv_heads or self.shared_kv:
-            raise UserError("TalkingHeadsAttention: has neither kv_heads nor shared_kv; choose key_heads")
+            raise UserError(
+                "TalkingHeadsAttention: kv_heads and shared_kv are not supported; set key_heads instead"
+            )
         for name in self.dynamic:
             if name not in DYNAMIC:
-                raise UserError(f"TalkingHeadsAttention: dynamic {name!r}: {known_names(name, DYNAMIC)}")
+                raise UserError(
+                    f"TalkingHeadsAttention: {name!r} in `dynamic` is unknown; {known_names(name, DYNAMIC)}"
+                )
 
     @property
     def head_dims(self) -> tuple[Dim, ...]:

@@ -224,7 +224,7 @@ def test_without_the_extra(monkeypatch, tmp_path) -> None:
     """What ships needs no compiler; anything else says what to install."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert calibrate_tpu("tpu-v5e").shipped
-    why = r"this needs jax, which is not installed: pip install 'layoutopt\[tpu\]'"
+    why = "needs jax, which is not installed; run: pip install 'layoutopt"
     with pytest.raises(UserError, match=why):
         calibrate_tpu("tpu-v5e", refresh=True)
     monkeypatch.setattr(tpu_compiled, "SHIPPED", tmp_path / "none.json")
