@@ -98,9 +98,7 @@ def trusted_model(plan: Plan, path: Path, named: str) -> str:
     try:
         texts = trusted(said.source, said.source_sha256)
     except UserError as error:
-        raise UserError(
-            f"plan {str(path)!r}: {error}; a plan does not decide what runs: name the model with {named}"
-        ) from None
+        raise UserError(f"plan {str(path)!r}: {error}; name the model yourself, with {named}") from None
     only(said.source, texts)
     return said.source
 

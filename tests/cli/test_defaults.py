@@ -146,5 +146,5 @@ def test_a_plan_does_not_decide_what_runs(
     with open(folder / "model.py", "a", encoding="utf-8") as more:
         more.write("# another text\n")
     said = refused("search", "--like", str(first))
-    assert said.endswith("a plan does not decide what runs: name the model with search MODEL --like PLAN")
+    assert said.endswith("name the model yourself, with search MODEL --like PLAN")
     assert run("search", "model.py", "--like", str(first)).exit_code == 0

@@ -110,7 +110,7 @@ def test_a_module_that_a_plan_names_is_not_imported(
     place.edit(source=source)
     line = refused(*command)
     assert f"the plan's model {source!r} is not a .py or .json file" in line
-    assert line.endswith("a plan does not decide what runs: name the model with --model MODEL")
+    assert line.endswith("name the model yourself, with --model MODEL")
     assert place.times == 0
 
 
@@ -135,7 +135,7 @@ def test_a_plan_without_details_is_shown_as_far_as_it_goes(
     for to in ("mesh-tensorflow", "haliax"):
         assert run("export", "printed.json", "--to", to).exit_code == 0
     for to in ("jax", "dtensor", "maxtext"):
-        assert "a plan does not decide what runs" in refused("export", "printed.json", "--to", to)
+        assert "name the model yourself, with" in refused("export", "printed.json", "--to", to)
     assert place.times == 0
     assert run("report", "printed.json", "--model", "model.py").exit_code == 0
     assert place.times > 0
