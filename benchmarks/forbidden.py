@@ -127,9 +127,10 @@ CASES = (
     ),
 )
 HEAD = """\
-Every model has 96 layers and is searched on 512 devices. Splits, ZeRO, full recomputation and microbatches
-are always free; further free options are listed. Then one decision is forbidden, as `layoutopt explain PLAN
---without NAME` does. Seconds in brackets are CPU seconds of the free search. The result file has the layouts.
+Every model has 96 layers and is searched on 512 devices. The search always decides splits, ZeRO, full
+recomputation and microbatches; *options* lists what else it decides. Then the search is repeated with
+one kind of decision forbidden, as by `layoutopt explain PLAN --without NAME`. CPU seconds of the first
+search are in parentheses. The last row only shows the time of a search with all these options.
 """
 
 
@@ -177,8 +178,8 @@ def page(results: dict[str, Any]) -> Iterator[str]:
     yield "# What each decision is worth\n"
     yield HEAD
     dates = max(found["date"] for found in results.values())
-    yield f"`python -m benchmarks.forbidden`, stored in `benchmarks/results/forbidden.json`, {dates}.\n"
-    yield "| model and machine | free options | best step | forbidden | best step then | longer by |"
+    yield f"Source: `python -m benchmarks.forbidden` (`benchmarks/results/forbidden.json`, {dates}).\n"
+    yield "| model and machine | options | fastest step | forbidden | fastest step without it | slower by |"
     yield "|---|---|---|---|---|---|"
     for name, found in results.items():
         size = f"{found['parameters'] / 1e9:,.0f} B parameters"

@@ -13,111 +13,110 @@ from mesh_tf_core.ir.schedules import PipelineSchedule
 HEAD = """\
 # Accuracy
 
-Predicted step times and memory beside published ones, with every preset as it ships. An error is
-(predicted − published) / published, and *sign* is its mean with the sign. Only the bandwidth between
-nodes is set per run, where the source states it. `benchmarks/data` has every row with its layout and
-source. Others published all these runs; [our own measurements](gpu.md) are of one H100.
+This page compares predicted with published step times and memory. The presets are used as they ship;
+only the bandwidth between nodes is set per run, where the source states it. `benchmarks/data` lists
+every run with its layout and source. [Our own measurements](gpu.md) are of one H100.
 
-## Tables that came later
+An error is (predicted − published) / published. *Mean* and *worst* ignore the sign of the errors;
+*bias* is the mean with the sign.
 
-No constant was fitted to these tables: they were collected after the presets were complete. The models
-are those of `examples/`, so the errors include what the published programs do differently, such as
-kernels that PyTorch launches. Tables marked *read* are not held out: we looked at them while we chose
-rules of the cost model.
+## Runs collected after the presets were fitted
+
+No constant was fitted to these runs. The predicted programs are the models of `examples/`, so the
+errors include the differences between these models and the published programs. Tables marked *read* are
+not held out: we knew their errors while we chose rules of the cost model.
 """
 HELD = """\
-**Memory of nanotron.** layoutopt runs one program on all stages; nanotron runs one program per stage.
-`benchmarks/unseen_memory.py` states {rules} rules about what nanotron's stages keep, read from its
-source. With these rules the mean error of {rows} peaks falls from {mean} to {last}. {lost} more layouts
-ran out of memory, and the rules call {fitting} of them feasible.
+**Memory of nanotron.** nanotron runs one program per stage, but layoutopt runs one program on all
+stages. `benchmarks/unseen_memory.py` states {rules} rules, read from nanotron's source, about what its
+stages store. These rules reduce the mean error of {rows} memory peaks from {mean} to {last}. nanotron
+ran out of memory with {lost} other layouts; with the rules, {fitting} of them is predicted to fit.
 """
 NEMO = """\
-**Interleaved pipelines without recomputation.** *Idle* is the share of time in which a stage waits for
-others. Ranges are over the numbers of GPUs.
+**NeMo's interleaved pipelines.** The {runs} runs without recomputation are predicted {least} to {most}
+too slow. Their stages are predicted to be idle for {idle} of a step.
 """
 EARLIER_TABLES = """\
-## Earlier tables
+## Earlier runs
 
-Rows in the upper part of the table did not set a constant, but their errors were known while rules of the
-cost model were chosen. Rows in the lower part helped to set a constant.
+Some of these runs were used to fit constants of the presets. The others are not held out either: we
+knew their errors while we chose rules of the cost model. *Selective* means that recomputed layers keep
+some values.
 """
-NO_PART = {
-    "no part in a fit": "no constant",
-    "keep some values": "no constant; layers recompute all but some values",
-}
+NO_PART = {"no part in a fit": "no", "keep some values": "no (selective)"}
 PARTS = {
     **NO_PART,
-    "part in a fit": "set a constant",
-    "not judged": "not counted: every second layer recomputed, or several slices",
+    "part in a fit": "yes",
+    "not judged": "excluded: recomputes every second layer",
 }
 RANKS = """\
 ## Choosing by prediction
 
-Rank correlation (Spearman) compares the predicted order of one model's layouts with the published order.
-Regret is the published time of the layout with the least predicted time, over the best published time,
-minus one. Runs of llama3-8b differ in the release of NeMo, which no prediction sees: the highest possible
-correlation is {most:.2f}.
+The rank correlation (Spearman) compares the predicted with the published order of a model's layouts.
+The llama3-8b runs of `dgxc_benchmarking_h100` repeat layouts with several releases of NeMo. Predictions
+do not depend on the release, so this correlation cannot exceed {most:.2f}.
 """
 CHOICES = """\
-The mean regret on one node of vTrain is {mean}, worst {most}. Among {runs} published runs, {large} are
-predicted to need more memory than the device has.
+Regret is the published time of the layout that is predicted fastest, divided by the best published
+time, minus 1. For vTrain's models on one node, the mean regret is {mean}, worst {most}. All of {runs}
+published runs fitted in memory, but {large} of them are predicted not to fit.
 """
 STAGES = """\
 ## Pipelines
 
-vTrain publishes {rows} runs with pipeline stages. No constant was fitted to them, but two rules of the
-cost model (kernel launches by the host, messages between stages) were found by their errors. Each stage
-is a program of its own, and the table predicts it so. The mean error is {one} for one program on all
-stages, as layoutopt runs them. Over {workloads} workloads the layout with the least predicted time has a
-mean regret of {mean}, worst {most}.
+vTrain publishes {rows} runs with 1F1B pipelines. Every stage is a program of its own, and the table
+predicts such programs. For one program on all stages, as layoutopt runs pipelines, the mean error is
+{one}. No constant was fitted to these runs, but their errors led to two rules of the cost model: kernel
+launches by the host, and messages between stages. For {workloads} workloads, the layout that is
+predicted fastest is {mean} slower than the best published one on average, worst {most}.
 """
 CONSTANTS = """\
 ## Fitted constants
 
-A software stack has at most four fitted constants. All other numbers of a preset are measured or
-specified; `layoutopt hardware NAME` prints the source of each. The 90 % interval comes from fits to
-models drawn with replacement.
+The presets of a software stack have at most four fitted constants; all other numbers are measured or
+specified (`layoutopt hardware NAME` prints their sources). *Preset* is the value that ships. The
+intervals come from a bootstrap over models.
 """
 REASONS = """\
 ## Where errors come from
 
-- **Kernel launches.** With small microbatches the host launches kernels more slowly than the GPU runs
-  them. The model then predicts short kernels behind a long one too slow. The published time of a vTrain
-  layer (hidden size {hidden}, {tensor}-way tensor parallelism, microbatch {micro}) is {published:.2f} ms,
-  the predicted time {predicted:.2f} ms.
-- **Activations.** The published peaks of Korthikanti et al. 2022 and the predicted peaks differ by at
-  most {memory}. The parts differ more: the prediction keeps one more normalised array per norm and no
-  dropout masks.
+- **Kernel launches in eager PyTorch.** The model assumes a fixed launch time for each kernel. With
+  small microbatches, the host can be slower: a vTrain layer (hidden size {hidden}, {tensor}-way tensor
+  parallelism, microbatch {micro}) takes {published:.2f} ms and is predicted to take {predicted:.2f} ms.
+  Short kernels behind a long one are launched while the long one runs, so they are predicted too slow.
+- **Activations.** The predicted memory peaks differ from those of Korthikanti et al. 2022 by at most
+  {memory}, but two differences partly cancel: the prediction keeps one more normalised array per norm,
+  and no dropout masks.
 - **Context parallelism in NeMo** sends keys round a ring in zigzag order; the prediction gathers them.
-- **float8 in torchtitan** is predicted with bfloat16 activations. PyTorch's cross entropy also holds
-  float32 copies of the logits, which the prediction lacks. Llama 3.1 8B takes {small}; 70B takes {large}.
-- **Layers that keep some values.** Paxml embeds tokens by a matrix product and adds biases everywhere;
-  torchtitan sums gradients in float32 and copies through buffers between kernels.
+- **float8 in torchtitan** is predicted with bfloat16 activations, and without the float32 copies of the
+  logits that PyTorch's cross entropy stores. Llama 3.1 8B takes {small}; 70B takes {large}.
+- **Selective recomputation.** Predictions lack some work of the published programs. Paxml embeds tokens
+  by a matrix product and adds biases everywhere. torchtitan sums gradients in float32 and copies arrays
+  between kernels.
 """
-ERRORS = ("rows", "mean error", "sign", "worst")
+ERRORS = ("runs", "mean error", "bias", "worst")
 
 
 def page() -> Iterator[str]:
     """docs/results/accuracy.md."""
     found, pipelines, unseen = stored("published"), stored("published_pipelines"), stored("unseen")["tables"]
-    yield HEAD
+    yield prose(HEAD)
     yield caption("python -m benchmarks.unseen", "unseen")
-    yield from table(("runs", "table", *ERRORS), _unseen())
+    yield from table(("program and hardware", "table", *ERRORS), _unseen())
     yield _held(unseen["nanotron_llama1b_h100"])
-    yield NEMO
-    yield from _nemo(unseen["dgxc_pipelines_h100"])
-    yield EARLIER_TABLES
+    yield _nemo(unseen["dgxc_pipelines_h100"])
+    yield prose(EARLIER_TABLES)
     yield caption("python -m benchmarks.published", "published")
     free, rest = _rows(found["tables"], NO_PART), _rows(found["tables"], PARTS.keys() - NO_PART.keys())
-    yield from table(("table", "part in the model", *ERRORS), [_every(found["tables"]), *free, *rest])
+    yield from table(("table", "used in a fit", *ERRORS), [_every(found["tables"]), *free, *rest])
     criteria = {c["name"]: c for c in found["criteria"]}
     yield prose(RANKS, most=criteria[f"dgxc_benchmarking_h100 llama3-8b{RANK}"]["most"])
-    yield from table(("runs", "models", "rows", "rank correlation"), _ranks(criteria))
+    yield from table(("table", "models", "runs", "rank correlation"), _ranks(criteria))
     yield _choices(criteria)
     yield from _stages(pipelines)
-    yield CONSTANTS
+    yield prose(CONSTANTS)
     yield from table(
-        ("stack", "constant", "ships", "fitted", "90 % interval", "rows"), _constants(found["constants"])
+        ("stack", "constant", "preset", "fitted", "90 % interval", "runs"), _constants(found["constants"])
     )
     yield _reasons(found)
 
@@ -161,23 +160,19 @@ def _signed(q: Mapping[str, Any]) -> tuple[str, str, str]:
     return share(q["mean"]), f"{100 * q['signed_mean']:+.1f} %", share(abs(q["worst"]))
 
 
-def _nemo(found: Mapping[str, Any]) -> Iterator[str]:
-    groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    for run in found["found"]:
-        if run["name"].startswith(("nemotron4", "gpt3")):
-            model, release, *_ = run["name"].split()
-            groups[f"{model}, NeMo {release}"].append(run)
+def _nemo(found: Mapping[str, Any]) -> str:
+    """NeMo's pipelines without recomputation, all of which are predicted too slow."""
+    runs = [run for run in found["found"] if run["name"].startswith(("nemotron4", "gpt3"))]
 
-    def row(name: str, runs: Sequence[Mapping[str, Any]]) -> tuple[object, ...]:
-        of = runs[0]["decided"]
-        stages = int(runs[0]["mesh"].partition("pipe:")[2].partition(";")[0])
-        idle = PipelineSchedule.named(of["schedule"], stages, of["microbatches"]).bubble
-        errors = [100 * (r["predicted_seconds"] / r["seconds"] - 1) for r in runs]
-        seconds = (span([r[k] for r in runs], "{:.2f}") for k in ("seconds", "predicted_seconds"))
-        return name, len(runs), *seconds, f"{span(errors, '{:+.0f}')} %", share(idle)
+    def idle(run: Mapping[str, Any]) -> float:
+        of, stages = run["decided"], int(run["mesh"].partition("pipe:")[2].partition(";")[0])
+        return PipelineSchedule.named(of["schedule"], stages, of["microbatches"]).bubble
 
-    heads = "model, release", "rows", "published, s", "predicted, s", "error", "idle"
-    return table(heads, (row(name, runs) for name, runs in groups.items()))
+    errors = [r["predicted_seconds"] / r["seconds"] - 1 for r in runs]
+    assert min(errors) > 0
+    ends = {"least": f"{100 * min(errors):.0f}", "most": share(max(errors), 0)}
+    shares = f"{span([100 * idle(r) for r in runs], '{:.1f}')} %"
+    return prose(NEMO, runs=len(runs), idle=shares, **ends)
 
 
 def readme() -> Iterator[str]:
@@ -225,7 +220,7 @@ def _every(tables: Mapping[str, Any]) -> tuple[object, ...]:
     count = sum(q["rows"] for q in parts)
     mean, bias = (sum(q["rows"] * q[k] for q in parts) / count for k in ("mape", "bias"))
     worst = share(max(q["worst"] for q in parts))
-    return "all of the upper part", "no constant", count, share(mean), f"{100 * bias:+.1f} %", worst
+    return "all runs not used in a fit", "no", count, share(mean), f"{100 * bias:+.1f} %", worst
 
 
 def _rows(tables: Mapping[str, Any], parts: Collection[str]) -> Iterator[tuple[object, ...]]:
@@ -253,7 +248,8 @@ def _ranks(criteria: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
     for runs, models in groups.items():
         values = [c["reached"] for c in models.values()]
         rows = sum(c["rows"] for c in models.values())
-        yield f"`{runs}`", ", ".join(models), rows, span(values, "{:.2f}")
+        named = ", ".join(models) if len(models) < 3 else f"{len(models)} sizes of GPT"
+        yield f"`{runs}`", named, rows, span(values, "{:.2f}")
 
 
 def _choices(criteria: Mapping[str, Any]) -> str:
@@ -286,12 +282,23 @@ def _stages(found: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
+NAMES = {
+    "gradient and parameter": "hidden fraction of gradient and parameter messages",
+    "sustained": "`sustained`",
+    "launch_interval": "`launch_interval`, s",
+    "memory_efficiency": "`memory_efficiency`",
+    "launch": "`launch`, s",
+}
+"""Constant -> its name on the page, with its unit."""
+
+
 def _constants(fitted: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
     for stack, found in fitted.items():
         for name, k in found["constants"].items():
             low, high = k["interval"]
             interval = f"{low:.3g} to {high:.3g}"
-            yield stack, f"`{name}`", f"{k['ships']:.3g}", f"{k['fitted']:.3g}", interval, found["rows"]
+            yield stack, NAMES[name], f"{k['ships']:.3g}", f"{k['fitted']:.3g}", interval, found["rows"]
+            stack = ""
 
 
 def _reasons(found: Mapping[str, Any]) -> str:

@@ -12,27 +12,27 @@ from benchmarks.pages.tables import caption, prose, ratio, share, span, stored, 
 HEAD = """\
 # The TPU compiler beside the predictions
 
-`layoutopt verify` compiles a training step with the TPU compiler, which needs no TPU. It compares
-collectives, peak memory and compute time with the prediction. The compiler's seconds are its own
-estimate, not a measurement. Attention kernels are left out on both sides, because the compiler has no
-estimate for them. Ratios are predicted over compiler.
+`layoutopt verify` compiles a training step with the TPU compiler, which needs no TPU, and compares
+collectives, peak memory and compute time with the prediction. The compiler's compute time is an
+estimate, not a measurement. It does not include attention kernels, so they are excluded from the
+prediction too. *Memory* and *compute* are ratios: prediction / compiler.
 
-{same} of {programs} programs have the predicted collectives. The median error of peak memory is {memory},
-worst {memory_worst}. The median error of compute time is {compute}, worst {compute_worst}.
+{same} of {programs} programs have the predicted collectives. The median error of peak memory is
+{memory}, worst {memory_worst}. The median error of compute time is {compute}, worst {compute_worst}.
 """
 SMALL = """\
-Models below about 100 MiB lie in on-chip memory. The compiler's peak then also counts the program and
-on-chip copies of variables, so the ratio of memory says little.
+Models below about 100 MiB fit in on-chip memory. For these models the compiler's peak also counts the
+program and on-chip copies of variables, so the memory ratio says little.
 
 ## One program per kind of decision
 
-Two layers, causal attention, 1,024 tokens, bfloat16.
+These programs have two layers with causal attention, 1,024 tokens and bfloat16.
 """
 JAX = """\
 ## Steps of JAX libraries
 
-`plan.jax` makes these steps of the user's own loss, on eight v5e. The median error is {peak_memory_bytes}
-of memory and {compute_seconds} of compute time.
+`plan.jax` builds these steps from a loss function of another library, for eight TPU v5e. The median
+error of peak memory is {peak_memory_bytes}, that of compute time {compute_seconds}.
 """
 
 
@@ -92,7 +92,7 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
         row["topology"],
         f"`{row['mesh']}`",
         f"`{row['layout'] or 'none'}`",
-        "as predicted" if row["same_collectives"] else "others",
+        "as predicted" if row["same_collectives"] else "not as predicted",
         f"{ratio(row['peak_memory_bytes'], 'compiler'):.2f}",
         f"{ratio(row['compute_seconds'], 'compiler'):.2f}",
     )

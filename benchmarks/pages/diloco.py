@@ -17,27 +17,27 @@ from benchmarks.pages.tables import caption, prose, span, stored, table
 HEAD = """\
 # Replicas that synchronise every H steps
 
-[DiLoCo](../guides/diloco.md) saves communication and loses some accuracy. This page measures both.
+[DiLoCo](../guides/diloco.md) saves communication but raises the loss. This page measures both.
 
 ## When it pays
 
-Seconds of a step for a model of 70 billion parameters (Llama 3's sizes) on {slices} slices of {slice} TPU
-v5e, with {sequences} sequences of {tokens:,} tokens a step. Columns are the bandwidth between slices.
-{status}
+The table shows predicted seconds of a step, by the bandwidth between slices. A model of 70 billion
+parameters (Llama 3's sizes) trains on {slices} slices of {slice} TPU v5e, on {sequences} sequences of
+{tokens:,} tokens a step. {status}
 """
 LOSS = """\
 ## Loss
 
-A language model of {parameters:,} parameters learns the sources of Python's standard library. A step has
-{batch} windows of {length} bytes, which the replicas share. The loss is measured on held-out files after
-the last synchronisation, on average over {seeds} runs.
+A language model of {parameters:,} parameters learns the source code of Python's standard library. The
+replicas share the {batch} windows of {length} bytes of a step. The loss is measured on held-out files
+after the last synchronisation and averaged over {seeds} runs.
 """
 BANDWIDTH = """\
 ## Bandwidth for a given utilisation
 
-Published tables list the bandwidth at which a given share of the time is compute; their simulator is not
-published. The rule of `benchmarks/diloco_utilisation.py` predicts the same entries on a grid of {points}
-bandwidths.
+Two papers list the bandwidth at which a given share of the time is compute, for several periods; their
+simulator is not published. `benchmarks/diloco_utilisation.py` predicts the same entries. The table
+counts predictions on the published or on a neighbouring point of a grid of {points} bandwidths.
 """
 
 
@@ -50,7 +50,7 @@ def page() -> Iterator[str]:
     yield prose(HEAD, **sizes, status=proven if statuses else "Every plan is proven optimal.")
     yield caption(links["command"], "diloco_links")
     speeds = sorted({r["gigabits"] for r in links["rows"]})
-    heads = ("replicas of slices", *(f"{g:,} Gbit/s" for g in speeds))
+    heads = ("synchronisation of slices", *(f"{g:,} Gbit/s" for g in speeds))
     yield from table(heads, _links(links["rows"], speeds))
     found = stored("diloco")
     (batch,) = {r["batch"] for r in found["rows"]}
@@ -69,13 +69,15 @@ def page() -> Iterator[str]:
         "inner rate",
         "steps",
         "held-out loss",
-        "least to most",
+        "range",
     )
     yield from table(heads, _losses(found["rows"]))
     yield prose(BANDWIDTH, points=len(GRID))
     used = stored("diloco_utilisation")
     yield caption(used["command"], "diloco_utilisation")
-    yield from table(("table", "entries", "same point", "same or neighbouring point"), _points(used["rows"]))
+    yield from table(
+        ("published table", "entries", "same point", "same or neighbouring point"), _points(used["rows"])
+    )
 
 
 def _links(rows: list[dict[str, Any]], speeds: list[int]) -> Iterator[tuple[object, ...]]:
@@ -90,11 +92,7 @@ def _losses(rows: list[dict[str, Any]]) -> Iterator[tuple[object, ...]]:
     by: dict[tuple[object, ...], list[float]] = defaultdict(list)
     for r in rows:
         alone = r["replicas"] == 0
-        how = (
-            ("all devices in every step", "", "")
-            if alone
-            else (r["replicas"], r["period"], _pair(r["outer"]))
-        )
+        how = ("none (synchronous)", "", "") if alone else (r["replicas"], r["period"], _pair(r["outer"]))
         by[(*how, r["rate"], f"{r['steps']:,}")].append(r["held_out"])
     for case, losses in by.items():
         yield *case, f"{fmean(losses):.3f}", span(losses, "{:.3f}")

@@ -5,25 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.pages.tables import caption, share, stored, table
+from benchmarks.pages.tables import caption, prose, share, stored, table
 from layoutopt.plan.units import bytes_text, seconds_text
 
 HEAD = """\
 # Examples at published sizes
 
-A file of `examples/` has a small `model` that trains in minutes, and models of published sizes by name.
-`--set` changes every hyperparameter of both. Parameter counts agree with Meta's, DeepSeek's and OpenAI's
-checkpoints, with torchvision, transformers and Ho et al. 2020; DLRM has 26 tables of 2^20 rows. The
-searches use presets as they ship and meshes of up to two axes. CPU seconds are those of the whole
+The files of `examples/` define a small `model`, which trains in minutes, and models of published sizes.
+`--set` changes any of their hyperparameters. Parameter counts agree with the published checkpoints
+(Meta, DeepSeek, OpenAI), torchvision, transformers and Ho et al. 2020; DLRM has 26 tables of 2^20 rows.
+Searches use the presets as they ship and meshes of up to two axes. CPU seconds are those of the whole
 command.
 """
 
 
 def page() -> Iterator[str]:
     """docs/results/examples.md."""
-    yield HEAD
+    yield prose(HEAD)
     yield caption("python benchmarks/examples_searched.py", "examples")
-    heads = ("command", "parameters", "layout", "decided", "step", "MFU", "memory", "status", "CPU seconds")
+    heads = (
+        "command",
+        "parameters",
+        "layout",
+        "other decisions",
+        "step",
+        "MFU",
+        "memory",
+        "status",
+        "CPU seconds",
+    )
     yield from table(heads, map(_row, stored("examples").values()))
 
 

@@ -10,36 +10,43 @@ from layoutopt.plan.units import bytes_text, seconds_text
 HEAD = """\
 # Steps on one GPU
 
-Steps of the engine `jax` on one {device}, with JAX {version}. One GPU sends no messages: layouts over
-several GPUs, NCCL and calibration were not tried on hardware. `train`, resuming, `generate` and
-`--offload activations` also ran.
+The engine `jax` trained these models on one {device}, with JAX {version}. Several GPUs, NCCL and
+calibration were not tested on hardware. `train`, resuming, `generate` and `--offload activations` ran
+successfully.
 """
 STEPS = """\
 ## Predictions
 
-The preset `{hardware}` predicts these steps as it ships; no constant used these runs. Products are in
-bfloat16 except in the row that says float32. That row is predicted at the peak of TF32, and the measured
-rate is far below it. Memory is the peak that JAX reports, libraries included. `--offload optimizer` saved
-no memory: its peak is that of the same step without it.
+The preset `{hardware}` is used as it ships; no constant was fitted to these runs. Matrix products are
+in bfloat16, except in the float32 row. That row is predicted at the peak of TF32, and the measured rate
+was far below this peak. Measured memory is the peak that JAX reports, including libraries. `--offload
+optimizer` saved no memory: the peak was the same without it.
 """
 KERNELS = """\
 ## Where the time goes
 
-Milliseconds of a step by kind of kernel: predicted, and measured by JAX's profiler. The preset's rate of
-products was fitted to whole steps and therefore includes a part of the other kernels: products are
-predicted too slow, other kernels too fast.
+The table compares predicted milliseconds of a step with those of JAX's profiler, by kind of kernel. The
+preset's rate of matrix products was fitted to whole steps, so it includes a part of the time of other
+kernels: matrix products are predicted too slow and other kernels too fast.
 """
 NUMBERS = """\
 ## Numbers
 
-{right} of {run} operations of the conformance tests give NumPy's results and gradients (float32, products
-at full precision). {wrong}The losses of 20 steps of a small Transformer differ from NumPy's by at most
-{largest} (relative), with recomputed layers too.
+In the conformance tests (float32, products at full precision), {right} of {run} operations give NumPy's
+results and gradients. {wrong}The losses of 20 steps of a small Transformer differ from NumPy's by at
+most {largest} (relative), with and without recomputed layers.
 """
 WRONG = """\
-`{name}` gave a gradient that was not finite. XLA may have chosen float16 where no 8-bit kernel fits the
-shape; the engine therefore gives XLA bfloat16 there, which was tested on the CPU only.
+The gradient of `{name}` was not finite, probably because XLA chose float16 where no 8-bit kernel fits
+the shape. The engine therefore uses bfloat16 for such shapes, which was tested on CPUs only.
 """
+KINDS = {
+    "products": "matrix products",
+    "attention": "attention",
+    "copies of whole arrays": "copies of whole arrays",
+    "others, element by element": "other kernels",
+}
+"""Kind of kernels -> its name on the page."""
 
 
 def page() -> Iterator[str]:
@@ -52,7 +59,7 @@ def page() -> Iterator[str]:
     yield from table(heads, (_row(name, run) for name, run in found["steps"].items()))
     yield prose(KERNELS)
     kinds = list(next(iter(found["kernels"].values()))["measured"])
-    heads = ("model", *(f"{kind}: predicted, measured" for kind in kinds))
+    heads = ("model", *(f"{KINDS[kind]}: predicted, measured" for kind in kinds))
     yield from table(heads, (_kinds(name, run, kinds) for name, run in found["kernels"].items()))
     tried = found["operations"]
     yield prose(

@@ -10,20 +10,22 @@ from benchmarks.pages.tables import caption, prose, stored, table
 HEAD = """\
 # JAX models of other libraries
 
-{models} models are imported as their libraries make them: without weights, mostly as wide as published,
-with fewer layers. The import must infer which axes are one dimension; the expected dimensions were
-written down before the first import (`benchmarks/jax_models_expected.json`). {right:,} of {pairs:,} pairs
-of axes are as expected. The searches are for `{mesh}` of {hardware}, and {optimal} of them end with a
-proof.
+This page tests the import of {models} JAX models as their libraries build them: without weights, with
+fewer layers, mostly with the published width. The import infers which axes of arrays are the same
+dimension. The expected dimensions (`benchmarks/jax_models_expected.json`) were written down before the
+first import, and {right:,} of {pairs:,} pairs of axes are as expected. {optimal} of {models} searches
+on `{mesh}` of {hardware} end with a proof.
 
-*Loss* and *gradients* are the largest relative differences to JAX of a narrow model of the same class
-without dropout, on one device or split over `{split}`.
+*Loss* and *gradients* are the largest relative differences between layoutopt and JAX. They are measured
+on a narrow model of the same class without dropout, on one device and split over `{split}`.
 """
 PLANS = """\
 ## Steps under their plans
 
-Milliseconds of a step on eight virtual CPU devices, in interleaved rounds. The ratio is the plan's step
-over the better of the other two, with the upper end of its 95 % interval.
+The table shows milliseconds of a step on eight virtual CPU devices, under layoutopt's plan, under the
+shardings of an expert, and with everything replicated. Each round runs all three steps. The ratio is
+the median over rounds of layoutopt's time divided by that of the faster alternative. The bound is the
+upper end of its 95 % interval.
 """
 
 
@@ -59,12 +61,13 @@ def page() -> Iterator[str]:
     plans = stored("jax_plans")
     yield caption(plans["command"], "jax_plans")
     yield from table(
-        ("program", "plan", "expert's shardings", "replicated", "ratio"),
+        ("program", "plan, ms", "expert, ms", "replicated, ms", "ratio", "bound"),
         (
             (
                 r["name"],
                 *(f"{1e3 * r['seconds'][k]:.0f}" for k in ("plan", "expert", "replicated")),
-                f"{r['ratio']:.2f} ({r['upper']:.2f})",
+                f"{r['ratio']:.2f}",
+                f"{r['upper']:.2f}",
             )
             for r in plans["rows"]
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.pages.tables import share, table
+from benchmarks.pages.tables import prose, share, table
 from costmodels.hardware import Hardware, hardware_names, load_hardware
 from costmodels.hardware.known import known_errors
 from layoutopt.plan.units import bytes_text, rate_text
@@ -13,14 +13,14 @@ HEAD = """\
 # Hardware presets
 
 `--hardware NAME` takes a preset or a JSON file. `layoutopt hardware NAME` prints every number with its
-source and date. `--set-hardware node_egress=100GB/s` changes one number. The guide to extending layoutopt
-shows how to [add a chip](../guides/extending.md#a-chip).
+source and date. `--set-hardware node_egress=100GB/s` changes one number. The guide to extending
+layoutopt shows how to [add a chip](../guides/extending.md#a-chip).
 
 Besides the presets of the table, `cpu-local` is your machine after
 [calibration](../explanation/calibration.md), and `cpu-jax` describes XLA on virtual CPU devices.
 
-The mean error compares predicted with [published step times](../results/accuracy.md). Fitted runs helped
-to set a constant of the preset.
+The mean error compares predicted with [published step times](../results/accuracy.md). Fitted runs
+helped to set a constant of the preset.
 """
 HEADS = (
     "name",
@@ -35,7 +35,7 @@ HEADS = (
 
 def page() -> Iterator[str]:
     """docs/reference/hardware.md."""
-    yield HEAD
+    yield prose(HEAD)
     machines = (load_hardware(name) for name in hardware_names() if not name.startswith("cpu-"))
     yield from table(HEADS, map(_row, machines))
 

@@ -14,41 +14,42 @@ HEAD = """\
 
 ## Searches
 
-CPU seconds of the whole command on two shared cores: loading Python and the model, the search, the named
-alternatives and the plan. An asterisk marks a search that ended without a proof. *Least memory* is
-`--objective memory`; *tight memory* is a limit just above it. The largest of these searches has {layouts}
-layouts.
+The table shows CPU seconds of the whole command on two shared cores. They include loading Python and
+the model, the search, the named alternatives and writing the plan. An asterisk marks a search that
+ended without a proof. The largest of these searches covers {layouts} layouts. *Least memory* is
+`--objective memory`. *Tight memory* is `--memory` with 3 % more than the least.
 """
 CLIPPED = """\
-{rows} of these searches were repeated with `clip_norm=1`, which adds a sum over all gradients. They took
-{mean:.2f} times as long on average, and {most:.2f} times in the worst case.
+Clipping gradients (`clip_norm=1`) adds a sum over all gradients to a model. With clipping, {rows}
+repeated searches took {mean:.2f} times as long as without on average, and {most:.2f} times in the worst
+case.
 """
 CONTEST = """\
 ## The contest of ASPLOS 2025 on intra-operator parallelism
 
-The public instances, within the contest's limit of {limit:.0f} s. The last columns are the cost over the
-best published cost, and the proven bound over the cost. {better} of {rows} costs are below the best
-published one and {worse} are above it; {proven} are proven optimal.
+`layoutopt solve-problem` solved the {rows} public instances within the contest's limit of {limit:.0f}
+s. {proven} of the costs are proven optimal (bound / cost = 1). {better} are below the best published
+cost and {worse} are above it.
 """
 LIMITS = """\
 ## Time limits
 
-{runs} random searches with `--time-limit` of 1 to 20 s ended at most {late:.2f} s after their limit by
-the wall clock: {ends}.
+{runs} random searches had a `--time-limit` of 1 to 20 s. The latest ended {late:.2f} s after its limit.
+{ends}.
 """
 ENGINE = """\
 ## Steps of the JAX engine beside plain JAX
 
-A language model of two layers on 8 virtual CPU devices, ten interleaved rounds. GSPMD is plain JAX with
-shardings. The geometric mean of the engine's time over GSPMD's is {wall_ms:.2f} in wall time and
-{cpu_ms:.2f} in CPU time.
+The table shows a training step of a two-layer language model on 8 virtual CPU devices, measured in
+alternating runs. GSPMD is plain JAX with the same shardings. The engine takes {wall_ms:.2f} times the
+wall time of GSPMD and {cpu_ms:.2f} times its CPU time (geometric means).
 """
 SIZE = """\
 ## Searching sizes
 
-`layoutopt size` compares {sizes} sizes of Llama 3's family on {machines} machines, for a budget of
-{budget} FLOP. A bound rules out {beaten} of the {pairs} pairs of size and machine; {searched} are
-searched. This takes {seconds:.0f} CPU seconds and {mib:,} MiB.
+`layoutopt size` compared {sizes} sizes of Llama 3's family on {machines} machines, for a budget of
+{budget} FLOP. A bound ruled out {beaten} of the {pairs} pairs of size and machine; the other {searched}
+were searched. The command took {seconds:.0f} CPU seconds and {mib:,} MiB.
 """
 
 
@@ -91,7 +92,7 @@ def page() -> Iterator[str]:
 CASES = (
     "8 × 8 × 8, 6 layers",
     "8 × 8 × 8, 96 layers",
-    "512, all meshes of 3 axes",
+    "512 devices, meshes of up to 3 axes",
     "4 × 4, least memory",
     "4 × 4, tight memory",
 )
@@ -160,6 +161,6 @@ def _instance(row: dict[str, Any]) -> tuple[object, ...]:
 
 def _limits(rows: list[dict[str, Any]]) -> str:
     late = max(r["seconds"] - r["limit"] for r in rows)
-    words = {0: "an answer", 3: "a proof that nothing fits", 4: "nothing found"}
+    words = {0: "searches found a plan", 3: "proved that no plan fits", 4: "found no plan in time"}
     ends = Counter(words[r["exit"]] for r in rows).most_common()
-    return prose(LIMITS, runs=len(rows), late=late, ends=", ".join(f"{n} with {how}" for how, n in ends))
+    return prose(LIMITS, runs=len(rows), late=late, ends=", ".join(f"{n} {how}" for how, n in ends))

@@ -30,7 +30,7 @@ def caption(command: str, name: str, of: Any = None) -> str:
     """Where a table is from: the command, the file, one date."""
     date = date_of(stored(name) if of is None else of)
     when = f", {date}" if date else ""
-    return f"`{command}`, stored in `benchmarks/results/{name}.json`{when}.\n"
+    return f"Source: `{command}` (`benchmarks/results/{name}.json`{when}).\n"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:

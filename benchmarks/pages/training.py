@@ -15,30 +15,32 @@ HEAD = """\
 
 ## Killed and frozen processes
 
-A perceptron trains on 2 processes × 2 devices for {steps} steps. Failures come at random moments of the
-start, of a step, and while all processes write a checkpoint. {equal} of {failures} failures ended with an
-undisturbed run's variables, to the last bit. Seconds are medians, worst in brackets.
+A perceptron trains for {steps} steps on 2 processes with 2 devices each. Processes are killed, frozen
+or terminated at random moments: at the start, in a step, or while all processes write a checkpoint.
+After {equal} of {failures} failures, the final variables equal those of an undisturbed run bit for bit.
+The table shows median times after the signal, with the longest in parentheses.
 """
 LONG = """\
 ## Long jobs
 
-A small perceptron trains for {steps:,} steps on {processes} processes, with a checkpoint every {every}.
-Between the second tenth of the job and the last one, no process gains a thread or a file descriptor, and
-none gains more than {mib:.1f} MiB of memory.
+A small perceptron trains for {steps:,} steps on {processes} processes, with a checkpoint every {every}
+steps. Between the second and the last tenth of the job, no process gains threads or file descriptors,
+and none gains more than {mib:.1f} MiB of memory.
 """
 LOCAL = """\
 ## Predictions for this machine's CPU devices
 
-`layoutopt validate` on a calibrated machine of two cores. Regret is the measured time of the layout
-ranked first over the best measured time, minus one.
+`layoutopt validate` ran on a calibrated machine of two cores. Kendall's tau is the rank correlation of
+predicted and measured times. Regret is (measured time of the layout that is predicted fastest / best
+measured time) − 1.
 """
 FAMILY = """\
 ## A scaling law fitted to runs
 
 Four sizes of `examples/transformer_lm.py` ({least:,} to {most:,} parameters) are trained twice each on
-{few:,} to {many:,} bytes of Python. The fitted law predicts the loss of a larger size on more data: {N:,}
-parameters on {D:,} bytes, predicted {predicted:.3f} nats per byte (interval {low:.3f} to {high:.3f}),
-measured {losses}.
+{few:,} to {many:,} bytes of Python code. The law fitted to these runs predicts a loss of
+{predicted:.3f} nats per byte (interval {low:.3f} to {high:.3f}) for a larger model ({N:,} parameters)
+on {D:,} bytes. The measured losses of two such runs are {losses}.
 """
 
 
@@ -50,11 +52,11 @@ def page() -> Iterator[str]:
     yield prose(HEAD, steps=killed["steps"], equal=equal, failures=len(failures))
     yield caption("python benchmarks/kill_workers.py", "kill_workers")
     yield from table(
-        ("signal", "failures", "others ended after", "all started again after"), _kills(failures)
+        ("signal", "failures", "other processes stopped", "all processes restarted"), _kills(failures)
     )
     yield prose(LONG, **_long(stored("long_job")["jobs"]))
     yield caption(stored("long_job")["command"], "long_job")
-    yield LOCAL
+    yield prose(LOCAL)
     yield caption("python -m benchmarks.validate_local", "validate_local")
     yield from table(
         ("model", "layouts", "mean error", "Kendall's tau", "regret"),
