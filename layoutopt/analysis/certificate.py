@@ -90,7 +90,7 @@ class Certificate:
         """The difference between this space and the space of the plan's search; '' if none is known."""
         if not self.complete or self.considered in (None, self.layouts):
             return ""
-        return f"the plan's search had {self.considered:,} layouts, the check counts {self.layouts:,}"
+        return f"the plan's search had {self.considered:,} layouts, but the check has {self.layouts:,}"
 
     @property
     def faster(self) -> Ruled | None:
@@ -100,8 +100,8 @@ class Certificate:
     def __str__(self) -> str:
         counts, listed = Counter(p.how for p in self.problems), sum(p.listed for p in self.problems)
         ways = {
-            Source.TABLES: "by their bound",
-            Source.PIECES: "as pieces of these",
+            Source.TABLES: "by their own bound",
+            Source.PIECES: "by the bound of fewer microbatches",
             Source.LISTED: f"by listing {listed:,} layouts that do not fit",
         }
         parts = [f"{counts[how]} {way}" for how, way in ways.items() if counts[how]]
@@ -113,10 +113,10 @@ class Certificate:
             return "no problem was checked within the time limit"
         space = f"{count} problem{'s' if count > 1 else ''} with {self.layouts:,} layouts"
         if self.other:
-            return f"of another space: {self.other}"
+            return f"for another search space: {self.other}"
         said = f"{space}, ruled out without a solver: {', '.join(parts)}"
         if counts[Source.NOTHING]:
-            said += f"; {counts[Source.NOTHING]} not checked: too many layouts to list"
+            said += f"; {counts[Source.NOTHING]} not checked, because there are too many layouts to list"
         return said if self.complete else f"{said}; the time limit ended before the others were checked"
 
 

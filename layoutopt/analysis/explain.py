@@ -94,13 +94,13 @@ def disagreements(plan: Plan, evaluation: Evaluation) -> list[str]:
             else [(old.get(a, 0), new.get(a, 0)) for a in {**old, **new}]
         )
         if any(abs(a - b) > AGREE * max(abs(a), abs(b)) for a, b in pairs):
-            wrong.append(f"{name} is {new}, the plan has {old}")
+            wrong.append(f"{name} is {new}, but {old} in the plan")
     claim, least = plan.solver, (found["step_seconds"], found["peak_memory_bytes"])
     objective, bound = claim.objective or 0.0, claim.bound or 0.0
     if all(abs(objective - value) > AGREE * value for value in least):
-        wrong.append(f"the objective is neither its seconds nor its bytes: the plan has {claim.objective}")
+        wrong.append(f"the plan's objective {claim.objective} is neither its step time nor its peak memory")
     if claim.status == ProofStatus.OPTIMAL and abs(objective - bound) > TOLERANCE * abs(objective):
-        wrong.append(f"the bound of a proven plan is its objective, the plan has {claim.bound}")
+        wrong.append(f"the plan claims a proof, but its bound {claim.bound} differs from its objective")
     return wrong
 
 
@@ -128,15 +128,24 @@ def without(asked: SearchSpace, name: str) -> SearchSpace:
     allowed = getattr(asked, feature.field)
     rest = tuple(x for x in allowed if not feature.means(x))
     if rest == allowed:
-        raise UserError(f"--without {name}: the plan's search could not choose it; allow it there first")
+        raise UserError(
+            f"--without {name}: the plan's search could not choose this decision; search with --allow "
+            f"+{name} first"
+        )
     if not rest and getattr(SearchSpace(), feature.field):
         said = ", ".join(map(str, allowed))
-        raise UserError(f"--without {name}: the plan's search allowed nothing else ({said})")
+        raise UserError(
+            f"--without {name}: the plan's search allowed only this decision ({said}); search with others "
+            "allowed first"
+        )
     rules = {"elsewhere": map(written, asked.elsewhere), "pipeline": asked.pipeline}.get(feature.field, ())
     for rule in rules:
         if asked.pins.get(rule):
             pin = f"--pin {rule}:{'+'.join(asked.pins[rule])}"
-            raise UserError(f"--without {name}: the plan's search had to choose it ({pin})")
+            raise UserError(
+                f"--without {name}: the plan's search required this decision ({pin}); search without this "
+                "pin first"
+            )
     changed: dict[str, Any] = {feature.field: rest}
     if not any(changed.get("recompute", asked.recompute)):  # what second runs need is not saved either
         changed["offload"] = tuple(kind for kind in asked.offload if kind != ACTIVATIONS)
@@ -172,7 +181,7 @@ def forbidden(plan: Plan, asked: SearchSpace, names: Sequence[str]) -> list[str]
 ALL = "all"
 FindBest = Callable[[str, float | None, str | None, Clock, str | None], WhatIfAnswer]
 """find(condition in words, bytes of memory, further pins, time limit, forbidden decisions)"""
-NO_TIME = "there was no time"
+NO_TIME = "the time limit ended first"
 
 
 def finder(

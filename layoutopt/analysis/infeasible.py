@@ -86,7 +86,7 @@ class FoundRepair:
 
     def __str__(self) -> str:
         note = f" ({self.note})" if self.note else ""
-        return f"{self.change}{note}: {self.seconds:.3g} s a step, {size_text(self.peak)}"
+        return f"{self.change}{note}: {self.seconds:.3g} s per step, {size_text(self.peak)}"
 
 
 @dataclass(frozen=True)
@@ -107,15 +107,11 @@ class Diagnosis:
         """The conflict in words; '' where it is the memory alone."""
         if len(self.conflict) < 2:
             return ""
-        fewer = (
-            ""
-            if self.minimal
-            else " (some of them may be compatible: the time limit ended before this was checked)"
-        )
+        fewer = "" if self.minimal else " (the time limit ended before smaller conflicts were checked)"
         return f"these conflict: {', '.join(self.conflict)}{fewer}"
 
     def __str__(self) -> str:
-        helps = "what would help: " + "; ".join(map(str, self.repairs)) if self.repairs else ""
+        helps = "possible changes: " + "; ".join(map(str, self.repairs)) if self.repairs else ""
         return "; ".join(filter(None, (self.why, helps)))
 
 
@@ -193,7 +189,7 @@ class _Diagnosing:
         """The condition that it fits, in words."""
         limit, machine = self.asked.get(MEMORY), _machine(self.asked)
         if limit is None:
-            return f"the {size_text(machine.usable_memory_bytes)} of a device of {machine.name}"
+            return f"the memory of a {machine.name} device ({size_text(machine.usable_memory_bytes)})"
         return f"--memory {size_text(limit)}"
 
     def _limit(self, asked: Asked) -> float:
@@ -228,13 +224,13 @@ class _Diagnosing:
         have to hold less than its part of `least` are not tried."""
         for change, changed in self._changes(asked):
             self._try(words + change, changed)
-        small = f"{asked['devices']} are too few" if asked.get("devices") else ""
+        small = f"{asked['devices']} devices are too few" if asked.get("devices") else ""
         for wider in self._larger(asked, least / self._limit(asked)):
             trials = [self._try(words + change, changed, small) for change, changed in wider]
             if any(trial.plan is not None for trial in trials):
                 break
             sure = asked.get("devices") and all(trial.none for trial in trials)
-            small = f"{wider[0][1]['devices']} are too few" if sure else ""
+            small = f"{wider[0][1]['devices']} devices are too few" if sure else ""
 
     def _less(self) -> None:
         """Tries a batch of half as much and so on, until something fits."""
@@ -244,13 +240,13 @@ class _Diagnosing:
             if made is None:
                 return
             change, model = made
-            notes = ", ".join(filter(None, (f"steps of 1/{parts} of the batch", small)))
+            notes = ", ".join(filter(None, (f"with 1/{parts} of the batch per step", small)))
             trial = self._trial(self.asked, model)
             if trial.plan is not None:
                 found = FoundRepair(change, self.asked, trial.plan, self._limit(self.asked), notes, parts)
                 self.repairs.append(found)
                 return
-            small = f"1/{parts} is too much" if trial.none else ""
+            small = f"1/{parts} does not fit" if trial.none else ""
 
     def _changes(self, asked: Asked) -> Iterator[RepairChange]:
         parts = tuple(asked.get("microbatches", USUAL))

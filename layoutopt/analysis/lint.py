@@ -74,8 +74,8 @@ def slower(found: Cost, best: Cost) -> LikelyMistake | None:
     part = here[0].by(_words)[what] - here[1].by(_words).get(what, 0.0)
     return LikelyMistake(
         "slower",
-        f"{place or 'the model'} takes {seconds_text(took)} a step, under the best {seconds_text(least)}; "
-        f"{seconds_text(part)} more of it is {what}",
+        f"{place or 'the model'} takes {seconds_text(took)} per step, and {seconds_text(least)} in "
+        f"the best layout; the largest difference is {what}, {seconds_text(part)}",
     )
 
 
@@ -112,7 +112,7 @@ class _Lint:
         ways = self.mesh.size(axis)
         fix, layout = self._split_more(axis, found.dims)
         if axis not in self.layout.used:
-            message = f"axis {axis!r} splits nothing: its {ways} devices all do the same work"
+            message = f"axis {axis!r} splits nothing, so its {ways} devices all do the same work"
             return LikelyMistake("wasted axis", message, fix, layout)
         where = sorted(found.flops, key=lambda s: -found.flops[s])
         most = ", ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
@@ -140,7 +140,7 @@ class _Lint:
             return None, None
         seconds, more, name = best
         over, less = "+".join(more.axes(name)), 100 * (1 - seconds / now)
-        return f"split {name!r} over {over}: {less:.0f}% less time a step", str(more)
+        return f"split {name!r} over {over}: {less:.0f}% less step time", str(more)
 
     def _seconds(self, layout: Layout) -> float | None:
         try:
@@ -156,8 +156,8 @@ class _Lint:
             if size > ways and size % ways and not self.layout.axes(name) and len(sizes.get(name, ())) == 1:
                 yield LikelyMistake(
                     "indivisible",
-                    f"{name!r} has size {size}, which the {ways} devices of {axis!r} do not divide",
-                    f"a size of {' or '.join(map(str, near_sizes(size, ways)))} could be split",
+                    f"{name!r} has size {size}, which is not divisible by the {ways} devices of {axis!r}",
+                    f"change the size to {' or '.join(map(str, near_sizes(size, ways)))}",
                 )
 
     def _ones(self) -> Iterator[LikelyMistake]:
@@ -166,8 +166,8 @@ class _Lint:
                 if self.mesh.size(axis) == 1:
                     yield LikelyMistake(
                         "axis of one",
-                        f"{name!r} is split over {axis!r}, which has one device, so nothing is split",
-                        f"remove {axis!r}, or give it more devices",
+                        f"{name!r} is split over {axis!r}, an axis of one device, so nothing is split",
+                        f"remove {axis!r} from the layout, or set its size to at least 2",
                     )
 
     def _memory(self) -> Iterator[LikelyMistake]:
@@ -183,8 +183,8 @@ class _Lint:
             return
         yield LikelyMistake(
             "repeated memory",
-            f"of {size_text(held)} of variables and optimizer state on a device, "
-            f"{size_text(repeated)} are on other devices too",
+            f"a device stores {size_text(held)} of variables and optimizer state, of which other "
+            f"devices repeat {size_text(repeated)}",
             self._stored_split(peak),
         )
 
@@ -200,8 +200,8 @@ class _Lint:
             if found.memory.peak < (1 - MEMORY_SHARE) * peak:
                 change = found.cost.step_seconds / self.evaluation.cost.step_seconds - 1
                 return (
-                    f"--storage {STAGES[stage]}: a peak of {size_text(found.memory.peak)} "
-                    f"instead of {size_text(peak)}, "
-                    f"and {abs(100 * change):.1f}% {'more' if change > 0 else 'less'} time a step"
+                    f"--storage {STAGES[stage]}: peak memory {size_text(found.memory.peak)} instead "
+                    f"of {size_text(peak)}, and {abs(100 * change):.1f}% "
+                    f"{'more' if change > 0 else 'less'} step time"
                 )
         return None

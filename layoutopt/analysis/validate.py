@@ -106,7 +106,8 @@ def validate(
         chosen = _chosen(lambda: choose(model, mesh, machine, runs.count, runs.seed), mesh, runs.cluster)
     if len(chosen) < 2:
         raise UserError(
-            f"validate needs at least two layouts on mesh [{mesh}], found {len(chosen)}; use a larger mesh"
+            f"validate needs at least two layouts on mesh [{mesh}], but found {len(chosen)}; use a "
+            "larger mesh, or name two layouts"
         )
     team = assemble(mesh, runs.cluster, runs.engine)
     # The references of a profile run in one process.

@@ -43,7 +43,8 @@ def generation(topology: str) -> Generation:
     name = topology.partition(":")[0]
     if name not in GENERATIONS:
         raise UserError(
-            f"--topology {topology!r}: no TPU {name!r}; {known_names(name, GENERATIONS)}; write it as v5e:2x4"
+            f"--topology {topology!r}: no TPU generation {name!r}; {known_names(name, GENERATIONS)}; "
+            "write a topology such as v5e:2x4"
         )
     return GENERATIONS[name]
 
@@ -179,7 +180,7 @@ class Verified(Shown):
         same = "the same collectives" if self.same_collectives else "other collectives"
         took, said = seconds_text(self.compiled.compute_seconds), seconds_text(self.compute_seconds)
         held = bytes_text(self.compiled.peak_bytes)
-        return f"Verified({self.topology}: {same}, {took} of compute ({said} predicted), {held} at most)"
+        return f"Verified({self.topology}: {same}, {took} of compute ({said} predicted), peak {held})"
 
 
 def verify(

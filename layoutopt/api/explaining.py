@@ -263,14 +263,14 @@ def explain(
       >>> explained = layoutopt.explain(plan, check=True)
     """
     if not isinstance(plan, Plan):
-        raise UserError(f"explain {plan!r}: give a result of layoutopt.search, or load_plan(path).of(model)")
+        raise UserError(f"explain {plan!r}: pass a result of layoutopt.search, or load_plan(path).of(model)")
     model, machine = model_of(plan), machine_of(hardware or plan.data.hardware)
     asked, rules, memory = plan.question, plan.allowed, float(plan.limit(machine))
     features = forbidden(plan, rules, without)
     found = evaluate(model, plan.mesh, plan.layout, machine, plan.options)
     wrong = disagreements(plan, found)
     if wrong and (numbers := _other_numbers(plan, machine)):
-        wrong.insert(0, f"made with other hardware numbers: {some(numbers, LARGEST)}")
+        wrong.insert(0, f"the plan used other values for these hardware numbers: {some(numbers, LARGEST)}")
     least = asked.objective == Objective.MEMORY
     refuse({SENSITIVITY: "--sensitivity" if sensitivity else "", MEMORY: memory_words(asked.objective)})
     other = alike = None
@@ -360,15 +360,24 @@ def _checked(
     """
     asked = plan.question
     if plan.data.details.search is None:
-        raise UserError("--check: the plan does not record its search; write it again with search --out")
+        raise UserError("--check: the plan does not record its search; search again with --out")
     refuse({CHECK: "--check", MEMORY: memory_words(asked.objective)})
     if plan.solver.status != ProofStatus.OPTIMAL:
-        raise UserError(f"--check: the plan claims no proof, its status is {plan.solver.status}")
+        raise UserError(
+            f"--check: the plan has no proof to check (status: {plan.solver.status}); search again "
+            "without a time limit"
+        )
     if wrong:
-        raise UserError(f"--check: the plan is not what its layout comes to: {'; '.join(wrong)}")
+        raise UserError(
+            f"--check: the plan disagrees with a new prediction of its layout ({'; '.join(wrong)}); "
+            "search again"
+        )
     if found.memory.peak > limit:
         needs = bytes_text(found.memory.peak)
-        raise UserError(f"--check: the plan's layout needs {needs} and was searched for {bytes_text(limit)}")
+        raise UserError(
+            f"--check: the plan's layout needs {needs}, but the memory limit of its search was "
+            f"{bytes_text(limit)}; search again"
+        )
     rules = plan.allowed
     problems = certify(found.model, plan, machine, limit, rules, asked.devices, asked.max_axes)
     ruled: list[Ruled] = []

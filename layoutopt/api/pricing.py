@@ -203,7 +203,10 @@ def cost(
     """
     check_limit(memory)
     if not isinstance(model, Model):
-        raise UserError(f"cost: {model!r} is not a Model; build one, as a model file's model() does")
+        raise UserError(
+            f"cost: {model!r} is not a Model; pass a layoutopt Model, e.g. the result of a model file's "
+            "model()"
+        )
     check_tokens(tokens, model.tokens)
     if isinstance(mesh, Plan):
         if layout or options is not None or decided:
@@ -266,7 +269,7 @@ def options_of(model: Model, options: Options | None, decided: dict[str, Any]) -
     """The decisions besides a layout, given as `Options` or as keywords named after the options of
     commands."""
     if options is not None and decided:
-        raise UserError(f"options= sets every decision; remove {', '.join(decided)}")
+        raise UserError(f"options= sets every decision; remove the other arguments: {', '.join(decided)}")
     if options is not None:
         return options
     known = {option.parameter: option.name for option in BY_HAND}
@@ -285,6 +288,7 @@ def _idle(found: Evaluation, options: Options) -> list[str]:
     if not asked or any(i.rule == STEP for i in sent):
         return []
     return [
-        f"--collective-matmul {asked} changes nothing here: no product with these dimensions, split over an "
-        "axis, gathers or scatters over it, as under sequence parallelism (length@elsewhere:AXIS)"
+        f"--collective-matmul {asked} changes nothing here: no matmul with these dimensions has an "
+        "all-gather or reduce-scatter over their axes; add sequence parallelism "
+        "(length@elsewhere:AXIS)"
     ]

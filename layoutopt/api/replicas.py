@@ -79,7 +79,7 @@ def choose_replicas(
     mesh = Mesh(mesh) if isinstance(mesh, str) else mesh
     machine = machine_of(hardware)
     if accept_loss is not None and not accept_loss >= 0:
-        raise UserError(f"--accept-loss {accept_loss!r}: needs a fraction of at least 0, e.g. 0.02")
+        raise UserError(f"--accept-loss {accept_loss!r}: write a fraction of at least 0, e.g. 0.02")
     clock = time_limit if isinstance(time_limit, Clock) else Clock(time_limit)
     whole = build(1)
     found: list[_WayResult] = []
@@ -184,8 +184,16 @@ def _searched(
     about = {"name": _name(rare), "replicas": count, "loss": loss, "mesh": mesh.as_dict()}
     way = ReplicaStrategy.model_validate({**about, "diloco": str(rare or "")})
     if rare is not None and accept is not None and (loss is None or loss > accept):
-        beyond = f"beyond H = {LAW_PERIOD}" if _plain(rare) else "of fragments, few bits or delays"
-        law = f"{signed_percent(loss)} by the law" if loss is not None else f"no law {beyond}"
+        beyond = (
+            f"beyond H = {LAW_PERIOD}"
+            if _plain(rare)
+            else "for fragments, quantised synchronisation or delays"
+        )
+        law = (
+            f"predicted loss {signed_percent(loss)}"
+            if loss is not None
+            else f"the scaling law has no runs {beyond}"
+        )
         return _WayResult(way.model_copy(update={"reason": f"not accepted: {law}"}))
     try:
         model = whole if rare is None else shared(build, whole, count)
@@ -222,13 +230,14 @@ def shared(build: BuildReplica, whole: Model, count: int) -> Model:
       UserError: the examples do not divide, or the built model has another share of them.
     """
     if whole.examples % count:
-        raise _Unshared(f"{whole.examples} examples do not divide over {count} replicas")
+        raise _Unshared(f"a batch of {whole.examples} examples is not divisible by {count} replicas")
     model = build(count)
     if model.examples * count != whole.examples or model.parameters != whole.parameters:
         raise UserError(
-            f"the model of one of {count} replicas has {model.examples} examples and {model.parameters:,} "
-            f"parameters, the whole {whole.examples} and {whole.parameters:,}; build it with its share of "
-            "the batch"
+            f"the model of one of {count} replicas has {model.examples} examples and "
+            f"{model.parameters:,} parameters, but the whole model has {whole.examples} and "
+            f"{whole.parameters:,}; build a replica's model with its share of the batch and the same "
+            "parameters"
         )
     return model
 
@@ -261,4 +270,8 @@ def _proven(best: Plan, found: Sequence[_WayResult]) -> Plan:
 
 def _refused(found: Sequence[_WayResult], accept: float | None) -> str:
     said = "; ".join(f"{f.way.name}: {f.way.reason}" for f in found)
-    return f"--accept-loss {accept:g}: no setting remains ({said})" if accept is not None else said
+    return (
+        f"--accept-loss {accept:g} excludes every setting ({said}); raise --accept-loss"
+        if accept is not None
+        else said
+    )

@@ -75,7 +75,7 @@ def validate(
       UserError: fewer than two layouts are given, or a layout is illegal.
     """
     if isinstance(layouts, str):
-        raise UserError(f"layouts {layouts!r}: give a list of at least two")
+        raise UserError(f"layouts {layouts!r}: pass a list of at least two layouts")
     (how,) = gathered("validate", more, (ValidationRuns, runs))
     found = validation.validate(model, mesh, machine_of(hardware), layouts, how, on_progress)
     return Validated(ValidateResult.model_validate(found))
@@ -95,7 +95,7 @@ def verify(priced: Plan | PricedLayout, topology: str) -> Verified:
     """
     if not isinstance(priced, Plan | PricedLayout):
         raise UserError(
-            f"verify {priced!r}: give a result of layoutopt.search or layoutopt.cost, or "
+            f"verify {priced!r}: pass a result of layoutopt.search or layoutopt.cost, or "
             "load_plan(path).of(model)"
         )
     machine = load_hardware(generation(topology).hardware)
@@ -113,5 +113,5 @@ def verify(priced: Plan | PricedLayout, topology: str) -> Verified:
 def model_of(plan: Plan) -> Model:
     """The model of a plan; it must be loaded."""
     if plan.model is None:
-        raise UserError("a plan file has no model; write load_plan(path).of(model)")
+        raise UserError("a plan from a file has no model; attach a model with load_plan(path).of(model)")
     return plan.model

@@ -25,7 +25,9 @@ def after_search(plan: Plan, out: Path, loaded: Loaded, settings: Sequence[str],
     if why := elsewhere(plan, machine):
         named = _model(plan)
         too = (
-            "report takes it too, export with the same --model" if named else "report and export take it too"
+            "report also takes the plan, and export with the same --model"
+            if named
+            else "report and export take the plan too"
         )
         return f"next: layoutopt explain {_word(out)}{named}; {too} ({why})"
     sets = "".join(f" --set {shlex.quote(each)}" for each in settings)
@@ -37,13 +39,13 @@ def elsewhere(plan: Plan, machine: Hardware) -> str:
     """Why a plan does not run on this machine; '' where it does."""
     devices = plan.mesh.devices
     if machine.kind != "cpu":
-        return f"it is for {machine.name}"
+        return f"the plan is for {machine.name}"
     if devices > MOST_DEVICES:
-        return f"{devices} devices are too many for this machine"
+        return f"this machine is too small to run {devices} devices"
     if _memory() and devices * plan.predicted.peak_memory_bytes > _memory():
-        return "it needs more memory than this machine has"
+        return "the plan needs more memory than this machine has"
     if not any(importlib.util.find_spec(name) for name in RUN_BY):
-        return "to run it here: pip install 'layoutopt[tensorflow]'"
+        return "to run the plan here: pip install 'layoutopt[tensorflow]'"
     return ""
 
 

@@ -84,26 +84,27 @@ def calibrate(
     if target is not None:
         if mesh is not None or thorough:
             raise UserError(
-                f"--mesh and --thorough measure this machine, --target {target} compiles for a TPU; "
-                "remove one of them"
+                f"--mesh and --thorough measure this machine, but --target {target} compiles for a "
+                "TPU; remove --target, or remove --mesh and --thorough"
             )
         if job.several:
             raise UserError(
-                f"--target {target} compiles for a TPU in one process; remove --cluster (or launch -n)"
+                f"--target {target} compiles for a TPU in one process; remove --cluster, or run "
+                "calibrate without launch"
             )
         for_tpu(output.terminal, target, refresh, out)
         return
     if refresh:
-        raise UserError("--refresh compiles for a TPU again; name it, e.g. --target tpu-v5e")
+        raise UserError("--refresh needs a TPU to compile for; add --target, e.g. --target tpu-v5e")
     if not job.several and out is None and (kind := chosen(engine)) != "local":
         raise UserError(
-            f"{THIS_MACHINE} stands for the engine local; name a file for what --engine {kind} takes with "
-            "--out PROFILE.json"
+            f"the profile {THIS_MACHINE} describes the engine local, but this run measures the engine "
+            f"{kind}; write the profile to another file with --out PROFILE.json"
         )
     if job.several and out is None:
         raise UserError(
-            f"--cluster measures several processes, and {THIS_MACHINE} describes one; name another file "
-            f"with --out PROFILE.json"
+            f"the profile {THIS_MACHINE} describes one process, but --cluster measures several; write "
+            "the profile to another file with --out PROFILE.json"
         )
     where = read_mesh(DEFAULT_MESH if mesh is None else mesh)
     with job.open(engine, output) as session:
@@ -136,7 +137,7 @@ def _this_machine(session: Session, mesh: Mesh, thorough: bool, out: Path | None
         if not terminal.as_json:
             _show(terminal, profile_of(content, target), content)
     used = f"--hardware {out}" if out is not None else f"--hardware {THIS_MACHINE}, the default,"
-    terminal.say(f"{used} now means this profile")
+    terminal.say(f"{used} now uses this profile")
 
 
 def _measured(session: Session, mesh: Mesh, thorough: bool, partial: Path | None) -> dict[str, Any]:
@@ -176,7 +177,7 @@ def _show(terminal: Terminal, machine: Hardware, content: dict[str, Any]) -> Non
                 ("mesh", f"{where['mesh']}{_dealt(where)}; {where['noise']}"),
                 ("matmuls", f"{rate_text(machine.peak_flops('float32'), 'FLOP/s')} per core, float32"),
                 ("memory", f"{rate_text(machine.memory_bandwidth, 'B/s')} per core"),
-                ("", f"{bytes_text(machine.usable_memory_bytes)} usable by a device"),
+                ("", f"{bytes_text(machine.usable_memory_bytes)} usable per device"),
                 ("launch", seconds_text(machine.chip.launch_overhead.value)),
                 ("collectives", f"{len(machine.collective_curves)} measured"),
                 (
@@ -193,4 +194,4 @@ def _dealt(where: dict[str, Any]) -> str:
     """How devices are dealt out to processes."""
     if where["processes"] == 1:
         return ""
-    return f" over {where['processes']} processes of {where['devices_per_process']}"
+    return f" over {where['processes']} processes with {where['devices_per_process']} devices each"

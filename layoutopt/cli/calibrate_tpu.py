@@ -39,8 +39,8 @@ def for_tpu(terminal: Terminal, target: str, refresh: bool, out: Path | None) ->
         )
     if made.shipped:
         terminal.say(
-            f"from estimates that ship with the project, compiled on {made.compiled.date} by "
-            f"{made.compiled.compiler}; --refresh compiles them here"
+            f"fitting the estimates that layoutopt ships, compiled on {made.compiled.date} by "
+            f"{made.compiled.compiler}; --refresh compiles the probes on this machine"
         )
     else:
         _ship(terminal, made)
@@ -49,9 +49,9 @@ def for_tpu(terminal: Terminal, target: str, refresh: bool, out: Path | None) ->
         if not terminal.as_json:
             _show(terminal, made)
     terminal.say(
-        "nothing was written; --out PROFILE.json keeps the profile"
+        "no file was written; add --out PROFILE.json to save the profile"
         if out is None
-        else f"--hardware {out} predicts from it"
+        else f"to predict with this profile, use --hardware {out}"
     )
 
 
@@ -63,7 +63,7 @@ def _ship(terminal: Terminal, made: TpuCalibration) -> None:
     try:
         terminal.say(f"wrote {ship(made.compiled)}")
     except UserError as error:
-        terminal.say(f"the estimates are not kept: {error}")
+        terminal.say(f"warning: the estimates could not be saved for the next run: {error}")
 
 
 def _summary(made: TpuCalibration) -> dict[str, Any]:
@@ -97,7 +97,10 @@ def _show(terminal: Terminal, made: TpuCalibration) -> None:
         facts(
             [
                 ("compiled", f"for {made.compiled.topology} by {made.compiled.compiler}, not measured"),
-                ("launch", f"{seconds_text(numbers.launch)} a kernel, ±{_percent(sure['launch_overhead'])}"),
+                (
+                    "launch",
+                    f"{seconds_text(numbers.launch)} per kernel, ±{_percent(sure['launch_overhead'])}",
+                ),
                 (
                     "memory",
                     f"{_percent(numbers.memory)} of the peak, {bandwidth}, "
@@ -113,7 +116,7 @@ def _show(terminal: Terminal, made: TpuCalibration) -> None:
                     f"{_percent(low)} of the peak at {small:.2g} FLOPs to {_percent(high)} at {large:.2g}, "
                     f"±{_percent(sure['matmul_efficiency'])}",
                 ),
-                ("collectives", "as in the preset: the compiler gives no estimates of them"),
+                ("collectives", "as in the preset; the compiler does not estimate collectives"),
             ]
         ),
         "",

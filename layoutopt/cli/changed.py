@@ -24,11 +24,11 @@ def show_conditions(terminal: Terminal, plan: Plan, found: Conditions) -> None:
         Column("value", "is", NUMBER),
         Column("step_seconds", "best step", SECONDS),
         Column("ratio", "of the plan's", TIMES),
-        Column("layout", "then the best is", rank=1),
+        Column("layout", "best layout", rank=1),
         Column("proven", "proven", FLAG),
     )
     rows = [_row(plan, curve, t) for curve in found.curves for t in curve.trials]
-    terminal.show("", View("If the conditions were different", columns, rows))
+    terminal.show("", View("Best layouts under other conditions", columns, rows))
     terminal.show("", robust_text(found.robust))
 
 
@@ -42,7 +42,7 @@ def _row(plan: Plan, curve: SensitivityCurve, t: SensitivityTrial) -> ViewRow:
         least = seconds_text(t.bound) if t.bound else "unknown"
         most = None if t.step_seconds is None else seconds_text(t.step_seconds)
         known = least if most is None else f"{least} to {most}" if t.bound else f"at most {most}"
-        return *about, Cell(known), None, "not settled within the time limit", False
+        return *about, Cell(known), None, "undecided within the time limit", False
     if t.step_seconds is None:
         return *about, Cell("nothing fits"), None, None, True
     best = "; ".join(filter(None, (t.mesh, t.layout or "nothing is split", t.options)))
@@ -53,5 +53,5 @@ def _row(plan: Plan, curve: SensitivityCurve, t: SensitivityTrial) -> ViewRow:
 def robust_text(found: Robustness) -> str:
     """Describes how much of the answer's lead remains under the uncertainties of the hardware's numbers."""
     words = told.robust(found)
-    nothing = "The hardware's numbers have no uncertainties, so the robustness of the plan is unknown."
+    nothing = "The numbers of this hardware have no uncertainties, so the robustness of the plan is unknown."
     return f"The answer is {words}." if words else nothing

@@ -85,8 +85,8 @@ def cost(
     if given.plan is not None and hardware == THIS_MACHINE != given.plan.data.hardware:
         its = given.plan.data.hardware
         notes.append(
-            f"the plan is for {its}, this prediction for {THIS_MACHINE}: add --hardware {its} to "
-            f"predict for the plan's"
+            f"the plan is for {its}, but this prediction is for {THIS_MACHINE}; add --hardware {its} "
+            "to predict for the plan's hardware"
         )
     more: dict[str, Any] = {"notes": notes} if notes else {}
     terminal.result(found.data.model_copy(update=more | ({"lines": opened} if lines else {})))
@@ -176,10 +176,10 @@ def _show(
         (
             "memory",
             f"{used_text(held.peak, limit)} per device"
-            + (f", the most in {peak.scope or 'the model'} ({peak.phase})" if peak else ""),
+            + (f", peak in {peak.scope or 'the model'} ({peak.phase})" if peak else ""),
         ),
         *([("host", found.predicted.host)] if found.predicted.host else []),
-        ("how sure", sure(machine)),
+        ("accuracy", sure(machine)),
         ("fits", fits if reason is None else f"no: {reason}"),
     ]
     tables = [
@@ -195,4 +195,4 @@ def _show(
         if part is not None:
             terminal.show("", part)
     if axis_table(price) is None:
-        terminal.show("", "No collectives: no device sends anything.")
+        terminal.show("", "No collectives: the devices do not communicate.")

@@ -102,13 +102,13 @@ def overlap_table(found: Evaluation) -> View | None:
         Column("seconds", "time", SECONDS),
         Column("hidden_seconds", "hidden", SECONDS),
         Column("exposed_seconds", "exposed", SECONDS),
-        Column("behind", "what runs meanwhile"),
+        Column("behind", "overlapped with"),
         Column("behind_seconds", "which takes", SECONDS, rank=1),
         Column("fits", "fits", on="data"),
     )
 
     def takes(seconds: float, fits: bool) -> Cell:
-        said = f"{seconds_text(seconds) if seconds else ''}{'' if fits else ': less than is hidden'}"
+        said = f"{seconds_text(seconds) if seconds else ''}{'' if fits else ': less than the hidden time'}"
         return Cell(said, value=seconds or None)
 
     rows = [
@@ -150,7 +150,7 @@ def operation_table(cost: Cost, most: int = OPERATIONS) -> View:
 def memory_table(held: MemoryProfile, most: int = HOLDINGS) -> View:
     """The table of tensors that a device holds at the peak, equal tensors together; the rest in one row."""
     columns = (
-        Column("what", "on every device at the peak"),
+        Column("what", "tensors of a device at the peak"),
         Column("origin", "from", rank=2),
         Column("tensors", "tensors", RUNS, rank=1),
         Column("bytes", "size", BYTES),
@@ -169,7 +169,7 @@ def memory_table(held: MemoryProfile, most: int = HOLDINGS) -> View:
     made = View("Memory", columns, rows).first(most, "others")
     shared = held.peak - sum(h.bytes for h in held.holdings)
     if shared:
-        of_these = row("of these, a result in the place of its input", None, 1, shared)
+        of_these = row("counted twice above: results that reuse their input's buffer", None, 1, shared)
         made = View(made.title, columns, [*made.rows, of_these])
     return made.and_sum(*row("peak", None, None, held.peak))
 

@@ -131,10 +131,10 @@ def of_target(ctx: typer.Context, name: str, known: Mapping[str, Any]) -> Values
     path = _file_beside(known.get("model"))
     targets = _read(path)
     if name not in targets:
-        raise UserError(f"--target {name}: {path} has no such target; {known_names(name, targets)}")
+        raise UserError(f"--target {name}: {path} has no target of this name; {known_names(name, targets)}")
     where, said = f"{path}: target {name!r}", targets[name]
     if not isinstance(said, dict):
-        raise UserError(f"{where} must be a table of options, as [{TARGETS}.{name}], found {said!r}")
+        raise UserError(f"{where} must be a table of options, [{TARGETS}.{name}], but is {said!r}")
     own = {key: value for key, value in said.items() if not (key in NAMES and isinstance(value, dict))}
     asked = set() if "allow" in {p.name for p in ctx.command.params} else {o.name for o in listed()["asked"]}
     found = _values(ctx, {k: v for k, v in own.items() if _option(k) not in asked}, where)
@@ -150,8 +150,9 @@ def _values(ctx: typer.Context, said: Mapping[str, Any], where: str) -> Values:
         if param := options.get(_option(key)):
             found[str(param.name)] = _value(param, value, f"{where}: {key}")
         elif _option(key) not in (every := _every_option(ctx)):
-            near = get_close_matches(_option(key), every) or [f"those of {ctx.command.name} --help"]
-            raise UserError(f"{where}: no command has an option {_option(key)}; near are {', '.join(near)}")
+            near = " or ".join(get_close_matches(_option(key), every))
+            hint = f"did you mean {near}?" if near else f"see {ctx.command_path} --help"
+            raise UserError(f"{where}: no command has the option {_option(key)}; {hint}")
     return found
 
 
@@ -175,14 +176,14 @@ def _read(path: Path) -> dict[str, Any]:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(
-            f"--target: there is no {FILE} beside the model or in the current folder; write one with a table "
-            f"[{TARGETS}.NAME] of options, e.g. devices = 64"
+            f"--target: no file {FILE} beside the model or in the current folder; write this file "
+            f"with a table [{TARGETS}.NAME] of options, e.g. devices = 64"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: this file is not TOML: {error}") from None
+        raise UserError(f"{path} is not a valid TOML file: {error}") from None
     targets = content.get(TARGETS)
     if content.keys() != {TARGETS} or not isinstance(targets, dict):
-        raise UserError(f"{path}: needs tables [{TARGETS}.NAME] and nothing else, found {[*content]}")
+        raise UserError(f"{path} must contain only tables named [{TARGETS}.NAME], but contains {[*content]}")
     return targets
 
 
@@ -203,14 +204,16 @@ def _value(param: Any, value: Any, where: str) -> Any:
 
     if param.is_flag:
         if not isinstance(value, bool):
-            raise UserError(f"{where} = {value!r}: needs true or false")
+            raise UserError(f"{where} = {value!r}: must be true or false")
         return value
     table = isinstance(value, dict)
     between = "=" if "=" in (param.metavar or "") else ":"
     words = [f"{k}{between}{v}" for k, v in value.items()] if table else value
     words = words if isinstance(words, list) else [words]
     if not all(isinstance(each, str | int | float) and not isinstance(each, bool) for each in words):
-        raise UserError(f"{where} = {value!r}: needs a string, a number, a list or a table of these")
+        raise UserError(
+            f"{where} = {value!r}: must be a string, a number, or a list or table of strings and numbers"
+        )
     if param.multiple:
         return [*map(str, words)]
     return (";" if table else ",").join(map(str, words))

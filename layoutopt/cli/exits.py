@@ -72,7 +72,10 @@ def _of_the_system(error: OSError) -> str:
     """A refusal of the system that nobody put into words of ours."""
     if error.filename is not None:
         return f"{str(error.filename)!r}: {error.strerror or error}"
-    return f"the result cannot be printed: {error.strerror or error}; make room, or print it elsewhere"
+    return (
+        f"the result cannot be printed: {error.strerror or error}; free disk space, or redirect the "
+        "output elsewhere"
+    )
 
 
 def _reader_gone() -> NoReturn:

@@ -116,4 +116,4 @@ def explain(
 
             show_explained(terminal, planned, found)
     if found.proof is not None and found.proof.faster is not None:
-        raise UserError(f"--check: the plan's proof is {found.proof}")
+        raise UserError(f"--check: the plan's proof is {found.proof}; search again")

@@ -57,7 +57,7 @@ def worth_table(
         Column("rule", "rule"),
         Column("best", f"{'least memory' if memory else 'best step'} {best}", kind),
         Column("costs", "costs", kind),
-        Column("layout", "then the layout is", rank=1),
+        Column("layout", "layout", rank=1),
         Column("proven", "proven", FLAG),
     )
 
@@ -127,7 +127,7 @@ def show_against(
         ("/".join(filter(None, (d.scope, d.name))), d.phase, d.where or "compute", d.ours, d.theirs, d.saved)
         for d in rows
     ]
-    made = View("Where the two differ", columns, cells).first(MOST)
+    made = View("Differences per operation", columns, cells).first(MOST)
     terminal.show("", made.and_sum("step", None, None, ours, theirs, theirs - ours))
     said = decided(other.decided, other.layout).in_short()
     mesh = other.program.mesh
@@ -146,7 +146,7 @@ def show_explained(terminal: Terminal, planned: Planned, found: Explained) -> No
 
     evaluation, own, limit = found.evaluation, found.plan.data, planned.limit
     said = "; ".join(found.disagreements)
-    checks = [("checked", said or "lowered and predicted again: the same")]
+    checks = [("checked", said or "predicted again from the model: the same")]
     if (proof := found.proof) is not None:
         checks += [("recheck", str(proof)), ("allowed", allowed_text(proof.allowed) or "what is usual")]
     held = [("idle", words) for words in evaluation.waits]
@@ -171,7 +171,7 @@ def show_explained(terminal: Terminal, planned: Planned, found: Explained) -> No
         show_against(terminal, evaluation, found.against, found.differences)
         if (alike := found.alike) is not None:
             step, peak = seconds_text(alike.cost.step_seconds), bytes_text(alike.memory.peak)
-            terminal.show(f"with the plan's {own.in_short()} too: {step} a step, {peak} of memory")
+            terminal.show(f"this layout with the plan's {own.in_short()}: {step} a step, {peak} of memory")
     if (overlap := overlap_table(evaluation)) is not None:
         terminal.show("", overlap)
     if found.conditions is not None:
@@ -180,7 +180,7 @@ def show_explained(terminal: Terminal, planned: Planned, found: Explained) -> No
     show_turning(terminal, found.turning)
     if own.space is not None and own.space.not_looked_at:
         left = listed(own.space.not_looked_at)
-        terminal.show("", View("Not looked at", texts("choices", "looked at with"), left))
+        terminal.show("", View("Not searched", texts("choices", "searched with"), left))
     doubt = known.barely(found.plan.predicted.peak_memory_bytes, limit)
     whole = map(str, _whole(planned, evaluation))
     for note in (*planned.loaded.model.notes(found.plan.options), *whole, *([doubt] if doubt else [])):
@@ -192,14 +192,14 @@ def _binds(found: Explained) -> str:
     step, free = found.evaluation.cost.step_seconds, found.limit
     room = bytes_text(found.memory - found.evaluation.memory.peak)
     if free is None:
-        return f"not the limit, of which {room} are free: the least memory was searched for"
+        return f"not the memory limit ({room} are free): the search minimised memory"
     if not free.proven and (free.seconds is None or free.seconds >= step):
-        return f"unknown: {room} are free, and there was no time to search with more"
+        return f"unknown: {room} are free, and the time limit ended before a search with more memory"
     if not found.binds or free.seconds is None:
-        return f"not the memory: {room} are free, and more would not make it faster"
+        return f"not the memory limit: {room} are free, and no layout with more memory is faster"
     return (
-        f"the memory: with more than {bytes_text(found.memory)}, {rules_text_of(free.layout)} would take "
-        f"{seconds_text(free.seconds)} ({share_text(step - free.seconds, step)} less)"
+        f"the memory limit: with more than {bytes_text(found.memory)}, {rules_text_of(free.layout)} "
+        f"would take {seconds_text(free.seconds)} ({share_text(step - free.seconds, step)} less)"
     )
 
 

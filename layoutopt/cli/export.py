@@ -93,10 +93,11 @@ def export(
             sys.stdout.write(text)
     if unsaid:
         words = Decided(refined=unsaid).listed()
-        terminal.say(f"not expressed in this form: {'; '.join(filter(None, words.values()))}")
+        terminal.say(f"not expressed in this format: {'; '.join(filter(None, words.values()))}")
     for axis, number in slices.items():
         terminal.say(
-            f"not expressed in this form: {axis} spans {number} slices; arrange its devices accordingly"
+            f"not expressed in this format: axis {axis} spans {number} slices; order the devices of "
+            "the mesh accordingly"
         )
 
 
@@ -129,8 +130,8 @@ def check_stages(plan: Plan) -> None:
         axes = plan.layout.axes(dim)
         if plan.mesh.group_size(axes) != number:
             raise UserError(
-                f"the plan has {number} stages of {dim!r}, but its layout splits {dim!r} over "
-                f"{'+'.join(axes) or 'no axis'} of {plan.mesh}; search again"
+                f"the plan has {number} pipeline stages of {dim!r}, but its layout splits {dim!r} "
+                f"over {'+'.join(axes) or 'no axis'} of {plan.mesh}; search again"
             )
 
 
@@ -149,8 +150,8 @@ def recorded(plan: Plan, to: str) -> tuple[tuple[ExportedTensor, ...], tuple[Exp
         for axis in (a for axes in tensor.splits for a in axes):
             if axis not in plan.mesh.names:
                 raise UserError(
-                    f"the plan splits {tensor.name!r} over axis {axis!r}, which its mesh {plan.mesh} lacks; "
-                    "name its model with --model MODEL, or search again"
+                    f"the plan splits {tensor.name!r} over axis {axis!r}, which is not an axis of its "
+                    f"mesh {plan.mesh}; name the plan's model with --model MODEL, or search again"
                 )
     found = [
         tuple(

@@ -94,8 +94,8 @@ def generate(
             )
         )
         terminal.say(
-            f"step {step} of {checkpoint}, {seconds_text(seconds)} with compiling; scores are log "
-            "probabilities of what follows the prompt, of beams divided by a penalty for length"
+            f"step {step} of {checkpoint}, {seconds_text(seconds)} including compilation; scores are "
+            "log probabilities of the text after the prompt (with beams, divided by a length penalty)"
         )
         _show(terminal, texts)
 
@@ -134,7 +134,7 @@ def _feeds(loaded: Loaded, prompts: Sequence[str], seed: int) -> tuple[dict[str,
         if len(prompts) > rows:
             from mesh_tf_core import UserError
 
-            raise UserError(f"{len(prompts)} prompts do not fit into a batch of {rows}; drop --set batch")
+            raise UserError(f"{len(prompts)} prompts do not fit into a batch of {rows}; remove --set batch")
         feeds[name] = np.zeros((rows, room), np.int32)
         for i in range(rows):
             # Places of the batch that no prompt has repeat the last one.
@@ -156,13 +156,13 @@ def _check_names(loaded: Loaded, encoded: Mapping[str, Any]) -> None:
     for name in encoded:
         if name not in inputs or len(inputs[name].shape) != 2:
             raise UserError(
-                f"{loaded.source}: encode() gives {name!r}, which is not a [batch, length] input; "
-                f"{known_names(name, inputs)}"
+                f"{loaded.source}: encode() returns {name!r}, which is not an input of shape [batch, "
+                f"length]; {known_names(name, inputs)}"
             )
     for name in inputs:
         if name not in (*encoded, "lengths", "seed"):
             raise UserError(
-                f"{loaded.source}: encode() does not give the model's input {name!r}; "
+                f"{loaded.source}: encode() does not return the model's input {name!r}; "
                 f"{known_names(name, encoded)}"
             )
 
@@ -172,8 +172,8 @@ def _check_room(prompt: str, tokens: int, room: int) -> None:
 
     if not 1 <= tokens <= room:
         raise UserError(
-            f"--prompt {prompt[:40]!r} has {tokens} tokens; the model takes 1 to {room} "
-            "(--set length=… as it was trained)"
+            f"--prompt {prompt[:40]!r} has {tokens} tokens, but the model takes 1 to {room}; change "
+            "the prompt, or set the length that the model was trained with (--set length=…)"
         )
 
 
@@ -184,7 +184,8 @@ def _check_checkpoint(checkpoint: Path) -> None:
 
     if not listed(checkpoint):
         raise UserError(
-            f"--checkpoint {str(checkpoint)!r}: no checkpoint there; write one with layoutopt train"
+            f"--checkpoint {str(checkpoint)!r}: this folder has no checkpoint; make one with "
+            "`layoutopt train --checkpoint`"
         )
 
 

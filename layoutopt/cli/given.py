@@ -53,11 +53,9 @@ class ByHand:
         if plan is None:
             return GivenOptions(read_mesh(mesh), Layout(layout or ""), options)
         if self:
-            raise UserError(f"{layout} sets every decision itself; remove {', '.join(sorted(self.texts))}")
+            raise UserError(f"the plan {layout} sets every decision; remove {', '.join(sorted(self.texts))}")
         if mesh is not None and read_mesh(mesh) != plan.mesh:
-            raise UserError(
-                f"--mesh {mesh!r} is not the mesh of {layout}, which is {plan.mesh}; remove --mesh"
-            )
+            raise UserError(f"--mesh {mesh!r} differs from the mesh of {layout}, {plan.mesh}; remove --mesh")
         return GivenOptions(plan.mesh, plan.layout, plan.options, plan)
 
     @property

@@ -118,5 +118,5 @@ def _summary(machine: Hardware) -> dict[str, Any]:
 
 def _calibration(machine: Hardware) -> str:
     if machine.calibration is None:
-        return "no: layoutopt calibrate measures this machine" if machine.kind == "cpu" else "no"
+        return "no; run `layoutopt calibrate` to measure this machine" if machine.kind == "cpu" else "no"
     return f"{machine.calibration.date}, from {machine.calibration.base}"

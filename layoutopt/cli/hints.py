@@ -86,13 +86,13 @@ def _hint(error: Any, context: typer.Context, words: Sequence[str], near: Sequen
         if near:
             return f"did you mean {' or '.join(near)}?"
         if commands := _commands_with(asked, context):
-            return f"it is an option of {some(commands, NAMED)}"
+            return f"this is an option of {some(commands, NAMED)}"
         if "--set" in known and asked.startswith("--"):
             name = asked.removeprefix("--").replace("-", "_")
-            return f"a hyperparameter is set with --set {name}={value or 'VALUE'}"
+            return f"to set a hyperparameter, write --set {name}={value or 'VALUE'}"
     if getattr(getattr(error, "param", None), "name", None) == "to":
         form = FORMS.get(_value("--to", words).lower())
-        return f"the nearest form is --to {form}" if form else ""
+        return f"the nearest format is --to {form}" if form else ""
     return ""
 
 

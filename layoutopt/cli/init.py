@@ -55,13 +55,13 @@ def init(
     terminal = output.terminal
     if example is None:
         if path.suffix != ".py":
-            raise UserError(f"{str(path)!r} is not a Python file; write for example layoutopt init model.py")
+            raise UserError(f"{str(path)!r} does not end in .py; write for example `layoutopt init model.py`")
         starter = Path(__file__).with_name("starter_jax.py" if jax else "starter.py")
         texts = {path: starter.read_text(encoding="utf-8")}
     else:
         if jax or path != USUAL:
             raise UserError(
-                f"--example {example} writes its own file; remove {'--jax' if jax else repr(str(path))}"
+                f"--example {example} chooses the file to write; remove {'--jax' if jax else repr(str(path))}"
             )
         texts = _of_example(example)
     first = next(iter(texts))
@@ -70,7 +70,7 @@ def init(
     taken = None if force else next((file for file in new if os.path.lexists(file)), None)
     if taken is not None:
         other = "" if example else "choose another name, or "
-        raise UserError(f"{str(taken)!r} already exists; {other}--force to replace it")
+        raise UserError(f"{str(taken)!r} already exists; {other}add --force to overwrite the file")
     for file, text in new.items():
         write_file(file, text, "the model file")
     terminal.result(InitResult(path=str(first)))

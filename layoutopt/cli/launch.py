@@ -17,10 +17,10 @@ EXAMPLES = examples(
     '--mesh "data:4;model:2" --layout "batch:data;d_ff:model" --checkpoint build/run',
 )
 
-AGAIN = "the same command may be run again"
+AGAIN = "run the same command again"
 AFTER_FAILURE = {
     "train": "add --checkpoint DIR to resume after a failure",
-    "calibrate": "the same command continues from the measurements",
+    "calibrate": "run the same command again to continue from the saved measurements",
     "measure": AGAIN,
     "validate": AGAIN,
     "generate": AGAIN,
@@ -62,14 +62,14 @@ def launch(
 
     if command[0] not in AFTER_FAILURE:
         raise UserError(
-            f"launch runs {TOGETHER} in several processes, found {command[0]!r}; write "
-            f"launch -n {processes} -- train MODEL …"
+            f"launch runs only {TOGETHER} in several processes, not {command[0]!r}; write for example "
+            f"layoutopt launch -n {processes} -- train MODEL …"
         )
     given = {word.partition("=")[0] for word in command}
     if own := [name for name in OWN if name in given]:
         raise UserError(
-            f"launch sets the processes and their coordinator itself; remove {', '.join(own)}, "
-            "or start every process without launch"
+            f"launch sets the processes and their coordinator; remove {', '.join(own)}, or start "
+            "every process yourself without launch"
         )
     whole = [command[0], "--cluster", "--start-timeout", str(START), *command[1:]]
     say = Terminal().say

@@ -65,7 +65,7 @@ def lint(
         given, unlike = own_shardings(loaded, mesh, decided.options(loaded))
     else:
         given = decided.read(loaded, mesh, layout, plan)
-    terminal.say("searching for the best layout of this mesh")
+    terminal.say("searching for the best layout on this mesh")
     found = linted(loaded.model, given.mesh, given.layout, machine, given.options, time_limit, unlike)
     of, best = found.priced.evaluation, found.best
     given, its = replace(given, options=of.decided), GivenOptions(best.mesh, best.layout, best.options)
@@ -85,7 +85,7 @@ def lint(
                     proof,
                     f"{seconds_text(least)} with {_text(its, loaded.model.stages(its.mesh, its.layout))}",
                 ),
-                ("this costs", f"{times_text(now, least)} of the best"),
+                ("this costs", f"{times_text(now, least)} the best step"),
             ]
         )
     )
@@ -120,14 +120,14 @@ def own_shardings(loaded: Loaded, mesh: str | None, options: Options) -> tuple[G
     origin: Any = getattr(loaded.model, "origin", None)
     if origin is None:
         raise UserError(
-            f"{loaded.source}: has shardings(), but its model is not from JAX; give --layout, or make the "
-            "model with layoutopt.from_jax"
+            f"{loaded.source} defines shardings(), but its model is not built from JAX; add --layout, "
+            "or build the model with layoutopt.from_jax"
         )
     said = loaded.call("shardings")
     if not isinstance(said, tuple) or len(said) != 2:
         raise UserError(
-            f"{loaded.source}: shardings() must return two pytrees of PartitionSpec, (of the parameters, of "
-            f"the batch), found {type(said).__name__}"
+            f"{loaded.source}: shardings() must return a tuple of two pytrees of PartitionSpec, (of "
+            f"the parameters, of the batch), but returns {type(said).__name__}"
         )
     chosen = read_mesh(mesh)
     found = written(origin, chosen, *said)

@@ -150,14 +150,17 @@ def _show(
                     f"{seconds_text(step)} measured, the median of {len(seconds)} "
                     f"({seconds_text(min(seconds))} to {seconds_text(max(seconds))})",
                 ),
-                ("predicted", f"{seconds_text(said)} for {hardware} ({said / step:.2f} of the measured)"),
+                (
+                    "predicted",
+                    f"{seconds_text(said)} for {hardware} ({said / step:.2f} of the measured time)",
+                ),
                 ("rate", throughput_text(items / step, name)),
                 ("compiling", seconds_text(engine.compile_seconds)),
                 ("traffic", f"per device: {_sent(engine.communication_bytes)} ({equal})"),
                 ("memory", _memory(engine.peak_memory_bytes, predicted.memory.peak)),
                 (
                     "loss",
-                    f"{timed.losses[0]:.4f} at first, {timed.losses[-1]:.4f} after {len(seconds)} steps",
+                    f"{timed.losses[0]:.4f} at the first timed step, {timed.losses[-1]:.4f} at the last",
                 ),
             ]
         )
@@ -166,9 +169,9 @@ def _show(
 
 def _memory(counted: int | None, predicted: int) -> str:
     if counted is None:
-        return f"not counted by this engine (predicted: {bytes_text(predicted)})"
+        return f"not measured by this engine (predicted: {bytes_text(predicted)})"
     equal = "as predicted" if counted == predicted else f"predicted: {bytes_text(predicted)}"
-    return f"{bytes_text(counted)} per device at most ({equal})"
+    return f"{bytes_text(counted)} peak per device ({equal})"
 
 
 def _sent(sent: dict[str, float]) -> str:

@@ -173,7 +173,7 @@ def in_time(clock: Clock, what: str, load: Callable[[], OptionInput]) -> OptionI
     found: list[OptionInput] = []
     if not clock.within(LOADED, lambda: found.append(load())):
         raise LimitError(
-            f"{what}: the time limit ended before it was loaded; give more than --time-limit {clock.limit:g}"
+            f"{what}: loading took longer than the time limit; raise --time-limit {clock.limit:g}"
         )
     return found[0]
 
@@ -201,7 +201,7 @@ def _path(text: str | Path) -> Path:
     """A name for what is written: an empty one would be that of the current folder, and control characters
     overwrite what a terminal shows."""
     if not str(text):
-        raise typer.BadParameter("it names nothing; give a path")
+        raise typer.BadParameter("the path is empty; write a path")
     if any(unicodedata.category(character) == "Cc" for character in str(text)):
         raise typer.BadParameter(f"{str(text)!r} has control characters; choose another name")
     return Path(text)
@@ -275,7 +275,7 @@ def read_mesh(text: str | None) -> Mesh:
 
     if text is None:
         raise UserError(
-            '--mesh is missing: which devices, in which axes? write for example --mesh "data:2;model:4"'
+            '--mesh is missing; write the axes and their sizes, for example --mesh "data:2;model:4"'
         )
     mesh = Mesh(text)
     if not mesh.axes:

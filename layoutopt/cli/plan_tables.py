@@ -58,7 +58,7 @@ def summary(plan: Plan, fits: Fits, limit: int, behind: str) -> list[tuple[str, 
         *told.costs(plan.data),
         ("memory", f"{used_text(peak, limit)} per device{', barely fits' * (fits(peak) == 'barely')}"),
         *([("host", p.host)] if p.host else []),
-        ("how sure", behind),
+        ("accuracy", behind),
         ("proof", proof(plan)),
     ]
 

@@ -94,7 +94,7 @@ def trusted_model(plan: Plan, path: Path, named: str) -> str:
 
     said = plan.data.details
     if not said.source:
-        raise UserError(f"plan {str(path)!r} does not record its model file; name it with {named}")
+        raise UserError(f"plan {str(path)!r} does not record its model file; name the model with {named}")
     try:
         texts = trusted(said.source, said.source_sha256)
     except UserError as error:

@@ -110,7 +110,7 @@ def _complete(terminal: Terminal, path: Path, model: str | None) -> Plan:
     except UserError as error:
         if model is not None:
             raise
-        terminal.say(f"{error}, which fills in variables, operations and memory")
+        terminal.say(f"{error}, to add variables, operations and memory to the report")
         return plan
     return with_details(
         plan, found.loaded.model, found.hardware, found.limit, found.loaded.source, found.loaded.hashes()
@@ -134,5 +134,5 @@ def _json(path: Path) -> dict[str, Any]:
     what, again = f"--validation {str(path)!r}", "write it with `layoutopt validate MODEL --out FILE.json`"
     found = load_json(path, what, again)
     if not isinstance(found, dict):
-        raise UserError(f"{what} is not what `layoutopt validate --json` prints; {again}")
+        raise UserError(f"{what} is not a result of `layoutopt validate`; {again}")
     return found

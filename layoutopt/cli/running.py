@@ -89,7 +89,7 @@ class Session:
                 cluster.start(count)
             return
         say(starting)
-        with signals.nothing_to_keep(lambda: terminal.say("stopped before anything ran")), hushed():
+        with signals.nothing_to_keep(lambda: terminal.say("stopped before the first step")), hushed():
             if kind == "jax":
                 _keep_compiled()
             prepare(count, kind)
@@ -100,7 +100,7 @@ class Session:
         from mesh_tf_core.training import Trainer
 
         slices = None if given.plan is None else given.plan.slices
-        with self.terminal.waiting("lowering it and making its variables", said=True):
+        with self.terminal.waiting("lowering the model and initialising its variables", said=True):
             return Trainer(
                 loaded.model,
                 given.mesh,
@@ -159,7 +159,8 @@ def machine_here(session: Session, hardware: str | None, settings: Sequence[str]
         hardware = THIS_MACHINE if platform == "cpu" else preset_of_device(kind)
         if hardware is None:
             session.terminal.say(
-                f"no preset describes {kind}: predictions are for {THIS_MACHINE}; set --hardware"
+                f"no preset describes {kind}, so predictions are for {THIS_MACHINE}; set --hardware "
+                "for another one"
             )
     return read_hardware(hardware or THIS_MACHINE, settings)
 
@@ -213,10 +214,10 @@ def kept(terminal: Terminal, partial: Path | None) -> Iterator[None]:
     except KeyboardInterrupt:
         if partial is not None and partial.is_file():
             terminal.say(
-                f"stopped; the measurements are in {partial}, and the same command continues from them"
+                f"stopped; the measurements are saved in {partial}, and the same command continues from there"
             )
         else:
-            terminal.say("stopped before anything was measured")
+            terminal.say("stopped before the first measurement")
         raise
 
 
@@ -294,7 +295,7 @@ def batches(terminal: Terminal, loaded: Loaded) -> Iterator[dict[str, Any]]:
     """The file's data, or zeros of the right shapes: enough to time a step."""
     if loaded.function("data") is not None:
         return loaded.data()
-    terminal.say(f"{loaded.source} has no data(): the steps run on zeros")
+    terminal.say(f"{loaded.source} defines no data(), so the steps run on zeros")
     return _zeros(loaded.model)
 
 

@@ -153,7 +153,7 @@ def search(
                     "refine": refine,
                     "on_progress": bounds.show,
                     "on_better": lambda words, seconds, peak: terminal.say(
-                        f"so far {seconds_text(seconds)}, {bytes_text(peak)}: {words}"
+                        f"best so far: {seconds_text(seconds)}, {bytes_text(peak)}: {words}"
                     ),
                     "keep_best": True,
                 }
@@ -198,7 +198,7 @@ def search(
         with terminal.saved(out, lambda _: kept.save(), "the plan"):
             kept.saved = True
             if full.stopped:
-                terminal.say("stopped: this is the best so far")
+                terminal.say("stopped: this is the best layout found so far")
             terminal.result(plan.data)
             if not output.as_json:
                 from layoutopt.cli.plan_tables import show_plan
@@ -254,7 +254,10 @@ def _detailed(
 
     try:
         if not clock.within(DETAILED, fill):
-            terminal.say("the time limit ended before the plan's details were made: its reports show less")
+            terminal.say(
+                "the time limit ended before the plan's details were computed, so a report of this plan "
+                "shows less"
+            )
     except KeyboardInterrupt:
         full.stopped = True
     return full
@@ -269,7 +272,7 @@ def _diagnosed(
     from layoutopt.optimize.entry import search as find
 
     found = [Diagnosis((), ())]
-    with terminal.waiting("nothing fits; looking for changes that help"), suppress(KeyboardInterrupt):
+    with terminal.waiting("no layout fits; searching for changes that help"), suppress(KeyboardInterrupt):
         more: dict[str, Any] = {} if clock.left is None else {"seconds": clock.left}
         more |= {} if error.nearest is None else {"least": error.nearest.solver.bound}
         more |= {"smaller": smaller_batch(loaded)}
@@ -284,10 +287,12 @@ def _ways(said: Sequence[str], accept: float | None, where: dict[str, Any]) -> t
     ways = [way.strip() for way in said]
     if not is_choice(ways):
         if accept is not None:
-            raise UserError("--accept-loss chooses among several --diloco; name several, e.g. --diloco free")
+            raise UserError(
+                "--accept-loss compares several --diloco settings; name several, e.g. --diloco free"
+            )
         return [], ways[0] if ways else None
     if where["mesh"] is None:
-        raise UserError("--diloco names a mesh axis: give the mesh with --mesh instead of --devices")
+        raise UserError("several --diloco settings need a given mesh; replace --devices by --mesh")
     del where["devices"], where["max_axes"]
     return ways, None
 

@@ -222,11 +222,11 @@ def size(
     plan = found.plan.with_details(source=model, source_sha256=loaded.hashes())
     if not hardware and not devices:
         terminal.say(
-            f"no chip is named, so {THIS_MACHINE} was sized; compare chips with --hardware (repeatable)"
+            f"without --hardware the answer is for {THIS_MACHINE}; compare chips with --hardware (repeatable)"
         )
     with terminal.saved(out, plan.save, "the plan"):
         if found.stopped:
-            terminal.say("stopped: this is the best so far")
+            terminal.say("stopped: this is the best size found so far")
         terminal.result(found.data)
         if not output.as_json:
             from layoutopt.cli.size_tables import show
@@ -274,7 +274,7 @@ def _devices(texts: Sequence[str]) -> tuple[int, ...]:
     for part in ",".join(texts).split(",") if texts else ():
         if not (part.strip().isascii() and part.strip().isdigit()) or len(part.strip()) > 9:
             raise UserError(
-                f"--devices {part.strip()!r}: write numbers, e.g. --devices 64 or --devices 16,64"
+                f"--devices {part.strip()!r}: write whole numbers, e.g. --devices 64 or --devices 16,64"
             )
         found.append(int(part))
     return tuple(found)

@@ -49,7 +49,7 @@ def _answer(found: SizeResult, best: SizedCandidate) -> list[tuple[str, str]]:
     rows = [
         ("asked", found.asked()),
         ("train", f"{found.model}, {best.parameters:,} parameters ({changed(best)})"),
-        ("on", f"{number(best.tokens)} tokens, {digits(per)} a parameter: {best.flops:.3g} FLOP"),
+        ("on", f"{number(best.tokens)} tokens, {digits(per)} per parameter: {best.flops:.3g} FLOP"),
         ("loss", f"{loss_text(best)} nats per token"),
         (
             "with",
@@ -60,8 +60,8 @@ def _answer(found: SizeResult, best: SizedCandidate) -> list[tuple[str, str]]:
         (
             "step",
             f"{seconds_text(best.step_seconds or 0.0)}, {share_text(best.mfu or 0.0, 1)} MFU, "
-            f"{number(best.tokens_per_second)} tokens/s, {bytes_text(best.peak_memory_bytes)} a device, "
-            f"{best.status}",
+            f"{number(best.tokens_per_second)} tokens/s, {bytes_text(best.peak_memory_bytes)} per "
+            f"device, {best.status}",
         ),
         ("takes", f"{best.lasts()}, {best.costs()}"),
     ]
@@ -72,13 +72,13 @@ def _answer(found: SizeResult, best: SizedCandidate) -> list[tuple[str, str]]:
         rows.append(
             (
                 "by the law",
-                f"for {o.flops:.3g} FLOP at 6 a parameter and token: {number(o.parameters)} parameters, "
-                f"{number(o.tokens)} tokens, loss {o.loss:.4f}",
+                f"for {o.flops:.3g} FLOP, counted as 6 per parameter and token: "
+                f"{number(o.parameters)} parameters, {number(o.tokens)} tokens, loss {o.loss:.4f}",
             )
         )
     rows.append(("law", law_text(found.law)))
     if family := found.family():
-        rows.insert(2, ("sizes", f"differ in {family}; all else is as given"))
+        rows.insert(2, ("sizes", f"differ in {family}; other hyperparameters are as given"))
     return rows
 
 
@@ -89,13 +89,13 @@ def _rows(found: SizeResult) -> View:
         return made
     first = sorted(range(len(every)), key=lambda i: (every[i] != found.best, not every[i].frontier, i))
     shown = sorted(first[:MOST])
-    title = f"Candidates, {MOST} of {len(every)}: those of the frontier first; --json has all"
+    title = f"Candidates, {MOST} of {len(every)}, those on the Pareto frontier first (--json prints all)"
     strong = shown.index(made.strong) if made.strong in shown else None
     return replace(made, title=title, rows=[made.rows[i] for i in shown], strong=strong)
 
 
 def _remarks(found: SizeResult) -> list[tuple[str, str]]:
-    said = [(f"how sure {each.hardware}", each.words) for each in found.accuracy]
+    said = [(f"accuracy {each.hardware}", each.words) for each in found.accuracy]
     said += [(sweep.hardware, sweep.in_words()) for sweep in found.sweeps]
     batch, critical = found.best.batch_tokens, found.critical_batch_tokens
     if critical:

@@ -97,8 +97,8 @@ def _refuse(problem: Problem, found: Solution, clock: Clock) -> None:
         raise KeyboardInterrupt
     if found.status is Status.LIMIT:
         raise LimitError(
-            f"problem {problem.name!r}: nothing found in {duration_text(found.wall_seconds)}; "
-            "give a longer --time-limit, or another --solver"
+            f"problem {problem.name!r}: no solution found in {duration_text(found.wall_seconds)}; "
+            "raise --time-limit, or choose another --solver"
         )
     if found.status is Status.INFEASIBLE:
         raise InfeasibleError(f"problem {problem.name!r} is proven infeasible: {_reason(problem, clock)}")
@@ -112,14 +112,14 @@ def _reason(problem: Problem, clock: Clock) -> str:
     try:
         found = conflict(problem, groups, min(CONFLICT_SECONDS, clock.rest or CONFLICT_SECONDS))
     except ProblemError:
-        return "no assignment satisfies all its rows; there was no time to find which of them conflict"
+        return "no assignment satisfies all rows; there was no time to find the rows that conflict"
     if found is not None and found.names:
         rows = {row.name: row for row in problem.rows}
         named = ", ".join(f"{name!r} (limit {rows[name].limit:g})" for name in found.names)
-        return f"these rows conflict: {named}; raise one of their limits"
+        return f"these rows conflict: {named}; raise the limit of one of these rows"
     if problem.intervals:
         limit = f"{problem.intervals.name!r} limit {problem.intervals.limit:g}"
-        return f"the forbidden costs and the {limit} leave no choice; raise the limit"
+        return f"the forbidden costs and the {limit} exclude every choice; raise the limit"
     return "the forbidden costs alone exclude every choice"
 
 

@@ -133,12 +133,14 @@ def train(
     alone = "--diloco" if "--diloco" in decided.texts else ""
     refuse({MEETINGS: "" if meets is None else "--meet", REPLICAS: alone})
     if resume is not None and checkpoint is None:
-        raise UserError("--resume needs --checkpoint DIR")
+        raise UserError("--resume needs --checkpoint DIR; add --checkpoint, or remove --resume")
     if layout == AUTO:
         _refuse_decided(decided)
     mode = None if checkpoint_mode is None else read_mode(checkpoint_mode)
     if mode is not None and checkpoint is None:
-        raise UserError("--checkpoint-mode needs --checkpoint DIR; add it, or remove the mode")
+        raise UserError(
+            "--checkpoint-mode needs --checkpoint DIR; add --checkpoint, or remove --checkpoint-mode"
+        )
     with contextlib.ExitStack() as stack:
         session = stack.enter_context(job.open(engine, output))
         terminal, traced = session.terminal, Trace(session, trace)
@@ -151,7 +153,7 @@ def train(
                 terminal.say(f"warning: {trouble}")
 
         def stopped() -> None:
-            terminal.say(run.stopped() if run is not None else "stopped before the training began")
+            terminal.say(run.stopped() if run is not None else "stopped before training began")
 
         if session.cluster is None:  # the others of a cluster are told
             stack.enter_context(signals.nothing_to_keep(stopped))
@@ -189,8 +191,9 @@ def _refuse_decided(decided: ByHand) -> None:
 
     if decided:
         raise UserError(
-            f"--layout auto searches with the defaults of `search`; remove {', '.join(decided.texts)}, or "
-            f"train the plan of a search"
+            "--layout auto searches with the defaults of `search`; remove "
+            f"{', '.join(decided.texts)}, or search with these options and train with --layout "
+            "PLAN.json"
         )
 
 

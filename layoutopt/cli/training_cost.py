@@ -47,7 +47,7 @@ def read_prices(texts: Sequence[str], names: Sequence[str]) -> dict[str, float]:
         name, equals, number = text.rpartition("=")
         if equals and name not in names:
             raise UserError(
-                f"--price {text}: {name!r} is not a --hardware of this command; {known_names(name, names)}"
+                f"--price {text}: {name!r} is not the hardware of this command; {known_names(name, names)}"
             )
         value = parse_count(number, "--price", f"{name or names[0]}=4.2")
         found.update(dict.fromkeys([name] if equals else names, value))

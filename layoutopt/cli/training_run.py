@@ -167,15 +167,15 @@ class TrainingRun:
 
         trainer, checkpoint = self.trainer, self.checkpoint
         if trainer is None or trainer.step_number == self.began_at:
-            kept = f"; {checkpoint} is as it was" if checkpoint is not None else ""
-            return f"stopped before step {self.began_at + 1} was done{kept}"
+            kept = f"; {checkpoint} is unchanged" if checkpoint is not None else ""
+            return f"stopped before the end of step {self.began_at + 1}{kept}"
         at = f"in step {trainer.step_number + 1}" if trainer.torn else f"after step {trainer.step_number}"
         text = f"stopped {at} of {self.steps}"
         if checkpoint is None:
-            return f"{text}; nothing is saved without --checkpoint DIR"
+            return f"{text}; without --checkpoint DIR nothing was saved"
         saved = next(iter(listed(checkpoint)), None)
         if saved is None:
-            return f"{text}; nothing is saved in {checkpoint} yet"
+            return f"{text}; {checkpoint} has no checkpoint yet"
         if saved[0] != trainer.step_number:
             return f"{text}; the newest checkpoint in {checkpoint} is of step {saved[0]}"
         return f"{text}, saved in {checkpoint}; the same command continues from there"
@@ -216,7 +216,7 @@ class TrainingRun:
 
     def _facts(self, step: int) -> str:
         if len(self.losses) == 1:
-            return f"loss {self.losses[0]:.4f}, {seconds_text(self.seconds[0])} with compiling"
+            return f"loss {self.losses[0]:.4f}, {seconds_text(self.seconds[0])} including compilation"
         actual = self._typical(PACE)
         left = (self.steps - step) * actual
         return (
@@ -273,8 +273,8 @@ class TrainingRun:
                 ("trained", f"steps {self.began_at + 1} to {self.began_at + len(self.losses)}{saved}"),
                 (
                     "step",
-                    f"{seconds_text(step)}{' with compiling' if only else ''} "
-                    f"(predicted {seconds_text(predicted)} for {self.machine.name})",
+                    f"{seconds_text(step)}{' including compilation' if only else ''} (predicted "
+                    f"{seconds_text(predicted)} for {self.machine.name})",
                 ),
                 *([] if only else [("rate", throughput_text(self.items / step, self.item))]),
                 (
@@ -282,11 +282,11 @@ class TrainingRun:
                     f"{used_text(self.predicted.peak_memory_bytes, self.machine.usable_memory_bytes)} "
                     "per device predicted",
                 ),
-                ("input", f"devices waited for it {100 * self.waited:.1f}% of the time"),
-                ("loss", f"{self.losses[0]:.4f} at first, {self.losses[-1]:.4f} at the end"),
+                ("input", f"devices waited for input {100 * self.waited:.1f}% of the time"),
+                ("loss", f"{self.losses[0]:.4f} at the first step, {self.losses[-1]:.4f} at the last"),
             ]
         else:
-            rows.append(("trained", f"nothing to do: the checkpoint is of step {self.began_at} already"))
+            rows.append(("trained", f"nothing to do: the checkpoint is already at step {self.began_at}"))
         rows += self._met()
         rows += [(f"held-out {name}", f"{value:.4f}") for name, value in self.held_out.items()]
         rows += [(name, f"{value:.4f}") for name, value in self.references.items()]
@@ -297,8 +297,8 @@ class TrainingRun:
         rare, step = self.given.options.diloco, self.began_at + len(self.losses)
         if rare is None or rare.met(step) == step:
             return []
-        met = f"met after step {rare.met(step)} the last time" if rare.met(step) else "have not met yet"
-        return [("replicas", f"{met}; held-out data and saved weights use the common state of that time")]
+        met = f"last synchronised after step {rare.met(step)}" if rare.met(step) else "not synchronised yet"
+        return [("replicas", f"{met}; the held-out evaluation and saved weights use the last common state")]
 
 
 def _saved_elsewhere(trainer: Trainer) -> str:

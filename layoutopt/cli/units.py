@@ -36,11 +36,11 @@ def parse_bytes(text: str, option: str = "--memory") -> int:
     if not match["unit"] and 0 < float(match["number"]) < BARE:
         likely = "GiB" if float(match["number"]) < 1024 else "MiB"
         raise UserError(
-            f"{option} {text!r} has no unit; write {option} {text.strip()}{likely} if that is meant"
+            f"{option} {text!r} has no unit; write the unit, for example {option} {text.strip()}{likely}"
         )
     amount = float(match["number"]) * exact[unit.lower()]
     if not 1 <= amount < 2**63:
-        raise UserError(f"{option} {text!r}: must be at least 1 B and less than 8 EiB")
+        raise UserError(f"{option} {text!r} must be at least 1 B and less than 8 EiB")
     return round(amount)
 
 
@@ -57,5 +57,5 @@ def parse_count(text: str, option: str, example: str) -> float:
         raise UserError(f"{option} {text!r} is not a number; write for example {option} {example}")
     found = float(match["number"]) * units[match["unit"].lower()]
     if not 0 < found < 1e40:
-        raise UserError(f"{option} {text!r}: needs a positive number, e.g. {option} {example}")
+        raise UserError(f"{option} {text!r} must be a positive number, e.g. {option} {example}")
     return found

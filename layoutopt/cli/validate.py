@@ -96,7 +96,7 @@ def validate(
 
 
 def _show(terminal: Terminal, found: dict[str, Any], machine: Hardware) -> None:
-    unmeasured = "" if machine.calibrated else " (not calibrated: `layoutopt calibrate` measures it first)"
+    unmeasured = "" if machine.calibrated else " (not calibrated; run `layoutopt calibrate` first)"
     terminal.show(
         _layouts(found["rows"]),
         "",
@@ -104,12 +104,17 @@ def _show(terminal: Terminal, found: dict[str, Any], machine: Hardware) -> None:
             [
                 ("hardware", f"{machine.name}{unmeasured}"),
                 ("machine", found["noise"]["words"]),
-                ("MAPE", f"{100 * found['mape']:.1f}%: the mean error of a predicted time"),
-                ("Kendall tau", f"{_number(found['kendall_tau'])}: 1 is the measured order"),
+                ("MAPE", f"{100 * found['mape']:.1f}%: mean absolute error of the predicted times"),
+                (
+                    "Kendall tau",
+                    f"{_number(found['kendall_tau'])}: rank correlation; 1 if the predicted order is the "
+                    "measured order",
+                ),
                 ("Spearman", f"{_number(found['spearman'])}: rank correlation"),
                 (
                     "regret",
-                    f"{100 * found['regret']:.1f}%: the excess time of the layout ranked first over the best",
+                    f"{100 * found['regret']:.1f}%: extra time of the layout predicted best over the "
+                    "layout measured best",
                 ),
             ]
         ),

@@ -82,7 +82,7 @@ def verify(
     loaded, given = _asked(source, model, settings, mesh, layout, decided)
     priced = cost(loaded.model, given.mesh, given.layout, machine, options=given.options)
     evaluation = priced.evaluation
-    terminal.say(f"compiling for {topology}; large models take minutes")
+    terminal.say(f"compiling for {topology}, which takes minutes for large models")
     with hushed():
         found = compiled(priced, topology)
     program = found.compiled.text if found.compiled is not None else None
@@ -110,13 +110,13 @@ def _asked(
     if not source.endswith(".json") or is_configuration(source):
         if model is not None:
             raise UserError(
-                f"--model names the model of a plan, but {source!r} is not a PLAN.json; remove it"
+                f"--model names the model of a plan, but {source!r} is not a PLAN.json; remove --model"
             )
         return decided.load(source, settings, mesh, layout)
     if settings or mesh or layout or decided:
         raise UserError(
-            f"{source} records the hyperparameters, the mesh, the layout and the storage; remove these "
-            "options, or give the MODEL"
+            f"the plan {source} sets the hyperparameters, the mesh, the layout and every decision; "
+            "remove the options for them, or name a MODEL instead of the plan"
         )
     planned = open_plan(Path(source), model, on_damage=say_damage)
     plan = planned.plan
@@ -161,7 +161,7 @@ def _show(
             f"{seconds_text(found.compute_seconds)} "
             f"({times_text(found.compute_seconds, made.compute_seconds)})",
         ),
-        ("collectives", "as the program says" if found.same_collectives else "not all as in the program"),
+        ("collectives", "all as predicted" if found.same_collectives else "not all as predicted"),
     ]
     if made.host_bytes:
         moved = evaluation.program.transfer_bytes()
@@ -174,10 +174,12 @@ def _show(
     if made.libraries:
         attention = seconds_text(evaluation.cost.compute_seconds - found.compute_seconds)
         rows.append(
-            ("note", f"kernels of attention ({attention} predicted) belong to a library and are not compared")
+            ("note", f"attention kernels ({attention} predicted) come from a library and are not compared")
         )
     if made.unknown_loops:
-        rows.append(("note", f"{made.unknown_loops} loops of unknown length count once"))
+        rows.append(
+            ("note", f"{made.unknown_loops} loops of unknown length are counted as one iteration each")
+        )
     terminal.show(facts(rows))
     if found.moved:
         terminal.show("", _moved_table(found))
@@ -201,4 +203,4 @@ def _moved_table(found: Verified) -> View:
         )
         for m in found.moved
     ]
-    return View("Collectives of a step: number, and bytes of a device's inputs", columns, rows)
+    return View("Collectives of a step: number, and bytes of inputs per device", columns, rows)

@@ -49,11 +49,14 @@ class ReplicaModel:
         if count not in self.loaded:
             batch = self.loaded[1].hparams.get("batch")
             if not isinstance(batch, int) or batch % count:
-                said = f"its batch {batch} does not divide" if isinstance(batch, int) else "it has none"
-                raise UserError(
-                    f"--diloco: {count} replicas share the hyperparameter 'batch' of {self.source}, and "
-                    f"{said}; set another one (--set batch=...), or give one --diloco"
+                told = (
+                    f"--diloco: {count} replicas share the hyperparameter 'batch' of {self.source}, but "
+                    f"{batch} is not divisible by {count}; set a divisible batch (--set batch=N)"
+                    if isinstance(batch, int)
+                    else f"--diloco: replicas share the hyperparameter 'batch', but {self.source} has none; "
+                    "add 'batch' to the model's function"
                 )
+                raise UserError(f"{told}, or give a single --diloco setting")
             self.loaded[count] = load_model(self.source, [*self.settings, f"batch={batch // count}"])
         return self.loaded[count].model
 
@@ -81,7 +84,7 @@ def show_ways(terminal: Terminal, plan: Plan) -> None:
         Column("mfu", "MFU", SHARE),
         Column("rare_bytes", "over the axis", BYTES, rank=2),
         Column("peak_memory_bytes", "memory", BYTES),
-        Column("loss", "loss by the law", Kind(signed_percent)),
+        Column("loss", "predicted loss", Kind(signed_percent)),
         Column("proven", "proven", FLAG, rank=1),
     )
     rows = [
@@ -94,8 +97,11 @@ def show_ways(terminal: Terminal, plan: Plan) -> None:
         )
         for way in found.compared
     ]
-    terminal.show("", View("Settings of synchronisation, on the same examples", columns, rows, strong=0))
-    law = "Loss by the law of Charles et al. 2025 (2503.09799), at H = 30 and 20 tokens per parameter."
+    terminal.show("", View("Settings of synchronisation on the same examples", columns, rows, strong=0))
+    law = (
+        "Loss by the scaling law of Charles et al. 2025 (arXiv:2503.09799), at H = 30 and 20 tokens per "
+        "parameter."
+    )
     terminal.show(law)
 
 
@@ -137,7 +143,7 @@ def show_turning(terminal: Terminal, found: Turning | None) -> None:
     rows: list[ViewRow] = [
         (point.gigabits, point.times, *(_cell(point, name) for name in names)) for point in found.at
     ]
-    title = f"Where it pays that {found.axis!r} synchronises rarely: {found.words}"
+    title = f"Synchronisation of {found.axis!r} on other links: {found.words}"
     terminal.show("", View(title, columns, rows))
 
 

@@ -165,8 +165,9 @@ def subproblems(
     dims = ",".join(dim for dim in allowed.pipeline if allowed.pins.get(dim) != ())
     if dims and not piped:
         raise UserError(
-            f"--pipeline {dims}: {_reasons(refused) or why_none(model, shapes, allowed)}; remove "
-            "--pipeline, or choose another mesh"
+            f"--pipeline {dims} is not possible "
+            f"({_reasons(refused) or why_none(model, shapes, allowed)}); choose another mesh, or "
+            "remove --pipeline"
         )
 
 

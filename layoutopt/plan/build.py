@@ -86,8 +86,8 @@ class Plan:
         if self._said() != self._made:
             mesh, layout, _ = self._made
             raise UserError(
-                f"the plan's data was changed after it was made for {layout} on {mesh}, so its prediction "
-                "and proof belong to another layout; search with pins, or predict your own layout with "
+                f"the data of this plan for {layout} on {mesh} was changed, so the prediction and the "
+                "proof are of another layout; search with pins, or predict your own layout with "
                 "`cost`"
             )
         return self._made
@@ -132,7 +132,7 @@ class Plan:
         if name in found or len(near) == 1:
             return found[name if name in found else near[0]]
         raise UserError(
-            f"{name!r} is not a layout, and not an alternative of the plan; {known_names(name, found)}"
+            f"{name!r} is neither a layout nor an alternative of the plan; {known_names(name, found)}"
         )
 
     @property
@@ -218,10 +218,10 @@ class Plan:
           UserError: the model was not imported with `from_jax`, or the plan has no model.
         """
         if self.model is None:
-            raise UserError("plan.jax: a plan file has no model; write load_plan(path).of(model).jax")
+            raise UserError("plan.jax: a plan from a file has no model; write load_plan(path).of(model).jax")
         if not isinstance(self.model, AppliesPlans):
             raise UserError(
-                f"plan.jax: {self.model.name!r} is not a model from JAX; make it with "
+                f"plan.jax: {self.model.name!r} is not built from JAX; build the model with "
                 "layoutopt.from_jax(loss, params, batch)"
             )
         if self._jax is None:
@@ -325,19 +325,19 @@ def check_plan_model(plan: Plan, model: Any) -> None:
         return
     ours = dict(model.hparams)
     different = [
-        f"{k}={info.hparams[k]!r} there, {ours[k]!r} here"
+        f"{k}={info.hparams[k]!r} in the plan, {ours[k]!r} in this model"
         for k in ours
         if k in info.hparams and info.hparams[k] != ours[k]
     ]
     if info.name != model.name:
-        different.insert(0, f"its model is {info.name!r}, this one {model.name!r}")
+        different.insert(0, f"the plan's model is {info.name!r}, this model is {model.name!r}")
     if info.parameters != model.parameters:
-        different.append(f"{info.parameters:,} parameters there, {model.parameters:,} here")
+        different.append(f"{info.parameters:,} parameters in the plan, {model.parameters:,} in this model")
     why = "; ".join(different)
     if not why:
         raise UserError(
-            "the plan was made for another model or by another version of layoutopt: its operations differ; "
-            "search again"
+            "the plan was made for another model or by another version of layoutopt (the operations "
+            "differ); search again"
         )
     raise UserError(
         f"the plan was made for another model: {why}; search again, or set the same hyperparameters"

@@ -76,8 +76,8 @@ class CoveredSpace(Data):
         return self._limits("", "")
 
     def _limits(self, allow: str, see: str) -> str:
-        unseen = f"not looked at: {self.unseen}{allow}" if self.unseen else ""
-        part = f"looked at in part: {self.in_part}{see}" if self.in_part else ""
+        unseen = f"not searched: {self.unseen}{allow}" if self.unseen else ""
+        part = f"searched in part: {self.in_part}{see}" if self.in_part else ""
         return "; ".join(filter(None, (unseen, part)))
 
 

@@ -120,7 +120,7 @@ class VariableDetail(Data):
     @model_validator(mode="after")
     def _every_dimension(self) -> VariableDetail:
         if len(self.splits) != len(self.shape):
-            raise wrong(f"must list the axes of each of the {len(self.shape)} dimensions", "splits")
+            raise wrong(f"must list the mesh axes of each of the {len(self.shape)} dimensions", "splits")
         return self
 
     def local_shape(self, mesh: Mapping[str, int]) -> tuple[int, ...]:

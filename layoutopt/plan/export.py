@@ -33,30 +33,29 @@ def export(what: Exported, to: str) -> str:
       UserError: an unknown library, or a layout that it cannot express.
     """
     if to not in FORMATS:
-        raise UserError(f"--to {to!r}: no such form; {known_names(to, FORMATS)}")
+        raise UserError(f"--to {to!r}: no such format; {known_names(to, FORMATS)}")
     form = FORMATS[to]
     for v in what.variables:
         for name, size, axes in zip(v.dims, v.sizes, v.splits, strict=True):
             if size % (ways := what.mesh.group_size(axes)):
                 raise UserError(
-                    f"{to} supports only shards of equal size, but this plan stores {v.name!r} padded: "
-                    f"{ways} "
-                    f"devices do not divide its {name!r} of {size}; search with --storage layout, or train "
-                    "with layoutopt"
+                    f"{to} supports only shards of equal size, but this plan stores {v.name!r} "
+                    f"padded: {ways} devices do not divide its dimension {name!r} of size {size}; "
+                    "search with --storage layout, or train with layoutopt"
                 )
     for kind in KINDS:
         for beyond in kind.beyond(what.decided):
             if beyond.what not in form.says:
                 raise UserError(
-                    f"{to} cannot express that {beyond.words}, as in this plan; train with layoutopt, "
-                    f"{beyond.instead}, or choose another form"
+                    f"{to} cannot express this plan, in which {beyond.words}; train with layoutopt, "
+                    f"{beyond.instead}, or choose another format"
                 )
     if (refined := what.decided.places()) and not form.every_variable:
         path, rules = next(iter(refined.items()))
         raise UserError(
-            f"{to} splits a dimension in one way everywhere, but in {path!r} this plan has "
-            f"{rules_in(rules)} instead; search without --refine, or give these dimensions other "
-            "names there in the model"
+            f"{to} splits a dimension in the same way everywhere, but this plan splits "
+            f"{rules_in(rules)} in {path!r}; search without --refine, or rename these dimensions in "
+            "that part of the model"
         )
     return form.write(what)
 
@@ -79,7 +78,7 @@ def _quoted(text: str) -> str:
 
 
 def _beside(
-    what: Exported, checkpoint: str, parts: str = "parts of the batch, one after the other"
+    what: Exported, checkpoint: str, parts: str = "number of successive parts of the batch"
 ) -> list[str]:
     """What is decided beside the layout, as names of Python; nothing of what is plain.
 
@@ -89,7 +88,7 @@ def _beside(
     lines = []
     if loops := tuple(what.decided.recompute):
         lines.append(
-            f"RECOMPUTE = {loops!r}  # {checkpoint}: the loops whose bodies are recomputed in backward"
+            f"RECOMPUTE = {loops!r}  # {checkpoint}: loops whose bodies are recomputed in the backward pass"
         )
     if (n := what.decided.microbatches) > 1:
         lines.append(f"MICROBATCHES = {n}  # {parts}, whose gradients are added up")
@@ -100,8 +99,9 @@ def _single(splits: Iterable[tuple[str, Axes]], to: str) -> None:
     for name, axes in splits:
         if len(axes) > 1:
             raise UserError(
-                f"{to} splits a dimension over one mesh axis, but {name!r} is split over {'+'.join(axes)}; "
-                "search with --storage layout or --max-axes 1, or choose another form"
+                f"{to} splits a dimension over one mesh axis, but this plan splits {name!r} over "
+                f"{'+'.join(axes)}; search with --storage layout or --max-axes 1, or choose another "
+                "format"
             )
 
 
@@ -119,7 +119,7 @@ def _dtensor(what: Exported) -> str:
         "",
         "",
         "def layouts(mesh):",
-        '    """Of variables and inputs; make `mesh` with dtensor.create_mesh(MESH_AXES, devices=...)."""',
+        '    """Variables and inputs; make `mesh` with dtensor.create_mesh(MESH_AXES, devices=...)."""',
         "    return {",
     ]
     for tensor in (*what.variables, *what.inputs):
@@ -128,7 +128,7 @@ def _dtensor(what: Exported) -> str:
     return "\n".join([*lines, "    }", ""])
 
 
-_SECTIONS = {"OPTIMIZER": "  # what optax remembers of a parameter in its shape (mu and nu of adam)"}
+_SECTIONS = {"OPTIMIZER": "  # optimizer state of optax with a parameter's shape (mu and nu of adam)"}
 """What a line says of a section."""
 
 
@@ -139,12 +139,12 @@ def _jax(what: Exported) -> str:
         "from jax.sharding import PartitionSpec as P",
         "",
         *_jax_mesh(what.mesh),
-        *_beside(what, "jax.checkpoint, with a policy that saves their kept values"),
+        *_beside(what, "jax.checkpoint, with a policy that saves the kept values"),
         "",
     ]
     if what.arrays:
         lines[1:1] = [
-            "# layoutopt.load_plan(FILE).of(model()).jax.train_step(None, optimizer) applies all of it."
+            "# layoutopt.load_plan(FILE).of(model()).jax.train_step(None, optimizer) applies the whole plan."
         ]
     for name, tensors in (what.arrays or {"VARIABLES": what.variables, "INPUTS": what.inputs}).items():
         lines.append(f"{name} = {{{_SECTIONS.get(name, '')}")

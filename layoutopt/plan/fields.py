@@ -113,13 +113,13 @@ def _amount(value: Any) -> Any:
 
 def _whole(value: Any) -> Any:
     if _amount(value) != int(value):
-        raise wrong(f"must be a whole number, at least 0, found {value:g}")
+        raise wrong(f"must be a whole number of at least 0, found {value:g}")
     return int(value)
 
 
 def _size(value: Any) -> Any:
     if _number(value) < 1 or value != int(value):
-        raise wrong(f"must be a whole number, at least 1, found {value:g}")
+        raise wrong(f"must be a whole number of at least 1, found {value:g}")
     return int(value)
 
 
@@ -136,7 +136,7 @@ def _rules(value: Any) -> Any:
         return value
     layout = {dim: _names(axes) for dim, axes in value.items()}
     if not all(isinstance(x, list | tuple) and all(isinstance(a, str) for a in x) for x in layout.values()):
-        raise wrong("must be a string, or an object of dimensions with the names of their axes")
+        raise wrong("must be a string, or an object that maps dimensions to names of mesh axes")
     return ";".join(f"{dim}:{'+'.join(axes)}" for dim, axes in layout.items() if axes)
 
 
@@ -203,7 +203,7 @@ MUST = {
 def _trouble(error: ErrorDetails) -> str:
     kind, found = error["type"], _kind(error["input"])
     if kind == "missing":
-        return "is missing: the file is truncated, or another program wrote it"
+        return "is missing, so the file is truncated or not written by layoutopt"
     if kind in MUST:
         return f"must be {MUST[kind]}, found {found}"
     return error["msg"]

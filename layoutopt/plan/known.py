@@ -81,21 +81,22 @@ class Known(Data):
         the peak does not fit."""
         if self.fits(peak, limit) != "barely":
             return ""
-        asks = "" if self.compiler is None else "; `layoutopt verify` checks with the compiler"
+        asks = "" if self.compiler is None else "; check with the compiler: `layoutopt verify`"
         return (
-            f"{percent(1 - peak / limit)} of the memory is left, and a step may need {percent(self.margin)} "
-            f"more than predicted (fragmentation, libraries, the prediction's error): it may not fit{asks}"
+            f"{percent(1 - peak / limit)} of the memory is free, but a step may need "
+            f"{percent(self.margin)} more than predicted (fragmentation, libraries, prediction error) "
+            f"and may not fit{asks}"
         )
 
     def _parts(self) -> Iterator[str]:
         if (s := self.steps) is not None:
-            fitted = f", {s.fitted} of them part of the fit" if s.fitted else ""
+            fitted = f", {s.fitted} of them used in the fit" if s.fitted else ""
             yield (
                 f"{plural(s.rows, 'published step')} on this hardware: mean error {percent(s.mean)}, worst "
                 f"{percent(s.worst)}{fitted}"
             )
         if (c := self.compiler) is not None:
             yield (
-                f"against its compiler, {plural(c.rows, 'program')}: median error {percent(c.compute)} in "
-                f"compute, {percent(c.memory)} in memory"
+                f"against the compiler's estimates, {plural(c.rows, 'program')}: median error "
+                f"{percent(c.compute)} in compute time, {percent(c.memory)} in memory"
             )

@@ -62,15 +62,15 @@ def sure(machine: Hardware) -> str:
     from layoutopt.plan.details import HardwareNumber, sources_text
 
     if machine.calibrated:
-        return "calibrated on this hardware; `layoutopt validate MODEL` times whole steps of a model"
+        return "calibrated on this hardware; run `layoutopt validate MODEL` to check whole steps"
     known = errors_known(machine)
     if known.words:
         return known.words
     numbers = [HardwareNumber(path=path, value=n.given, source=n.source) for path, n in machine.numbers()]
     sources = sources_text(numbers)
     if machine.kind == "cpu":
-        return f"not calibrated ({sources}): `layoutopt calibrate` measures this machine"
-    return f"no published step was compared; {sources}"
+        return f"not calibrated ({sources}); run `layoutopt calibrate` to measure this machine"
+    return f"not compared with published steps; {sources}"
 
 
 def _shape(placed: MeshPlacement) -> str:
@@ -106,7 +106,7 @@ def calibration_details(machine: Hardware) -> CalibrationEvidence | None:
     where = (
         f"Measured on {made.date}: {on['processor']}, {on['cores']} cores, mesh {on['mesh']}; {on['noise']}."
         if measured
-        else f"Estimated on {made.date} by the compiler for {on['compiled_for']}, not measured."
+        else f"Not measured: estimated on {made.date} by the compiler for {on['compiled_for']}."
     )
     return CalibrationEvidence(
         of="measurement" if measured else "compiler estimate",
@@ -143,9 +143,9 @@ def _estimated(machine: Hardware) -> Iterator[NumberInUnit]:
     chip = machine.chip
     best = machine.peak_flops("bfloat16") * chip.matmul_efficiency.curve.points[-1][1]
     best *= chip.sustained.value if chip.sustained else 1.0
-    yield "matmuls, bfloat16, large ones", best, "FLOP/s"
+    yield "large matmuls, bfloat16", best, "FLOP/s"
     yield "memory", machine.memory_bandwidth * chip.memory_efficiency.value, "B/s"
-    yield "start of a kernel", chip.launch_overhead.value, "s"
+    yield "kernel launch", chip.launch_overhead.value, "s"
 
 
 def _constants(machine: Hardware) -> Iterator[tuple[str, Any]]:

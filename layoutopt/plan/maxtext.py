@@ -99,8 +99,8 @@ def _maxtext_stage(what: Exported) -> tuple[str, Axes]:
     if len(stages) > 1 or not stages.keys() <= MAXTEXT_STORED.keys():
         listed = "; ".join(f"{some(names, NAMED)} at {stage}" for stage, names in sorted(stages.items()))
         raise UserError(
-            f"maxtext stores all matrices alike, at layout, zero1 or zero3, but this plan stores {listed}; "
-            "search with --storage zero1, or zero3, or layout"
+            "maxtext stores all matrices in the same way (layout, zero1 or zero3), but this plan "
+            f"stores {listed}; search with --storage layout, zero1 or zero3"
         )
     batch = what.layout.axes("batch")
     if any(set(axes) & {*batch} not in (set(), {*batch}) for _, axes in what.layout.items()):
@@ -111,8 +111,9 @@ def _maxtext_stage(what: Exported) -> tuple[str, Axes]:
     for name, axes in spare.items():
         if axes and {*axes} != {*stored}:
             raise UserError(
-                f"maxtext splits stored variables only over the batch's axes ({'+'.join(batch) or 'none'}), "
-                f"but this plan stores {name} over {'+'.join(axes)}; search with --storage layout"
+                "maxtext shards the storage of variables only over the batch's axes "
+                f"({'+'.join(batch) or 'none'}), but this plan stores {name} over {'+'.join(axes)}; "
+                "search with --storage layout"
             )
     return next(iter(stages)), stored
 
@@ -146,14 +147,16 @@ def maxtext(what: Exported) -> str:
         for each in MAXTEXT_ROWS[name]:
             if logical.setdefault(each, _renamed(axes, names)) != _renamed(axes, names):
                 raise UserError(
-                    f"maxtext has one logical axis {each!r} for {name!r} and another dimension, which this "
-                    "plan splits otherwise; pin both alike, or choose another form"
+                    f"maxtext has one logical axis {each!r} for {name!r} and another dimension, but "
+                    "this plan splits the two dimensions differently; pin both to the same axes, or "
+                    "choose another format"
                 )
     for name, extra in what.decided.refined.get(ELSEWHERE, {}).items():
         if name != "length":
             raise UserError(
-                f"maxtext has no logical axis for {name}:{'+'.join(extra)} elsewhere: it has one for "
-                "length; remove this rule, or choose another form"
+                "maxtext can split only length elsewhere, but this plan splits "
+                f"{name}:{'+'.join(extra)} elsewhere; search without --elsewhere {name}, or choose "
+                "another format"
             )
         logical[MAXTEXT_BETWEEN] = _renamed((*what.layout.axes(name), *extra), names)
     if stage == "zero3":
@@ -192,21 +195,21 @@ def _maxtext_policy(what: Exported) -> str:
         if kept not in MAXTEXT_REMAT:
             known = ", ".join("+".join(keep) or "nothing" for keep in MAXTEXT_REMAT)
             raise UserError(
-                f"maxtext has no remat_policy for {text}: its named ones keep {known}; choose "
-                "another form, or recompute all of it"
+                f"maxtext has no remat_policy for {text}: its policies keep {known}; search without "
+                "--recompute selective and --keep, or choose another format"
             )
         policies[MAXTEXT_REMAT[kept]] = text
     if len(policies) > 1:
         raise UserError(
-            f"maxtext has one remat_policy for all layers, but this plan recomputes "
-            f"{', '.join(policies.values())}; search with --recompute always, or choose another form"
+            "maxtext has one remat_policy for all layers, but this plan recomputes "
+            f"{', '.join(policies.values())}; search with --recompute always, or choose another format"
         )
     again = {Recomputed.parse(text).dim for text in what.decided.recompute}
     if again and (left := [dim for dim in _stacks(what) if dim not in again]):
         raise UserError(
             "maxtext has one remat_policy for all layers, but this plan recomputes "
-            f"{some(sorted(again), NAMED)} and not {some(left, NAMED)}; "
-            "search with --recompute always, or never"
+            f"{some(sorted(again), NAMED)} but not {some(left, NAMED)}; search with --recompute "
+            "always or --recompute never"
         )
     return next(iter(policies), MAXTEXT_REMAT["products", "attention"])
 
@@ -221,16 +224,16 @@ def _maxtext_offload(what: Exported) -> list[str]:
     """MaxText keeps all weights on the hosts, or none; so the optimizer's state."""
     if loops := what.decided.offload.get(ACTIVATIONS):
         raise UserError(
-            f"maxtext offloads tensors by name, not all that {some(loops, NAMED)} keep, as "
-            "in this plan; train with layoutopt, or remove --offload activations"
+            "maxtext offloads activations by name, but this plan offloads all activations that "
+            f"{some(loops, NAMED)} save; search without --offload activations, or train with layoutopt"
         )
     said = []
     for kind, word in MAXTEXT_HOST.items():
         names = what.decided.offload.get(kind, [])
         if here := [v.name for v in what.variables if _is_matrix(v) and v.name not in names] if names else []:
             raise UserError(
-                f"maxtext has {word} for all matrices, or for none, but this plan keeps that of "
-                f"{some(here, NAMED)} on the devices; search without --offload, or choose another form"
+                f"maxtext applies {word} to all matrices or to none, but this plan does not offload "
+                f"{some(here, NAMED)}; search without --offload, or choose another format"
             )
         said += [f"{word}: True"] if names else []
     return said
@@ -260,6 +263,9 @@ def _maxtext_axes(mesh: Mesh, given: Mapping[str, str]) -> dict[str, str]:
     for axis in mesh.names:
         if axis not in names:
             if not free:
-                raise UserError(f"maxtext has {len(MAXTEXT_AXES)} mesh axes, but the mesh {mesh} has more")
+                raise UserError(
+                    f"maxtext has {len(MAXTEXT_AXES)} mesh axes, but the mesh {mesh} has more; search "
+                    "with fewer axes"
+                )
             names[axis] = free.pop(0)
     return names

@@ -314,7 +314,7 @@ def _known_axes(choice: Alternative | PlanFile, mesh: Mapping[str, int], *at: st
             for axis in axes:
                 if axis not in mesh:
                     known = ", ".join(mesh) or "none"
-                    said = f"splits over axis {axis!r}, which the mesh lacks (axes: {known})"
+                    said = f"splits over {axis!r}, which is not an axis of the mesh (axes: {known})"
                     raise wrong(said, *at, *where, dim)
 
 
@@ -342,14 +342,16 @@ def load_json(path: str | Path, what: str, again: str) -> Any:
     try:
         text = read_file(path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not a text file"
+        why = error.strerror if isinstance(error, OSError) else "not a text file"
         raise UserError(f"{what} cannot be read: {why}; {again}") from None
     try:
         found = json.loads(text)
     except RecursionError:
         raise UserError(f"{what} is nested too deeply; {again}") from None
     except ValueError as error:
-        raise UserError(f"{what} is not valid JSON ({error}, of {len(text):,}); {again}") from None
+        raise UserError(
+            f"{what} is not valid JSON ({error}; the file has {len(text):,} characters); {again}"
+        ) from None
     return found
 
 
@@ -377,20 +379,20 @@ def plan_file(found: Any, what: str = "the plan", on_damage: Told | None = None)
         return found
     if not isinstance(found, Mapping):
         raise UserError(
-            f"{clean(what)} is not a plan: expected a JSON object, found {type(found).__name__}; {AGAIN}"
+            f"{clean(what)} is not a plan: it must be a JSON object, but is {type(found).__name__}; {AGAIN}"
         )
     check_depth(found, what, AGAIN)
     version = found.get("format")
     if version != FORMAT:
         said = f"format {clean(str(version))[:60]!r}" if version is not None else "no 'format'"
-        raise UserError(f"{clean(what)} has {said}; this version reads {FORMAT!r}: {AGAIN}")
+        raise UserError(f"{clean(what)} has {said}, but this version of layoutopt reads {FORMAT!r}; {AGAIN}")
     try:
         return PlanFile.model_validate(found)
     except ValidationError as error:
         places = [e["loc"] for e in error.errors(include_url=False)]
         if on_damage is None or any(place[:1] != ("details",) for place in places):
             raise refusal(error, what, AGAIN) from None
-        on_damage(str(refusal(error, what, "its layout is complete and is used")))
+        on_damage(str(refusal(error, what, "the plan is used without this part")))
     damaged = {str(place[1]) for place in places if len(place) > 1}
     kept = {k: v for k, v in found["details"].items() if k not in damaged} if damaged else {}
     try:

@@ -69,7 +69,7 @@ class SizedCandidate(Decided):
     def costs(self) -> str:
         """Chip-hours, and money where prices are known."""
         hours = f"{number(self.chip_hours)} chip-hours"
-        return hours if self.money is None else f"{hours}, {money_text(self.money)} to pay"
+        return hours if self.money is None else f"{hours}, {money_text(self.money)} in total"
 
 
 class Beaten(Data):
@@ -176,9 +176,12 @@ class Sweep(Data):
     in_time: bool = False
 
     def in_words(self) -> str:
-        pays = f"up to {self.searched_to:,}, the most that was searched, more devices pay"
+        pays = (
+            f"cost per token stays near the least up to {self.searched_to:,} devices, the most that were "
+            "searched"
+        )
         if self.pays_to is not None:
-            pays = f"above {self.pays_to:,} a token costs over {PAYS - 1:.0%} more than the least"
+            pays = f"above {self.pays_to:,} devices a token costs over {PAYS - 1:.0%} more than the least"
         able = "fits and meets the deadline," if self.in_time else "fits"
         return f"{able} from {plural(self.fits_from, 'device')}; {pays}"
 
@@ -237,7 +240,7 @@ class SizeResult(CommandResult):
 
     def accuracy_of(self, hardware: str) -> Accuracy:
         """The accuracy of the times of a piece of hardware."""
-        unknown = Accuracy(hardware=hardware, words="it was not examined")
+        unknown = Accuracy(hardware=hardware, words="not examined")
         return next((each for each in self.accuracy if each.hardware == hardware), unknown)
 
     def family(self) -> str:

@@ -16,7 +16,7 @@ from mesh_tf_core.model import Model
 
 STORED = {"zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "FSDP"}
 """The storage of most parameters along an axis of the batch, and its usual name."""
-IDLE, RARE = "idle", "data, synchronised rarely (DiLoCo)"
+IDLE, RARE = "idle", "data (DiLoCo)"
 
 
 def trade_names(model: Model, mesh: Mesh, layout: Layout, decided: Decided) -> dict[str, str]:

@@ -52,8 +52,8 @@ def check_tokens(tokens: float | None, own: float | None) -> None:
     """UserError for tokens if the model does not name the dimensions of its `own` tokens."""
     if tokens is not None and not own:
         raise UserError(
-            "--tokens: the model does not define its tokens; name the dimensions that count them, e.g. "
-            'Model(..., token_dims=("batch", "length"))'
+            "--tokens: the model does not define its tokens; name the dimensions that count tokens, "
+            'e.g. Model(..., token_dims=("batch", "length"))'
         )
 
 

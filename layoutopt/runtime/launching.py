@@ -80,9 +80,9 @@ class Attempt:
         assert at is not None
         code = self.codes[at]
         if at in self.stuck:
-            text = f"worker {at} stood still"
+            text = f"worker {at} stopped responding"
         elif code < 0:
-            text = f"worker {at} was ended by {_signal_name(-code)}"
+            text = f"worker {at} was killed by {_signal_name(-code)}"
         else:
             text = f"worker {at} ended with exit code {code}"
         return f"{text}: {self.said[at]}" if self.said[at] else text
@@ -123,7 +123,7 @@ def launch(
         if tried > restarts:
             say(f"{attempt.reason()}; stopped after {restarts} restarts without a new checkpoint")
             return attempt.exit_code
-        where = f"from {newest}" if newest else "from the beginning, as nothing is saved yet"
+        where = f"from {newest}" if newest else "from the beginning, because there is no checkpoint yet"
         say(f"{attempt.reason()}; restarting {where} (restart {tried} of {restarts})")
 
 

@@ -58,7 +58,9 @@ def _more(name: str, word: str, chosen: dict[str, Any], widest: dict[str, Any]) 
     """The fields that a name adds to."""
     field, means = _meaning(name, word)
     if field not in widest:
-        raise UserError(f"--allow {word}: this model, on this mesh and hardware, has no such choice")
+        raise UserError(
+            f"--allow {word}: this model has no such choice on this mesh and hardware; remove this word"
+        )
     if not isinstance(widest[field], tuple):
         return {field: widest[field]}
     known = chosen[field] or ()

@@ -72,7 +72,7 @@ def names(value: Any, what: str) -> tuple[Any, ...]:
     if isinstance(value, str):
         value = [name.strip() for name in value.split(",") if name.strip()]
     if not isinstance(value, Iterable):
-        raise UserError(f"{what} {value!r}: needs a list of allowed values")
+        raise UserError(f"{what} {value!r}: write a list of allowed values, or a comma-separated text")
     return tuple(dict.fromkeys(value))
 
 

@@ -151,5 +151,5 @@ class CollectiveMatmul(Decision):
     @classmethod
     def beyond(cls, said: Any) -> Iterator[Beyond]:
         for dim in said.collective_matmul:
-            words = f"messages are split into chunks beside products with {dim!r}"
+            words = f"matmuls with {dim!r} overlap their collectives in chunks"
             yield Beyond("collective_matmul", words, "search without --collective-matmul")

@@ -92,7 +92,7 @@ class Context(Decision):
     @classmethod
     def check(cls, allowed: Space) -> None:
         if allowed.context is not None and not allowed.context:
-            raise UserError(f"context names no form; allow one or more of {', '.join(WAYS)}")
+            raise UserError(f"context is empty; name one or more of {', '.join(WAYS)}")
         for form in allowed.context or ():
             if form not in WAYS:
                 raise UserError(f"context {form!r}: {known_names(form, WAYS)}")
@@ -134,7 +134,7 @@ class Context(Decision):
         forms: dict[str, str] = {}
         for dim, (text, form) in about_each("--context", texts).items():
             if not dim and not crossed(graph):
-                raise UserError(f"--context {text}: the model has no fused attention; remove it")
+                raise UserError(f"--context {text}: the model has no fused attention; remove --context")
             forms.update(dict.fromkeys([dim] if dim else crossed(graph), form))
         forms = {dim: form for dim, form in forms.items() if form != GATHER or dim not in crossed(graph)}
         check_context(graph, forms)

@@ -68,7 +68,7 @@ class Rarely(Decision):
     """The axis of the replicas, and the settings of their synchronisation."""
 
     diloco: DiLoCo | None = None
-    label = "replicas that synchronise rarely"
+    label = "DiLoCo replicas"
     asks = Replicas
     says: ClassVar[Mapping[str, tuple[Any, Any]]] = {"diloco": (str, "")}
     by_hand = Option(
@@ -93,7 +93,7 @@ class Rarely(Decision):
         if target.axes and allowed.diloco is None:
             yield LeftOut(cls.label, cls.label, "--diloco AXIS")
         elif target.axes:
-            yield LeftOut(cls.label, "other settings of replicas", "--diloco", finer=True)
+            yield LeftOut(cls.label, "other DiLoCo settings", "--diloco", finer=True)
 
     @classmethod
     def check(cls, allowed: Space) -> None:
@@ -106,8 +106,8 @@ class Rarely(Decision):
         for said, axes in over:
             if axis in axes:
                 raise UserError(
-                    f"{said}: axis {axis!r} has the replicas of --diloco, so it splits nothing; name "
-                    f"another axis"
+                    f"{said}: axis {axis!r} is the axis of the --diloco replicas and cannot split "
+                    "anything else; name another axis"
                 )
 
     @classmethod
@@ -136,8 +136,8 @@ class Rarely(Decision):
         for text in texts:
             if text in ("never", "free") or "/" in text:
                 raise UserError(
-                    f"--diloco {text}: only `search` compares several settings; give one, e.g. "
-                    "sites:period=30, or remove --diloco"
+                    f"--diloco {text}: only `search` compares several settings; write a single "
+                    "setting, e.g. sites:period=30, or remove --diloco"
                 )
         return {"diloco": DiLoCo.parse(texts[-1]) if texts else None}
 

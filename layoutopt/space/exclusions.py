@@ -10,10 +10,10 @@ from mesh_tf_core.exclusions import refuse as refuse_pairs
 
 MEMORY, REFINE, CHECK, SENSITIVITY, VERIFY = "memory", "refine", "check", "sensitivity", "verify"
 EXCLUDED = (
-    Exclusion(REFINE, MEMORY, "it looks for less time"),
-    Exclusion(CHECK, MEMORY, "it shows that no layout is faster"),
-    Exclusion(SENSITIVITY, MEMORY, "it varies the numbers of a step"),
-    Exclusion(VERIFY, REPLICAS, "a step and a synchronisation are two programs, and one is compiled"),
+    Exclusion(REFINE, MEMORY, "refining reduces time, not memory"),
+    Exclusion(CHECK, MEMORY, "the check proves that no layout is faster"),
+    Exclusion(SENSITIVITY, MEMORY, "the sensitivity analysis compares step times"),
+    Exclusion(VERIFY, REPLICAS, "`verify` compiles one program, but steps and synchronisations are two"),
 )
 
 

@@ -36,7 +36,7 @@ def gathered(call: str, asked: Mapping[str, Any], *groups: tuple[Any, Any]) -> l
             raise UserError(f"{call}: no argument {name!r}; {known_names(name, every)}")
     for kind, given in groups:
         if not isinstance(given, kind | None):
-            raise UserError(f"{call}: {given!r} is not a {kind.__name__}; write {kind.__name__}(...)")
+            raise UserError(f"{call}: {given!r} is not a {kind.__name__}; pass {kind.__name__}(...)")
         own = {name: value for name, value in asked.items() if name in names[kind]}
         found.append(replace(kind() if given is None else given, **own))
     return found

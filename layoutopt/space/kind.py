@@ -104,9 +104,7 @@ def about_each(option: str, texts: Sequence[str]) -> dict[str, tuple[str, str]]:
         about, _, value = text.rpartition("=")
         before = found.setdefault(about, (text, value))
         if before[1] != value:
-            which = (
-                f"are both about {about!r}" if about else "both apply to everything without a rule of its own"
-            )
+            which = f"both apply to {about!r}" if about else "both apply to everything that is not named"
             raise UserError(f"{option} {before[0]} and {option} {text} {which}; remove one of them")
     return dict(sorted(found.items(), key=lambda item: item[0] != ""))
 
@@ -308,7 +306,7 @@ class Decision(ABC):
         """The parts that another library must be able to express: by default the whole decision, unless it is
         plain."""
         if words := cls.in_words(said)[0]:
-            yield Beyond(cls.word, f"this is decided of {cls.label}: {words}", "search without it")
+            yield Beyond(cls.word, f"the plan decides on {cls.label}: {words}", "search without it")
 
 
 def not_allowed(kind: type[Decision], target: Target, allowed: Space) -> Iterator[LeftOut]:

@@ -61,13 +61,13 @@ def mesh_shapes(devices: int, max_axes: int, ordered: bool) -> list[tuple[int, .
       ordered: distinguish different orders of the same sizes (they use the hardware differently).
     """
     if devices < 1:
-        raise UserError(f"--devices {devices}: needs at least one device")
+        raise UserError(f"--devices {devices}: write at least 1")
     if devices > MOST_DEVICES:
-        raise UserError(f"--devices {devices}: at most {MOST_DEVICES:,} are searched")
+        raise UserError(f"--devices {devices}: a search supports at most {MOST_DEVICES:,} devices")
     if max_axes < 1:
-        raise UserError(f"--max-axes {max_axes}: needs at least one axis")
+        raise UserError(f"--max-axes {max_axes}: write at least 1")
     if max_axes > MOST_AXES:
-        raise UserError(f"--max-axes {max_axes}: at most {MOST_AXES} are searched")
+        raise UserError(f"--max-axes {max_axes}: a search supports at most {MOST_AXES} axes")
     divisors = [n for n in range(2, devices + 1) if devices % n == 0]
     found: set[tuple[int, ...]] = set()
 

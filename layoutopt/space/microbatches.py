@@ -30,8 +30,8 @@ def _numbers(value: Any) -> tuple[Any, ...]:
         parts = [part.strip() for part in value.split(",")]
         if not all(re.fullmatch(r"0*[1-9][0-9]{0,8}", part) for part in parts):
             raise UserError(
-                f"--microbatches {value!r} is not a list of numbers from 1; write for example --microbatches "
-                "4, or 1,2,4 to search several"
+                f"--microbatches {value!r} is not a list of positive numbers; write for example "
+                "--microbatches 4, or --microbatches 1,2,4 to search several"
             )
         value = map(int, parts)
     found = names(value, "microbatches")
@@ -92,7 +92,7 @@ class Microbatches(Decision):
         for number in allowed.microbatches or (0,):
             if not isinstance(number, int) or number < 1:
                 raise UserError(
-                    f"microbatches {allowed.microbatches}: needs whole numbers of at least 1, e.g. 1, 2, 4"
+                    f"microbatches {allowed.microbatches}: write whole numbers of at least 1, e.g. 1, 2, 4"
                 )
 
     @classmethod
@@ -117,7 +117,9 @@ class Microbatches(Decision):
     def typed(cls, texts: Sequence[str], about: Typed) -> dict[str, Any]:
         numbers = _numbers(texts[-1]) if texts else (1,)
         if len(numbers) != 1:
-            raise UserError(f"--microbatches {texts[-1]}: only a search takes several numbers; name one")
+            raise UserError(
+                f"--microbatches {texts[-1]}: only a search compares several numbers; write a single number"
+            )
         return {"microbatches": numbers[0]}
 
     @classmethod
@@ -132,8 +134,8 @@ def numbers(model: Model, allowed: Sequence[int]) -> list[int]:
     refused = _impossible(model, found)
     if len(refused) == len(found):
         raise UserError(
-            f"--microbatches {_listed(allowed)}: the model cannot be split so ({refused[found[0]]}); "
-            "use --microbatches 1"
+            f"--microbatches {_listed(allowed)}: the model cannot be split into these microbatches "
+            f"({refused[found[0]]}); use --microbatches 1"
         )
     return [number for number in found if number not in refused]
 
@@ -157,10 +159,14 @@ def _dividing(model: Model, allowed: Sequence[int]) -> list[int]:
     size = _size(model)
     found = [m for m in sorted(set(allowed)) if size % m == 0]
     if not found:
-        has = "the model has no batch" if model.batch_dim is None else f"{model.batch_dim!r} has size {size}"
+        has = (
+            "the model has no batch to split"
+            if model.batch_dim is None
+            else f"{model.batch_dim!r} has size {size}, which is divisible by none of these numbers"
+        )
         raise UserError(
-            f"--microbatches {_listed(allowed)}: {has}, which none of these divides; "
-            f"allow 1{' or another divisor' if size > 1 else ''}"
+            f"--microbatches {_listed(allowed)}: {has}; use "
+            f"1{' or another divisor of this size' if size > 1 else ''}"
         )
     return found
 

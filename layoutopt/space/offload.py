@@ -96,7 +96,7 @@ class OffloadDecision(Decision):
             yield replace(left, what=f"{cls.label} of {cls.held}", finer=bool(allowed.offload))
         if not target.hosts:  # a search refuses it there, and prices know of it
             yield LeftOut(
-                cls.label, f"{cls.label} of {cls.held} where hosts have no other memory", finer=True
+                cls.label, f"{cls.label} of {cls.held} on hardware without separate host memory", finer=True
             )
         elif any(len(alike) > 1 for alike in stored_classes(target.model.graph).values()):
             yield LeftOut(cls.label, f"{cls.label} of {cls.held}, variable by variable", finer=True)
@@ -108,8 +108,8 @@ class OffloadDecision(Decision):
                 raise UserError(f"offload {kind!r}: {known_names(kind, KINDS)}")
         if ACTIVATIONS in allowed.offload and not any(allowed.recompute):
             raise UserError(
-                f"--offload {ACTIVATIONS}: it moves what recomputed loops save, and recomputation is not "
-                "allowed; add --recompute auto or selective"
+                f"--offload {ACTIVATIONS} needs recomputed loops, whose saved activations it moves, "
+                "but recomputation is not allowed; add --recompute auto or selective"
             )
 
     @classmethod
@@ -122,7 +122,10 @@ class OffloadDecision(Decision):
                 found += 1
                 yield cls(cls.class_of(variables[0]).removeprefix(cls.prefix), ((), (cls.kind,)), names)
         if not found:
-            raise UserError("--offload optimizer: the optimizer has no state; remove it, or use Adam")
+            raise UserError(
+                "--offload optimizer: this optimizer has no state; remove --offload optimizer, or use an "
+                "optimizer with state, e.g. Adam"
+            )
 
     @classmethod
     def having(cls, variables: Sequence[Variable], graph: Graph) -> tuple[str, ...]:
@@ -175,7 +178,7 @@ class OffloadDecision(Decision):
     @classmethod
     def beyond(cls, said: Any) -> Iterator[Beyond]:
         for kind, its in said.offload.items():
-            lie = f"{kind} of {first_of(its)} are stored on the host"
+            lie = f"{kind} offload applies to {first_of(its)}"
             yield Beyond("offload", lie, "search without --offload")
 
 

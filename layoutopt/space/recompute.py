@@ -64,7 +64,7 @@ def _again(value: Any) -> tuple[bool | str, ...]:
         for word in words:
             if word not in WORDS and not word.startswith(KEEP):
                 keep = Recomputed.parse(word).keep
-                own = f"; sets to keep are --keep {'+'.join(keep)}" * bool(keep)
+                own = f"; to allow a set of kept values, write --keep {'+'.join(keep)}" * bool(keep)
                 raise UserError(f"--recompute {word!r}: {known_names(word, SHOWN)}{own}")
         value = [each for word in words for each in WORDS.get(word, (word,))]
     return tuple(each if isinstance(each, str) else bool(each) for each in names(value, "recompute"))
@@ -163,11 +163,12 @@ class Recompute(Decision):
     @classmethod
     def check(cls, allowed: Space) -> None:
         if not allowed.recompute:
-            raise UserError("recompute is empty; allow False, True or both")
+            raise UserError("recompute is empty; write False, True or both")
         for one in allowed.recompute:
             if not isinstance(one, bool) and one != SELECTIVE and not str(one).startswith(KEEP):
                 raise UserError(
-                    f"recompute {one!r}: allow False, True, {SELECTIVE!r} or a set as 'keep=attention+wi'"
+                    f"recompute {one!r}: write False, True, {SELECTIVE!r} or a set such as "
+                    "'keep=attention+wi'"
                 )
 
     @classmethod
@@ -219,7 +220,7 @@ class Recompute(Decision):
             yield Beyond("recompute", f"the loop over {text} is recomputed", "search with --recompute never")
             if Recomputed.parse(text).keep:
                 words = f"some values of a recomputed block are kept ({text})"
-                yield Beyond("keep", words, "recompute all of it")
+                yield Beyond("keep", words, "search without --recompute selective and --keep")
 
 
 def kept_sets(allowed: Iterable[bool | str]) -> Sets:

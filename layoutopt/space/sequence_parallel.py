@@ -98,7 +98,10 @@ class Elsewhere(Decision):
                     f"--elsewhere {name}: no operation has this dimension; {known_names(name, sizes)}"
                 )
             if name in counted:
-                raise UserError(f"--elsewhere {name}: it counts the layers of a loop and cannot be split")
+                raise UserError(
+                    f"--elsewhere {name}: {name!r} counts the layers of a loop and cannot be split "
+                    f"elsewhere; remove {name!r} from --elsewhere"
+                )
             rule = written(name)
             banned = (*allowed.forbid.get(name, ()), *allowed.forbid.get(rule, ()))
             options = [*split_options(mesh, sizes[name], {*banned, *allowed.apart}, allowed.orders)]
@@ -134,7 +137,9 @@ class Elsewhere(Decision):
     @classmethod
     def beyond(cls, said: Any) -> Iterator[Beyond]:
         if words := _rules(said):
-            what = f"dimensions are split further where these axes split nothing else ({words})"
+            what = (
+                f"dimensions are also split in operations where an axis splits no other dimension ({words})"
+            )
             yield Beyond(ELSEWHERE, what, "search without --elsewhere")
 
 

@@ -33,8 +33,8 @@ def parse_rules(rules: Rules) -> dict[str, Axes]:
     for dim, found in _parsed(rules, "pins"):
         if pins.get(dim, found) != found:
             raise UserError(
-                f"{dim!r} is asked to be split over {'+'.join(pins[dim]) or 'none'} and over "
-                f"{'+'.join(found) or 'none'}: these conflict; keep one"
+                f"two rules pin {dim!r}, to {'+'.join(pins[dim]) or 'none'} and to "
+                f"{'+'.join(found) or 'none'}; remove one of them"
             )
         pins[dim] = found
     return pins
@@ -46,7 +46,7 @@ def parse_forbid(rules: Rules) -> dict[str, Axes]:
     for dim, found in _parsed(rules, "forbid"):
         if not found:
             raise UserError(
-                f"--forbid {dim}:none names no axis; to require a split of {dim!r}, pin it to an axis"
+                f"--forbid {dim}:none names no axis; to require a split of {dim!r}, use --pin {dim}:AXIS"
             )
         known = forbid.get(dim, ())
         forbid[dim] = (*known, *(a for a in found if a not in known))
@@ -129,7 +129,7 @@ class Split(Decision):
     def left_out(cls, target: Target, allowed: Space) -> Iterator[LeftOut]:
         yield from not_allowed(cls, target, allowed)
         if allowed.pins or allowed.forbid:
-            yield LeftOut(cls.label, f"{cls.label} that --pin or --forbid rule out", finer=True)
+            yield LeftOut(cls.label, f"{cls.label} that --pin or --forbid exclude", finer=True)
         if uneven := [*_uneven(target)]:
             what = f"{cls.label} into {UNEQUAL}: {first_of(uneven)}"
             yield LeftOut(cls.label, what, finer=True)
@@ -176,9 +176,7 @@ def domains(graph: Graph, mesh: Mesh, allowed: Space) -> dict[str, tuple[Axes, .
                     f"--{what} {name}: no operation has this dimension; {known_names(dim, sizes)}"
                 )
             if further and dim not in allowed.elsewhere:
-                raise UserError(
-                    f"--{what} {name}: {dim!r} may not be split further elsewhere; add --elsewhere {dim}"
-                )
+                raise UserError(f"--{what} {name}: {dim!r} may not be split elsewhere; add --elsewhere {dim}")
             for axis in axes:
                 mesh.size(axis)
     apart = inside(graph, allowed.stages)
@@ -198,7 +196,8 @@ def domains(graph: Graph, mesh: Mesh, allowed: Space) -> dict[str, tuple[Axes, .
                     )
                 if set(wanted) & set(apart.get(name, ())):
                     raise UserError(
-                        f"--pin {name}:{'+'.join(wanted)}: these axes are those of pipeline stages"
+                        f"--pin {name}:{'+'.join(wanted)}: pipeline stages use these axes; pin "
+                        f"{name!r} to other axes, or remove --pipeline"
                     )
                 raise UserError(why_not(name, wanted, mesh, found, name in counted, forbid.get(name, ())))
             options = [wanted]
@@ -242,10 +241,7 @@ def why_not(name: str, axes: Axes, mesh: Mesh, sizes: Set[int], counted: bool, f
     """The reason why a pin is not among the splits of a dimension."""
     asked = f"--pin {name}:{'+'.join(axes) or 'none'}"
     if counted:
-        return (
-            f"{asked}: {name!r} counts the layers of a loop, which a search splits into stages only with "
-            f"--pipeline; add --pipeline {name}"
-        )
+        return f"{asked}: {name!r} counts layers, which only pipeline stages can split; add --pipeline {name}"
     if set(axes) & set(forbidden):
         return f"{asked}: --forbid {name}:{'+'.join(forbidden)} forbids the same split; remove one of the two"
     ways, over = mesh.group_size(axes), "+".join(axes)
@@ -255,12 +251,14 @@ def why_not(name: str, axes: Axes, mesh: Mesh, sizes: Set[int], counted: bool, f
                 f"{asked}: {name!r} has size {size}, not divisible by the {ways} devices of {over}; "
                 "choose another axis or size"
             )
-    return f"{asked}: an axis of size 1 splits nothing; remove it"
+    return f"{asked}: an axis of size 1 splits nothing; remove this pin"
 
 
 def _parsed(rules: Rules, what: str = "rules") -> Iterator[tuple[str, Axes]]:
     if not isinstance(rules, str | Mapping | None):
-        raise UserError(f"{what} {rules!r}: write them as 'batch:data', or as a dict of dimensions")
+        raise UserError(
+            f"{what} {rules!r}: write rules such as 'batch:data', or a dict of dimensions and axes"
+        )
     if not isinstance(rules, str):
         for name, axes in (rules or {}).items():
             if isinstance(axes, str):
@@ -281,5 +279,7 @@ def _checked(name: str) -> str:
     """The name of a rule, which holds wherever the dimension appears, or elsewhere."""
     _, at, path = name.partition(AT)
     if at and path != ELSEWHERE:
-        raise UserError(f"{name}: rules with a path cannot be pinned or forbidden; remove @{path}")
+        raise UserError(
+            f"{name}: --pin and --forbid apply to a dimension wherever it appears; remove @{path}"
+        )
     return name

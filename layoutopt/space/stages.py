@@ -94,7 +94,7 @@ class StageSplit(Split):
     @classmethod
     def beyond(cls, said: Any) -> Iterator[Beyond]:
         for dim, n in said.pipeline.items():
-            stages = f"{dim!r} is split into {n} stages for microbatches"
+            stages = f"{dim!r} is split into {n} pipeline stages"
             yield Beyond("pipeline", stages, f"search without --pipeline {dim}")
 
 
@@ -110,7 +110,7 @@ def ways(model: Model, mesh: Mesh, allowed: Space) -> Iterator[Space]:
         todo = (
             f"add --pipeline {counted}"
             if counted
-            else "this model has no stacked layers to pipeline, so remove it"
+            else "this model has no stacked layers to pipeline, so remove --schedule"
         )
         raise UserError(f"--schedule {','.join(others)} needs --pipeline; {todo}")
     options = []
@@ -121,7 +121,8 @@ def ways(model: Model, mesh: Mesh, allowed: Space) -> Iterator[Space]:
         if pin is not None and set(pin) not in map(set, found):
             known = ", ".join("+".join(axes) for axes in found if axes) or "none"
             raise UserError(
-                f"--pin {dim}:{'+'.join(pin)}: these are not stages of its layers; axes that can be: {known}"
+                f"--pin {dim}:{'+'.join(pin)}: pipeline stages cannot lie over these axes; possible "
+                f"axes: {known}"
             )
         options.append([axes for axes in found if axes] if pin is None else [pin] * bool(pin))
         options[-1] += [()] * (not pin)
@@ -173,7 +174,7 @@ def why_none(model: Model, meshes: Iterable[Mesh], allowed: Space) -> str:
                 check_stages(model.graph, dim, mesh.group_size(axes))
             except UserError as error:
                 refused.setdefault(mesh.group_size(axes), str(error))
-    return refused[min(refused)] if refused else "no mesh has an axis that may split it"
+    return refused[min(refused)] if refused else "no mesh has an axis that may split the layers"
 
 
 def count(mesh: Mesh, allowed: Space) -> dict[str, int]:
@@ -184,4 +185,6 @@ def count(mesh: Mesh, allowed: Space) -> dict[str, int]:
 def _check(model: Model, dim: str) -> None:
     counted = loop_dims(model.graph)
     if dim not in counted:
-        raise UserError(f"--pipeline {dim}: no loop counts it; {known_names(dim, counted)}")
+        raise UserError(
+            f"--pipeline {dim}: no loop over layers has this dimension; {known_names(dim, counted)}"
+        )

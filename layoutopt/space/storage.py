@@ -128,7 +128,10 @@ class Storage(Decision):
             yield LeftOut(cls.label, f"{cls.label} of single variables", finer=True)
         if allowed.pipeline and any(map(alternates, allowed.schedule)):
             named = [name for name, kind in KINDS.items() if kind.at_once and kind.lowers]
-            late = f"{cls.label} from {STAGES[2]} on of what no stage has, in {' and '.join(named)}"
+            late = (
+                f"{cls.label} {STAGES[2]} and {STAGES[3]} of variables outside the pipeline stages, with "
+                f"{' and '.join(named)}"
+            )
             yield LeftOut(cls.label, late, finer=True)
         every = graph.variables.values()
         if undivided(storage_of(graph, target.mesh, Layout(), stored_at(every, MOST_SPLIT))):
@@ -137,7 +140,7 @@ class Storage(Decision):
     @classmethod
     def check(cls, allowed: Space) -> None:
         if not allowed.storage:
-            raise UserError(f"storage names no stage; allow one or more of {', '.join(STAGES)}")
+            raise UserError(f"storage is empty; name one or more of {', '.join(STAGES)}")
         for stage in allowed.storage:
             if stage != HYBRID:
                 read_stage(stage)
@@ -191,7 +194,8 @@ class Storage(Decision):
         for variable, (text, stage) in about_each("--storage", texts).items():
             if variable and variable not in trained:
                 raise UserError(
-                    f"--storage {text}: no variable {variable!r}; {known_names(variable, trained)}"
+                    f"--storage {text}: the model trains no variable {variable!r}; "
+                    f"{known_names(variable, trained)}"
                 )
             for name in [variable] if variable else trained:
                 stages[name] = read_stage(stage).short
@@ -206,7 +210,7 @@ class Storage(Decision):
     @classmethod
     def beyond(cls, said: Any) -> Iterator[Beyond]:
         for stage, its in by_stage(said.storage).items():
-            words = f"{first_of(its)} are stored at {stage}"
+            words = f"the storage of {first_of(its)} is {stage}"
             yield Beyond("storage", words, "search with --storage layout")
 
 

@@ -53,21 +53,25 @@ class Undivided:
 
     def __str__(self) -> str:
         count = f"{len(self.variables)} variable{'s' * (len(self.variables) > 1)}"
-        which = f"{count} ({100 * self.share:.0f} % of the bytes: {first_of(self.variables)})"
-        does = "splits nothing of" if self.parts == 1 else f"splits into {self.parts} parts, not {self.ways},"
-        return f"{self.stage} {does} {which}: no dimension divides into {self.ways} parts; {self.fix}"
+        which = f"{count} ({100 * self.share:.0f} % of the parameter bytes: {first_of(self.variables)})"
+        does = "cannot split" if self.parts == 1 else f"splits into {self.parts} parts, not {self.ways},"
+        return f"{self.stage} {does} {which}: no dimension is divisible by {self.ways}; {self.fix}"
 
     @property
     def fix(self) -> str:
         """Numbers of devices that would divide."""
         near = " or ".join(str(n) for n in (self.below, self.above) if n)
-        fixes = [f"{near} devices would divide"] if near else []
+        fixes = [f"use {near} devices"] if near else []
         if self.inside > max(1, self.parts):
             rest = self.ways // self.inside
             fixes.append(
-                f"so would an axis of {self.inside} of these {self.ways} (axes of {rest} and {self.inside})"
+                f"store over an axis of {self.inside} (split the {self.ways} devices into axes of "
+                f"{rest} and {self.inside})"
             )
-        return ", and ".join(fixes) or "split a dimension of theirs by the layout, or give it another size"
+        return (
+            ", and ".join(fixes)
+            or "split a dimension of these variables in the layout, or change the size of one"
+        )
 
 
 def storage_of(

@@ -134,7 +134,7 @@ def _lines(output: str) -> Iterator[str]:
     for line in output.splitlines():
         text = UNIT.sub("# s", NUMBER.sub("#", DRAWN.sub(" ", line)))
         text = re.sub(" {2,}", "  ", text).rstrip()
-        if text.strip() and not text.startswith("so far"):
+        if text.strip() and not text.startswith("best so far"):
             yield text
 
 

@@ -26,14 +26,20 @@ TWENTY, MANY = "9" * 20, "9" * 5000
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        pytest.param(["cost", *ON, "--memory", "16"], "has no unit; write --memory 16GiB if", id="GiB"),
+        pytest.param(
+            ["cost", *ON, "--memory", "16"],
+            "has no unit; write the unit, for example --memory 16GiB",
+            id="GiB",
+        ),
         pytest.param(["cost", *ON, "--memory", "81920"], "write --memory 81920MiB if", id="MiB"),
         pytest.param(["cost", *ON, "--hardware", "H100"], "did you mean 'h100'? known:", id="H100"),
         pytest.param(
-            ["search", *ON, "--batch", "64"], "a hyperparameter is set with --set batch=64; see", id="batch"
+            ["search", *ON, "--batch", "64"], "to set a hyperparameter, write --set batch=64; see", id="batch"
         ),
         pytest.param(
-            ["cost", *ON, "--dtype=bfloat16"], "a hyperparameter is set with --set dtype=bfloat16", id="dtype"
+            ["cost", *ON, "--dtype=bfloat16"],
+            "to set a hyperparameter, write --set dtype=bfloat16",
+            id="dtype",
         ),
         pytest.param(
             ["cost", *ON, "--learning-rate"], "is set with --set learning_rate=VALUE", id="no value"
@@ -50,10 +56,10 @@ TWENTY, MANY = "9" * 20, "9" * 5000
         ),
         pytest.param(["cost", *ON, "--set", "dtype=bf16"], "use bfloat16; known", id="bf16"),
         pytest.param(
-            ["export", "plan.json", "--to", "pytorch"], "the nearest form is --to jax; see", id="pytorch"
+            ["export", "plan.json", "--to", "pytorch"], "the nearest format is --to jax; see", id="pytorch"
         ),
         pytest.param(
-            ["export", "plan.json", "--to=TF"], "the nearest form is --to dtensor; see", id="TensorFlow"
+            ["export", "plan.json", "--to=TF"], "the nearest format is --to dtensor; see", id="TensorFlow"
         ),
     ],
 )
@@ -107,7 +113,9 @@ def test_every_answer_is_a_word_that_is_there(refused: Callable[..., str]) -> No
             ["cost", *ON, "--set", f"batch={TWENTY}"], "size must be less than 2^63", id="dimension"
         ),
         pytest.param(["cost", *ON, "--set", f"batch={MANY}"], "is not a whole number", id="5,000 of one"),
-        pytest.param(["search", MLP, "--devices", TWENTY], "at most 1,048,576 are searched", id="devices"),
+        pytest.param(
+            ["search", MLP, "--devices", TWENTY], "a search supports at most 1,048,576 devices", id="devices"
+        ),
         pytest.param(
             ["search", MLP, "--devices", MANY], "exceeded maximum size, found '9999", id="5,000 of devices"
         ),

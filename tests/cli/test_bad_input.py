@@ -130,9 +130,9 @@ def test_a_malformed_profile(refused: Callable[..., str], tmp_path: Path, conten
         ('{"format": "layoutopt-plan/1", "mod', "is not valid JSON"),
         (
             '{"format": "layoutopt-plan/9"}',
-            "has format 'layoutopt-plan/9'; this version reads 'layoutopt-plan/1'",
+            "has format 'layoutopt-plan/9', but this version of layoutopt reads 'layoutopt-plan/1'",
         ),
-        ("[]", "is not a plan: expected a JSON object, found list"),
+        ("[]", "is not a plan: it must be a JSON object, but is list"),
         ('{"format": "layoutopt-plan/1"}', "'model' is missing: the file"),
         ("[" * 100_000, "is nested too deeply"),
     ],
@@ -207,7 +207,7 @@ def test_a_named_pipe_is_refused_at_once(
 @pytest.mark.parametrize("out", ["", "a\tb", "a\x1b[2Jb", "a\nb"])
 def test_names_that_nobody_means(refused: Callable[..., str], out: str) -> None:
     wanted = (
-        f"{out!r} has control characters; choose another name" if out else "it names nothing; give a path"
+        f"{out!r} has control characters; choose another name" if out else "the path is empty; write a path"
     )
     for command in (["search", *ON, "--out", out], ["export", "plan.json", "--to", "jax", "--out", out]):
         assert refused(*command).startswith(f"Invalid value for '--out': {wanted}")
@@ -215,14 +215,14 @@ def test_names_that_nobody_means(refused: Callable[..., str], out: str) -> None:
 
 def test_a_hyperparameter_is_not_taken_for_an_option_that_sounds_like_it(refused: Callable[..., str]) -> None:
     for word, said in (("--dtype", "dtype"), ("--batch", "batch"), ("--d-model", "d_model")):
-        wanted = f"No such option: {word}; a hyperparameter is set with --set {said}=64; "
+        wanted = f"No such option: {word}; to set a hyperparameter, write --set {said}=64; "
         assert refused("search", *ON, word, "64").startswith(wanted)
     assert "No such option: --devics; did you mean --devices? see" in refused("search", *ON, "--devics", "8")
 
 
 def test_an_option_of_other_commands(refused: Callable[..., str]) -> None:
     line = refused("lower", *ON, "--hardware", "tpu-v3")
-    assert line.startswith("No such option: --hardware; it is an option of search, cost, lint and ")
+    assert line.startswith("No such option: --hardware; this is an option of search, cost, lint and ")
 
 
 def test_a_plan_in_the_place_of_a_model(refused: Callable[..., str]) -> None:

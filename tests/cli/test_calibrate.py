@@ -70,7 +70,8 @@ def test_an_interrupted_calibration_keeps_what_was_measured(
     partial = tmp_path / "mine.partial.json"
     assert (done.exit_code, done.stdout) == (143, "")
     assert (
-        f"stopped; the measurements are in {partial}, and the same command continues from them" in done.stderr
+        f"stopped; the measurements are saved in {partial}, and the same command continues from there"
+        in done.stderr
     )
     assert len(json.loads(partial.read_text(encoding="utf-8"))["measurements"]) == 5
     assert [p.name for p in tmp_path.glob("mine*")] == [partial.name]
@@ -82,7 +83,7 @@ def test_wrong_input(refused: Callable[..., str], tmp_path: Path) -> None:
     assert "it is a folder; name a file" in refused("calibrate", "--out", str(tmp_path))
     line = refused("calibrate", "--engine", "lockstep", "--quiet")
     assert line.startswith(
-        "cpu-local stands for the engine local; name a file for what --engine lockstep takes"
+        "the profile cpu-local describes the engine local, but this run measures the engine lockstep"
     )
     partial = tmp_path / "mine.partial.json"
     partial.write_text("{}", encoding="utf-8")
@@ -96,7 +97,9 @@ def test_wrong_input_about_several_processes(
     out = ("--out", str(tmp_path / "two.json"), "--quiet")
     assert "name another file with --out" in refused("calibrate", "--cluster", "--mesh", "data:2")
     line = refused("calibrate", "--cluster", "--target", "tpu-v5e")
-    assert line == "--target tpu-v5e compiles for a TPU in one process; remove --cluster (or launch -n)"
+    assert line.endswith(
+        "compiles for a TPU in one process; remove --cluster, or run calibrate without launch"
+    )
     line = refused("calibrate", "--processes", "2", "--mesh", "data:2", *out)
     assert line == "--processes and --process need --coordinator HOST:PORT; add it"
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host0:12345")
@@ -134,7 +137,7 @@ def test_a_tpu_on_the_terminal(run: Callable[..., Result], tmp_path: Path) -> No
     assert done.exit_code == 0
     assert "for v5e:2x2 by libtpu" in done.stdout and "held out" in done.stdout
     assert "estimates that ship with the project" in done.stderr
-    assert "nothing was written; --out PROFILE.json keeps the profile" in done.stderr
+    assert "no file was written; add --out PROFILE.json to save the profile" in done.stderr
     assert not profiles_directory().exists()
 
 
@@ -153,7 +156,7 @@ def test_wrong_input_about_a_tpu(refused: Callable[..., str], tmp_path: Path) ->
     assert "did you mean 'tpu-v6e'" in refused("calibrate", "--target", "tpu-v6", "--quiet")
     line = refused("calibrate", "--target", "tpu-v5e", "--mesh", "data:2")
     assert "--mesh and --thorough measure this machine" in line
-    assert "--refresh compiles for a TPU again; name it, e.g. --target tpu-v5e" in refused(
+    assert "--refresh needs a TPU to compile for; add --target, e.g. --target tpu-v5e" in refused(
         "calibrate", "--refresh"
     )
     line = refused("calibrate", "--target", "tpu-v5e", "--out", str(tmp_path))
@@ -168,7 +171,10 @@ def test_new_estimates_for_a_tpu(
 
     found = tpu_compiled.shipped_probes("tpu-v5e")
     monkeypatch.setattr(tpu, "compile_probes", lambda *_: found)
-    for place, said in (("probes.json", "wrote "), ("no/where/probes.json", "the estimates are not kept: ")):
+    for place, said in (
+        ("probes.json", "wrote "),
+        ("no/where/probes.json", "warning: the estimates could not be saved for the next run: "),
+    ):
         monkeypatch.setattr(tpu_compiled, "SHIPPED", tmp_path / place)
         profile = tmp_path / "v5e.json"
         done = run("calibrate", "--target", "tpu-v5e", "--refresh", "--out", str(profile))

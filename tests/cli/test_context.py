@@ -37,12 +37,11 @@ def test_by_hand(run: Callable[..., Result]) -> None:
         (("ring", "--context", "zigzag"), "--context ring and --context zigzag both apply to everything"),
         (
             ("memory_length=ring", "--context", "memory_length=zigzag"),
-            "--context memory_length=ring and --context memory_length=zigzag are both about 'memory_length'",
+            "--context memory_length=ring and --context memory_length=zigzag both apply to 'memory_length'",
         ),
         (
             ("ring", "--storage", "zero1", "--storage", "zero3"),
-            "--storage zero1 and --storage zero3 both apply to everything without a rule of its own; "
-            "remove one",
+            "--storage zero1 and --storage zero3 both apply to everything that is not named; remove one",
         ),
         (("ring", "--set", "attention=plain"), "the model has no fused attention"),
         (

@@ -196,7 +196,7 @@ def test_what_hides_behind_what(run: Callable[..., Result]) -> None:
     for _, time, hidden, exposed, *_ in found.values():
         assert seconds(hidden) + seconds(exposed) == pytest.approx(seconds(time), rel=0.02)
     assert "backward" in found["gradient"][4] and seconds(found["activation"][2]) == 0
-    assert "less than is hidden" not in found["gradient"][5]
+    assert "less than the hidden time" not in found["gradient"][5]
     assert not Hidden("gradient", 2.0, 1.5, "backward", 1.0).fits
 
 
@@ -213,7 +213,7 @@ def test_people_see_the_layout_the_time_and_the_largest_tensors(run: Callable[..
 def test_without_collectives_it_says_so(run: Callable[..., Result]) -> None:
     shown = run("cost", LM, "--mesh", MESH).stdout
     assert "replicated (nothing is split)" in shown
-    assert "No collectives: no device sends anything." in shown
+    assert "No collectives: the devices do not communicate." in shown
 
 
 def test_lower_prints_the_program(run: Callable[..., Result], result: Callable[..., dict[str, Any]]) -> None:

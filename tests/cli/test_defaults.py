@@ -80,14 +80,14 @@ def test_a_target_is_found_beside_the_model_else_in_the_current_folder(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "needs tables [targets.NAME] and nothing else, found []"),
-        ("devices = 2", "needs tables [targets.NAME] and nothing else, found ['devices']"),
-        ("[targets.prod]", "--target pod: layoutopt.toml has no such target; did you mean 'prod'?"),
-        ("[targets]\npod = 3", "target 'pod' must be a table of options, as [targets.pod], found 3"),
+        ("", "must contain only tables named [targets.NAME], but contains []"),
+        ("devices = 2", "must contain only tables named [targets.NAME], but contains ['devices']"),
+        ("[targets.prod]", "--target pod: layoutopt.toml has no target of this name; did you mean 'prod'?"),
+        ("[targets]\npod = 3", "target 'pod' must be a table of options, [targets.pod], but is 3"),
         ("[targets.pod]\ndevcies = 3", "no command has an option --devcies; near are --devices"),
-        ("[targets.pod]\nquiet = 1", "quiet = 1: needs true or false"),
+        ("[targets.pod]\nquiet = 1", "quiet = 1: must be true or false"),
         ("[targets.pod]\ndevices = true", "devices = True: needs a string, a"),
-        ("[targets.pod", "this file is not TOML: "),
+        ("[targets.pod", "is not a valid TOML file: "),
     ],
 )
 def test_a_wrong_file_is_said_in_one_line(

@@ -126,7 +126,7 @@ def test_what_happens_until_the_first_loss_is_said(run: Callable[..., Result]) -
     first, *rest = done.stderr.splitlines()[:6]
     assert [first, *(line.partition(":")[0] for line in rest)] == [
         "searching the layout", "layout", "starting 2 devices of NumPy",
-        "lowering it and making its variables", "compiling the step", "step 1/20",
+        "lowering the model and initialising its variables", "compiling the step", "step 1/20",
     ]  # fmt: skip
     assert done.stderr.splitlines()[-1] == "evaluating on held-out data"
 

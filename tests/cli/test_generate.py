@@ -86,7 +86,7 @@ def test_what_is_shown_and_what_is_said(trained: tuple[str, str], run: Run) -> N
         (["--prompt", "a", "--set", "d_ff=64"], "variable 'feed_forward/wi' has shape"),
         (
             ["--prompt", "a", "--checkpoint", "nowhere"],
-            "'nowhere': no checkpoint there; write one with layoutopt",
+            "'nowhere': this folder has no checkpoint; make one with",
         ),
     ],
 )
@@ -102,9 +102,9 @@ def test_bad_input(trained: tuple[str, str], run: Run, options: list[str], match
     [
         (
             "def encode(text): return {'prompt': [1]}",
-            "'prompt', which is not a [batch, length] input",
+            "'prompt', which is not an input of shape [batch, length]",
         ),
-        ("def encode(text): return {}", "encode() does not give the model's input 'prompts'"),
+        ("def encode(text): return {}", "encode() does not return the model's input 'prompts'"),
         ("del encode", "has no function encode(); define encode(**hparams) in the same file as model()"),
         ("del generate", "has no function 'generate' to build a model"),
         (

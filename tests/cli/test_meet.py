@@ -47,7 +47,7 @@ def test_a_replica_that_waits_ends_at_once(number: int, tmp_path: Path) -> None:
         _, said = job.communicate(timeout=60)
         assert time.monotonic() - began < 10.0 and job.returncode == 128 + number, said
         assert "Traceback" not in said
-    assert "resuming from step 5" in said and f"{saved} is as it was" in said
+    assert "resuming from step 5" in said and f"{saved} is unchanged" in said
     assert (where / "state-99999999.npz").read_bytes() == b"a copy"
 
 

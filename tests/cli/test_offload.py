@@ -43,7 +43,7 @@ def test_a_plan_says_it_and_is_trained(
     assert plan["solver"]["status"] == "OPTIMAL" and plan["offload"]["optimizer"]
     assert plan["details"]["search"]["offload"] == ["optimizer"]
     explained = run("explain", out)
-    assert explained.exit_code == 0 and "lowered and predicted again: the same" in explained.stdout
+    assert explained.exit_code == 0 and "predicted again from the model: the same" in explained.stdout
     trained = run("train", LM, *SETS, "--layout", out, "--steps", "2", "--engine", "lockstep")
     assert trained.exit_code == 0, trained.stderr
     refused = run("export", out, "--to", "jax")

@@ -34,13 +34,16 @@ def test_a_plan_with_stages(
     edited.write_text(json.dumps({**told, "pipeline": {}}))
     for file, model in ((plan, ()), (edited, ("--model", LM))):
         refused = run("export", str(file), "--to", "maxtext", *model)
-        assert refused.exit_code == 2 and "stages for microbatches" in refused.stderr
+        assert refused.exit_code == 2 and "pipeline stages" in refused.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--pipeline", "layer"), "--pipeline layer: no loop counts it; did you mean 'layers'?"),
+        (
+            ("--pipeline", "layer"),
+            "--pipeline layer: no loop over layers has this dimension; did you mean 'layers'?",
+        ),
         (
             ("--pipeline", "layers", "--mesh", "pipe:8"),
             "--pipeline layers: pipeline over 'layers': 8 stages are too many for a loop of 4 layers;",
@@ -49,7 +52,10 @@ def test_a_plan_with_stages(
             ("--pipeline", "layers", "--schedule", "circular:3", "--set", "layers=1"),
             "are too many for a loop of 1 layer",
         ),
-        (("--pipeline", "layers", "--forbid", "layers:pipe+data"), "no mesh has an axis that may split it"),
+        (
+            ("--pipeline", "layers", "--forbid", "layers:pipe+data"),
+            "no mesh has an axis that may split the layers",
+        ),
         (("--pin", "layers:pipe"), "add --pipeline layers"),
         (("--pipeline", "layers", "--schedule", "1f1n"), "did you mean '1f1b'?"),
         (("--pipeline", "layers", "--schedule", "circular"), "e.g. circular:2"),
@@ -62,7 +68,7 @@ def test_a_plan_with_stages(
         (("--refine", "--objective", "memory"), "--refine cannot be combined with --objective memory"),
         (
             ("--pipeline", "layers", "--pin", "layers:pipe", "--pin", "batch:pipe"),
-            "axes are those of pipeline stages",
+            "pipeline stages use these axes",
         ),
     ],
 )

@@ -131,7 +131,7 @@ def test_a_plan_without_details_is_shown_as_far_as_it_goes(
     done = run("report", "printed.json")
     assert done.exit_code == 0 and (place.folder / "report.html").is_file()
     assert "the plan's model 'os:system' is not a .py or .json file" in done.stderr
-    assert "--model MODEL, which fills in variables, operations and memory" in done.stderr
+    assert "--model MODEL, to add variables, operations and memory to the report" in done.stderr
     for to in ("mesh-tensorflow", "haliax"):
         assert run("export", "printed.json", "--to", to).exit_code == 0
     for to in ("jax", "dtensor", "maxtext"):
@@ -226,8 +226,11 @@ def test_the_form_with_what_it_leaves_out_needs_no_model(run: Callable[..., Resu
     done = run("export", "plan.json", "--to", "jax", "--json")
     told = json.loads(done.stdout)
     assert told["not_said"] == {"refined": {"here": {"batch": []}}}
-    assert told["slices"] == {axis: 2} and f"not expressed in this form: {axis} spans 2 slices" in done.stderr
-    assert "not expressed in this form: batch:none in here" in done.stderr and place.times == 0
+    assert (
+        told["slices"] == {axis: 2}
+        and f"not expressed in this format: axis {axis} spans 2 slices" in done.stderr
+    )
+    assert "not expressed in this format: batch:none in here" in done.stderr and place.times == 0
 
 
 def test_exports_from_the_plan_and_from_its_model_are_the_same(

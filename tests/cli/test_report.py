@@ -56,7 +56,7 @@ def test_details_are_worked_out_from_the_model(
     (tmp_path / "bare.json").write_text(json.dumps(bare), encoding="utf-8")
     done = run("report", str(tmp_path / "bare.json"), "--out", str(out))
     assert done.exit_code == 0
-    assert "--model MODEL, which fills in variables, operations and memory" in done.stderr
+    assert "--model MODEL, to add variables, operations and memory to the report" in done.stderr
     assert 'id="pieces" class="absent"' in out.read_text(encoding="utf-8")
     done = run("report", str(tmp_path / "bare.json"), "--out", str(out), "--model", "examples/mlp.py")
     assert undated(out) == undated(written / "search.html")
@@ -91,7 +91,7 @@ def test_wrong_files(refused: Callable[..., str], written: Path, tmp_path: Path)
     assert f"plan {str(cut)!r} is not valid JSON" in refused("report", str(cut))
     old = tmp_path / "old.json"
     old.write_text('{"format": "layoutopt-plan/0"}', encoding="utf-8")
-    assert "has format 'layoutopt-plan/0'; this version reads" in refused("report", str(old))
+    assert "has format 'layoutopt-plan/0', but this version of layoutopt reads" in refused("report", str(old))
     assert "it is a folder; name a file" in refused("report", plan, "--out", str(tmp_path))
     assert "--validation 'none.json' cannot be read" in refused(
         "report", plan, "--validation", "none.json", "-q"

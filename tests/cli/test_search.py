@@ -84,7 +84,8 @@ def test_what_is_next_names_a_model_that_its_plan_may_not(run: Callable[..., Res
     for source in (f"{other}:small", str(other)):
         done = run("search", source, "--mesh", "data:2", "--hardware", "h100", "--out", out)
         assert (
-            f"next: layoutopt explain {out} --model {source}; report takes it too, export with" in done.stderr
+            f"next: layoutopt explain {out} --model {source}; report also takes the plan, and export with"
+            in done.stderr
         )
         assert run("explain", out, "--model", source).exit_code == 0
 
@@ -158,7 +159,7 @@ def test_a_plan_of_another_model_is_refused(plan_file: Path, refused: Callable[.
     line = refused("cost", LM, "--set", "layers=4", "--layout", str(plan_file))
     assert f"{plan_file}: the plan was made for another model: layers=2 there, 4 here" in line
     line = refused("cost", LM, *SMALL, "--layout", str(plan_file), "--mesh", "data:8")
-    assert f"--mesh 'data:8' is not the mesh of {plan_file}, which is data:2;model:4" in line
+    assert f"--mesh 'data:8' differs from the mesh of {plan_file}, data:2;model:4" in line
 
 
 def test_a_plan_gives_the_hyperparameters_that_are_not_set(
@@ -195,7 +196,7 @@ def test_people_see_the_proof_and_the_alternatives(run: Callable[..., Result]) -
     assert not re.search(r"^tensor parallel", rows, re.MULTILINE)  # it is the answer's row
     assert re.search(r"^data parallel +│ batch:data\+model +│", done.stdout, re.MULTILINE)
     assert re.search(r"^speed +[\d.]+% MFU, [\d,.]+ examples/s", done.stdout, re.MULTILINE)
-    assert re.fullmatch(r"(so far .*\n)+", done.stderr)
+    assert re.fullmatch(r"(best so far: .*\n)+", done.stderr)
 
 
 def test_pins_and_prohibitions_hold(result: Callable[..., dict[str, Any]]) -> None:
@@ -304,7 +305,7 @@ def test_no_time_for_anything(run: Callable[..., Result], refused: Callable[...,
     [
         ([], "give either a mesh (--mesh 'data:2;model:4') or a number of devices (--devices 8)"),
         (["--mesh", "data:2", "--devices", "2"], "give either a mesh"),
-        (["--devices", "0"], "--devices 0: needs at least one device"),
+        (["--devices", "0"], "--devices 0: write at least 1"),
         (
             ["--mesh", "data:2", "--pin", "btch:data"],
             "--pin btch: no operation has this dimension; did you mean",

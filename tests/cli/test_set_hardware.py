@@ -44,7 +44,8 @@ def test_a_plan_priced_on_other_hardware_than_its_own_says_so(
     result("search", *SMALL, "--hardware", "a100", "--out", str(out))
     asked = ("cost", "examples/mlp.py", "--set", "batch=64", "--layout", str(out))
     note = (
-        "the plan is for a100, this prediction for cpu-local: add --hardware a100 to predict for the plan's"
+        "the plan is for a100, but this prediction is for cpu-local; add --hardware a100 to predict for the "
+        "plan's hardware"
     )
     assert note in result(*asked)["notes"]
     assert note not in result(*asked, "--hardware", "a100").get("notes", [])

@@ -42,7 +42,7 @@ def test_times_say_how_sure(run: Callable[..., Result], result: Callable[..., di
     assert "4 published steps on this hardware" in found["tpu-v5e"]["words"]
     assert found["tpu-v6e"]["mean"] is None and "against its compiler" in found["tpu-v6e"]["words"]
     said = run(*asked).stdout
-    assert "how sure tpu-v5e: 4 published steps" in said and "how sure tpu-v6e: against" in said
+    assert "accuracy tpu-v5e: 4 published steps" in said and "accuracy tpu-v6e: against" in said
     assert "±5.9%" in said and "not compared" in said.replace("\n", " ")
 
 
@@ -108,7 +108,9 @@ def test_what_is_no_count_is_refused(text: str) -> None:
 
 def test_chips_are_named(run: Callable[..., Result]) -> None:
     said = run("size", LM, *TINY, "--tokens", "1M").stderr
-    assert "no chip is named, so cpu-local was sized; compare chips with --hardware" in " ".join(said.split())
+    assert "without --hardware the answer is for cpu-local; compare chips with --hardware" in " ".join(
+        said.split()
+    )
 
 
 def test_one_size_of_the_family_is_trained_on_tokens(result: Callable[..., dict[str, Any]]) -> None:

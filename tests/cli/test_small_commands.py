@@ -61,7 +61,9 @@ def test_init_keeps_what_is_there(
 ) -> None:
     file = tmp_path / "model.py"
     file.write_text("mine", encoding="utf-8")
-    assert "already exists; choose another name, or --force to replace it" in refused("init", str(file))
+    assert "already exists; choose another name, or add --force to overwrite the file" in refused(
+        "init", str(file)
+    )
     assert file.read_text(encoding="utf-8") == "mine"
     assert run("init", str(file), "--force", "--quiet").stderr == ""
     assert "def model(" in file.read_text(encoding="utf-8")
@@ -82,7 +84,7 @@ def test_an_example_comes_with_what_it_imports(
     assert run("init", "--example", "bert").exit_code == 0
     (tmp_path / "examples/text.py").write_text("mine", encoding="utf-8")
     said = refused("init", "--example", "bert")
-    assert said == "'examples/text.py' already exists; --force to replace it"
+    assert said == "'examples/text.py' already exists; add --force to overwrite the file"
     assert (tmp_path / "examples/text.py").read_text(encoding="utf-8") == "mine"
     assert run("init", "--example", "bert", "--force").exit_code == 0
 
@@ -131,7 +133,7 @@ def test_a_file_that_takes_longer_than_the_limit_is_not_waited_for(
     monkeypatch.setattr("layoutopt.solver.load", slow)
     file = problem(tmp_path)
     line = refused("solve-problem", file, "--time-limit", "0.5", code=4)
-    assert "the time limit ended before it was loaded; give more than --time-limit 0.5" in line
+    assert "loading took longer than the time limit; raise --time-limit 0.5" in line
 
 
 @pytest.mark.parametrize(("nothing", "limits"), [(False, [LEAST]), (True, [LEAST, FIRST])])
@@ -160,7 +162,7 @@ def test_an_infeasible_problem_names_its_rows(refused: Callable[..., str], tmp_p
     line = refused("solve-problem", problem(tmp_path, limit=3), code=3)
     assert line == (
         "problem 'two' is proven infeasible: these rows conflict: 'memory' (limit 3); "
-        "raise one of their limits"
+        "raise the limit of one of these rows"
     )
 
 

@@ -122,7 +122,7 @@ def test_other_signals_end_a_command_as_ctrl_c_does(
     stop = f"    import os\n    os.kill(os.getpid(), {int(number)})\n"
     file = interrupted(tmp_path, '    g = mtf.Graph("two_layers")', stop)
     done = run(words[0], file, *words[1:])
-    told = "stopped before the training began\n" if words[0] == "train" else ""
+    told = "stopped before training began\n" if words[0] == "train" else ""
     assert (done.exit_code, done.stdout, done.stderr) == (128 + number, "", told)
     assert signal.getsignal(number) is signal.SIG_DFL
 
@@ -136,7 +136,7 @@ def test_a_stopped_search_is_saved_and_says_how_it_ended(
 
     def say(self: Terminal, text: str) -> None:
         said(self, text)
-        if text.startswith("so far"):
+        if text.startswith("best so far"):
             os.kill(os.getpid(), number)
 
     monkeypatch.setattr(Terminal, "say", say)
@@ -146,7 +146,7 @@ def test_a_stopped_search_is_saved_and_says_how_it_ended(
     finally:
         signal.signal(signal.SIGINT, heard)
     assert done.exit_code == 128 + number
-    assert "stopped: this is the best so far" in done.stderr
+    assert "stopped: this is the best layout found so far" in done.stderr
     assert f"wrote the plan to {out}" in done.stderr
     kept = load_plan(out)
     assert kept.solver.status == "FEASIBLE"
@@ -241,7 +241,7 @@ def test_ctrl_c_keeps_what_was_trained(run: Callable[..., Result], tmp_path: Pat
     assert f"stopped after step 3 of 100, saved in {tmp_path / 'run'}" in done.stderr
     done = run(*args, "--steps", "3", "--held-out", "0")
     assert done.exit_code == 0, done.stderr
-    assert "nothing to do: the checkpoint is of step 3 already" in done.stdout
+    assert "nothing to do: the checkpoint is already at step 3" in done.stdout
 
 
 def drawn(shown: Any, width: int) -> list[str]:

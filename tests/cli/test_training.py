@@ -164,17 +164,17 @@ def test_where_nothing_can_be_saved_it_is_said(
     signal_in_step(signal.SIGTERM, 2)
     done = run(*TRAIN)
     assert done.exit_code == 143
-    assert "stopped after step 2 of 6; nothing is saved without --checkpoint DIR" in done.stderr
+    assert "stopped after step 2 of 6; without --checkpoint DIR nothing was saved" in done.stderr
     signal_in_step(signal.SIGINT, 1)
     done = run(*TRAIN, "--checkpoint", str(tmp_path / "run"))
     assert done.exit_code == 130
-    assert f"stopped before step 1 was done; {tmp_path / 'run'} is as it was" in done.stderr
+    assert f"stopped before the end of step 1; {tmp_path / 'run'} is unchanged" in done.stderr
     assert listed(tmp_path / "run") == []
 
 
 def test_the_step_that_compiles_is_no_speed(run: Callable[..., Result]) -> None:
     done = run("train", MLP, "--engine", "lockstep", *ON, "--steps", "1", "--held-out", "0")
-    assert re.search(r"^step +[\d.]+ \w+ with compiling \(predicted", done.stdout, re.MULTILINE)
+    assert re.search(r"^step +[\d.]+ \w+ including compilation \(predicted", done.stdout, re.MULTILINE)
     assert "rate" not in done.stdout and "examples/s" not in done.stdout
 
 
@@ -185,7 +185,7 @@ def test_a_signal_while_the_layout_is_searched(
         "layoutopt.optimize.entry.search", lambda *_, **__: signal.raise_signal(signal.SIGTERM)
     )
     done = run("train", MLP, "--mesh", "data:2", "--steps", "1")
-    assert (done.exit_code, done.stderr.splitlines()[-1]) == (143, "stopped before the training began")
+    assert (done.exit_code, done.stderr.splitlines()[-1]) == (143, "stopped before training began")
 
 
 def test_a_directory_of_another_job_is_refused_before_the_search(
@@ -202,7 +202,7 @@ def test_a_directory_of_another_job_is_refused_before_the_search(
 @pytest.mark.parametrize("words", [("train", MLP), ("generate", MLP, "--prompt", "a")])
 def test_a_checkpoint_needs_a_name(refused: Callable[..., str], words: tuple[str, ...]) -> None:
     line = refused(*words, "--mesh", "data:2", "--checkpoint", "")
-    assert "it names nothing; give a path" in line
+    assert "the path is empty; write a path" in line
 
 
 def test_checkpoints_have_the_mode_that_is_asked_for(
@@ -213,8 +213,9 @@ def test_checkpoints_have_the_mode_that_is_asked_for(
 ) -> None:
     """A lock that is removed meanwhile is one line."""
     words = ("train", MLP, "--mesh", "data:2", "--layout", "batch:data", "--engine", "lockstep")
-    assert "--checkpoint-mode needs --checkpoint DIR; add it, or remove the mode" in refused(
-        *words, "--checkpoint-mode", "0700"
+    assert (
+        "--checkpoint-mode needs --checkpoint DIR; add --checkpoint, or remove --checkpoint-mode"
+        in refused(*words, "--checkpoint-mode", "0700")
     )
     place = ("--checkpoint", str(tmp_path / "run"))
     assert "checkpoint mode '0077' must be an octal number that gives the" in refused(
@@ -340,7 +341,10 @@ def test_training_on_text_tells_the_unigram_entropy(result: Callable[..., dict[s
 
 def test_what_replicas_did_since_they_met_is_said(run: Callable[..., Result]) -> None:
     ways = ("--mesh", "sites:2", "--layout", "", "--diloco", "sites:period=2")
-    for steps, said in (("1", "have not met yet; held-out data"), ("3", "met after step 2 the last time")):
+    for steps, said in (
+        ("1", "not synchronised yet; held-out data"),
+        ("3", "last synchronised after step 2"),
+    ):
         done = run("train", MLP, "--engine", "lockstep", *ways, "--steps", steps, "--held-out", "0")
         assert done.exit_code == 0 and said in done.stdout
     done = run("train", MLP, "--engine", "lockstep", *ways, "--steps", "2", "--held-out", "0")
@@ -388,7 +392,7 @@ def test_what_auto_does_not_decide_is_named(refused: Callable[..., str], option:
             "gpu",
             None,
             "cpu-local",
-            "no preset describes NVIDIA L4: predictions",
+            "no preset describes NVIDIA L4, so predictions",
         ),
         ("cpu", "cpu", None, "cpu-local", ""),
     ],

@@ -49,12 +49,13 @@ def test_a_plans_bill_and_its_reports(run: Callable[..., Result], tmp_path: Path
 
 
 def test_wrong_ones(refused: Callable[..., str]) -> None:
-    assert "'v3' is not a --hardware of this command; known: tpu-v3" in refused(*COST, "--price", "v3=4")
+    assert "'v3' is not the hardware of this command; known: tpu-v3" in refused(*COST, "--price", "v3=4")
     assert "--tokens 'many' is not a number; write for example --tokens 300B" in refused(
         *COST, "--tokens", "many"
     )
     assert "--price '-1'" in refused(*COST, "--price=-1")
     mlp = ("search", "examples/mlp.py", "--mesh", "data:2", "--tokens", "1B")
-    assert "the model does not define its tokens; name the dimensions that count them, e.g. Model" in refused(
-        *mlp
+    assert (
+        "the model does not define its tokens; name the dimensions that count tokens, e.g. Model"
+        in refused(*mlp)
     )

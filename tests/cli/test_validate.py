@@ -87,7 +87,7 @@ def test_a_machine_that_is_not_calibrated_is_told_so(capsys: pytest.CaptureFixtu
     }
     for calibrated in (False, True):
         _show(Terminal(), named, replace(load_hardware("cpu-local"), calibrated=calibrated))
-        said = "cpu-local (not calibrated: `layoutopt calibrate` measures it first)"
+        said = "cpu-local (not calibrated; run `layoutopt calibrate` first)"
         assert (said in capsys.readouterr().out) is not calibrated
 
 

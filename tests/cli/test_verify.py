@@ -40,7 +40,7 @@ def test_what_is_compiled_is_what_is_predicted(result: Callable[..., dict[str, A
 def test_people_read_a_table(run: Callable[..., Result]) -> None:
     done = run(*MLP, "--topology", "v6e:2x2", "--mesh", "data:4", "--layout", "batch:data", "-q")
     assert done.exit_code == 0
-    assert "as the program says" in done.stdout
+    assert "all as predicted" in done.stdout
     assert "all-reduce, reduce-scatter" in done.stdout
     assert done.stderr == ""
 
@@ -95,7 +95,7 @@ def test_replicas_are_two_programs(refused: Callable[..., str]) -> None:
 
 
 def test_a_plan_takes_no_layout(refused: Callable[..., str]) -> None:
-    assert "remove these options, or give the MODEL" in refused(
+    assert "remove the options for them, or name a MODEL" in refused(
         "verify", "plan.json", "--topology", "v5e:2x4", "--mesh", "a:8"
     )
 

@@ -1,4 +1,4 @@
-"""`search --diloco`: replicas that synchronise rarely in plans that are compared, explained and trained."""
+"""`search --diloco`: DiLoCo replicas in plans that are compared, explained and trained."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def test_a_plan_with_replicas_is_trained(
     shown = run("search", *MLP, *HERE, "--diloco", "free", "--out", out)
     assert shown.exit_code == 0 and "Settings of synchronisation" in shown.stdout
     shown = run("explain", out)
-    assert shown.exit_code == 0 and "Where it pays that" in shown.stdout and "Gbit/s" in shown.stdout
+    assert shown.exit_code == 0 and "Synchronisation of " in shown.stdout and "Gbit/s" in shown.stdout
     refused = run("search", *MLP, *HERE, "--diloco", "sites:period=30", "--accept-loss", "0.1")
     assert refused.exit_code == 2 and "--accept-loss chooses among several --diloco" in refused.stderr

@@ -34,7 +34,7 @@ def test_two_processes_measure_together(tmp_path: Path) -> None:
         job.signal(1)
         code, said = job.end(60)
         assert (code, said, out.exists()) == (137, "", False)
-        assert "worker 1 was ended by SIGKILL; the same command continues from the measurements" in job.log()
+        assert "worker 1 was killed by SIGKILL; run the same command again to continue" in job.log()
     key = json.loads(partial.read_text(encoding="utf-8"))["key"]
     assert key == {"mesh": str(MESH), "processes": 2, "quick": True, "versions": versions("jax")}
 

@@ -35,8 +35,8 @@ LEAVES = "import os\nif int(os.environ['JAX_PROCESS_ID']): os._exit(7)\n"
     ("codes", "stuck", "culprit", "code", "reason"),
     [
         ((0, 0), (), None, 0, None),
-        ((5, -9), (), 1, 137, "worker 1 was ended by SIGKILL"),
-        ((5, -15), (1,), 1, 5, "worker 1 stood still"),
+        ((5, -9), (), 1, 137, "worker 1 was killed by SIGKILL"),
+        ((5, -15), (1,), 1, 5, "worker 1 stopped responding"),
         ((-15, 1), (0,), 1, 1, "worker 1 ended with exit code 1"),
         ((5, 3, -9), (), 1, 3, "worker 1 ended with exit code 3"),
         ((5, 5), (), 0, 5, "worker 0 ended with exit code 5"),
@@ -102,7 +102,7 @@ def test_a_job_is_started_again_from_its_checkpoint(
     attempts([killed, saved(5), killed, saved(10), killed, done])
     assert launch(["train"], 2, 2, tmp_path, said.append) == 0
     assert [text.partition("; ")[2] for text in said] == [
-        "restarting from the beginning, as nothing is saved yet (restart 1 of 2)",
+        "restarting from the beginning, because there is no checkpoint yet (restart 1 of 2)",
         "restarting from step-000000005 (restart 1 of 2)",
         "restarting from step-000000005 (restart 2 of 2)",
         "restarting from step-000000010 (restart 1 of 2)",
@@ -114,10 +114,10 @@ def test_it_is_given_up(attempts: Callable[[list[Callable[[], Attempt]]], None],
     said: list[str] = []
     attempts([killed] * 3)
     assert launch(["train"], 2, 2, tmp_path, said.append) == 137
-    assert said[-1] == "worker 1 was ended by SIGKILL; stopped after 2 restarts without a new checkpoint"
+    assert said[-1] == "worker 1 was killed by SIGKILL; stopped after 2 restarts without a new checkpoint"
     attempts([killed])
     assert launch(["train"], 2, 2, None, said.append) == 137
-    assert said[-1] == "worker 1 was ended by SIGKILL; add --checkpoint DIR to resume after a failure"
+    assert said[-1] == "worker 1 was killed by SIGKILL; add --checkpoint DIR to resume after a failure"
 
 
 def test_wrong_input_is_not_tried_again(
@@ -200,7 +200,7 @@ def test_launch_alone_says_who_the_workers_are(words: list[str], monkeypatch: py
     monkeypatch.setattr(launching, "launch", lambda *_: pytest.fail("it starts workers"))
     found = CliRunner().invoke(app, ["launch", "--", "train", "examples/mlp.py", *words])
     assert found.exit_code == 2
-    assert f"and their coordinator itself; remove {words[0].partition('=')[0]}, or start" in found.stderr
+    assert f"and their coordinator; remove {words[0].partition('=')[0]}, or start" in found.stderr
 
 
 def test_launch_looks_where_the_command_saves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,8 +75,8 @@ def test_killed_workers_change_nothing(tmp_path: Path) -> None:
         '{"error": "worker 1 (' in log
         and "was lost: no heartbeat for 10 s, because it ended, hangs or is" in log
     )
-    assert log.count("launch: worker 1 was ended by SIGKILL; restarting from step-") == 1
-    assert log.count("launch: worker 0 was ended by SIGKILL; restarting from step-") == 1
+    assert log.count("launch: worker 1 was killed by SIGKILL; restarting from step-") == 1
+    assert log.count("launch: worker 0 was killed by SIGKILL; restarting from step-") == 1
 
     found = json.loads(out)
     assert found["steps"] == STEPS and found["first_step"] >= 4 * EVERY

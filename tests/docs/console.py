@@ -23,7 +23,7 @@ from pathlib import Path
 CUT = "…"
 MEASURES = ("layoutopt train", "layoutopt calibrate", "layoutopt validate", "--validation")
 """In commands that run steps or measure, or read what these wrote; they take most of the time."""
-PROGRESS = re.compile(r"^(?:so far|searching) .*\n", re.MULTILINE)
+PROGRESS = re.compile(r"^(?:best so far|searching) .*\n", re.MULTILINE)
 """What a search prints on its way, another in every run."""
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

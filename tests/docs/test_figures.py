@@ -18,7 +18,7 @@ from layoutopt.plan.units import percent
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SURE = re.compile(r"how sure +(\d+ published steps? on this hardware: .*?)\nproof", re.DOTALL)
+SURE = re.compile(r"accuracy +(\d+ published steps? on this hardware: .*?)\nproof", re.DOTALL)
 HARDWARE = re.compile(r"\nhardware +([\w.-]+)")
 GPUS = ("published/dgxc_benchmarking_h100.csv", "published/jax_toolbox_pax.csv", "published/torchtitan.csv")
 

@@ -133,7 +133,7 @@ RARE = 6
 
 
 def opened(rng: random.Random, model: mtf.Model, rarely: bool = False) -> SearchSpace:
-    """Everything of every kind; replicas that synchronise rarely are a search of their own."""
+    """Everything of every kind; DiLoCo replicas are a search of their own."""
     said: dict[str, Any] = {}
     for kind in KINDS:
         its = OPENED[kind](rng, model)

@@ -65,7 +65,7 @@ def test_with_room_the_bound_is_enough(model: mtf.Model, hardware: Hardware) -> 
     # The first bound may miss the plan's own seconds by a rounding; then the second problem has its own.
     assert how in (["bound", *["pieces"] * 3], ["bound", "bound", *["pieces"] * 2])
     count = how.count("bound")
-    said = f"{count} by their bound, {4 - count} as pieces of these"
+    said = f"{count} by their own bound, {4 - count} by the bound of fewer microbatches"
     assert proof.layouts == considered_by(plan) and not proof.other
     assert str(proof) == f"4 problems with {proof.layouts:,} layouts, ruled out without a solver: {said}"
 
@@ -171,4 +171,6 @@ def test_a_certificate_that_forgets_a_kind_is_of_another_space(kind: type[Decisi
 
     assert certificate(problems).verified
     found = certificate(forgotten(problems, kind))
-    assert kind in {*APART} & FINDS.keys() or (not found.verified and "of another space" in str(found))
+    assert kind in {*APART} & FINDS.keys() or (
+        not found.verified and "for another search space" in str(found)
+    )

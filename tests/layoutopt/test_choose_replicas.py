@@ -69,7 +69,7 @@ def test_what_the_law_says_decides(machine: Hardware) -> None:
     assert found["sites, every 30 steps"].loss == pytest.approx(law)
     assert found["sites, every 30 steps"].reason.startswith("not accepted: +")
     assert found["sites, every 300 steps"].reason == "not accepted: no law beyond H = 30"
-    with pytest.raises(mtf.UserError, match=r"no setting remains"):
+    with pytest.raises(mtf.UserError, match=r"excludes every setting"):
         choose_replicas(build, MESH, WAYS[1:], machine, accept_loss=0.0, **FEW)
 
 
@@ -105,7 +105,7 @@ def test_searched_values_are_those_that_enumeration_finds(machine: Hardware) -> 
     ways = plan.data.details.ways
     assert ways is not None and len(ways.compared) == len(asked) and plan.solver.status == "OPTIMAL"
     assert plan.predicted.step_seconds == pytest.approx(min(e.predicted.step_seconds for e in each), rel=1e-9)
-    with pytest.raises(mtf.UserError, match="no law of fragments, few bits or delays"):
+    with pytest.raises(mtf.UserError, match="no runs for fragments, quantised synchronisation or delays"):
         choose_replicas(build, MESH, ["sites:bits=8/4"], machine, accept_loss=0.5, **FEW)
 
 
@@ -150,11 +150,11 @@ def test_its_words(pays: tuple[int, ...], turns: tuple[float, ...], words: str) 
         for rate, p in zip((1, 10, 100), pays, strict=True)
     ]
     said = Turning(axis="sites", at=tuple(at), turns=turns, searched=True).words
-    assert said == f"it pays {words} Gbit/s between a replica and the others"
+    assert said == f"rare synchronisation is faster {words} Gbit/s between a replica and the others"
 
 
 def test_errors(machine: Hardware) -> None:
-    with pytest.raises(mtf.UserError, match="build it with its share of the batch"):
+    with pytest.raises(mtf.UserError, match="with its share of the batch"):
         choose_replicas(lambda _: build(1), MESH, WAYS[:2], machine, **FEW)
     with pytest.raises(mtf.UserError, match="accept_loss=-1: needs a fraction of"):
         choose_replicas(build, MESH, WAYS, machine, accept_loss=-1, **FEW)
@@ -162,7 +162,9 @@ def test_errors(machine: Hardware) -> None:
         lambda n: model(mtf.SGD(0.1), rows=9, dtype="float32"), MESH, WAYS[:2], machine, **FEW
     )
     ways = plan.data.details.ways
-    assert ways is not None and ways.compared[1].reason == "9 examples do not divide over 2 replicas"
+    assert (
+        ways is not None and ways.compared[1].reason == "a batch of 9 examples is not divisible by 2 replicas"
+    )
 
 
 def test_a_way_that_is_refused_is_one_of_them(machine: Hardware) -> None:

@@ -39,7 +39,7 @@ def test_every_kind_says_what_it_can_choose_and_what_was_left_out() -> None:
 
 def test_with_everything_allowed_only_what_no_search_chooses_is_left_out() -> None:
     wide = everything(TARGET)
-    assert names(wide) == {"replicas that synchronise rarely"}
+    assert names(wide) == {"DiLoCo replicas"}
     for name in ASKED - NOT_CHOSEN:
         assert getattr(wide, name) != getattr(
             replace(SearchSpace(microbatches=(1,)), storage=(), microbatches=()), name
@@ -82,7 +82,7 @@ def test_less_allowed_is_said(name: str) -> None:
 
 def test_pins_are_said() -> None:
     whats = {left.what for left in left_out(TARGET, SearchSpace(pins={"batch": ("x",)}, microbatches=(1,)))}
-    assert "splits that --pin or --forbid rule out" in whats
+    assert "splits that --pin or --forbid exclude" in whats
 
 
 def test_a_plan_carries_it() -> None:
@@ -121,5 +121,5 @@ def test_words() -> None:
     space = CoveredSpace(layouts=1_859_000_000_000, not_looked_at=left)
     assert space.count == "1.9e12 layouts" and count_text(98_304) == "98,304"
     assert space.limits == (
-        "not looked at: pipelines, offloading (--allow everything); looked at in part: splits (see explain)"
+        "not searched: pipelines, offloading (--allow everything); searched in part: splits (see explain)"
     )

@@ -83,7 +83,7 @@ def test_a_plan_has_a_frame_a_card_a_page_and_figures(plan: Plan, tmp_path: Path
     card = plan._repr_html_()
     assert "optimal under this cost model" in card and "batch" in card and "<script" not in card
     assert (
-        "--check: the plan does not record its search; write it again with search --out" not in card
+        "--check: the plan does not record its search; search again with --out" not in card
         and "published steps on this hardware" in card
     )  # as on the page
     page = tmp_path / "report.html"
@@ -131,7 +131,7 @@ def test_an_explanation_says_what_each_split_is_worth(plan: Plan) -> None:
     assert not found.binds and found.limit is not None and found.limit.seconds == plan.predicted.step_seconds
     assert found.against is not None
     assert found.against.predicted.step_seconds >= plan.predicted.step_seconds
-    with pytest.raises(mtf.UserError, match="a plan file has no model; write"):
+    with pytest.raises(mtf.UserError, match="a plan from a file has no model; attach"):
         layoutopt.explain(Plan(plan.data))
 
 
@@ -145,7 +145,7 @@ def test_a_validation_has_a_frame() -> None:
 def test_what_is_no_such_argument_is_said_in_a_line(model: mtf.Model, plan: Plan) -> None:
     with pytest.raises(mtf.UserError, match="memory is '16GiB'; give a positive number of bytes"):
         layoutopt.cost(model, MESH, "batch:data", "tpu-v3", memory="16GiB")  # type: ignore[arg-type]
-    with pytest.raises(mtf.UserError, match="layouts 'batch:data': give a list of at least two"):
+    with pytest.raises(mtf.UserError, match="layouts 'batch:data': pass a list of at least two layouts"):
         layoutopt.validate(model, MESH, layouts="batch:data")
     with pytest.raises(mtf.UserError, match=r"verify 'plan\.json': give a result of layoutopt\.search"):
         layoutopt.verify("plan.json", "v5e:2x2")  # type: ignore[arg-type]

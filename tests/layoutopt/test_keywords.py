@@ -17,7 +17,7 @@ from layoutopt.space.keywords import in_keywords
 @pytest.mark.parametrize(
     ("said", "in_python"),
     [
-        ("--max-axes 9: at most 4 are searched", "max_axes=9: at most 4 are searched"),
+        ("--max-axes 9: a search supports at most 4 axes", "max_axes=9: a search supports at most 4 axes"),
         ("--top -1: needs at least 1", "top=-1: needs at least 1"),
         (
             "give a mesh (--mesh 'data:2') instead of --devices",

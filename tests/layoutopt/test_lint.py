@@ -30,8 +30,8 @@ def seconds(layout: str) -> float:
 
 def test_an_axis_that_splits_nothing() -> None:
     (found,) = [f for f in findings("batch:data") if f.kind == "wasted axis"]
-    assert found.message == "axis 'model' splits nothing: its 4 devices all do the same work"
-    assert found.fix is not None and "less time a step" in found.fix
+    assert found.message == "axis 'model' splits nothing, so its 4 devices all do the same work"
+    assert found.fix is not None and "less step time" in found.fix
     assert found.layout is not None and seconds(found.layout) < seconds("batch:data")
 
 
@@ -43,8 +43,11 @@ def test_work_that_is_repeated_names_where() -> None:
 
 def test_a_size_that_does_not_divide() -> None:
     kinds = {f.kind: f for f in findings("batch:data;d_ff:model", heads=6, kv_heads=6)}
-    assert kinds["indivisible"].message == "'heads' has size 6, which the 4 devices of 'model' do not divide"
-    assert kinds["indivisible"].fix == "a size of 4 or 8 could be split"
+    assert (
+        kinds["indivisible"].message
+        == "'heads' has size 6, which is not divisible by the 4 devices of 'model'"
+    )
+    assert kinds["indivisible"].fix == "change the size to 4 or 8"
 
 
 def test_an_axis_of_one_device() -> None:

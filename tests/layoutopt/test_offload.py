@@ -231,7 +231,9 @@ def test_it_can_be_forbidden() -> None:
     assert without(both, "recompute") == SearchSpace(
         offload=("optimizer",), recompute=(False,), microbatches=(1,)
     )
-    with pytest.raises(mtf.UserError, match="--without offload: the plan's search could not choose it"):
+    with pytest.raises(
+        mtf.UserError, match="--without offload: the plan's search could not choose this decision"
+    ):
         without(SearchSpace(microbatches=(1,)), "offload")
 
 

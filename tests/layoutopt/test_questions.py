@@ -30,7 +30,7 @@ def test_what_is_pinned_is_searched_though_tables_are_made_one_by_one(model: mtf
 
 @pytest.mark.parametrize("rules", ["batch:none;batch:data", "batch:data;batch:none"])
 def test_contradicting_pins_are_refused_in_any_order(rules: str) -> None:
-    with pytest.raises(UserError, match=r"'batch' is asked to be split over .* these conflict; keep one"):
+    with pytest.raises(UserError, match=r"two rules pin 'batch', to .* remove one of them"):
         parse_rules(rules)
 
 
@@ -38,7 +38,7 @@ def test_what_is_forbidden_adds_up() -> None:
     assert parse_forbid("batch:data;batch:model;d:data") == {"batch": ("data", "model"), "d": ("data",)}
     assert parse_forbid({"batch": ("data",)}) == {"batch": ("data",)}
     with pytest.raises(
-        UserError, match="forbid batch:none names no axis; to require a split of 'batch', pin it"
+        UserError, match="forbid batch:none names no axis; to require a split of 'batch', use --pin"
     ):
         parse_forbid("batch:none")
 
@@ -47,16 +47,19 @@ def test_what_is_forbidden_adds_up() -> None:
     ("asked", "message"),
     [
         ({"microbatches": (7,)}, "microbatches=7: 'batch' has size 64, which none of these divides"),
-        ({"microbatches": (0,)}, r"microbatches \(0,\): needs whole numbers of at least 1"),
-        ({"microbatches": ()}, r"microbatches \(\): needs whole numbers of at least 1"),
-        ({"storage": ()}, "storage names no stage; allow one or more of layout, zero1"),
+        ({"microbatches": (0,)}, r"microbatches \(0,\): write whole numbers of at least 1"),
+        ({"microbatches": ()}, r"microbatches \(\): write whole numbers of at least 1"),
+        ({"storage": ()}, "storage is empty; name one or more of layout, zero1"),
         ({"storage": ("zero4",)}, "storage 'zero4': did you mean"),
-        ({"microbatches": 4}, "microbatches 4: needs a list of allowed values"),
+        ({"microbatches": 4}, "microbatches 4: write a list of allowed values, or a comma-separated text"),
         ({"memory": "16GiB"}, "memory is '16GiB'; give a positive number of bytes"),
-        ({"pins": 5}, "pins 5: write them as 'batch:data', or as a dict of dimensions"),
+        ({"pins": 5}, "pins 5: write rules such as 'batch:data', or a dict of dimensions and axes"),
         ({"top": 2.5}, "top is 2.5; give a whole number"),
-        ({"mesh": None, "devices": 1 << 40}, "devices=1099511627776: at most 1,048,576 are searched"),
-        ({"recompute": ()}, "recompute is empty; allow False, True or both"),
+        (
+            {"mesh": None, "devices": 1 << 40},
+            "devices=1099511627776: a search supports at most 1,048,576 devices",
+        ),
+        ({"recompute": ()}, "recompute is empty; write False, True or both"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(model: mtf.Model, asked: dict[str, Any], message: str) -> None:
@@ -124,7 +127,7 @@ def test_rules_for_elsewhere_hold_if_pinned_and_not_if_forbidden() -> None:
     assert plan.layout.elsewhere == (("length", ("model",)),)
     assert plan.solver.status == "OPTIMAL"
     then = SearchSpace(pins={"length@elsewhere": ("model",)}, elsewhere=("length",), microbatches=(1,))
-    with pytest.raises(UserError, match="--without sequence: the plan's search had to choose it"):
+    with pytest.raises(UserError, match="--without sequence: the plan's search required this decision"):
         without(then, "sequence")
     assert "sequence" not in forbidden(plan, then, ["all"])
     assert "sequence" in forbidden(plan, SearchSpace(elsewhere=("length",), microbatches=(1,)), ["all"])
@@ -139,11 +142,11 @@ def test_rules_for_elsewhere_hold_if_pinned_and_not_if_forbidden() -> None:
             "lenth@elsewhere:model",
             "lenth@elsewhere: no operation has this dimension; did you mean 'length'",
         ),
-        ("batch@elsewhere:model", "'batch' may not be split further elsewhere; add"),
+        ("batch@elsewhere:model", "'batch' may not be split elsewhere; add"),
         ("length@elsewhere:other", "has no axis 'other'"),
         (
             "length@feed_forward:model",
-            "rules with a path cannot be pinned or forbidden; remove @feed_forward",
+            "apply to a dimension wherever it appears; remove @feed_forward",
         ),
     ],
 )

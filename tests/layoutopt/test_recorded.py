@@ -137,7 +137,9 @@ def test_a_proof_over_all_orders_is_checked_over_all_orders() -> None:
     assert whole.verified and whole.layouts == considered_by(plan)
     assert f"1 problem with {whole.layouts:,} layouts, ruled out" in str(whole)
     assert few.layouts < whole.layouts and not few.verified
-    assert str(few) == f"of another space: {few.other}" and f"had {whole.layouts:,} layouts" in few.other
+    assert (
+        str(few) == f"for another search space: {few.other}" and f"had {whole.layouts:,} layouts" in few.other
+    )
 
 
 @pytest.mark.parametrize("field", [n for n in ARGUMENTS if n not in ("pins", "forbid", "diloco")])

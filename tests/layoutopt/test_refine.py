@@ -87,7 +87,7 @@ def test_rules_hold_in_every_place() -> None:
 
 
 def test_no_less_memory_is_refined() -> None:
-    with pytest.raises(mtf.UserError, match="with objective memory: it looks for less time"):
+    with pytest.raises(mtf.UserError, match="with objective memory: refining reduces time, not memory"):
         searched(objective="memory")
 
 

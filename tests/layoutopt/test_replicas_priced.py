@@ -80,5 +80,5 @@ def test_files_say_it() -> None:
     assert said.diloco == "sites:period=20,rate=0.7,momentum=0.9" and options_of(said) == options
     assert "train separately" in said.listed()["replicas"]
     named = trade_names(model(ADAM), MESH, LAYOUT, said)
-    assert named["sites"] == "data, synchronised rarely (DiLoCo)" and named["data"] == "data"
+    assert named["sites"] == "data (DiLoCo)" and named["data"] == "data"
     assert "diloco" not in decided(replace(options, diloco=None), LAYOUT).model_dump()

@@ -48,7 +48,9 @@ def test_words_about_all_loops() -> None:
     assert recomputed("always:keep=attention") == {"layers:keep=attention"}
     with pytest.raises(UserError, match="--recompute never and --recompute layers: remove one of them"):
         recomputed("never", "layers")
-    with pytest.raises(UserError, match=r"known: .*; sets to keep are --keep attention\+wi"):
+    with pytest.raises(
+        UserError, match=r"known: .*; to allow a set of kept values, write --keep attention\+wi"
+    ):
         SearchSpace(recompute="layers:keep=attention+wi")  # type: ignore[arg-type]
 
 

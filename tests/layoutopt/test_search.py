@@ -75,8 +75,8 @@ def test_prohibitions_are_honoured(model: mtf.Model) -> None:
         ({"objective": "speed"}, "choose one of time, memory, pareto"),
         ({"mesh": None}, "either a mesh .* or a number of devices"),
         ({"devices": 4}, "either a mesh .* or a number of devices"),
-        ({"mesh": None, "devices": 0}, "devices=0: needs at least one device"),
-        ({"mesh": None, "devices": 4, "max_axes": 0}, "max_axes=0: needs at least one axis"),
+        ({"mesh": None, "devices": 0}, "devices=0: write at least 1"),
+        ({"mesh": None, "devices": 4, "max_axes": 0}, "max_axes=0: write at least 1"),
         ({"mesh": None, "devices": 4, "pins": "batch:data"}, "give the mesh with mesh"),
         ({"storage": ("zero4",)}, "zero4"),
     ],
@@ -135,7 +135,7 @@ def test_a_plan_whose_data_was_changed_is_none(model: mtf.Model, tmp_path: Path)
         for use in (partial(mtf.Trainer, model, plan), partial(plan.save, tmp_path / "other.json")):
             with pytest.raises(
                 mtf.UserError,
-                match=r"the plan's data was changed .* so its prediction and proof belong to another layout",
+                match=r"the data of this plan for .* was changed, so the prediction",
             ):
                 use()
         with pytest.raises(AttributeError):
@@ -185,7 +185,10 @@ def test_a_plan_for_another_model_names_the_difference() -> None:
     one, other = (transformer(layers=2, d_model=16, d_kv=8, heads=2, d_ff=n, vocab=32) for n in (32, 64))
     one.hparams, other.hparams = {"d_ff": 32}, {"d_ff": 64}
     plan = small(one)
-    with pytest.raises(mtf.UserError, match=r"d_ff=32 there, 64 here; .* parameters there, .* here"):
+    with pytest.raises(
+        mtf.UserError,
+        match=r"d_ff=32 in the plan, 64 in this model; .* parameters in the plan, .* in this model",
+    ):
         check_plan_model(plan, other)
     with pytest.raises(mtf.UserError, match=r"its model is 'transformer_lm', this one 'mlp'"):
         check_plan_model(plan, mlp())
@@ -195,7 +198,7 @@ def test_a_plan_for_another_model_names_the_difference() -> None:
     ("text", "message"),
     [
         ("{", "is not valid JSON"),
-        ("[1]", "expected a JSON object, found list"),
+        ("[1]", "it must be a JSON object, but is list"),
         ('{"format": "layoutopt-plan/9"}', "has format 'layoutopt-plan/9'"),
         ('{"format": "layoutopt-plan/1"}', r"'model' is missing: .* \(and \d+ more\)"),
     ],

@@ -51,7 +51,7 @@ def test_what_a_stage_leaves_whole_is_said_with_the_numbers_that_divide() -> Non
     assert (said.ways, said.parts, said.below, said.above, said.inside) == (12, 1, 8, 16, 4)
     assert said.share == 1 and len(said.variables) == len(found.options.storage)
     assert str(said) in found.notes and not plain.undivided
-    assert "no dimension divides into 12 parts; 8 or 16 devices would divide, and so would" in str(said)
+    assert "no dimension is divisible by 12; use 8 or 16 devices, and store" in str(said)
     assert [d.kind for d in lint(MODEL, found, V4, found.options)].count("undivided storage") == 1
 
 
@@ -108,8 +108,8 @@ def test_a_proof_that_nothing_fits_is_of_even_shards() -> None:
         layoutopt.search(MODEL, "data:12", **asked)
     said = str(caught.value)
     assert said.startswith("no layout of 'transformer_lm' with equal shards fits into ")
-    assert "zero3 splits nothing of 12 variables" in said and "8 or 16 devices would divide" in said
-    assert "layouts (not looked at: " in said and "looked at in part: splits" in said
+    assert "zero3 cannot split 12 variables" in said and "use 8 or 16 devices" in said
+    assert "layouts (not searched: " in said and "searched in part: splits" in said
     with pytest.raises(mtf.InfeasibleError) as caught:
         layoutopt.search(MODEL, "data:8", **{**asked, "memory": 20e3})
     assert "divide evenly" not in str(caught.value) and "splits nothing" not in str(caught.value)

@@ -293,7 +293,7 @@ def test_first_screen_says_how_robust() -> None:
 def test_a_proof_may_be_checked_again() -> None:
     plan = sample.full_plan()
     one = {"mesh": "data:2", "microbatches": 1, "how": "bound", "bound": 0.4, "listed": 0, "faster": ""}
-    words = "1 problem, ruled out without a solver: 1 by their bound"
+    words = "1 problem, ruled out without a solver: 1 by their own bound"
     plan["details"]["proof"] = {"verified": True, "words": words, "problems": [one]}
     html = reports.report_html([plan])
     assert "gap 0%, 2 s; the proof was verified without a solver" in hero(html)
