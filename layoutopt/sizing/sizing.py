@@ -171,6 +171,15 @@ def size(
       InfeasibleError: no size on any of the hardware meets the goal.
       LimitError: a limit ended the search before any size was searched.
       UserError: an argument is wrong.
+
+    Example:
+      >>> import layoutopt
+      >>> from examples import transformer_lm
+      >>> found = layoutopt.size(
+      ...     transformer_lm.model, {"batch": 64}, budget=1e17, devices=2, hardware="tpu-v5e", candidates=3
+      ... )
+      >>> f"{found.best.parameters:,}", round(found.best.loss, 2), found.best.hparams["layers"]
+      ('25,502,208', 4.35, 8)
     """
     for name in asked.keys() & ARGUMENTS.keys() - {*LAYOUTS}:
         raise UserError(

@@ -40,7 +40,7 @@ def test_words() -> None:
     }
     words = Known.model_validate(said).words.replace(" ", " ")
     assert words == (
-        "11 published steps on this hardware: mean error 8.0 %, worst 19 %, 8 of them part of the "
+        "11 published steps on this hardware: mean error 8.0 %, worst 19 %, 8 of them used in the "
         "fit; against the compiler's estimates, 1 program: median error 15 % in compute time, 17 % in memory"
     )
 
@@ -48,7 +48,7 @@ def test_words() -> None:
 def test_what_nearly_fills_the_memory_may_not_fit() -> None:
     known = Known.model_validate({"compiler": {"rows": 14, "compute": 0.15, "memory": 0.034}})
     assert known.barely(989, 1000).startswith(
-        "1.1 % of the memory is left, and a step may need 5.0 % more than predicted"
+        "1.1 % of the memory is free, but a step may need 5.0 % more than predicted"
     )
     assert known.barely(989, 1000).endswith("; check with the compiler: `layoutopt verify`")
     assert [known.barely(peak, 1000) for peak in (940, 1001)] == ["", ""]

@@ -12,7 +12,7 @@ import pytest
 
 PACKAGES = ("layoutopt", "costmodels", "mesh_tf_core", "mesh_tf_core.layers", "layoutopt.solver", "reports")
 FIRST = {
-    "layoutopt": "Limits Plan SearchSpace cost explain from_huggingface from_jax lint load_plan search",
+    "layoutopt": "Limits Plan SearchSpace cost explain from_huggingface from_jax lint load_plan search size",
     "costmodels": "Hardware collective_seconds compute_seconds hardware_names load_hardware place",
     "mesh_tf_core": "Adam Dim DiLoCo Eager Graph Layout Mesh Model Options Shape Tensor Trainer attention "
     "einsum gradients lower reduce_sum rename scan softmax_cross_entropy",

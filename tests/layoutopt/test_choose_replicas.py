@@ -68,7 +68,7 @@ def test_what_the_law_says_decides(machine: Hardware) -> None:
     found = {w.name: w for w in ways.compared}
     assert found["sites, every 30 steps"].loss == pytest.approx(law)
     assert found["sites, every 30 steps"].reason.startswith("not accepted: +")
-    assert found["sites, every 300 steps"].reason == "not accepted: no law beyond H = 30"
+    assert found["sites, every 300 steps"].reason == "not accepted: the scaling law has no runs beyond H = 30"
     with pytest.raises(mtf.UserError, match=r"excludes every setting"):
         choose_replicas(build, MESH, WAYS[1:], machine, accept_loss=0.0, **FEW)
 
@@ -156,7 +156,7 @@ def test_its_words(pays: tuple[int, ...], turns: tuple[float, ...], words: str) 
 def test_errors(machine: Hardware) -> None:
     with pytest.raises(mtf.UserError, match="with its share of the batch"):
         choose_replicas(lambda _: build(1), MESH, WAYS[:2], machine, **FEW)
-    with pytest.raises(mtf.UserError, match="accept_loss=-1: needs a fraction of"):
+    with pytest.raises(mtf.UserError, match="accept_loss=-1: write a fraction of"):
         choose_replicas(build, MESH, WAYS, machine, accept_loss=-1, **FEW)
     plan = choose_replicas(
         lambda n: model(mtf.SGD(0.1), rows=9, dtype="float32"), MESH, WAYS[:2], machine, **FEW

@@ -147,13 +147,13 @@ def test_what_is_no_such_argument_is_said_in_a_line(model: mtf.Model, plan: Plan
         layoutopt.cost(model, MESH, "batch:data", "tpu-v3", memory="16GiB")  # type: ignore[arg-type]
     with pytest.raises(mtf.UserError, match="layouts 'batch:data': pass a list of at least two layouts"):
         layoutopt.validate(model, MESH, layouts="batch:data")
-    with pytest.raises(mtf.UserError, match=r"verify 'plan\.json': give a result of layoutopt\.search"):
+    with pytest.raises(mtf.UserError, match=r"verify 'plan\.json': pass a result of layoutopt\.search"):
         layoutopt.verify("plan.json", "v5e:2x2")  # type: ignore[arg-type]
-    with pytest.raises(mtf.UserError, match=r"explain 'plan\.json': give a result of layoutopt\.search"):
+    with pytest.raises(mtf.UserError, match=r"explain 'plan\.json': pass a result of layoutopt\.search"):
         layoutopt.explain("plan.json")  # type: ignore[arg-type]
     with pytest.raises(mtf.UserError, match=r'layout .*: write it as "batch:data;heads:model"'):
         layoutopt.explain(plan, model)  # type: ignore[arg-type]
-    with pytest.raises(mtf.UserError, match=r"cost: .* is not a Model; build one"):
+    with pytest.raises(mtf.UserError, match=r"cost: .* is not a Model; pass a"):
         layoutopt.cost(EXAMPLES["mlp"], plan)  # type: ignore[arg-type]
 
 

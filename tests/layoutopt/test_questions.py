@@ -46,7 +46,10 @@ def test_what_is_forbidden_adds_up() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"microbatches": (7,)}, "microbatches=7: 'batch' has size 64, which none of these divides"),
+        (
+            {"microbatches": (7,)},
+            "microbatches=7: 'batch' has size 64, which is divisible by none of these numbers",
+        ),
         ({"microbatches": (0,)}, r"microbatches \(0,\): write whole numbers of at least 1"),
         ({"microbatches": ()}, r"microbatches \(\): write whole numbers of at least 1"),
         ({"storage": ()}, "storage is empty; name one or more of layout, zero1"),
