@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import itertools
 import json
 import math
 import re
@@ -19,6 +20,7 @@ import mesh_tf_core
 from layoutopt.cli import app
 from layoutopt.solver import cost
 from layoutopt.solver.files import problem_from
+from mesh_tf_core.ir.schedules import KINDS, SCHEDULES, PipelineSchedule, StageAction, alternates
 from reports.page import sections
 from reports.reader import plan_of
 from tests.reports import sample
@@ -182,6 +184,33 @@ def test_schedules_take_what_their_table_says() -> None:
         assert f"{found['step_seconds']:.2f} s, {found['peak_memory_bytes'] / 2**30:.0f} GiB" == cell, (
             schedule
         )
+
+
+def test_what_schedules_store_is_what_their_records_say() -> None:
+    """One row for each schedule: the ticks of a pass, if all forward passes come first, else the values in
+    flight; and the values that gradients of weights wait for."""
+    page = (DOCS / "explanation" / "pipelines.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `([\w:-]+)` \(.*?\) \| ([^|]*) \|", page, re.MULTILINE))
+    assert rows.keys() == {name.replace(":2", ":R") for name in SCHEDULES}
+    for name, (p, m, r) in itertools.product(rows, ((2, 4, 2), (4, 16, 2), (4, 16, 3), (8, 32, 2))):
+        schedule = PipelineSchedule.named(name.replace("R", str(r)), p, m)
+        found = [schedule.in_flight if alternates(schedule.kind) else schedule.ticks]
+        if KINDS[schedule.kind].split:
+            found.append(schedule.ring(StageAction.BACKWARD))
+        said = [part.split(" for ")[0].split() for part in rows[name].split("; ")]
+        sizes = {"P": p, "M": m, "R": r}
+        assert [formula(words, sizes) for words in said] == found, name
+
+
+def formula(words: list[str], sizes: dict[str, int]) -> int:
+    """The value of sums and differences of products, such as "2 P − 1"."""
+    total, sign, product = 0, 1, 1
+    for word in [*words, "+"]:
+        if word in ("+", "−"):
+            total, sign, product = total + sign * product, 1 if word == "+" else -1, 1
+        else:
+            product *= sizes[word] if word in sizes else int(word)
+    return total
 
 
 def test_the_problem_that_is_shown_is_solved() -> None:
