@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.pages.tables import caption, prose, ratio, share, span, stored, table
-from mesh_tf_core.ir.schedules import PipelineSchedule
 
 HEAD = """\
 # Accuracy
 
-This page compares predicted with published step times and memory. The presets are used as they ship;
-only the bandwidth between nodes is set per run, where the source states it. `benchmarks/data` lists
-every run with its layout and source. [Our own measurements](gpu.md) are of one H100.
+This page compares predicted step times and memory with published ones. The presets are used as they
+ship; only the bandwidth between nodes is set per run, where the source states it. `benchmarks/data`
+lists every run with its layout and source. [Our own measurements](gpu.md) are of one H100.
 
 An error is (predicted − published) / published. *Mean* and *worst* ignore the sign of the errors;
 *bias* is the mean with the sign.
@@ -28,13 +26,14 @@ not held out: we knew their errors while we chose rules of the cost model.
 """
 HELD = """\
 **Memory of nanotron.** nanotron runs one program per stage, but layoutopt runs one program on all
-stages. `benchmarks/unseen_memory.py` states {rules} rules, read from nanotron's source, about what its
-stages store. These rules reduce the mean error of {rows} memory peaks from {mean} to {last}. nanotron
-ran out of memory with {lost} other layouts; with the rules, {fitting} of them is predicted to fit.
+stages. `benchmarks/unseen_memory.py` adds {rules} rules from nanotron's source about the values that
+its stages store. These rules reduce the mean error of {rows} memory peaks from {mean} to {last}.
+nanotron ran out of memory with {lost} other layouts; with the rules, {fitting} of them is predicted to
+fit.
 """
 NEMO = """\
 **NeMo's interleaved pipelines.** The {runs} runs without recomputation are predicted {least} to {most}
-too slow. Their stages are predicted to be idle for {idle} of a step.
+too slow.
 """
 EARLIER_TABLES = """\
 ## Earlier runs
@@ -52,23 +51,25 @@ PARTS = {
 RANKS = """\
 ## Choosing by prediction
 
-The rank correlation (Spearman) compares the predicted with the published order of a model's layouts.
-The llama3-8b runs of `dgxc_benchmarking_h100` repeat layouts with several releases of NeMo. Predictions
-do not depend on the release, so this correlation cannot exceed {most:.2f}.
+The rank correlation (Spearman) compares the predicted with the published order of a model's layouts. It
+is {low:.2f} to {high:.2f} for {models} models of {tables} tables. It is {least:.2f} for llama3-8b with
+NeMo, whose runs repeat layouts with several releases of NeMo. Predictions do not depend on the release,
+so this correlation cannot exceed {most:.2f}.
 """
 CHOICES = """\
 Regret is the published time of the layout that is predicted fastest, divided by the best published
-time, minus 1. For vTrain's models on one node, the mean regret is {mean}, worst {most}. All of {runs}
-published runs fitted in memory, but {large} of them are predicted not to fit.
+time, minus 1. For vTrain's models on one node, the mean regret is {mean}, worst {most}.
+
+{runs} published runs fitted in memory; {large} of them are predicted not to fit.
 """
 STAGES = """\
 ## Pipelines
 
-vTrain publishes {rows} runs with 1F1B pipelines. Every stage is a program of its own, and the table
-predicts such programs. For one program on all stages, as layoutopt runs pipelines, the mean error is
-{one}. No constant was fitted to these runs, but their errors led to two rules of the cost model: kernel
-launches by the host, and messages between stages. For {workloads} workloads, the layout that is
-predicted fastest is {mean} slower than the best published one on average, worst {most}.
+vTrain publishes {rows} runs with 1F1B pipelines. Every stage runs its own program, and the table
+predicts these programs. With one program for all stages, as in layoutopt, the mean error is {one}. No
+constant was fitted to these runs, but their errors led to two rules of the cost model: kernel launches
+by the host, and messages between stages. For {workloads} workloads, the layout that is predicted
+fastest is {mean} slower than the best published layout on average, worst {most}.
 """
 CONSTANTS = """\
 ## Fitted constants
@@ -83,13 +84,15 @@ REASONS = """\
 - **Kernel launches in eager PyTorch.** The model assumes a fixed launch time for each kernel. With
   small microbatches, the host can be slower: a vTrain layer (hidden size {hidden}, {tensor}-way tensor
   parallelism, microbatch {micro}) takes {published:.2f} ms and is predicted to take {predicted:.2f} ms.
-  Short kernels behind a long one are launched while the long one runs, so they are predicted too slow.
-- **Activations.** The predicted memory peaks differ from those of Korthikanti et al. 2022 by at most
-  {memory}, but two differences partly cancel: the prediction keeps one more normalised array per norm,
-  and no dropout masks.
+  The model also ignores that the host launches short kernels while a long one runs, so it predicts such
+  kernels too slow.
+- **Activations.** Predicted peaks differ from those of Korthikanti et al. 2022 by at most {memory}. Two
+  larger differences partly cancel: the prediction keeps one more normalised array per norm, but no
+  dropout masks.
 - **Context parallelism in NeMo** sends keys round a ring in zigzag order; the prediction gathers them.
 - **float8 in torchtitan** is predicted with bfloat16 activations, and without the float32 copies of the
-  logits that PyTorch's cross entropy stores. Llama 3.1 8B takes {small}; 70B takes {large}.
+  logits that PyTorch's cross entropy stores. The published memory peak of Llama 3.1 8B is {small}, that
+  of 70B is {large}.
 - **Selective recomputation.** Predictions lack some work of the published programs. Paxml embeds tokens
   by a matrix product and adds biases everywhere. torchtitan sums gradients in float32 and copies arrays
   between kernels.
@@ -110,8 +113,7 @@ def page() -> Iterator[str]:
     free, rest = _rows(found["tables"], NO_PART), _rows(found["tables"], PARTS.keys() - NO_PART.keys())
     yield from table(("table", "used in a fit", *ERRORS), [_every(found["tables"]), *free, *rest])
     criteria = {c["name"]: c for c in found["criteria"]}
-    yield prose(RANKS, most=criteria[f"dgxc_benchmarking_h100 llama3-8b{RANK}"]["most"])
-    yield from table(("table", "models", "runs", "rank correlation"), _ranks(criteria))
+    yield _ranks(criteria)
     yield _choices(criteria)
     yield from _stages(pipelines)
     yield prose(CONSTANTS)
@@ -164,15 +166,10 @@ def _nemo(found: Mapping[str, Any]) -> str:
     """NeMo's pipelines without recomputation, all of which are predicted too slow."""
     runs = [run for run in found["found"] if run["name"].startswith(("nemotron4", "gpt3"))]
 
-    def idle(run: Mapping[str, Any]) -> float:
-        of, stages = run["decided"], int(run["mesh"].partition("pipe:")[2].partition(";")[0])
-        return PipelineSchedule.named(of["schedule"], stages, of["microbatches"]).bubble
-
     errors = [r["predicted_seconds"] / r["seconds"] - 1 for r in runs]
     assert min(errors) > 0
     ends = {"least": f"{100 * min(errors):.0f}", "most": share(max(errors), 0)}
-    shares = f"{span([100 * idle(r) for r in runs], '{:.1f}')} %"
-    return prose(NEMO, runs=len(runs), idle=shares, **ends)
+    return prose(NEMO, runs=len(runs), **ends)
 
 
 def readme() -> Iterator[str]:
@@ -236,20 +233,16 @@ def _rows(tables: Mapping[str, Any], parts: Collection[str]) -> Iterator[tuple[o
                 )
 
 
-RANK = ": rank correlation"
+RANK, REPEATED = ": rank correlation", "dgxc_benchmarking_h100 llama3-8b"
 
 
-def _ranks(criteria: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
-    groups: dict[str, dict[str, Any]] = defaultdict(dict)
-    for name, c in criteria.items():
-        if name.endswith(RANK):
-            runs, model = name.removesuffix(RANK).split(" ", 1)
-            groups[runs][model] = c
-    for runs, models in groups.items():
-        values = [c["reached"] for c in models.values()]
-        rows = sum(c["rows"] for c in models.values())
-        named = ", ".join(models) if len(models) < 3 else f"{len(models)} sizes of GPT"
-        yield f"`{runs}`", named, rows, span(values, "{:.2f}")
+def _ranks(criteria: Mapping[str, Any]) -> str:
+    found = {name.removesuffix(RANK): c for name, c in criteria.items() if name.endswith(RANK)}
+    repeated = found.pop(REPEATED)
+    values = [c["reached"] for c in found.values()]
+    counts = {"models": len(found), "tables": len({name.split()[0] for name in found})}
+    ends = {"low": min(values), "high": max(values), "least": repeated["reached"], "most": repeated["most"]}
+    return prose(RANKS, **counts, **ends)
 
 
 def _choices(criteria: Mapping[str, Any]) -> str:
@@ -316,4 +309,4 @@ def _reasons(found: Mapping[str, Any]) -> str:
 def _gib(rows: Sequence[Mapping[str, Any]], model: str) -> str:
     held = ([r[k] for r in rows if model in r["run"]] for k in ("published_gib", "predicted_gib"))
     published, predicted = (span(values, "{:.1f}") for values in held)
-    return f"{published} GiB, predicted {predicted} GiB"
+    return f"{published} GiB (predicted {predicted} GiB)"

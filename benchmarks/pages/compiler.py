@@ -15,7 +15,7 @@ HEAD = """\
 `layoutopt verify` compiles a training step with the TPU compiler, which needs no TPU, and compares
 collectives, peak memory and compute time with the prediction. The compiler's compute time is an
 estimate, not a measurement. It does not include attention kernels, so they are excluded from the
-prediction too. *Memory* and *compute* are ratios: prediction / compiler.
+prediction too. Ratios are prediction / compiler.
 
 {same} of {programs} programs have the predicted collectives. The median error of peak memory is
 {memory}, worst {memory_worst}. The median error of compute time is {compute}, worst {compute_worst}.
@@ -31,8 +31,8 @@ These programs have two layers with causal attention, 1,024 tokens and bfloat16.
 JAX = """\
 ## Steps of JAX libraries
 
-`plan.jax` builds these steps from a loss function of another library, for eight TPU v5e. The median
-error of peak memory is {peak_memory_bytes}, that of compute time {compute_seconds}.
+`plan.jax` builds these steps for eight TPU v5e, from loss functions written in other JAX libraries. The
+median error of peak memory is {peak_memory_bytes}, that of compute time {compute_seconds}.
 """
 
 
@@ -51,18 +51,18 @@ def page() -> Iterator[str]:
         compute_worst=share(max(compute), 0),
     )
     yield caption(found["command"], "verify")
-    heads = ("model", "parameters", "topologies", "same collectives", "memory", "compute")
+    heads = ("model", "parameters", "topologies", "same collectives", "memory ratio", "compute ratio")
     yield from table(heads, _models(rows))
     yield prose(SMALL)
     yield caption("python benchmarks/verify.py --kinds", "verify", found["kinds"])
-    heads = ("decision", "topology", "mesh", "layout", "collectives", "memory", "compute")
+    heads = ("decision", "topology", "mesh", "layout", "collectives", "memory ratio", "compute ratio")
     yield from table(heads, ((_decision(r), *_row(r)) for r in found["kinds"]))
     jax = stored("jax_verify")
     off = {k: share(jax["summary"][f"{k}_median_error"]) for k in ("peak_memory_bytes", "compute_seconds")}
     yield prose(JAX, **off)
     yield caption("python benchmarks/jax_verify.py", "jax_verify")
     yield from table(
-        ("step", "memory", "compute"),
+        ("step", "memory ratio", "compute ratio"),
         (
             (r["step"], *(f"{ratio(r[k], 'compiler'):.2f}" for k in ("peak_memory_bytes", "compute_seconds")))
             for r in jax["rows"]

@@ -17,11 +17,11 @@ from benchmarks.pages.tables import caption, prose, span, stored, table
 HEAD = """\
 # Replicas that synchronise every H steps
 
-[DiLoCo](../guides/diloco.md) saves communication but raises the loss. This page measures both.
+[DiLoCo](../guides/diloco.md) saves communication but raises the loss.
 
 ## When it pays
 
-The table shows predicted seconds of a step, by the bandwidth between slices. A model of 70 billion
+The table shows predicted seconds of a step for several bandwidths between slices. A model of 70 billion
 parameters (Llama 3's sizes) trains on {slices} slices of {slice} TPU v5e, on {sequences} sequences of
 {tokens:,} tokens a step. {status}
 """
@@ -36,8 +36,9 @@ BANDWIDTH = """\
 ## Bandwidth for a given utilisation
 
 Two papers list the bandwidth at which a given share of the time is compute, for several periods; their
-simulator is not published. `benchmarks/diloco_utilisation.py` predicts the same entries. The table
-counts predictions on the published or on a neighbouring point of a grid of {points} bandwidths.
+simulator is not published. `benchmarks/diloco_utilisation.py` predicts the same entries. All bandwidths
+lie on a grid of {points} points. The table counts the predictions that hit the published point, or this
+point or a neighbour.
 """
 
 

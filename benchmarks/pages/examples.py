@@ -11,9 +11,9 @@ from layoutopt.plan.units import bytes_text, seconds_text
 HEAD = """\
 # Examples at published sizes
 
-The files of `examples/` define a small `model`, which trains in minutes, and models of published sizes.
-`--set` changes any of their hyperparameters. Parameter counts agree with the published checkpoints
-(Meta, DeepSeek, OpenAI), torchvision, transformers and Ho et al. 2020; DLRM has 26 tables of 2^20 rows.
+Each file of `examples/` defines a small `model`, which trains in minutes, and models of published
+sizes. `--set` changes any hyperparameter. Parameter counts agree with the published checkpoints (Meta,
+DeepSeek, OpenAI), torchvision, transformers and Ho et al. 2020; DLRM has 26 tables of 2^20 rows.
 Searches use the presets as they ship and meshes of up to two axes. CPU seconds are those of the whole
 command.
 """

@@ -10,9 +10,9 @@ from layoutopt.plan.units import bytes_text, seconds_text
 HEAD = """\
 # Steps on one GPU
 
-The engine `jax` trained these models on one {device}, with JAX {version}. Several GPUs, NCCL and
-calibration were not tested on hardware. `train`, resuming, `generate` and `--offload activations` ran
-successfully.
+The engine `jax` ran training steps of these models on one {device}, with JAX {version}. Several GPUs,
+NCCL and calibration were not tested on hardware. `train`, resuming, `generate` and `--offload
+activations` ran successfully.
 """
 STEPS = """\
 ## Predictions
@@ -25,8 +25,8 @@ optimizer` saved no memory: the peak was the same without it.
 KERNELS = """\
 ## Where the time goes
 
-The table compares predicted milliseconds of a step with those of JAX's profiler, by kind of kernel. The
-preset's rate of matrix products was fitted to whole steps, so it includes a part of the time of other
+The table shows milliseconds of a step by kind of kernel, as predicted and as measured by JAX's
+profiler. The preset's rate of matrix products was fitted to whole steps, so it includes time of other
 kernels: matrix products are predicted too slow and other kernels too fast.
 """
 NUMBERS = """\

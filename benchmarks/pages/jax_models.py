@@ -10,22 +10,21 @@ from benchmarks.pages.tables import caption, prose, stored, table
 HEAD = """\
 # JAX models of other libraries
 
-This page tests the import of {models} JAX models as their libraries build them: without weights, with
-fewer layers, mostly with the published width. The import infers which axes of arrays are the same
-dimension. The expected dimensions (`benchmarks/jax_models_expected.json`) were written down before the
-first import, and {right:,} of {pairs:,} pairs of axes are as expected. {optimal} of {models} searches
-on `{mesh}` of {hardware} end with a proof.
+Other libraries build these {models} models, without weights and with fewer layers, mostly at the
+published width. The import infers which axes of arrays are the same dimension: {right:,} of {pairs:,}
+pairs of axes are as written down before the first import (`benchmarks/jax_models_expected.json`).
+{optimal} searches on `{mesh}` of {hardware} end with a proof.
 
-*Loss* and *gradients* are the largest relative differences between layoutopt and JAX. They are measured
-on a narrow model of the same class without dropout, on one device and split over `{split}`.
+*Loss* and *gradients* are the largest relative differences between layoutopt and JAX, for a narrow
+model of the same class without dropout, on one device and split over `{split}`.
 """
 PLANS = """\
 ## Steps under their plans
 
-The table shows milliseconds of a step on eight virtual CPU devices, under layoutopt's plan, under the
-shardings of an expert, and with everything replicated. Each round runs all three steps. The ratio is
-the median over rounds of layoutopt's time divided by that of the faster alternative. The bound is the
-upper end of its 95 % interval.
+The table shows milliseconds of a step on eight virtual CPU devices, under layoutopt's plan, under an
+expert's shardings, and with everything replicated. The three run in turn. The ratio is the plan's time
+/ the time of the faster alternative, as the median over rounds; the bound is the upper end of its 95 %
+interval.
 """
 
 

@@ -19,8 +19,8 @@ layoutopt shows how to [add a chip](../guides/extending.md#a-chip).
 Besides the presets of the table, `cpu-local` is your machine after
 [calibration](../explanation/calibration.md), and `cpu-jax` describes XLA on virtual CPU devices.
 
-The mean error compares predicted with [published step times](../results/accuracy.md). Fitted runs
-helped to set a constant of the preset.
+The mean error is that of predicted step times, compared with [published ones](../results/accuracy.md).
+Fitted runs helped to set a constant of the preset.
 """
 HEADS = (
     "name",
@@ -29,7 +29,7 @@ HEADS = (
     "usable memory",
     "memory bandwidth",
     "network",
-    "mean error",
+    "mean error (runs)",
 )
 
 
@@ -56,5 +56,5 @@ def _error(machine: Hardware) -> str:
     steps = known_errors(machine).get("steps")
     if not steps:
         return "not compared"
-    runs = f"{steps['rows']} run{'s' * (steps['rows'] != 1)}, {steps['fitted']} fitted"
-    return f"{share(steps['mean'])} ({runs})"
+    fitted = f", {steps['fitted']} fitted" if steps["fitted"] else ""
+    return f"{share(steps['mean'])} ({steps['rows']}{fitted})"

@@ -32,8 +32,8 @@ NOTES: dict[tuple[str, ...], str] = {
     "and drops no token. layoutopt's model routes tokens by matrix products, so predicted steps are slower "
     "than the published step.",
     ("DeepSeek-V3's sizes, 2,048 H100",): "The recipe multiplies in float8 and runs 16 unequal pipeline "
-    "stages in both directions (DualPipe). layoutopt supports neither; the prediction uses bfloat16 "
-    "without pipeline stages. The published step is derived from 180 thousand GPU hours for 10^12 tokens.",
+    "stages in both directions (DualPipe). layoutopt cannot run such stages; its prediction has no pipeline "
+    "and uses bfloat16. The published step is derived from 180 thousand GPU hours for 10^12 tokens.",
 }
 """Cases -> what a reader must know to compare their rows."""
 
@@ -64,7 +64,7 @@ def _llama(cases: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 def _large(name: str, found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     solver, published = found["solver"], found.get("published")
     proof = f"{solver['status']}, gap {share(solver['gap'])}" if solver["gap"] else solver["status"]
-    recomputed = ", recomputation of all layers fixed" if found.get("allowed") == [True] else ""
+    recomputed = ", all layers recomputed by request" if found.get("allowed") == [True] else ""
     head = f"{name}: {found['parameters'] / 1e9:,.0f} B, {found['tokens']:,} tokens"
     yield from _rows(head, found, proof + recomputed, published and (published["seconds"], published["mfu"]))
 
@@ -82,4 +82,5 @@ def _rows(
 
 
 def _layout(said: Mapping[str, Any]) -> str:
-    return f"`{said['mesh']}`: `{said['layout']}`; {said['decided']}"
+    decided = said["decided"].removesuffix("; 1 microbatches")
+    return f"`{said['mesh']}`: `{said['layout']}`; {decided}"

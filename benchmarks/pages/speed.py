@@ -14,22 +14,21 @@ HEAD = """\
 
 ## Searches
 
-The table shows CPU seconds of the whole command on two shared cores. They include loading Python and
-the model, the search, the named alternatives and writing the plan. An asterisk marks a search that
-ended without a proof. The largest of these searches covers {layouts} layouts. *Least memory* is
-`--objective memory`. *Tight memory* is `--memory` with 3 % more than the least.
+The table shows CPU seconds of the whole command on two shared cores, from loading Python to writing the
+plan. Columns name the mesh. An asterisk marks a search that ended without a proof. The largest of these
+searches covers {layouts} layouts. *Least memory* is `--objective memory`; *tight memory* is `--memory`
+with 3 % more than the least.
 """
 CLIPPED = """\
-Clipping gradients (`clip_norm=1`) adds a sum over all gradients to a model. With clipping, {rows}
-repeated searches took {mean:.2f} times as long as without on average, and {most:.2f} times in the worst
-case.
+With gradient clipping (`clip_norm=1`), {rows} of these searches took {mean:.2f} times their CPU time
+without clipping on average, worst {most:.2f} times.
 """
 CONTEST = """\
 ## The contest of ASPLOS 2025 on intra-operator parallelism
 
-`layoutopt solve-problem` solved the {rows} public instances within the contest's limit of {limit:.0f}
-s. {proven} of the costs are proven optimal (bound / cost = 1). {better} are below the best published
-cost and {worse} are above it.
+`layoutopt solve-problem` ran on the {rows} public instances with the contest's limit of {limit:.0f} s.
+It found {better} costs below the best published cost and {worse} above it. {proven} costs are proven
+optimal (bound / cost = 1).
 """
 LIMITS = """\
 ## Time limits
@@ -49,7 +48,7 @@ SIZE = """\
 
 `layoutopt size` compared {sizes} sizes of Llama 3's family on {machines} machines, for a budget of
 {budget} FLOP. A bound ruled out {beaten} of the {pairs} pairs of size and machine; the other {searched}
-were searched. The command took {seconds:.0f} CPU seconds and {mib:,} MiB.
+were searched. The command took {seconds:.0f} CPU seconds and {mib:,} MiB of memory.
 """
 
 
@@ -163,4 +162,9 @@ def _limits(rows: list[dict[str, Any]]) -> str:
     late = max(r["seconds"] - r["limit"] for r in rows)
     words = {0: "searches found a plan", 3: "proved that no plan fits", 4: "found no plan in time"}
     ends = Counter(words[r["exit"]] for r in rows).most_common()
-    return prose(LIMITS, runs=len(rows), late=late, ends=", ".join(f"{n} {how}" for how, n in ends))
+    return prose(
+        LIMITS,
+        runs=len(rows),
+        late=late,
+        ends=" and ".join(", ".join(f"{n} {how}" for how, n in ends).rsplit(", ", 1)),
+    )

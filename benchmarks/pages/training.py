@@ -15,10 +15,10 @@ HEAD = """\
 
 ## Killed and frozen processes
 
-A perceptron trains for {steps} steps on 2 processes with 2 devices each. Processes are killed, frozen
-or terminated at random moments: at the start, in a step, or while all processes write a checkpoint.
-After {equal} of {failures} failures, the final variables equal those of an undisturbed run bit for bit.
-The table shows median times after the signal, with the longest in parentheses.
+A perceptron trains for {steps} steps on 2 processes with 2 devices each. A process gets a signal at a
+random moment of the start, of a step or of a checkpoint. After {equal} of {failures} failures, the
+final variables equal those of an undisturbed run bit for bit. Times are medians after the signal, with
+the longest in parentheses.
 """
 LONG = """\
 ## Long jobs
@@ -38,9 +38,9 @@ FAMILY = """\
 ## A scaling law fitted to runs
 
 Four sizes of `examples/transformer_lm.py` ({least:,} to {most:,} parameters) are trained twice each on
-{few:,} to {many:,} bytes of Python code. The law fitted to these runs predicts a loss of
-{predicted:.3f} nats per byte (interval {low:.3f} to {high:.3f}) for a larger model ({N:,} parameters)
-on {D:,} bytes. The measured losses of two such runs are {losses}.
+{few:,} to {many:,} bytes of Python code. For {N:,} parameters and {D:,} bytes, the fitted law predicts
+{predicted:.3f} nats per byte (interval {low:.3f} to {high:.3f}); the measured losses of two runs are
+{losses}.
 """
 
 
