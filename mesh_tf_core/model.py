@@ -43,14 +43,15 @@ class Model:
 
     Attributes:
       graph: the operations. Those of the training step are added on first use.
-      loss: scalar to minimise.
-      metrics: name -> scalar to report beside the loss.
-      name, hparams: for plans and reports.
-      layouts: named expert layouts (name -> (mesh string, layout string)) that a search shows beside its
-        answer.
-      token_dims: dimensions of an input whose elements are the tokens of a step; empty without tokens.
-      network: network(graph) builds the model in another graph and returns the function that gives logits
-        there (see `decoding`); None for models that do not decode.
+      loss: the scalar tensor to minimise.
+      metrics: name -> scalar tensor that is reported beside the loss.
+      name, hparams: the model's name and hyperparameters, as plans and reports show them.
+      layouts: name -> (mesh string, layout string): published or hand-written layouts that a search compares
+        with its answer.
+      token_dims: names of dimensions of an input whose elements are the tokens of a step; empty if the model
+        has no tokens.
+      network: network(graph) builds the model in another graph and returns the function that computes logits
+        there (see `decoding`); None for models that do not generate text.
 
     Example:
       >>> import mesh_tf_core as mtf
@@ -87,7 +88,7 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """Number of trained scalars."""
+        """The number of trained parameters (elements of trainable variables)."""
         return sum(v.shape.size for v in self.graph.variables.values() if v.trainable)
 
     @property
@@ -104,12 +105,12 @@ class Model:
 
     @property
     def examples(self) -> int:
-        """The number of examples of a step: the largest first dimension of an input."""
+        """The number of examples in a step: the largest first dimension of an input."""
         return max((t.shape.sizes[0] for t in self.graph.inputs.values() if len(t.shape)), default=1)
 
     @property
     def tokens(self) -> int | None:
-        """The number of tokens of a step; None if `token_dims` names none."""
+        """The number of tokens in a step; None if `token_dims` is empty."""
         names = tuple(d.name if isinstance(d, Dim) else d for d in self.token_dims)
         shapes = [t.shape for t in self.graph.inputs.values()]
         found = next((s for s in shapes if set(names) <= set(s.names)), None)
@@ -170,8 +171,8 @@ class Model:
         missing = [v.name for v, g in zip(trained, grads, strict=True) if g is None]
         if missing:
             raise UserError(
-                f"model {self.name!r}: the loss does not depend on {', '.join(missing[:5])}; "
-                "remove these variables or declare them with trainable=False"
+                f"model {self.name!r}: the loss does not depend on the variables "
+                f"{', '.join(missing[:5])}; remove them or declare them with trainable=False"
             )
         # The update widens what it reads; until then a gradient lies and travels in the width it is made in.
         pairs = [(v, unwidened(g)) for v, g in zip(trained, grads, strict=True) if g is not None]
@@ -281,10 +282,12 @@ class Training:
     """The training of a model: hyperparameters that model files have in common.
 
     Attributes:
-      dtype: of activations; variables and their updates are float32.
+      dtype: element type of activations; variables and their updates are float32.
       optimizer: sgd, adam or adafactor.
-      clip_norm: gradients are made shorter to this norm, all together; 0: never.
-      warmup: steps up to the learning rate, which then falls with the root of the step; 0: it is constant.
+      clip_norm: limit of the norm of all gradients together; larger gradients are scaled down. 0 disables
+        clipping.
+      warmup: steps in which the learning rate rises; afterwards it falls with the square root of the step.
+        0 keeps it constant.
     """
 
     dtype: str = "float32"

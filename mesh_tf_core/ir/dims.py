@@ -18,7 +18,7 @@ LARGEST = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """A dimension of a tensor: a name, which layouts use, and a size in elements.
+    """A dimension of a tensor: a name, to which layouts refer, and a size in elements.
 
     Example:
       >>> import mesh_tf_core as mtf

@@ -35,12 +35,12 @@ thousands of layouts."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout(Mapping[str, Axes]):
-    """Maps names of dimensions to tuples of mesh axes; dimensions without a rule are not split.
+    """A mapping from names of dimensions to tuples of mesh axes; dimensions without a rule are not split.
 
     Args:
-      rules: a string `batch:data+pod;heads:model`, or a mapping name -> axis or axes. As text, a rule for a
-        path is `heads@decoder/attention:data` or `heads@decoder/attention:none`; a rule for sequence
-        parallelism is `length@elsewhere:model`.
+      rules: a string such as `batch:data+pod;heads:model`, or a mapping name -> axis or axes. In a string, a
+        rule for a path is `heads@decoder/attention:data` or `heads@decoder/attention:none`; a rule for
+        sequence parallelism is `length@elsewhere:model`.
       refined: path -> mapping of the dimensions that have other splits there.
 
     Attributes:
@@ -133,7 +133,7 @@ class Layout(Mapping[str, Axes]):
         return self._table.get(name, ())
 
     def axes_of(self, names: Iterable[str]) -> tuple[Axes, ...]:
-        """The same of several dimensions."""
+        """The mesh axes of each of several dimensions, in order."""
         table = self._table
         return tuple([table.get(n, ()) for n in names])
 
@@ -142,7 +142,7 @@ class Layout(Mapping[str, Axes]):
         return next((axes for dim, axes in self.elsewhere if dim == name), ())
 
     def split(self, names: Iterable[str]) -> list[str]:
-        """The split ones of some dimensions."""
+        """Those of the given dimensions that are split."""
         table = self._table
         return [n for n in names if n in table]
 

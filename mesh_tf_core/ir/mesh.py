@@ -20,11 +20,13 @@ NO_AXIS = ("none", "-")
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Devices as a grid with named axes; device `rank` has row-major coordinates (the last axis varies
-    fastest).
+    """A grid of devices with named axes. Ranks are in row-major order (the last axis varies fastest).
 
     Args:
-      axes: a string `data:8;model:4`, a mapping name -> size, or pairs.
+      axes: a string such as `data:8;model:4`, a mapping name -> size, or pairs (name, size).
+
+    Raises:
+      UserError: a name or a size is invalid, a name occurs twice, or there are too many devices.
 
     Example:
       >>> import mesh_tf_core as mtf

@@ -20,7 +20,7 @@ def _not_splash(a: Attending) -> str:
     if a.mask is not None and any(a.mask.shape[i] != 1 for i in own):
         return "a mask for every pair of positions"
     if a.segments is not None and any(s.shape[i] != 1 for s in a.segments for i in own[:-1]):
-        return "packed texts that differ between heads"
+        return "packed sequences that differ between heads"
     if queries % BLOCKS[-1] or keys % BLOCKS[-1]:
         return f"{queries} queries and {keys} keys, which must be multiples of {BLOCKS[-1]}"
     if queries % len(a.starts):
@@ -34,7 +34,7 @@ def _not_cudnn(a: Attending) -> str:
     if itemsize(dtype) != 2:
         return dtype
     if a.mask is not None or a.segments is not None:
-        return "a mask" if a.mask is not None else "several packed texts per row"
+        return "a mask" if a.mask is not None else "several packed sequences per row"
     if a.extra_logit is not None:
         return "an extra logit"
     if a.causal and tuple(a.starts) != (0,):

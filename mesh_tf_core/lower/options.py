@@ -20,17 +20,17 @@ class Options:
     """Options of lowering besides the layout.
 
     Attributes:
-      storage: variable -> stage of storage, for variables that are not stored as in the layout (see
-        `lower.storage`).
-      recompute: dimensions of the loops that backward recomputes, and the values to keep
-        (`remat_policy.Recomputed`): "layers", "layers:keep=products".
-      microbatches: number of parts of the batch that a step runs one after the other, adding up gradients.
-      context: pairs (dimension of keys, form): the form of attention to split keys; without one, keys are
-        gathered (`ops.context.FORMS`).
-      diloco: an axis of replicas that synchronise every H steps.
-      offload: kinds and variables in the memory of hosts (`lower.offload`).
-      schedule: order of forward and backward in a pipeline (`ir.schedules.SCHEDULES`).
-      collective_matmul: dimensions whose products overlap their gathers and scatters in chunks
+      storage: name of a variable -> storage stage (`zero1` to `zero3`), for variables that are not stored as
+        in the layout (see `lower.storage`).
+      recompute: dimensions of the loops that the backward pass recomputes, and the values to keep
+        (`remat_policy.Recomputed`), e.g. "layers" or "layers:keep=products".
+      microbatches: number of parts of the batch that a step runs one after another, accumulating gradients.
+      context: pairs (dimension of keys, form) that choose a form of attention to split keys
+        (`ops.context.FORMS`); without a pair, keys are gathered.
+      diloco: the mesh axis and settings of replicas that synchronise only every H steps; None: no replicas.
+      offload: pairs (kind, name) of tensors that are kept in host memory (`lower.offload`).
+      schedule: the pipeline schedule, e.g. "1f1b" (`ir.schedules.SCHEDULES`).
+      collective_matmul: dimensions whose matrix products overlap with their gathers and scatters in chunks
         (`lower.collective_matmul`).
 
     Example:

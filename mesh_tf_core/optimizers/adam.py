@@ -19,8 +19,8 @@ class Adam(Optimizer):
     2019.
 
     Attributes:
-      undecayed: regular expressions; variables whose names contain a match do not decay (such as norms and
-        biases).
+      undecayed: regular expressions; weight decay is not applied to variables whose names contain a match,
+        such as norms and biases.
 
     Example:
       >>> import mesh_tf_core as mtf

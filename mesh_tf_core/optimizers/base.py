@@ -30,18 +30,19 @@ EMA = "ema"
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Adds the update of every variable to a graph.
+    """Base class of optimizers, which add the update of every variable to a graph.
 
     Attributes:
-      learning_rate: a number, or a schedule over the steps.
+      learning_rate: a positive number, or a schedule over the steps.
       rates: regular expression -> number or schedule; the first expression found in a variable's name gives
         its learning rate.
       clip_norm: limit of the gradients' norm over all variables (Pascanu et al. 2013, algorithm 1); larger
-        gradients are scaled down together. 0 does not clip.
-      loss_scale: for activations in float16; None: the loss is not scaled.
+        gradients are scaled down together. 0 disables clipping.
+      loss_scale: the loss scale for float16 activations; None: the loss is not scaled.
       ema: decay of a running mean of every trained variable, such as 0.9999 (Polyak & Juditsky 1992; Ho et
-        al. 2020, "DDPM", appendix B); the first step copies. The mean is optimizer state in float32, stored
-        and split like it; `Trainer.evaluate` and `save_weights` take `ema=True`. 0 stores none.
+        al. 2020, "DDPM", appendix B); the first step copies the variable. The mean is optimizer state in
+        float32, stored and split like the rest of it; `Trainer.evaluate` and `save_weights` take `ema=True`.
+        0 stores none.
     """
 
     learning_rate: float | Schedule

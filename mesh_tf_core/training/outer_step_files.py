@@ -196,7 +196,7 @@ class Directory:
             ("replica", replica, about.replica),
         ):
             if here != there:
-                raise UnusablePost(f"the file is of {name} {str(there)[:40]}, not {here}")
+                raise UnusablePost(f"the file belongs to {name} {str(there)[:40]}, not {here}")
         if about.bits not in BITS:
             raise UnusablePost(f"the file has the unsupported bits={about.bits}")
         return about, _read(arrays, wanted[about.bits])
@@ -230,9 +230,9 @@ class Directory:
             if about.round != round:
                 raise UnusablePost(f"the file contains state {about.round}")
             if self.run and about.run != self.run:
-                raise UnusablePost("the file is of another run")
+                raise UnusablePost("the file belongs to another run")
             if about.shared.get("replica") == self.how.count <= max(about.present, default=0):
-                raise UnusablePost(f"the file is of replica {max(about.present)}")
+                raise UnusablePost(f"the file belongs to replica {max(about.present)}")
         except UnusablePost as error:
             raise UserError(
                 f"meet: {str(path)!r} is incomplete, or was not written by a replica ({error}); remove "

@@ -54,24 +54,29 @@ class Trainer:
     """Runs training steps of a model.
 
     Args:
-      mesh, layout: the mesh and the layout; `layout="auto"` searches the best one for this machine (after
-        `import layoutopt`). A plan of this model may replace both: `Trainer(model, plan)`.
-      options: storage, recomputation and microbatches.
+      mesh, layout: the mesh and the layout. `layout="auto"` searches for the best layout on this machine (it
+        needs layoutopt). A plan of this model may replace both: `Trainer(model, plan)`.
+      options: storage, recomputation, microbatches and the other `Options` of lowering.
       engine: `auto`, `local` (TensorFlow), `jax` or `lockstep` (NumPy, exact and slow); see
         `engines.open_engine`.
       cluster: the processes that train together, each with the same Trainer; by default only this process.
-        Each process writes its part of a checkpoint and reads the part of its devices.
-      slices: mesh axis -> number of slices that it spans (see `engines.jax.placing`); plans have it.
-      checkpoint_mode: mode of the folders of checkpoints, such as 0o700; files get it without the right to
-        execute. By default the umask decides.
+        Each process writes its part of a checkpoint and reads the parts that its devices need.
+      slices: mesh axis -> number of TPU slices that the axis spans (see `engines.jax.placing`); a plan sets
+        this itself.
+      checkpoint_mode: file mode of checkpoint folders, e.g. 0o700; files get the same mode without the
+        execute bits. By default the umask decides.
 
     Attributes:
-      layout: the layout in use; plan: its plan, if it was searched.
+      layout: the layout in use.
+      plan: the plan of the layout, if it was searched for or given; else None.
       step_number: number of steps done, including those before a resumed checkpoint.
-      resumed: the record of the restored checkpoint's writer (mesh, layout, processes, data); else empty.
+      resumed: mesh, layout, processes and data position of the run that wrote the restored checkpoint; empty
+        if none was restored.
       position: position of the data after the last step; None if the data do not report it.
-      torn: a step or `load` was interrupted, so variables may be from two steps; `restore` repairs them.
-      waited: share of the last `fit` in which devices were idle and waited for input.
+      torn: True if a step or `load` was interrupted, so that the variables may mix two steps; `restore`
+        repairs them.
+      waited: fraction (0 to 1) of the last `fit` in which the devices were idle because they waited for
+        input.
       rows: with a cluster, the rows of every batch (along the first dimension of its arrays) that this
         process's devices read, int64 [n]. A batch may hold only these rows, in this order. None: whole
         batches.
@@ -124,7 +129,7 @@ class Trainer:
         self._losses = FiniteLoss(model.optimizer.loss_scale is not None)
 
     def step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """One training step; returns the loss and the model's metrics (of before the update) as numbers."""
+        """Runs one training step; returns the loss and the metrics, as of before the update, as numbers."""
         return self._begun(Ready(self._prepared(batch), self.position))()
 
     def _begun(self, batch: Ready) -> Callable[[], dict[str, Any]]:
@@ -175,17 +180,17 @@ class Trainer:
         keep: bool = True,
         meet: Decoupled | None = None,
     ) -> list[dict[str, Any]]:
-        """Trains until `steps` steps are done; returns the results of those done here.
+        """Trains until `steps` steps are done in total; returns the results of the steps that this call ran.
 
-        The next batches are made in a thread while a step runs, and checkpoints are written while the next
-        steps run; an error in writing one is raised where the next one is due, or at the end.
+        A thread prepares the next batches while a step runs, and checkpoints are written while later steps
+        run. An error while writing a checkpoint is raised when the next one is due, or at the end.
 
         Args:
           batches: one dict of arrays per step, from the first step on: a resumed run skips those already
             used; with replicas, one for each of them in turn. An iterator with `get_state()` and
             `set_state(state)` (state: JSON data) is set to its position instead.
-          checkpoint: directory to resume from, if no step is done yet, and to save into, every `every` steps
-            and at the end.
+          checkpoint: directory to resume from, if no step has been run yet, and to save to, every `every`
+            steps and at the end.
           on_step: called with (step number, results, seconds of the step).
           stop: called between steps, and while no batch is ready; once it returns True the training ends
             there, and is saved. It is meant for signals: KeyboardInterrupt may come in the middle of a step,
@@ -255,17 +260,18 @@ class Trainer:
     def evaluate(
         self, batches: EvaluationBatches, model: Model | None = None, ema: bool = False
     ) -> dict[str, float]:
-        """Means of the loss and the metrics over all examples of `batches`, on the variables as they are.
+        """Returns the means of the loss and the metrics over all examples of `batches` (name -> float), with
+        the current variables.
 
-        Runs under the layout of the training. The last batch may be short: the means are over the examples
-        that are there (see `evaluation`).
+        The evaluation uses the layout of the training. The last batch may be short: the means are over the
+        examples that exist (see `evaluation`).
 
         Args:
           batches: whole ones; or a function of the rows that this process's devices read (of a short batch
             only existing rows), or of None for whole batches.
           model: the model for evaluation, with the same variables (built with `training=False`, for example);
             by default the trained one, without dropout.
-          ema: on the running means of the variables (`Optimizer.ema`).
+          ema: True evaluates the running means of the variables (`Optimizer.ema`).
         """
         means = self._means("evaluate", ema)
         found, evaluated = self._evaluation, model or self.model
@@ -284,13 +290,15 @@ class Trainer:
         return {**self._replicas.shared, **self._replicas.own}
 
     def save(self, directory: str | Path, wait: bool = True) -> None:
-        """Writes a checkpoint that any mesh and number of processes can read; all of several do it together.
+        """Writes a checkpoint, which can be restored on any mesh and with any number of processes. If several
+        processes train together, all must call this.
 
         Args:
-          wait: False returns at once; an error is raised by the next `save`.
+          wait: False returns before the files are written; the next `save` then raises an error of this one.
 
         Raises:
-          UserError: it cannot be written, another job writes there, or the variables are `torn`.
+          UserError: the checkpoint cannot be written, another job uses the directory, the variables are
+            `torn`, or a variable contains NaN or infinite numbers.
         """
         check("save", directory=(directory, PATH))
         if self.torn:
@@ -316,12 +324,12 @@ class Trainer:
             self._saver.wait()
 
     def restore(self, directory: str | Path, step: int | None = None) -> bool:
-        """Continues from the newest whole checkpoint, if there is one; warns of those that are not whole, or
-        hold numbers that are not finite.
+        """Restores the newest complete checkpoint; returns False if the directory has none. Checkpoints that
+        are damaged or contain NaN or infinite numbers are skipped with a warning.
 
         Args:
-          step: continues from the checkpoint of this step instead. Later ones are renamed to `step-….aside`,
-            with a warning, and no longer count.
+          step: restores the checkpoint of this step instead. Later checkpoints are renamed to `step-….aside`,
+            with a warning, and are ignored from then on.
         """
         check("restore", directory=(directory, PATH), step=(step, optional(at_least(0))))
         self._saver.wait()
@@ -363,7 +371,8 @@ class Trainer:
             adapter's are, and keep their initial values.
 
         Raises:
-          UserError: variables without weights, or weights of other shapes: all are named, nothing is set.
+          UserError: variables have no weights, or weights have other shapes or invalid numbers; the error
+            names all of them, and no variable is set.
         """
         held, replicas = (stored.variable for stored in self.program.variables.values()), self._replicas
         variables = held if replicas is None else map(replicas.one, held)
@@ -377,8 +386,8 @@ class Trainer:
         return loaded
 
     def save_weights(self, path: str | Path, ema: bool = False) -> None:
-        """Writes the model's variables, without the optimizer's, to a .npz or .safetensors file; with `ema`,
-        running means (`Optimizer.ema`) under the names of those that are trained."""
+        """Writes the model's variables, without optimizer state, to a .npz or .safetensors file. With `ema`,
+        the running means (`Optimizer.ema`) replace the trained variables, under the same names."""
         means, replicas = self._means("save_weights", ema), self._replicas
         if replicas is None:
             write_trained(path, self.program, means, self.engine)

@@ -18,8 +18,8 @@ MODEL = mlp()
 BATCH = {name: np.zeros(x.shape.sizes, x.dtype) for name, x in MODEL.graph.inputs.items()}
 WRONG: dict[str, Callable[[Any], Any]] = {
     "Layout: rules is None; give": lambda _: mtf.Layout(None),
-    "layout: 3 is not an axis; give": lambda _: mtf.Layout({"batch": 3}),
-    "layout: a list is not an axis; give": lambda _: mtf.Layout({"batch": [3]}),
+    "layout: 3 is not the name of a mesh axis; give": lambda _: mtf.Layout({"batch": 3}),
+    "layout: a list is not the name of a mesh axis; give": lambda _: mtf.Layout({"batch": [3]}),
     "layout: 3 is not the name of a dimension; give the name as a": lambda _: mtf.Layout({3: "data"}),
     "mesh is None; give": lambda _: mtf.Mesh(None),
     "mesh is a list; give": lambda _: mtf.Mesh([3]),
@@ -41,7 +41,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "Options: storage is 'zero3'; give": lambda _: mtf.Options(storage="zero3"),
     "meet: text is 3; give": lambda _: mtf.Decoupled.parse(3),
     "Source: name is a list; give": lambda _: mtf.Source(["w"]),
-    "engine 3; known": lambda _: mtf.Trainer(MODEL, "data:2", "", engine=3),
+    "unknown engine 3; known": lambda _: mtf.Trainer(MODEL, "data:2", "", engine=3),
     "fit: batches is None; give": lambda run: run.fit(None, 2),
     "fit: batches is a dict; give": lambda run: run.fit(BATCH, 2),
     "training: batch is 1; give": lambda run: run.fit([1], 2),

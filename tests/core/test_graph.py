@@ -261,7 +261,7 @@ def test_models_need_a_scalar_loss(g: mtf.Graph) -> None:
     with pytest.raises(mtf.UserError, match="Model: loss must be a scalar tensor, found"):
         mtf.Model(x)
     g.variable("unused", [A], mtf.ONES)
-    with pytest.raises(mtf.UserError, match="the loss does not depend on unused; remove these variables"):
+    with pytest.raises(mtf.UserError, match="the loss does not depend on the variables unused; remove them"):
         _ = mtf.Model(mtf.reduce_sum(x)).step_graph
 
 

@@ -153,7 +153,7 @@ BOTH: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 POSTS = {
     **BOTH,
-    "of another replica": (edited(told(replica=0)), "the file is of replica"),
+    "of another replica": (edited(told(replica=0)), "the file belongs to replica"),
     "no bits": (edited(told(bits=None)), "'bits': Field required"),
     "other bits": (edited(told(bits=8)), "'wi/codes' is missing"),
     "bits that are none": (edited(told(bits=5)), "unsupported bits=5"),
@@ -183,7 +183,7 @@ def test_a_post_that_cannot_be_used_stops_nobody(harm: str, tmp_path: Path) -> N
 
 STATES = {
     **BOTH,
-    "another count": (edited(told(present=[0, 7])), "the file is of replica"),
+    "another count": (edited(told(present=[0, 7])), "the file belongs to replica"),
     "present is none": (edited(told(present="x")), "'present': Input should be a valid"),
     "as written before": (edited(told(shared=None)), "'shared': Field required"),
 }
@@ -251,7 +251,7 @@ def test_posts_of_a_run_before_are_not_waited_with(tmp_path: Path) -> None:
     its = replica(tmp_path)
     assert not its.directory.has_post(0, 1)
     met = its.meet()
-    assert met is not None and met.present == (0,) and "the file is of run" in met.left[1]
+    assert met is not None and met.present == (0,) and "the file belongs to run" in met.left[1]
 
 
 @pytest.mark.parametrize("patience", [3600.0])

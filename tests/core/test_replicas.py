@@ -305,12 +305,12 @@ def test_errors(said: str, layout: str, error: str) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "schedule", "what"),
-    [("layers:data", "gpipe", "stages of layers"), ("", "circular:2", "schedule circular:2")],
+    [("layers:data", "gpipe", "pipeline stages of layers"), ("", "circular:2", "schedule circular:2")],
 )
 def test_replicas_have_no_stages(layout: str, schedule: str, what: str) -> None:
     options = mtf.Options(microbatches=2, schedule=schedule)
     with pytest.raises(
-        mtf.LayoutError, match=f"diloco sites:.* cannot be combined with {what}: separate replicas"
+        mtf.LayoutError, match=f"diloco sites:.* cannot be combined with {what}: a replica cannot be split"
     ):
         trainer(model(mtf.SGD(0.1)), layout, options, "sites")
 

@@ -175,7 +175,7 @@ def test_a_damaged_checkpoint_is_said_and_passed_over(tmp_path: Path) -> None:
     file = tmp_path / "step-000000003" / "00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     resumed = trainer()
-    with pytest.warns(CheckpointWarning, match="step-000000003: .* checksum in .*; step-000000002 is used"):
+    with pytest.warns(CheckpointWarning, match="step-000000003: .* checksum; step-000000002 is used"):
         assert losses(resumed.fit(batches(), 3, tmp_path)) == losses(whole[2:])
     found = checkpoint.newest(tmp_path)
     assert found is not None and (found.step, found.skipped) == (3, ())

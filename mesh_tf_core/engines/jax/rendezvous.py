@@ -57,8 +57,8 @@ class JobAddress:
         if coordinator is None:
             if (processes, process) != (None, None):
                 raise UserError(
-                    "cluster: --process or --processes needs the coordinator's address; give HOST:PORT "
-                    f"of process 0 with --coordinator or {ADDRESS}"
+                    "cluster: a rank or a number of processes is set, but not the coordinator's "
+                    f"address; give HOST:PORT of process 0 with --coordinator or {ADDRESS}"
                 )
             return cls(None, None, None, given_secret())
         host, colon, port = coordinator.rpartition(":")
