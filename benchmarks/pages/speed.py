@@ -20,8 +20,9 @@ searches covers {layouts} layouts. *Least memory* is `--objective memory`; *tigh
 with 3 % more than the least.
 """
 CLIPPED = """\
-With gradient clipping (`clip_norm=1`), {rows} of these searches took {mean:.2f} times their CPU time
-without clipping on average, worst {most:.2f} times.
+{rows} of these searches were repeated with gradient clipping (`clip_norm=1`). On average, a search with
+clipping took {mean:.2f} times the CPU time of the same search without clipping (worst: {most:.2f}
+times).
 """
 CONTEST = """\
 ## The contest of ASPLOS 2025 on intra-operator parallelism
