@@ -108,7 +108,7 @@ class Diagnosis:
         if len(self.conflict) < 2:
             return ""
         fewer = "" if self.minimal else " (the time limit ended before smaller conflicts were checked)"
-        return f"these conflict: {', '.join(self.conflict)}{fewer}"
+        return f"these conditions conflict: {', '.join(self.conflict)}{fewer}"
 
     def __str__(self) -> str:
         helps = "possible changes: " + "; ".join(map(str, self.repairs)) if self.repairs else ""

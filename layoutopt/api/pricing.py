@@ -210,7 +210,7 @@ def cost(
     check_tokens(tokens, model.tokens)
     if isinstance(mesh, Plan):
         if layout or options is not None or decided:
-            raise UserError("a plan has its own layout and options; remove these arguments")
+            raise UserError("cost: the plan sets the layout and the options; remove the arguments for them")
         plan = mesh
         mesh, layout, options = plan.mesh, plan.layout, plan.options
         hardware = plan.data.hardware if hardware is None else hardware

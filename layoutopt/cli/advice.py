@@ -25,7 +25,7 @@ def after_search(plan: Plan, out: Path, loaded: Loaded, settings: Sequence[str],
     if why := elsewhere(plan, machine):
         named = _model(plan)
         too = (
-            "report also takes the plan, and export with the same --model"
+            "report takes the plan too, and export takes the plan with the same --model"
             if named
             else "report and export take the plan too"
         )

@@ -101,11 +101,11 @@ class Job:
         from mesh_tf_core.errors import UserError
 
         if self.processes is not None or self.process is not None:
-            raise UserError("--processes and --process need --coordinator HOST:PORT; add it")
+            raise UserError("--processes and --process need --coordinator HOST:PORT; add --coordinator")
         if self.timeout is not None or self.start_timeout is not None:
             raise UserError(
                 "--timeout and --start-timeout limit how long processes wait for each other; add "
-                "--cluster (or --coordinator HOST:PORT), or remove them"
+                "--cluster (or --coordinator HOST:PORT), or remove these two options"
             )
 
 

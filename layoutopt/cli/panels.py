@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from shutil import get_terminal_size
 from typing import Any
 
-TARGET, CHOICES, RULES, OUTPUT = "Target", "What may be chosen", "Rules", "Output"
+TARGET, CHOICES, RULES, OUTPUT = "Target", "Decisions to search", "Rules", "Output"
 PANELS = {
     TARGET: (
         "mesh",

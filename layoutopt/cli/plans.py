@@ -24,7 +24,7 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         metavar="MODEL",
-        help="Model of the plan, in any form of MODEL, e.g. model.py.",
+        help="Model that the plan was made for, e.g. model.py (in any form of MODEL).",
         show_default="the file recorded in the plan, if it is unchanged",
     ),
 ]

@@ -292,7 +292,7 @@ def _ways(said: Sequence[str], accept: float | None, where: dict[str, Any]) -> t
             )
         return [], ways[0] if ways else None
     if where["mesh"] is None:
-        raise UserError("several --diloco settings need a given mesh; replace --devices by --mesh")
+        raise UserError("several --diloco settings need a given mesh; replace --devices with --mesh")
     del where["devices"], where["max_axes"]
     return ways, None
 

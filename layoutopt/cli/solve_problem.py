@@ -120,7 +120,7 @@ def _reason(problem: Problem, clock: Clock) -> str:
     if problem.intervals:
         limit = f"{problem.intervals.name!r} limit {problem.intervals.limit:g}"
         return f"the forbidden costs and the {limit} exclude every choice; raise the limit"
-    return "the forbidden costs alone exclude every choice"
+    return "the forbidden costs alone exclude every choice; remove some forbidden costs"
 
 
 def _show(terminal: Terminal, problem: Problem, found: Solution) -> None:

@@ -27,7 +27,8 @@ PriceOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="[NAME=]P",
-        help="Price of a chip-hour: 4.2, or for one hardware tpu-v5p=4.2 (repeatable).",
+        help="Price of a chip-hour, e.g. 4.2, or by name for each of several --hardware, e.g. tpu-v5p=4.2 "
+        "(repeatable).",
         show_default=False,
     ),
 ]

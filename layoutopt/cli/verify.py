@@ -177,9 +177,7 @@ def _show(
             ("note", f"attention kernels ({attention} predicted) come from a library and are not compared")
         )
     if made.unknown_loops:
-        rows.append(
-            ("note", f"{made.unknown_loops} loops of unknown length are counted as one iteration each")
-        )
+        rows.append(("note", f"loops of unknown length, counted as one iteration each: {made.unknown_loops}"))
     terminal.show(facts(rows))
     if found.moved:
         terminal.show("", _moved_table(found))

@@ -40,7 +40,7 @@ def export(what: Exported, to: str) -> str:
             if size % (ways := what.mesh.group_size(axes)):
                 raise UserError(
                     f"{to} supports only shards of equal size, but this plan stores {v.name!r} "
-                    f"padded: {ways} devices do not divide its dimension {name!r} of size {size}; "
+                    f"padded, because its {name!r} of size {size} is not divisible by {ways} devices; "
                     "search with --storage layout, or train with layoutopt"
                 )
     for kind in KINDS:

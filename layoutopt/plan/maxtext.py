@@ -100,7 +100,7 @@ def _maxtext_stage(what: Exported) -> tuple[str, Axes]:
         listed = "; ".join(f"{some(names, NAMED)} at {stage}" for stage, names in sorted(stages.items()))
         raise UserError(
             "maxtext stores all matrices in the same way (layout, zero1 or zero3), but this plan "
-            f"stores {listed}; search with --storage layout, zero1 or zero3"
+            f"stores {listed}; search with --storage layout, --storage zero1 or --storage zero3"
         )
     batch = what.layout.axes("batch")
     if any(set(axes) & {*batch} not in (set(), {*batch}) for _, axes in what.layout.items()):
@@ -207,9 +207,9 @@ def _maxtext_policy(what: Exported) -> str:
     again = {Recomputed.parse(text).dim for text in what.decided.recompute}
     if again and (left := [dim for dim in _stacks(what) if dim not in again]):
         raise UserError(
-            "maxtext has one remat_policy for all layers, but this plan recomputes "
-            f"{some(sorted(again), NAMED)} but not {some(left, NAMED)}; search with --recompute "
-            "always or --recompute never"
+            "maxtext has one remat_policy for all layers, but this plan recomputes only "
+            f"{some(sorted(again), NAMED)}, not {some(left, NAMED)}; search with --recompute always "
+            "or --recompute never"
         )
     return next(iter(policies), MAXTEXT_REMAT["products", "attention"])
 

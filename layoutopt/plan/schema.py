@@ -119,10 +119,10 @@ class Predicted(Data):
 
     @property
     def chip_speed(self) -> str:
-        """The speed of a chip: '69,428 tokens/s, 241 TFLOP/s of the model'."""
+        """The speed of a chip: '69,428 tokens/s, 241 TFLOP/s (model FLOPs)'."""
         tokens, flops = self.tokens_per_second_per_chip, self.model_flops_per_second_per_chip
         found = [throughput_text(tokens, "tokens")] if tokens is not None else []
-        return ", ".join([*found, *([f"{rate_text(flops, 'FLOP/s')} of the model"] if flops else [])])
+        return ", ".join([*found, *([f"{rate_text(flops, 'FLOP/s')} (model FLOPs)"] if flops else [])])
 
     @property
     def host(self) -> str:

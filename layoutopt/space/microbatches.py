@@ -165,7 +165,7 @@ def _dividing(model: Model, allowed: Sequence[int]) -> list[int]:
             else f"{model.batch_dim!r} has size {size}, which is divisible by none of these numbers"
         )
         raise UserError(
-            f"--microbatches {_listed(allowed)}: {has}; use "
+            f"--microbatches {_listed(allowed)}: {has}; use --microbatches "
             f"1{' or another divisor of this size' if size > 1 else ''}"
         )
     return found

@@ -125,7 +125,7 @@ class Recompute(Decision):
         "DIM[:keep=KIND+...]",
         "Activation checkpointing: DIM recomputes the loop over this dimension in the backward pass, "
         "except the kept values (products, outputs, attention, others, or names of weights and "
-        "scopes); always recomputes every loop, never no loop (repeatable).",
+        "scopes); always: every loop; never: no loop (repeatable).",
         usual="never; for a JAX model, as its program does",
         several=True,
     )

@@ -86,7 +86,7 @@ class Elsewhere(Decision):
         every, usual = cls.everything(target)["elsewhere"], cls.widest(target)["elsewhere"]
         yield from missing(cls.label, "elsewhere", allowed.elsewhere, usual)
         for other in missing("", "elsewhere", allowed.elsewhere, tuple(n for n in every if n not in usual)):
-            yield LeftOut(cls.label, "further splits of other dimensions elsewhere", other.allow, finer=True)
+            yield LeftOut(cls.label, "splits of other dimensions with --elsewhere", other.allow, finer=True)
 
     @classmethod
     def about(cls, graph: Graph, mesh: Mesh, allowed: Space) -> Iterator[Self]:

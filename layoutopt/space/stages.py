@@ -121,8 +121,8 @@ def ways(model: Model, mesh: Mesh, allowed: Space) -> Iterator[Space]:
         if pin is not None and set(pin) not in map(set, found):
             known = ", ".join("+".join(axes) for axes in found if axes) or "none"
             raise UserError(
-                f"--pin {dim}:{'+'.join(pin)}: pipeline stages cannot lie over these axes; possible "
-                f"axes: {known}"
+                f"--pin {dim}:{'+'.join(pin)}: the layers cannot be split into stages over these "
+                f"axes; possible axes: {known}"
             )
         options.append([axes for axes in found if axes] if pin is None else [pin] * bool(pin))
         options[-1] += [()] * (not pin)

@@ -133,7 +133,7 @@ def test_a_malformed_profile(refused: Callable[..., str], tmp_path: Path, conten
             "has format 'layoutopt-plan/9', but this version of layoutopt reads 'layoutopt-plan/1'",
         ),
         ("[]", "is not a plan: it must be a JSON object, but is list"),
-        ('{"format": "layoutopt-plan/1"}', "'model' is missing: the file"),
+        ('{"format": "layoutopt-plan/1"}', "'model' is missing, so the file"),
         ("[" * 100_000, "is nested too deeply"),
     ],
 )

@@ -101,7 +101,7 @@ def test_wrong_input_about_several_processes(
         "compiles for a TPU in one process; remove --cluster, or run calibrate without launch"
     )
     line = refused("calibrate", "--processes", "2", "--mesh", "data:2", *out)
-    assert line == "--processes and --process need --coordinator HOST:PORT; add it"
+    assert line == "--processes and --process need --coordinator HOST:PORT; add --coordinator"
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host0:12345")
     line = refused("calibrate", "--cluster", "--mesh", "data:2", *out)
     assert line.startswith("cluster: coordinator host0:12345 also needs the number of")

@@ -84,9 +84,9 @@ def test_a_target_is_found_beside_the_model_else_in_the_current_folder(
         ("devices = 2", "must contain only tables named [targets.NAME], but contains ['devices']"),
         ("[targets.prod]", "--target pod: layoutopt.toml has no target of this name; did you mean 'prod'?"),
         ("[targets]\npod = 3", "target 'pod' must be a table of options, [targets.pod], but is 3"),
-        ("[targets.pod]\ndevcies = 3", "no command has an option --devcies; near are --devices"),
+        ("[targets.pod]\ndevcies = 3", "no command has the option --devcies; did you mean --devices?"),
         ("[targets.pod]\nquiet = 1", "quiet = 1: must be true or false"),
-        ("[targets.pod]\ndevices = true", "devices = True: needs a string, a"),
+        ("[targets.pod]\ndevices = true", "devices = True: must be a string, a"),
         ("[targets.pod", "is not a valid TOML file: "),
     ],
 )

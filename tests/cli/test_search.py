@@ -84,7 +84,7 @@ def test_what_is_next_names_a_model_that_its_plan_may_not(run: Callable[..., Res
     for source in (f"{other}:small", str(other)):
         done = run("search", source, "--mesh", "data:2", "--hardware", "h100", "--out", out)
         assert (
-            f"next: layoutopt explain {out} --model {source}; report also takes the plan, and export with"
+            f"next: layoutopt explain {out} --model {source}; report takes the plan too, and export takes"
             in done.stderr
         )
         assert run("explain", out, "--model", source).exit_code == 0
@@ -157,7 +157,7 @@ def test_a_plan_file_loads_and_carries_what_a_report_needs(plan_file: Path) -> N
 
 def test_a_plan_of_another_model_is_refused(plan_file: Path, refused: Callable[..., str]) -> None:
     line = refused("cost", LM, "--set", "layers=4", "--layout", str(plan_file))
-    assert f"{plan_file}: the plan was made for another model: layers=2 there, 4 here" in line
+    assert f"{plan_file}: the plan was made for another model: layers=2 in the plan, 4 in this model" in line
     line = refused("cost", LM, *SMALL, "--layout", str(plan_file), "--mesh", "data:8")
     assert f"--mesh 'data:8' differs from the mesh of {plan_file}, data:2;model:4" in line
 
@@ -189,7 +189,7 @@ def test_people_see_the_proof_and_the_alternatives(run: Callable[..., Result]) -
     done = run(*MLP)
     assert "optimal under this cost model, of " in done.stdout and "layouts (gap 0%, " in done.stdout
     assert re.search(
-        r"not\s+looked\s+at:\s+collective\s+matmul,.*\(--allow\s+everything\s", done.stdout, re.DOTALL
+        r"not\s+searched:\s+collective\s+matmul,.*\(--allow\s+everything\s", done.stdout, re.DOTALL
     )
     rows = done.stdout.partition("Alternatives")[2]
     assert re.search(r"^the answer, tensor parallel.* +│ .*│ +1\.00× │", rows, re.MULTILINE)
@@ -224,7 +224,9 @@ def test_what_else_may_be_decided(result: Callable[..., dict[str, Any]], refused
     assert (again["recompute"], again["microbatches"]) == (["layers"], 2)
     assert set(again["storage"].values()) <= {"zero3"}
     assert "storage 'zero5': did you mean" in refused(*search, "--storage", "zero5")
-    assert "--microbatches 'two' is not a list of numbers" in refused(*search, "--microbatches", "two")
+    assert "--microbatches 'two' is not a list of positive numbers" in refused(
+        *search, "--microbatches", "two"
+    )
     assert "known: always, auto, never, selective" in refused(*search, "--recompute", "maybe")
 
 

@@ -109,7 +109,7 @@ def test_a_price_is_the_plans(plan: Plan, model: mtf.Model) -> None:
     priced = layoutopt.cost(model, MESH, plan.layout, "tpu-v3", options=plan.options)
     assert priced.predicted == plan.predicted
     assert layoutopt.cost(model, plan).predicted == plan.predicted  # on the plan's hardware
-    with pytest.raises(mtf.UserError, match="a plan has its own layout and options"):
+    with pytest.raises(mtf.UserError, match="the plan sets the layout and the options"):
         layoutopt.cost(model, plan, "batch:data")
     assert priced.fits and priced.reason is None
     frame = priced.to_frame()

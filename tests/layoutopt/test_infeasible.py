@@ -52,7 +52,7 @@ def test_the_conflict_is_in_the_users_words(diagnosis: Diagnosis) -> None:
     assert "--pin classes:none" not in diagnosis.conflict
     assert diagnosis.conflict[-1].startswith("--memory ")
     assert diagnosis.conflict[:2] == ("--pin batch:data+model", "--storage layout")
-    assert str(diagnosis).startswith("these conflict: --pin batch:data+model, --storage layout, ")
+    assert str(diagnosis).startswith("these conditions conflict: --pin batch:data+model, --storage layout, ")
 
 
 @pytest.mark.slow

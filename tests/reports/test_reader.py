@@ -88,7 +88,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "value", "said"),
     [
-        ("predicted", None, "'predicted' is missing: the file"),
+        ("predicted", None, "'predicted' is missing, so the file"),
         ("predicted/step_seconds", None, "'predicted.step_seconds' is missing"),
         ("predicted/step_seconds", "fast", "'predicted.step_seconds' must be a number, found str"),
         ("predicted/step_seconds", float("nan"), "must be a finite number"),
