@@ -156,9 +156,14 @@ def test_storage_recompute_and_microbatches(
     assert "no variable 'output/projecton'; did you mean 'output/projection'?" in refused(
         *plain, "--storage", "output/projecton=zero1"
     )
-    assert "no loop runs over it; did you mean 'layers'?" in refused(*plain, "--recompute", "layer")
+    assert "the model has no loop over 'layer'; did you mean 'layers'?" in refused(
+        *plain, "--recompute", "layer"
+    )
     word_of_search = refused(*plain, "--recompute", "selective")
-    assert "no loop runs over it; known: layers (or layers:keep=products+attention, which" in word_of_search
+    assert (
+        "known: layers (to keep some values instead of recomputing them, write e.g. layers:keep="
+        in word_of_search
+    )
     kept = result(*plain, "--recompute", "layers:keep=attention+products")
     assert kept["recompute"] == ["layers:keep=products+attention"]
     all_again = result(*plain, "--recompute", "layers")["predicted"]

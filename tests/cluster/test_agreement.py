@@ -120,7 +120,9 @@ def test_values_go_round(job: Job) -> None:
     assert job.together(lambda one: one.gather("b", {"x": [1.5, None]})) == [[{"x": [1.5, None]}] * N] * N
     assert job.together(lambda one: one.share("c", lambda: one.index)) == [0] * N
     assert len([key for key in job.store.values if "/round/" in key]) <= 2 * N  # what was read is let go
-    with pytest.raises(mtf.ClusterError, match=r"the program differs: 'x' in worker 0 .*, 'y' in worker 2 "):
+    with pytest.raises(
+        mtf.ClusterError, match=r"the program differs between processes: 'x' in worker 0 .*, 'y' in worker 2 "
+    ):
         job.together(lambda one: one.same("the program", "y" if one.index == 2 else "x"))
     job.together(lambda one: one.close())
     assert job.told == []

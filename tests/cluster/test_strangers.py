@@ -116,7 +116,7 @@ def test_a_recorded_run_with_the_same_secret_is_another(monkeypatch: pytest.Monk
     second.take_number(1)
     now.values |= {key: value for key, value in before.values.items() if key != "layoutopt/number/1"}
     second.begin_run(2)  # it believes the old number 0
-    with pytest.raises(mtf.ClusterError, match="'checkpoint 1/folder' has no code of this job"):
+    with pytest.raises(mtf.ClusterError, match="'checkpoint 1/folder' cannot be authenticated"):
         wait_for(lambda: second.wanted("checkpoint 1/folder"), 10, "a refusal")
     del first
 

@@ -260,13 +260,13 @@ def test_what_one_process_finds_not_finite_is_saved_by_none(job: Job, tmp_path: 
             savers[one.index].wait()
         return str(told.value)
 
-    said = "step 2 is not saved: variable 'w' has numbers that are not finite; continue from step 1"
+    said = "step 2 is not saved: variable 'w' contains NaN or infinite numbers; continue from step 1"
     assert job.together(fails) == [said] * N
     assert [step for step, _ in checkpoint.listed(tmp_path)] == [1]
     job.together(lambda one: save(one, savers[one.index], tmp_path, 3, np.inf if one.index == 1 else 1.0))
     for found in job.together(lambda one: checkpoint.newest(tmp_path, one, frozenset("w"))):
         assert found.step == 1
-        assert found.skipped == ("step-000000003: variable 'w' has numbers that are not finite",)
+        assert found.skipped == ("step-000000003: variable 'w' contains NaN or infinite numbers",)
 
 
 def test_all_go_on_from_the_step_that_is_chosen(job: Job, tmp_path: Path) -> None:

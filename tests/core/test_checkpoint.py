@@ -312,7 +312,9 @@ def test_an_error_in_the_thread_is_raised_by_the_next_call(
     saver.wait()
     assert checkpoint.newest(tmp_path) is not None
     saver.save(tmp_path, 3, Failing(), {})
-    with pytest.raises(UserError, match=r"No space left on device; .*; step-000000002 is still there"):
+    with pytest.raises(
+        UserError, match=r"No space left on device; .*; the checkpoint step-000000002 is still complete"
+    ):
         saver.wait()
     saver.save(tmp_path, 3, Failing(), {})
     assert saver._thread is not None

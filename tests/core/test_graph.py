@@ -64,7 +64,10 @@ def test_a_model_follows_its_graph(g: mtf.Graph) -> None:
     seen = g.variable("seen", [A], mtf.ZEROS, trainable=False)
     g.assign(g.lookup("seen"), seen + mtf.reduce_max(x, B))
     assert model.fingerprint != first
-    with pytest.raises(mtf.UserError, match="add up to what variable 'seen' is assigned, because of reduce"):
+    with pytest.raises(
+        mtf.UserError,
+        match="the value assigned to variable 'seen' is not a sum over the microbatches, because of reduce",
+    ):
         model.training_step(2)
 
 

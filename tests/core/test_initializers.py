@@ -174,5 +174,5 @@ def test_refused(initial: object, message: str) -> None:
 
 
 def test_an_initial_array_is_never_cut_off() -> None:
-    with pytest.raises(mtf.UserError, match=r"its initial array: int32 has no number 0.5"):
+    with pytest.raises(mtf.UserError, match=r"initial array: int32 cannot represent 0.5"):
         mtf.Graph().variable("w", [A], np.full(16, 0.5), "int32", trainable=False)

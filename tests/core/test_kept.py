@@ -196,8 +196,8 @@ def test_narrow_values_are_kept_narrow() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("layer:keep=products", "no loop runs over 'layer'; did you mean 'layers'"),
-        ("layers:keep=product", "makes nothing that 'product' is; did you mean 'products'"),
+        ("layer:keep=products", "the model has no loop over 'layer'; did you mean 'layers'"),
+        ("layers:keep=product", "have no values of kind or scope 'product'; did you mean 'products'"),
         ("layers:keep=", "write the dimension of a loop, or DIM:keep=KIND"),
         ("layers:products", "write the dimension of a loop, or DIM:keep=KIND"),
     ],

@@ -120,7 +120,9 @@ def test_files_of_a_checkpoint_are_new(tmp_path: Path) -> None:
         (folder / "manifest.json").symlink_to(precious)
         checkpoint.finish(folder, 1, written, {})
     with (
-        pytest.raises(UserError, match=r"step 1 is not saved: 00000\.safetensors is a link, although"),
+        pytest.raises(
+            UserError, match=r"step 1 is not saved: 00000\.safetensors is a symbolic link, although"
+        ),
         checkpoint.beginning(tmp_path, 1) as folder,
     ):
         written = checkpoint.write_pieces(folder, 0, whole(VALUES))
@@ -166,7 +168,7 @@ def test_a_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
 def test_a_link_that_goes_round_is_called_a_link(tmp_path: Path) -> None:
     loop = tmp_path / "loop.py"
     loop.symlink_to(loop)
-    with pytest.raises(UserError, match=r"loop.py' is a broken link; name a directory"):
+    with pytest.raises(UserError, match=r"loop.py' is a broken link; give another path"):
         check_directory(loop)
     with pytest.raises(UserError, match=r"loop.py' is a broken symbolic link; point the link"):
         load_model(str(loop))

@@ -330,7 +330,7 @@ def test_mistakes_are_named(words: list[str], said: str) -> None:
 def test_an_optimizer_without_state_is_named() -> None:
     found = transformer_lm.model(**{**SMALL, "optimizer": "sgd"})
     words = offload_of(["optimizer=feed_forward/wi"], found.graph.variables)
-    with pytest.raises(mtf.UserError, match="keeps no state of 'feed_forward/wi'"):
+    with pytest.raises(mtf.UserError, match="has no state for 'feed_forward/wi'"):
         found.lower(mtf.Mesh("a:1"), mtf.Layout(""), mtf.Options(offload=words))
 
 

@@ -128,7 +128,10 @@ def test_an_assignment_that_parts_cannot_make_is_refused() -> None:
     g.variable("seen", [D], mtf.ZEROS, trainable=False)
     g.assign(g.lookup("seen"), mtf.reduce_max(x, "batch"))
     model = mtf.Model(mtf.reduce_sum(x * g.variable("w", [D], mtf.ONES)))
-    with pytest.raises(mtf.UserError, match="do not add up to what variable 'seen' is assigned, because of"):
+    with pytest.raises(
+        mtf.UserError,
+        match="the value assigned to variable 'seen' is not a sum over the microbatches, because of",
+    ):
         model.training_step(2)
 
 

@@ -398,7 +398,9 @@ def test_an_archive_that_unfolds_to_gibibytes_is_not_unfolded(tmp_path: Path) ->
     tracemalloc.start()
     try:
         ((_, found),), loaded = read_weights([small], path, {})
-        with pytest.raises(mtf.UserError, match=r"needs shape \[2\], 'bomb' has \[67108864\]"):
+        with pytest.raises(
+            mtf.UserError, match=r"needs an array of shape \[2\], but 'bomb' has shape \[67108864\]"
+        ):
             read_weights([small], path, {"w": "bomb"})
         peak = tracemalloc.get_traced_memory()[1]
     finally:

@@ -299,7 +299,7 @@ def test_a_staged_function_cannot_read_values_or_tensors_from_outside() -> None:
         x = g.constant(X, [B, D])
         with pytest.raises(mtf.UserError, match="has no value while the model is being built"):
             run.staged(lambda x: x if x > 0.0 else -x)(mtf.reduce_sum(x))
-        with pytest.raises(mtf.UserError, match=r"belongs to graph 'eager step', not '<lambda>'"):
+        with pytest.raises(mtf.UserError, match=r"belongs to graph 'eager step', not to '<lambda>'"):
             run.staged(lambda y: y + x)(x)
 
 

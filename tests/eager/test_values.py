@@ -89,7 +89,7 @@ def test_values_of_another_step_are_taken_explicitly() -> None:
     first, second = new(), new("batch:model")
     x = first.constant(X, [B, D])
     with pytest.raises(
-        mtf.UserError, match=r"add: Tensor\(%0 .*\) belongs to another eager context; .*step.constant\(x\)"
+        mtf.UserError, match=r"add: Tensor\(%0 .*\) belongs to another mtf.Eager object; .*step.constant\(x\)"
     ):
         second.constant(X, [B, D]) + x
     y = second.constant(x)
@@ -149,7 +149,7 @@ def test_a_value_inside_a_loop_that_is_built() -> None:
 
 def test_many_elements_are_no_truth_value() -> None:
     x = new().constant(X, [B, D])
-    with pytest.raises(mtf.UserError, match=r"has 12 elements .* reduce it first \(mtf.reduce_any"):
+    with pytest.raises(mtf.UserError, match=r"has 12 elements, .* reduce it first \(mtf.reduce_any"):
         bool(x > 3.0)
 
 
