@@ -152,7 +152,7 @@ def test_storage_recompute_and_microbatches(
     assert found["predicted"]["flops_per_device"] > before["flops_per_device"]
     assert re.search(r"^recompute +layers", run(*more).stdout, re.MULTILINE)
     assert "zero1: 11 variables; zero3: output/projection" in run(*more).stdout
-    assert "'zero4': did you mean 'zero" in refused(*plain, "--storage", "zero4")
+    assert "'zero4'; did you mean 'zero" in refused(*plain, "--storage", "zero4")
     assert "no variable 'output/projecton'; did you mean 'output/projection'?" in refused(
         *plain, "--storage", "output/projecton=zero1"
     )

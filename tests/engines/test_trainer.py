@@ -330,7 +330,7 @@ def test_a_plan_of_another_model_is_refused() -> None:
     plan = search(network(), mesh="a:2", hardware="cpu-local")
     with pytest.raises(mtf.UserError, match="the plan was made for another model: "):
         mtf.Trainer(network(hidden=16), plan)
-    with pytest.raises(mtf.UserError, match="Trainer: mesh is None; give a mesh, e.g. 'data:2"):
+    with pytest.raises(mtf.UserError, match=r"Trainer: mesh is None; give a mesh, e.g. 'data:2"):
         mtf.Trainer(network(), None)  # type: ignore[arg-type]
 
 
