@@ -26,7 +26,9 @@ def test_by_hand(result: Callable[..., dict[str, Any]], run: Callable[..., Resul
     one = result("cost", LM, *SETS, *HERE, "--offload", "optimizer=feed_forward/wi")
     assert one["offload"] == {"optimizer": ["feed_forward/wi"]}
     refused = run("cost", LM, *SETS, *HERE, "--offload", "weight")
-    assert refused.exit_code == 2 and "offload 'weight': did you mean 'weights'?" in refused.stderr
+    assert (
+        refused.exit_code == 2 and "offload: unknown kind 'weight'; did you mean 'weights'?" in refused.stderr
+    )
 
 
 @pytest.mark.nightly

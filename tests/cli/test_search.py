@@ -223,7 +223,7 @@ def test_what_else_may_be_decided(result: Callable[..., dict[str, Any]], refused
     again = result(*search, "--storage", "layout,zero3", "--recompute", "always", "--microbatches", "2")
     assert (again["recompute"], again["microbatches"]) == (["layers"], 2)
     assert set(again["storage"].values()) <= {"zero3"}
-    assert "storage 'zero5': did you mean" in refused(*search, "--storage", "zero5")
+    assert "unknown storage 'zero5'; did you mean" in refused(*search, "--storage", "zero5")
     assert "--microbatches 'two' is not a list of positive numbers" in refused(
         *search, "--microbatches", "two"
     )

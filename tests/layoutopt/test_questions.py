@@ -53,7 +53,7 @@ def test_what_is_forbidden_adds_up() -> None:
         ({"microbatches": (0,)}, r"microbatches \(0,\): write whole numbers of at least 1"),
         ({"microbatches": ()}, r"microbatches \(\): write whole numbers of at least 1"),
         ({"storage": ()}, "storage is empty; name one or more of layout, zero1"),
-        ({"storage": ("zero4",)}, "storage 'zero4': did you mean"),
+        ({"storage": ("zero4",)}, "unknown storage 'zero4'; did you mean"),
         ({"microbatches": 4}, "microbatches 4: write a list of allowed values, or a comma-separated text"),
         ({"memory": "16GiB"}, "memory is '16GiB'; give a positive number of bytes"),
         ({"pins": 5}, "pins 5: write rules such as 'batch:data', or a dict of dimensions and axes"),
